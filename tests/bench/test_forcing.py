@@ -160,7 +160,7 @@ def test_a_log_has_a_line_a_minute() -> None:
         tell("reading", done, 10)
         now += 25.0
     assert lines == [
-        "reading: 3 of 10 steps, about 3 min left",
-        "reading: 6 of 10 steps, about 2 min left",
-        "reading: 9 of 10 steps, about 0 min left",
+        "reading: 30%, about 3 min left",
+        "reading: 60%, about 2 min left",
+        "reading: 90%, about 0 min left",
     ]

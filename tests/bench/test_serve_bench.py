@@ -23,7 +23,7 @@ from penstock.cli import main
 from penstock.errors import SettingError
 from penstock.models.mlx_lm import load, render
 from penstock.recall import count_tokens
-from penstock_bench import serve_figures, serve_model, serve_process, serve_runs
+from penstock_bench import serve_figures, serve_model, serve_process, serve_runs, serve_time
 from penstock_bench import serve_load as serve
 from penstock_bench.cli import serve_command
 from penstock_bench.engine_sides import OURS, RIVAL
@@ -391,3 +391,40 @@ def test_the_command_is_there() -> None:
     )
     assert "--connections NUMBER" in done.stdout
     assert ModelChoice.RANDOM in done.stdout
+
+
+# ---- the time that it takes
+
+
+RECORD = Path(__file__).parents[2] / "benchmarks/results/serve-2026-11-21T081951Z.json"
+
+
+@pytest.mark.parametrize("side", [OURS, RIVAL])
+def test_the_expected_time_is_that_of_a_recorded_run(side: str) -> None:
+    raw = json.loads(RECORD.read_text())["raw"]
+    parameters, kv_bytes = raw["model"]["parameters"], raw["model"]["kv_bytes_per_token"]
+    of = serve_model.ServedFolder(Path(), "recorded", 64, parameters, kv_bytes)
+    load_ = serve.ServeLoad(**{n: raw["load"][n] for n in ("sessions", "turns", "system_tokens")})
+    took = raw["sessions"][side][0]["seconds"]
+    expected = serve_time.expected_seconds(load_, of, side, serve_time.RECORDED_GFLOPS)
+    assert took / 1.5 < expected < 1.5 * took
+    slower = serve_time.expected_seconds(load_, of, side, serve_time.RECORDED_GFLOPS / 2)
+    assert slower > 1.7 * expected, "half as fast a machine"
+
+
+def test_the_time_is_said_beforehand_and_each_reply_moves_the_bar() -> None:
+    told: list[tuple[str, int, int]] = []
+    sides = {side: serve.SIDES[side] for side in (OURS, RIVAL)}
+    load_ = serve.ServeLoad(sessions=2, turns=2, rounds=2)
+    progress = serve_time.ServeProgress.of(load_, FOLDER, sides, lambda *a: told.append(a))
+    total = told[0][2]
+    assert told == [(serve_time.EXPECTED, 0, total)] and total >= 4 * serve_time.START_SECONDS
+
+    def four(client: Client) -> Awaitable[list[Reply]]:
+        return at_once(client, [[{"role": "user", "content": "a"}]] * 4, 4)
+
+    with stand_in() as server:
+        for side in (OURS, RIVAL, RIVAL, OURS):
+            send(server.url, progress.counted(side, four, 4))
+    assert told[-1][1:] == (total, total) and len(told) == 1 + 4 * (1 + 4)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import ceil
@@ -67,6 +67,10 @@ class Session:
     edit: str | None = None
     """Said at `EDIT_AT`, where the turn before is forgotten."""
 
+    def __len__(self) -> int:
+        """Return the number of its requests."""
+        return len(self.lines) + len(self.fork)
+
 
 class Client:
     """Sends chat completions to one server, each on a connection of its own if need be."""
@@ -77,6 +81,8 @@ class Client:
         self.open = 0
         self.most_open = 0
         """Requests that were under way at the same time, at most."""
+        self.on_reply: Callable[[], None] = lambda: None
+        """Called at the end of each request."""
 
     async def ask(
         self, messages: Sequence[Message], max_tokens: int, *, turn: int = 0, stream: bool = True
@@ -100,6 +106,7 @@ class Client:
             reply.error = f"{type(error).__name__}: {error}"
         finally:
             self.open -= 1
+            self.on_reply()
         reply.ended = reply.ended or time.perf_counter()
         if reply.error is None and not reply.completion_tokens:
             reply.error = "the answer ended without its usage"
@@ -147,6 +154,10 @@ class Client:
         reply.text = body["choices"][0]["message"]["content"] or ""
         reply.text_times.append(time.perf_counter())
         _count(body["usage"], reply)
+
+
+Send = Callable[[Client], Awaitable[list[Reply]]]
+"""A load that is put on a server."""
 
 
 class _Pieces(asyncio.Protocol):

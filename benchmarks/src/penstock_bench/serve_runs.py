@@ -27,6 +27,7 @@ from penstock_bench.serve_client import (
     Client,
     Message,
     Reply,
+    Send,
     at_once,
     closed_loop,
     connected,
@@ -55,16 +56,17 @@ from penstock_bench.serve_process import (
     serving,
     watched,
 )
+from penstock_bench.serve_time import Notify, ServeProgress
 from penstock_bench.serve_words import FactWords, Words, words_of
 
 
-def measure(load: ServeLoad, sides: Sides | None = None) -> Report:
+def measure(load: ServeLoad, sides: Sides | None = None, notify: Notify | None = None) -> Report:
     """Run every part, the sides of each in turn."""
     sides = sides_of(load) if sides is None else sides
     with ending_cleanly(), _folder(load) as plain:
         folder = replace(plain, codec_settings=load.engine.codec_settings)
         words = words_of(folder.path, load.texts) if load.is_real else FactWords()
-        sessions = _sessions(load, folder, sides, words)
+        sessions = _sessions(load, folder, sides, words, notify or (lambda *_: None))
         runs = ServerRuns(
             sessions=sessions,
             arrivals=_arrivals(load, folder, sides, words) if load.rate else {},
@@ -96,9 +98,6 @@ def _same_first_answers(sessions: Mapping[str, Sequence[Phase]]) -> dict[str, in
         for who, phases in sessions.items()
     }
     return {who: (texts & firsts[OURS]).total() for who, texts in firsts.items()}
-
-
-Send = Callable[[Client], Awaitable[list[Reply]]]
 
 
 def talk(server: RunningServer, send: Send) -> tuple[float, list[Reply], int]:
@@ -140,7 +139,7 @@ def _cold(
 
 
 def _sessions(
-    load: ServeLoad, folder: ServedFolder, sides: Sides, words: Words
+    load: ServeLoad, folder: ServedFolder, sides: Sides, words: Words, notify: Notify
 ) -> dict[str, list[Phase]]:
     """Give both servers the same sessions, each time in a process of its own.
 
@@ -149,12 +148,15 @@ def _sessions(
     """
     talks, system = load.talks(words), words.system(load.system_tokens)
     phases: dict[str, list[Phase]] = {who: [] for who in sides}
+    progress = ServeProgress.of(load, folder, sides, notify)
+
+    def send(client: Client) -> Awaitable[list[Reply]]:
+        return closed_loop(client, system, talks, load.answer_tokens)
+
     for turn in range(load.rounds):
         for who in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
-            phase = _cold(
-                folder, sides[who], lambda c: closed_loop(c, system, talks, load.answer_tokens)
-            )
-            phases[who].append(phase)
+            counted = progress.counted(who, send, sum(map(len, talks)))
+            phases[who].append(_cold(folder, sides[who], counted))
     _check_same_prompts(phases)
     return phases
 

@@ -172,4 +172,4 @@ class ProgressLines:
             return
         self._written = now
         left = (now - self._began) / done * (of - done)
-        self._write(f"{what}: {done} of {of} steps, about {left / 60:.0f} min left")
+        self._write(f"{what}: {done / of:.0%}, about {left / 60:.0f} min left")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -11,7 +13,7 @@ from penstock.cli import options
 from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import SettingError
 from penstock_bench.bench_settings import ServeSettings
-from penstock_bench.cli.bench_options import Plot, Save, engine_shape, finish
+from penstock_bench.cli.bench_options import Plot, Save, engine_shape, finish, progress_bar
 
 REAL_DEFAULTS = {"system_tokens": 3_000, "connections": 0, "overhead_rounds": 0}
 """Settings for a model with real weights, where those of the command line are the defaults."""
@@ -78,7 +80,23 @@ def serve(
         "engine": engine_shape(codec),
         **(_real_settings(load) if real else load),
     }
-    finish(measure(ServeLoad(**settings)), as_json=as_json, save=save, plot=plot, draw=draw)
+    served = ServeLoad(**settings)
+    with progress_bar("loading the model") as tell:
+        report = measure(served, notify=_announced(tell))
+    finish(report, as_json=as_json, save=save, plot=plot, draw=draw)
+
+
+def _announced(tell: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+    """Say beforehand how long the sessions are expected to take in all."""
+    from penstock_bench.serve_time import EXPECTED
+
+    def told(what: str, done: int, of: int) -> None:
+        if what == EXPECTED:
+            minutes = max(1, round(of / 60))
+            print(f"the sessions take about {minutes} min in all", file=sys.stderr, flush=True)
+        tell(what, done, of)
+
+    return told
 
 
 def _real_settings(load: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""Expected time of the server bench, from recorded runs, and how far a run is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from penstock_bench.engine_sides import LLAMA, OURS, RIVAL
+from penstock_bench.serve_client import Client, Reply, Send
+from penstock_bench.serve_load import ServeLoad
+from penstock_bench.serve_model import ServedFolder
+
+Notify = Callable[[str, int, int], None]
+"""Takes what is done now, the seconds of it that are behind, and those of all."""
+
+EXPECTED = "expected"
+"""Description of the first call of a `Notify`, before anything is done."""
+KV_SECONDS = {OURS: 1e-10, RIVAL: 3e-10, LLAMA: 1e-10}
+"""Seconds for a byte of KV in front of a token, of runs on two cores of `RECORDED_GFLOPS`."""
+WEIGHT_SECONDS = 2e-11
+"""Seconds for a weight and a token, of the same runs."""
+START_SECONDS = 10.0
+"""Seconds until a server has its model and has answered once."""
+RECORDED_GFLOPS = 200.0
+PROBE_SIZE, PROBES = 1_024, 5
+
+
+def measured_gflops() -> float:
+    """Return the best speed of a few square float32 products on this machine, in GFLOPS."""
+    matrix = mx.random.normal((PROBE_SIZE, PROBE_SIZE))
+    best = float("inf")
+    for _ in range(PROBES):
+        began = time.perf_counter()
+        mx.eval(matrix @ matrix)
+        best = min(best, time.perf_counter() - began)
+    return 2 * PROBE_SIZE**3 / best / 1e9
+
+
+def expected_seconds(load: ServeLoad, folder: ServedFolder, side: str, gflops: float) -> float:
+    """Return the seconds that a side takes for its sessions once, give or take a half.
+
+    Our engine reads the system prompt once, the others once for each session.
+    """
+    turn_tokens = load.line_tokens + load.answer_tokens
+    read = load.system_tokens * (1 if side == OURS else load.sessions)
+    told = load.sessions * load.turns * turn_tokens
+    in_front = read * load.system_tokens / 2
+    in_front += told * (load.system_tokens + load.turns * turn_tokens / 2)
+    kv_seconds = in_front * folder.kv_bytes_per_token * KV_SECONDS[side]
+    weight_seconds = (read + told) * folder.parameters * WEIGHT_SECONDS
+    return START_SECONDS + (kv_seconds + weight_seconds) * RECORDED_GFLOPS / gflops
+
+
+@dataclass(slots=True)
+class ServeProgress:
+    """Seconds of the sessions that are behind, as they were expected; each reply is a part."""
+
+    notify: Notify
+    side_seconds: dict[str, float]
+    """Seconds that each side is expected to take for its sessions once."""
+    rounds: int
+    done_seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls, load: ServeLoad, folder: ServedFolder, sides: Iterable[str], notify: Notify
+    ) -> ServeProgress:
+        """Expect seconds by the speed of this machine, and tell them."""
+        gflops = measured_gflops()
+        seconds = {side: expected_seconds(load, folder, side, gflops) for side in sides}
+        progress = cls(notify, seconds, load.rounds)
+        notify(EXPECTED, 0, round(progress.all_seconds))
+        return progress
+
+    @property
+    def all_seconds(self) -> float:
+        """Seconds of all sides and rounds."""
+        return self.rounds * sum(self.side_seconds.values())
+
+    def counted(self, side: str, send: Send, replies: int) -> Send:
+        """Return a load of so many replies that moves the progress with each."""
+        seconds = self.side_seconds[side] / replies
+
+        async def run(client: Client) -> list[Reply]:
+            client.on_reply = lambda: self._add(side, seconds)
+            return await send(client)
+
+        self._add(side, 0.0)
+        return run
+
+    def _add(self, side: str, seconds: float) -> None:
+        self.done_seconds += seconds
+        self.notify(side, round(self.done_seconds), round(self.all_seconds))
