@@ -15,7 +15,9 @@ from engine_faults import model_of
 from tiny_families import build
 
 from penstock.engine.core import Core
-from penstock.engine.request import Request
+from penstock.engine.handle import Choice
+from penstock.engine.request import Request, Sampling
+from penstock.engine.schedule.sequence import Sequence as EngineSequence
 from penstock.errors import SettingError
 from penstock.kv import selection as module
 from penstock.ledger import Kind
@@ -195,6 +197,76 @@ def test_a_choice_does_not_depend_on_what_windows_have_dropped() -> None:
     assert told[0] == told[1]
 
 
+def scored(core: Core, *prompts: Sequence[int], tokens: int = 2, **more: Any) -> list[Choice]:
+    """Return the answers to prompts that are asked together, with their log-probabilities."""
+    sampling = Sampling(logprobs=True, top_logprobs=5)
+    asked = {"max_tokens": tokens, "ignore_eos": True, "sampling": sampling, **more}
+    handles = [core.submit(Request(prompt=tuple(p), **asked)) for p in prompts]
+    while core.step():
+        core.view.check()
+    return [choice for handle in handles for choice in handle.result(0.0)]
+
+
+def differences(found: Choice, expected: Choice) -> list[float]:
+    """Return the largest difference of log-probabilities at each token; infinite from the first
+    other token on."""
+    apart = []
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        mine, theirs = (dict((*t.top, (t.token, t.logprob or 0.0))) for t in (one, other))
+        same = one.token == other.token and mine.keys() == theirs.keys()
+        apart.append(max(abs(mine[t] - theirs[t]) for t in mine) if same else float("inf"))
+    return apart
+
+
+ROUNDING = 1e-4
+"""Difference of log-probabilities that another order of sums can make."""
+
+
+@pytest.mark.parametrize(
+    ("family", "more"), [("llama", {}), ("llama", ACTIVE), ("falcon_h1", {}), ("cohere2", {})]
+)
+def test_the_first_token_is_that_of_full_attention(
+    family: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(**attend: Any) -> Core:
+        model = build(family) if family == "cohere2" else model_of(family)
+        return Core(model, **{**SMALL, **more, **attend})
+
+    asked = [tuple(token % 90 for token in one) for one in (LONG, OTHER)]
+    whole, chooses = made(), made(attend_tokens=LEAST)
+    try:
+        for state in ("cold", "cached"):
+            for one in asked:
+                (expected,), (found,) = scored(whole, one), scored(chooses, one)
+                first, second = differences(found, expected)
+                assert first == 0.0, f"{state}: bit for bit"
+                assert second > ROUNDING, "the next one reads a choice"
+        both = scored(whole, *asked)
+        monkeypatch.setattr(EngineSequence, "follows_prompt", False)
+        for found, expected in zip(scored(chooses, *asked), both, strict=True):
+            assert differences(found, expected)[0] > ROUNDING, "negative control"
+    finally:
+        whole.close()
+        chooses.close()
+
+
+def test_the_first_token_reads_all_beside_others_that_choose() -> None:
+    """Rows of one step may read differently, and neither depends on the others."""
+    with running() as core:
+        expected = [scored(core, one)[0] for one in (LONG, OTHER)]
+    with running(attend_tokens=LEAST) as core:
+        (alone,) = scored(core, LONG, tokens=20)
+        long = core.submit(Request(prompt=LONG, max_tokens=20, ignore_eos=True))
+        while core.counters.generated_tokens < 24:
+            core.step()
+        assert core.admission.sequences, "the first one still chooses"
+        (late,) = scored(core, OTHER)
+        assert differences(late, expected[1])[0] < ROUNDING
+        assert list(long.result(0.0)[0].tokens) == alone.tokens
+        for found in scored(core, LONG, n=3):
+            assert differences(found, expected[0])[0] < ROUNDING
+
+
 def test_layers_can_be_left_whole() -> None:
     with running() as core:
         whole = alone(core, LONG)
@@ -270,4 +342,6 @@ def test_the_needles_are_found_and_a_window_of_the_size_loses_them(
     assert known({"max_kv_size": LEAST, "keep": 16}) <= 1
     wanted = module._wanted
     monkeypatch.setattr(module, "_wanted", lambda scores: -wanted(scores))
+    assert known({"attend_tokens": LEAST}) > 1, "a first token reads all, and says where to go on"
+    monkeypatch.setattr(EngineSequence, "follows_prompt", False)
     assert known({"attend_tokens": LEAST}) <= 1, "it is the choice that finds them"

@@ -22,8 +22,9 @@ from tiny_families import build
 from penstock.cli import top_screen
 from penstock.engine.core import Core
 from penstock.engine.offload import cold_blocks
-from penstock.engine.request import Request
+from penstock.engine.request import Request, Sampling
 from penstock.engine.retention.spilling import Spilling, is_spilled, places_of
+from penstock.engine.schedule.sequence import Sequence as EngineSequence
 from penstock.errors import NeverFits, SettingError
 from penstock.kv import selection
 from penstock.kv.codecs import spilled
@@ -116,6 +117,61 @@ def test_a_short_prompt_reads_all_of_what_others_have_spilled(tmp_path: Path) ->
         cold_engine.ask(core, LONG)
         assert is_spilled(core.prefixes.find(short).path[0].segment)
         assert cold_engine.ask(core, short, max_tokens=40) == expected
+
+
+def first_scores(core: Core, *prompts: Sequence[int]) -> list[dict[int, float]]:
+    """Return the log-probabilities of the first tokens of answers that are asked together."""
+    sampling = Sampling(logprobs=True, top_logprobs=5)
+    handles = [cold_engine.submit(core, p, max_tokens=3, sampling=sampling) for p in prompts]
+    cold_engine.settle(core)
+    firsts = [handle.result(0.0)[0].logprobs[0] for handle in handles]
+    return [dict((*first.top, (first.token, first.logprob))) for first in firsts]
+
+
+def test_the_first_token_is_that_of_full_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in the tier is read for it piece by piece, also where others choose meanwhile."""
+    both = LONG[:897], OTHER[:689]  # whole blocks and a token: cached, nothing is computed again
+    with running(tmp_path / "whole", attend_tokens=None, active_kv_size=None) as core:
+        expected = [first_scores(core, asked)[0] for asked in both]
+    with running(tmp_path / "spilled") as core:
+        counts = spilling_of(core).blocks.counts
+        for asked, scores in zip(both, expected, strict=True):
+            (cold,) = first_scores(core, asked)
+            assert cold == pytest.approx(scores, abs=1e-4)
+            path = core.prefixes.find(asked).path
+            gone = sum(len(node.tokens) for node in path if is_spilled(node.segment))
+            spilling_of(core).blocks._cache.clear()
+            streamed, prefilled = counts.streamed_blocks, core.counters.prefilled_tokens
+            (cached,) = first_scores(core, asked)
+            assert cached == pytest.approx(scores, abs=1e-4)
+            assert core.counters.prefilled_tokens == prefilled
+            # At least: what is due leaves memory meanwhile. 2 layers have 2 key heads.
+            assert counts.streamed_blocks - streamed >= 8 * gone // 16 > 0
+        beside = cold_engine.submit(core, prompt(600, 7), max_tokens=40)
+        while core.counters.generated_tokens < 16:
+            core.step()
+        for found, scores in zip(first_scores(core, *both), expected, strict=True):
+            assert found == pytest.approx(scores, abs=1e-4)
+        assert len(cold_engine.said(beside)) == 40
+        monkeypatch.setattr(EngineSequence, "follows_prompt", False)
+        for found, scores in zip(first_scores(core, *both), expected, strict=True):
+            assert found != pytest.approx(scores, abs=1e-4), "negative control"
+
+
+def test_blocks_lost_under_a_first_token_are_computed_again(tmp_path: Path) -> None:
+    with running(tmp_path / "whole", attend_tokens=None, active_kv_size=None) as core:
+        (expected,) = first_scores(core, LONG)
+    with running(tmp_path / "spilled") as core:
+        first_scores(core, LONG)
+        spilling = spilling_of(core)
+        spilling.blocks._cache.clear()
+        for path in cold_engine.files(tmp_path / "spilled"):
+            path.unlink()
+        (found,) = first_scores(core, LONG)
+        assert spilling.blocks.counts.lost_blocks > 0 and core.counters.failed == 0
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:

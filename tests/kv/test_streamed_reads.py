@@ -7,11 +7,14 @@ import pytest
 
 from penstock.kv import streamed_reads
 from penstock.kv.attention import AttentionWindow
-from penstock.kv.attention_plan import KVSpan
+from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.backend import current
 from penstock.kv.chunk_reads import ChunkReads
-from penstock.kv.reads import MaskRequest
+from penstock.kv.key_index import KeyIndex
+from penstock.kv.reads import DecodeStep, MaskRequest
 from penstock.kv.segment import Segment
+from penstock.kv.selection import Selection
+from penstock.kv.tails import LayerShape, Tails
 from rounding import product_error
 
 HEADS, KV_HEADS, DIM, BEFORE, CHUNK = 4, 2, 16, (48, 70, 7), 40
@@ -49,6 +52,47 @@ def test_the_result_is_that_of_joined_columns(
     most = product_error(mx.ones((1, sum(BEFORE) + CHUNK)), mx.ones((sum(BEFORE) + CHUNK, 1)))
     assert float(mx.abs(streamed - joined).max()) <= most
     assert mx.array_equal(attended(10_000, sinks), joined), "few columns are joined"
+
+
+def decoded(
+    most_joined: int | None, count: int, tail: int, sinks: mx.array | None = None
+) -> mx.array:
+    """Return what rows that read all tokens attend to, behind so many tokens of their tails."""
+    parts, queries, keys, values = scene()
+    tails = Tails(count, tail + 1, [LayerShape(KV_HEADS, DIM, DIM, mx.float32)])
+    tails.ready()
+    for slot in range(count):
+        tails.write_block(0, slot, 0, keys[:, :, :tail], values[:, :, :tail])
+    at = sum(BEFORE) + tail
+    rows = [DecodeRow(tuple(parts), at, slot, tail, whole=True) for slot in range(count)]
+    selection = Selection(128, KeyIndex(frozenset({0})))
+    step = DecodeStep.of(rows, tails, selection=selection, most_joined=most_joined)
+    (reads,) = step.caches([AttentionWindow()])
+    new = slice(tail, tail + 1)
+    given = reads.update_and_fetch(
+        *(mx.repeat(side[:, :, new], count, axis=0) for side in (keys, values))
+    )
+    asked = mx.concatenate([queries[:, :, n : n + 1] for n in range(count)])
+    return reads.attend(asked, *given, DIM**-0.5, MaskRequest(None), sinks)
+
+
+@pytest.mark.parametrize(("count", "tail"), [(1, 0), (1, 5), (3, 5)])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_a_row_that_reads_all_reads_as_pieces_what_it_would_read_at_once(
+    count: int, tail: int, sunk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinks = mx.array([0.5, -1.0, 2.0, 0.0]) if sunk else None
+    whole = decoded(None, count, tail, sinks)
+    monkeypatch.setattr(streamed_reads, "STREAMED_TOKENS", 4)
+    tokens = sum(BEFORE) + tail + 1
+    most = product_error(mx.ones((1, tokens)), mx.ones((tokens, 1)))
+    assert float(mx.abs(decoded(32, count, tail, sinks) - whole).max()) <= most
+    assert mx.array_equal(decoded(10_000, count, tail, sinks), whole), "few are read at once"
+    read = streamed_reads._Queries.read
+    monkeypatch.setattr(
+        streamed_reads._Queries, "read", lambda self, k, v, own=None: read(self, k, v * 2, own)
+    )
+    assert float(mx.abs(decoded(32, count, tail, sinks) - whole).max()) > 0.1, "negative control"
 
 
 def test_it_is_the_pieces_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ many bytes a step as the choice and its index together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from penstock.engine.core import Core
 from penstock.engine.request import Request
+from penstock.engine.schedule.sequence import Sequence
 from penstock.kv.attention_plan import ColumnRange, DecodeRow
 from penstock.kv.selection import BLOCK_TOKENS, FIRST_TOKENS, Scores, Selection, pieces
 from penstock.models.mlx_lm import load, render
@@ -50,7 +52,7 @@ class RememberLoad:
 
 
 def quest_score(
-    self: Selection, rows: Sequence[DecodeRow], queries: Sequence[Scores], layer: int
+    self: Selection, rows: Items[DecodeRow], queries: Items[Scores], layer: int
 ) -> list[Scores]:
     """Score blocks by Quest's bound: the largest product that their extremes allow.
 
@@ -74,14 +76,19 @@ def _bounds(selection: Selection, row: DecodeRow, query: Scores, layer: int) -> 
 
 @contextmanager
 def _scoring(side: str) -> Iterator[None]:
-    """Let a choice be made by Quest's bound, if that is the side."""
-    by_index = Selection.score_blocks
+    """Let every step choose, and by Quest's bound, if that is the side.
+
+    The answers have a few tokens. In an engine the first one reads all, and knows most of them.
+    """
+    by_index, of_prompts = Selection.score_blocks, Sequence.follows_prompt
     if side == "quest":
         Selection.score_blocks = quest_score  # type: ignore[method-assign]
+    Sequence.follows_prompt = property(lambda _: False)  # type: ignore[assignment]
     try:
         yield
     finally:
         Selection.score_blocks = by_index  # type: ignore[method-assign]
+        Sequence.follows_prompt = of_prompts  # type: ignore[method-assign]
 
 
 def _keys(run: ColumnRange, layer: int) -> Scores:
@@ -173,7 +180,7 @@ def _window_tokens(model: Any, attend: int, tokens: int) -> int:
 
 
 def _known(
-    core: Core, tokenizer: Any, prompts: Sequence[tuple[int, ...]], questions: Sequence[Question]
+    core: Core, tokenizer: Any, prompts: Items[tuple[int, ...]], questions: Items[Question]
 ) -> list[bool]:
     """Ask all questions, the first alone, so that the others find the dialogue read."""
     said: list[str] = []
@@ -186,12 +193,12 @@ def _known(
     return [text == question.answer for text, question in zip(said, questions, strict=True)]
 
 
-def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
+def _text(tokenizer: Any, tokens: Items[int]) -> str:
     written = [token for token in tokens if token not in tokenizer.eos_token_ids]
     return str(tokenizer.decode(written)).strip()
 
 
-def shares(outcomes: Sequence[RecallOutcome]) -> dict[tuple[int, int, str], Share]:
+def shares(outcomes: Items[RecallOutcome]) -> dict[tuple[int, int, str], Share]:
     """Count by the tokens that a step reads, the length, and the side."""
     counted: dict[tuple[int, int, str], Share] = {}
     for outcome in outcomes:
@@ -202,7 +209,7 @@ def shares(outcomes: Sequence[RecallOutcome]) -> dict[tuple[int, int, str], Shar
     return counted
 
 
-def report(load_: RememberLoad, outcomes: Sequence[RecallOutcome]) -> Report:
+def report(load_: RememberLoad, outcomes: Items[RecallOutcome]) -> Report:
     """Lay out the shares, and judge those of the index."""
     counted = shares(outcomes)
     lines: list[Line] = []

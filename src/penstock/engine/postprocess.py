@@ -129,7 +129,7 @@ class Postprocessor:
         if isinstance(choice, Exception):
             raise choice
         for number, token in enumerate(choice):
-            written = len(choice) - number
+            written, sequence.read_again = len(choice) - number, False
             sequence.speculation.accepted_tokens += written > 1
             behind = state if written == 1 else None  # it has seen all of them
             sequence.kv.append_tokens(written, accepted=1, recurrent_state=behind)
@@ -216,6 +216,7 @@ class Postprocessor:
         sequence.kv.end_prompt()
         self._count(computed)
         sequence.served_tokens += computed.tokens
+        sequence.read_again = sequence.position >= sequence.prompt_tokens
         sequence.note_prompt()
         self._admission.advance(sequence)
         self._admission.spill(sequence)

@@ -44,6 +44,8 @@ class DecodeRow:
     position: int
     slot: int
     tail: int
+    whole: bool = False
+    """Whether it reads all tokens where others read a choice: its step follows a prompt."""
 
 
 ColumnRange = tuple[Segment, int, int]

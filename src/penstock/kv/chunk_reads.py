@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from penstock.kv import backend
-from penstock.kv.attention import AttentionWindow
+from penstock.kv import attention, backend
+from penstock.kv.attention import LOG2_E, AttentionWindow
 from penstock.kv.attention_plan import KVSpan
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.joined_reads import join_parts
@@ -75,7 +75,10 @@ class ChunkReads(Reads):
         if self._streams(attention_window):
             assert self.keys is not None and self.values is not None
             own = self.keys, self.values
-            return attend_streamed(queries, own, self.parts, self.layer, scale=scale, sinks=sinks)
+            asked = attention.in_base_2(queries, scale)
+            sunk = None if sinks is None else sinks * LOG2_E
+            result = attend_streamed(asked, own, self.parts, self.layer, sunk)
+            return result.astype(queries.dtype)
         all_keys, all_values, columns = self.joined(attention_window)
         return backend.current().attend_prefill(
             queries,

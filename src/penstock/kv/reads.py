@@ -21,8 +21,10 @@ from penstock.kv.attention_plan import (
     SharedRead,
     plan_attention,
 )
+from penstock.kv.codecs import Coded
 from penstock.kv.joined_reads import KVData, read_sides
 from penstock.kv.selection import Selection
+from penstock.kv.streamed_reads import attend_streamed
 from penstock.kv.tails import Tails
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class DecodeStep:
     """Choice of what long rows read; None to read all."""
     choosers: dict[AttentionWindow, list[int]]
     """Numbers of the rows that choose, which all layers of a window that have an index share."""
+    most_joined: int | None
+    """Most tokens that a row reads at once of which some may be in a tier; None: none is there."""
 
     @classmethod
     def of(
@@ -75,6 +79,7 @@ class DecodeStep:
         width: int = 1,
         ways: Ways | None = None,
         selection: Selection | None = None,
+        most_joined: int | None = None,
     ) -> DecodeStep:
         """Prepare a step of `width` new tokens a row; nothing is computed yet."""
         positions = [row.position for row in rows]
@@ -94,6 +99,7 @@ class DecodeStep:
             {},
             selection,
             {},
+            most_joined,
         )
 
     def layout(self, attention_window: AttentionWindow) -> AttentionPlan:
@@ -115,6 +121,24 @@ class DecodeStep:
                 if attention_window.sees_all(row.position) and selection.applies(row)
             ]
         return self.choosers[attention_window]
+
+    def is_apart(self, row: DecodeRow, layer: int) -> bool:
+        """Tell whether a row that does not choose must be computed before others read.
+
+        What it reads is in a tier, or may be.
+        """
+        if self.most_joined is None or self.selection is None or not row.parts:
+            return False
+        if layer not in self.selection.index.layers:
+            return False
+        return row.parts[-1].end > self.most_joined or any(
+            isinstance(part.segment.layers[layer][0], Coded) for part in row.parts
+        )
+
+    def streams(self, row: DecodeRow, attention_window: AttentionWindow) -> bool:
+        """Tell whether a row that is read apart has too many tokens to be read at once."""
+        assert self.most_joined is not None
+        return attention_window.sees_all(row.position) and row.parts[-1].end > self.most_joined
 
     def caches(self, attention_windows: Sequence[AttentionWindow]) -> list[DecodeReads]:
         """Return the model's caches, one a layer."""
@@ -202,15 +226,16 @@ class DecodeReads(Reads):
         """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim)."""
         window = self.check_given(keys, values, mask)
         choosing = self.step.choosing(self.layer, window)
-        if self.step.ways is not None and not choosing:
+        by_row = bool(choosing) or any(self.step.is_apart(r, self.layer) for r in self.step.rows)
+        if self.step.ways is not None and not by_row:
             done = self.step.ways.attend(self.step, self.layer, window, queries, scale, sinks)
             if done is not None:
                 return done
         sunk = None if sinks is None else sinks.astype(mx.float32) * attention.LOG2_E
         in_base_2 = attention.in_base_2(queries, scale)
-        if choosing:
+        if by_row:
             asked = queries.astype(mx.float32) * scale
-            result = self._attend_choices(in_base_2, asked, choosing, window, sunk)
+            result = self._attend_by_row(in_base_2, asked, choosing, window, sunk)
         elif len(self.step.rows) == 1:
             layout = self.step.layout(window)
             result = self._attend_alone(in_base_2, self.step.rows[0], layout, sunk)
@@ -222,7 +247,7 @@ class DecodeReads(Reads):
             mx.async_eval(result)  # type: ignore[no-untyped-call]
         return result
 
-    def _attend_choices(
+    def _attend_by_row(
         self,
         queries: mx.array,
         asked: mx.array,
@@ -239,19 +264,19 @@ class DecodeReads(Reads):
             window: of the layer.
             sinks: in base 2.
         """
-        step = self.step
-        assert step.selection is not None
-        chosen = selected_reads.choose(
-            step.selection, step.rows, numbers, asked, self.layer, step.tails, sinks
-        )
+        step, chosen = self.step, {}
+        if numbers:
+            assert step.selection is not None
+            chosen = selected_reads.choose(
+                step.selection, step.rows, numbers, asked, self.layer, step.tails, sinks
+            )
         results = []
         for number, row in enumerate(self.step.rows):
             choice, own = chosen.get(number), queries[number : number + 1]
             if isinstance(choice, mx.array):
                 results.append(choice)
             elif choice is None:
-                layout = plan_attention([row], window, self.step.width)
-                results.append(self._attend_alone(own, row, layout, sinks))
+                results.append(self._attend_whole(own, row, window, sinks))
             else:
                 first, recent = (read_sides(p, self.layer) for p in (choice.first, choice.recent))
                 keys, values = (
@@ -261,6 +286,24 @@ class DecodeReads(Reads):
                 sides = keys, values
                 results.append(self._attend_parts(own, row, sides, row.tail + 1, None, sinks))
         return results[0] if len(results) == 1 else mx.concatenate(results)
+
+    def _attend_whole(
+        self,
+        queries: mx.array,
+        row: DecodeRow,
+        window: AttentionWindow,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Read all parts of a row beside rows that choose, or from a tier."""
+        apart = self.step.is_apart(row, self.layer)
+        if apart and self.step.streams(row, window):
+            own = self.step.tails.read_block(self.layer, row.slot, 1, row.tail + 1)
+            return attend_streamed(queries, own, row.parts, self.layer, sinks)
+        layout = plan_attention([row], window, self.step.width)
+        result = self._attend_alone(queries, row, layout, sinks)
+        if apart:  # what was read for it is let go
+            mx.eval(result)
+        return result
 
     def _attend_alone(
         self,

@@ -62,9 +62,9 @@ class Selection:
     def applies(self, row: DecodeRow) -> bool:
         """Tell whether a row reads a choice of its tokens in layers with an index, not all of them.
 
-        It reads all if they are no more than `tokens`, or if some have no index.
+        It reads all if it is to, if they are no more than `tokens`, or if some have no index.
         """
-        if row.position < self.tokens:
+        if row.whole or row.position < self.tokens:
             return False
         stop = self.recent_start(row.position)
         spans = [span for span in row.parts if span.start < stop]

@@ -1,4 +1,4 @@
-"""A chunk of a prompt far behind its beginning reads the tokens in front of it piece by piece.
+"""Tokens of a prompt far behind its beginning read those in front of them piece by piece.
 
 The columns are never joined. Results over the pieces are merged by the maximum and the sum of the
 softmax, so that of keys and values in a cold tier only a piece is in memory at a time.
@@ -12,7 +12,7 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from penstock.kv import attention, backend
-from penstock.kv.attention import LOG2_E, Partial
+from penstock.kv.attention import Partial
 from penstock.kv.attention_plan import KVSpan
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.joined_reads import KVData, read_sides
@@ -28,44 +28,42 @@ def attend_streamed(
     own: Sides,
     parts: Sequence[KVSpan],
     layer: int,
-    *,
-    scale: float,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend to all columns of the parts and to the chunk's own: (1, heads, n, value_dim).
+    """Attend to all columns of the parts and to own ones: (1, heads, n, value_dim), float32.
 
     Args:
-        queries: of the chunk, (1, heads, n, dim).
-        own: keys and values of the chunk, (1, kv_heads, n, dim).
-        parts: spans in front of the chunk, each of which it sees whole.
+        queries: of the last of the own tokens, in base 2, (1, heads, n, dim).
+        own: keys and values of the tokens behind the parts, (1, kv_heads, tokens, dim).
+        parts: spans in front of them, each of which is seen whole.
         layer: number of the layer.
-        scale: of scores.
-        sinks: scores of the heads without a value, (heads,).
+        sinks: scores of the heads without a value, in base 2, (heads,).
     """
     heads, n = queries.shape[1:3]
-    kv_heads = own[0].shape[1]
+    kv_heads, tokens = own[0].shape[1:3]
     # As many queries as have the scores that any chunk computes at a time.
     step = max(1, backend.current().scores_at_once // (heads * STREAMED_TOKENS))
-    in_2 = attention.in_base_2(queries, scale)
-    slices = [_Queries(in_2[:, :, at : at + step], at, kv_heads) for at in range(0, n, step)]
+    slices = [
+        _Queries(queries[:, :, at : at + step], tokens - n + at, kv_heads)
+        for at in range(0, n, step)
+    ]
     for keys, values in _pieces(parts, layer):
         for part in slices:
             part.read(keys, values)
-    for at in range(0, n, STREAMED_TOKENS):
+    for at in range(0, tokens, STREAMED_TOKENS):
         keys, values = (side.squeeze(0)[:, at : at + STREAMED_TOKENS] for side in own)
         for part in slices:
             part.read(keys, values, at)
-    sunk = None if sinks is None else (sinks * LOG2_E).reshape(kv_heads, -1, 1, 1)
-    whole = mx.concatenate([part.result(sunk) for part in slices], axis=2)
-    return whole.astype(queries.dtype)
+    sunk = None if sinks is None else sinks.reshape(kv_heads, -1, 1, 1)
+    return mx.concatenate([part.result(sunk) for part in slices], axis=2)
 
 
 class _Queries:
-    """Some consecutive queries of a chunk, and their results so far.
+    """Some consecutive queries, and their results so far.
 
     Args:
         queries: in base 2, (1, heads, n, dim).
-        at: number of the first of them in the chunk.
+        at: number of the first of them among the own tokens.
         kv_heads: of the layer.
     """
 
@@ -82,7 +80,7 @@ class _Queries:
         Args:
             keys: (kv_heads, tokens, dim).
             values: of these keys.
-            own: number of the piece's first token in the chunk, where it is of the chunk.
+            own: number of the piece's first token among the own ones, where it is of these.
         """
         seen = None
         if own is not None:

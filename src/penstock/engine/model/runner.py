@@ -112,7 +112,7 @@ class Runner:
         self.selection: Selection | None = None
         """Choice of what decode steps read of long sequences; None to read all."""
         self.most_joined: int | None = None
-        """Most tokens that are joined for a chunk of a prompt; more are read piece by piece."""
+        """Most tokens that are read at once for a prompt; more are read piece by piece."""
         self.fitness, self.vocabulary_size = try_model(self, modules)
         if self.layout.compression is not None:  # the probe is shorter than windows and groups
             self._state_bytes = self.layout.compression.state_bytes
@@ -262,7 +262,9 @@ class Runner:
                 mx.concatenate([logits for logits, _ in outputs])[:, None],
                 [RecurrentState(states, own=own) for _, states in outputs],
             )
-        step = DecodeStep.of(rows, tails, len(tokens[0]), self.ways, self.selection)
+        step = DecodeStep.of(
+            rows, tails, len(tokens[0]), self.ways, self.selection, self.most_joined
+        )
         states = (
             stacked([recurrent_state or self.fresh_state() for recurrent_state in recurrent_states])
             if recurrent_states

@@ -65,6 +65,8 @@ class Sequence:
     """Bytes that its length adds to a step's buffers."""
     reserved_tokens: int = 0
     """Tokens for whose KV, and for whose step, bytes are reserved; set by the memory budget."""
+    read_again: bool = False
+    """Whether the last pass over it read tokens of its answer again, as those of a prompt."""
     stuck: bool = False
     """Whether it had no room for a token, alone, though it should fit: it gets all room at once."""
 
@@ -152,11 +154,16 @@ class Sequence:
         start, most = self.position, self.prompt_tokens - 1
         return min(start + WHOLE_CHUNK, most) if start < most else start + 1
 
+    @property
+    def follows_prompt(self) -> bool:
+        """Whether the next token is chosen behind a prompt, or tokens that were read as one is."""
+        return self.read_again or not self.generated_tokens
+
     def row(self) -> DecodeRow:
         """Return the parts and the slot with which the next token is decoded."""
         kv = self.kv
         assert kv.slot is not None
-        return DecodeRow(kv.spans(), kv.position, kv.slot, kv.tail)
+        return DecodeRow(kv.spans(), kv.position, kv.slot, kv.tail, self.follows_prompt)
 
     def note_prompt(self) -> None:
         """Tell the handle how much of the prompt is read; its first answer speaks for all."""
