@@ -88,6 +88,29 @@ def test_it_is_that_of_the_keys_however_they_come_together() -> None:
     assert not same(tail.join(head).index, expected), "the order counts"
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [16, 64, 96, 128])
+def test_on_the_cpu_it_is_that_of_the_codec(dim: int, dtype: mx.Dtype) -> None:
+    keys = mx.random.normal((1, HEADS, 300, dim), key=mx.random.key(5)).astype(dtype)
+    keys[:, :, 7] = 0
+    keys[:, :, 8, 0] = 3e38 if dtype != mx.float16 else 6e4
+    with using(CPUBackend()):
+        codes, sizes = map(np.array, INDEX.of_keys(keys).parts)
+        expected = [np.array(part) for part in INDEX.codec.encode(keys).parts]
+        apart = [INDEX.of_keys(keys[:, :, n : n + 1]).parts for n in range(16)]
+    assert codes.dtype == expected[0].dtype
+    assert np.array_equal(*(np.delete(part, 8, axis=2) for part in (codes, expected[0])))
+    assert np.array_equal(np.isfinite(sizes), np.isfinite(expected[1]))
+    assert np.isfinite(sizes[:, :, 8]).all() == (dtype == mx.float16)
+    assert np.isfinite(sizes[:, :, 9:]).all() and not np.any(sizes[:, :, 7])
+    # Sums in another order: up to one step of a float16.
+    steps = sizes.view(np.int16).astype(int) - expected[1].view(np.int16)
+    assert np.abs(steps[:, :, 9:]).max() <= 1
+    for part, whole in ((0, codes), (1, sizes)):
+        alone = np.concatenate([np.array(one[part]) for one in apart], axis=2)
+        assert np.array_equal(alone, whole[:, :, :16], equal_nan=part == 1), "row by row"
+
+
 def test_a_part_that_has_none_leaves_none_behind() -> None:
     first, second = segment(64).split(32)
     assert INDEX.indexed(first).join(second).index == ()

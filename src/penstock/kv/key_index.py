@@ -16,6 +16,7 @@ import numpy as np
 from penstock.kv import backend
 from penstock.kv import columns as col
 from penstock.kv.codecs import Codec, Coded
+from penstock.kv.codecs.rotation import rotate
 from penstock.kv.codecs.turbo import STEPS, Turbo, padded
 from penstock.kv.columns import Side
 from penstock.kv.segment import Segment
@@ -92,9 +93,23 @@ class KeyIndex:
             piece = col.take(keys, start, min(start + PIECE_TOKENS, tokens))
             wide = piece.dequantize() if isinstance(piece, Coded) else piece
             assert isinstance(wide, mx.array)
-            pieces.append(self.codec.encode(wide))
+            pieces.append(self._encode(wide))
             mx.eval(pieces[-1].parts)
         return pieces[0] if len(pieces) == 1 else _joined(pieces)
+
+    def _encode(self, keys: mx.array) -> Coded:
+        """Encode keys as the codec does; on the CPU with NumPy, in a third of the time."""
+        if not backend.current().on_heap:
+            return self.codec.encode(keys)
+        rotated = rotate(keys, padded(keys.shape[-1]))
+        mx.eval(rotated)
+        z = np.asarray(rotated)
+        codes = np.packbits(z > 0, axis=-1, bitorder="little").view("<u4")
+        with np.errstate(over="ignore", invalid="ignore"):
+            # Sums of a row alone: its index does not depend on what is indexed with it.
+            along, over = np.abs(z).sum(axis=-1) * np.float32(STEPS[BITS] / 2), (z * z).sum(axis=-1)
+            sizes = np.where(over > 0, over / np.maximum(along, 1e-30), 0.0).astype(np.float16)
+        return Coded(self.codec, (mx.array(codes), mx.array(sizes)), keys.shape[-1])
 
 
 @cache
