@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,10 +26,12 @@ from penstock.engine.request import Request, Sampling
 from penstock.engine.retention.spilling import Spilling, is_spilled, places_of
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
 from penstock.errors import NeverFits, SettingError
-from penstock.kv import selection
+from penstock.kv import selected_reads, selection
 from penstock.kv.codecs import spilled
 from penstock.ledger import Kind
 from penstock.server.metrics import EngineMetrics
+from penstock.tiers.record_parts import ArrayPart
+from penstock.tiers.store import Store
 
 ACTIVE = 256
 CHOICE: dict[str, Any] = {"attend_tokens": 128, "max_kv_size": 4_096, "prefill_chunk": 128}
@@ -182,6 +184,63 @@ def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
         assert cold_engine.ask(core, LONG, max_tokens=40) == expected
         assert core.counters.restored_tokens > len(LONG) - 100
         assert spilling_of(core).spilled_tokens > 300
+
+
+class Requests:
+    """What each decode step asks the tier for.
+
+    Args:
+        core: its steps are taken here.
+        patch: notes what is asked for.
+    """
+
+    def __init__(self, core: Core, patch: pytest.MonkeyPatch) -> None:
+        self.core = core
+        self.asked: list[Mapping[bytes, Sequence[ArrayPart]]] = []
+        read = Store.read_parts
+
+        def noting(store: Store, wanted: Mapping[bytes, Sequence[ArrayPart]]) -> Any:
+            self.asked.append(wanted)
+            return read(store, wanted)
+
+        patch.setattr(Store, "read_parts", noting)
+
+    def of_decode_steps(self) -> Iterator[list[Mapping[bytes, Sequence[ArrayPart]]]]:
+        """Take all steps; yield the requests of those that read no prompt."""
+        steps, prompts = self.core.counters.decode_steps, self.core.counters.prefill_steps
+        while self.core.step():
+            now = self.core.counters.decode_steps, self.core.counters.prefill_steps
+            if now[0] > steps and now[1] == prompts:
+                yield self.asked
+            (steps, prompts), self.asked = now, []
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_layer_of_a_step_waits_for_the_tier_at_most_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    """Whatever rows, key heads, sides and nodes want blocks, which are read once, in order."""
+    if not joined:  # a negative control
+        monkeypatch.setattr(selected_reads, "loaded", lambda choice, rows, blocks, layer: rows)
+    prompts = [LONG, (*LONG[:600], 5, 6, 7), OTHER]
+    with running(tmp_path) as core:
+        requests, most = Requests(core, monkeypatch), 0
+        handles = [cold_engine.submit(core, asked, max_tokens=40) for asked in prompts]
+        for asked in requests.of_decode_steps():
+            most = max(most, len(asked))
+            for parts in (parts for wanted in asked for parts in wanted.values() if joined):
+                assert list(parts) == sorted(parts), "in the order of their bytes"
+                assert not any(map(are_neighbors, parts, parts[1:]))
+        texts = [cold_engine.said(handle) for handle in handles]
+        counts = spilling_of(core).blocks.counts
+        assert counts.lost_blocks == 0 and counts.cached_blocks > 0
+    assert (most == 2) if joined else (most > 8), "there are two layers"
+    assert texts == whole(tmp_path, "llama", *prompts)
+
+
+def are_neighbors(part: ArrayPart, following: ArrayPart) -> bool:
+    """Tell whether two parts could be one, or have bytes in common."""
+    return part.name == following.name and part.start + part.nbytes >= following.start
 
 
 def flip(path: Path) -> None:

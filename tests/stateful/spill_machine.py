@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -12,14 +12,14 @@ from engine_machine import ROOMS, Wish, picks, wishes
 from engine_reference import Kind, spilling_kinds
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
-from numpy.typing import NDArray
 
 from penstock.engine.offload.cold_blocks import RECORD_BYTES, ColdBlocks
 from penstock.engine.retention.spilling import Spilling, places_of
 from penstock.kv.codecs.coded import Coded
-from penstock.kv.codecs.spilled import Checksums, Numbers, Spilled
+from penstock.kv.codecs.spilled import BlockList, BlockReader, Numbers, RawBlocks, Spilled
+from penstock.kv.spilled_reads import LoadedBlocks
 
-Raw: TypeAlias = NDArray[np.uint8]
+Fetch: TypeAlias = Callable[..., list[RawBlocks]]
 ROOM = 4
 """Times the room of other machines: prompts are as much longer."""
 
@@ -33,6 +33,7 @@ class SpillMachine(ColdMachine):
         """Blocks that have left memory, by layer, side, head, place and checksum."""
         self.patch.setattr(Spilled, "spilled", self.noting(Spilled.spilled))
         self.patch.setattr(ColdBlocks, "fetch", self.comparing(ColdBlocks.fetch))
+        self.patch.setattr(LoadedBlocks, "fetch", self.comparing(LoadedBlocks.fetch))
 
     def noting(self, spilled: Callable[..., Coded]) -> Callable[..., Coded]:
         """Remember what leaves memory."""
@@ -48,23 +49,18 @@ class SpillMachine(ColdMachine):
 
         return notes
 
-    def comparing(self, fetch: Callable[..., Raw]) -> Callable[..., Raw]:
+    def comparing(self, fetch: Fetch) -> Fetch:
         """See that what is read is what has left memory."""
 
         def compares(
-            blocks: ColdBlocks,
-            layer: int,
-            side: int,
-            first: int,
-            places: Numbers,
-            sums: Checksums,
-            **how: bool,
-        ) -> Raw:
-            raw = fetch(blocks, layer, side, first, places, sums, **how)
-            for head, column in np.ndindex(places.shape):
-                place, checksum = int(places[head, column]), int(sums[head, column])
-                left = self.left[layer, side, first + head, place, checksum]
-                assert raw[head, column].tobytes() == left, "another block than the one that left"
+            blocks: BlockReader, wanted: Sequence[BlockList], **how: bool
+        ) -> list[RawBlocks]:
+            raw = fetch(blocks, wanted, **how)
+            for of, rows in zip(wanted, raw, strict=True):
+                lists = (of.heads.tolist(), of.places.tolist(), of.checksums.tolist())
+                for row, block in zip(rows, zip(*lists, strict=True), strict=True):
+                    left = self.left[of.layer, of.side, *block]
+                    assert row.tobytes() == left, "another block than the one that left"
             return raw
 
         return compares
@@ -114,6 +110,9 @@ class SpillMachine(ColdMachine):
         if spilling is None:
             return
         blocks = spilling.blocks
+        places = RECORD_BYTES * blocks.records
+        assert blocks.nbytes == blocks._fixed_bytes + places, "places that are not counted"
+        assert blocks.nbytes > blocks._room.nbytes + places, "a cache that is not counted"
         assert len(blocks._cache) <= blocks._most
         slots = list(blocks._cache.values())
         assert len(set(slots)) == len(slots), "two blocks in one place of the cache"

@@ -44,6 +44,8 @@ class SpillCounts:
     """Blocks that were read from a tier for chunks of prompts."""
     read_bytes: int = 0
     """Bytes that were read from tiers."""
+    requests: int = 0
+    """Requests to tiers: one for all that a layer of a step lacks, unless a tier lacks some."""
     lost_blocks: int = 0
     """Blocks that were damaged, missing or late in all tiers."""
 

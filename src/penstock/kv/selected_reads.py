@@ -15,6 +15,9 @@ import numpy as np
 from penstock.kv import attention, backend
 from penstock.kv.attention import LOG2_E
 from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.spilled import Spilled
+from penstock.kv.columns import Side
 from penstock.kv.joined_reads import read_sides
 from penstock.kv.selection import (
     BLOCK_TOKENS,
@@ -26,6 +29,7 @@ from penstock.kv.selection import (
     gather,
     pieces,
 )
+from penstock.kv.spilled_reads import loaded
 from penstock.kv.tails import Tails
 
 ALONE = 2**17
@@ -62,6 +66,7 @@ def choose(
     by_row = np.asarray(queries).reshape(len(rows), kv_heads, heads // kv_heads, -1)
     asked = [by_row[number] for number in numbers]
     blocks = best_blocks(selection, choosing, asked, layer)
+    choosing = loaded(selection, choosing, blocks, layer)
     below: Scores | None = None
     if sinks is not None:
         below = np.array(sinks / LOG2_E).reshape(kv_heads, -1)
@@ -118,11 +123,18 @@ def attend_alone(
 
 
 def _on_host(row: DecodeRow, dtype: mx.Dtype, layer: int) -> bool:
-    """Tell whether NumPy is to read a row: all of it lies in memory as float32."""
+    """Tell whether NumPy is to read a row: all that it reads is in memory as float32."""
     if not backend.current().on_heap or dtype != mx.float32:
         return False
     sides = (side for part in row.parts for side in part.segment.layers[layer])
-    return all(isinstance(side, mx.array) and side.dtype == mx.float32 for side in sides)
+    return all(_dtype(side) == mx.float32 for side in sides)
+
+
+def _dtype(side: Side) -> mx.Dtype | None:
+    """Return the type of a side's numbers, if they are there as they were computed."""
+    if isinstance(side, Coded):
+        return side.codec.dtype if isinstance(side.codec, Spilled) else None
+    return side.dtype if isinstance(side, mx.array) else None
 
 
 def attend(
@@ -170,12 +182,12 @@ def _joined(
     count = chosen.shape[1] * BLOCK_TOKENS
     recent = row.position - row.tail - stop
     joined = np.empty((len(blocks), count + recent + tail.shape[1], tail.shape[2]), np.float32)
-    spans = [(span, _held(span.segment.layers[layer][side])) for span in row.parts]
-    _gather(joined[:, :count], [at for at in spans if at[0].start < stop], chosen)
+    spans = [(span, span.segment.layers[layer][side]) for span in row.parts if span.start < stop]
+    _gather(joined[:, :count], spans, chosen)
     start = count
     for segment, first, last in pieces(row.parts, stop, row.position - row.tail):
         end = start + last - first
-        joined[:, start:end] = _held(segment.layers[layer][side])[:, first:last]
+        joined[:, start:end] = _columns(segment.layers[layer][side], first, last)
         start = end
     joined[:, start:] = tail
     return joined
@@ -186,14 +198,27 @@ def _held(side: object) -> Scores:
     return held
 
 
-def _gather(into: Scores, spans: Sequence[tuple[KVSpan, Scores]], blocks: Numbers) -> None:
+def _columns(side: Side, first: int, last: int) -> Scores:
+    """Return columns first..last-1 of a side, (kv_heads, columns, dim)."""
+    if not isinstance(side, Coded):
+        return _held(side)[:, first:last]
+    span = side.codec.span
+    begin = first // span * span
+    wide = side.take(begin, -(-last // span) * span).dequantize()
+    return _held(wide)[:, first - begin : last - begin]
+
+
+def _gather(into: Scores, spans: Sequence[tuple[KVSpan, Side]], blocks: Numbers) -> None:
     """Copy each key head's blocks; see `selection.gather`."""
     heads, _, dim = into.shape
     grain = gcd(BLOCK_TOKENS, *(span.start for span, _ in spans))
     per_block = BLOCK_TOKENS // grain
     grains = (blocks[..., None] * per_block + np.arange(per_block)).reshape(heads, -1)
-    for span, held in spans:
-        whole = span.columns // grain
+    for span, side in spans:
+        if isinstance(side, Coded):
+            _gather_loaded(into, span, side, blocks)
+            continue
+        held, whole = _held(side), span.columns // grain
         for head, numbers in enumerate(grains - span.start // grain):
             rows = held[head, : whole * grain].reshape(whole, grain * dim)
             out = into[head].reshape(-1, grain * dim)
@@ -202,6 +227,17 @@ def _gather(into: Scores, spans: Sequence[tuple[KVSpan, Scores]], blocks: Number
                 rows.take(numbers, axis=0, out=out, mode="clip")
             else:
                 out[inside] = rows.take(numbers[inside], axis=0)
+
+
+def _gather_loaded(into: Scores, span: KVSpan, side: Coded, blocks: Numbers) -> None:
+    """Copy each key head's blocks of a side that was loaded."""
+    codec, own = side.codec, blocks - span.start // BLOCK_TOKENS
+    assert isinstance(codec, Spilled)
+    heads, at = np.nonzero((own >= 0) & (own < span.columns // BLOCK_TOKENS))
+    of = codec.blocks(side, heads.astype(np.int32), own[heads, at].astype(np.int32))
+    (raw,) = codec.reader.fetch([of], chosen=True)
+    by_block = into.reshape(len(blocks), -1, BLOCK_TOKENS, into.shape[-1])
+    by_block[heads, at] = raw.view(np.float32).reshape(-1, *by_block.shape[2:])
 
 
 def _by_columns(queries: Scores, keys: Scores) -> Scores:

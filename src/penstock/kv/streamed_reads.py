@@ -16,6 +16,7 @@ from penstock.kv.attention import Partial
 from penstock.kv.attention_plan import KVSpan
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.joined_reads import KVData, read_sides
+from penstock.kv.spilled_reads import wide_sides
 
 STREAMED_TOKENS = 512
 """Tokens of a piece."""
@@ -111,6 +112,8 @@ def _pieces(parts: Sequence[KVSpan], layer: int) -> Iterator[Sides]:
         for start in range(0, part.columns, STREAMED_TOKENS):
             stop = min(start + STREAMED_TOKENS, part.columns)
             (keys,), (values,) = read_sides([(part.segment, start, stop)], layer)
+            if isinstance(keys, Coded) and isinstance(values, Coded):
+                keys, values = (side.squeeze(0) for side in wide_sides(keys, values))
             yield _wide(keys), _wide(values)
 
 

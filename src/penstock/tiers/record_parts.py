@@ -26,7 +26,7 @@ class ArrayPart:
 
 
 def read_parts(source: Source, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
-    """Read parts of a record's arrays, in the order of their bytes in the file.
+    """Read parts of a record's arrays, in the order of their bytes in the file, neighbors together.
 
     Raises:
         Damaged: the record has no such array, or ends before the part does.
@@ -34,11 +34,17 @@ def read_parts(source: Source, parts: Sequence[ArrayPart]) -> list[NDArray[np.ui
     """
     offsets = array_offsets(source)
     buffers = [np.empty(part.nbytes, np.uint8) for part in parts]
-    for number in sorted(range(len(parts)), key=lambda n: _place(offsets, parts[n])):
-        at = _place(offsets, parts[number])
-        if at + parts[number].nbytes > source.nbytes:
+    placed = sorted((_place(offsets, part), number) for number, part in enumerate(parts))
+    start, end, together = 0, 0, []
+    for at, number in placed:
+        if at != end:
+            source.fill(together, start)
+            start, end, together = at, at, []
+        end += parts[number].nbytes
+        if end > source.nbytes:
             raise Damaged("it ends before its arrays do")
-        source.fill([buffers[number]], at)
+        together.append(buffers[number])
+    source.fill(together, start)
     return buffers
 
 

@@ -1,6 +1,7 @@
 """Blocks of keys and values that lie in a cold tier alone: their places, a cache, checked reads.
 
-    fetch ──> in the cache? ──no──> parts of records, in the order of their bytes ──> checksums
+    fetch ──> in the cache? ──no──> all others in one request: parts of records, in the order of
+              their bytes, neighbors together ──> checksums
           ──> damaged, missing or late: the next tier, or `SpilledLost`
 
 A place is the number of a block of `BLOCK_TOKENS` in the records that were spilled.
@@ -18,13 +19,18 @@ from typing import TypeAlias
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from penstock.engine.offload.engine_tier import EngineTier
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.stats import SpillCounts
 from penstock.errors import LedgerFull, SpilledLost
-from penstock.kv.codecs.spilled import BLOCK_TOKENS, PIECE_TOKENS, Checksums, Numbers
+from penstock.kv.codecs.spilled import (
+    BLOCK_TOKENS,
+    ENTRY_BYTES,
+    PIECE_TOKENS,
+    BlockList,
+    RawBlocks,
+)
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind, Ledger
 from penstock.tiers.record_parts import ArrayPart
@@ -34,15 +40,15 @@ LATE_SECONDS = 10.0
 """Longest wait for blocks of a tier."""
 RECORD_BYTES = 400
 """Python overhead of one record that was spilled."""
-ENTRY_BYTES = 250
-"""Python overhead of one block in the cache."""
 STREAMED_COPIES = 6
 """Copies of a piece that is read whole: as read, in order, and as MLX has it; in two lanes."""
 SIDES = ("keys", "values")
-Block: TypeAlias = tuple[int, int, int, int]
-"""Layer, side, head and place."""
+Block: TypeAlias = tuple[int, int, int, int, int]
+"""Layer, side, head, place and checksum."""
+Missing: TypeAlias = dict[Block, list[RawBlocks]]
+"""Rows of bytes that each block is copied to."""
 Wanted: TypeAlias = dict[bytes, list[ArrayPart]]
-Parts: TypeAlias = dict[bytes, list[NDArray[np.uint8]]]
+Parts: TypeAlias = dict[bytes, list[RawBlocks]]
 
 
 class ColdBlocks:
@@ -155,51 +161,38 @@ class ColdBlocks:
 
     # ---- reading
 
-    def fetch(
-        self,
-        layer: int,
-        side: int,
-        first_head: int,
-        places: Numbers,
-        checksums: Checksums,
-        *,
-        chosen: bool,
-    ) -> NDArray[np.uint8]:
-        """Return the bytes of blocks, (heads, blocks, bytes); see `BlockReader`."""
-        heads, blocks = places.shape
-        nbytes = self._block_bytes(layer, side)
-        raw = np.empty((heads, blocks, nbytes), np.uint8)
-        missing: dict[tuple[int, int], Block] = {}
-        for head in range(heads):
-            for column, place in enumerate(places[head].tolist()):
-                block = (layer, side, first_head + head, place)
+    def fetch(self, wanted: Sequence[BlockList], *, chosen: bool) -> list[RawBlocks]:
+        """Return the bytes of blocks, (blocks, bytes) for each list; see `BlockReader`."""
+        sizes = [self._block_bytes(of.layer, of.side) for of in wanted]
+        raw = [np.empty((len(of.places), n), np.uint8) for of, n in zip(wanted, sizes, strict=True)]
+        missing: Missing = {}
+        for of, rows in zip(wanted, raw, strict=True):
+            for block, row in zip(_listed(of), rows, strict=True):
                 slot = self._cache.get(block)
                 if slot is None:
-                    missing[head, column] = block
+                    missing.setdefault(block, []).append(row)
                 else:
                     self._cache.move_to_end(block)
-                    raw[head, column] = self._room[slot, :nbytes]
-        self._read(dict(missing), checksums, raw)
+                    row[:] = self._room[slot, : len(row)]
+        self._read(dict(missing))
         if not chosen:  # read once, for a chunk: they would drive out what is chosen
             self.counts.streamed_blocks += len(missing)
             return raw
-        self.counts.cached_blocks += places.size - len(missing)
+        self.counts.cached_blocks += sum(map(len, raw)) - len(missing)
         self.counts.read_blocks += len(missing)
-        for at, block in missing.items():
-            self._keep(block, raw[at])
+        for block, (row, *_) in missing.items():
+            self._keep(block, row)
         return raw
 
-    def _keep(self, block: Block, raw: NDArray[np.uint8]) -> None:
+    def _keep(self, block: Block, raw: RawBlocks) -> None:
         """Cache a block, in place of the one that was used longest ago."""
         full = len(self._cache) >= self._most
         slot = self._cache.popitem(last=False)[1] if full else len(self._cache)
         self._room[slot, : len(raw)] = raw
         self._cache[block] = slot
 
-    def _read(
-        self, missing: dict[tuple[int, int], Block], checksums: Checksums, raw: NDArray[np.uint8]
-    ) -> None:
-        """Read blocks into their places of `raw`, from the nearest tier that has them unharmed.
+    def _read(self, missing: Missing) -> None:
+        """Read blocks to where they belong, from the nearest tier that has them unharmed.
 
         Raises:
             SpilledLost: no tier has all of them.
@@ -207,27 +200,30 @@ class ColdBlocks:
         for tier in self._tiers:
             if not missing:
                 return
-            runs = list(self._runs(missing))
-            wanted = {
-                key: [run.part for run in of_record]
-                for key, of_record in groupby(runs, lambda run: run.key)
+            by_record = {
+                key: list(runs) for key, runs in groupby(self._runs(missing), lambda run: run.key)
             }
-            read = self._asked(tier, wanted)
-            damaged = set()
-            for key, of_record in groupby(runs, lambda run: run.key):
-                for run, data in zip(of_record, read.get(key, ()), strict=False):
-                    for at, block in zip(run.at, data.reshape(len(run.at), -1), strict=True):
-                        if xxhash.xxh3_64_intdigest(block.data) != int(checksums[at]):
-                            damaged.add(key)
-                            continue
-                        raw[at] = block
-                        del missing[at]
-                        self.counts.read_bytes += block.nbytes
-            for key in damaged:
-                tier.tier.call(partial(_drop_damaged, key=key), None)
+            wanted = {key: [run.part for run in runs] for key, runs in by_record.items()}
+            self.counts.requests += 1
+            for key, parts in self._asked(tier, wanted).items():
+                if not self._take(missing, by_record[key], parts):
+                    tier.tier.call(partial(_drop_damaged, key=key), None)
         if missing:
             self.counts.lost_blocks += len(missing)
-            raise SpilledLost(tuple({block[3] for block in missing.values()}))
+            raise SpilledLost(tuple({block[3] for block in missing}))
+
+    def _take(self, missing: Missing, runs: Sequence[_Run], parts: Sequence[RawBlocks]) -> bool:
+        """Copy blocks that were read and are as they were written; tell whether all of them are."""
+        whole = True
+        for run, data in zip(runs, parts, strict=True):
+            for block, raw in zip(run.blocks, data.reshape(len(run.blocks), -1), strict=True):
+                if xxhash.xxh3_64_intdigest(raw.data) != block[4]:
+                    whole = False
+                    continue
+                for row in missing.pop(block):
+                    row[:] = raw
+                self.counts.read_bytes += raw.nbytes
+        return whole
 
     def _asked(self, tier: EngineTier, wanted: Wanted) -> Parts:
         """Return the parts that a tier has in time."""
@@ -240,33 +236,41 @@ class ColdBlocks:
             answer.cancel()
             return none
 
-    def _runs(self, missing: dict[tuple[int, int], Block]) -> Iterator[_Run]:
+    def _runs(self, missing: Missing) -> Iterator[_Run]:
         """Yield the parts of records to read, neighbors together, by record and their bytes."""
-        order = sorted(missing, key=lambda at: (self._number(missing[at]), missing[at]))
-        run: list[tuple[int, int]] = []
-        for at in order:
-            if run and not self._is_next(missing[run[-1]], missing[at]):
-                yield self._run(run, missing[run[0]])
+        run: list[Block] = []
+        for block in sorted(missing, key=lambda block: (self._keys[self._number(block)], block)):
+            if run and not self._is_next(run[-1], block):
+                yield self._run(run)
                 run = []
-            run.append(at)
+            run.append(block)
         if run:
-            yield self._run(run, missing[run[0]])
+            yield self._run(run)
 
     def _number(self, block: Block) -> int:
         return block[3] // self.record_blocks
 
+    def _start(self, block: Block) -> int:
+        """Return the number of a block in its array."""
+        return block[2] * self.record_blocks + block[3] % self.record_blocks
+
     def _is_next(self, block: Block, following: Block) -> bool:
         """Tell whether a block lies behind another in the same array of the same record."""
-        same = block[:3] == following[:3] and self._number(block) == self._number(following)
-        return same and following[3] == block[3] + 1
+        same = block[:2] == following[:2] and self._number(block) == self._number(following)
+        return same and self._start(following) == self._start(block) + 1
 
-    def _run(self, at: list[tuple[int, int]], first: Block) -> _Run:
-        layer, side, head, place = first
-        number, inside = divmod(place, self.record_blocks)
+    def _run(self, blocks: Sequence[Block]) -> _Run:
+        layer, side = blocks[0][:2]
         nbytes = self._block_bytes(layer, side)
-        start = (head * self.record_blocks + inside) * nbytes
-        part = ArrayPart(f"{layer}.{SIDES[side]}", start, len(at) * nbytes)
-        return _Run(self._keys[number], part, tuple(at))
+        name, start = f"{layer}.{SIDES[side]}", self._start(blocks[0])
+        part = ArrayPart(name, start * nbytes, len(blocks) * nbytes)
+        return _Run(self._keys[self._number(blocks[0])], part, tuple(blocks))
+
+
+def _listed(of: BlockList) -> Iterator[Block]:
+    """Yield the blocks of a list."""
+    columns = of.heads.tolist(), of.places.tolist(), of.checksums.tolist()
+    yield from ((of.layer, of.side, *block) for block in zip(*columns, strict=True))
 
 
 def _drop_damaged(store: Store, key: bytes) -> None:
@@ -279,5 +283,4 @@ class _Run:
 
     key: bytes
     part: ArrayPart
-    at: tuple[tuple[int, int], ...]
-    """Head and column of each block in the result."""
+    blocks: tuple[Block, ...]

@@ -20,7 +20,7 @@ from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.block_format import BlockFormat
 from penstock.kv.block_spans import record_blocks, span_tokens
 from penstock.kv.codecs.names import RAW
-from penstock.kv.codecs.spilled import BLOCK_TOKENS, Spilled
+from penstock.kv.codecs.spilled import BLOCK_TOKENS, ENTRY_BYTES, Spilled
 from penstock.kv.quantization import piece_bytes
 from penstock.kv.states import RecurrentState
 from penstock.kv.streamed_reads import STREAMED_TOKENS
@@ -43,6 +43,8 @@ LOGIT_BYTES = 12
 """Bytes of one logit of a prompt: as the model makes it, and as float32."""
 CHOICE_COPIES = 3
 """Copies of what is chosen that are alive together: gathered, in order, and read."""
+SPILLED_COPIES = 1
+"""Copies more of blocks from a tier: as read, which are held until the layer is computed."""
 CODE_SPANS = 4
 """Tokens that a codec encodes together, at most, in blocks that are chosen."""
 STREAMED_COPIES = 2
@@ -313,6 +315,10 @@ class MemoryEstimator:
             numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes)
             # Codes that are encoded together are dequantized together.
             copies += CHOICE_COPIES * CODE_SPANS * selection.tokens * mx.float32.size * numbers
+        if self._limits.active_kv_size is not None:
+            heads = max(2 * shape.kv_heads for shape in shapes)
+            copies += SPILLED_COPIES * selection.tokens * self._runner.layer_bytes
+            copies += heads * selection.tokens // BLOCK_TOKENS * ENTRY_BYTES
         return copies
 
     @property

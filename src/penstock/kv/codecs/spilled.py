@@ -6,6 +6,7 @@ computed, to the bit: a reader fetches the blocks, and compares each with its ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -18,33 +19,38 @@ from penstock.kv.codecs.coded import Codec, Coded
 
 BLOCK_TOKENS = 16
 """Tokens that are read, and checked, together: those that are chosen together."""
+ENTRY_BYTES = 300
+"""Python overhead of one block that is asked for, or that a cache holds."""
 PIECE_TOKENS = 640
 """Most tokens of a side that are read together where all of them are."""
 Numbers = NDArray[np.int32]
 Checksums = NDArray[np.uint64]
+RawBlocks = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockList:
+    """Blocks of one side of a layer, in any order."""
+
+    layer: int
+    side: int
+    """0 for keys, 1 for values."""
+    heads: Numbers
+    """Number of the head of each block, (blocks,)."""
+    places: Numbers
+    """Place of each block, (blocks,)."""
+    checksums: Checksums
+    """Checksum of each block's bytes, (blocks,)."""
 
 
 class BlockReader(Protocol):
-    """Fetches blocks of one side of a layer, wherever they lie."""
+    """Fetches blocks, wherever they lie."""
 
-    def fetch(
-        self,
-        layer: int,
-        side: int,
-        first_head: int,
-        places: Numbers,
-        checksums: Checksums,
-        *,
-        chosen: bool,
-    ) -> NDArray[np.uint8]:
-        """Return the bytes of blocks, (heads, blocks, bytes).
+    def fetch(self, wanted: Sequence[BlockList], *, chosen: bool) -> list[RawBlocks]:
+        """Return the bytes of blocks, (blocks, bytes) for each list, in one request.
 
         Args:
-            layer: number of the layer.
-            side: 0 for keys, 1 for values.
-            first_head: number of the first of the heads.
-            places: of the blocks of each head, (heads, blocks).
-            checksums: of their bytes, (heads, blocks).
+            wanted: the blocks; some may be in several lists.
             chosen: whether the next step may want them again.
 
         Raises:
@@ -62,8 +68,6 @@ class Spilled(Codec):
     """0 for keys, 1 for values."""
     dtype: mx.Dtype
     first_head: int = 0
-    chosen: bool = False
-    """Whether the blocks of one head are read apart, as a choice of them is."""
 
     span: ClassVar[int] = BLOCK_TOKENS
     block_bytes: ClassVar[int] = 12
@@ -79,7 +83,7 @@ class Spilled(Codec):
         return self.block_bytes * 8 // BLOCK_TOKENS
 
     def of_heads(self, start: int, stop: int) -> Codec:
-        return replace(self, first_head=self.first_head + start, chosen=True)
+        return replace(self, first_head=self.first_head + start)
 
     def encode(self, x: mx.array) -> Coded:
         raise ValueError("keys and values are spilled with the places of their blocks")
@@ -103,15 +107,26 @@ class Spilled(Codec):
         mx.eval(parts)
         return Coded(self, parts, dim)
 
+    def blocks(self, coded: Coded, heads: Numbers, columns: Numbers) -> BlockList:
+        """List blocks of a side by their heads and columns, (blocks,) each."""
+        checksums, places = (np.asarray(part)[0, heads, columns] for part in coded.parts)
+        first = np.int32(self.first_head)
+        return BlockList(self.layer, self.side, heads + first, places, checksums)
+
+    def all_blocks(self, coded: Coded) -> BlockList:
+        """List all blocks of a side, head by head."""
+        heads, columns = np.indices(coded.parts[0].shape[1:], np.int32)
+        return self.blocks(coded, heads.reshape(-1), columns.reshape(-1))
+
+    def wide(self, coded: Coded, raw: RawBlocks) -> mx.array:
+        """Return the numbers of all blocks, (1, heads, tokens, dim), by their bytes."""
+        numbers = mx.array(raw.reshape(-1)).view(self.dtype)
+        return numbers.reshape(1, coded.parts[0].shape[1], coded.tokens, coded.dim)
+
     def dequantize(self, coded: Coded) -> mx.array:
         """Return the keys or values as they were computed, (1, heads, tokens, dim)."""
-        checksums, places = (np.array(part)[0] for part in coded.parts)
-        heads = len(places)
-        raw = self.reader.fetch(
-            *(self.layer, self.side, self.first_head), places, checksums, chosen=self.chosen
-        )
-        wide = mx.array(raw.reshape(-1)).view(self.dtype)
-        return wide.reshape(1, heads, coded.tokens, coded.dim)
+        (raw,) = self.reader.fetch([self.all_blocks(coded)], chosen=False)
+        return self.wide(coded, raw)
 
     def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
         return transform_query @ coded.dequantize().squeeze(0).swapaxes(-1, -2)
