@@ -35,7 +35,8 @@ def read_parts(source: Source, parts: Sequence[ArrayPart]) -> list[NDArray[np.ui
     offsets = array_offsets(source)
     buffers = [np.empty(part.nbytes, np.uint8) for part in parts]
     placed = sorted((_place(offsets, part), number) for number, part in enumerate(parts))
-    start, end, together = 0, 0, []
+    together: list[NDArray[np.uint8]] = []
+    start, end = 0, 0
     for at, number in placed:
         if at != end:
             source.fill(together, start)
