@@ -46,11 +46,11 @@ def expected_seconds(load: ServeLoad, folder: ServedFolder, side: str, gflops: f
     """
     turn_tokens = load.line_tokens + load.answer_tokens
     read = load.system_tokens * (1 if side == OURS else load.sessions)
-    told = load.sessions * load.turns * turn_tokens
+    turn_text_tokens = load.sessions * load.turns * turn_tokens
     in_front = read * load.system_tokens / 2
-    in_front += told * (load.system_tokens + load.turns * turn_tokens / 2)
+    in_front += turn_text_tokens * (load.system_tokens + load.turns * turn_tokens / 2)
     kv_seconds = in_front * folder.kv_bytes_per_token * KV_SECONDS[side]
-    weight_seconds = (read + told) * folder.parameters * WEIGHT_SECONDS
+    weight_seconds = (read + turn_text_tokens) * folder.parameters * WEIGHT_SECONDS
     return START_SECONDS + (kv_seconds + weight_seconds) * RECORDED_GFLOPS / gflops
 
 

@@ -127,14 +127,14 @@ def _on_host(row: DecodeRow, dtype: mx.Dtype, layer: int) -> bool:
     if not backend.current().on_heap or dtype != mx.float32:
         return False
     sides = (side for part in row.parts for side in part.segment.layers[layer])
-    return all(_dtype(side) == mx.float32 for side in sides)
+    return all(_is_float32(side) for side in sides)
 
 
-def _dtype(side: Side) -> mx.Dtype | None:
-    """Return the type of a side's numbers, if they are there as they were computed."""
+def _is_float32(side: Side) -> bool:
+    """Tell whether a side's numbers are float32, and there as they were computed."""
     if isinstance(side, Coded):
-        return side.codec.dtype if isinstance(side.codec, Spilled) else None
-    return side.dtype if isinstance(side, mx.array) else None
+        return isinstance(side.codec, Spilled) and side.codec.dtype == mx.float32
+    return isinstance(side, mx.array) and side.dtype == mx.float32
 
 
 def attend(
