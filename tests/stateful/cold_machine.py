@@ -107,9 +107,13 @@ class ColdMachine(EngineMachine):
         if asked is not None:
             self.forget_and_ask_again(asked, 0)
 
+    def files(self) -> list[Path]:
+        """List the records on the disk that were not cut to nothing."""
+        records = (self.folder / FORMAT / "blocks").rglob("*.safetensors")
+        return sorted(path for path in records if path.stat().st_size)
+
     def _damage(self, pick: int, how: str, seed: int) -> None:
-        found = (self.folder / FORMAT / "blocks").rglob("*.safetensors")
-        files = sorted(path for path in found if path.stat().st_size)  # not cut to nothing
+        files = self.files()
         if not files:
             return
         self.core.prefixes.clear()

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+
 import pytest
-from hypothesis.stateful import run_state_machine_as_test
+from cold_machine import SOON
+from engine_machine import Asked
+from engine_reference import Kind
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
 from spill_machine import SpillMachine
 from test_engine_machine import examples
+from test_machines import causes
 
+from penstock.engine.offload import cold_blocks
+from penstock.engine.offload.cold_blocks import Block, ColdBlocks
+from penstock.engine.request import Finish, Request
+from penstock.engine.schedule.admission import Admission
+from penstock.errors import SpilledLost, StepFailed
 from penstock.kv import block_spans
+from penstock.kv import columns as col
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.spilled import BlockList, RawBlocks
+from penstock.kv.segment import Segment
+from penstock.kv.spilled_reads import LoadedBlocks
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +40,142 @@ def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_spilled_is_read_as_it_was_and_the_limit_holds() -> None:
     run_state_machine_as_test(SpillMachine, settings=examples(5))
+
+
+# ---- negative controls: each is wrong in one way
+
+HUNT = settings(
+    settings.get_profile("default"),
+    max_examples=30,  # stops at the first that is noticed
+    stateful_step_count=8,
+    phases=[Phase.generate],
+    print_blob=False,
+)
+SPILLS = Kind(
+    name="spilling",
+    family="llama",
+    block_size=16,
+    prefill_chunk=128,
+    max_kv_size=1_024,
+    attend_tokens=128,
+    active_kv_size=128,
+    piece_blocks=5,
+    most_prompt=560,
+    feed_forward=2_048,
+)
+PROMPT = tuple(token for piece in (0, 1, 2, 0, 1) for token in SPILLS.pieces[piece])
+SPILLED = 192
+"""Tokens of it that are spilled, at least, where a machine goes on."""
+
+
+class SpillsMachine(SpillMachine):
+    """An engine that spills, in the middle of an answer."""
+
+    @initialize(how=st.sampled_from([None, "signs", "gone"]))
+    def begin(self, how: str | None) -> None:  # type: ignore[override]
+        """Open the engine, begin with a prompt that is spilled, and perhaps lose all of that."""
+        self.start(SPILLS, None, [])
+        self.ask(Request(prompt=PROMPT, max_tokens=30, ignore_eos=True))
+        for _ in range(6):
+            self.run_step()
+            self.tiers.write_all(time.monotonic() + SOON)
+            self.rest()
+        assert self.spilling is not None and self.spilling.spilled_tokens >= SPILLED
+        if how is not None:
+            self.spilling.blocks._cache.clear()
+            for pick in range(len(self.files())):
+                self._damage(0 if how == "gone" else pick, how, 0)
+
+    def judge(self, asked: Asked, finish: Finish) -> None:
+        """See that no answer fails for what is read, also where its text cannot be judged."""
+        if isinstance(finish.error, StepFailed) and asked.fault is None:
+            assert isinstance(finish.error, tuple(asked.may_fail)), f"failed: {finish.error!r}"
+        super().judge(asked, finish)
+
+
+def compares_no_checksums(patch: pytest.MonkeyPatch) -> None:
+    """Takes whatever it reads for what was written."""
+
+    class Equal:
+        def __ne__(self, other: object) -> bool:
+            return False
+
+    patch.setattr(cold_blocks, "xxhash", SimpleNamespace(xxh3_64_intdigest=lambda data: Equal()))
+
+
+def caches_a_block_as_that_of_another_head(patch: pytest.MonkeyPatch) -> None:
+    """Notes the wrong head of what it keeps."""
+    real = ColdBlocks._keep
+
+    def keep(self: ColdBlocks, block: Block, raw: RawBlocks) -> None:
+        layer, side, head, *rest = block
+        real(self, (layer, side, head ^ 1, *rest), raw)  # type: ignore[arg-type]
+
+    patch.setattr(ColdBlocks, "_keep", keep)
+
+
+def gives_a_block_of_another_place(patch: pytest.MonkeyPatch) -> None:
+    """Confuses what was read for a layer."""
+    real = LoadedBlocks._fetch
+
+    def fetch(self: LoadedBlocks, of: BlockList) -> RawBlocks:
+        return real(self, of)[::-1]
+
+    patch.setattr(LoadedBlocks, "_fetch", fetch)
+
+
+def takes_a_loss_for_something(patch: pytest.MonkeyPatch) -> None:
+    """Goes on with whatever is in memory where a block should be."""
+    real = ColdBlocks._read
+
+    def read(self: ColdBlocks, missing: cold_blocks.Missing) -> None:
+        with suppress(SpilledLost):
+            real(self, missing)
+
+    patch.setattr(ColdBlocks, "_read", read)
+
+
+def fails_for_a_loss(patch: pytest.MonkeyPatch) -> None:
+    """Computes nothing again."""
+
+    def fail(self: Admission, error: SpilledLost) -> None:
+        for sequence in self._scheduler.placed():
+            self.fail(sequence, StepFailed("its blocks are lost"))
+
+    patch.setattr(Admission, "compute_again", fail)
+
+
+def counts_nothing_of_what_is_spilled(patch: pytest.MonkeyPatch) -> None:
+    """Holds checksums and places beside its account."""
+
+    def kv_nbytes(self: Segment) -> int:
+        sides = (side for layer in self.layers for side in layer)
+        return col.nbytes(*(side for side in sides if not isinstance(side, Coded)))
+
+    patch.setattr(Segment, "kv_nbytes", property(kv_nbytes))
+
+
+def counts_no_places(patch: pytest.MonkeyPatch) -> None:
+    """Remembers records beside its account."""
+    patch.setattr(cold_blocks, "RECORD_BYTES", 0)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        compares_no_checksums,
+        caches_a_block_as_that_of_another_head,
+        gives_a_block_of_another_place,
+        takes_a_loss_for_something,
+        fails_for_a_loss,
+        counts_nothing_of_what_is_spilled,
+        counts_no_places,
+    ],
+)
+def test_machine_notices(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    with pytest.raises((AssertionError, BaseExceptionGroup)) as caught:
+        run_state_machine_as_test(SpillsMachine, settings=HUNT)
+    assert {type(cause) for cause in causes(caught.value)} <= {AssertionError}
