@@ -22,6 +22,7 @@ from tiny_families import build
 from penstock.cli import top_screen
 from penstock.engine.core import Core
 from penstock.engine.offload import cold_blocks
+from penstock.engine.offload.cold_blocks import RECORD_BYTES
 from penstock.engine.request import Request, Sampling
 from penstock.engine.retention.spilling import Spilling, is_spilled, places_of
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
@@ -206,11 +207,14 @@ class Requests:
         patch.setattr(Store, "read_parts", noting)
 
     def of_decode_steps(self) -> Iterator[list[Mapping[bytes, Sequence[ArrayPart]]]]:
-        """Take all steps; yield the requests of those that read no prompt."""
+        """Take all steps; yield the requests of those that read no prompt, and no first token."""
         steps, prompts = self.core.counters.decode_steps, self.core.counters.prefill_steps
-        while self.core.step():
+        busy = True
+        while busy:
+            begins = any(s.follows_prompt for s in self.core.admission.sequences.values())
+            busy = self.core.step()
             now = self.core.counters.decode_steps, self.core.counters.prefill_steps
-            if now[0] > steps and now[1] == prompts:
+            if now[0] > steps and now[1] == prompts and not begins:
                 yield self.asked
             (steps, prompts), self.asked = now, []
 
@@ -222,10 +226,10 @@ def test_a_layer_of_a_step_waits_for_the_tier_at_most_once(
     """Whatever rows, key heads, sides and nodes want blocks, which are read once, in order."""
     if not joined:  # a negative control
         monkeypatch.setattr(selected_reads, "loaded", lambda choice, rows, blocks, layer: rows)
-    prompts = [LONG, (*LONG[:600], 5, 6, 7), OTHER]
+    prompts = [OTHER, (*OTHER[:500], 5, 6, 7)]
     with running(tmp_path) as core:
         requests, most = Requests(core, monkeypatch), 0
-        handles = [cold_engine.submit(core, asked, max_tokens=40) for asked in prompts]
+        handles = [cold_engine.submit(core, asked, max_tokens=16) for asked in prompts]
         for asked in requests.of_decode_steps():
             most = max(most, len(asked))
             for parts in (parts for wanted in asked for parts in wanted.values() if joined):
@@ -234,8 +238,9 @@ def test_a_layer_of_a_step_waits_for_the_tier_at_most_once(
         texts = [cold_engine.said(handle) for handle in handles]
         counts = spilling_of(core).blocks.counts
         assert counts.lost_blocks == 0 and counts.cached_blocks > 0
-    assert (most == 2) if joined else (most > 8), "there are two layers"
-    assert texts == whole(tmp_path, "llama", *prompts)
+    assert (most == 2) if joined else (most > 4), "there are two layers"
+    if joined:
+        assert texts == [text[:16] for text in whole(tmp_path, "llama", *prompts)]
 
 
 def are_neighbors(part: ArrayPart, following: ArrayPart) -> bool:
@@ -340,6 +345,40 @@ def test_a_prompt_longer_than_memory_is_read_inside_the_limit(tmp_path: Path) ->
         assert tuple(handle.result(0.0)[0].tokens) == expected
         resident = core.ledger.by_class()[Kind.NODES]
         assert resident < len(asked) * core.runner.token_bytes / 2
+    finally:
+        core.close()
+
+
+def held_bytes(core: Core) -> int:
+    """Return the bytes of keys and values in memory, of index and places, and of the cache."""
+    by_class, blocks = core.ledger.by_class(), spilling_of(core).blocks
+    cache = blocks._most * spilled.ENTRY_BYTES + blocks._room.nbytes
+    return by_class[Kind.NODES] + by_class[Kind.KEY_INDEX] + cache + RECORD_BYTES * blocks.records
+
+
+@pytest.mark.slow
+def test_32_000_tokens_hold_an_eighth_of_their_bytes(tmp_path: Path) -> None:
+    """With index, places and the cache of blocks; once the tier has what is behind the others."""
+    tokens, active = 32_000, 1_024
+    config = {"model_type": "llama", "vocab_size": VOCABULARY_TOKENS, "torch_dtype": "float32"}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    mx.random.seed(3)
+    model = small_model({**BASE, **config, **heads, "num_hidden_layers": 1})
+    settings = {"attend_tokens": active, "max_kv_size": 32_768, "prefill_chunk": 512}
+    core = Core(
+        model,
+        **settings,
+        active_kv_size=active,
+        max_batch_size=1,
+        memory_limit=200_000_000,
+        ssd_cache_dir=tmp_path,
+    )
+    try:
+        cold_engine.submit(core, prompt(tokens), max_tokens=80)
+        while core.counters.generated_tokens < 79:
+            core.step()
+        assert held_bytes(core) <= tokens * core.runner.token_bytes / 8
+        assert spilling_of(core).blocks.counts.lost_blocks == 0
     finally:
         core.close()
 
