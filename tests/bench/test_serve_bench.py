@@ -23,10 +23,17 @@ from penstock.cli import main
 from penstock.errors import SettingError
 from penstock.models.mlx_lm import load, render
 from penstock.recall import count_tokens
-from penstock_bench import serve_figures, serve_model, serve_process, serve_runs, serve_time
+from penstock_bench import (
+    serve_figures,
+    serve_held,
+    serve_model,
+    serve_process,
+    serve_runs,
+    serve_time,
+)
 from penstock_bench import serve_load as serve
 from penstock_bench.cli import serve_command
-from penstock_bench.engine_sides import OURS, RIVAL
+from penstock_bench.engine_sides import LLAMA, OURS, RIVAL
 from penstock_bench.models import LlamaShape, ModelChoice
 from penstock_bench.report import publish
 from penstock_bench.serve_client import (
@@ -414,11 +421,9 @@ def test_the_expected_time_is_that_of_a_recorded_run(side: str) -> None:
 
 def test_the_time_is_said_beforehand_and_each_reply_moves_the_bar() -> None:
     told: list[tuple[str, int, int]] = []
-    sides = {side: serve.SIDES[side] for side in (OURS, RIVAL)}
-    load_ = serve.ServeLoad(sessions=2, turns=2, rounds=2)
-    progress = serve_time.ServeProgress.of(load_, FOLDER, sides, lambda *a: told.append(a))
-    total = told[0][2]
-    assert told == [(serve_time.EXPECTED, 0, total)] and total >= 4 * serve_time.START_SECONDS
+    seconds = {OURS: 20.0, RIVAL: 100.0}
+    progress = serve_time.ServeProgress(lambda *step: told.append(step), seconds, rounds=2)
+    assert told == [(serve_time.EXPECTED, 0, 240)]
 
     def four(client: Client) -> Awaitable[list[Reply]]:
         return at_once(client, [[{"role": "user", "content": "a"}]] * 4, 4)
@@ -426,5 +431,66 @@ def test_the_time_is_said_beforehand_and_each_reply_moves_the_bar() -> None:
     with stand_in() as server:
         for side in (OURS, RIVAL, RIVAL, OURS):
             send(server.url, progress.counted(side, four, 4))
-    assert told[-1][1:] == (total, total) and len(told) == 1 + 4 * (1 + 4)
+    assert told[-1][1:] == (240, 240) and len(told) == 1 + 4 * (1 + 4)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+
+
+# ---- conversations that are held
+
+
+@pytest.mark.slow
+def test_conversations_are_held_and_go_on_behind_a_restart() -> None:
+    report = serve_held.measure(serve.ServeLoad(llama=TINY), [3])
+    ours, theirs = report.penstock["3"], report.rival_figures["3"]
+    for side in (ours, theirs):
+        assert side["resident_bytes"] > side["above_idle_bytes"]
+        assert min(side["oldest_prompt_tokens"], side["newest_prompt_tokens"]) > 1_000
+        assert side["restarted_prompt_tokens"] > side["newest_prompt_tokens"]
+    assert ours["oldest_cached_tokens"] > 0.9 * serve_held.SYSTEM_TOKENS * 2
+    assert ours["restarted_cached_tokens"] > 0.9 * serve_held.SYSTEM_TOKENS * 2
+    assert theirs["restarted_cached_tokens"] < 10, "it has no disk"
+
+
+def held_run(first: Reply, later: Sequence[Reply], again: Reply) -> serve_held.HeldRun:
+    phases = phase(1.0, [first], 500), phase(1.0, later, 500), phase(1.0, [again], 500)
+    return serve_held.HeldRun(phases[0], 400, *phases[1:])
+
+
+def test_the_figures_of_held_conversations_are_those_of_their_replies() -> None:
+    run = held_run(reply(3.0, 0.1), [reply(1.0, 0.1), reply(2.0, 0.1)], reply(4.0, 0.1))
+    figures = run.figures()
+    assert (figures["resident_bytes"], figures["above_idle_bytes"]) == (400, 300)
+    firsts = [figures[f"{who}_ttft_seconds"] for who in ("oldest", "newest", "restarted")]
+    assert firsts == [1.0, 2.0, 4.0]
+    sides = {side: {8: run} for side in (OURS, RIVAL)}
+    made = serve_held._report(serve.ServeLoad(), FOLDER, RIVAL, sides)
+    texts = {line.figure: line.ours for line in made.lines}
+    assert texts["8 conversations: first token behind a restart (cached)"] == "4.00 s (5 of 10)"
+    with pytest.raises(serve_process.ServerFailed, match="1 answers did not come: 500"):
+        serve_held._check("8", phase(1.0, [reply(1.0, 0.1), reply(1.0, 0.1, "500")], 9))
+
+
+def test_the_picture_is_beside_mlx_lm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--conversations", "8", "--plot", "x.png"]) == 2
+    assert "the picture is of sessions" in capsys.readouterr().err
+    assert main(["bench", "serve", "--no-mlx-lm"]) == 2
+    assert "name the other side by --llama-server" in capsys.readouterr().err
+
+
+def test_each_other_side_has_lines_and_goals_are_for_mlx_lm() -> None:
+    ours, llama = phase(10.0, [reply(1.0, 0.1)] * 4, 200), phase(5.0, [reply(1.0, 0.1)] * 4, 100)
+    load_ = serve.ServeLoad(model="m.gguf", system_tokens=3_000, llama_server="llama-server")
+    three = serve.ServerRuns(
+        {OURS: [ours], RIVAL: [THEIRS], LLAMA: [llama]}, {}, None, None, FOLDER
+    )
+    made = serve_figures.report(load_, three)
+    assert (made.rival, made.heading) == (RIVAL, "mlx-lm or llama.cpp")
+    assert len([line for line in made.lines if line.goal]) == 4 and not made.met
+    (beside,) = (line for line in made.lines if line.figure.startswith("beside llama.cpp: comp"))
+    assert (beside.ours, beside.rival) == ("1.2", "2.4") and "(0.50x)" in beside.figure
+    two = serve.ServerRuns({OURS: [ours], LLAMA: [llama]}, {}, None, None, FOLDER)
+    made = serve_figures.report(load_.model_copy(update={"mlx_lm": False}), two)
+    assert (made.rival, made.heading) == (LLAMA, LLAMA)
+    assert [line.figure for line in made.lines if line.goal] == ["errors"]
+    assert set(serve.sides_of(load_)) == {OURS, RIVAL, LLAMA}
+    assert set(serve.sides_of(load_.model_copy(update={"mlx_lm": False}))) == {OURS, LLAMA}

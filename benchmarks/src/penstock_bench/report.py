@@ -50,6 +50,8 @@ class Report:
     raw: dict[str, Any]
     """Every round, for the record only."""
     dtype: str
+    heading: str = ""
+    """Heading of the other sides' column; the rival where there is one side more."""
 
     def as_object(self) -> dict[str, Any]:
         """Return what `--json` prints."""
@@ -122,7 +124,7 @@ def table(report: Report) -> Table:
     """Lay the lines out, with what was met and what was not."""
     drawn = Table(title=report.claim, title_justify="left", box=None, pad_edge=False)
     drawn.add_column("")
-    for heading in ("penstock", report.rival, "goal", ""):
+    for heading in ("penstock", report.heading or report.rival, "goal", ""):
         drawn.add_column(heading, justify="right")
     for line in report.lines:
         verdict = "" if line.met is None else "met" if line.met else "NOT MET"

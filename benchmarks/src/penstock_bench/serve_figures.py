@@ -73,9 +73,9 @@ def _later_speeds(phases: Sequence[Phase]) -> list[float]:
     return speeds
 
 
-def ratios(of: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return how many times better ours is."""
-    mine, theirs = of[OURS], of[RIVAL]
+def ratios(of: Mapping[str, Mapping[str, Any]], other: str = RIVAL) -> dict[str, float | None]:
+    """Return how many times better ours is than the other side."""
+    mine, theirs = of[OURS], of[other]
 
     def times(name: str, *, more_is_better: bool = False) -> float | None:
         better, worse = (mine, theirs) if more_is_better else (theirs, mine)
@@ -100,20 +100,21 @@ def ratios(of: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
 def report(load: ServeLoad, runs: ServerRuns) -> Report:
     """Set both sides against each other and against the goals."""
     of = {who: figures(phases) for who, phases in runs.sessions.items()}
-    ratio = ratios(of)
-    drawn = [*_session_lines(load, of, ratio), *_same_lines(load, runs)]
+    other = RIVAL if RIVAL in of else LLAMA
+    ratio = ratios(of, other)
+    drawn = [*_session_lines(load, of, ratio, other), *_same_lines(load, runs)]
     mine: dict[str, Any] = {"sessions": of[OURS]}
-    theirs: dict[str, Any] = {"sessions": of[RIVAL]}
-    if LLAMA in of:
-        pair = {OURS: of[OURS], RIVAL: of[LLAMA]}
+    theirs: dict[str, Any] = {"sessions": of[other]}
+    if LLAMA in of and other != LLAMA:
         theirs[LLAMA] = of[LLAMA]
-        ratio |= {f"{LLAMA}: {name}": value for name, value in ratios(pair).items()}
-        drawn += _comparison(LLAMA, pair, ratios(pair), {})
+        beside = ratios(of, LLAMA)
+        ratio |= {f"{LLAMA}: {name}": value for name, value in beside.items()}
+        drawn += _comparison(f"beside {LLAMA}", of, beside, {}, LLAMA)
     if runs.arrivals:
         late = {who: figures([phase]) for who, phase in runs.arrivals.items()}
-        mine["arrivals"], theirs["arrivals"] = late[OURS], late[RIVAL]
-        ratio |= {f"arrivals: {name}": value for name, value in ratios(late).items()}
-        drawn += _comparison("arrivals", late, ratios(late), {})
+        mine["arrivals"], theirs["arrivals"] = late[OURS], late[other]
+        ratio |= {f"arrivals: {name}": value for name, value in ratios(late, other).items()}
+        drawn += _comparison("arrivals", late, ratios(late, other), {}, other)
     if runs.connections is not None:
         crowd = {**figures([runs.connections]), "most_open": runs.connections.most_open}
         mine["connections"] = crowd
@@ -124,7 +125,8 @@ def report(load: ServeLoad, runs: ServerRuns) -> Report:
     return Report(
         name="serve",
         claim=CLAIM,
-        rival=RIVAL,
+        rival=other,
+        heading=" or ".join(who for who in of if who != OURS),
         penstock=mine,
         rival_figures=theirs,
         ratio=ratio,
@@ -159,15 +161,18 @@ def report(load: ServeLoad, runs: ServerRuns) -> Report:
 
 
 def _session_lines(
-    load: ServeLoad, of: Mapping[str, Mapping[str, Any]], ratio: Mapping[str, float | None]
+    load: ServeLoad,
+    of: Mapping[str, Mapping[str, Any]],
+    ratio: Mapping[str, float | None],
+    other: str,
 ) -> list[Line]:
     shape = load.sessions, load.turns, load.system_tokens
     goals = GOALS if shape == GOAL_SHAPE and load.model is ModelChoice.RANDOM else {}
-    if load.is_real and shape == REAL_SHAPE:
+    if load.is_real and shape == REAL_SHAPE and other == RIVAL:
         goals = REAL_GOALS
-    compared = _comparison(f"{load.sessions} x {load.turns}", of, ratio, goals)
+    compared = _comparison(f"{load.sessions} x {load.turns}", of, ratio, goals, other)
     errors = of[OURS]["errors"]
-    return [*compared, Line("errors", str(errors), str(of[RIVAL]["errors"]), "0", errors == 0)]
+    return [*compared, Line("errors", str(errors), str(of[other]["errors"]), "0", errors == 0)]
 
 
 def _same_lines(load: ServeLoad, runs: ServerRuns) -> list[Line]:
@@ -185,8 +190,9 @@ def _comparison(
     of: Mapping[str, Mapping[str, Any]],
     ratio: Mapping[str, float | None],
     goals: Mapping[str, float],
+    other: str,
 ) -> list[Line]:
-    mine, theirs = of[OURS], of[RIVAL]
+    mine, theirs = of[OURS], of[other]
 
     def line(figure: str, key: str, ratio_name: str, write: Callable[[float], str]) -> Line:
         both = [write(side[key]) if key in side else "none" for side in (mine, theirs)]

@@ -47,6 +47,8 @@ class ServeLoad(ServeSettings):
     """Files that are said to a real model; none takes sources of Python's library."""
     llama_server: str | None = None
     """Command of llama.cpp's server, which is the third side on a GGUF file."""
+    mlx_lm: bool = True
+    """Whether mlx-lm's server is a side; without it llama.cpp's is the other one."""
     llama: LlamaShape | None = None
     engine: EngineShape = EngineShape()
     """Settings of our engine, of which those of codecs alone count."""
@@ -78,7 +80,8 @@ def sides_of(load: ServeLoad) -> Sides:
     if load.llama_server is None:
         return SIDES
     command = load.llama_server
-    return {**SIDES, LLAMA: lambda folder, port: llama_cpp(command, folder, port)}
+    sides = {**SIDES, LLAMA: lambda folder, port: llama_cpp(command, folder, port)}
+    return sides if load.mlx_lm else {who: make for who, make in sides.items() if who != RIVAL}
 
 
 @dataclass(slots=True)

@@ -56,14 +56,14 @@ from penstock_bench.serve_process import (
     serving,
     watched,
 )
-from penstock_bench.serve_time import Notify, ServeProgress
+from penstock_bench.serve_time import Notify, ServeProgress, expected_seconds, measured_gflops
 from penstock_bench.serve_words import FactWords, Words, words_of
 
 
 def measure(load: ServeLoad, sides: Sides | None = None, notify: Notify | None = None) -> Report:
     """Run every part, the sides of each in turn."""
     sides = sides_of(load) if sides is None else sides
-    with ending_cleanly(), _folder(load) as plain:
+    with ending_cleanly(), served_folder(load) as plain:
         folder = replace(plain, codec_settings=load.engine.codec_settings)
         words = words_of(folder.path, load.texts) if load.is_real else FactWords()
         sessions = _sessions(load, folder, sides, words, notify or (lambda *_: None))
@@ -85,7 +85,8 @@ def measure(load: ServeLoad, sides: Sides | None = None, notify: Notify | None =
     return report(load, runs)
 
 
-def _folder(load: ServeLoad) -> AbstractContextManager[ServedFolder]:
+def served_folder(load: ServeLoad) -> AbstractContextManager[ServedFolder]:
+    """Return a context with the folder of a load's model."""
     if isinstance(load.model, ModelChoice):
         return model_folder(load.model, load.llama)
     return real_folder(load.model)
@@ -148,7 +149,9 @@ def _sessions(
     """
     talks, system = load.talks(words), words.system(load.system_tokens)
     phases: dict[str, list[Phase]] = {who: [] for who in sides}
-    progress = ServeProgress.of(load, folder, sides, notify)
+    gflops = measured_gflops()
+    seconds = {who: expected_seconds(load, folder, who, gflops) for who in sides}
+    progress = ServeProgress(notify, seconds, load.rounds)
 
     def send(client: Client) -> Awaitable[list[Reply]]:
         return closed_loop(client, system, talks, load.answer_tokens)

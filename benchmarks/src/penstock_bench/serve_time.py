@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,9 +18,9 @@ Notify = Callable[[str, int, int], None]
 
 EXPECTED = "expected"
 """Description of the first call of a `Notify`, before anything is done."""
-KV_SECONDS = {OURS: 1e-10, RIVAL: 3e-10, LLAMA: 1e-10}
+KV_SECONDS = {OURS: 1e-10, RIVAL: 2.5e-10, LLAMA: 5e-11}
 """Seconds for a byte of KV in front of a token, of runs on two cores of `RECORDED_GFLOPS`."""
-WEIGHT_SECONDS = 2e-11
+WEIGHT_SECONDS = 4e-11
 """Seconds for a weight and a token, of the same runs."""
 START_SECONDS = 10.0
 """Seconds until a server has its model and has answered once."""
@@ -59,21 +59,13 @@ class ServeProgress:
     """Seconds of the sessions that are behind, as they were expected; each reply is a part."""
 
     notify: Notify
-    side_seconds: dict[str, float]
+    side_seconds: Mapping[str, float]
     """Seconds that each side is expected to take for its sessions once."""
-    rounds: int
+    rounds: int = 1
     done_seconds: float = 0.0
 
-    @classmethod
-    def of(
-        cls, load: ServeLoad, folder: ServedFolder, sides: Iterable[str], notify: Notify
-    ) -> ServeProgress:
-        """Expect seconds by the speed of this machine, and tell them."""
-        gflops = measured_gflops()
-        seconds = {side: expected_seconds(load, folder, side, gflops) for side in sides}
-        progress = cls(notify, seconds, load.rounds)
-        notify(EXPECTED, 0, round(progress.all_seconds))
-        return progress
+    def __post_init__(self) -> None:
+        self.notify(EXPECTED, 0, round(self.all_seconds))
 
     @property
     def all_seconds(self) -> float:

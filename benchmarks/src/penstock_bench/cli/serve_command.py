@@ -45,6 +45,24 @@ LlamaServer: TypeAlias = Annotated[
         show_default="it is left out",
     ),
 ]
+MlxLm: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--mlx-lm/--no-mlx-lm",
+        help="Measure mlx-lm's server, too; without it the other side is --llama-server.",
+    ),
+]
+Conversations: TypeAlias = Annotated[
+    list[int] | None,
+    typer.Option(
+        help="Have the server and the other one hold so many conversations of 1,000 tokens, in the "
+        "place of sessions: memory, and first tokens when one goes on, also behind a restart; may "
+        "be given several times.",
+        metavar="NUMBER",
+        show_default="sessions are measured",
+        min=1,
+    ),
+]
 
 
 @with_settings
@@ -52,6 +70,8 @@ def serve(
     model: ServedModel = "random",
     text: Text = None,
     llama_server: LlamaServer = None,
+    mlx_lm: MlxLm = True,
+    conversations: Conversations = None,
     *,
     load: Annotated[dict[str, Any], Fields(ServeSettings, variables=False)],
     codec: options.EngineCodec,
@@ -63,8 +83,9 @@ def serve(
 
     The other side is mlx-lm's server on the same model, and with --llama-server llama.cpp's. A
     model with real weights is told real text, with a system prompt of 3,000 tokens, and is not
-    asked on 200 connections. Exits with 1 if a goal is not met.
+    asked on 200 connections. Says beforehand how long it takes. Exits with 1 if a goal is not met.
     """
+    from penstock_bench import serve_held
     from penstock_bench.models import ModelChoice
     from penstock_bench.serve_load import ServeLoad
     from penstock_bench.serve_picture import draw
@@ -73,16 +94,24 @@ def serve(
     real = model not in list(ModelChoice)
     if not real and (text or llama_server):
         raise SettingError("--text and --llama-server: name a model with real weights by --model")
+    if not mlx_lm and not llama_server:
+        raise SettingError("--no-mlx-lm: name the other side by --llama-server")
+    if plot and (conversations or not mlx_lm):
+        raise SettingError("--plot: the picture is of sessions, beside mlx-lm's server")
     settings = {
         "model": model if real else ModelChoice(model),
         "texts": tuple(map(str, text or ())),
         "llama_server": llama_server,
+        "mlx_lm": mlx_lm,
         "engine": engine_shape(codec),
         **(_real_settings(load) if real else load),
     }
     served = ServeLoad(**settings)
     with progress_bar("loading the model") as tell:
-        report = measure(served, notify=_announced(tell))
+        if conversations:
+            report = serve_held.measure(served, conversations, _announced(tell))
+        else:
+            report = measure(served, notify=_announced(tell))
     finish(report, as_json=as_json, save=save, plot=plot, draw=draw)
 
 
