@@ -21,7 +21,7 @@ from penstock.server.prompt_memory import PromptMemory
 from penstock.server.prompts import REWRITTEN, Prompts
 from penstock.server.remembered_answers import RememberedAnswers, openings_of
 from penstock.server.rewritten_history import rewritten_in_front
-from penstock.server.templates import TemplateTraits
+from penstock.server.templates import TemplateTraits, shared
 
 Message = dict[str, Any]
 TOOL = {
@@ -106,8 +106,6 @@ def _gone_through(made: Any, talk: Sequence[Message]) -> Outcome | str:
             (said if why else silent).append(why or f"message {at}")
         if at + 1 < len(talk):
             text = _generated(prompts, talk[: at + 1], talk[at + 1], tools)
-            if text is None:
-                return f"an answer cannot be told from its prompt {_end_of(prompts, prompt)}"
             answer = _one_by_one(made, text)
             answers.remember("", prompt, answer)
             before = [*prompt, *answer]
@@ -125,19 +123,13 @@ def _tools(made: Any, talk: Sequence[Message]) -> list[dict[str, Any]] | None:
     return None
 
 
-def _end_of(prompts: Prompts, prompt: Sequence[int]) -> str:
-    return repr(f"...{prompts.decode(prompt)[-30:]}")
-
-
 def _asked(talk: Sequence[Message]) -> list[int]:
     """Return the numbers of the messages that an answer follows, or nothing."""
     roles = [*(message["role"] for message in talk), "assistant"]
     return [at for at, role in enumerate(roles[1:]) if role == "assistant"]
 
 
-def _generated(
-    prompts: Prompts, talk: Sequence[Message], answer: Message, tools: Any
-) -> str | None:
+def _generated(prompts: Prompts, talk: Sequence[Message], answer: Message, tools: Any) -> str:
     """Return an answer's text as a model would have generated it, by its template."""
 
     def rendered(messages: Sequence[Message], *, opened: bool) -> str:
@@ -155,7 +147,7 @@ def _generated(
     return _cut(prompts.tokenizer, written[len(prompt) :])
 
 
-def _spoken(prompts: Prompts, prompt: str, written: str, answer: Message) -> str | None:
+def _spoken(prompts: Prompts, prompt: str, written: str, answer: Message) -> str:
     """Return an answer as it would be said behind a prompt that its template rewrites."""
     marks = prompts.format.reasoning
     if answer.get("tool_calls"):
@@ -168,17 +160,30 @@ def _spoken(prompts: Prompts, prompt: str, written: str, answer: Message) -> str
     return f"{start}{thought or ''}{marks.end}{answer['content']}"
 
 
-def _called(prompts: Prompts, prompt: str, written: str) -> str | None:
+def _called(prompts: Prompts, prompt: str, written: str) -> str:
     """Return a call as history writes it, behind the end of the reasoning that the prompt opens."""
     marks = prompts.format.reasoning
+    call = _cut(prompts.tokenizer, _behind_opening(prompts, prompt, written))
+    if marks is None or not prompt.rstrip().endswith(marks.start):
+        return call
+    return marks.end + call.removeprefix(marks.start).lstrip().removeprefix(marks.end)
+
+
+def _behind_opening(prompts: Prompts, prompt: str, written: str) -> str:
+    """Return the text of history behind what opens its last answer.
+
+    That is the opening of the prompt without the reasoning that it begins. Where history has
+    another text in front of the answer, it is the prompt's last mark, or the first difference.
+    """
+    marks = prompts.format.reasoning
     for opening in openings_of(prompts.tokenizer):
-        bare = prompt.removesuffix(opening.text) + opening.bare
-        if prompt.endswith(opening.text) and written.startswith(bare):
-            call = _cut(prompts.tokenizer, written[len(bare) :])
-            if marks is None or not prompt.rstrip().endswith(marks.start):
-                return call
-            return marks.end + call.removeprefix(marks.start).lstrip().removeprefix(marks.end)
-    return None
+        bares = [opening.bare, *([opening.text.partition(marks.start)[0]] if marks else [])]
+        for bare in (prompt.removesuffix(opening.text) + bare for bare in bares):
+            if prompt.endswith(opening.text) and written.startswith(bare):
+                return written[len(bare) :]
+    mark = prompt[prompt.rfind("<") :]
+    _, found, behind = written.rpartition(mark)
+    return behind if found else written[shared(prompt, written) :]
 
 
 def _cut(made: Any, text: str) -> str:
