@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from penstock.cli import main
-from penstock_bench.cli import bench_commands, kv_cache_command
+from penstock_bench.cli import all_command, bench_commands, kv_cache_command
 from penstock_bench.cli.all_command import BENCHES, LEFT_OUT, PAGES, PICTURES, drawing, run_all
 
 KERNELS = ("bench", "kernels", "--heads", "4", "--head-size", "64", "--kv-heads", "2")
@@ -57,12 +57,33 @@ def test_a_failure_stops_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert [len(end.records) for end in ends] == [1, 0, 1]
     assert ends[0].status in (0, 1) and ends[1].status == 2
     for end in (ends[0], ends[2]):
-        (name,) = end.records
-        assert json.loads((tmp_path / "records" / name).read_text())["environment"]
-        assert name in str(end) and "goal" in str(end)
-    assert "error (exit status 2); no record" in str(ends[1])
+        (path,) = end.records
+        assert Path(path).parent == tmp_path / "records"
+        assert json.loads(Path(path).read_text())["environment"]
+        assert path in str(end) and "goal" in str(end)
+    assert "error (exit status 2)\n    no record" in str(ends[1])
     shown = capfd.readouterr().out
     assert all(f"[{number} of 3]" in shown for number in (1, 2, 3))
+
+
+def test_nothing_is_fetched(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PENSTOCK_OFFLINE", raising=False)
+    (end,) = run_all([("bench", "speculate", "--model", "smollm2")], tmp_path / "records")
+    assert end.status == 2 and not end.records
+    assert "PENSTOCK_OFFLINE forbids to fetch it" in capfd.readouterr().err
+
+
+def test_the_end_names_each_record_and_says_where_they_go(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_command, "BENCHES", (SMALL,))
+    assert main(["bench", "all", "--save", str(tmp_path / "records")]) in (0, 1)
+    (record,) = (tmp_path / "records").iterdir()
+    lines = capfd.readouterr().out.splitlines()
+    assert f"    {record}" in lines and "benchmarks/results/" in lines[-1]
 
 
 def test_the_folder_is_asked_for_and_checked_first(tmp_path: Path) -> None:
