@@ -190,6 +190,11 @@ def test_metal_text_of_every_type_and_loading() -> None:
     text = text_for_metal(ALL)
     assert gnu_errors(text) == ""
     assert not clang_errors(text)
+    if zig() is not None:
+        code = spirv(text)
+        assert not spirv_faults(code)
+        operations = spirv_operations(code)
+        assert {words[2] for one, words in operations if one == VARIABLE} == {OF_THREADGROUP}
 
 
 def test_nvidia_refuses_another_text() -> None:
