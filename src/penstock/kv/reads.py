@@ -8,7 +8,7 @@ returns are the new tokens' keys and values alone, and `attend` reads all others
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -70,6 +70,8 @@ class DecodeStep:
     """Numbers of the rows that choose, which all layers of a window that have an index share."""
     most_joined: int | None
     """Most tokens that a row reads at once of which some may be in a tier; None: none is there."""
+    room: selected_reads.Room = field(default_factory=dict)
+    """Memory for what one row after the other chooses in one layer after the other."""
 
     @classmethod
     def of(
@@ -268,7 +270,8 @@ class DecodeReads(Reads):
         if numbers:
             assert step.selection is not None
             chosen = selected_reads.choose(
-                step.selection, step.rows, numbers, asked, self.layer, step.tails, sinks
+                *(step.selection, step.rows, numbers, asked),
+                *(self.layer, step.tails, sinks, step.room),
             )
         results = []
         for number, row in enumerate(self.step.rows):
