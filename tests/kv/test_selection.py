@@ -227,6 +227,31 @@ def test_a_shared_segment_is_chosen_from_by_each_row() -> None:
     assert rows[0].choice(160) != rows[1].choice(160)
 
 
+def test_scores_of_a_shared_segment_are_those_of_each_row_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [Row(5, [512, 600 + 40 * seed], 3) for seed in range(3)]
+    for row in rows[1:]:
+        row.spans[0] = rows[0].spans[0]
+    decoded = [row.decode_row(slot) for slot, row in enumerate(rows)]
+    draw = np.random.default_rng(1)
+    queries = [draw.normal(size=(KV_HEADS, 2, DIM)).astype(np.float32) for _ in rows]
+    selection, counts = Selection(128, INDEX), []
+    best = KeyIndex.best_by_block
+
+    def counted(self: KeyIndex, queries: Any, parts: Any, block: int) -> Any:
+        counts.append(queries.shape[1])
+        return best(self, queries, parts, block)
+
+    monkeypatch.setattr(KeyIndex, "best_by_block", counted)
+    with using(CPUBackend()):
+        together = selection.score_blocks(decoded, queries, 0)
+        assert counts == [6, 2, 2, 2], "the shared segment once, the rest by each row"
+        for row, query, scores in zip(decoded, queries, together, strict=True):
+            (alone,) = selection.score_blocks([row], [query], 0)
+            assert np.array_equal(scores, alone)
+
+
 def test_with_as_many_tokens_as_there_are_it_computes_what_it_does_today() -> None:
     for lengths in ([[300]], [[300], [96, 200]]):
         rows = [Row(seed, cuts, 3) for seed, cuts in enumerate(lengths)]

@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from penstock.kv import backend
 from penstock.kv.attention_plan import ColumnRange, DecodeRow, KVSpan
 from penstock.kv.codecs import Coded
 from penstock.kv.columns import Side
@@ -78,10 +79,22 @@ class Selection:
         A block has the score of its best token; it is not finite if a key of it is too large for
         the index.
         """
-        return [
-            self.index.best_by_block(query, self._indexed(row, layer), BLOCK_TOKENS)
-            for row, query in zip(rows, queries, strict=True)
-        ]
+        parts = [list(self._indexed(row, layer)) for row in rows]
+        count = _common(parts) if backend.current().on_heap else 0
+        shared = parts[0][:count]
+        together: list[Scores] = []
+        if shared:
+            stacked = self.index.best_by_block(
+                np.concatenate(queries, axis=1), shared, BLOCK_TOKENS
+            )
+            together = np.split(stacked, len(rows), axis=1)
+        scores = []
+        for number, query in enumerate(queries):
+            sides, rest = together[number : number + 1], parts[number][count:]
+            if rest:
+                sides.append(self.index.best_by_block(query, rest, BLOCK_TOKENS))
+            scores.append(sides[0] if len(sides) == 1 else np.concatenate(sides, axis=-1))
+        return scores
 
     def _indexed(self, row: DecodeRow, layer: int) -> Iterator[tuple[Coded, int, int]]:
         """Yield the index of the tokens to choose from, and its columns, in order."""
@@ -109,6 +122,21 @@ class SelectedKV:
     keys: mx.array
     """Keys of the blocks chosen, (kv_heads, tokens, dim)."""
     values: mx.array
+
+
+def _common(rows: Sequence[Sequence[tuple[Coded, int, int]]]) -> int:
+    """Return how many first pieces, whole blocks together, all of several rows have in common.
+
+    With signs each query's scores are sums of integers of its own, whatever is scored with it.
+    """
+    count, tokens, whole = 0, 0, 0
+    for same in zip(*rows, strict=False) if len(rows) > 1 else ():
+        index, start, stop = same[0]
+        if any(other[0] is not index or other[1:] != (start, stop) for other in same):
+            break
+        count, tokens = count + 1, tokens + stop - start
+        whole = count if tokens % BLOCK_TOKENS == 0 else whole
+    return whole
 
 
 def pieces(parts: Sequence[KVSpan], start: int, stop: int) -> list[ColumnRange]:
