@@ -40,6 +40,7 @@ from penstock.engine.schedule.scheduler import (
     StepPlan,
     next_state,
 )
+from penstock.engine.schedule.step_time import StepTime
 from penstock.errors import PenstockError, QueueFull, UnknownSequence
 
 SOAK = os.environ.get("HYPOTHESIS_PROFILE") == "soak"
@@ -132,6 +133,22 @@ def read(scheduler: Scheduler[Item], plan: StepPlan[Item]) -> None:
 
 def shares(plan: StepPlan[Item]) -> dict[int, int]:
     return {chunk.sequence.id: chunk.tokens for chunk in plan.prefill}
+
+
+class TokenASecond:
+    """Every token of every prompt takes a second."""
+
+    def chunk_seconds(self, tokens: int, start: int) -> float:
+        return tokens
+
+    def tokens_within(self, seconds: float, start: int, most: int) -> int:
+        return min(int(seconds), most)
+
+    tokens_to_try = tokens_within
+
+
+def time_for(tokens: int | None, *, whole_blocks: bool = False) -> StepTime | None:
+    return None if tokens is None else StepTime(tokens, TokenASecond(), whole_blocks)
 
 
 def ids(items: Items) -> list[int]:
@@ -368,11 +385,33 @@ def test_all_that_run_decode_and_a_prompt_alone_has_the_budget() -> None:
 def test_prompts_are_read_in_less_while_others_decode() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=1_000), item(2))
-    assert shares(scheduler.plan(200)) == {1: 512}, "nobody waits"
+    assert shares(scheduler.plan(time_for(200))) == {1: 512}, "nobody waits"
     act(scheduler, 2, "prefilled")
-    assert shares(scheduler.plan(200)) == {1: 192}
-    assert shares(scheduler.plan(0)) == {1: 64}, "a block at least"
-    assert shares(scheduler.plan(9_999)) == shares(scheduler.plan()) == {1: 512}
+    assert shares(scheduler.plan(time_for(200))) == {1: 192}
+    assert shares(scheduler.plan(time_for(9_999))) == shares(scheduler.plan()) == {1: 512}
+
+
+def test_a_part_of_a_block_is_read_where_all_of_it_takes_too_long() -> None:
+    scheduler = make()
+    admitted(scheduler, item(1, left=1_000), item(2))
+    act(scheduler, 2, "prefilled")
+    assert shares(scheduler.plan(time_for(63, whole_blocks=True))) == {1: 64}
+    assert shares(scheduler.plan(time_for(0))) == {1: 64}, "no token would do"
+    assert shares(scheduler.plan(time_for(50))) == {1: 50}
+    read(scheduler, scheduler.plan(time_for(50)))
+    assert shares(scheduler.plan(time_for(50))) == {1: 14}, "the rest of the block"
+    assert shares(scheduler.plan()) == {1: 462}, "to the end of a block"
+
+
+def test_parts_of_blocks_are_taken_in_turns() -> None:
+    scheduler, time = make(), time_for(50)
+    admitted(scheduler, *(item(i, left=5_000) for i in range(3)), item(3))
+    act(scheduler, 3, "prefilled")
+    steps = []
+    for _ in range(6):
+        steps.append(shares(scheduler.plan(time)))
+        read(scheduler, scheduler.plan(time))
+    assert steps == [{0: 50}, {1: 50}, {0: 14, 1: 14}, {2: 50}, {0: 50}, {0: 14, 2: 14}]
 
 
 def test_chunks_end_on_blocks_wherever_they_begin() -> None:
@@ -515,14 +554,17 @@ def test_it_knows_no_array_clock_or_thread() -> None:
         elif isinstance(node, ast.ImportFrom):
             imported.add(str(node.module))
     plain = {"__future__", "bisect", "collections", "dataclasses", "enum", "typing"}
-    assert imported - plain == {"penstock.errors"}
+    assert imported - plain == {"penstock.engine.schedule.step_time", "penstock.errors"}
 
 
 # ---- the rules, told once more
 
 
 def faults(plan: StepPlan[Item], jobs: Items, budget_tokens: int, block_size: int) -> list[str]:
-    """List what is wrong with a plan for these jobs, whatever was planned before."""
+    """List what is wrong with a plan for these jobs, whatever was planned before.
+
+    A budget of less than a block is for a part of one.
+    """
     by_id = {job.id: job for job in jobs}
     readers = sorted(
         (job for job in jobs if job.state is State.PREFILLING and job.remaining_tokens),
@@ -553,7 +595,8 @@ def faults(plan: StepPlan[Item], jobs: Items, budget_tokens: int, block_size: in
         job = by_id[job_id]
         if not 0 < count_tokens <= job.remaining_tokens:
             found.append("a chunk that is empty, or longer than the prompt")
-        if count_tokens < job.remaining_tokens and (job.position + count_tokens) % block_size:
+        inside = (job.position + count_tokens) % block_size
+        if count_tokens < job.remaining_tokens and inside and budget_tokens >= block_size:
             found.append("a chunk ends inside a block")
     for job in first:
         read_to = job.position + tokens.get(job.id, 0)
@@ -632,7 +675,7 @@ class Simulation:
         prompt, size = self.prompts[job_id], self.scheduler.block_size
         while (end := (position // size + 1) * size) <= len(prompt) and prompt[:end] in self.tree:
             position = end
-        whole = position % size == 0 and end <= len(prompt)
+        whole = end <= len(prompt)
         before = known(self.scheduler, job_id).position
         get_on(
             self.scheduler,
@@ -672,7 +715,7 @@ class Simulation:
     def step(self) -> StepPlan[Item]:
         """Admit, plan, look at the plan, run it."""
         self.admit()
-        plan = self.scheduler.plan(self.stall_tokens)
+        plan = self.scheduler.plan(time_for(self.stall_tokens))
         jobs = [self.jobs[job_id] for job_id in self.of(State.PREFILLING, State.RUNNING)]
         wrong = faults(plan, jobs, self.budget_tokens(plan), self.scheduler.block_size)
         assert wrong == []
@@ -695,7 +738,7 @@ class Simulation:
         budget = self.scheduler.budget_tokens
         if self.stall_tokens is None or not plan.decode:
             return budget
-        return min(budget, max(self.stall_tokens, self.scheduler.block_size))
+        return min(budget, self.stall_tokens or self.scheduler.block_size)
 
     def commit(self, chunk: PrefillChunk[Item]) -> None:
         job, prompt = chunk.sequence, self.prompts[chunk.sequence.id]
@@ -952,7 +995,7 @@ def test_n_answers_read_their_prompt_once() -> None:
 
 class PassesTheBudget(Scheduler[Item]):
     def _prefill(
-        self, readers: list[module._Reader[Item]], budget: int
+        self, readers: list[module._Reader[Item]], time: StepTime | None
     ) -> tuple[PrefillChunk[Item], ...]:
         return tuple(
             PrefillChunk(r.sequence, self._whole(r.sequence, self.budget_tokens)) for r in readers
@@ -970,18 +1013,24 @@ class ReadsEqualBlocksTwice(Scheduler[Item]):
 
 
 class KeepsTheRest(Scheduler[Item]):
-    def _offers(self, readers: list[module._Reader[Item]], budget: int) -> list[tuple[Item, int]]:
-        return super()._offers(readers, budget)[:-1]
+    def _offers(
+        self, readers: list[module._Reader[Item]], time: StepTime | None
+    ) -> list[tuple[Item, int]]:
+        return super()._offers(readers, time)[:-1]
 
 
 class FirstComeOnlyServed(Scheduler[Item]):
-    def _offers(self, readers: list[module._Reader[Item]], budget: int) -> list[tuple[Item, int]]:
-        return [(reader.sequence, budget) for reader in readers]
+    def _offers(
+        self, readers: list[module._Reader[Item]], time: StepTime | None
+    ) -> list[tuple[Item, int]]:
+        return [(reader.sequence, self.budget_tokens) for reader in readers]
 
 
 class LastComeFirstServed(Scheduler[Item]):
-    def _offers(self, readers: list[module._Reader[Item]], budget: int) -> list[tuple[Item, int]]:
-        return [(reader.sequence, budget) for reader in readers[::-1]]
+    def _offers(
+        self, readers: list[module._Reader[Item]], time: StepTime | None
+    ) -> list[tuple[Item, int]]:
+        return [(reader.sequence, self.budget_tokens) for reader in readers[::-1]]
 
 
 class OverlooksTheServed(Scheduler[Item]):
@@ -990,14 +1039,16 @@ class OverlooksTheServed(Scheduler[Item]):
 
 
 class TakesNoTurns(Scheduler[Item]):
-    def _offers(self, readers: list[module._Reader[Item]], budget: int) -> list[tuple[Item, int]]:
+    def _offers(
+        self, readers: list[module._Reader[Item]], time: StepTime | None
+    ) -> list[tuple[Item, int]]:
         self._crowded_step = -1
-        return super()._offers(readers, budget)
+        return super()._offers(readers, time)
 
 
 class ForgetsOneThatRuns(Scheduler[Item]):
-    def plan(self, stall_tokens: int | None = None) -> StepPlan[Item]:
-        plan = super().plan(stall_tokens)
+    def plan(self, time: StepTime | None = None) -> StepPlan[Item]:
+        plan = super().plan(time)
         return StepPlan(plan.decode[:3], plan.prefill)
 
 

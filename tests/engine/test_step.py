@@ -16,6 +16,7 @@ from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.engine.schedule.scheduler import State
 from penstock.engine.schedule.sequence import Sequence
+from penstock.engine.schedule.step_time import StepTime
 
 PROMPT = tuple(range(1, 151))
 """Three chunks."""
@@ -100,7 +101,7 @@ def test_prompts_are_read_block_by_block_while_others_decode() -> None:
         while core.step():
             plan = core.planner.schedule(core.clock())
             chunks += [chunk.tokens for chunk in plan.prefill if plan.decode]
-        assert max(chunks) == most
+        assert 0 < max(chunks) <= most
         third = submit(core, tuple(range(200, 350)))
         core.step()
         assert core.planner.schedule(core.clock()).prefill[0].tokens == 64, "alone"
@@ -109,3 +110,37 @@ def test_prompts_are_read_block_by_block_while_others_decode() -> None:
         for number, handle in enumerate((first, second, third)):
             assert expected.setdefault(number, said(handle)) == said(handle)
         core.close()
+
+
+class TokenASecond:
+    """Every token of every prompt takes a second."""
+
+    def chunk_seconds(self, tokens: int, start: int) -> float:
+        return tokens
+
+    def tokens_within(self, seconds: float, start: int, most: int) -> int:
+        return min(int(seconds), most)
+
+    tokens_to_try = tokens_within
+
+
+def test_parts_of_blocks_make_the_same_text(core: Core) -> None:
+    prompts = (PROMPT * 2, (*PROMPT, *range(50, 150)), PROMPT * 2)
+    texts: list[list[str]] = []
+    for time in (None, StepTime(7, TokenASecond())):
+        core.clear()
+        core.planner.time = time
+        core.submit(Request(prompt=(5, 6, 7), max_tokens=500, ignore_eos=True))
+        core.step()
+        handles = [submit(core, prompt) for prompt in prompts]
+        parts = 0
+        while len(core.scheduler) > 1:
+            core.step()
+            placed = core.scheduler.sequences(State.PREFILLING)
+            parts += any(sequence.position % core.limits.block_size for sequence in placed)
+            core.view.check()
+        assert (parts > 50) == (time is not None)
+        texts.append([said(handle) for handle in handles])
+        while core.step():
+            pass
+    assert texts[0] == texts[1]

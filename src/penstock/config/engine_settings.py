@@ -74,8 +74,8 @@ class EngineSettings(Settings):
         int,
         Field(ge=0),
         Setting(
-            "Read prompts for at most this long between two decode steps, by the measured speed "
-            "and at least one block; 0 is no bound.",
+            "Read prompts for at most this long between two decode steps, by the speed that was "
+            "measured at their length; 0 is no bound.",
             "MILLISECONDS",
         ),
     ] = MAX_STALL_MS

@@ -62,7 +62,7 @@ class Engine:
         block_size: tokens of a block, the unit of sharing.
         prefill_chunk: tokens of prompts that are read in one step, at most.
         max_stall_ms: milliseconds for which prompts are read between two decode steps, by the
-            measured speed and at least a block; 0 is no bound.
+            speed that was measured at their length; 0 is no bound.
         speculative_tokens: most proposed tokens that a step checks for a sequence; 0 is none.
         draft_model: folder, file or name of a small model with the same tokenizer, whose tokens
             are proposed, or the model and its tokenizer as `load` returns them.

@@ -71,7 +71,8 @@ class EngineParts:
         base = lay_foundation(model, limits, self.group, self.ledger)
         self.limits, self.runner = base.limits, base.runner
         self.estimator, self.tails = base.estimator, base.tails
-        self.prefill_rate = PrefillRate(self.group.mean(base.estimator.prefill_token_seconds))
+        token_seconds = self.group.mean(base.estimator.prefill_token_seconds)
+        self.prefill_rate = PrefillRate(token_seconds, self.limits.step_tokens)
         self.stores = open_stores(base, model, fingerprint, self.prefill_rate)
         self.counters, self.prefixes = self.stores.counters, self.stores.prefixes
         self.checkpoints, self.windows = self.stores.checkpoints, self.stores.windows
@@ -92,6 +93,7 @@ class EngineParts:
             self.pressure,
             prefill_rate=self.prefill_rate,
             max_stall_ms=self.limits.max_stall_ms,
+            whole_blocks=self.stores.whole_blocks,
         )
         self.speculator = Speculator(self.stores, self.limits.speculative_tokens, self.draft)
         self.executor = ModelExecutor(

@@ -12,6 +12,7 @@ from penstock.engine.offload.restoring import Restoring
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.scheduler import Scheduler, StepPlan
 from penstock.engine.schedule.sequence import Sequence
+from penstock.engine.schedule.step_time import StepTime
 
 
 class StepPlanner:
@@ -24,6 +25,7 @@ class StepPlanner:
         pressure: of the machine's memory.
         prefill_rate: measured speed of prompts.
         max_stall_ms: longest time that prompts take between two decode steps; 0 is no bound.
+        whole_blocks: whether a block of a prompt must be read at once.
     """
 
     def __init__(
@@ -35,13 +37,15 @@ class StepPlanner:
         *,
         prefill_rate: PrefillRate,
         max_stall_ms: int,
+        whole_blocks: bool,
     ) -> None:
         self._scheduler = scheduler
         self._admission = admission
         self._restoring = restoring
         self._pressure = pressure
-        self._prefill_rate = prefill_rate
-        self._max_stall_seconds = max_stall_ms / 1_000
+        time = StepTime(max_stall_ms / 1_000, prefill_rate, whole_blocks)
+        self.time = time if max_stall_ms else None
+        """Time for prompts between two decode steps; None is no bound."""
 
     def schedule(self, now_seconds: float) -> StepPlan[Sequence]:
         """Time out, grow, admit, restore, and return the chunks and rows of the next step."""
@@ -54,10 +58,4 @@ class StepPlanner:
         self._admission.catch_up()
         if self._restoring is not None:
             self._restoring.begin()
-        return self._scheduler.plan(self._stall_tokens())
-
-    def _stall_tokens(self) -> int | None:
-        """Return the most tokens of prompts between two decode steps; None without a bound."""
-        if not self._max_stall_seconds:
-            return None
-        return self._prefill_rate.tokens_within(self._max_stall_seconds)
+        return self._scheduler.plan(self.time)

@@ -25,6 +25,9 @@ from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import SpilledLost, StepFailed
 from penstock.kv.states import RecurrentState
 
+MICROSECONDS = 1_000_000
+"""Microseconds of a second: ranks agree on whole ones."""
+
 
 class Postprocessor:
     """Commits, emits, requantizes and offloads. Not thread-safe: the engine's thread.
@@ -214,7 +217,7 @@ class Postprocessor:
         if computed.captures:
             sequence.kv.capture(turn_end=sequence.position == sequence.kv.last_boundary)
         sequence.kv.end_prompt()
-        self._count(computed)
+        self._count(computed, start)
         sequence.served_tokens += computed.tokens
         sequence.read_again = sequence.position >= sequence.prompt_tokens
         sequence.note_prompt()
@@ -228,13 +231,14 @@ class Postprocessor:
         logprobs.add(start, scores)
         self._stores.scored.remember(logprobs, start, scores, sequence.block_hashes)
 
-    def _count(self, computed: PrefillPass) -> None:
+    def _count(self, computed: PrefillPass, start: int) -> None:
         """Count a chunk and its time, the commit included."""
         counters, seconds = self._stores.counters, time.perf_counter() - computed.started_seconds
         counters.prefill_steps += 1
         counters.prefilled_tokens += computed.tokens
         counters.prefill_seconds.append(seconds)
-        self._prefill_rate.prefilled(computed.tokens, seconds)
+        slowest = self._group.most(round(seconds * MICROSECONDS)) / MICROSECONDS
+        self._prefill_rate.prefilled(computed.tokens, slowest, start)
 
     # ---- between two steps
 

@@ -233,12 +233,6 @@ class ModelExecutor:
 
     def _read(self, sequence: Sequence, count: int, *, captures: bool) -> PrefillPass:
         """Compute the next `count` tokens of a prompt together."""
-        unfinished = (
-            sequence.kv.own_spans and sequence.kv.own_spans[-1].end % self._stores.block_size
-        )
-        resumed = sequence.kv.resumed_tokens
-        if unfinished and not resumed and not self._runner.fitness.whole:
-            raise AssertionError(f"sequence {sequence.id} has an unfinished block to prefill")
         start, state = sequence.position, sequence.kv.recurrent_state
         tokens = sequence.tokens[start : start + count]
         started = time.perf_counter()

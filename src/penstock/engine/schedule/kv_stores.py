@@ -65,6 +65,12 @@ class KVStores:
         return active and self.shared_tokens > 0
 
     @property
+    def whole_blocks(self) -> bool:
+        """Whether a chunk of a prompt may not end inside a block."""
+        runner = self.runner
+        return self.by_block or bool(runner.layout.rows) or runner.fitness.whole
+
+    @property
     def commit_tokens(self) -> int:
         """Tokens that are committed together while decoding.
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Literal, Protocol, TypeVar
 
+from penstock.engine.schedule.step_time import StepTime
 from penstock.errors import QueueFull, UnknownSequence
 
 
@@ -165,9 +166,10 @@ class Scheduler(Generic[T]):
     more, so that no later one can hold it up. The rest goes to the sequence that was served least,
     so that a short prompt does not wait for a long one; a sequence that has not got on for as many
     steps as there are places goes before those. Where blocks are so long that the rest is of no
-    use, the first and the others take turns. A sequence with a place thus gets on at least once
-    in `3 x max_batch_size` steps, whatever else arrives. Admission has no such rule: a lower
-    priority waits for as long as higher ones come.
+    use, the first and the others take turns. Where a step's time is too short for a block, one
+    sequence reads a part of it. A sequence with a place thus gets on at least once in
+    `3 x max_batch_size` steps, whatever else arrives. Admission has no such rule: a lower priority
+    waits for as long as higher ones come.
 
     Args:
         max_batch_size: places: sequences that are prefilling or running at the same time.
@@ -308,7 +310,7 @@ class Scheduler(Generic[T]):
         self._enter(sequence)
         return state
 
-    def plan(self, stall_tokens: int | None = None) -> StepPlan[T]:
+    def plan(self, time: StepTime | None = None) -> StepPlan[T]:
         """Return the plan of the next step. It stays the same until a prompt gets on.
 
         Every running sequence decodes. Of the prefilling sequences with the same next block, only
@@ -317,18 +319,15 @@ class Scheduler(Generic[T]):
         never none while something can be.
 
         Args:
-            stall_tokens: most tokens to prefill while other sequences decode, at least a block;
-                None is no bound beyond `budget_tokens`.
+            time: for prompts while other sequences decode; None is no bound beyond
+                `budget_tokens`. A block for which no token's time would do is read all the same.
         """
         self._note_progress()
         placed = self.placed()
         decode = tuple(sequence for sequence in placed if sequence.state is State.RUNNING)
         if len(decode) == len(placed):  # the most frequent step by far
             return StepPlan(decode, ())
-        budget = self.budget_tokens
-        if decode and stall_tokens is not None:
-            budget = min(budget, max(stall_tokens, self.block_size))
-        return StepPlan(decode, self._prefill(self._readers(placed), budget))
+        return StepPlan(decode, self._prefill(self._readers(placed), time if decode else None))
 
     def check(self) -> None:
         """Raise AssertionError if a sequence is lost or doubled, or if too many have a place."""
@@ -417,25 +416,34 @@ class Scheduler(Generic[T]):
             oldest[leader] = min(step, oldest.get(leader, step))
         return [_Reader(self._sequences[leader], step) for leader, step in oldest.items()]
 
-    def _prefill(self, readers: list[_Reader[T]], budget: int) -> tuple[PrefillChunk[T], ...]:
-        """Deal the budget out; an offer is a sequence and the tokens that it may have so far."""
+    def _prefill(
+        self, readers: list[_Reader[T]], time: StepTime | None
+    ) -> tuple[PrefillChunk[T], ...]:
+        """Deal a step out; an offer is a sequence and the tokens that it may have so far."""
         if not readers:
             return ()
-        tokens = dict.fromkeys((reader.sequence.id for reader in readers), 0)
-        unspent = budget
-        for sequence, most in self._offers(readers, budget):
-            given = tokens[sequence.id]
-            tokens[sequence.id] = max(given, self._whole(sequence, min(most, given + unspent)))
-            unspent -= tokens[sequence.id] - given
-        chunks = ((reader.sequence, tokens[reader.sequence.id]) for reader in readers)
-        return tuple(PrefillChunk(sequence, count) for sequence, count in chunks if count)
+        given = {reader.sequence: 0 for reader in readers}
+        for sequence, most in self._offers(readers, time):
+            room = self._whole(sequence, min(most, self._room(sequence, given, time)))
+            if not room and not any(given.values()):  # the first that is offered any gets some
+                block = self._rounded_up(sequence, 1)
+                room = block if time is None else time.part(sequence.position, block)
+            given[sequence] = max(given[sequence], room)
+        return tuple(PrefillChunk(sequence, count) for sequence, count in given.items() if count)
 
-    def _offers(self, readers: list[_Reader[T]], budget: int) -> list[tuple[T, int]]:
-        first = readers[0].sequence
-        half = self._whole(first, min(budget, self._rounded_up(first, (budget + 1) // 2)))
+    def _room(self, sequence: T, given: dict[T, int], time: StepTime | None) -> int:
+        """Return the most tokens that a sequence may have beside what others are given."""
+        others = [(s.position, count) for s, count in given.items() if s is not sequence and count]
+        most = self.budget_tokens - sum(count for _, count in others)
+        return most if time is None else time.tokens(sequence.position, most, others)
+
+    def _offers(self, readers: list[_Reader[T]], time: StepTime | None) -> list[tuple[T, int]]:
+        first, budget = readers[0].sequence, self.budget_tokens
+        most = self._room(first, {}, time)
+        half = self._whole(first, min(most, self._rounded_up(first, (most + 1) // 2)))
         others = [reader.sequence for reader in sorted(readers[1:], key=self._turn)]
         offers = [(first, half), *((sequence, budget) for sequence in others), (first, budget)]
-        if not others or self._whole(others[0], budget - half):
+        if not others or self._whole(others[0], self._room(others[0], {first: half}, time)):
             return offers
         if self._crowded_step == self._step - 1:  # now it is the others' turn
             return [(others[0], self._rounded_up(others[0], 1)), (first, budget), *offers]

@@ -1,0 +1,48 @@
+"""Time of a step for chunks of prompts while other sequences decode. Pure: it reads no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class ChunkSpeed(Protocol):
+    """Measured speed of prefill, by where a chunk begins."""
+
+    def chunk_seconds(self, tokens: int, start: int) -> float:
+        """Return the seconds that a chunk takes at most."""
+
+    def tokens_within(self, seconds: float, start: int, most: int) -> int:
+        """Return the tokens, up to `most`, of the longest chunk that is known to take no longer."""
+
+    def tokens_to_try(self, seconds: float, start: int, most: int) -> int:
+        """Return the tokens, up to `most`, of the longest chunk that may take no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step for chunks of prompts, and the speed at which they are read."""
+
+    seconds: float
+    speed: ChunkSpeed
+    whole_blocks: bool = False
+    """Whether a block is read at once, also where there is no time for all of it."""
+
+    def tokens(self, start: int, most: int, beside: Iterable[tuple[int, int]] = ()) -> int:
+        """Return the tokens of the longest chunk from `start` on that there is time for.
+
+        Args:
+            start: position of its first token.
+            most: most tokens.
+            beside: start and tokens of the other chunks of the step.
+        """
+        spent = sum(self.speed.chunk_seconds(tokens, at) for at, tokens in beside)
+        left = self.seconds - spent
+        return self.speed.tokens_within(left, start, most) if left > 0 else 0
+
+    def part(self, start: int, block: int) -> int:
+        """Return the tokens to read of a block that may not fit; all of them if no token may."""
+        if self.whole_blocks:
+            return block
+        return self.speed.tokens_to_try(self.seconds, start, block) or block

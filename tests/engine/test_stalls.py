@@ -1,0 +1,255 @@
+"""Prompts between two decode steps: the scheduler and the measured speed on a virtual clock.
+
+The clock follows a model whose chunks take a time of their own, some for each token, and some for
+each token that one reads; with noise, and with changes of the machine's speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from test_scheduler import Item, admitted, item, make, shares
+
+from penstock.engine.offload.prefill_rate import PrefillRate, RunningMean
+from penstock.engine.schedule.scheduler import PrefillChunk, State
+from penstock.engine.schedule.step_time import ChunkSpeed, StepTime
+
+STALL = 0.2
+CHUNK, BLOCK = 512, 32
+MOST = 1.5
+"""Longest gap for prompts over the one that was asked for."""
+LEARNING = 5
+"""Chunks after a change of the machine's speed, or at an unknown length, that may take longer."""
+
+
+@dataclass(slots=True)
+class Machine:
+    """Seconds of a chunk: of each, of a token, and of a token that one reads."""
+
+    fixed: float
+    token: float
+    read: float
+    noise: float = 0.0
+    slowness: float = 1.0
+    random: Random = field(default_factory=lambda: Random(0))
+
+    def exact(self, start: int, tokens: int) -> float:
+        each = self.token + self.read * (start + tokens / 2)
+        return self.slowness * (self.fixed + tokens * each)
+
+    def seconds(self, start: int, tokens: int) -> float:
+        return self.exact(start, tokens) * self.random.uniform(1 - self.noise, 1 + self.noise)
+
+
+def measured(machine: Machine) -> PrefillRate:
+    """Return the speed as an engine knows it that was just opened."""
+    seconds = machine.seconds(0, CHUNK)
+    return PrefillRate(RunningMean(seconds / CHUNK), CHUNK)
+
+
+@dataclass(slots=True)
+class Gap:
+    """Prompts between two decode steps."""
+
+    chunks: dict[int, int]
+    seconds: float
+    possible: bool
+    """Whether one token of each would be read in time."""
+    learning: bool
+
+
+class Simulation:
+    """One sequence that decodes for ever, and prompts beside it."""
+
+    def __init__(self, machine: Machine, speed: Callable[[Machine], ChunkSpeed] = measured) -> None:
+        self.machine, self.speed = machine, speed(machine)
+        self.scheduler = make(8, CHUNK, BLOCK)
+        self.gaps: list[Gap] = []
+        self.learning = 0
+        self.clock, self.read_tokens = 0.0, 0
+        self._number = 0
+
+    def decode(self) -> None:
+        """Let a sequence decode from now on."""
+        running = item(self._next())
+        admitted(self.scheduler, running)
+        self.scheduler.act(running, "prefilled")
+
+    def ask(self, tokens: int, cached: int = 0) -> None:
+        """Let a prompt be read behind its cached tokens."""
+        if not self.scheduler.free_places:
+            return
+        admitted(self.scheduler, item(self._next(), left=tokens, position=cached))
+
+    def change(self, slowness: float) -> None:
+        self.machine.slowness = slowness
+        self.learning = LEARNING
+
+    @property
+    def is_reading(self) -> bool:
+        return bool(self.scheduler.sequences(State.PREFILLING))
+
+    def step(self) -> None:
+        plan = self.scheduler.plan(StepTime(STALL, self.speed))
+        possible = all(self.machine.exact(c.sequence.position, 1) <= STALL for c in plan.prefill)
+        began = self.clock
+        for chunk in plan.prefill:
+            self._read(chunk)
+        if plan.prefill:
+            gap = Gap(shares(plan), self.clock - began, possible, self.learning > 0)
+            self.gaps.append(gap)
+            self.learning -= 1
+
+    def run(self) -> None:
+        while self.is_reading:
+            self.step()
+
+    def _read(self, chunk: PrefillChunk[Item]) -> None:
+        moved, tokens = chunk.sequence, chunk.tokens
+        seconds = self.machine.seconds(moved.position, tokens)
+        self.clock += seconds
+        if isinstance(self.speed, PrefillRate):
+            self.speed.prefilled(tokens, seconds, moved.position)
+        moved.position += tokens
+        moved.remaining_tokens -= tokens
+        moved.served_tokens += tokens
+        self.read_tokens += tokens
+        if not moved.remaining_tokens:
+            self.scheduler.act(moved, "prefilled")
+            self.scheduler.act(moved, "finish")
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+
+def drawn_machine(random: Random) -> Machine:
+    """Return a machine whose chunk at the start of a prompt takes 20 ms to 20 s."""
+    chunk = 0.02 * 10 ** random.uniform(0, 3)
+    fixed = random.choice((0.0, 0.02, 0.3)) * min(chunk, STALL)
+    token = (chunk - fixed) / CHUNK
+    read = token * random.choice((0.0, 1e-4, 2e-3))
+    return Machine(fixed, token, read, random.choice((0.0, 0.1, 0.15)), 1.0, random)
+
+
+def talk(seed: int, speed: Callable[[Machine], ChunkSpeed] = measured) -> Simulation:
+    """Let prompts of all lengths come while another sequence decodes, and the machine change."""
+    random = Random(seed)
+    simulation = Simulation(drawn_machine(random), speed)
+    simulation.decode()
+    for _ in range(12):
+        event = random.choice(("long", "short", "turn", "several", "change"))
+        if event == "change":
+            simulation.change(random.choice((0.25, 0.5, 1.0, 2.0, 4.0)))
+        for _ in range(3 if event == "several" else 1):
+            simulation.ask(
+                {"long": 4_000, "turn": 40}.get(event, random.randrange(1, 900)),
+                cached=random.choice((0, 0, 700, 20_000)) if event == "turn" else 0,
+            )
+        for _ in range(random.randrange(60)):
+            simulation.step()
+    for _ in range(200):
+        simulation.step()
+    return simulation
+
+
+def stalls(simulation: Simulation) -> list[Gap]:
+    """Return the gaps that were longer than they had to be."""
+    return [
+        gap
+        for gap in simulation.gaps
+        if gap.possible and not gap.learning and gap.seconds > MOST * STALL
+    ]
+
+
+class FixedChunk:
+    """A speed that nobody measures: every chunk fits."""
+
+    def chunk_seconds(self, tokens: int, start: int) -> float:
+        return 0.0
+
+    def tokens_within(self, seconds: float, start: int, most: int) -> int:
+        return most
+
+    tokens_to_try = tokens_within
+
+
+class OneMean(PrefillRate):
+    """One speed for chunks of all lengths and places, and no part of a block."""
+
+    def chunk_seconds(self, tokens: int, start: int) -> float:
+        return self.prefill_seconds(tokens)
+
+    def tokens_within(self, seconds: float, start: int, most: int) -> int:
+        return min(most, int(seconds / self.prefill_seconds(1)))
+
+    def tokens_to_try(self, seconds: float, start: int, most: int) -> int:
+        return most
+
+
+def one_mean(machine: Machine) -> PrefillRate:
+    return OneMean(RunningMean(machine.seconds(0, CHUNK) / CHUNK), CHUNK)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_gap_is_longer_than_half_as_much_again(seed: int) -> None:
+    simulation = talk(seed)
+    assert any(gap.possible for gap in simulation.gaps)
+    assert stalls(simulation) == []
+
+
+@pytest.mark.parametrize("speed", [lambda machine: FixedChunk(), one_mean])
+def test_a_speed_that_is_not_measured_by_length_is_noticed(
+    speed: Callable[[Machine], ChunkSpeed],
+) -> None:
+    assert sum(bool(stalls(talk(seed, speed))) for seed in range(6)) >= 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_time_is_used(seed: int) -> None:
+    """A long prompt takes most of the time that it may, and a short one costs the next nothing."""
+    machine = drawn_machine(Random(seed))
+    simulation = Simulation(machine)
+    simulation.decode()
+    for _ in range(4):
+        simulation.ask(2_500)
+        simulation.ask(3)
+        simulation.run()
+    gaps = [gap for gap in simulation.gaps[10:] if gap.possible and len(gap.chunks) == 1]
+    used = [gap.seconds / STALL for gap in gaps if sum(gap.chunks.values()) < CHUNK - BLOCK]
+    room = machine.exact(2_000, CHUNK) > STALL > machine.exact(2_000, BLOCK)
+    assert not room or sum(used) / len(used) > 0.6
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_alone_a_prompt_is_read_in_large_chunks(seed: int) -> None:
+    simulation = Simulation(drawn_machine(Random(seed)))
+    for tokens in (4_000, 3, 700):
+        simulation.ask(tokens)
+        simulation.run()
+    spent, read = simulation.clock, simulation.read_tokens
+    fixed = Simulation(drawn_machine(Random(seed)), lambda machine: FixedChunk())
+    fixed.decode()
+    for tokens in (4_000, 3, 700):
+        fixed.ask(tokens)
+        fixed.run()
+    assert {tokens for gap in fixed.gaps for tokens in gap.chunks.values()} >= {CHUNK}
+    assert read / spent >= 0.95 * fixed.read_tokens / fixed.clock
+
+
+def test_a_machine_that_slows_down_is_learned_in_a_few_chunks() -> None:
+    simulation = Simulation(Machine(0.01, 0.001, 1e-6))
+    simulation.decode()
+    simulation.ask(4_000)
+    for slowness in (4.0, 1.0, 10.0, 0.1):
+        for _ in range(6):
+            simulation.step()
+        simulation.change(slowness)
+        late = []
+        for _ in range(LEARNING):
+            simulation.step()
+            late.append(simulation.gaps[-1].seconds > MOST * STALL)
+        assert sum(late) <= 1, "only the chunk in which it happens"
