@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from blocks_on_disk import keys_of, read, size_of
 from penstock.prefix.block_hashes import hash_blocks, root_hash
 from penstock.tiers.disk import HostArray, Record, SSDStore
 from penstock.tiers.disk import disk_store as ssd_store
-from penstock.tiers.record import FORMAT, encode
+from penstock.tiers.record import FORMAT, Damaged, encode
 
 FINGERPRINT = "a model"
 ROOT = root_hash(FINGERPRINT)
@@ -300,6 +301,23 @@ def test_a_damaged_record_is_a_miss_and_the_others_are_not(
         assert store.held(keys_of(records)) == 2
         assert write(store, records[2:3]) == ["claimed"]
         assert_reads(store, records)
+
+
+def test_the_error_of_a_damaged_record_keeps_nothing_that_was_read_into(tmp_path: Path) -> None:
+    (record,) = records = chain(1)
+    with opened(tmp_path) as store:
+        write(store, records)
+        (path,) = files(tmp_path)
+        raw = bytearray(path.read_bytes())
+        raw[8] ^= 1  # the header is no JSON: one error is raised for another
+        path.write_bytes(raw)
+        asked = Future[None]()
+        with pytest.raises(Damaged) as caught:
+            store._read_into(record.key, {})
+        assert caught.value.__context__ is not None
+        asked.set_exception(caught.value)
+        assert not store._is_whole(record.key, asked)
+        assert caught.value.__traceback__ is caught.value.__context__ is None
 
 
 def test_files_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:

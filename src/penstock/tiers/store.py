@@ -258,8 +258,9 @@ class Store(ABC):
         try:
             read.result()
         except (OSError, Damaged) as error:
-            # A future keeps its error, whose frames would keep the memory that was read into.
-            error.__traceback__ = None
+            # A future keeps its error, whose frames would keep the memory that was read into; so
+            # would those of the error that it was raised for.
+            error.__traceback__ = error.__context__ = None
             if isinstance(error, FileNotFoundError):
                 self.counts.missing_blocks += 1
             elif isinstance(error, Damaged):

@@ -364,6 +364,7 @@ class ColdTier:
                     except Exception as error:
                         logger.exception("the %s has failed a request", self._name)
                         # Its frames would keep the call, and what was to be read into.
+                        error.__context__ = None
                         called.answer.set_exception(error.with_traceback(None))
             elif record is not None:
                 self._write(store, record)
