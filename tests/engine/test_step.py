@@ -127,7 +127,7 @@ class TokenASecond:
 def test_parts_of_blocks_make_the_same_text(core: Core) -> None:
     prompts = (PROMPT * 2, (*PROMPT, *range(50, 150)), PROMPT * 2)
     texts: list[list[str]] = []
-    for time in (None, StepTime(7, TokenASecond())):
+    for time in (None, StepTime(3, TokenASecond())):
         core.clear()
         core.planner.time = time
         core.submit(Request(prompt=(5, 6, 7), max_tokens=500, ignore_eos=True))

@@ -6,6 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+SLACK = 2.0
+"""Times its seconds that a step may take for a whole block: parts of one take longer together.
+
+Measured on SmolLM2, four agents over HTTP: with 1.0 a quarter of the tokens a second is lost.
+"""
+
 
 class ChunkSpeed(Protocol):
     """Measured speed of prefill, by where a chunk begins."""
@@ -43,6 +49,6 @@ class StepTime:
 
     def part(self, start: int, block: int) -> int:
         """Return the tokens to read of a block that may not fit; all of them if no token may."""
-        if self.whole_blocks:
+        if self.whole_blocks or self.speed.chunk_seconds(block, start) <= SLACK * self.seconds:
             return block
         return self.speed.tokens_to_try(self.seconds, start, block) or block
