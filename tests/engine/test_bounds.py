@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -330,6 +331,16 @@ def test_what_was_freed_before_does_not_count_in_what_a_step_takes() -> None:
         assert needs_module._peak(run)[0] == taken
     finally:
         mx.set_cache_limit(before)
+
+
+@pytest.mark.parametrize(("limit_seconds", "rounds"), [(1e-9, 1), (math.inf, needs_module.ROUNDS)])
+def test_ranks_run_a_measured_step_as_often_however_long_it_takes(
+    limit_seconds: float, rounds: int
+) -> None:
+    """One that ran it once more would wait for the others for ever."""
+    runs: list[None] = []
+    needs_module._peak(lambda: runs.append(mx.eval(mx.zeros(8))), limit_seconds)
+    assert len(runs) == rounds
 
 
 def test_the_limit_holds_when_it_is_lowered_on_the_way() -> None:

@@ -100,6 +100,7 @@ class Runner:
         mx.eval(model.parameters())
         self.layout = seam.layout(model)
         modules = attach(model)
+        self.ranks = ranks
         self.heads = query_heads(model) // (1 if seam.is_stage(model) else ranks)
         self._passes_on = seam.passes_on(model)
         self.shapes: tuple[LayerShape, ...] = ()

@@ -288,9 +288,13 @@ class MemoryEstimator:
             samplers = [TokenSampler(EVERYTHING, (0,), choice) for choice in range(len(rows))]
             sample_all(logits, samplers, [()] * len(rows))
 
-        prefill, seconds = _peak(lambda: runner.prefill(tokens, (), 0))
-        decoding, sampling = _peak(decode)[0], _peak(sample)[0]
-        far = _peak(lambda: self._prefill_far(tokens))[0] if self._compresses else 0
+        # Ranks wait for each other within a step: none may run one more than the others.
+        limit_seconds = ROUNDS_SECONDS if runner.ranks == 1 else float("inf")
+        prefill, seconds = _peak(lambda: runner.prefill(tokens, (), 0), limit_seconds)
+        decoding, sampling = _peak(decode, limit_seconds)[0], _peak(sample)[0]
+        far = 0
+        if self._compresses:
+            far = _peak(lambda: self._prefill_far(tokens), limit_seconds)[0]
         return StepPeaks(prefill, decoding, sampling, far, seconds)
 
     def _prefill_far(self, tokens: list[int]) -> None:
@@ -332,7 +336,7 @@ class MemoryEstimator:
         return min(tokens, self._limits.max_kv_size + self._limits.step_tokens)
 
 
-def _peak(run: Callable[[], object]) -> tuple[int, float]:
+def _peak(run: Callable[[], object], limit_seconds: float = ROUNDS_SECONDS) -> tuple[int, float]:
     """Return the most bytes and the least seconds that `run` takes, whatever ran before.
 
     MLX hands a cached buffer out again even if it is larger than the request, so its cache is off
@@ -344,7 +348,7 @@ def _peak(run: Callable[[], object]) -> tuple[int, float]:
     peaks: list[int] = []
     seconds: list[float] = []
     try:
-        while len(peaks) < ROUNDS and sum(seconds) < ROUNDS_SECONDS:
+        while len(peaks) < ROUNDS and sum(seconds) < limit_seconds:
             mx.synchronize()
             before = mx.get_active_memory()
             mx.reset_peak_memory()
