@@ -251,13 +251,17 @@ def short_of_memory(core: Core) -> None:
 
 def cannot_choose(core: Core) -> None:
     """Its sampler has a bug."""
-    choose, count = passes_module.sample_all, iter(range(1_000_000))
+    count = iter(range(1_000_000))
 
-    def failing(logits: Any, samplers: Any, *rest: Any) -> Any:
-        found = choose(logits, samplers, *rest)
-        return [ValueError("a bug"), *found[1:]] if next(count) == 1 else found
+    def failing(choose: Any) -> Any:
+        def chosen(*given: Any) -> Any:
+            found = choose(*given)
+            return [ValueError("a bug"), *found[1:]] if next(count) == 1 else found
 
-    passes_module.sample_all = failing
+        return chosen
+
+    for name in ("verified", "verified_greedy"):
+        setattr(passes_module, name, failing(getattr(passes_module, name)))
 
 
 def no_disk(core: Core) -> None:
