@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cold_engine import SETTINGS, said, submit
 from engine_faults import STATES, model_of
+from test_scheduler import TokenASecond
 
 from penstock.engine import core as core_module
 from penstock.engine.core import Core
@@ -110,18 +111,6 @@ def test_prompts_are_read_block_by_block_while_others_decode() -> None:
         for number, handle in enumerate((first, second, third)):
             assert expected.setdefault(number, said(handle)) == said(handle)
         core.close()
-
-
-class TokenASecond:
-    """Every token of every prompt takes a second."""
-
-    def chunk_seconds(self, tokens: int, start: int) -> float:
-        return tokens
-
-    def tokens_within(self, seconds: float, start: int, most: int) -> int:
-        return min(int(seconds), most)
-
-    tokens_to_try = tokens_within
 
 
 def test_parts_of_blocks_make_the_same_text(core: Core) -> None:

@@ -124,6 +124,10 @@ class DecodeStep:
             ]
         return self.choosers[attention_window]
 
+    def has_apart(self, layer: int) -> bool:
+        """Tell whether some row is apart, see `is_apart`; never where nothing is in a tier."""
+        return self.most_joined is not None and any(self.is_apart(r, layer) for r in self.rows)
+
     def is_apart(self, row: DecodeRow, layer: int) -> bool:
         """Tell whether a row that does not choose must be computed before others read.
 
@@ -228,7 +232,7 @@ class DecodeReads(Reads):
         """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim)."""
         window = self.check_given(keys, values, mask)
         choosing = self.step.choosing(self.layer, window)
-        by_row = bool(choosing) or any(self.step.is_apart(r, self.layer) for r in self.step.rows)
+        by_row = bool(choosing) or self.step.has_apart(self.layer)
         if self.step.ways is not None and not by_row:
             done = self.step.ways.attend(self.step, self.layer, window, queries, scale, sinks)
             if done is not None:
