@@ -65,13 +65,20 @@ class KeyIndex:
                 index[layer] = self.of_keys(segment.layers[layer][0])
         return replace(segment, index=tuple(index))
 
+    def transform_query(self, queries: Floats) -> Floats:
+        """Return queries (kv_heads, m, dim) as `best_by_block` takes them: (kv_heads, m, n).
+
+        One row's at a time: how a product rounds depends on its shape, and so would the choice.
+        """
+        return queries @ _rotation(self.codec, queries.shape[-1])
+
     def best_by_block(
-        self, queries: Floats, parts: Iterable[tuple[Coded, int, int]], block: int
+        self, x: Floats, parts: Iterable[tuple[Coded, int, int]], block: int
     ) -> Floats:
         """Return the largest score of each block of tokens; see `Backend.best_by_block`.
 
         Args:
-            queries: (kv_heads, m, dim).
+            x: queries as `transform_query` returns them, (kv_heads, m, n).
             parts: pieces of an index, and their columns start..stop-1; whole blocks together.
             block: tokens of a block.
 
@@ -83,7 +90,6 @@ class KeyIndex:
             side[0] if len(side) == 1 else mx.concatenate(list(side), axis=1)
             for side in zip(*pieces, strict=True)
         )
-        x = queries @ _rotation(self.codec, queries.shape[-1])
         return backend.current().best_by_block(x, codes, sizes, block)
 
     def of_keys(self, keys: Side) -> Coded:

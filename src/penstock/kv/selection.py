@@ -82,14 +82,15 @@ class Selection:
         parts = [list(self._indexed(row, layer)) for row in rows]
         count = _common(parts) if backend.current().on_heap else 0
         shared = parts[0][:count]
+        transformed = [self.index.transform_query(query) for query in queries]
         together: list[Scores] = []
         if shared:
             stacked = self.index.best_by_block(
-                np.concatenate(queries, axis=1), shared, BLOCK_TOKENS
+                np.concatenate(transformed, axis=1), shared, BLOCK_TOKENS
             )
             together = np.split(stacked, len(rows), axis=1)
         scores = []
-        for number, query in enumerate(queries):
+        for number, query in enumerate(transformed):
             sides, rest = together[number : number + 1], parts[number][count:]
             if rest:
                 sides.append(self.index.best_by_block(query, rest, BLOCK_TOKENS))
