@@ -10,11 +10,9 @@ from typing import Any
 import cold_engine
 import numpy as np
 import pytest
-from cold_engine import BLOCK, SOON, ask, files, ssd
+from cold_engine import BLOCK, ask, files, ssd
 from tiny_families import VOCABULARY_TOKENS, build
 
-from penstock.engine.offload import engine_tier as tier_module
-from penstock.engine.offload import restoring as restoring_module
 from penstock.kv.block_spans import Spans
 from penstock.prefix.block_hashes import hash_blocks, is_hash_of, root_hash
 
@@ -22,10 +20,7 @@ RECORD = 4
 """Blocks."""
 
 
-@pytest.fixture(autouse=True)
-def a_loaded_machine_is_no_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
-    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @functools.cache

@@ -19,8 +19,6 @@ from tiny_families import VOCABULARY_TOKENS, build
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.engine.offload import conversation_ends as ends_module
-from penstock.engine.offload import engine_tier as tier_module
-from penstock.engine.offload import restoring as restoring_module
 from penstock.engine.offload.conversation_ends import ConversationEnds
 from penstock.engine.request import Request
 from penstock.kv import block_spans
@@ -34,9 +32,7 @@ HYBRIDS = ("falcon_h1", "mamba2")
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
-    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
+def ends_linger(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends_module, "LINGER_SECONDS", 1e9)
     monkeypatch.setattr(ends_module, "LAPSE_TOKENS", ends_module.LAPSE_TOKENS // SCALE)
 

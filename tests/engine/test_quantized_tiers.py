@@ -15,8 +15,6 @@ from cold_engine import files, said, settle, ssd, submit
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.engine.model.runner import Runner
-from penstock.engine.offload import engine_tier as tier_module
-from penstock.engine.offload import restoring
 from penstock.engine.request import Request
 from penstock.engine.session_files import load_session, save_session
 from penstock.errors import SettingError
@@ -46,11 +44,7 @@ SMALL: dict[str, Any] = {
 CODECS = ["8", "turbo4", "turbo2.5", "kivi4/turbo3.5", "k8v4", "raw/3"]
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for a disk that others use as well: what is on it is read, not computed."""
-    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
-    monkeypatch.setattr(restoring, "ASK_SECONDS", 20.0)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from engine_faults import VOCABULARY_TOKENS
 from objects_in_memory import InMemory
 
 from penstock.engine.core import Core
-from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring as restoring_module
 from penstock.engine.offload import tier_kinds
 from penstock.tiers.remote.remote_store import COPIES, SEEN_KEY_BYTES, SEEN_KEYS
@@ -28,13 +27,11 @@ FAMILIES = ("llama", "gemma2", "falcon_h1")
 
 
 @pytest.fixture(autouse=True)
-def values(monkeypatch: pytest.MonkeyPatch) -> InMemory:
+def values(patient: None, monkeypatch: pytest.MonkeyPatch) -> InMemory:
     """The store that every URL names here."""
     made = InMemory()
     monkeypatch.setattr(tier_kinds, "check_url", lambda url: None)
     monkeypatch.setattr(tier_kinds, "open_objects", lambda url, **settings: made)
-    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
-    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
     return made
 
 

@@ -24,12 +24,7 @@ from penstock.tiers.disk import SSDStore
 from penstock.tiers.disk import disk_store as store_module
 from penstock.tiers.disk import index as index_module
 
-
-@pytest.fixture(autouse=True)
-def a_loaded_machine_is_no_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tested here is what is read, not how long others take the processor."""
-    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
-    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:

@@ -11,8 +11,6 @@ from engine_faults import VOCABULARY_TOKENS, model_of
 
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
-from penstock.engine.offload import engine_tier as tier_module
-from penstock.engine.offload import restoring as restoring_module
 from penstock.engine.session_files import load_session, save_session
 from penstock.kv.states import StateForm
 from penstock.prefix.block_hashes import checkpoint_hash
@@ -25,10 +23,7 @@ PROMPT = tuple((7 * i + 3) % VOCABULARY_TOKENS for i in range(70))
 """Four whole blocks and six tokens."""
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
-    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture

@@ -38,8 +38,6 @@ from setup import prompt_of, solo
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.offload import engine_tier as tier_module
-from penstock.engine.offload import restoring
 from penstock.kv.block_spans import RECORD_TOKENS
 from penstock.tiers import record
 from penstock.tiers.disk import index
@@ -66,13 +64,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(written: Path, tmp_path: Path) -> Path:
     """One like it, to be damaged."""
     return Path(shutil.copytree(written, tmp_path / "cache"))
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for a disk that others use as well: what is on it is read, not computed."""
-    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
-    monkeypatch.setattr(restoring, "ASK_SECONDS", SOON)
 
 
 def keys(core: Core) -> list[str]:
@@ -588,7 +579,7 @@ def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
 
 @pytest.mark.parametrize("name", ["preadv", "fsync", "open"])
 def test_a_disk_that_fails_now_and_then(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     real = getattr(os, name)
     dice = random.Random(1)

@@ -17,8 +17,6 @@ from combinations import pairs
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.offload import engine_tier as tier_module
-from penstock.engine.offload import restoring
 from penstock.engine.request import Sampling
 from penstock.kv import columns as col
 from penstock.kv.segment import Segment
@@ -75,11 +73,7 @@ SHORT = ASKED[:333]
 BRANCH = (*ASKED[:230], *prompt(70, 1))
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for a disk that others use as well: what is on it is read, not computed."""
-    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
-    monkeypatch.setattr(restoring, "ASK_SECONDS", 20.0)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from parity_models import model_of, prompt_of
 from test_engine import BASE, SMALL, answer, ask, check, drain, engine, every_family
 
 from penstock.engine.core import Core
-from penstock.engine.offload import conversation_ends, restoring
-from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import conversation_ends
 from penstock.kv import block_spans
 
 SOON = 20.0
@@ -27,10 +26,7 @@ OTHER = tuple(prompt_of(50, 9))
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for a disk that others use as well: what is on it is read, not computed."""
-    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
-    monkeypatch.setattr(restoring, "ASK_SECONDS", SOON)
+def no_lingering(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # Records of what is evicted are there at once.
     monkeypatch.setattr(conversation_ends, "LINGER_SECONDS", 0.0)
 

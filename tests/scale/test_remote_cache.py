@@ -27,7 +27,6 @@ from redis_server import RedisServer, free_port
 from safetensors.numpy import load
 
 from penstock.engine.core import Core
-from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring as restoring_module
 from penstock.errors import SettingError
 from penstock.prefix.block_hashes import checkpoint_hash, root_hash
@@ -48,9 +47,7 @@ PROMPTLY = 10.0
 
 
 @pytest.fixture(autouse=True)
-def a_loaded_machine_is_no_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
-    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
+def retried_soon(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ColdTier.__init__.__kwdefaults__, "retry_seconds", 0.05)
 
 
