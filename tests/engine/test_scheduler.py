@@ -146,6 +146,9 @@ class TokenASecond:
 
     tokens_to_try = tokens_within
 
+    def tokens_worth(self, start: int) -> int:
+        return 0
+
 
 def time_for(tokens: int | None, *, whole_blocks: bool = False) -> StepTime | None:
     return None if tokens is None else StepTime(tokens, TokenASecond(), whole_blocks)

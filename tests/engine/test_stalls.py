@@ -180,6 +180,9 @@ class FixedChunk:
 
     tokens_to_try = tokens_within
 
+    def tokens_worth(self, start: int) -> int:
+        return 0
+
 
 class OneMean(PrefillRate):
     """One speed for chunks of all lengths and places, and no part of a block."""
@@ -192,6 +195,9 @@ class OneMean(PrefillRate):
 
     def tokens_to_try(self, seconds: float, start: int, most: int) -> int:
         return most
+
+    def tokens_worth(self, start: int) -> int:
+        return 0
 
 
 def one_mean(machine: Machine) -> PrefillRate:
@@ -257,3 +263,22 @@ def test_a_machine_that_slows_down_is_learned_in_a_few_chunks() -> None:
             simulation.step()
             late.append(is_long(simulation.gaps[-1]))
         assert sum(late) <= 1, "only the chunk in which it happens"
+
+
+@pytest.mark.parametrize("worth", [True, False])
+def test_most_of_a_part_is_for_its_tokens(worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with SmolLM2 on two cores: a chunk takes nearly as long for 8 tokens as for 16."""
+    if not worth:
+        monkeypatch.setattr(PrefillRate, "tokens_worth", lambda self, start: 0)
+    machine = Machine(0.16, 0.008, 0.0)
+    simulation = Simulation(machine)
+    simulation.ask(3_100)
+    simulation.run()
+    simulation.decode()
+    for _ in range(12):
+        simulation.ask(56, cached=3_072)
+        simulation.run()
+    first: dict[int, int] = {}
+    for gap in simulation.gaps[-12:]:
+        first = {**gap.chunks, **first}
+    assert (min(first.values()) >= 0.5 * 0.16 / 0.008) is worth, first

@@ -120,6 +120,22 @@ class PrefillRate:
         least = max((chunk.least_seconds(1, start + 0.5) for chunk in known), default=0.0)
         return _largest(most, fits) or int(least <= seconds * TOLERANCE)
 
+    def tokens_worth(self, start: int) -> int:
+        """Return the tokens from which a chunk takes more time for them than of its own.
+
+        The time of its own is what the shortest chunk took beyond its tokens at the best rate.
+        """
+        known = self._chunks.values()
+        if not known:
+            return 0
+        shortest = min(known, key=lambda chunk: chunk.tokens)
+        own = shortest.seconds - shortest.tokens * self._token_seconds_at(shortest.middle)
+        return int(max(0.0, own) / self._token_seconds_at(start))
+
+    def _token_seconds_at(self, position: float) -> float:
+        """Return the best known seconds of a token of a chunk, if tokens are all that counts."""
+        return min(chunk.likely_seconds(1, position) for chunk in self._chunks.values())
+
     def _note(self, chunk: _Chunk) -> None:
         place = (chunk.tokens.bit_length(), int(chunk.middle).bit_length())
         self._chunks.pop(place, None)

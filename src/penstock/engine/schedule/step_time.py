@@ -25,6 +25,9 @@ class ChunkSpeed(Protocol):
     def tokens_to_try(self, seconds: float, start: int, most: int) -> int:
         """Return the tokens, up to `most`, of the longest chunk that may take no longer."""
 
+    def tokens_worth(self, start: int) -> int:
+        """Return the tokens from which a chunk takes more time for them than of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -48,7 +51,11 @@ class StepTime:
         return self.speed.tokens_within(left, start, most) if left > 0 else 0
 
     def part(self, start: int, block: int) -> int:
-        """Return the tokens to read of a block that may not fit; all of them if no token may."""
+        """Return the tokens to read of a block that may not fit; all of them if no token may.
+
+        Not so few that most of the time is the chunk's own: parts would wait for each other.
+        """
         if self.whole_blocks or self.speed.chunk_seconds(block, start) <= SLACK * self.seconds:
             return block
-        return self.speed.tokens_to_try(self.seconds, start, block) or block
+        tokens = self.speed.tokens_to_try(self.seconds, start, block) or block
+        return min(block, max(tokens, self.speed.tokens_worth(start)))
