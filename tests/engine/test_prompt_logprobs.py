@@ -230,7 +230,7 @@ def test_scores_of_a_whole_vocabulary_are_counted_before_they_exist() -> None:
 
 
 def test_scores_that_can_never_fit_are_refused_with_their_bytes() -> None:
-    with running(None, memory_limit="40MB") as core:
+    with running(None, memory_limit="32MB") as core:
         prompt = tuple(tiny_families.prompt_of(4_000, seed=5))
         with pytest.raises(NeverFits, match=r"with [\d.]+ MB of logits"):
             core.submit(Request(prompt=prompt, prompt_logprobs=-1, max_tokens=1))

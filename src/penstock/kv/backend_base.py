@@ -33,7 +33,16 @@ class Backend(ABC):
     fuses_attention: bool = True
     """Whether MLX's own attention to a chunk can be one kernel, which holds no scores."""
     scores_at_once: int = 2**19
-    """Scores that a prefill chunk computes at a time; 2 MiB in float32."""
+    """Scores that are computed at a time, at most; 2 MiB in float32."""
+
+    @property
+    def chunk_scores(self) -> int:
+        """Scores that a prefill chunk computes at a time, at most."""
+        return self.scores_at_once
+
+    def chunk_score_bytes(self, dtype: mx.Dtype) -> int:
+        """Return the working memory of one of those, in bytes, for keys of this type."""
+        return self.score_bytes(dtype)
 
     @abstractmethod
     def attend_prefill(

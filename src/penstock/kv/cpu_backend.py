@@ -16,6 +16,7 @@ from penstock.blas import multiplies_unpacked
 from penstock.kv import attention, sign_products, wide_codes
 from penstock.kv.attention import LOG2_E, MASKED, AttentionWindow, KVData, Partial
 from penstock.kv.backend_base import Backend
+from penstock.kv.cpu_softmax import weigh_in_place
 from penstock.kv.sign_products import Floats
 
 LANES_FROM = 2**16
@@ -31,6 +32,12 @@ MANY_KEYS = 256
 UNPACKED_RESULTS, UNPACKED_PRODUCTS = 1200, 10**6
 """Results, and single products, up to which OpenBLAS copies nothing if it has such kernels."""
 PIECES = (256, 192, 128, 96, 64, 48, 32)
+CHUNK_FACTOR = 4
+"""Times as many scores of a chunk as of a decode step, at a time: 8 MiB in float32."""
+CHUNK_BUFFERS = 2
+"""Arrays of float32 that are alive together while a chunk's scores are masked."""
+HALF_CHUNK_BUFFERS = 3
+"""The same where products and weights are of half precision."""
 WEIGHTS_LANES_FROM = 2**20
 """Weights from which it pays to divide them between two streams."""
 INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
@@ -81,6 +88,15 @@ class CPUBackend(Backend):
     polynomial_from: int = 2**16
     """Elements from which 14 quick passes beat a slow one."""
 
+    @property
+    def chunk_scores(self) -> int:
+        """See `Backend`: more, for they take their weights' place, and longer products pay."""
+        return CHUNK_FACTOR * self.scores_at_once
+
+    def chunk_score_bytes(self, dtype: mx.Dtype) -> int:
+        """See `Backend`."""
+        return 4 * (CHUNK_BUFFERS if dtype == mx.float32 else HALF_CHUNK_BUFFERS)
+
     def attend_prefill(
         self,
         queries: mx.array,
@@ -94,10 +110,10 @@ class CPUBackend(Backend):
         sinks: mx.array | None = None,
         eager: bool = False,
     ) -> mx.array:
-        """See `Backend`: in slices of as many queries as have `scores_at_once`."""
+        """See `Backend`: in slices of as many queries as have `chunk_scores`."""
         heads, n, m = queries.shape[1], queries.shape[2], keys.shape[2]
         queries_in_2 = attention.in_base_2(queries, scale)
-        step = max(1, self.scores_at_once // (heads * m))
+        step = max(1, self.chunk_scores // (heads * m))
         keys, values = keys.squeeze(0), values.squeeze(0)
         sunk = None if sinks is None else (sinks * LOG2_E).reshape(keys.shape[0], -1, 1, 1)
         done = []
@@ -112,6 +128,7 @@ class CPUBackend(Backend):
                 None if columns is None else columns[:reach],
                 start + first,
                 attention_window,
+                eager,
             )
             done.append(attention.merged([part], sunk).reshape(1, heads, count, -1))
             if eager and step < n:
@@ -127,6 +144,7 @@ class CPUBackend(Backend):
         columns: mx.array | None,
         start: int,
         attention_window: AttentionWindow,
+        eager: bool,
     ) -> Partial:
         """Return partial results (kv_heads, heads / kv_heads, n, ...) of queries over keys.
 
@@ -135,13 +153,17 @@ class CPUBackend(Backend):
         (_, heads, n, _), (kv_heads, m, _) = queries.shape, keys.shape
         scores = attention.score(attention.grouped(queries, kv_heads), [keys], self)
         scores = scores.reshape(kv_heads, heads // kv_heads, n, m)
-        if columns is None and attention_window.sees_all(start + n - 1):
+        causal = columns is None and attention_window.sees_all(start + n - 1)
+        if causal and not eager:
             own = mx.where(mx.tri(n, n, 0, mx.bool_), scores[..., m - n :], MASKED)
             scores = mx.concatenate([scores[..., : m - n], own], axis=-1) if n < m else own
-        else:
+        elif not causal:
             seen = attention.seen_by_chunk(attention_window, start, n, m, columns)
             scores = mx.where(seen, scores, MASKED)
-        top, weights, total = attention.weigh(scores, self)
+        if eager:
+            top, weights, total = weigh_in_place(scores, causal=causal)
+        else:
+            top, weights, total = attention.weigh(scores, self)
         flat = attention.mix(
             weights.reshape(kv_heads, -1, m), total.reshape(kv_heads, -1, 1), [values]
         )

@@ -93,11 +93,8 @@ class MemoryEstimator:
         """Number of scores of the measured chunk, if they were in memory at once."""
         self._far_bytes = 0.0
         """Bytes that each token behind `FAR_TOKENS` adds to a chunk where layers compress."""
-        self._score_bytes = (
-            JOINED_SCORE_BYTES
-            if self._alone
-            else max((self._device.score_bytes(shape.dtype) for shape in runner.shapes), default=0)
-        )
+        self._score_bytes = self._most_bytes(self._device.score_bytes)
+        self._chunk_score_bytes = self._most_bytes(self._device.chunk_score_bytes)
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
         """Return the most bytes that a sequence can hold beside the cached tokens of its path.
@@ -208,7 +205,7 @@ class MemoryEstimator:
             seen = max(min(seen, most), min(seen, STREAMED_COPIES * STREAMED_TOKENS))
         chunk = min(self._limits.step_tokens, tokens)
         scores = seen * self._runner.heads * (chunk if self._all_scores else 1)
-        counted = self._measured_scores if self._all_scores else self._device.scores_at_once
+        counted = self._measured_scores if self._all_scores else self._device.chunk_scores
         beyond = max(0, scores - counted)
         layer = 2 * self._runner.layer_bytes * seen
         if self._coded and self._runner.shapes:
@@ -217,7 +214,7 @@ class MemoryEstimator:
             whole = WIDENED_BUFFERS * mx.float32.size * numbers * seen
             layer += whole if self._alone else piece_bytes(self._runner.shapes)
             layer = max(layer, self._device.code_bytes(numbers * seen))  # while it decodes
-        return layer + beyond * self._score_bytes
+        return layer + beyond * self._chunk_score_bytes
 
     @property
     def logits_tokens(self) -> int:
@@ -261,15 +258,25 @@ class MemoryEstimator:
             self._far_bytes = SLACK * max(0, peaks.far - peaks.prefill) / FAR_TOKENS
             folding = 2 * limits.block_size * runner.token_bytes
             return int(max(taken, peaks.far) * SLACK) + folding
-        # A chunk far into a prompt has as many scores at once as are ever computed together.
-        seen = limits.max_kv_size + limits.step_tokens
-        most = min(self._device.scores_at_once, runner.heads * limits.step_tokens * seen)
-        measured = min(most, self._measured_scores)
         folding = 2 * span_tokens(limits.block_size) * runner.held_token_bytes
         if runner.selection is not None:
             folding += runner.selection.index.piece_bytes(runner.shapes)
             folding += self._device.sign_bytes
-        return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
+        return int(taken * SLACK) + self._unmeasured_bytes() + folding
+
+    def _unmeasured_bytes(self) -> int:
+        """Return the bytes of scores that a chunk far into a prompt has beside the measured ones.
+
+        It has as many as are ever computed together; what is streamed has those of a piece.
+        """
+        limits, runner, device = self._limits, self._runner, self._device
+        queries = runner.heads * limits.step_tokens
+        at_once = device.scores_at_once if self._alone else device.chunk_scores
+        most = min(at_once, queries * (limits.max_kv_size + limits.step_tokens))
+        far = self._chunk_score_bytes * max(0, most - self._measured_scores)
+        if runner.most_joined is None:
+            return far
+        return max(far, self._score_bytes * min(device.scores_at_once, queries * STREAMED_TOKENS))
 
     def _run_steps(self, tails: Tails) -> StepPeaks:
         """Run the largest steps without content."""
@@ -328,6 +335,12 @@ class MemoryEstimator:
     @property
     def _compresses(self) -> bool:
         return self._runner.layout.compression is not None
+
+    def _most_bytes(self, score_bytes: Callable[[mx.Dtype], int]) -> int:
+        """Return the working memory of one score in the layer where it takes most."""
+        if self._alone:
+            return JOINED_SCORE_BYTES
+        return max((score_bytes(shape.dtype) for shape in self._runner.shapes), default=0)
 
     def _seen(self, tokens: int) -> int:
         """Return the most tokens that one step of a sequence reads."""

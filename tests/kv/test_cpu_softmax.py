@@ -1,0 +1,63 @@
+"""Weights that take the place of scores, against a softmax in float64."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.kv.attention import MASKED
+from penstock.kv.cpu_softmax import weigh_in_place
+
+BOUND = 4e-7
+"""Share of a weight: a difference of scores is rounded once, and so is its power."""
+
+
+def drawn(n: int, m: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(2, 3, n, m)).astype(np.float32) * 9
+
+
+def exact(scores: np.ndarray, causal: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    wide = scores.astype(np.float64)
+    n, m = scores.shape[-2:]
+    if causal:
+        for query in range(n):
+            wide[..., query, m - n + query + 1 :] = MASKED
+    top = wide.max(axis=-1, keepdims=True)
+    weights = np.exp2(wide - top)
+    return top, weights, weights.sum(axis=-1, keepdims=True)
+
+
+@given(n=st.integers(1, 40), before=st.integers(0, 200), seed=st.integers(0, 99))
+@pytest.mark.parametrize("causal", [True, False])
+def test_weights_are_those_of_float64(causal: bool, n: int, before: int, seed: int) -> None:
+    scores = drawn(n, before + n, seed)
+    wanted = exact(scores, causal)
+    found = weigh_in_place(mx.array(scores), causal=causal)
+    mx.eval(*found)
+    top, weights, total = (np.array(array) for array in found)
+    assert np.array_equal(top, wanted[0].astype(np.float32))
+    # The difference to the maximum is rounded to a share of itself: of a power, that is as much.
+    rounded = 2.0**-24 * np.maximum(1.0, wanted[0] - scores) + BOUND
+    assert (np.abs(weights - wanted[1]) <= rounded * wanted[1] + 2.0**-126).all()
+    assert np.allclose(total, wanted[2], rtol=2.0**-24 * (before + n) + BOUND)
+
+
+def test_it_takes_no_memory_beside_the_scores() -> None:
+    scores = mx.random.normal((1, 4, 64, 2_048))
+    mx.eval(scores)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    top, weights, total = weigh_in_place(scores, causal=True)
+    mx.eval(top, weights, total)
+    assert weights is scores
+    assert mx.get_peak_memory() - before < scores.nbytes // 50
+
+
+def test_what_is_no_number_stays_none() -> None:
+    scores = mx.array([[[[0.0, float("nan"), 1.0], [0.0, 1.0, -float("inf")]]]])
+    _, weights, _ = weigh_in_place(scores, causal=False)
+    assert np.isnan(np.array(weights[0, 0, 0])).all()
+    assert np.array(weights[0, 0, 1]).tolist() == [0.5, 1.0, 0.0]
