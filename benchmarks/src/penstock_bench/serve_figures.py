@@ -47,7 +47,11 @@ def figures(phases: Sequence[Phase]) -> dict[str, Any]:
         "seconds": median([p.seconds for p in phases], 2),
         **{f"ttft_p{p}_seconds": round(percentile(firsts, p), 4) for p in PERCENTS if firsts},
         **{f"inter_token_p{p}_ms": round(1e3 * percentile(gaps, p), 2) for p in PERCENTS if gaps},
-        **({"ttft_p95_later_seconds": round(percentile(later, 95), 4)} if later else {}),
+        **(
+            {f"ttft_p{p}_later_seconds": round(percentile(later, p), 4) for p in (50, 95)}
+            if later
+            else {}
+        ),
         **({"later_tokens_per_second": median(_later_speeds(phases), 2)} if later else {}),
         "peak_bytes": round(median([p.memory.peak_bytes for p in phases], 0)),
         "idle_bytes": round(median([p.idle_bytes for p in phases], 0)),
@@ -88,6 +92,7 @@ def ratios(of: Mapping[str, Mapping[str, Any]], other: str = RIVAL) -> dict[str,
         "ttft_p95": times("ttft_p95_seconds"),
         "peak_memory": times("peak_bytes"),
         "peak_memory_above_idle": times("peak_above_idle_bytes"),
+        "ttft_p50_later": times("ttft_p50_later_seconds"),
         "ttft_p95_later": times("ttft_p95_later_seconds"),
         "throughput_later": times("later_tokens_per_second", more_is_better=True),
         "ttft_p50": times("ttft_p50_seconds"),
@@ -220,11 +225,14 @@ def _comparison(
         ),
         *(
             [
-                line(
-                    "first token p95, later turns",
-                    "ttft_p95_later_seconds",
-                    "ttft_p95_later",
-                    lambda x: f"{x:,.2f} s",
+                *(
+                    line(
+                        f"first token p{p}, later turns",
+                        f"ttft_p{p}_later_seconds",
+                        f"ttft_p{p}_later",
+                        lambda x: f"{x:,.2f} s",
+                    )
+                    for p in (50, 95)
                 ),
                 line(
                     "tokens/s, later turns",
