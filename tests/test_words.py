@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,17 @@ def vague_names(source: str) -> list[str]:
     return faults
 
 
+BRITISH = re.compile(
+    r"(?i)colour|neighbour|behaviour|favour|honour|licence|cancell(?!ation|ed|ing)|"
+    r"(?:quant|initial|normal|serial|optim|organ|recogn|general|special|maxim|minim|summar)is(?=e|at|ing)"
+)
+
+
+def british(text: str) -> list[str]:
+    """List the words of a text in British spelling; the embedded model knows colours by theirs."""
+    return BRITISH.findall(text.replace("colour of the ", ""))
+
+
 def repeated(names: list[str]) -> list[str]:
     """Return the names that are there more than once."""
     return sorted(name for name, count in Counter(names).items() if count > 1)
@@ -76,6 +88,25 @@ def test_attribute_docstrings_stand_alone(name: str, text: str) -> None:
 @pytest.mark.parametrize(("name", "text"), MODULES, ids=[name for name, _ in MODULES])
 def test_locals_say_what_they_hold(name: str, text: str) -> None:
     assert vague_names(text) == []
+
+
+OTHERS = {"recall", "marked", "uplot"}
+"""Folders of the embedded model, which has learned the British spelling, and of other projects."""
+WRITTEN = [
+    path
+    for folder in (SOURCE, BENCHES, ROOT / "docs", ROOT / "tools")
+    for path in folder.rglob("*")
+    if path.suffix in {".py", ".js", ".css", ".html", ".md", ".h"} and not OTHERS & {*path.parts}
+]
+
+
+def test_spelling_is_american_in_files_and_in_their_names() -> None:
+    records = (ROOT / "benchmarks" / "results").iterdir()
+    assert british(" ".join(path.name for path in (*WRITTEN, *records))) == []
+    faults = {path.name: british(path.read_text(encoding="utf-8")) for path in WRITTEN}
+    assert len(faults) > 300
+    assert {name: words for name, words in faults.items() if words} == {}
+    assert british("colour of the rose, the colours, quantised") == ["colour", "quantis"]
 
 
 def test_classes_have_names_of_their_own() -> None:

@@ -4,7 +4,7 @@
     PYTHONPATH=src python tools/train_recall.py --work DIR --resume   # go on where it stopped
 
 The model is an ordinary llama of two layers. What a small one does not find in minutes is
-given to it at initialisation (`build_in`), and then trained like every other weight:
+given to it at initialization (`build_in`), and then trained like every other weight:
 
 * layer 0 has a head each for the last adjective, the last noun and the last attribute seen:
   the key says "I am one", the fast RoPE frequencies say "and I am near";

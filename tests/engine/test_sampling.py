@@ -326,8 +326,8 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
     assert ((seen - wanted) ** 2 / wanted).sum() < 24.3
 
 
-def test_neighbouring_draws_do_not_depend_on_each_other() -> None:
-    """Of two tokens: pairs of neighbours, of seeds and of choices are equally frequent."""
+def test_neighboring_draws_do_not_depend_on_each_other() -> None:
+    """Of two tokens: pairs of neighbors, of seeds and of choices are equally frequent."""
     logits, count = mx.zeros(2), 1500
     base = [sampler(temperature=1.0, seed=1).choose(logits, range(i)).token for i in range(count)]
     seed = [sampler(temperature=1.0, seed=2).choose(logits, range(i)).token for i in range(count)]

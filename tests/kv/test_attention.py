@@ -65,7 +65,7 @@ def all_finite(x: mx.array) -> bool:
 
 @dtypes
 def test_a_row_whose_window_has_left_a_shared_part(dtype: mx.Dtype) -> None:
-    """Its neighbour still sees the part, so both are scored against it; one sees nothing of it."""
+    """Its neighbor still sees the part, so both are scored against it; one sees nothing of it."""
     shared = KVSpan(segment(16, 1, dtype), 0, 16)
     own = KVSpan(segment(32, 3, dtype), 16, 32)
     tails = Tails(2, 4, [LayerShape(1, WIDTH, WIDTH, dtype)])

@@ -320,7 +320,7 @@ def test_rows_that_end_far_apart_in_a_segment_read_it_apart(
 
 
 def test_the_count_sees_rows_out_of_order() -> None:
-    """Negative control: neighbours that share nothing read a shared part one by one."""
+    """Negative control: neighbors that share nothing read a shared part one by one."""
     rows = family().rows
     layout = plan_attention([rows[0], rows[2], rows[1], rows[3]], AttentionWindow())
     assert max(times_read(layout).values()) == 2

@@ -58,7 +58,7 @@ def model_of(family: str) -> Any:
     mx.random.seed((*SHARED_FAMILIES, *JOINED_FAMILIES, *RECURRENT_FAMILIES).index(family))
     model = _random(family)
     model.set_dtype(mx.float32)
-    # With weights as they are initialised attention is nearly uniform and tokens repeat; louder,
+    # With weights as they are initialized attention is nearly uniform and tokens repeat; louder,
     # the text depends on single tokens of the past.
     for layer in model.layers:
         attention = layer.get("self_attn", {})
@@ -72,7 +72,7 @@ def model_of(family: str) -> Any:
 
 
 def _random(family: str) -> Any:
-    """Return a model of a family as mlx-lm initialises it."""
+    """Return a model of a family as mlx-lm initializes it."""
     if family == "llama":
         return llama.Model(
             llama.ModelArgs(

@@ -351,7 +351,7 @@ def test_after_parking(family: str, steps: int) -> None:
 
 
 def test_a_prompt_that_computes_no_numbers_ends_alone() -> None:
-    """Its neighbour reads the first half of a node whose second half holds no numbers."""
+    """Its neighbor reads the first half of a node whose second half holds no numbers."""
     model = model_of("llama")
     embedding = model.model.embed_tokens
     weight = embedding.weight

@@ -24,7 +24,7 @@ CACHES = (
 FUNCTIONS = ("save_prompt_cache", "load_prompt_cache")
 HOMES = {"mlx-lm": "mlx_lm.models.cache", "penstock": "penstock.kv"}
 
-# Old name -> new name in mlx_lm.generate, so that the tests of a neighbouring version import.
+# Old name -> new name in mlx_lm.generate, so that the tests of a neighboring version import.
 RENAMED = {"StopSequenceMatcher": "StopSequences"}
 
 VOCABULARY_TOKENS = 1_024

@@ -11,7 +11,7 @@ import httpx
 SESSIONS, TURNS = 8, 5
 TIMEOUT_SECONDS = 300.0
 ANIMALS = ("falcon", "dolphin", "badger", "heron", "otter", "lynx", "raven", "beaver")
-COLOURS = ("amber", "quiet", "silver", "distant", "gentle")
+COLORS = ("amber", "quiet", "silver", "distant", "gentle")
 SYSTEM = "You keep codes and tell them when you are asked. " * 20
 
 
@@ -47,7 +47,7 @@ def session(url: str, number: int, turns: int) -> tuple[int, int, tuple[str, ...
     for turn in range(turns):
         if rng.random() < 0.5:  # agents that keep step would take turns with always the same one
             httpx.get(f"{url}/v1/models", timeout=TIMEOUT_SECONDS).raise_for_status()
-        thing = f"{COLOURS[turn % len(COLOURS)]} {ANIMALS[number % len(ANIMALS)]}"
+        thing = f"{COLORS[turn % len(COLORS)]} {ANIMALS[number % len(ANIMALS)]}"
         facts = f"The code of the {thing} is {4_000 + 10 * number + turn}. " * 12
         question = f"{facts}What is the code of the {thing}?"
         messages.append({"role": "user", "content": question})

@@ -180,7 +180,7 @@ def test_the_page_is_served_whole(server: Running) -> None:
             assert http.get(f"/{name}").status_code == 200, name
 
 
-def test_every_file_of_the_page_is_used_or_a_licence() -> None:
+def test_every_file_of_the_page_is_used_or_a_license() -> None:
     names = set(page_files())
     text = "".join(entry.content.decode() for entry in page_files().values())
     unused = {name for name in names if name.rpartition("/")[2] not in text}

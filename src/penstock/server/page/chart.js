@@ -1,6 +1,6 @@
 // Memory over time: what the ledger counts, stacked by purpose, against the limit.
 
-import { byId, bytes, colour, count, make, many, percent, say } from "./format.js";
+import { byId, bytes, color, count, make, many, percent, say } from "./format.js";
 import { term } from "./words.js";
 
 /** From the ground up: what stays lies below what comes and goes. */
@@ -104,7 +104,7 @@ export class MemoryChart {
     );
   }
 
-  /** Draw anew, in the colours of the theme. */
+  /** Draw anew, in the colors of the theme. */
   restyle() {
     this.plot?.destroy();
     this.plot = undefined;
@@ -124,11 +124,11 @@ export class MemoryChart {
 
   options() {
     const kinds = KINDS.map(([kind]) => kind).reverse();
-    const muted = colour("--muted");
+    const muted = color("--muted");
     const axis = {
       stroke: muted,
       font: "11px " + getComputedStyle(document.body).fontFamily,
-      grid: { stroke: colour("--grid"), width: 1 },
+      grid: { stroke: color("--grid"), width: 1 },
       ticks: { show: false },
     };
     return {
@@ -162,13 +162,13 @@ export class MemoryChart {
       series: [
         {},
         ...kinds.map((kind) => ({
-          fill: colour(`--${kind}`),
-          stroke: colour("--card"),
+          fill: color(`--${kind}`),
+          stroke: color("--card"),
           width: 1,
           points: { show: false },
         })),
         {
-          stroke: colour("--limit"),
+          stroke: color("--limit"),
           width: 2,
           dash: [6, 5],
           points: { show: false },

@@ -75,7 +75,7 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Return a colour of the style sheet. */
-export function colour(name) {
+/** Return a color of the style sheet. */
+export function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
