@@ -46,6 +46,6 @@ def test_text_that_changes_from_prompt_to_prompt_is_named() -> None:
         "4821",
         "4822",
     )
-    assert "a counter changes there" in found.reason
+    assert "Kind of the changed text: counter" in found.reason
     assert core.view.explain(other).volatile is None
     core.close()

@@ -108,7 +108,7 @@ def test_an_answer_that_was_changed_is_read_again(talking: Running) -> None:
     said = {"role": "assistant", "content": "Hello, wurld"}
     messages += [said, {"role": "user", "content": "Again?"}]
     explained, _ = post(talking, "/v1/cache/explain", messages=messages)
-    where = f"history rewrites the answer behind token {sizes['prompt']}: 'orld' became 'urld'"
+    where = f"History rewrites the answer behind token {sizes['prompt']}: 'orld' became 'urld'"
     assert where in explained["reason"]
     assert chat(talking, messages)[1]["cached"] <= sizes["prompt"] + 1
     said["content"] = "Hello, world"

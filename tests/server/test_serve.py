@@ -376,7 +376,7 @@ def test_a_disk_with_no_space_says_so_everywhere(
             question = {"messages": [*body["messages"], {"role": "user", "content": "And?"}]}
             why = httpx.post(f"{running.url}/v1/cache/explain", json=question, timeout=60).json()
             tier = httpx.get(f"{running.url}/v1/cache/stats", timeout=60).json()["tiers"]["disk"]
-        assert "the disk cache writes no new blocks: the disk of" in why["reason"]
+        assert ". The disk cache writes no new blocks: the disk of" in why["reason"]
         assert tier["state"] == "on" and "1.00 GB are always left free" in tier["why"]
     assert sum("writes nothing for now" in line for line in caplog.messages) == 2  # two engines
 

@@ -27,7 +27,7 @@ from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_mod
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import PREFILL_BATCH, PREFILL_STEP_TOKENS, Batched
 
-CLAIM = "A prefix is held once and read once, whoever shares it"
+CLAIM = "A prefix is held once and read once, however many share it"
 
 GOALS = {
     (8, 8_192): {"decode_speed": 4.0, "held_memory": 6.0, "peak_memory": 4.0},

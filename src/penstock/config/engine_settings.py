@@ -129,9 +129,9 @@ class EngineSettings(Settings):
         int | None,
         Field(ge=LEAST_ATTEND_TOKENS),
         Setting(
-            "With --attend-tokens and a cold tier: hold the exact keys and values of only this "
-            "many last tokens of a sequence in memory, and a cache of as many; the others are "
-            "read from the tier where they are chosen.",
+            "Hold the exact keys and values of only this many last tokens of a sequence in memory, "
+            "and a cache of as many. The others are read from the tier where they are chosen. "
+            "Needs --attend-tokens and a cold tier.",
             "TOKENS",
             unset="all stay in memory",
         ),

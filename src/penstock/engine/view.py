@@ -298,7 +298,7 @@ class EngineView:
         reason = NOT_SHARED if self._stores.runner.fitness.whole else explanation.reason
         volatile = self._volatile(explanation, tokens, block_hashes, salt)
         if volatile is not None:
-            reason += f"; a {volatile.kind} changes there"
+            reason += f". Kind of the changed text: {volatile.kind}"
             explanation = replace(
                 explanation,
                 volatile=volatile.kind,
@@ -344,11 +344,11 @@ class EngineView:
         reason = ""
         if tier_tokens is not None and tier_tokens > held_tokens:
             reason = (
-                f"; {tier_tokens:,} tokens are {tiers.where}, from where they would be read back"
+                f". {tier_tokens:,} tokens are {tiers.where}, from where they would be read back"
             )
         for name, tier in tiers.stats().items():
             if tier.full is not None:
-                reason += f"; the {name} cache writes no new blocks: {tier.full}"
+                reason += f". The {name} cache writes no new blocks: {tier.full}"
         return reason
 
     def _text(self, token: int | None) -> str | None:

@@ -152,7 +152,7 @@ def router(service: Service) -> APIRouter:
         explained = await service.ask(lambda view: view.explain(tokens, salt, ask_tiers=True))
         if rewritten is None:
             return explained
-        return replace(explained, reason=f"{explained.reason}; {rewritten}")
+        return replace(explained, reason=f"{explained.reason}. {rewritten}")
 
     @router.delete("", responses={202: {"model": Cleared}})
     async def clear(response: Response) -> Cleared:

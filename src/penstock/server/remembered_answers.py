@@ -225,7 +225,7 @@ class RememberedAnswers:
             shorter = min(len(generated), len(written))
             at = next((i for i, (ours, theirs) in pairs if ours != theirs), shorter)
             what = f"{generated[at : at + SHOWN]!r} became {written[at : at + SHOWN]!r}"
-        return f"history rewrites the answer behind token {prompt_tokens:,}: {what}"
+        return f"History rewrites the answer behind token {prompt_tokens:,}: {what}"
 
     def _settle(self, most_bytes: int) -> None:
         """Forget the oldest until no more is held, and have the rest counted."""

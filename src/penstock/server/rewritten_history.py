@@ -36,6 +36,6 @@ def rewritten_in_front(
             return None
     ours, theirs = (text[common : common + SHOWN] for text in (before, after))
     return (
-        f"the chat template writes anew what is in front of messages.{answers[-1]}, from "
+        f"The chat template writes anew the text in front of messages.{answers[-1]}, from "
         f"character {common:,} on: {ours!r} became {theirs!r}"
     )

@@ -98,9 +98,9 @@ Lengths: TypeAlias = Annotated[
 Attend: TypeAlias = Annotated[
     list[int] | None,
     typer.Option(
-        help="Measure steps that read so many tokens of each piece (--attend-tokens of penstock "
-        "serve), instead of codecs, and propose a number and layers to leave whole; may be given "
-        "several times.",
+        help="Instead of codecs, measure steps that read so many tokens of each piece "
+        "(--attend-tokens of penstock serve). Proposes a number, and layers to leave whole. May be "
+        "given several times.",
         metavar="TOKENS",
         show_default=False,
         min=LEAST_ATTEND_TOKENS,

@@ -39,7 +39,7 @@ def bench_kv_cache(
     seq_len: Annotated[int, typer.Option(help="Tokens.", min=64)] = 512,
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32"],
-        typer.Option(help="What a raw cache is held in; every ratio is against it."),
+        typer.Option(help="Number type of a raw cache; every ratio is against it."),
     ] = "float16",
     codecs: Annotated[
         str | None,
@@ -52,9 +52,9 @@ def bench_kv_cache(
     data: Annotated[
         str,
         typer.Option(
-            help="gauss, outliers (of some channels of the keys), biased (keys with a constant, "
-            "turned by RoPE), embedded, or a model's folder or Hugging Face name: what it computes "
-            "for a text.",
+            help="gauss, outliers (of some channels of the keys) or biased (keys with a constant, "
+            "turned by RoPE). Else KV of a text, as a model computes them: embedded, its folder "
+            "or its Hugging Face name.",
             metavar="DATA",
         ),
     ] = "gauss",
@@ -188,9 +188,10 @@ def _print(table: Table) -> None:
     for name, why in table.refused.items():
         console.print(f"not in the table: {name}: {why}")
     console.print(
-        "MSE relative to the numbers' squares, mean and max absolute, of keys and values; KL in "
-        "nats of the attention weights of queries that look for one token each; times of one pass "
-        "over all layers, attention of one query a head; peak above what was there."
+        "MSE is relative to the numbers' squares, mean and max are absolute, each of keys and "
+        "values. KL is in nats, of the attention weights of queries that look for one token each. "
+        "Times are of one pass over all layers, attention with one query a head. The peak is above "
+        "the bytes that were there before."
     )
 
 

@@ -135,13 +135,13 @@ class KVStores:
         why = ""
         if whole < most:
             why = (
-                f"; sliding-window layers can resume only at token {whole:,} of the "
+                f". Sliding-window layers can resume only at token {whole:,} of the "
                 f"{match.tokens:,} cached: under memory pressure their KV was evicted except at "
                 f"conversation ends and branch points. Computing it again caches it again"
             )
         if resumes < whole:
             why += (
-                f"; recurrent layers can resume only at token {resumes:,} of the "
+                f". Recurrent layers can resume only at token {resumes:,} of the "
                 f"{match.tokens:,} cached, their deepest checkpoint: checkpoints lie at the ends "
                 f"of turns and chunks, and fewer further back"
             )
