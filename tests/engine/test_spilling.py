@@ -298,7 +298,7 @@ def test_blocks_that_are_damaged_or_missing_are_computed_again(
 
 
 def test_a_tier_that_is_late_is_as_one_without_the_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (expected,) = whole(tmp_path, "llama", LONG)
     with running(tmp_path / "late") as core:
@@ -311,6 +311,7 @@ def test_a_tier_that_is_late_is_as_one_without_the_blocks(
         cold_engine.settle(core)
         assert blocks.counts.lost_blocks > 0 and core.counters.failed == 0
         assert cold_engine.said(handle)[:20] == expected[:20]
+        assert "records came: TimeoutError" in caplog.text
 
 
 def test_a_prompt_longer_than_memory_is_read_inside_the_limit(tmp_path: Path) -> None:

@@ -117,6 +117,36 @@ def test_wrong_numbers_and_exceptions_turn_it_off(cpp: Lockstep, kind: type[Lock
     assert all(AttentionWay.KERNEL not in one.milliseconds for one in choice.timings)
 
 
+class Tires(Lockstep):
+    """Fails once it is `tired`: right numbers, and no time."""
+
+    tired = False
+
+    def __call__(self, call: KernelCall) -> list[mx.array]:
+        if self.tired:
+            raise RuntimeError("the device is lost")
+        return super().__call__(call)
+
+
+def test_a_way_that_cannot_be_timed_is_not_taken(
+    cpp: Lockstep, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Tires(folder=cpp.folder, libraries=cpp.libraries)
+
+    def clock() -> float:
+        run.tired = True  # numbers are compared before the first look at it
+        return 0.0
+
+    with caplog.at_level(logging.DEBUG, selftest.__name__):
+        kernels = KernelAttention(run, run.target)
+        choice = choose([LAYER], kernels, rows=ROWS, tokens=TOKENS, seconds=1e9, clock=clock)
+    assert choice.why_off is None and len(choice.timings) == len(Situation)
+    assert not choice.ways.table
+    assert all(AttentionWay.KERNEL not in one.milliseconds for one in choice.timings)
+    assert "attention (kernel) could not be timed" in caplog.text
+    assert "the device is lost" in caplog.text
+
+
 def test_a_kernel_that_was_not_tried_is_not_called(cpp: Lockstep) -> None:
     choice = tried(cpp, call=-0.1, look=1.0)
     before, known = cpp.calls, set(choice.ways.kernels.known)  # type: ignore[union-attr]

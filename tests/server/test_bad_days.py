@@ -473,6 +473,26 @@ def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> 
     assert "quoted" not in caplog.text
 
 
+def test_a_fault_of_an_explanation_is_no_fault_of_the_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Asked for alone it is 500; the log has the class of the error, and no text of it."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("a quoted prompt")
+
+    with serving() as running:
+        later = running.service.engine._later
+        later(lambda core: setattr(core.view, "explain", fails)).result(SOON)
+        url, asked = f"{running.url}/v1/cache/explain", {"prompt": "Hello"}
+        refused = httpx.post(url, json=asked, timeout=SOON)
+        assert refused.status_code == 500
+        assert {post(running, path).status_code for path in PATHS} == {200}
+    assert re.search(r"request \S+ failed: ValueError", caplog.text)
+    assert "a prompt could not be explained: ValueError" in caplog.text
+    assert "quoted" not in refused.text + caplog.text
+
+
 # ---- dead
 
 

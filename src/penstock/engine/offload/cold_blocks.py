@@ -9,6 +9,7 @@ A place is the number of a block of `BLOCK_TOKENS` in the records that were spil
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -35,6 +36,8 @@ from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind, Ledger
 from penstock.tiers.record_parts import ArrayPart
 from penstock.tiers.store import Store
+
+logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 10.0
 """Longest wait for blocks of a tier."""
@@ -231,9 +234,11 @@ class ColdBlocks:
         answer = tier.tier.call(lambda store: store.read_parts(wanted), none)
         try:
             return answer.result(LATE_SECONDS)
-        # A boundary: what a store raises is as good as no answer.
-        except Exception:  # noqa: BLE001
+        # A boundary: an error of a store is as good as no answer; the blocks count as lost.
+        except Exception as error:
             answer.cancel()
+            logger.warning("no blocks of %s records came: %s", len(wanted), type(error).__name__)
+            logger.debug("its error", exc_info=error)
             return none
 
     def _runs(self, missing: Missing) -> Iterator[_Run]:

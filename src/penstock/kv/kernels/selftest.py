@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from penstock.kv.reads import DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
 
+logger = logging.getLogger(__name__)
 Numbers: TypeAlias = npt.NDArray[np.float32]
 SECONDS = 0.3
 """Time for all measurements; what it compiles, once for each kernel, comes on top."""
@@ -165,7 +167,8 @@ def _time(
     for way in [*candidates, *candidates, *candidates]:  # in turn: the first runs warm it up
         try:
             spent = _seconds(trial, candidates[way], clock)
-        except Exception:  # noqa: BLE001 - a way that fails is not taken
+        except Exception as error:  # a way that fails is not taken
+            logger.debug("attention (%s) could not be timed", way.value, exc_info=error)
             milliseconds[way] = float("inf")
             continue
         milliseconds[way] = min(milliseconds.get(way, float("inf")), 1e3 * spent / AT_ONCE)
