@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from penstock.errors import PenstockError
-from penstock.server import anthropic, completions, openai, responses
+from penstock.server import anthropic, chat_completions, completions, responses
 from penstock.server.anthropic_forms import MessagesRequest
 from penstock.server.anthropic_prompt import prompt_of
 from penstock.server.chat_body import ChatBody
@@ -80,7 +80,7 @@ def _messages(body: bytes, prompts: Prompts) -> Hint:
 
 
 _READERS: dict[str, Callable[[bytes, Prompts], Hint | None]] = {
-    openai.CHAT: _chat,
+    chat_completions.CHAT: _chat,
     completions.COMPLETIONS: _completion,
     responses.PATH: _responses,
     anthropic.LABEL: _messages,
