@@ -89,7 +89,7 @@ def test_what_is_known_is_what_was_told_and_sent_lately(
             router.join(name)
             told[name], sent[name] = set(), [set(), set()]
         elif act == "tell":
-            router.tell(name, Summary.of(named))
+            router.update(name, Summary.of(named))
             told[name], sent[name] = named, [set(), sent[name][0] - named]
         else:
             router.sent(name, block_hashes(*paths[0]))
@@ -110,7 +110,7 @@ def test_what_is_known_is_what_was_told_and_sent_lately(
 
 def test_check_sees_an_index_that_is_wrong() -> None:
     router = router_of("prefix")
-    router.tell(NAMES[0], Summary.of(block_hashes(1, 2)))
+    router.update(NAMES[0], Summary.of(block_hashes(1, 2)))
     router.check()
     router._index.pop(short(block_hashes(1)[0]))
     with pytest.raises(AssertionError, match="1 blocks indexed, 2 are held"):
@@ -131,7 +131,7 @@ def test_prefix_and_load_takes_the_one_with_least_to_do(
 ) -> None:
     router = router_of("prefix+load")
     for name, paths in zip(NAMES, held, strict=True):
-        router.tell(name, Summary.of(key for one in paths for key in block_hashes(*one)))
+        router.update(name, Summary.of(key for one in paths for key in block_hashes(*one)))
     wanted = block_hashes(*path)
     known = router.known(wanted)
     by_name = dict(zip(NAMES, map(float, loads), strict=True))
@@ -154,7 +154,7 @@ def test_a_conversation_stays_and_a_system_prompt_spreads() -> None:
                 else block_hashes(1_000 + number)
             )
             router.sent(NAMES[0], others if number else wanted)
-        router.tell(NAMES[0], Summary.of(wanted))
+        router.update(NAMES[0], Summary.of(wanted))
         places[what] = router.choose(RoutedPrompt(wanted), loads).replica
         router.check()
     assert places == {"system": NAMES[1], "own": NAMES[0]}
@@ -180,7 +180,7 @@ def test_prefix_takes_one_that_knows_most_whatever_its_load(
 ) -> None:
     router = router_of("prefix")
     for name, paths in zip(NAMES, held, strict=True):
-        router.tell(name, Summary.of(key for one in paths for key in block_hashes(*one)))
+        router.update(name, Summary.of(key for one in paths for key in block_hashes(*one)))
     known = router.known(block_hashes(*path))
     routed = router.choose(RoutedPrompt(block_hashes(*path)), dict.fromkeys(NAMES, 1e9))
     assert routed.known_blocks == max(known.values(), default=0)
@@ -245,7 +245,7 @@ def test_of_many_that_know_nothing_the_less_busy_of_two_is_asked() -> None:
 
 def test_equals_are_told_apart_by_what_they_hold() -> None:
     router = router_of("prefix+load", NAMES[:2])
-    router.tell(NAMES[0], Summary.of(block_hashes(*range(50))))
+    router.update(NAMES[0], Summary.of(block_hashes(*range(50))))
     assert {router.choose(RoutedPrompt(block_hashes(99)), {}).replica for _ in range(20)} == {
         NAMES[1]
     }
@@ -256,7 +256,7 @@ def test_a_router_with_nobody_says_so() -> None:
     with pytest.raises(LookupError, match="no replica"):
         router.choose(RoutedPrompt(block_hashes(1)), {})
     with pytest.raises(KeyError):
-        router.tell("nobody", Summary.of(block_hashes(1)))
+        router.update("nobody", Summary.of(block_hashes(1)))
     with pytest.raises(ValueError, match="round-robin, hash"):
         Router("best")  # type: ignore[arg-type]
     router.leave("nobody")
@@ -264,12 +264,12 @@ def test_a_router_with_nobody_says_so() -> None:
 
 def test_who_leaves_is_forgotten_and_its_place_taken_again() -> None:
     router = router_of("prefix")
-    router.tell(NAMES[1], Summary.of(block_hashes(1, 2)))
+    router.update(NAMES[1], Summary.of(block_hashes(1, 2)))
     router.leave(NAMES[1])
     assert router.known(block_hashes(1, 2)) == {}
     assert NAMES[1] not in router.replicas
     router.join("new")
     assert router.known(block_hashes(1, 2)) == {}
-    router.tell("new", Summary.of(block_hashes(1)))
+    router.update("new", Summary.of(block_hashes(1)))
     assert router.known(block_hashes(1, 2)) == {"new": 1}
     router.check()

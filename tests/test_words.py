@@ -85,9 +85,32 @@ def test_attribute_docstrings_stand_alone(name: str, text: str) -> None:
     assert bad_attribute_docstrings(text) == []
 
 
+DIALECT = {"tell", "told", "say", "parked", "sealing", "landing"}
+"""Words of our own for emit, notify, preempted, commit and buffer."""
+
+
+def dialect(source: str) -> list[str]:
+    """List the definitions, variables, attributes and parameters with a name of the dialect."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.append(node.name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                names.append(name)
+            case ast.arg(arg=name):
+                names.append(name)
+    return [name for name in names if DIALECT & {*name.lower().split("_")}]
+
+
 @pytest.mark.parametrize(("name", "text"), MODULES, ids=[name for name, _ in MODULES])
 def test_locals_say_what_they_hold(name: str, text: str) -> None:
     assert vague_names(text) == []
+
+
+@pytest.mark.parametrize(("name", "text"), MODULES, ids=[name for name, _ in MODULES])
+def test_names_are_words_of_the_field(name: str, text: str) -> None:
+    assert "recall" in name or dialect(text) == []
 
 
 OTHERS = {"recall", "marked", "uplot"}
@@ -135,3 +158,4 @@ def test_the_checks_see_what_they_refuse() -> None:
     assert [fault.split(":")[0] for fault in bad_attribute_docstrings(source)] == ["2", "4"]
     assert sorted(vague_names(source)) == ["10: each", "11: found", "9: told"]
     assert repeated(["a", "b", "a"]) == ["a"]
+    assert dialect("def _tell_all(say: int): self.told = say.told") == ["_tell_all", "say", "told"]

@@ -1,6 +1,6 @@
 """Which of many replicas gets a prompt: pure, no clock, no thread, no arrays of a model.
 
-    replica's tree --Summary--> Router.tell        the blocks it holds, every few seconds
+    replica's tree --Summary--> Router.update      the blocks it holds, every few seconds
     prompt's keys  --Router.choose--> Routed       the chosen replica
                    --Router.sent-->                blocks sent there will soon be held there
 
@@ -165,7 +165,7 @@ class Router:
     >>> router.join("a"), router.join("b")
     (None, None)
     >>> keys = [bytes([i]) * 16 for i in range(4)]
-    >>> router.tell("b", Summary.of(keys))
+    >>> router.update("b", Summary.of(keys))
     >>> router.choose(RoutedPrompt(keys), {})
     Routed(replica='b', known_blocks=4)
     >>> router.choose(RoutedPrompt(keys), {"b": 33.0})  # more waits there than 4 blocks are worth
@@ -278,7 +278,7 @@ class Router:
         self._names[place.bit] = ""
         self._recount()
 
-    def tell(self, replica: str, summary: Summary) -> None:
+    def update(self, replica: str, summary: Summary) -> None:
         """Replace the blocks a replica is known to hold by its summary.
 
         Blocks sent there since its last summary are believed once more: they may not have been
@@ -291,7 +291,7 @@ class Router:
         self.change(replica, summary.blocks - place.reported, place.reported - summary.blocks)
 
     def change(self, replica: str, added: Iterable[int], removed: Iterable[int]) -> None:
-        """As `tell`, by the changes since the last time.
+        """As `update`, by the changes since the last time.
 
         Raises:
             KeyError: it has not joined.

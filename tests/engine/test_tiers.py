@@ -67,9 +67,9 @@ def test_kv_that_is_not_its_own_changes_the_text(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, asked)
     with running(tmp_path) as core:
-        landing = tier_module.RestoreBuffer
+        buffer = tier_module.RestoreBuffer
 
-        class Wrong(landing):  # type: ignore[misc, valid-type]
+        class Wrong(buffer):  # type: ignore[misc, valid-type]
             def segment(self) -> Any:
                 found = super().segment()
                 layers = tuple((keys * 0.5, values * -1.0) for keys, values in found.layers)

@@ -83,7 +83,7 @@ class ColdMachine(EngineMachine):
     @property
     def reading_bytes(self) -> int:
         restores = (*self.tiers._restores, *self.tiers._left)
-        return sum(restore.landing.nbytes for restore in restores)
+        return sum(restore.buffer.nbytes for restore in restores)
 
     # ---- what is done to the disk
 

@@ -63,10 +63,10 @@ def form(dtype: mx.Dtype = mx.float32) -> BlockFormat:
     return BlockFormat.of([LayerShape(2, 16, 8, dtype)] * 3)
 
 
-def landed(blocks: list[dict[str, HostArray]], form: BlockFormat, **more: bool) -> RestoreBuffer:
+def restored(blocks: list[dict[str, HostArray]], form: BlockFormat, **more: bool) -> RestoreBuffer:
     """Put the bytes of blocks where they belong, as if they were read from files."""
-    landing = RestoreBuffer(form, len(blocks), BLOCK, **more)
-    for block, targets in zip(blocks, landing.targets(), strict=True):
+    buffer = RestoreBuffer(form, len(blocks), BLOCK, **more)
+    for block, targets in zip(blocks, buffer.targets(), strict=True):
         assert block.keys() == targets.keys()
         for name, target in targets.items():
             assert (block[name].dtype, block[name].shape) == (target.dtype, target.shape)
@@ -75,7 +75,7 @@ def landed(blocks: list[dict[str, HostArray]], form: BlockFormat, **more: bool) 
                 piece[:] = raw[: len(piece)]
                 raw = raw[len(piece) :]
             assert not len(raw)
-    return landing
+    return buffer
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -87,11 +87,11 @@ def test_blocks_are_the_segment_again(dtype: mx.Dtype, in_place: bool) -> None:
         *(f"{i}.{side}" for i in range(3) for side in ("keys", "values")),
         TOKENS,
     }
-    landing = landed(blocks, form(dtype), in_place=in_place)
-    assert equal(landing.segment(), whole)
-    assert list(landing.tokens) == list(range(4 * BLOCK))
+    buffer = restored(blocks, form(dtype), in_place=in_place)
+    assert equal(buffer.segment(), whole)
+    assert list(buffer.tokens) == list(range(4 * BLOCK))
     part = whole.split(BLOCK)[1].split(2 * BLOCK)[0]
-    assert equal(landed(blocks[1:3], form(dtype), in_place=in_place).segment(), part)
+    assert equal(restored(blocks[1:3], form(dtype), in_place=in_place).segment(), part)
 
 
 def test_values_whose_layout_is_another_come_back_too() -> None:
@@ -101,16 +101,16 @@ def test_values_whose_layout_is_another_come_back_too() -> None:
         return mx.random.normal((1, 2 * BLOCK, 2, width)).transpose(0, 2, 1, 3)
 
     whole = Segment(tuple((side(16), side(8)) for _ in range(3)))
-    assert equal(landed(blocks_of(whole), form()).segment(), whole)
+    assert equal(restored(blocks_of(whole), form()).segment(), whole)
 
 
 def test_a_landing_is_the_segment_and_not_copied_to_it() -> None:
     shapes = [LayerShape(2, 64, 64, mx.bfloat16)] * 2
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    landing = RestoreBuffer(BlockFormat.of(shapes), 64, BLOCK)
-    landing.targets()
-    made = landing.segment()
+    buffer = RestoreBuffer(BlockFormat.of(shapes), 64, BLOCK)
+    buffer.targets()
+    made = buffer.segment()
     assert mx.get_active_memory() - before == made.nbytes
     assert mx.get_peak_memory() - before < made.nbytes + 1_000
 
@@ -148,6 +148,6 @@ def test_what_a_codec_holds_comes_back_to_the_bit(name: str, in_place: bool) -> 
     )
     assert held.holds(whole)
     assert held.nbytes(whole.tokens) == whole.nbytes
-    made = landed(blocks_of(whole), held, in_place=in_place).segment()
+    made = restored(blocks_of(whole), held, in_place=in_place).segment()
     assert equal(made, whole)
     assert held.holds(made)

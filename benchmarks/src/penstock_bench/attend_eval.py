@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ from penstock.models.mlx_lm import load
 from penstock_bench.eval_load import EvalLoad
 from penstock_bench.eval_texts import Piece, pieces
 from penstock_bench.forcing import Floats, log_probabilities
-from penstock_bench.report import Line, Report
+from penstock_bench.report import Line, Notify, Report
 
 CLAIM = "Steps that read a choice of a text expect what those expect that read all"
 STEP_TOKENS = 32
@@ -34,7 +34,6 @@ MOST_WHOLE = 4
 """One layer of so many may be left whole, at most."""
 PROMPT_TOKENS = 512
 """Tokens of a prompt that are read together."""
-Say = Callable[[str, int, int], None]
 
 
 class Text:
@@ -88,7 +87,7 @@ class Text:
         return np.concatenate([log_probabilities(logits) for logits in steps])
 
 
-def measure(load_: EvalLoad, attend: Sequence[int], say: Say = lambda *_: None) -> Report:
+def measure(load_: EvalLoad, attend: Sequence[int], notify: Notify = lambda *_: None) -> Report:
     """Measure all numbers of tokens and all layers, and propose settings.
 
     Raises:
@@ -112,10 +111,10 @@ def measure(load_: EvalLoad, attend: Sequence[int], say: Say = lambda *_: None) 
     steps = len(sizes) + len(layers)
     by_size, alone = {}, {}
     for number, size in enumerate(sizes):
-        say(f"{size:,} tokens read", number, steps)
+        notify(f"{size:,} tokens read", number, steps)
         by_size[size] = read.kl(size)
     for number, layer in enumerate(layers):
-        say(f"layer {layer} chooses", len(sizes) + number, steps)
+        notify(f"layer {layer} chooses", len(sizes) + number, steps)
         alone[layer] = read.kl(sizes[0], set(layers) - {layer})
     return report(load_, by_size, alone, proposal(read, by_size, alone))
 

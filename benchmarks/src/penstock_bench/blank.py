@@ -87,7 +87,7 @@ class BlankPrefixes:
                 new = block_hashes[at:end]
                 node = self.tree.insert(pin.node, new, blocks[at:end], Blank(end - at), now_seconds)
                 pin.extend(node)
-                self._tell(new, held=True)
+                self._report(new, held=True)
                 at = end
         return match.tokens
 
@@ -105,10 +105,10 @@ class BlankPrefixes:
             self.tree.remove(victim)
             self._held.resize(self.tree.nbytes)
             self.evictions += 1
-            self._tell(victim.block_hashes, held=False)
+            self._report(victim.block_hashes, held=False)
         self._held.resize(self._held.nbytes + nbytes)
         return True
 
-    def _tell(self, block_hashes: Sequence[bytes], *, held: bool) -> None:
+    def _report(self, block_hashes: Sequence[bytes], *, held: bool) -> None:
         if self.on_change is not None:
             self.on_change(block_hashes, held)

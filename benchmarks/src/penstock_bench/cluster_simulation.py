@@ -32,7 +32,7 @@ ROOT = root_hash("trace")
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Replicas, and who chooses among them."""
+    """Replicas, and the choice among them."""
 
     replicas: int
     policy: RoutingPolicy
@@ -119,7 +119,7 @@ class TraceCopies:
 
 
 def one_large(trace: Trace, arrivals: Sequence[Arrival], machine: Machine, replicas: int) -> float:
-    """Return the hit rate of one replica with the memory of all, that never lets anybody wait."""
+    """Return the hit rate of one replica with the memory of all, that lets no request wait."""
     capacity = replicas * capacity_blocks(trace, machine)
     held = BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS)
     hit_tokens = prompt_tokens = 0
@@ -253,7 +253,7 @@ class _Simulation:
         self._begin(replica, arrival.seconds)
 
     def _begin(self, replica: _Replica, now: float) -> None:
-        """Read the next prompt, if nobody's is being read and there is room for its answer."""
+        """Read the next prompt, if none is being read and there is room for its answer."""
         if replica.reading or not replica.waiting:
             return
         if replica.answering >= self._machine.max_batch_size:

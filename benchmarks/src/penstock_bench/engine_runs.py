@@ -121,10 +121,10 @@ def run_side(make: MakeSide, task: Task, *, watch: bool = False) -> list[Run]:
 
 
 def clean() -> int:
-    """Drop what nobody holds, and return the bytes that are left: the weights of the models.
+    """Drop all that is unused; return the bytes that are left: the weights of the models.
 
-    What mlx-lm has begun to compute for a next token nobody asks for is waited for: until it is
-    computed, MLX holds all that it is computed from.
+    A next token that mlx-lm has begun to compute, and is not asked for, is waited for: until it
+    is computed, MLX holds all that it is computed from.
     """
     mx.synchronize()
     gc.collect()
@@ -156,7 +156,7 @@ class Driving:
             before_bytes=mx.get_active_memory() - base_bytes,
         )
         mx.reset_peak_memory()
-        max_tokens = task.max_tokens  # takes milliseconds, which are nobody's
+        max_tokens = task.max_tokens  # takes milliseconds, which no side pays
         self._steps_left = 4 * max_tokens
         self._model_seconds = side.model_seconds
         self._began = self._since = self._now = time.perf_counter()
@@ -209,7 +209,7 @@ class Driving:
 
 
 def _moment(side: Side, tokens: list[list[int]], base_bytes: int) -> RunMoment:
-    generated = sum(max(0, len(of) - 1) for of in tokens)  # nobody has read the last one yet
+    generated = sum(max(0, len(of) - 1) for of in tokens)  # the last one has not been read yet
     held_bytes = mx.get_active_memory()
     return RunMoment(
         needed_tokens=side.prompt_read + generated,

@@ -49,7 +49,7 @@ from penstock_bench.eval_load import (
 from penstock_bench.eval_texts import AskedDialogue, EvalTask, Piece
 from penstock_bench.forcing import Forced, Way, force, passes
 from penstock_bench.key_forms import KeyForm
-from penstock_bench.report import Line, Report
+from penstock_bench.report import Line, Notify, Report
 from penstock_bench.window_recall import SCALE, Share
 
 WATCHED_PIECES = 4
@@ -131,15 +131,15 @@ class EvalRow:
 
 @dataclass(slots=True)
 class Progress:
-    """Counts what is done and tells of it: `tell(what, done, of)`."""
+    """Counts what is done and reports it: `notify(what, done, of)`."""
 
-    tell: Callable[[str, int, int], None]
+    notify: Notify
     of: int = 0
     done: int = 0
 
     def step(self, what: str) -> None:
         """Count one more."""
-        self.tell(what, self.done, self.of)
+        self.notify(what, self.done, self.of)
         self.done += 1
 
 
@@ -221,12 +221,12 @@ def serve(
 # ---- all of it
 
 
-def measure(load_: EvalLoad, tell: Callable[[str, int, int], None] = lambda *_: None) -> Report:
+def measure(load_: EvalLoad, notify: Notify = lambda *_: None) -> Report:
     """Measure all settings on all forms.
 
     Args:
         load_: what, and how much.
-        tell: takes a description of the measurement, the steps that are done, and their total.
+        notify: takes a description of the measurement, the steps that are done, and their total.
 
     Raises:
         ModelError: the engine cannot run the model, or it has no other forms.
@@ -240,7 +240,7 @@ def measure(load_: EvalLoad, tell: Callable[[str, int, int], None] = lambda *_: 
     if load_.windows_once and all(setting.max_kv_size is not None for setting in load_.settings):
         forms = forms[:1]
     measured: list[tuple[EvalRow, dict[str, Any]]] = []
-    progress = Progress(tell)
+    progress = Progress(notify)
     dtype = ""
     for number, form in enumerate(forms):
         task = EvalTask.of(load_, form)

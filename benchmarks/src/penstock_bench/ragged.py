@@ -1,4 +1,4 @@
-"""`penstock bench ragged`: one long sequence beside short ones makes nobody pay for its length."""
+"""`penstock bench ragged`: short sequences do not pay for the length of one beside them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ many bytes a step as the choice and its index together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ from penstock.kv.attention_plan import ColumnRange, DecodeRow
 from penstock.kv.selection import BLOCK_TOKENS, FIRST_TOKENS, Scores, Selection, pieces
 from penstock.models.mlx_lm import load, render
 from penstock.recall import MODEL_PATH, Question, dialogue
-from penstock_bench.report import Line, Report
+from penstock_bench.report import Line, Notify, Report
 from penstock_bench.window_recall import ANSWER_TOKENS, Share
 
 CLAIM = "Facts anywhere in a dialogue are known, though a step reads a part of it"
@@ -35,7 +35,6 @@ LEAST_OF_ALL = 0.99
 JUDGED_TOKENS = 512
 """Tokens that a step reads, at least, where the goal is judged; fewer are shown."""
 MEMORY = "400MB"
-Say = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ class RecallOutcome:
     """Bytes of keys, values and index that a step reads at the end of the dialogue."""
 
 
-def measure(load_: RememberLoad, say: Say = lambda what, done, of: None) -> Report:
+def measure(load_: RememberLoad, notify: Notify = lambda what, done, of: None) -> Report:
     """Ask every side for every fact."""
     model, tokenizer = load(MODEL_PATH)
     runs = [
@@ -124,7 +123,7 @@ def measure(load_: RememberLoad, say: Say = lambda what, done, of: None) -> Repo
     ]
     outcomes: list[RecallOutcome] = []
     for number, (length, side, attend) in enumerate(runs):
-        say(f"{length:,} tokens, {side}", number, len(runs))
+        notify(f"{length:,} tokens, {side}", number, len(runs))
         outcomes += _asked(load_, model, tokenizer, length, side, attend)
     return report(load_, outcomes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -19,6 +19,9 @@ from rich.table import Table
 
 from penstock import __version__
 from penstock.blas import load_blas
+
+Notify = Callable[[str, int, int], None]
+"""Takes what is measured, and how much of how much is done, in steps or in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

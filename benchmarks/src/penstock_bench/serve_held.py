@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock_bench.comparison import size
 from penstock_bench.engine_sides import LLAMA, OURS, RIVAL
-from penstock_bench.report import Line, Report
+from penstock_bench.report import Line, Notify, Report
 from penstock_bench.serve_client import Client, Message, Reply
 from penstock_bench.serve_load import Phase, ServeLoad, Sides, sides_of
 from penstock_bench.serve_model import ServedFolder
@@ -26,7 +26,7 @@ from penstock_bench.serve_process import (
     serving,
 )
 from penstock_bench.serve_runs import drive, served_folder
-from penstock_bench.serve_time import Notify, ServeProgress, expected_seconds, measured_gflops
+from penstock_bench.serve_time import ServeProgress, expected_seconds, measured_gflops
 from penstock_bench.serve_words import FactWords, Words, words_of
 
 CLAIM = "Conversations that a server holds, and goes on with"
@@ -139,7 +139,7 @@ def _held(
     system = {"role": "system", "content": words.system(SYSTEM_TOKENS)}
     talks = [[system, _said(words, seed, LINE_TOKENS)] for seed in range(count)]
 
-    async def tell(client: Client) -> list[Reply]:
+    async def begin(client: Client) -> list[Reply]:
         return await asyncio.gather(*(client.ask(talk, ANSWER_TOKENS) for talk in talks))
 
     async def go_on(client: Client) -> list[Reply]:
@@ -151,7 +151,7 @@ def _held(
     with TemporaryDirectory(prefix="penstock-bench-tier-") as tier:
         port = free_port()
         with serving(command(port, tier), port) as server:
-            first_answers = drive(server, progress.counted(step, tell, count))
+            first_answers = drive(server, progress.counted(step, begin, count))
             resident_bytes = server.process.memory_info().rss
             for talk, reply in zip(talks, first_answers.replies, strict=True):
                 talk += [_answer(reply), _said(words, count + len(talk), LATER_TOKENS)]

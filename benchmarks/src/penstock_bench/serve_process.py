@@ -215,7 +215,7 @@ def stop(process: subprocess.Popen[bytes], by: signal.Signals) -> int:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -249,7 +249,7 @@ def watched(process: psutil.Process) -> Iterator[Memory]:
         while True:
             try:
                 nbytes = process.memory_info().rss
-            except psutil.NoSuchProcess:  # it is whoever waits for answers that reports that
+            except psutil.NoSuchProcess:  # the client that waits for answers reports that
                 return
             memory.samples.append((time.perf_counter() - began, nbytes))
             if done.wait(SAMPLE_SECONDS):

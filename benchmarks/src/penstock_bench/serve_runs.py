@@ -22,7 +22,7 @@ from penstock.models.mlx_lm import load as load_model
 from penstock.models.mlx_lm import render
 from penstock_bench.engine_sides import OURS
 from penstock_bench.models import ModelChoice
-from penstock_bench.report import Report
+from penstock_bench.report import Notify, Report
 from penstock_bench.serve_client import (
     Client,
     Message,
@@ -56,7 +56,7 @@ from penstock_bench.serve_process import (
     serving,
     watched,
 )
-from penstock_bench.serve_time import Notify, ServeProgress, expected_seconds, measured_gflops
+from penstock_bench.serve_time import ServeProgress, expected_seconds, measured_gflops
 from penstock_bench.serve_words import FactWords, Words, words_of
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from penstock_bench.engine_sides import LLAMA, OURS, RIVAL
+from penstock_bench.report import Notify
 from penstock_bench.serve_client import Client, Reply, Send
 from penstock_bench.serve_load import ServeLoad
 from penstock_bench.serve_model import ServedFolder
-
-Notify = Callable[[str, int, int], None]
-"""Takes what is done now, the seconds of it that are behind, and those of all."""
 
 EXPECTED = "expected"
 """Description of the first call of a `Notify`, before anything is done."""

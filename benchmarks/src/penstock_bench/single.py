@@ -1,4 +1,4 @@
-"""`penstock bench single`: nothing shared, nothing known: the engine costs nobody anything."""
+"""`penstock bench single`: where nothing is shared or known the engine costs nothing."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def replay(trace: Trace, capacity_blocks: int, policy: Policy, node_blocks: int)
 
 
 def optimum(trace: Trace, capacity_blocks: int) -> float:
-    """Return the hit rate of one who knows the future: evicts what is needed last.
+    """Return the hit rate of a policy that knows the future: it evicts what is needed last.
 
     Blocks never needed again are not kept at all. A block's parent is needed no later than the
     block itself, so what is kept is made of whole paths where it matters.

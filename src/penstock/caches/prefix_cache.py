@@ -1,6 +1,6 @@
 """`PrefixCache`: computed KV of prompts, for later prompts that begin alike.
 
-For anybody's mlx-lm loop: `fetch` before, `store` after. Each token's KV is held once, in a tree
+For any mlx-lm loop: `fetch` before, `store` after. Each token's KV is held once, in a tree
 of runs of whole blocks, inside a limit that is never passed.
 """
 

@@ -131,7 +131,7 @@ def verify(
     except IndexDamaged as error:
         damage = str(error)
         if not repair:
-            _tell_damage(ssd_cache_dir, damage, as_json)
+            _print_damage(ssd_cache_dir, damage, as_json)
             raise typer.Exit(1) from None
         with _one_line(ssd_cache_dir):
             make_index(ssd_cache_dir.expanduser())
@@ -176,7 +176,7 @@ def prune(
             freed = folder.shrink(limit_bytes, progress)
         else:
             freed = folder.clear(progress, folder.model(model or ""))
-    _tell_freed(ssd_cache_dir, freed, as_json)
+    _print_freed(ssd_cache_dir, freed, as_json)
 
 
 @app.command()
@@ -196,7 +196,7 @@ def clear(
             _ask(folder)
         with _progress("clear", folder.index.nbytes) as progress:
             freed = folder.clear(progress)
-    _tell_freed(ssd_cache_dir, freed, as_json)
+    _print_freed(ssd_cache_dir, freed, as_json)
 
 
 @app.command("export")
@@ -216,7 +216,7 @@ def export_command(
     if as_json:
         _print_json(ssd_cache_dir, file=str(file), **asdict(done))
     else:
-        _say(_exported(done, file))
+        _print_line(_exported(done, file))
 
 
 @app.command("import")
@@ -309,7 +309,7 @@ def _console() -> Console:
     return Console(highlight=False, markup=False)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     _console().print(line, soft_wrap=True)
 
 
@@ -400,34 +400,34 @@ def _show_usage(usage: FolderUsage) -> None:
 
 def _show_verdict(verdict: IntegrityReport, is_made_anew: bool) -> None:
     if is_made_anew:
-        _say("the index was damaged, and is made anew")
+        _print_line("the index was damaged, and is made anew")
     for fault in verdict.faults[:SHOWN_FAULTS]:
-        _say(f"{fault.kind}: {fault.name}: {_plain(fault.what)}")
+        _print_line(f"{fault.kind}: {fault.name}: {_plain(fault.what)}")
     if len(verdict.faults) > SHOWN_FAULTS:
-        _say(f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more; --json has all")
+        _print_line(f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more; --json has all")
     whole = f"{verdict.checked_blocks:,} blocks ({format_bytes(verdict.checked_bytes)}) are whole"
     counts = ", ".join(
         f"{verdict.count(kind):,} {kind}" for kind in ("damaged", "missing", "unknown", "left over")
     )
-    _say(f"{whole}; {counts}")
+    _print_line(f"{whole}; {counts}")
     if verdict.faults:
         remedy = "penstock cache verify --repair mends the folder"
-        _say("repaired" if verdict.repaired else remedy)
+        _print_line("repaired" if verdict.repaired else remedy)
 
 
-def _tell_damage(path: Path, damage: str, as_json: bool) -> None:
+def _print_damage(path: Path, damage: str, as_json: bool) -> None:
     if as_json:
         _print_json(path, index=damage, repaired=False)
     else:
-        _say(_plain(damage))
+        _print_line(_plain(damage))
 
 
-def _tell_freed(path: Path, freed: Freed, as_json: bool) -> None:
+def _print_freed(path: Path, freed: Freed, as_json: bool) -> None:
     if as_json:
         _print_json(path, **asdict(freed))
         return
     held = f"{format_bytes(freed.held_bytes)} are left"
-    _say(f"{freed.blocks:,} blocks removed, {format_bytes(freed.nbytes)} freed; {held}")
+    _print_line(f"{freed.blocks:,} blocks removed, {format_bytes(freed.nbytes)} freed; {held}")
 
 
 def _exported(done: Exported, file: Path) -> str:
@@ -442,11 +442,11 @@ def _exported(done: Exported, file: Path) -> str:
 def _show_imported(done: Imported) -> None:
     came = f"{done.blocks:,} blocks came in ({format_bytes(done.nbytes)})"
     refused = sum(done.refused.values())
-    _say(f"{came}; {done.known:,} known, {refused:,} refused, {done.damaged:,} damaged")
+    _print_line(f"{came}; {done.known:,} known, {refused:,} refused, {done.damaged:,} damaged")
     for reason, count in sorted(done.refused.items()):
-        _say(f"refused: {count:,} {REASONS.get(reason, reason)}")
+        _print_line(f"refused: {count:,} {REASONS.get(reason, reason)}")
     if done.broken is not None:
-        _say(f"the tar is broken {_plain(done.broken)}; the rest was not read")
+        _print_line(f"the tar is broken {_plain(done.broken)}; the rest was not read")
 
 
 def _plain(text: str) -> str:

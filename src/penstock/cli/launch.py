@@ -101,7 +101,7 @@ def launch(
             placed = setup.in_folder(folder)
             for name, text in setup.files.items():
                 (Path(folder) / name).write_text(text, encoding="utf-8")
-            _tell(agent, target, placed)
+            _print_setup(agent, target, placed)
             code = _run((*command, *placed.arguments, *own), placed)
     raise typer.Exit(code)
 
@@ -229,7 +229,7 @@ def _wait(server: subprocess.Popen[bytes], http: httpx.Client, output: IO[bytes]
 # ---- the program
 
 
-def _tell(program: Program, target: Endpoint, setup: Setup) -> None:
+def _print_setup(program: Program, target: Endpoint, setup: Setup) -> None:
     """Say on standard error where the program is pointed, and all that is set for it."""
 
     def shown(text: str) -> str:

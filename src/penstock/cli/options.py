@@ -205,7 +205,7 @@ def _check_own(flag: str, folder: Path) -> None:
             f"{flag} {folder}: every user of this machine can write there; take that right away "
             f"(chmod o-w), or name another folder"
         )
-    # A link is asked for itself: whoever made it says where it leads.
+    # A link is asked for itself: where it leads was its maker's choice.
     owned = [folder.stat(), *(path.lstat() for path in (folder, *folder.iterdir()))]
     if any(status.st_uid != os.geteuid() for status in owned):
         raise SettingError(

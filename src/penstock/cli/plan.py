@@ -370,30 +370,30 @@ def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], free: int, batch: int) -
 
 
 def _show(plan: MemoryPlan, console: Console) -> None:
-    def say(text: str) -> None:
+    def show(text: str) -> None:
         console.print(text, soft_wrap=True)
 
     weights = "unknown" if plan.weight_bytes is None else format_bytes(plan.weight_bytes)
     layers = ", ".join(f"{count} {kind}" for kind, count in plan.layers.items() if count)
-    say(f"{plan.model} ({plan.model_type}, {plan.dtype}): {layers} layers")
-    say(f"weights  {weights} ({plan.weight_source})")
-    say(f"memory   {format_bytes(plan.memory_bytes)}, {format_bytes(plan.free_bytes)} for caches")
-    say(
+    show(f"{plan.model} ({plan.model_type}, {plan.dtype}): {layers} layers")
+    show(f"weights  {weights} ({plan.weight_source})")
+    show(f"memory   {format_bytes(plan.memory_bytes)}, {format_bytes(plan.free_bytes)} for caches")
+    show(
         f"window   {plan.max_kv_size:,} tokens a sequence, of them {plan.keep_kv_size:,} kept; "
         f"batch {plan.batch}"
     )
     console.print(_table(plan, narrow=console.width < NARROW_COLUMNS))
     for line in plan.arithmetic:
-        say(f"  {line}")
+        show(f"  {line}")
     for reason in sorted({row.impossible for row in plan.rows if row.impossible}):
-        say(f"note: {reason}")
+        show(f"note: {reason}")
     for note in plan.notes:
-        say(f"note: {note}")
-    say(plan.advice or "fits; a prompt's own working memory comes on top")
+        show(f"note: {note}")
+    show(plan.advice or "fits; a prompt's own working memory comes on top")
     if plan.largest_request_tokens is not None:
-        say(largest_line(plan.largest_request_tokens))
+        show(largest_line(plan.largest_request_tokens))
     if plan.spilled is not None:
-        say(spilled_line(plan.spilled, plan.memory_bytes))
+        show(spilled_line(plan.spilled, plan.memory_bytes))
 
 
 def _table(plan: MemoryPlan, *, narrow: bool) -> Table:

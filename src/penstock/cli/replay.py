@@ -83,7 +83,7 @@ def replay(
     loaded: Loaded,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
-    tell: Callable[[int, int], None],
+    notify: Callable[[int, int], None],
     **settings: Any,
 ) -> list[ReplayVerdict]:
     """Ask all prompts each way: computed, from memory, from the disk after a restart.
@@ -92,7 +92,7 @@ def replay(
         loaded: the model.
         prompts: tokens.
         max_tokens: of each answer.
-        tell: is told how many answers there are so far, and how many there will be.
+        notify: takes how many answers there are so far, and how many there will be.
         settings: of the engines.
     """
     verdicts = [ReplayVerdict(len(prompt)) for prompt in prompts]
@@ -107,9 +107,9 @@ def replay(
             if way is not None:
                 verdict.answers[way] = answer
             done += 1
-            tell(done, of)
+            notify(done, of)
 
-    tell(done, of)
+    notify(done, of)
     with make_engine(loaded, hot_cache_only=True, **settings) as engine:
         ask(engine, "cold")
     with TemporaryDirectory(prefix="penstock-verify-") as name:

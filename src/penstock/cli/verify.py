@@ -82,10 +82,10 @@ def verify(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("asking", total=None)
 
-        def tell(done: int, of: int) -> None:
+        def notify(done: int, of: int) -> None:
             progress.update(task, completed=done, total=of)
 
-        verdicts = replay(loaded, tokens, max_tokens, tell, **engine)
+        verdicts = replay(loaded, tokens, max_tokens, notify, **engine)
     wrong = [verdict for verdict in verdicts if not verdict.is_within(tolerance)]
     if as_json:
         objects = [verdict.as_object() for verdict in verdicts]

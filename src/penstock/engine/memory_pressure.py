@@ -136,7 +136,7 @@ class MLXLimits:
 
     def __init__(self) -> None:
         self._shares: dict[int, MLXShare] = {}
-        self._told: MLXShare | None = None
+        self._applied: MLXShare | None = None
         self._before: MLXShare | None = None
         self._lock = RLock()
         """Reentrant: wherever garbage is collected, the share of an engine that was not closed may
@@ -149,8 +149,8 @@ class MLXLimits:
                 self._shares.pop(owner, None)
             else:
                 self._shares[owner] = share
-            while (wanted := self._sum()) != self._told:  # another share may end meanwhile
-                self._tell(wanted)
+            while (wanted := self._sum()) != self._applied:  # another share may end meanwhile
+                self._apply(wanted)
 
     def _sum(self) -> MLXShare | None:
         shares = list(self._shares.values())
@@ -158,15 +158,15 @@ class MLXLimits:
             return None
         return MLXShare(sum(s.cache_bytes for s in shares), sum(s.limit_bytes for s in shares))
 
-    def _tell(self, wanted: MLXShare | None) -> None:
-        before, new = self._told, wanted or self._before
+    def _apply(self, wanted: MLXShare | None) -> None:
+        before, new = self._applied, wanted or self._before
         assert new is not None
         limit_bytes = mx.set_memory_limit(new.limit_bytes)
         if before is None or before.cache_bytes != new.cache_bytes:
             cache_bytes = mx.set_cache_limit(new.cache_bytes)
             if before is None:
                 self._before = MLXShare(cache_bytes, limit_bytes)
-        self._told = wanted
+        self._applied = wanted
 
 
 mlx_limits = MLXLimits()

@@ -167,10 +167,10 @@ def wait_for_signal() -> None:
     """Wait for SIGTERM or Ctrl-C."""
     signaled = threading.Event()
 
-    def tell(number: int, frame: FrameType | None) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
         signaled.set()
 
-    before = {one: signal.signal(one, tell) for one in (signal.SIGTERM, signal.SIGINT)}
+    before = {one: signal.signal(one, end) for one in (signal.SIGTERM, signal.SIGINT)}
     try:
         while not signaled.wait(WATCH_SECONDS):
             pass

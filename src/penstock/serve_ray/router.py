@@ -47,7 +47,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
             blocks = replica.routing_stats.get(BLOCKS)
             if blocks is not None and blocks != self._said.get(name):
                 self._said[name] = blocks
-                self._ours.tell(name, Summary.from_bytes(blocks))
+                self._ours.update(name, Summary.from_bytes(blocks))
         super().update_replicas(replicas)
 
     async def choose_replicas(

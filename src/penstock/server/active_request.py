@@ -168,7 +168,7 @@ class ActiveRequest:
         async for _ in self.batches():
             pass
 
-    def told(self) -> None:
+    def notify(self) -> None:
         """Have the reader look, unless it can wait; the engine's thread calls this after a step.
 
         A loop that is woken takes a core from the model.

@@ -200,13 +200,13 @@ def router(service: Service) -> APIRouter:
         ready = await until_gone(http, service.work(_prepare, service, body))
         answering = await service.open(ready.request, LABEL)
         blocks = Blocks(thinking=body.thinks)
-        telling = _Telling(service, answering, ready.reader, blocks, ready.in_reasoning)
+        writer = _AnswerWriter(service, answering, ready.reader, blocks, ready.in_reasoning)
         headers = left_out_headers(body.left_out) | ready.headers
         if body.stream:
-            events = telling.events()
+            events = writer.events()
             return Stream(service, LABEL, answering, events, headers, ping=ping_event)
         async with answering:
-            whole = dumps(await telling.message(http))
+            whole = dumps(await writer.message(http))
             return Response(whole, headers=headers, media_type="application/json")
 
     @routes.post(f"{LABEL}/count_tokens", response_model=CountOut)
@@ -322,17 +322,17 @@ class Blocks:
     def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Add to the blocks; yield the events that tell of it."""
         if not delta.growth:
-            yield from self._say(delta)
+            yield from self._emit(delta)
             for call in delta.calls:
                 yield from self._tool_part(CallPart(0, call, True, call.arguments, True))
             return
         for part in self._calls.in_order(delta):
             if isinstance(part, Delta):
-                yield from self._say(part)
+                yield from self._emit(part)
             else:
                 yield from self._tool_part(part)
 
-    def _say(self, delta: Delta) -> Iterator[dict[str, Any]]:
+    def _emit(self, delta: Delta) -> Iterator[dict[str, Any]]:
         if delta.reasoning and self._thinking:
             yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
             self.content[-1]["thinking"] += delta.reasoning
@@ -388,7 +388,7 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
 
 
 @dataclass
-class _Telling:
+class _AnswerWriter:
     """One answer on its way to the client."""
 
     service: Service

@@ -351,9 +351,9 @@ class Server(uvicorn.Server):
         try:
             if not self._drained():
                 service.cancel_all()
-            if not self._all_told(TAIL_SECONDS):  # a long step, or readers that do not read
+            if not self._all_read(TAIL_SECONDS):  # a long step, or readers that do not read
                 service.fail_all(Unavailable("the server is shutting down", code="shutting_down"))
-                self._all_told(GOODBYE_SECONDS)
+                self._all_read(GOODBYE_SECONDS)
         finally:
             self.should_exit = True  # which cuts off the streams that are open
 
@@ -363,7 +363,7 @@ class Server(uvicorn.Server):
         except TimeoutError:  # a step that takes too long
             return False
 
-    def _all_told(self, seconds: float) -> bool:
+    def _all_read(self, seconds: float) -> bool:
         """Wait until every reader has got the end of its answer; tell whether so in time."""
         until = time.monotonic() + seconds
         while self.service.open_requests and time.monotonic() < until:

@@ -126,7 +126,7 @@ class Conversation:
     def _add(self, item: Item, place: str, *, strict: bool) -> None:
         kind = item.get("type", "message")
         if kind == "message":
-            self._say(item, place, strict=strict)
+            self._add_message(item, place, strict=strict)
         elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
             answer = self._answer
             if answer is None:
@@ -142,7 +142,7 @@ class Conversation:
         else:
             self.left_out.append(str(kind))
 
-    def _say(self, item: Item, place: str, *, strict: bool) -> None:
+    def _add_message(self, item: Item, place: str, *, strict: bool) -> None:
         role, answer = item.get("role"), self._answer
         if not isinstance(role, str):
             raise BadRequest(f"{place}.role is missing", param=f"{place}.role")

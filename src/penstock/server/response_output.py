@@ -54,9 +54,9 @@ class ResponseOutput:
 
     def _texts(self, delta: Delta) -> Iterator[Event]:
         if delta.reasoning:
-            yield from self._say("reasoning", delta.reasoning)
+            yield from self._emit("reasoning", delta.reasoning)
         if delta.text:
-            yield from self._say("message", delta.text)
+            yield from self._emit("message", delta.text)
 
     def _part_of(self, part: CallPart) -> Iterator[Event]:
         """Begin, grow or end a call; those that are no function's come whole."""
@@ -95,7 +95,7 @@ class ResponseOutput:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
-    def _say(self, kind: str, text: str) -> Iterator[Event]:
+    def _emit(self, kind: str, text: str) -> Iterator[Event]:
         if kind != "message":
             self.new_logprobs = []
         if self._open != kind:

@@ -191,7 +191,9 @@ class _Responses:
         headers = left_out_headers([*self.asked.tools.left_out, *self.asked.left_out])
         headers |= self.headers
         if self.body.stream:
-            return Stream(self.service, PATH, answering, self._told(answering, reader), headers)
+            return Stream(
+                self.service, PATH, answering, self._with_errors(answering, reader), headers
+            )
         async with answering:
             (choice,) = await answering.result(http)
             reader.read(choice)
@@ -335,7 +337,7 @@ class _Responses:
     def _event(self, kind: str, content: dict[str, Any]) -> bytes:
         return data({"type": kind, "sequence_number": next(self.numbers), **content}, kind)
 
-    async def _told(self, answering: ActiveRequest, reader: Reader) -> AsyncIterator[bytes]:
+    async def _with_errors(self, answering: ActiveRequest, reader: Reader) -> AsyncIterator[bytes]:
         """Write the answer's events; an error is one of them, in this API's form."""
         try:
             async for written in self._events(answering, reader):

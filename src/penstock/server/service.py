@@ -175,7 +175,7 @@ class Service:
         self.recent.append(recent)
         self._loop = asyncio.get_running_loop()
         for handle in answering.handles:
-            handle.listen(answering.told)
+            handle.listen(answering.notify)
         return answering
 
     def rest_tokens(self, prompt_tokens: int) -> int:

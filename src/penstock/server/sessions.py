@@ -25,7 +25,7 @@ Name = Annotated[
 ]
 
 
-class Told(BaseModel):
+class SessionOut(BaseModel):
     """Saved session."""
 
     name: str
@@ -38,7 +38,7 @@ class Told(BaseModel):
 class Sessions(BaseModel):
     """All saved sessions."""
 
-    sessions: list[Told]
+    sessions: list[SessionOut]
 
 
 class Removed(BaseModel):
@@ -65,21 +65,21 @@ def router(service: Service) -> APIRouter:
         return await service.aside(partial(_listed, _folder(service)))
 
     @router.post("/{name}/save")
-    async def save(name: Name, question: ExplainRequest) -> Told:
+    async def save(name: Name, question: ExplainRequest) -> SessionOut:
         """Save the cached prefix of a conversation; a session of that name is replaced."""
         file = file_of(name)
         tokens = await service.work(partial(tokens_of, service, question))
         salt = question.cache_salt or ""
         done = await service.aside(partial(save_session, service.engine, file, tokens, salt))
-        return _told(name, done)
+        return _session_out(name, done)
 
     @router.post("/{name}/load")
-    async def load(name: Name) -> Told:
+    async def load(name: Name) -> SessionOut:
         """Take a session in: the next request with that conversation finds it."""
         file = file_of(name)
         if not file.is_file():
             raise NotFound(f"there is no session {name}")
-        return _told(name, await service.aside(partial(load_session, service.engine, file)))
+        return _session_out(name, await service.aside(partial(load_session, service.engine, file)))
 
     @router.delete("/{name}")
     async def remove(name: Name) -> Removed:
@@ -106,8 +106,10 @@ def _folder(service: Service) -> Path:
 
 def _listed(folder: Path) -> Sessions:
     paths = sorted(path for path in folder.glob(f"*{SUFFIX}") if _NAME.fullmatch(path.stem))
-    return Sessions(sessions=[Told(name=path.stem, nbytes=path.stat().st_size) for path in paths])
+    return Sessions(
+        sessions=[SessionOut(name=path.stem, nbytes=path.stat().st_size) for path in paths]
+    )
 
 
-def _told(name: str, session: SavedSession) -> Told:
-    return Told(name=name, tokens=session.tokens, nbytes=session.nbytes)
+def _session_out(name: str, session: SavedSession) -> SessionOut:
+    return SessionOut(name=name, tokens=session.tokens, nbytes=session.nbytes)

@@ -186,7 +186,7 @@ class RestoreBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _BufferPool:
-    """One array of a landing: MLX's own, or numpy's where MLX's is out of the host's reach."""
+    """One array of a restore buffer: MLX's own, or numpy's where the host cannot reach MLX's."""
 
     dtype: str
     array: mx.array | NDArray[Any]

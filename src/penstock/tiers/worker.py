@@ -109,7 +109,7 @@ class ColdTier:
         self._calls: deque[_Call[Any]] = deque()
         self._writes: deque[Record] = deque()
         self._changed = threading.Condition()
-        self._told_full = False
+        self._warned_full = False
         self._to_clear: bool | None = None
         """Whether all models' blocks, or this one's, are to be removed; None is nothing."""
         self._chores: Iterator[None] | None = None
@@ -288,7 +288,7 @@ class ColdTier:
                 self._changed.notify_all()
             self._remember()
             self._refuse()
-            # What a landing is made in; a stream whose thread is gone aborts the process later.
+            # Restore buffers are made in it; a stream whose thread is gone aborts the process.
             mx.clear_streams()
 
     def _serve(self) -> None:
@@ -376,7 +376,7 @@ class ColdTier:
             with self._changed:
                 if record is not None:
                     self._stats.queued_bytes -= record.nbytes
-        held = store.nbytes  # asked before anybody has to wait for the answer
+        held = store.nbytes  # asked before a caller has to wait for the answer
         with self._changed:
             self._stats.held_bytes = held
         self._note_full(store.full)
@@ -386,8 +386,8 @@ class ColdTier:
         """Note why the store takes no new blocks, if it does not; the first time, say so."""
         with self._changed:
             self._stats.full = full
-        if full is not None and not self._told_full:
-            self._told_full = True
+        if full is not None and not self._warned_full:
+            self._warned_full = True
             logger.warning("the %s writes nothing for now: %s", self._name, full)
 
     def _write(self, store: Store, record: Record) -> None:

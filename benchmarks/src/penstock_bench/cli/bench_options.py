@@ -18,7 +18,7 @@ from penstock.errors import SettingError
 
 if TYPE_CHECKING:
     from penstock_bench.engine_sides import EngineShape
-    from penstock_bench.report import Report
+    from penstock_bench.report import Notify, Report
 
 LINE_SECONDS = 60.0
 """Seconds between two lines of progress in a log."""
@@ -139,7 +139,7 @@ def finish(
 
 
 @contextmanager
-def progress_bar(first: str) -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar(first: str) -> Iterator[Notify]:
     """Show a bar on a terminal; what is yielded takes a description, the count and the total.
 
     Elsewhere stderr gets a line a minute, with the time that is left.

@@ -92,8 +92,8 @@ def remember(
         lengths=tuple(sorted(tokens)) if tokens else default.lengths,
         attend=tuple(sorted(attend)) if attend else default.attend,
     )
-    with progress_bar("reading") as say:
-        measured = measure(load, say)
+    with progress_bar("reading") as notify:
+        measured = measure(load, notify)
     finish(measured, as_json=as_json, save=save, plot=plot, draw=draw)
 
 

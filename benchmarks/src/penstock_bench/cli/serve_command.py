@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -14,6 +13,9 @@ from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import SettingError
 from penstock_bench.bench_settings import ServeSettings
 from penstock_bench.cli.bench_options import Plot, Save, engine_shape, finish, progress_bar
+
+if TYPE_CHECKING:
+    from penstock_bench.report import Notify
 
 REAL_DEFAULTS = {"system_tokens": 3_000, "connections": 0, "overhead_rounds": 0}
 """Settings for a model with real weights, where those of the command line are the defaults."""
@@ -107,25 +109,25 @@ def serve(
         **(_real_settings(load) if real else load),
     }
     served = ServeLoad(**settings)
-    with progress_bar("loading the model") as tell:
+    with progress_bar("loading the model") as notify:
         if conversations:
-            report = serve_held.measure(served, conversations, _announced(tell))
+            report = serve_held.measure(served, conversations, _announced(notify))
         else:
-            report = measure(served, notify=_announced(tell))
+            report = measure(served, notify=_announced(notify))
     finish(report, as_json=as_json, save=save, plot=plot, draw=draw)
 
 
-def _announced(tell: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+def _announced(notify: Notify) -> Notify:
     """Say beforehand how long the sessions are expected to take in all."""
     from penstock_bench.serve_time import EXPECTED
 
-    def told(what: str, done: int, of: int) -> None:
+    def announced(what: str, done: int, of: int) -> None:
         if what == EXPECTED:
             minutes = max(1, round(of / 60))
             print(f"the sessions take about {minutes} min in all", file=sys.stderr, flush=True)
-        tell(what, done, of)
+        notify(what, done, of)
 
-    return told
+    return announced
 
 
 def _real_settings(load: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Restore:
 
     first: int
     """Blocks before them in the chain."""
-    landing: RestoreBuffer | StateRestoreBuffer
+    buffer: RestoreBuffer | StateRestoreBuffer
     answer: Future[int]
     """Number of their records that were read, from the first one on."""
     paid: Reservation
@@ -69,8 +69,8 @@ class Restore:
 
     def segment(self, blocks: int, block_size: int) -> Segment:
         """Return the first of these blocks, once they are read; a copy if there are others."""
-        assert isinstance(self.landing, RestoreBuffer)
-        segment = self.landing.segment()
+        assert isinstance(self.buffer, RestoreBuffer)
+        segment = self.buffer.segment()
         if blocks == self.blocks and not self.known:
             return segment
         start = self.known * block_size
@@ -219,18 +219,16 @@ class EngineTier:
                 break
             paid = self._prefixes.ledger.reserve(Kind.TAILS, known_bytes)
             own.pass_on(paid, self.forms.nbytes(first, stop))
-            landing = RestoreBuffer(
+            buffer = RestoreBuffer(
                 self.forms.of(first),
                 len(ends),
                 (stop - start) // len(ends) * size,
                 in_place=self._in_place,
             )
             records = [block_hashes[end - 1] for end in ends]
-            answer = self._group.answer(self.tier.restore(records, landing.targets))
+            answer = self._group.answer(self.tier.restore(records, buffer.targets))
             begun.append(
-                Restore(
-                    first, landing, answer, paid, self, stop - first, first - start, known_bytes
-                )
+                Restore(first, buffer, answer, paid, self, stop - first, first - start, known_bytes)
             )
             first = stop
         self._restores.update(begun)
@@ -259,11 +257,11 @@ class EngineTier:
         if not self._prefixes.make_room(self.state_bytes):
             return None
         paid = self._prefixes.ledger.reserve(Kind.TAILS, self.state_bytes)
-        landing = StateRestoreBuffer(self._state_form, in_place=self._in_place)
+        buffer = StateRestoreBuffer(self._state_form, in_place=self._in_place)
         answer = self._group.answer(
-            self.tier.restore([checkpoint_hash(block_hashes[-1])], landing.targets)
+            self.tier.restore([checkpoint_hash(block_hashes[-1])], buffer.targets)
         )
-        restore = Restore(len(block_hashes), landing, answer, paid, self)
+        restore = Restore(len(block_hashes), buffer, answer, paid, self)
         self._restores.add(restore)
         return restore
 
@@ -275,8 +273,8 @@ class EngineTier:
         self._restores.remove(restore)
         restore.paid.release()
         there = not restore.answer.exception() and restore.answer.result()
-        assert isinstance(restore.landing, StateRestoreBuffer)
-        return restore.landing.states() if there else None
+        assert isinstance(restore.buffer, StateRestoreBuffer)
+        return restore.buffer.states() if there else None
 
     def take(self, restore: Restore, own: Reservation) -> int:
         """Return how many blocks of a restore were read, and pass its bytes to `own`.
@@ -291,7 +289,7 @@ class EngineTier:
         self._read = (counts.read_bytes, counts.read_seconds)
         self.read_pace.restored(counts.read_bytes - nbytes, counts.read_seconds - seconds)
         records = 0 if restore.answer.exception() else restore.answer.result()
-        there = records * (restore.known + restore.blocks) // restore.landing.blocks
+        there = records * (restore.known + restore.blocks) // restore.buffer.blocks
         return max(0, there - restore.known)
 
     def cancel(self, restore: Restore, own: Reservation) -> bool:
@@ -299,7 +297,7 @@ class EngineTier:
         if not restore.answer.cancel():
             return False
         self._restores.remove(restore)
-        if isinstance(restore.landing, RestoreBuffer):  # states are no part of the own
+        if isinstance(restore.buffer, RestoreBuffer):  # states are no part of the own
             restore.paid.pass_on(own, restore.own_bytes)
         restore.paid.release()
         return True

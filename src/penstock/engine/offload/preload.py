@@ -102,14 +102,14 @@ class Preloader:
         nbytes = restore.paid.nbytes if restore.known else 0
         if self._tier.take(restore, own) < restore.blocks:
             return False
-        assert isinstance(restore.landing, RestoreBuffer)
+        assert isinstance(restore.buffer, RestoreBuffer)
         size = self._prefixes.block_size
         with self._prefixes.ledger.reserve(Kind.BUFFERS, nbytes):
             committed = self._prefixes.insert(
                 pin,
                 restore.first,
                 block_hashes[: restore.first + restore.blocks],
-                restore.landing.tokens[restore.known * size :],
+                restore.buffer.tokens[restore.known * size :],
                 restore.segment(restore.blocks, size),
                 own,
             )

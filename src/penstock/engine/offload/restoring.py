@@ -160,7 +160,7 @@ class Restoring:
     def _take_in(self, sequence: Sequence, restore: Restore) -> None:
         """Insert restored blocks into the tree; cancel the reads behind a missing one."""
         assert sequence.kv.reservation is not None
-        if isinstance(restore.landing, StateRestoreBuffer):
+        if isinstance(restore.buffer, StateRestoreBuffer):
             self._take_in_states(sequence, restore)
             return
         start, size = sequence.kv.num_cached_tokens, self._size
@@ -197,7 +197,7 @@ class Restoring:
         nbytes = sum(
             restore.own_bytes
             for restore in sequence.restores
-            if isinstance(restore.landing, RestoreBuffer)
+            if isinstance(restore.buffer, RestoreBuffer)
         )
         if self._prefixes.make_room(nbytes):
             self._tiers.leave(sequence.restores)

@@ -125,7 +125,7 @@ class Watch:
             now = time.monotonic()
             if now >= beat_at:
                 beat_at = now + BEAT_SECONDS
-                self._tell(BEAT)
+                self._send(BEAT)
             for ready in wait(list(self._group.values()), BEAT_SECONDS / 4):
                 rank = next(r for r, other in self._group.items() if other is ready)
                 if not self._hear(rank):
@@ -135,7 +135,7 @@ class Watch:
                 if silent > self._silent_seconds:
                     self._end(f"{self._ranks.names[rank]} has not been heard of for {silent:.0f} s")
                     return
-        self._tell(END)
+        self._send(END)
         for connection in self._group.values():
             connection.close()
 
@@ -155,7 +155,7 @@ class Watch:
             return False
         return True
 
-    def _tell(self, message: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         """Send a message to all; `_hear` notices a rank that has hung up."""
         for connection in self._group.values():
             with suppress(OSError):
@@ -163,7 +163,7 @@ class Watch:
 
     def _end(self, why: str) -> None:
         """End the group: tell all ranks, and call `gone`."""
-        self._tell(why.encode()[:MOST_BYTES])
+        self._send(why.encode()[:MOST_BYTES])
         self._gone(why)
 
 

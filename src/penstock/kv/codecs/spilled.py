@@ -1,6 +1,6 @@
 """Keys or values that lie in a cold tier: of each block a checksum and its place are in memory.
 
-A spilled side is cut, joined and shared as codes are. Whoever reads it gets the numbers that were
+A spilled side is cut, joined and shared as codes are. A reader gets the numbers that were
 computed, to the bit: a reader fetches the blocks, and compares each with its checksum.
 """
 

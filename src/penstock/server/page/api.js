@@ -1,7 +1,7 @@
 // The server's interface: the key, JSON, and server-sent events read with fetch, since
 // EventSource sends no key.
 
-import { byId, say } from "./format.js";
+import { byId, setText } from "./format.js";
 
 const KEY = "penstock-key";
 let key = null;
@@ -22,7 +22,7 @@ export function keyed() {
 function askForKey(wrong) {
   asking ??= new Promise((resolve) => {
     const dialog = byId("key-dialog");
-    say(
+    setText(
       byId("key-note"),
       wrong ? "That was not the key. It is kept in this tab only." : "It is kept in this tab only.",
     );

@@ -3,7 +3,7 @@
 import { Refused, events } from "./api.js";
 import { Chat } from "./chat.js";
 import { MemoryChart } from "./chart.js";
-import { byId, bytes, make, many, percent, rough, say, speed } from "./format.js";
+import { byId, bytes, make, many, percent, rough, setText, speed } from "./format.js";
 import { followLinks } from "./links.js";
 import { Requests } from "./requests.js";
 import { TreeView } from "./tree.js";
@@ -46,8 +46,8 @@ async function follow() {
 
 function show(snapshot) {
   state("live", "live");
-  say(byId("model"), snapshot.model);
-  say(byId("version"), `penstock ${snapshot.version}`);
+  setText(byId("model"), snapshot.model);
+  setText(byId("version"), `penstock ${snapshot.version}`);
   document.title = `${percent(snapshot.stats.used_bytes / snapshot.stats.limit_bytes)} · penstock`;
   chat.serves(snapshot.model);
   if (snapshot.history) {
@@ -62,21 +62,21 @@ function show(snapshot) {
 
 function showTiles({ stats, hit_rate: hitRate, generated_per_second: generated, prefilled_per_second: prefilled, max_batch_size: slots }) {
   const used = stats.used_bytes / stats.limit_bytes;
-  say(byId("used"), bytes(stats.used_bytes));
+  setText(byId("used"), bytes(stats.used_bytes));
   meter("used-meter", used);
-  say(byId("used-note"), `${percent(used)} of the limit of ${bytes(stats.limit_bytes)}${spilledNote(stats)}`);
-  say(byId("hit"), stats.prompt_tokens ? percent(hitRate) : "–");
+  setText(byId("used-note"), `${percent(used)} of the limit of ${bytes(stats.limit_bytes)}${spilledNote(stats)}`);
+  setText(byId("hit"), stats.prompt_tokens ? percent(hitRate) : "–");
   meter("hit-meter", hitRate);
-  say(byId("hit-note"), `${rough(stats.hit_tokens)} of ${rough(stats.prompt_tokens)} prompt tokens`);
-  say(byId("speed"), `${speed(generated)} tokens/s`);
-  say(byId("speed-note"), speedNote(prefilled, stats));
+  setText(byId("hit-note"), `${rough(stats.hit_tokens)} of ${rough(stats.prompt_tokens)} prompt tokens`);
+  setText(byId("speed"), `${speed(generated)} tokens/s`);
+  setText(byId("speed-note"), speedNote(prefilled, stats));
   speeds.push(generated);
   while (speeds.length > SPARK_POINTS) speeds.shift();
   spark();
   const working = stats.running + stats.prefilling + stats.restoring;
-  say(byId("running"), working ? `${working} running` : stats.waiting ? "waiting" : "idle");
-  say(byId("waiting"), `${many(stats.waiting, "answer")} waiting, `);
-  say(preempted, `${stats.preempted} preempted`);
+  setText(byId("running"), working ? `${working} running` : stats.waiting ? "waiting" : "idle");
+  setText(byId("waiting"), `${many(stats.waiting, "answer")} waiting, `);
+  setText(preempted, `${stats.preempted} preempted`);
   showSlots(stats, slots);
 }
 
@@ -132,7 +132,7 @@ function state(kind, text, reason = "") {
   const element = byId("state");
   element.title = reason;
   element.dataset.state = kind;
-  say(element.lastElementChild, text);
+  setText(element.lastElementChild, text);
   byId("board").classList.toggle("stale", kind === "gone"); // the figures are those of before
 }
 
@@ -142,7 +142,7 @@ function dark() {
 }
 
 function showTheme() {
-  say(byId("theme"), dark() ? "☀" : "☾");
+  setText(byId("theme"), dark() ? "☀" : "☾");
   chart.restyle();
 }
 

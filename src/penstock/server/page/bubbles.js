@@ -1,7 +1,7 @@
 // The messages of a conversation as elements. A question is shown as it was written; an answer is
 // Markdown, with its reasoning folded above it.
 
-import { duration, make, say } from "./format.js";
+import { duration, make, setText } from "./format.js";
 import { markdown } from "./markdown.js";
 
 /** Make a question's bubble; `edit` takes it back. */
@@ -42,7 +42,7 @@ class Answer {
     if (reasoning) {
       this.reasoning += reasoning;
       this.folded.hidden = false;
-      say(this.thoughts, this.reasoning);
+      setText(this.thoughts, this.reasoning);
     }
     if (content) {
       if (!this.text) this.foldReasoning();
@@ -54,7 +54,7 @@ class Answer {
 
   /** Write how long the model reasoned. */
   foldReasoning() {
-    say(this.label, `Reasoned for ${duration((performance.now() - this.began) / 1000)}`);
+    setText(this.label, `Reasoned for ${duration((performance.now() - this.began) / 1000)}`);
   }
 
   draw() {

@@ -1,6 +1,6 @@
 // Memory over time: what the ledger counts, stacked by purpose, against the limit.
 
-import { byId, bytes, color, count, make, many, percent, say } from "./format.js";
+import { byId, bytes, color, count, make, many, percent, setText } from "./format.js";
 import { term } from "./words.js";
 
 /** From the ground up: what stays lies below what comes and goes. */
@@ -75,7 +75,7 @@ export class MemoryChart {
     this.history.add(at, stats.limit_bytes, stats.by_kind);
     for (const [kind, entry] of this.legend) {
       const value = stats.by_kind[kind] ?? 0;
-      say(entry.value, bytes(value));
+      setText(entry.value, bytes(value));
       entry.element.classList.toggle("none", value === 0);
     }
     this.place.setAttribute(
@@ -197,7 +197,7 @@ export class MemoryChart {
     const past = at !== null && at !== undefined;
     for (const [kind, entry] of this.legend) {
       const value = past ? this.history.kinds[kind][at] : this.history.kinds[kind].at(-1);
-      if (value !== undefined) say(entry.value, bytes(value));
+      if (value !== undefined) setText(entry.value, bytes(value));
     }
   }
 }

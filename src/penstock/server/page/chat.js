@@ -3,7 +3,7 @@
 
 import { ask, events } from "./api.js";
 import { answerBubble, questionBubble } from "./bubbles.js";
-import { byId, count, duration, make, percent, say, speed } from "./format.js";
+import { byId, count, duration, make, percent, setText, speed } from "./format.js";
 
 const HINT_SECONDS = 0.35;
 /** Tokens from which an answer shows its speed: a shorter one comes in one piece. */
@@ -53,12 +53,12 @@ export class Chat {
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.running) this.running.abort();
-      else this.say(this.draft.value);
+      else this.send(this.draft.value);
     });
     this.draft.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
-      if (!this.running) this.say(this.draft.value);
+      if (!this.running) this.send(this.draft.value);
     });
     this.draft.addEventListener("input", () => {
       this.fitDraft();
@@ -77,7 +77,7 @@ export class Chat {
       ...this.starters.map(({ name, text, then }) =>
         suggestion(name, () => {
           this.next = [...then];
-          this.say(text);
+          this.send(text);
         }),
       ),
     );
@@ -92,8 +92,8 @@ export class Chat {
     this.draft.focus();
   }
 
-  /** Say something, and write down the answer while it comes. */
-  async say(text) {
+  /** Send a message, and write down the answer while it comes. */
+  async send(text) {
     const said = text.trim();
     if (!said || this.running) return;
     this.welcome ??= byId("welcome");
@@ -115,7 +115,7 @@ export class Chat {
     const bubble = answerBubble();
     this.append(bubble.element);
     const started = performance.now();
-    const told = { first: null, last: null, usage: null, finish: null };
+    const seen = { first: null, last: null, usage: null, finish: null };
     let failure = null;
     try {
       for await (const { event, data } of events("v1/chat/completions", {
@@ -126,21 +126,21 @@ export class Chat {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
         if (event === "error" || chunk.error) throw new Error(chunk.error?.message ?? data);
-        told.usage = chunk.usage ?? told.usage;
+        seen.usage = chunk.usage ?? seen.usage;
         const [choice] = chunk.choices ?? [];
-        told.finish = choice?.finish_reason ?? told.finish;
-        if (chunk.prompt_progress) say(bubble.cost, reading(chunk.prompt_progress));
+        seen.finish = choice?.finish_reason ?? seen.finish;
+        if (chunk.prompt_progress) setText(bubble.cost, reading(chunk.prompt_progress));
         if (!bubble.add(choice?.delta ?? {})) continue;
-        if (told.first === null) say(bubble.cost, ""); // the prompt is read
-        told.last = performance.now();
-        told.first ??= told.last;
+        if (seen.first === null) setText(bubble.cost, ""); // the prompt is read
+        seen.last = performance.now();
+        seen.first ??= seen.last;
         this.follow();
       }
-      if (told.finish === null) throw new Error("The connection ended before the answer did.");
-      say(bubble.cost, cost(told, started));
+      if (seen.finish === null) throw new Error("The connection ended before the answer did.");
+      setText(bubble.cost, cost(seen, started));
     } catch (error) {
       failure = error;
-      if (error.name === "AbortError") say(bubble.cost, "stopped");
+      if (error.name === "AbortError") setText(bubble.cost, "stopped");
       else bubble.fail(reason(error), () => this.again(bubble.element));
     }
     bubble.finish();
@@ -168,14 +168,14 @@ export class Chat {
     const at = [...this.log.children].indexOf(element) - 1;
     const { content } = this.messages[at];
     this.cutBack(at);
-    this.say(content);
+    this.send(content);
   }
 
   /** Offer the next question of a starter. */
   suggest() {
     if (!this.next.length || this.messages.at(-1).leftOut) return;
     const text = this.next.shift();
-    this.suggested = suggestion(text, () => this.say(text));
+    this.suggested = suggestion(text, () => this.send(text));
     this.log.append(this.suggested);
   }
 
@@ -268,7 +268,7 @@ export class Chat {
 
   hint(text, share = 0) {
     const hint = byId("hint");
-    say(hint, text);
+    setText(hint, text);
     hint.style.setProperty("--share", `${share * 100}%`);
   }
 }

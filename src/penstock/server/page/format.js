@@ -71,7 +71,7 @@ export function make(tag, attributes = {}, ...children) {
 }
 
 /** Set a text, and touch the page only if it differs. */
-export function say(element, text) {
+export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 

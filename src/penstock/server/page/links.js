@@ -2,7 +2,7 @@
 // asks with it and shows the answer itself.
 
 import { ask, keyed, send } from "./api.js";
-import { byId, make, say } from "./format.js";
+import { byId, make, setText } from "./format.js";
 
 /** Have the footer's links open here as soon as there is a key. */
 export function followLinks() {
@@ -17,7 +17,7 @@ export function followLinks() {
 }
 
 async function open(name, path) {
-  say(byId("sheet-title"), name);
+  setText(byId("sheet-title"), name);
   byId("sheet-body").replaceChildren(await content(path));
   byId("sheet").showModal();
 }

@@ -1,6 +1,6 @@
 // The last requests, newest first; one that is opened tells why it hit or missed.
 
-import { byId, count, duration, make, many, percent, say, speed } from "./format.js";
+import { byId, count, duration, make, many, percent, setText, speed } from "./format.js";
 
 /** How an open request stands, and how one has ended. */
 const WORDS = {
@@ -31,7 +31,7 @@ export class Requests {
     byId("requests-empty").hidden = requests.length > 0;
     byId("requests-table").hidden = requests.length === 0;
     const open = requests.filter(({ state }) => state === "waiting" || state === "running").length;
-    say(byId("requests-sum"), open ? `${count(open)} open` : "");
+    setText(byId("requests-sum"), open ? `${count(open)} open` : "");
     const seen = new Set(requests.map((request) => request.id));
     for (const [id, row] of this.rows) {
       if (seen.has(id)) continue;
@@ -79,16 +79,16 @@ export class Requests {
 
   fill({ request, name, at, bar, share, cells, state }) {
     const word = request.state === "failed" ? "failed" : (request.finish ?? request.state);
-    say(name, short(request.label));
-    say(at, clock(request.started));
+    setText(name, short(request.label));
+    setText(at, clock(request.started));
     name.setAttribute("aria-label", `${short(request.label)}, ${clock(request.started)}: why it hit or missed`);
     name.title = clock(request.started);
     bar.style.width = `${part(request) * 100}%`;
-    say(share, `${count(cached(request))} of ${count(request.prompt_tokens)}`);
-    say(cells.answer, count(request.completion_tokens));
-    say(cells.first, request.first_token_seconds == null ? "–" : duration(request.first_token_seconds));
-    say(cells.speed, request.tokens_per_second == null ? "–" : `${speed(request.tokens_per_second)}/s`);
-    say(state, WORDS[word] ?? word);
+    setText(share, `${count(cached(request))} of ${count(request.prompt_tokens)}`);
+    setText(cells.answer, count(request.completion_tokens));
+    setText(cells.first, request.first_token_seconds == null ? "–" : duration(request.first_token_seconds));
+    setText(cells.speed, request.tokens_per_second == null ? "–" : `${speed(request.tokens_per_second)}/s`);
+    setText(state, WORDS[word] ?? word);
     state.title = request.finish ?? "";
     state.dataset.state = word;
   }
@@ -101,7 +101,7 @@ export class Requests {
 
   explain(request) {
     const found = request.explanation;
-    say(byId("why-title"), `${short(request.label)}, ${clock(request.started)}`);
+    setText(byId("why-title"), `${short(request.label)}, ${clock(request.started)}`);
     const all = Math.max(1, request.prompt_tokens);
     const held = make("i", { class: "held" });
     held.style.width = `${(100 * cached(request)) / all}%`;

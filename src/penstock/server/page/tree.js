@@ -2,7 +2,7 @@
 // the last on the right. A box is as high as all boxes behind it: a widely shared one is tall.
 
 import { ask } from "./api.js";
-import { byId, bytes, count, duration, make, many, say } from "./format.js";
+import { byId, bytes, count, duration, make, many, setText } from "./format.js";
 
 const GAP = 3;
 const LEAST_WIDTH = 14;
@@ -75,7 +75,7 @@ export class TreeView {
     const copies = apart(this.roots);
     if (!leftOut && copies > nbytes * 1.05) text.push(`${bytes(copies)} if each branch had its own`);
     if (leftOut) text.push(`${count(nodes.length)} nodes drawn`);
-    say(byId("tree-sum"), text.join(" · "));
+    setText(byId("tree-sum"), text.join(" · "));
     const none = nodes.length === 0;
     byId("tree-empty").hidden = !none;
     byId("scale").hidden = none;
@@ -105,7 +105,7 @@ export class TreeView {
       this.boxes.delete(id);
     }
     this.rove();
-    this.tell();
+    this.showChosen();
   }
 
   /** Return how wide the longest branch is. */
@@ -165,9 +165,9 @@ export class TreeView {
     box.setAttribute("aria-level", node.depth + 1);
     box.setAttribute("aria-label", this.words(node));
     box.title = this.words(node);
-    say(box.children[0], bytes(node.nbytes));
-    say(box.children[1], many(node.end - node.start, "token"));
-    say(box.children[2], node.pins ? `${node.pins}×` : "");
+    setText(box.children[0], bytes(node.nbytes));
+    setText(box.children[1], many(node.end - node.start, "token"));
+    setText(box.children[2], node.pins ? `${node.pins}×` : "");
   }
 
   words(node) {
@@ -178,11 +178,11 @@ export class TreeView {
   choose(id) {
     this.chosen = this.chosen === id ? null : id;
     this.text = null;
-    this.tell();
+    this.showChosen();
   }
 
-  /** Tell of the chosen node below the drawing. */
-  tell() {
+  /** Show the chosen node below the drawing. */
+  showChosen() {
     const node = this.byNode?.get(this.chosen);
     for (const [id, box] of this.boxes) {
       const on = id === this.chosen && Boolean(node);
@@ -213,7 +213,7 @@ export class TreeView {
     } catch (error) {
       this.text = error.message;
     }
-    if (this.chosen === id) this.tell();
+    if (this.chosen === id) this.showChosen();
   }
 
   /** One box can be reached with Tab; the arrows go on from there. */

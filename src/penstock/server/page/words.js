@@ -1,6 +1,6 @@
 // Words of the page that need a sentence: shown by a click, a touch or the Enter key.
 
-import { byId, make, say } from "./format.js";
+import { byId, make, setText } from "./format.js";
 
 const MEANINGS = {
   weights: "Weights are the model itself. They stay in memory as long as the server runs.",
@@ -35,6 +35,6 @@ function toggle(button, place) {
   button.setAttribute("aria-controls", place.id);
   button.setAttribute("aria-expanded", String(!shown));
   place.dataset.term = shown ? "" : button.dataset.term;
-  say(place, shown ? "" : MEANINGS[button.dataset.term]);
+  setText(place, shown ? "" : MEANINGS[button.dataset.term]);
   place.hidden = shown;
 }

@@ -59,9 +59,11 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON blocks
 """
 
 _RECOUNT = """
-UPDATE sums SET nbytes = told.nbytes, uses = told.uses
-    FROM (SELECT ifnull(sum(nbytes), 0) AS nbytes, ifnull(max(used), 0) AS uses FROM blocks) AS told
-    WHERE sums.nbytes != told.nbytes OR sums.uses NOT BETWEEN told.uses AND 1 << 50
+UPDATE sums SET nbytes = counted.nbytes, uses = counted.uses
+    FROM (
+        SELECT ifnull(sum(nbytes), 0) AS nbytes, ifnull(max(used), 0) AS uses FROM blocks
+    ) AS counted
+    WHERE sums.nbytes != counted.nbytes OR sums.uses NOT BETWEEN counted.uses AND 1 << 50
 """
 """Statement that corrects the sums of a damaged index when it is opened."""
 

@@ -148,10 +148,10 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def told(error: BaseException, url: str) -> str:
+def described(error: BaseException, url: str) -> str:
     """Return an error's text in one line, without the secrets of a URL.
 
-    >>> told(OSError("no entry for :se%20cret@cache, or se cret"), "redis://:se%20cret@cache")
+    >>> described(OSError("no entry for :se%20cret@cache, or se cret"), "redis://:se%20cret@cache")
     'no entry for :***@cache, or ***'
     """
     words = str(error).partition("\n")[0]

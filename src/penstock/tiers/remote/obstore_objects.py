@@ -19,7 +19,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError
 from obstore.store import from_url
 
-from penstock.tiers.remote.objects import ObjectPiece, told
+from penstock.tiers.remote.objects import ObjectPiece, described
 
 
 class ObstoreObjects:
@@ -87,7 +87,7 @@ class ObstoreObjects:
         try:
             yield
         except (BaseError, OSError, ValueError) as error:
-            raise ConnectionError(told(error, self._url)) from None
+            raise ConnectionError(described(error, self._url)) from None
 
 
 def _bucket(url: str, seconds: float) -> Any:

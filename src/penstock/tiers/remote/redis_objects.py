@@ -10,7 +10,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from penstock.tiers.remote.objects import ObjectPiece, told
+from penstock.tiers.remote.objects import ObjectPiece, described
 
 REFUSALS = (
     redis.exceptions.OutOfMemoryError,
@@ -79,6 +79,6 @@ class RedisObjects:
         try:
             yield
         except (redis.TimeoutError, TimeoutError) as error:
-            raise TimeoutError(told(error, self._url)) from None
+            raise TimeoutError(described(error, self._url)) from None
         except (redis.RedisError, OSError, ValueError, TypeError) as error:
-            raise ConnectionError(told(error, self._url)) from None
+            raise ConnectionError(described(error, self._url)) from None
