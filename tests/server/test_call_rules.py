@@ -24,6 +24,7 @@ SPECIAL = (
     *("<think>", "</think>", "<tool_call>", "<|channel|>", "<|message|>", "<|constrain|>"),
     *("[TOOL_CALLS]", "[ARGS]", "｜DSML｜", "<|open|>", "<|close|>", "<|sep|>"),
     *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    *("<start_function_call>", "<end_function_call>", "<escape>"),
 )
 END = 256
 ARGUMENTS = {"text": "a"}
@@ -49,6 +50,7 @@ FORMS = {
     **{name: form_of(name) for name in ("qwen3_coder", "mistral", "deepseek, V3.2")},
     **{name: form_of(name) for name in ("kimi_k2", "minimax_m2")},
     **{name: form_of(name) for name in ("kimi_k3", "minicpm5", "pythonic", "gemma4")},
+    **{name: form_of(name) for name in ("function_gemma", "muse_spark")},
     "deepseek, V3.1": V31,
     "mistral, newer": replace(
         form_of("mistral"),
@@ -57,7 +59,7 @@ FORMS = {
 }
 TAGGED = (
     *("qwen3_coder", "seed", "minimax_m2", "deepseek, V3.2", "kimi_k3", "minicpm5", "pythonic"),
-    "gemma4",
+    *("gemma4", "function_gemma", "muse_spark"),
 )
 """Forms in which each argument stands alone."""
 BARE = ("harmony", "llama")
@@ -162,7 +164,7 @@ GIVEN_PARTS = {"parts": [{"at": 1.5}], "note": "abcd"}
 
 def tagged(family: str, arguments: dict[str, Any]) -> str:
     """Return a call with a tag for each argument, as the family's template writes it."""
-    if family not in ("deepseek, V3.2", "gemma4", "kimi_k3", "pythonic"):
+    if family not in ("deepseek, V3.2", "function_gemma", "gemma4", "kimi_k3", "pythonic"):
         arguments = {
             key: value if isinstance(value, str) else dumped(value)
             for key, value in arguments.items()
@@ -193,8 +195,10 @@ def test_arguments_between_tags_follow_their_types(family: str, marks: Marks) ->
 
 
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
-def test_gemmas_notation_goes_on_within_lists_and_objects(marks: Marks) -> None:
+@pytest.mark.parametrize("family", ["gemma4", "function_gemma"])
+def test_gemmas_notation_goes_on_within_lists_and_objects(family: str, marks: Marks) -> None:
     """And in a schema that contains itself; a key that is no word stands between marks."""
+    quote = "<escape>" if family == "function_gemma" else '<|"|>'
     node = {
         "type": "object",
         "properties": {
@@ -207,7 +211,7 @@ def test_gemmas_notation_goes_on_within_lists_and_objects(marks: Marks) -> None:
     properties = {"top": {"$ref": "#/$defs/Node"}, "rest": {"type": "object"}}
     schema = {"properties": properties, "$defs": {"Node": node}}
     tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
-    form = replace(FORMS["gemma4"], marks=marks)
+    form = replace(FORMS[family], marks=marks)
     made = call_grammar(form, [tool], "look_up")
     assert made.unenforced == ("look_up:minLength",)
     leaf = {"a b": "}{,c:1 \n", "size": 2.5}
@@ -216,14 +220,14 @@ def test_gemmas_notation_goes_on_within_lists_and_objects(marks: Marks) -> None:
         {"rest": {"x": [None, {"y": "z"}], "w": True}},
         {"top": {"a b": "", "below": [leaf, {"a b": "", "below": [leaf]}]}, "rest": {}},
     ):
-        call = tagged("gemma4", given).replace("a b:", '<|"|>a b<|"|>:')
+        call = tagged(family, given).replace("a b:", f"{quote}a b{quote}:")
         assert follows(made.grammar, call, marks), call
         parser = form.parser([tool])
         events = [*parser.feed(call), *parser.end()]
         grown = "".join(one.text for one in events if isinstance(one, ArgumentsPart))
         assert json.loads(grown) == given
     for wrong in ({"top": {"size": 3}}, {"top": {"a b": "", "below": [{"a b": 1}]}}, {"rest": 1}):
-        call = tagged("gemma4", wrong).replace("a b:", '<|"|>a b<|"|>:')
+        call = tagged(family, wrong).replace("a b:", f"{quote}a b{quote}:")
         assert not follows(made.grammar, call, marks), call
 
 

@@ -60,6 +60,7 @@ def test_reasoning_and_a_call_reach_all_clients(name: str, tmp_path: Path) -> No
     [
         *("<|channel|> <|message|>", "<｜tool▁calls▁begin｜> ```json", "｜DSML｜"),
         *("<tool_call>\n<function=", "[TOOL_CALLS]", "[TOOL_CALLS][ARGS]"),
+        *("<start_function_call>", "<atem:function_calls>"),
     ],
 )
 def test_a_call_is_demanded_in_the_models_own_form(shown: str, tmp_path: Path) -> None:

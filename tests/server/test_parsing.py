@@ -9,8 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from written_answers import FAMILIES, TOOLS, Written, form_of, written
+from written_answers import FAMILIES, MLX_LM, TOOLS, Written, form_of, written
 
+from penstock.models.mlx_lm import tool_parser
 from penstock.server.calls import call_grammar
 from penstock.server.parsing import (
     AnswerFormat,
@@ -23,6 +24,7 @@ from penstock.server.parsing import (
     TextPart,
 )
 from penstock.server.parsing.events import Events
+from penstock.server.parsing.mlx_lm_calls import MlxLmCalls
 from penstock.server.problems import BadRequest
 
 OUTPUTS = 200
@@ -209,10 +211,44 @@ def test_llama_calls_a_tool_of_its_own() -> None:
     assert heard.calls == [("brave_search", {"query": "a)b"})]
 
 
+def test_the_texts_of_muse_spark_are_no_json() -> None:
+    """A text stays as it is: number, word of JSON, or with blanks around it; null may be null."""
+    properties: dict[str, Any] = {
+        "text": {"type": "string"},
+        "none": {"type": ["string", "null"]},
+        "any": {},
+        "count": {"type": "integer"},
+    }
+    tools = [{"type": "function", "function": {"name": "put", "parameters": {}}}]
+    schema = {"type": "object", "properties": properties}
+    tools += [{"type": "function", "function": {"name": "look_up", "parameters": schema}}]
+    given = {"text": "1.0", "none": "null", "any": "[1]", "count": "3"}
+    read_as = {"text": "1.0", "none": None, "any": [1], "count": 3}
+    form = form_of("muse_spark")
+    for text in ("1.0", "null", "  a  ", '{"a": 1}', '"', "<x>\n\\"):
+        answer = MLX_LM["muse_spark"]([("put", {"text": "2"}), ("look_up", given | {"text": text})])
+        heard = read(parse([answer], form, tools))
+        assert heard.calls == [("put", {"text": 2}), ("look_up", read_as | {"text": text})]
+    heard = read(parse([MLX_LM["muse_spark"]([("look_up", {"none": "nul"})])], form, tools))
+    assert heard.calls == [("look_up", {"none": "nul"})]
+
+
+def test_a_bare_word_of_function_gemma_is_a_text() -> None:
+    """As mlx-lm's parser of that name reads it: the model is small, and may forget the marks."""
+    heard = read(
+        parse(
+            ["<start_function_call>call:look_up{text:Rome,n:2}<end_function_call>"],
+            form_of("function_gemma"),
+        )
+    )
+    assert heard.calls == [("look_up", {"text": "Rome", "n": 2})]
+
+
 def test_a_call_of_another_form_cannot_be_demanded() -> None:
     """And the error names the form."""
-    with pytest.raises(BadRequest, match=r"calls, function_gemma, .*--tool-parser"):
-        call_grammar(form_of("function_gemma"), TOOLS)
+    parser = tool_parser("qwen3_coder")
+    with pytest.raises(BadRequest, match=r"calls, unknown, .*--tool-parser"):
+        call_grammar(AnswerFormat("unknown", calls=MlxLmCalls(*parser)), TOOLS)
     with pytest.raises(BadRequest, match="template shows no format"):
         call_grammar(AnswerFormat(), TOOLS)
 

@@ -49,13 +49,13 @@ def json_type(value: Any) -> str:
     return names.get(type(value), "number")
 
 
-def gemma(value: Any) -> str:
-    """Return a value as Gemma 4 writes it."""
+def gemma(value: Any, quote: str = '<|"|>') -> str:
+    """Return a value as Gemma 4 writes it, or FunctionGemma with marks of its own."""
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{gemma(one)}' for key, one in value.items())}}}"
+        return f"{{{','.join(f'{key}:{gemma(one, quote)}' for key, one in value.items())}}}"
     if isinstance(value, list):
-        return f"[{','.join(map(gemma, value))}]"
-    return f'<|"|>{value}<|"|>' if isinstance(value, str) else dumped(value)
+        return f"[{','.join(gemma(one, quote) for one in value)}]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else dumped(value)
 
 
 def python(name: str, arguments: Mapping[str, Any]) -> str:
@@ -150,10 +150,8 @@ OURS["seed"] = (
     ),
 )
 MLX_LM: dict[str, Any] = {
-    "function_gemma": xml(
-        "<start_function_call>call:NAME{",
-        "KEY:<escape>VALUE<escape>",
-        "}<end_function_call>",
+    "function_gemma": joined(
+        lambda n, a: f"<start_function_call>call:{n}{gemma(a, '<escape>')}<end_function_call>"
     ),
     "gemma4": joined(lambda n, a: f"<|tool_call>call:{n}{gemma(a)}<tool_call|>"),
     "glm47": GLM,
@@ -197,11 +195,11 @@ MLX_LM: dict[str, Any] = {
     ),
     "mistral": lambda calls: f"[TOOL_CALLS]{listed(calls)}",
     "muse_spark": lambda calls: (
-        "<atem:function_calls>"
+        "<atem:function_calls>\n"
         + xml(
-            '<atem:invoke name="NAME">',
-            '<atem:parameter name="KEY">VALUE</atem:parameter>',
-            "</atem:invoke>",
+            '<atem:invoke name="NAME">\n',
+            '<atem:parameter name="KEY">VALUE</atem:parameter>\n',
+            "</atem:invoke>\n",
         )(calls)
         + "</atem:function_calls>"
     ),
@@ -215,9 +213,9 @@ MLX_LM: dict[str, Any] = {
     ),
 }
 FAMILIES = ("harmony", *OURS, *MLX_LM)
-TEXTS_ONLY = frozenset(MLX_LM) - {*("json_tools", "kimi_k2", "kimi_k3", "mistral", "pythonic")} | {
-    "seed"
-}
+TEXTS_ONLY = frozenset(MLX_LM) - {
+    *("function_gemma", "gemma4", "json_tools", "kimi_k2", "kimi_k3", "mistral", "pythonic")
+} | {"seed"}
 """Families whose arguments are texts between tags here."""
 
 

@@ -190,7 +190,10 @@ _INVOKE = "<invoke name="
 
 def _json_tags(template: str) -> bool:
     """Tell whether calls are JSON between tags, and not XML."""
-    others = ("<function=", _INVOKE, "<arg_key>", "[TOOL_CALLS]", "<tool_call>\\n<function")
+    others = (
+        *("<function=", _INVOKE, "<arg_key>", "[TOOL_CALLS]", "<tool_call>\\n<function"),
+        *("<start_function_call>", "<atem:"),
+    )
     return "<tool_call>" in template and not any(sign in template for sign in others)
 
 

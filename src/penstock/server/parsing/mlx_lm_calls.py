@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.models.mlx_lm import tool_parser
 from penstock.server.parsing.answer_text import AnswerText, Reading, until
-from penstock.server.parsing.argument_types import with_plain_types
+from penstock.server.parsing.argument_types import json_types, with_plain_types
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.json_text import arguments_text
 from penstock.server.parsing.parser import Tools
@@ -18,19 +20,36 @@ from penstock.server.parsing.shapes import CallShape, ParameterTags, json_shape
 _PROBE = {"name": "probe", "arguments": {"n": 1}}
 _CALL_ID = re.compile(r"^(\s*[\w-]+)\[CALL_ID\]\w+(?=\s*\[ARGS\])")
 """Name of a call in front of its arguments, which mlx-lm takes for that of the tool."""
+GEMMA_QUOTE, FUNCTION_GEMMA_QUOTE = '<|"|>', "<escape>"
+"""Marks around texts of Gemma 4 and of FunctionGemma, which write calls alike but for these."""
+_MUSE_PART = re.compile(
+    r'<atem:invoke\b[^>]*?\bname="(?P<tool>[^"]+)">'
+    r'|(?P<head><atem:parameter\b[^>]*?\bname="(?P<key>[^"]+)"[^>]*?>)'
+    r"(?P<text>.*?)(?=</atem:parameter>)",
+    re.DOTALL,
+)
+"""Head of a call of Muse Spark's, or an argument up to its end."""
 SEED = CallShape(
     *("<seed:tool_call>", "\n<function=", ">\n", "</function>", "\n</seed:tool_call>"),
     separator=None,
     tags=ParameterTags("<parameter=", ">", ">", "</parameter>", after="\n"),
 )
 """Shape of Seed-OSS, whose calls the parser of Qwen3-Coder reads."""
+
+
+def _gemma_shape(opening: str, closing: str, quote: str) -> CallShape:
+    """Return the shape of calls in Gemma's notation, with a mark around each text."""
+    tags = ParameterTags("", f":{quote}", ":", quote, separator=",", notation="gemma")
+    return CallShape(
+        *(opening, "call:", "{", "}", closing), separator=None, tags=tags, names=r"[\w-]+"
+    )
+
+
 _WRITTEN = {
-    "gemma4": CallShape(
-        *("<|tool_call>", "call:", "{", "}", "<tool_call|>"),
-        separator=None,
-        tags=ParameterTags("", ':<|"|>', ":", '<|"|>', separator=",", notation="gemma"),
-        names=r"[\w-]+",
+    "function_gemma": _gemma_shape(
+        "<start_function_call>", "<end_function_call>", FUNCTION_GEMMA_QUOTE
     ),
+    "gemma4": _gemma_shape("<|tool_call>", "<tool_call|>", GEMMA_QUOTE),
     "kimi_k2": CallShape(
         *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions."),
         *(":0<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
@@ -56,6 +75,12 @@ _WRITTEN = {
         *("<minimax:tool_call>", '\n<invoke name="', '">\n', "</invoke>"),
         closing="\n</minimax:tool_call>",
         tags=ParameterTags('<parameter name="', '">', '">', "</parameter>", after="\n"),
+    ),
+    "muse_spark": CallShape(
+        *("<atem:function_calls>", '\n<atem:invoke name="', '">\n', "</atem:invoke>"),
+        closing="\n</atem:function_calls>",
+        tags=ParameterTags('<atem:parameter name="', '">', '">', "</atem:parameter>", after="\n"),
+        names=r'[^"]+',
     ),
     "pythonic": CallShape(
         *("<|tool_call_start|>[", "", "(", ")", "]<|tool_call_end|>"),
@@ -114,8 +139,7 @@ class MlxLmCalls:
         else:
             yield from until(source, (self.start,), text.append, take=False)
         try:
-            plain = _CALL_ID.sub(r"\1", "".join(text))
-            parsed = self.parse(plain, with_plain_types(tools))
+            parsed = self._parsed(_CALL_ID.sub(r"\1", "".join(text)), tools)
             calls = [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
         # A boundary: the text is the model's, and the parsers are mlx-lm's, one a family.
         except Exception as error:
@@ -124,6 +148,46 @@ class MlxLmCalls:
             out.start(name, id)
             out.arguments(arguments)
             out.end()
+
+    def _parsed(self, text: str, tools: Tools) -> Any:
+        """Return the calls in a text as mlx-lm does; raises whatever its parser raises."""
+        name, plain = self.parse.__module__.rpartition(".")[2], with_plain_types(tools)
+        if name == "muse_spark":
+            text = quoted_texts(text, tools)
+        if name == "function_gemma":
+            gemma, _, _ = tool_parser("gemma4")
+            with suppress(ValueError):  # a text without marks, which its own parser reads
+                return gemma(text.replace(FUNCTION_GEMMA_QUOTE, GEMMA_QUOTE), plain)
+        return self.parse(text, plain)
+
+
+def quoted_texts(text: str, tools: Tools) -> str:
+    r"""Return Muse Spark's calls with JSON for texts: mlx-lm reads as JSON whatever can be read so.
+
+    >>> schema = {"properties": {"id": {"type": "string"}, "n": {"type": "integer"}}}
+    >>> tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    >>> id, n = (f'<atem:parameter name="{key}">1</atem:parameter>' for key in ("id", "n"))
+    >>> print(quoted_texts(f'<atem:invoke name="f">\n{id}\n{n}\n</atem:invoke>', tools))
+    <atem:invoke name="f">
+    <atem:parameter name="id">"1"</atem:parameter>
+    <atem:parameter name="n">1</atem:parameter>
+    </atem:invoke>
+    """
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    schema: Mapping[str, Any] = {}
+
+    def quoted(match: re.Match[str]) -> str:
+        nonlocal schema
+        if match["tool"] is not None:
+            schema = schemas.get(match["tool"]) or {}
+            return match[0]
+        types = json_types((schema.get("properties") or {}).get(match["key"]), schema)
+        is_null = match["text"] == "null" and "null" in types
+        if "string" not in types or is_null:
+            return match[0]
+        return f"{match['head']}{json.dumps(match['text'])}"
+
+    return _MUSE_PART.sub(quoted, text)
 
 
 def written_shape(name: str, template: str) -> CallShape | None:
