@@ -206,9 +206,15 @@ BARE = {
         f"{{% endfor %}}{{% if add_generation_prompt %}}{ASK}<thought></thought>{{% endif %}}",
         Opening(f"{ASK}<thought></thought>", ASK),
     ),
+    "deepseek": (
+        "{% for message in messages %}<|{{ message.role }}|>"
+        "{% if message.role == 'assistant' %}</think>{% endif %}{{ message.content }}<|end|>"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{ASK}<think>{{% endif %}}",
+        Opening(f"{ASK}<think>", ASK),
+    ),
 }
 """Templates that write nothing in front of an answer; or an end of their own; or an empty thought,
-which history leaves out."""
+which history leaves out; or a mark that begins as the one in history does."""
 
 
 @pytest.mark.parametrize("name", BARE)
@@ -228,7 +234,7 @@ def test_templates_open_answers_in_many_ways(name: str, tmp_path: Path) -> None:
     assert (prompt[: len(before) + len(SAID)] == (*before, *generated)) is kept
     assert (rewritten is None) is kept
     if not kept:
-        assert "'<thought></thought>' is left out" in str(rewritten)
+        assert f"{opening.text.removeprefix(opening.bare)!r} is left out" in str(rewritten)
     assert rewritten_in_front(prompts, later) is None, "nothing is in front of the answer"
 
 

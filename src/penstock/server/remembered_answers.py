@@ -12,6 +12,7 @@ anew. So the next turn begins with the tokens that are cached, wherever its text
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,8 @@ _NEXT_MESSAGE = f"{END_OF_MESSAGE}{START}assistant"
 """Text between two messages of one answer, in harmony."""
 SHOWN = 40
 """Characters shown of an answer that history rewrites."""
+_MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+"""Mark of a template: in angle brackets, or in square ones."""
 PENDING = 1_024
 """Prompts that were read and wait for their answer."""
 
@@ -272,8 +275,18 @@ def _opening(
             text = text if asked else ""
         history = rendered([*talk, *talk_of(SAID)], opened=False).rpartition(SAID)[0]
         kept = len(text) - len(opened) + shared(opened, history)
-        return Opening(text, text[: max(0, kept)])
+        return Opening(text, text[: _outside(text, max(0, kept))])
     return None
+
+
+def _outside(text: str, at: int) -> int:
+    """Return a place in a text; if it is inside a mark, that of the mark's begin.
+
+    >>> _outside("<a><think>", 4), _outside("<a><think>", 3), _outside("[INST] x", 1)
+    (3, 3, 0)
+    """
+    inside = (mark.start() for mark in _MARK.finditer(text) if mark.start() < at < mark.end())
+    return next(inside, at)
 
 
 def _openings(text: str, opening: Opening, start: str) -> Iterator[tuple[int, bytes, str]]:
