@@ -21,7 +21,7 @@ from coding_agents import (
     claude_code,
     text,
 )
-from parrot import TEMPLATE, parrot
+from parrot import ASK, TEMPLATE, parrot
 from servers import Running, serving
 
 from penstock.server.anthropic_forms import CountRequest
@@ -222,3 +222,20 @@ def test_reasoning_ends_with_its_budget(tmp_path: Path, budget: int, thought: st
             kinds = {block.type: block for block in message.content}
             assert kinds["thinking"].thinking == thought
             assert kinds["text"].text == "Done."
+
+
+def test_the_form_of_an_answer_counts_in_its_prompt(tmp_path: Path) -> None:
+    """A template opens the reasoning; where a schema leaves no room for any, it does not."""
+    opened = TEMPLATE.replace(ASK, f"{ASK}{{% if enable_thinking %}}<think>{{% endif %}}")
+    model, tokenizer = parrot(tmp_path, *PIECES, marks=("<think>", "</think>"), template=opened)
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    form = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    thinking = {"type": "enabled", "budget_tokens": 9}
+    body = {"model": "any", "messages": [{"role": "user", "content": "So?"}], "thinking": thinking}
+    with serving(model, tokenizer, engine={"memory_limit": "400MB"}) as made:
+        sizes = []
+        for asked in (body, {**body, **form}):
+            url = f"{made.url}/v1/messages/count_tokens"
+            sizes.append(httpx.post(url, json=asked, timeout=60).json()["input_tokens"])
+            assert sizes[-1] == total(usage_of(post(made, {**asked, "max_tokens": 32})))
+    assert sizes[0] == sizes[1] + 1, "the mark"

@@ -130,9 +130,12 @@ def test_a_call_goes_on_however_its_json_is_written(calling: Running) -> None:
     assert changed["cached"] < later["cached"], "another call is another text"
 
 
-def test_anthropic_messages(calling: Running) -> None:
+@pytest.mark.parametrize("salt", ["", "tenant"])
+def test_anthropic_messages(calling: Running, salt: str) -> None:
+    """And a count of the later turn counts the tokens of that tenant's answer."""
     asked = {"role": "user", "content": "Look over there, please."}
-    body: dict[str, Any] = {"max_tokens": 20, "tools": [{"name": "look", "input_schema": {}}]}
+    tools = [{"name": "look", "input_schema": {}}]
+    body: dict[str, Any] = {"max_tokens": 20, "tools": tools, "cache_salt": salt}
 
     def ask(*messages: Any) -> tuple[Any, dict[str, int], int]:
         answer, computed = post(calling, "/v1/messages", messages=messages, **body)
@@ -145,8 +148,13 @@ def test_anthropic_messages(calling: Running) -> None:
     use["input"] = {"b": [2], "a": 1}
     result = {"type": "tool_result", "tool_use_id": use["id"], "content": "Nothing."}
     said = {"role": "assistant", "content": [use]}
-    _, later, computed = ask(asked, said, {"role": "user", "content": [result]})
+    turns = (asked, said, {"role": "user", "content": [result]})
+    _, later, computed = ask(*turns)
     assert_grown(sizes, later, len(CALL), computed)
+    for of, same in ((salt, True), ("another", False)):
+        asking = {"messages": turns, "tools": tools, "cache_salt": of}
+        counted, _ = post(calling, "/v1/messages/count_tokens", **asking)
+        assert (counted["input_tokens"] == later["prompt"]) is same
 
 
 def test_openai_responses(calling: Running) -> None:

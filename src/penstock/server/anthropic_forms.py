@@ -223,6 +223,9 @@ class CountRequest(RequestForm):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
+    cache_salt: str = Field("", max_length=1_024)
+    """Salt: only requests of one salt share prefixes. A field of penstock, not Anthropic's."""
 
     @property
     def offered(self) -> list[AnthropicTool]:
@@ -238,7 +241,8 @@ class CountRequest(RequestForm):
     @property
     def constrained(self) -> bool:
         """Whether the answer has a form that leaves no room for reasoning."""
-        return self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
+        calls = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
+        return calls or schema_of(self) is not None
 
     @property
     def thinks(self) -> bool:
@@ -264,16 +268,9 @@ class MessagesRequest(CountRequest):
     """Temperature; 0, the default here, takes the likeliest token."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=0, lt=2**31)
-    output_config: OutputConfig | None = None
-    cache_salt: str = Field("", max_length=1_024)
-    """Salt: only requests of one salt share prefixes. A field of penstock, not Anthropic's."""
-
-    @property
-    def constrained(self) -> bool:
-        return super().constrained or schema_of(self) is not None
 
 
-def schema_of(request: MessagesRequest) -> dict[str, Any] | None:
+def schema_of(request: CountRequest) -> dict[str, Any] | None:
     """Return the JSON schema that the answer must follow, if there is one."""
     config = request.output_config
     return None if config is None or config.format is None else config.format.schema_

@@ -142,7 +142,7 @@ def _render(
     if whole and goes_on:
         more["continue_final_message"] = True
     tools = tools_of(request)
-    more["salt"] = getattr(request, "cache_salt", "")
+    more["salt"] = request.cache_salt
     return prompts.render(messages, tools or None, answer=whole and not goes_on, **more)
 
 
