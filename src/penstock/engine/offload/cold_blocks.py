@@ -116,15 +116,9 @@ class ColdBlocks:
     # ---- places
 
     def place(self, key: bytes) -> int | None:
-        """Return the place of a record's first block.
-
-        Returns:
-            None if no tier has the record, or there is no room for its place.
-        """
+        """Return the place of the first block of a record in a tier; None without room for it."""
         number = self._numbers.get(key)
         if number is None:
-            if not self._is_held(key):
-                return None
             try:
                 self._reserved.resize(self._reserved.nbytes + RECORD_BYTES)
             except LedgerFull:
@@ -150,13 +144,19 @@ class ColdBlocks:
             if key is not None:
                 self._numbers.pop(key, None)
 
-    def _is_held(self, key: bytes) -> bool:
-        """Tell whether a tier has a whole record."""
+    def held(self, keys: Collection[bytes]) -> set[bytes]:
+        """Return those of some records that are in a tier: a question to each for all of them.
+
+        Those with a place are.
+        """
+        held, none = {key for key in keys if key in self._numbers}, list[bytes]()
         for tier in self._tiers:
+            missing = [key for key in keys if key not in held]
+            if not missing:
+                break
             with suppress(TimeoutError):
-                if tier.tier.call(lambda store: store.holds(key), False).result(LATE_SECONDS):
-                    return True
-        return False
+                held.update(tier.tier.call(partial(_held, keys=missing), none).result(LATE_SECONDS))
+        return held
 
     def release(self) -> None:
         """Give back the bytes that were set aside."""
@@ -276,6 +276,10 @@ def _listed(of: BlockList) -> Iterator[Block]:
     """Yield the blocks of a list."""
     columns = of.heads.tolist(), of.places.tolist(), of.checksums.tolist()
     yield from ((of.layer, of.side, *block) for block in zip(*columns, strict=True))
+
+
+def _held(store: Store, keys: Sequence[bytes]) -> list[bytes]:
+    return [key for key in keys if store.holds(key)]
 
 
 def _drop_damaged(store: Store, key: bytes) -> None:

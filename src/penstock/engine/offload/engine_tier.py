@@ -27,7 +27,7 @@ from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer
 from penstock.tiers.worker import ColdTier, TierStats
 
 QUEUE_RECORDS = 2
-"""Copied records that wait to be written."""
+"""Copied records that wait to be written, unless what is written leaves memory."""
 FILE_RECORDS = 2
 """Copies of a record while its file is written: the bytes, and the buffer behind them."""
 TOKEN_BYTES = 4
@@ -88,6 +88,7 @@ class EngineTier:
         in_place: whether files can be read into MLX's arrays.
         state_form: of the recurrent layers' states; None if the model has none.
         buffer_bytes: held by the store itself, besides blocks that are written.
+        queue_records: copied records that may wait to be written.
         group: the ranks of the engine; an answer of a tier counts when all have it.
 
     Raises:
@@ -104,6 +105,7 @@ class EngineTier:
         in_place: bool,
         state_form: StateForm | None = None,
         buffer_bytes: int = 0,
+        queue_records: int = QUEUE_RECORDS,
         group: ProcessGroup,
     ) -> None:
         self.prefill_rate = prefill_rate
@@ -117,7 +119,7 @@ class EngineTier:
         self._spans = spans = forms.spans
         tokens_bytes = TOKEN_BYTES * spans.blocks * prefixes.block_size
         self._most_record_bytes = forms.most_record_bytes + tokens_bytes
-        copies = (QUEUE_RECORDS + FILE_RECORDS) * self._most_record_bytes
+        copies = (queue_records + FILE_RECORDS) * self._most_record_bytes
         copies += forms.coded_record_bytes  # of the one that is encoded for its file
         copies += (1 + FILE_RECORDS) * self.state_bytes + buffer_bytes
         ledger = prefixes.ledger
@@ -125,7 +127,7 @@ class EngineTier:
         self._restores: set[Restore] = set()
         self._left: list[Restore] = []
         self._read = (0, 0.0)
-        self.tier = open_tier(QUEUE_RECORDS * self._most_record_bytes + self.state_bytes)
+        self.tier = open_tier(queue_records * self._most_record_bytes + self.state_bytes)
         self.writer = TierWriter(
             self.tier, prefixes, forms, state_form, self._most_record_bytes, self._is_dear
         )

@@ -21,6 +21,7 @@ from penstock.config import EngineSettings
 from penstock.engine.offload.engine_tier import (
     CLOSE_SECONDS,
     LOOK_SECONDS,
+    QUEUE_RECORDS,
     EngineTier,
     Restore,
 )
@@ -35,6 +36,7 @@ from penstock.engine.offload.tier_kinds import (
 from penstock.engine.offload.tier_writer import PENDING_TURNS
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.kv.block_format import BlockFormats
+from penstock.kv.block_spans import Spans
 from penstock.kv.segment import Segment
 from penstock.kv.states import StateForm
 from penstock.ledger import Reservation
@@ -93,6 +95,7 @@ class TierGroup:
         tiers: at least one, by name as in `TIER_KINDS`, the nearest first.
         prefixes: of the engine.
         clock: seconds, by which an answer is late.
+        records: most records that are offered to a tier between two steps.
     """
 
     def __init__(
@@ -100,8 +103,11 @@ class TierGroup:
         tiers: Mapping[str, EngineTier],
         prefixes: Prefixes[Segment],
         clock: Callable[[], float],
+        *,
+        records: int = 1,
     ) -> None:
         self.tiers = tiers
+        self._records = records
         self._clock = clock
         self._prefixes = prefixes
         self._late: deque[tuple[TierLookup, Sequence[bytes], bytes, int]] = deque(
@@ -256,7 +262,7 @@ class TierGroup:
             tier.writer.save(node)
 
     def work(self, *, busy: bool) -> bool:
-        """Offer one record to each tier that has room, or wait a moment for the tiers.
+        """Offer records to the tiers that have room, or wait a moment for them.
 
         Args:
             busy: whether the engine has something else to do, so that it does not wait.
@@ -269,7 +275,7 @@ class TierGroup:
             self.note_held(*late)
         for tier in self:
             tier.sweep()
-        offered = [tier.writer.offer_next() for tier in self]
+        offered = [tier.writer.offer_next() for _ in range(self._records) for tier in self]
         if any(offered):
             return True
         waited_for = [tier for tier in self if not tier.is_written]
@@ -336,6 +342,7 @@ def open_tiers(
         max(forms.most_record_bytes, 0 if state_form is None else state_form.nbytes),
     )
     tiers: dict[str, EngineTier] = {}
+    records = _records_a_step(limits, forms.spans)
     try:
         for kind in named:
             store = kind.opener(limits, content)
@@ -347,15 +354,23 @@ def open_tiers(
                 in_place=in_place,
                 state_form=state_form,
                 buffer_bytes=store.buffer_bytes,
+                queue_records=max(QUEUE_RECORDS, records),
                 group=group,
             )
     except BaseException:
         for opened in tiers.values():
             opened.close()
         raise
-    opened_tiers = TierGroup(tiers, prefixes, group.clock)
+    opened_tiers = TierGroup(tiers, prefixes, group.clock, records=records)
     prefixes.evicting = opened_tiers.save
     return opened_tiers
+
+
+def _records_a_step(limits: EngineSettings, spans: Spans) -> int:
+    """Return how many records are copied a step: those of a chunk, if what is written leaves."""
+    if limits.active_kv_size is None:
+        return 1
+    return -(-limits.step_tokens // (spans.blocks * limits.block_size))
 
 
 def _tier_of(store: StoreOpener) -> Callable[[int], ColdTier]:

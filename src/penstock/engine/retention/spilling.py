@@ -10,7 +10,7 @@ A node is spilled whole, once the records of all of its tokens are in a tier.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -116,11 +116,18 @@ class Spilling:
             for node in path.pin.path if path.pin is not None else ():
                 end = path.num_cached_tokens - self.active_tokens
                 ends[node.id] = min(end, ends.get(node.id, end))
+        due = [
+            (node, self._records_of(node, path.block_hashes))
+            for path in paths
+            for node in (path.pin.path if path.pin is not None else ())
+            if node.end <= ends[node.id] and self._can_leave(node)
+        ]
+        held = self.blocks.held({key for _, records in due for key in records.values()})
         waiting = False
-        for path in paths:
-            for node in path.pin.path if path.pin is not None else ():
-                if node.end <= ends[node.id] and self._can_leave(node):
-                    waiting = not self._spill(node, path.block_hashes) or waiting
+        for node, records in due:
+            if self._can_leave(node):  # not yet for another path
+                ready = bool(records) and held.issuperset(records.values())
+                waiting = not (ready and self._spill(node, records)) or waiting
         self._retain()
         return waiting
 
@@ -163,9 +170,9 @@ class Spilling:
         segment = node.segment
         return not (node.partial or is_spilled(segment)) and self._is_indexed(segment)
 
-    def _spill(self, node: Node[Segment], block_hashes: Sequence[bytes]) -> bool:
-        """Spill a node; False if no tier has it yet, or there is no room for both forms."""
-        places = self._places(node, block_hashes)
+    def _spill(self, node: Node[Segment], records: Mapping[int, bytes]) -> bool:
+        """Spill a node that is in a tier; False without room for the places, or for both forms."""
+        places = self._places(node, records)
         if places is None:
             return False
         shapes = [side for n in self._layers for side in node.segment.layers[n]]
@@ -173,21 +180,32 @@ class Spilling:
         nbytes = heads * len(places) * Spilled.block_bytes
         return self._prefixes.exchange(node, lambda held: self._spilled(held, places), nbytes)
 
-    def _places(self, node: Node[Segment], block_hashes: Sequence[bytes]) -> Numbers | None:
-        """Return the places of a node's blocks; None if a record of them is not in a tier."""
-        size, places = self._prefixes.block_size, []
+    def _records_of(self, node: Node[Segment], block_hashes: Sequence[bytes]) -> dict[int, bytes]:
+        """Return the records that have a node's blocks, by the first of these in each.
+
+        None of them if the chain ends inside the last one.
+        """
+        size, records = self._prefixes.block_size, {}
         first, stop = node.start // size, node.end // size
         while first < stop:
-            begin, end = self._spans.start(first), self._spans.end(first)
+            end = self._spans.end(first)
             if end > len(block_hashes):
-                return None
-            place = self.blocks.place(block_hashes[end - 1])
+                return {}
+            records[first] = block_hashes[end - 1]
+            first = end
+        return records
+
+    def _places(self, node: Node[Segment], records: Mapping[int, bytes]) -> Numbers | None:
+        """Return the places of a node's blocks; None without room for them."""
+        size, places = self._prefixes.block_size, []
+        for first, key in records.items():
+            place = self.blocks.place(key)
             if place is None:
                 return None
-            last = min(end, stop)
+            begin = self._spans.start(first)
+            last = min(self._spans.end(first), node.end // size)
             inside = np.arange((first - begin) * size, (last - begin) * size, BLOCK_TOKENS)
             places.append(place + inside // BLOCK_TOKENS)
-            first = last
         return np.concatenate(places).astype(np.int32)
 
     def _spilled(self, segment: Segment, places: Numbers) -> Segment:

@@ -1,0 +1,139 @@
+"""Memory of sequences most of which is in a cold tier: while they are read, and of ten at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cold_engine
+import mlx.core as mx
+import pytest
+from spilled_engine import (
+    ACTIVE,
+    check_peak,
+    others_bytes,
+    prompt,
+    running,
+    single_layer,
+    spilling_of,
+)
+
+from penstock.engine.core import Core
+from penstock.engine.offload.cold_blocks import RECORD_BYTES
+from penstock.engine.schedule.scheduler import State
+from penstock.kv.codecs import spilled
+from penstock.ledger import Kind
+from penstock.models.mlx_lm import load
+from penstock.recall import MODEL_PATH
+
+SHORT, LONG = (4_000, 128), (32_000, 1_024)
+"""Tokens of a conversation, and those of it that a step reads."""
+ANSWER_TOKENS = 16
+
+
+def settings_of(tokens: int, attend: int) -> dict[str, Any]:
+    """Return the settings of an engine for conversations of so many tokens."""
+    chunk = 512 if tokens > SHORT[0] else 256
+    return {"attend_tokens": attend, "max_kv_size": tokens + 768, "prefill_chunk": chunk}
+
+
+@pytest.mark.parametrize("records", [None, 1])
+def test_a_prompt_leaves_memory_while_it_is_read(tmp_path: Path, records: int | None) -> None:
+    """Where memory is free, too: records of a chunk are written while the next one is computed."""
+    with running(tmp_path, prefill_chunk=256) as core:
+        assert core.tiers is not None
+        if records is not None:  # a negative control
+            core.tiers._records = records
+        cold_engine.submit(core, prompt(3_000), max_tokens=1)
+        most = 0
+        while core.step():
+            for tier in core.tiers:
+                assert tier.tier.flush(cold_engine.SOON)  # of what was offered
+            held = core.prefixes.tree.tokens - spilling_of(core).spilled_tokens
+            most = max(most, held)
+        allowed = ACTIVE + core.budget.in_flight_tokens
+        assert (most <= allowed) == (records is None), f"{most} tokens in memory"
+
+
+def held_bytes(core: Core) -> int:
+    """Return the bytes of keys and values in memory, of index and places, and of the cache."""
+    by_class, blocks = core.ledger.by_class(), spilling_of(core).blocks
+    cache = blocks._most * spilled.ENTRY_BYTES + blocks._room.nbytes
+    return by_class[Kind.NODES] + by_class[Kind.KEY_INDEX] + cache + RECORD_BYTES * blocks.records
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [single_layer, lambda: load(MODEL_PATH)[0]])
+def test_32_000_tokens_hold_an_eighth_of_their_bytes(
+    tmp_path: Path, model: Callable[[], Any]
+) -> None:
+    """With index, places and the cache of blocks; from an answer's first tokens on."""
+    tokens, active = LONG
+    core = Core(
+        model(),
+        **settings_of(*LONG),
+        active_kv_size=active,
+        max_batch_size=1,
+        memory_limit=200_000_000,
+        ssd_cache_dir=tmp_path,
+    )
+    try:
+        cold_engine.submit(core, prompt(tokens), max_tokens=20)
+        while core.counters.generated_tokens < 10:
+            core.step()
+        assert held_bytes(core) <= tokens * core.runner.token_bytes / 8
+        assert spilling_of(core).blocks.counts.lost_blocks == 0
+    finally:
+        core.close()
+
+
+def opened(folder: Path, limit: int, **settings: Any) -> Core:
+    return Core(
+        single_layer(), **settings, max_batch_size=10, memory_limit=limit, ssd_cache_dir=folder
+    )
+
+
+def room_of_one(folder: Path, tokens: int, active: int, **settings: Any) -> int:
+    """Return the limit in which there is room for one conversation whose tokens stay in memory."""
+    whole = opened(folder / "whole", 400_000_000, **settings)
+    taken = whole.view.sequence_bytes(tokens + ANSWER_TOKENS)
+    whole.close()
+    limit = 200_000_000
+    for number in range(3):  # the memory of evictions is a share of it
+        core = opened(folder / f"guess {number}", limit, active_kv_size=active, **settings)
+        limit = core.budget.fixed_bytes + taken.own + taken.shared
+        core.close()
+    return limit
+
+
+@pytest.mark.parametrize("size", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_ten_conversations_run_in_the_room_of_one(tmp_path: Path, size: tuple[int, int]) -> None:
+    """They say what they say where there is room for all, and several run at a time."""
+    tokens, active = size
+    settings = settings_of(*size)
+    prompts = [prompt(tokens, seed) for seed in range(10)]
+    core = opened(tmp_path / "all", 400_000_000, **settings)
+    handles = [cold_engine.submit(core, asked, max_tokens=ANSWER_TOKENS) for asked in prompts]
+    cold_engine.settle(core)
+    expected = [cold_engine.said(handle) for handle in handles]
+    core.close()
+    assert len(set(expected)) == 10
+
+    limit = room_of_one(tmp_path, tokens, active, **settings)
+    others = others_bytes(single_layer())
+    core = opened(tmp_path / "one", limit, active_kv_size=active, **settings)
+    mx.set_cache_limit(0)  # a freed buffer that is handed out again is larger than what asks for it
+    try:
+        handles = [cold_engine.submit(core, asked, max_tokens=ANSWER_TOKENS) for asked in prompts]
+        together = 0
+        mx.reset_peak_memory()
+        while core.step():
+            assert core.ledger.used_bytes <= limit
+            check_peak(core, others)
+            together = max(together, len(core.scheduler.sequences(State.RUNNING)))
+        assert [cold_engine.said(handle) for handle in handles] == expected
+        assert together >= (2 if size is SHORT else 6)
+        assert core.counters.failed == 0
+    finally:
+        core.close()

@@ -1,0 +1,71 @@
+"""An engine of which old keys and values leave memory for a folder on a disk."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cold_engine
+import mlx.core as mx
+from engine_faults import LOUDER, VOCABULARY_TOKENS, model_of
+from small_models import BASE
+from small_models import build as small_model
+from tiny_families import build
+
+from penstock.engine.core import Core
+from penstock.engine.retention.spilling import Spilling
+from penstock.engine.schedule.budget import weight_bytes
+from penstock.ledger import Kind
+
+ACTIVE = 256
+CHOICE: dict[str, Any] = {"attend_tokens": 128, "max_kv_size": 4_096, "prefill_chunk": 128}
+SPILLED: dict[str, Any] = {**CHOICE, "active_kv_size": ACTIVE}
+
+
+def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(1, 90) for _ in range(tokens))
+
+
+@contextmanager
+def running(folder: Path, family: str = "llama", **settings: Any) -> Iterator[Core]:
+    model = build(family) if family == "cohere2" else model_of(family)
+    given = {"model": model, "record_tokens": 64, **SPILLED, **settings}
+    with cold_engine.running(folder, **given) as core:
+        yield core
+
+
+def spilling_of(core: Core) -> Spilling:
+    assert core.stores.spilling is not None
+    return core.stores.spilling
+
+
+@functools.cache
+def single_layer() -> Any:
+    """Return a random float32 llama of one layer and one head, whose texts depend on the past."""
+    config = {"model_type": "llama", "vocab_size": VOCABULARY_TOKENS, "torch_dtype": "float32"}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    mx.random.seed(3)
+    model = small_model({**BASE, **config, **heads, "num_hidden_layers": 1})
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        module = model.layers[0].self_attn[name]
+        module.weight = module.weight * LOUDER["llama"]
+    mx.eval(model.parameters())
+    return model
+
+
+def others_bytes(model: Any) -> int:
+    """Return what MLX holds beside a model's weights, before there is an engine."""
+    return int(mx.get_active_memory()) - weight_bytes(model)
+
+
+def check_peak(core: Core, others: int) -> None:
+    """See that what MLX took since the last look fits into the limit, with what is not MLX's."""
+    room = spilling_of(core).blocks._room.nbytes + core.ledger.by_class()[Kind.INDEX]
+    taken = mx.get_peak_memory() - others + room
+    assert taken <= core.ledger.limit_bytes, f"{taken} bytes of {core.ledger.limit_bytes}"
+    mx.reset_peak_memory()
