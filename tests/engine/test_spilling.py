@@ -24,7 +24,7 @@ from penstock.engine.request import Request, Sampling
 from penstock.engine.retention.spilling import is_spilled, places_of
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
 from penstock.errors import NeverFits, SettingError
-from penstock.kv import selected_reads, selection
+from penstock.kv import selected_reads, selection, spilled_reads
 from penstock.kv.codecs import spilled
 from penstock.ledger import Kind
 from penstock.server.metrics import EngineMetrics
@@ -215,6 +215,28 @@ def test_a_layer_of_a_step_waits_for_the_tier_at_most_once(
     assert (most == 2) if joined else (most > 4), "there are two layers"
     if joined:
         assert texts == [text[:16] for text in whole(tmp_path, "llama", *prompts)]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_row_that_reads_all_waits_once_a_layer_and_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    """It is shorter than a choice, and what it begins with is in the tier: for others."""
+    short = (*LONG[:90], 3, 4)
+    (expected,) = whole(tmp_path, "llama", short)
+    if not joined:  # a negative control
+        monkeypatch.setattr(spilled_reads, "whole", lambda row, layer: row)
+    with running(tmp_path / "spilled") as core:
+        cold_engine.ask(core, LONG)
+        requests = Requests(core, monkeypatch)
+        handle = cold_engine.submit(core, short, max_tokens=30)
+        asked = [len(step) for step in requests.of_decode_steps()]
+        assert len(short) + 30 <= core.limits.attend_tokens
+        assert cold_engine.said(handle) == expected[:30]
+    if joined:
+        assert asked == [2] + [0] * (len(asked) - 1), "of each layer once, and then they are cached"
+    else:
+        assert min(asked) >= 4, "two layers have two sides each"
 
 
 def are_neighbors(part: ArrayPart, following: ArrayPart) -> bool:

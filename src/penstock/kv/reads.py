@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from penstock.kv import attention, backend, selected_reads
+from penstock.kv import attention, backend, selected_reads, spilled_reads
 from penstock.kv.attention import MASKED, AttentionWindow, Partial
 from penstock.kv.attention_plan import (
     AttentionPlan,
@@ -306,6 +306,8 @@ class DecodeReads(Reads):
         if apart and self.step.streams(row, window):
             own = self.step.tails.read_block(self.layer, row.slot, 1, row.tail + 1)
             return attend_streamed(queries, own, row.parts, self.layer, sinks)
+        if apart and window.sees_all(row.position):
+            row = spilled_reads.whole(row, self.layer)
         layout = plan_attention([row], window, self.step.width)
         result = self._attend_alone(queries, row, layout, sinks)
         if apart:  # what was read for it is let go

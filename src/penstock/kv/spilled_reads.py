@@ -1,12 +1,13 @@
-"""Keys and values that rows of a step choose, and that lie in a cold tier: one request a layer.
+"""Keys and values that rows of a step read, and that lie in a cold tier: one request a layer.
 
-All that the rows read of a layer's spilled sides is fetched together. The rows are then read as
-others are, but their spilled sides are read from the bytes that were fetched.
+All that the rows choose of a layer's spilled sides is fetched together. These rows are then read as
+others are, but their spilled sides are read from the bytes that were fetched. A row that reads all
+of its tokens has a request of its own, and they are arrays then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -107,7 +108,7 @@ def loaded(
     for at, choice in enumerate(choices):
         own = slice(2 * at, 2 * at + 2)
         reader = LoadedBlocks(lists[own], raw[own])
-        with_them[choice.number] = _with(choice.row, layer, reader)
+        with_them[choice.number] = _with(choice.row, layer, _by(reader))
     return with_them
 
 
@@ -130,21 +131,48 @@ def _read(
     return read
 
 
-def _with(row: DecodeRow, layer: int, reader: LoadedBlocks) -> DecodeRow:
-    """Return a row whose spilled sides of a layer are read by another reader."""
+def whole(row: DecodeRow, layer: int) -> DecodeRow:
+    """Read all of a row that is in a tier of a layer, in one request; return the row with it.
 
-    def read_by(side: Side) -> Side:
+    Its next step reads these blocks again, unless this is the step of a first token.
+
+    Raises:
+        SpilledLost: see `BlockReader`.
+    """
+    sides = [
+        (side.codec, side.take(0, -(-span.columns // BLOCK_TOKENS) * BLOCK_TOKENS))
+        for span in row.parts
+        for side in span.segment.layers[layer]
+        if isinstance(side, Coded) and isinstance(side.codec, Spilled)
+    ]
+    if not sides:
+        return row
+    lists = [codec.all_blocks(side) for codec, side in sides]
+    raw = sides[0][0].reader.fetch(lists, chosen=not row.whole)
+    wide = (codec.wide(side, read) for (codec, side), read in zip(sides, raw, strict=True))
+    return _with(row, layer, lambda side, codec: next(wide))
+
+
+def _with(row: DecodeRow, layer: int, change: Callable[[Coded, Spilled], Side]) -> DecodeRow:
+    """Return a row whose spilled sides of a layer are others, keys and values span by span."""
+
+    def changed(side: Side) -> Side:
         if not (isinstance(side, Coded) and isinstance(side.codec, Spilled)):
             return side
-        return replace(side, codec=replace(side.codec, reader=reader))
+        return change(side, side.codec)
 
     parts = []
     for span in row.parts:
         layers = list(span.segment.layers)
         keys, values = layers[layer]
-        layers[layer] = read_by(keys), read_by(values)
+        layers[layer] = changed(keys), changed(values)
         parts.append(replace(span, segment=replace(span.segment, layers=tuple(layers))))
     return replace(row, parts=tuple(parts))
+
+
+def _by(reader: LoadedBlocks) -> Callable[[Coded, Spilled], Side]:
+    """Return what lets a spilled side be read by another reader."""
+    return lambda side, codec: replace(side, codec=replace(codec, reader=reader))
 
 
 def wide_sides(keys: Coded, values: Coded) -> tuple[mx.array, mx.array]:
