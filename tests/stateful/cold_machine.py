@@ -113,10 +113,11 @@ class ColdMachine(EngineMachine):
         return sorted(path for path in records if path.stat().st_size)
 
     def _damage(self, pick: int, how: str, seed: int) -> None:
+        self.core.prefixes.clear()
+        self.rest()  # what is evicted may be written, in place of other files
         files = self.files()
         if not files:
             return
-        self.core.prefixes.clear()
         path = files[pick % len(files)]
         raw = bytearray(path.read_bytes())
         bit = random.Random(seed).randrange(8 * len(raw))
