@@ -310,6 +310,31 @@ def test_a_tier_that_is_late_is_as_one_without_the_blocks(
         assert "records came: TimeoutError" in caplog.text
 
 
+def test_an_error_of_a_store_keeps_nothing_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its frames would keep the arrays of the step as long as a log, or an answer, keeps it."""
+    errors: list[ValueError] = []
+
+    def fails(store: Store, wanted: object) -> None:
+        errors.append(ValueError("a store's bug"))
+        raise errors[-1]
+
+    with running(tmp_path) as core:
+        handle = cold_engine.submit(core, LONG, max_tokens=40)
+        while core.counters.generated_tokens < 20:
+            core.step()
+        spilling_of(core).blocks._cache.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "read_parts", fails)
+            while not errors:
+                core.step()
+        cold_engine.settle(core)
+        assert len(cold_engine.said(handle)) == 40
+        assert spilling_of(core).blocks.counts.lost_blocks > 0
+    assert all(error.__traceback__ is None for error in errors)
+
+
 def test_a_prompt_longer_than_memory_is_read_inside_the_limit(tmp_path: Path) -> None:
     """What MLX holds at its peak beside what it held before fits into the ledger's account."""
     asked = prompt(4_000, 5)

@@ -236,6 +236,7 @@ class ColdBlocks:
             return answer.result(LATE_SECONDS)
         # A boundary: an error of a store is as good as no answer; the blocks count as lost.
         except Exception as error:
+            error.__traceback__ = None  # the answer keeps it, and its frames the step's arrays
             answer.cancel()
             logger.warning("no blocks of %s records came: %s", len(wanted), type(error).__name__)
             logger.debug("its error", exc_info=error)
