@@ -6,6 +6,7 @@ What a real store does is tested by `make test-scale`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from cold_engine import BLOCK, SOON, ask, files, running, said, settle, ssd, submit
 from engine_faults import VOCABULARY_TOKENS
 from objects_in_memory import InMemory
+from spilled_engine import SPILLED, prompt, spilling_of
 
 from penstock.engine.core import Core
 from penstock.engine.offload import restoring as restoring_module
@@ -81,6 +83,36 @@ def test_each_tier_gives_the_other_what_it_lacks(
     with shared(family=family) as core:
         assert ask(core, PROMPT) == expected
         assert core.view.stats().restored_tokens == WHOLE, "what was lost came back from the folder"
+
+
+def spoil(path: Path) -> None:
+    """Change bytes of a record that a part of it does not show to be damaged."""
+    raw = bytearray(path.read_bytes())
+    raw[3_000::100] = bytes(255 - byte for byte in raw[3_000::100])
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, spoil])
+def test_spilled_blocks_that_the_folder_has_lost_are_read_from_the_other(
+    tmp_path: Path, harm: Callable[[Path], object]
+) -> None:
+    """Those that a step chose, and those that are streamed for a first token."""
+    asked, settings = prompt(897), {**SPILLED, "record_tokens": 64}
+    with running(None, **{**settings, "active_kv_size": None}) as core:
+        expected = ask(core, asked, max_tokens=40)
+    with shared(tmp_path, **settings) as core:
+        blocks = spilling_of(core).blocks
+        for _ in range(2):
+            assert ask(core, asked, max_tokens=40) == expected
+            for path in files(tmp_path):
+                harm(path)
+            blocks._cache.clear()
+            streamed = blocks.counts.streamed_blocks
+        assert ask(core, asked, max_tokens=40) == expected
+        assert blocks.counts.streamed_blocks > streamed
+        assert blocks.counts.lost_blocks == core.view.stats().preemptions == 0
+        damage = ssd(core).counts
+        assert damage.damaged_blocks + damage.missing_blocks > 0
 
 
 def test_the_sooner_one_is_read(tmp_path: Path) -> None:

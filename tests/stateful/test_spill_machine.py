@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ from test_machines import causes
 
 from penstock.engine.offload import cold_blocks
 from penstock.engine.offload.cold_blocks import Block, ColdBlocks
+from penstock.engine.offload.engine_tier import EngineTier
 from penstock.engine.request import Finish, Request
 from penstock.engine.schedule.admission import Admission
 from penstock.errors import SpilledLost, StepFailed
@@ -128,9 +129,9 @@ def takes_a_loss_for_something(patch: pytest.MonkeyPatch) -> None:
     """Goes on with whatever is in memory where a block should be."""
     real = ColdBlocks._read
 
-    def read(self: ColdBlocks, missing: cold_blocks.Missing) -> None:
+    def read(self: ColdBlocks, missing: cold_blocks.Missing, tiers: Iterable[EngineTier]) -> None:
         with suppress(SpilledLost):
-            real(self, missing)
+            real(self, missing, tiers)
 
     patch.setattr(ColdBlocks, "_read", read)
 

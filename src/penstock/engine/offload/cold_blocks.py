@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -168,6 +168,9 @@ class ColdBlocks:
         """Return the bytes of blocks, (blocks, bytes) for each list; see `BlockReader`."""
         sizes = [self._block_bytes(of.layer, of.side) for of in wanted]
         raw = [np.empty((len(of.places), n), np.uint8) for of, n in zip(wanted, sizes, strict=True)]
+        if not chosen:  # read once, for a chunk: they would drive out what is chosen
+            self._stream(wanted, raw)
+            return raw
         missing: Missing = {}
         for of, rows in zip(wanted, raw, strict=True):
             for block, row in zip(_listed(of), rows, strict=True):
@@ -177,15 +180,59 @@ class ColdBlocks:
                 else:
                     self._cache.move_to_end(block)
                     row[:] = self._room[slot, : len(row)]
-        self._read(dict(missing))
-        if not chosen:  # read once, for a chunk: they would drive out what is chosen
-            self.counts.streamed_blocks += len(missing)
-            return raw
+        self._read(dict(missing), self._tiers)
         self.counts.cached_blocks += sum(map(len, raw)) - len(missing)
         self.counts.read_blocks += len(missing)
         for block, (row, *_) in missing.items():
             self._keep(block, row)
         return raw
+
+    def _stream(self, wanted: Sequence[BlockList], raw: Sequence[RawBlocks]) -> None:
+        """Read blocks past the cache: neighbors in a list are neighbors in a record, most often.
+
+        Raises:
+            SpilledLost: no tier has all of them.
+        """
+        by_record: dict[bytes, list[_Slice]] = {}
+        for of, rows in zip(wanted, raw, strict=True):
+            for one in self._slices(of, rows):
+                by_record.setdefault(one.key, []).append(one)
+        for own in by_record.values():
+            own.sort(key=lambda one: one.part)
+        self.counts.streamed_blocks += sum(map(len, raw))
+        self.counts.requests += 1
+        tier, *others = self._tiers
+        parts = {key: [one.part for one in own] for key, own in by_record.items()}
+        missing: Missing = {}
+        read = self._asked(tier, parts)
+        for key, own in by_record.items():
+            for one in self._wrong(tier, own, read.get(key)):
+                for block, row in zip(_listed(one.blocks), one.raw, strict=True):
+                    missing.setdefault(block, []).append(row)
+        self._read(missing, others)
+
+    def _wrong(
+        self, tier: EngineTier, slices: list[_Slice], read: Sequence[RawBlocks] | None
+    ) -> list[_Slice]:
+        """Copy what a tier has read of a record; return the slices that are not as written."""
+        if read is None:
+            return slices
+        wrong = [one for one, data in zip(slices, read, strict=True) if not one.takes(data)]
+        if wrong:
+            tier.tier.call(partial(_drop_damaged, key=slices[0].key), None)
+        self.counts.read_bytes += sum(one.raw.nbytes for one in slices)
+        return wrong
+
+    def _slices(self, of: BlockList, raw: RawBlocks) -> Iterator[_Slice]:
+        """Yield the blocks of a list, those together that lie behind each other in a record."""
+        numbers, at = np.divmod(of.places, self.record_blocks)
+        starts = of.heads * self.record_blocks + at
+        ends = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(starts) != 1)) + 1
+        name, nbytes = f"{of.layer}.{SIDES[of.side]}", raw.shape[1]
+        for first, last in pairwise([0, *ends.tolist(), len(starts)]):
+            part = ArrayPart(name, int(starts[first]) * nbytes, (last - first) * nbytes)
+            key = self._keys[int(numbers[first])]
+            yield _Slice(key, part, of.part(first, last), raw[first:last])
 
     def _keep(self, block: Block, raw: RawBlocks) -> None:
         """Cache a block, in place of the one that was used longest ago."""
@@ -194,13 +241,13 @@ class ColdBlocks:
         self._room[slot, : len(raw)] = raw
         self._cache[block] = slot
 
-    def _read(self, missing: Missing) -> None:
+    def _read(self, missing: Missing, tiers: Iterable[EngineTier]) -> None:
         """Read blocks to where they belong, from the nearest tier that has them unharmed.
 
         Raises:
             SpilledLost: no tier has all of them.
         """
-        for tier in self._tiers:
+        for tier in tiers:
             if not missing:
                 return
             by_record = {
@@ -285,6 +332,23 @@ def _held(store: Store, keys: Sequence[bytes]) -> list[bytes]:
 
 def _drop_damaged(store: Store, key: bytes) -> None:
     store.drop_damaged(key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Consecutive blocks of a list that are consecutive in an array of a record, too."""
+
+    key: bytes
+    part: ArrayPart
+    blocks: BlockList
+    raw: RawBlocks
+    """Rows that the bytes are copied to, (blocks, bytes)."""
+
+    def takes(self, data: RawBlocks) -> bool:
+        """Copy bytes that were read to where they belong; tell whether they are as written."""
+        np.copyto(self.raw.reshape(-1), data)
+        checksums = [xxhash.xxh3_64_intdigest(block.data) for block in self.raw]
+        return bool(checksums == self.blocks.checksums.tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,16 @@ class BlockList:
     checksums: Checksums
     """Checksum of each block's bytes, (blocks,)."""
 
+    def part(self, start: int, stop: int) -> BlockList:
+        """Return the blocks start..stop-1."""
+        own = slice(start, stop)
+        return replace(
+            self,
+            heads=self.heads[own],
+            places=self.places[own],
+            checksums=self.checksums[own],
+        )
+
 
 class BlockReader(Protocol):
     """Fetches blocks, wherever they lie."""
