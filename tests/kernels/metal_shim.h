@@ -22,9 +22,17 @@ struct uint3 {
 #ifdef __clang__
 typedef _Float16 float16_t;
 typedef __bf16 bfloat16_t;
+#define half _Float16
+#define bfloat __bf16
 #else
 typedef float float16_t, bfloat16_t;
+#define half float
+#define bfloat float
 #endif
+// Words of Metal's that name nothing else there, as `float` and `inline` do not in C++.
+#define kernel inline
+#define vertex inline
+#define fragment inline
 
 namespace metal {
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };

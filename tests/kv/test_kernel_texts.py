@@ -78,6 +78,15 @@ def test_metal_text_is_cpp() -> None:
     assert gnu_errors(text_for_metal()) == ""
 
 
+@pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
+def test_a_variable_with_the_name_of_a_type_of_metal_is_noticed() -> None:
+    """`half` is a type there, and a name like any other in C++ and CUDA."""
+    text = text_for_metal(SHAPES[:1])
+    broken = text.replace("0> part = {coarser", "0> half = {coarser")
+    assert broken != text
+    assert gnu_errors(broken)
+
+
 def test_address_spaces_of_metal_are_kept_apart() -> None:
     errors = clang_errors(text_for_metal())
     if errors is None:

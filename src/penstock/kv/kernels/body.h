@@ -60,11 +60,11 @@ struct Halves {
   FN void load(THREAD float* to, int column, int chunk) const {
     const int chunks = DIM / 2 / CHUNK;
     if (chunk < chunks) {
-      const Codes<P, S, DIM / 2, BITS + 1, 0> half = {finer, scales, scales, finer_step};
-      half.load(to, column, chunk);
+      const Codes<P, S, DIM / 2, BITS + 1, 0> part = {finer, scales, scales, finer_step};
+      part.load(to, column, chunk);
     } else {
-      const Codes<P, S, DIM / 2, BITS, 0> half = {coarser, scales, scales, coarser_step};
-      half.load(to, column, chunk - chunks);
+      const Codes<P, S, DIM / 2, BITS, 0> part = {coarser, scales, scales, coarser_step};
+      part.load(to, column, chunk - chunks);
     }
   }
 };
