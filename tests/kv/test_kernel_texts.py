@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -24,7 +27,7 @@ from kernel_texts import (
 )
 from lockstep import COMPILER
 
-from penstock.kv.kernels.attend import KernelCall
+from penstock.kv.kernels.attend import DeviceKernels, KernelCall
 from penstock.kv.kernels.span_forms import MOST_TILE_BYTES, form_of
 
 HALF, BRAIN = mx.float16, mx.bfloat16
@@ -141,6 +144,28 @@ def test_metal_gets_its_own_names_and_31_buffers_at_most() -> None:
             assert name not in text
         spans = re.findall(r"const (\w+) \w+\* ([kv][so]?\d+) \[\[", text)
         assert all(space == "device" for space, _ in spans)
+
+
+def exported(kernels: DeviceKernels, call: KernelCall) -> bytes:
+    """Return what MLX stores of a call, its text among it: exporting needs no Metal."""
+
+    def compute(*inputs: mx.array) -> Sequence[mx.array]:
+        return kernels(replace(call, inputs=list(inputs)))
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.mlxfn"
+        mx.export_function(str(path), compute, *call.inputs)
+        return path.read_bytes()
+
+
+def test_heads_of_each_size_have_a_text_of_their_own() -> None:
+    """A model may have layers of several sizes, whose kernels have one name."""
+    kernels = DeviceKernels("metal")
+    partial = [calls([Shape(dim=dim, rows=1)], "metal")[0] for dim in (64, 128)]
+    assert partial[0].text.name == partial[1].text.name
+    texts = [exported(kernels, call) for call in partial]
+    for dim, text in zip((64, 128), texts, strict=True):
+        assert f"k_at += column_0 * {dim};".encode() in text
 
 
 def test_threadgroup_memory_is_what_an_apple_gpu_has() -> None:

@@ -56,14 +56,14 @@ class DeviceKernels:
 
     def __init__(self, language: str) -> None:
         self._language = language
-        self._made: dict[str, Any] = {}
+        self._made: dict[KernelText, Any] = {}
 
     def __call__(self, call: KernelCall) -> Sequence[mx.array]:
         """Put a dispatch into the graph."""
-        kernel = self._made.get(call.text.name)
+        kernel = self._made.get(call.text)  # a name stands for heads of several sizes
         if kernel is None:
             make: Any = mx.fast.metal_kernel if self._language == "metal" else mx.fast.cuda_kernel
-            kernel = self._made[call.text.name] = make(
+            kernel = self._made[call.text] = make(
                 name=call.text.name,
                 input_names=list(call.text.inputs),
                 output_names=list(call.text.outputs),
