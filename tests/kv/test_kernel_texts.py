@@ -168,6 +168,15 @@ def test_heads_of_each_size_have_a_text_of_their_own() -> None:
         assert f"k_at += column_0 * {dim};".encode() in text
 
 
+def test_few_results_are_merged_by_the_text_for_many() -> None:
+    """Metal has arrays of fewer than 8 numbers in another address space: that is another text."""
+    few = Shape(HALF, kv_heads=1, rows=1, shared=(), own=())
+    many = Shape(HALF, kv_heads=1, rows=1, shared=(300,), own=())
+    merges = [calls([shape], "metal")[-1] for shape in (few, many)]
+    assert all(call.text.name == "penstock_merge" for call in merges)
+    assert metal_text(merges[0]) == metal_text(merges[1])
+
+
 def test_threadgroup_memory_is_what_an_apple_gpu_has() -> None:
     for call in calls((*SHAPES, *ALL), "metal"):
         template = dict(call.template)

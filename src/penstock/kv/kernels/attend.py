@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ from penstock.kv.kernels.dispatches import (
     signature,
 )
 from penstock.kv.kernels.kernel_text import KernelText
-from penstock.kv.kernels.span_forms import form_of
+from penstock.kv.kernels.span_forms import LEAST_NUMBERS, form_of
 
 Sides: TypeAlias = tuple[Side, Side]
 Shape: TypeAlias = tuple[int, ...]
@@ -215,6 +216,7 @@ class KernelAttention:
             *(("SIMDGROUPS", geometry.simdgroups), ("TILE", tile)),
         )
         count = of.reading.kv_heads, planned.partials
+        flat = (max(LEAST_NUMBERS, prod(count)),)  # one text of the merge, however few they are
         return self._run(
             KernelCall(
                 kernel_text.partial_text(self._target, form, spans, staged=staged),
@@ -222,7 +224,7 @@ class KernelAttention:
                 template,
                 (planned.tasks, of.reading.kv_heads, planned.tiles),
                 32 * geometry.simdgroups,
-                (count, count, (*count, form.values.dim)),
+                (flat, flat, (*count, form.values.dim)),
                 (mx.float32,) * 3,
             )
         )

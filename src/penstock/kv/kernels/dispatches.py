@@ -14,7 +14,7 @@ from penstock.kv.attention_plan import AttentionPlan, DecodeRow, SharedRead
 from penstock.kv.codecs.turbo import padded
 from penstock.kv.columns import Side
 from penstock.kv.kernels.kernel_text import most_spans
-from penstock.kv.kernels.span_forms import SpanForm, form_of
+from penstock.kv.kernels.span_forms import LEAST_NUMBERS, SpanForm, form_of
 from penstock.kv.segment import Segment
 
 FAR = 2**30
@@ -290,7 +290,7 @@ def _flat(lists: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np.
     """Return where each row's list begins, where the last ends, and the lists."""
     ends = len(lists) + 1 + np.cumsum([0, *map(len, lists)])
     items = [item for one in lists for item in one]
-    padding = [0] * 8  # MLX has arrays of fewer numbers in another address space
+    padding = [0] * LEAST_NUMBERS  # MLX has arrays of fewer numbers in another address space
     return np.array([*ends, *items, *padding], np.int32)
 
 
