@@ -201,6 +201,13 @@ def test_sides_that_fill_threadgroup_memory_have_no_kernel() -> None:
         assert form is None or form.column_bytes * 32 > 16_384
 
 
+def test_arrays_beyond_32_bits_have_no_kernel() -> None:
+    """Numbers of a head are counted in 32 bits; of 512, 4,194,303 columns are the most."""
+    for columns, taken in ((2**22 - 1, True), (2**22, False)):
+        side = mx.broadcast_to(mx.array(0.0, HALF), (1, 1, columns, 512))  # not computed
+        assert (form_of((side, side), HALF) is not None) == taken
+
+
 @pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
 def test_nvidia_compiles_it(architecture: str) -> None:
     """And keeps all arrays of a lane in registers: memory of its own would be `.local`."""

@@ -23,7 +23,9 @@ DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 LEAST_NUMBERS = 8
 """Numbers of the smallest array that they read: MLX has shorter ones in another address space."""
 MOST_COLUMNS = 2**30
-"""Columns of all heads of an array, and numbers of a head: indices are 32 bits wide."""
+"""Columns of all heads of an array: their indices are 32 bits wide."""
+MOST_NUMBERS = 2**31 - 1
+"""Numbers of a head in an array, for the same reason."""
 TILE_COLUMNS = 32
 """Least columns of a tile of a codec that encodes by channel: whole words of each channel."""
 MOST_TILE_BYTES = 24_576
@@ -118,8 +120,11 @@ class SideForm:
         arrays = col.arrays(side)
         short = any(array.size < LEAST_NUMBERS for array in arrays)
         rows, heads = arrays[0].shape[:2]
-        long = rows * heads * col.columns(side) > MOST_COLUMNS
-        return None if form is None or form.dim not in HEAD_SIZES or short or long else form
+        if form is None or form.dim not in HEAD_SIZES or short:
+            return None
+        columns = col.columns(side)
+        long = rows * heads * columns > MOST_COLUMNS or columns * form.dim > MOST_NUMBERS
+        return None if long else form
 
 
 @dataclass(frozen=True, slots=True)
