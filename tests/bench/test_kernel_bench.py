@@ -55,6 +55,15 @@ def test_a_way_that_is_slower_than_plain_operations_is_no_goal_met() -> None:
     assert not bad.met and bad.ratio["least"] == 0.5
 
 
+def test_a_codec_without_a_kernel_is_named() -> None:
+    choice = timed(AttentionWay.KERNEL)
+    choice.unread.append("kivi4/raw of 2 heads on 1 of 256, float32")
+    shown = report(KernelsLoad((LAYER,)), {(2, 128): choice})
+    assert [line.ours for line in shown.lines if line.figure == "kernels"] == [
+        "do not read kivi4/raw of 2 heads on 1 of 256, float32"
+    ]
+
+
 def test_heads_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", "--heads", "5", "--kv-heads", "2"]) != 0
     assert "--heads 5 is no multiple of --kv-heads 2" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -24,6 +25,10 @@ from penstock.kv.kernels.ways import AttentionForm, AttentionWay, Situation, Way
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
 LAYER = AttentionForm(4, 2, 64, 64, mx.float32)
+WIDE = AttentionForm(2, 1, 256, 256, mx.float32)
+"""A layer of which 32 columns in `kivi4/raw` do not fit into threadgroup memory."""
+ODD = AttentionForm(4, 2, 48, 48, mx.float32)
+"""A layer with heads of a size that there is no kernel for."""
 ROWS, TOKENS = 2, 128
 
 
@@ -60,7 +65,7 @@ def test_the_quickest_is_taken(cpp: Lockstep) -> None:
     choice = tried(cpp, call=-0.1, look=1.0)
     assert choice.why_off is None
     assert set(choice.ways.table.values()) == {AttentionWay.KERNEL}
-    assert {situation for _, situation in choice.ways.table} == set(Situation)
+    assert {situation for _, situation, _ in choice.ways.table} == set(Situation)
 
 
 def test_plain_operations_stay_where_kernels_are_slower(cpp: Lockstep) -> None:
@@ -151,7 +156,8 @@ def test_a_kernel_that_was_not_tried_is_not_called(cpp: Lockstep) -> None:
     choice = tried(cpp, call=-0.1, look=1.0)
     before, known = cpp.calls, set(choice.ways.kernels.known)  # type: ignore[union-attr]
     more = TrialStep.random(LAYER, Situation.SHARED, 16, TOKENS, None, seed=1)
-    ways = Ways(choice.ways.kernels, choice.ways.table)
+    codes = {(form, step, True): way for (form, step, _), way in choice.ways.table.items()}
+    ways = Ways(choice.ways.kernels, {**choice.ways.table, **codes})
     coded = TrialStep.random(LAYER, Situation.PARTS, 1, TOKENS, parse_scheme("affine8"), seed=1)
     for trial in (more, coded):
         found = trial.run(ways, AttentionWindow(), sinks=False)
@@ -160,6 +166,74 @@ def test_a_kernel_that_was_not_tried_is_not_called(cpp: Lockstep) -> None:
         assert off <= allowed
     assert cpp.calls == before
     assert choice.ways.kernels is not None and choice.ways.kernels.known == known
+
+
+def test_a_codec_without_a_kernel_leaves_the_others_theirs(cpp: Lockstep) -> None:
+    """Its parts are read by plain operations, and numbers as the model has them by kernels."""
+    scheme, kernels = parse_scheme("kivi4/raw"), KernelAttention(cpp, cpp.target)
+    sizes = {"rows": 1, "tokens": TOKENS, "seconds": 1e9}
+    choice = choose([WIDE], kernels, scheme=scheme, clock=Clock(cpp, -0.1, 1.0), **sizes)  # type: ignore[arg-type]
+    assert choice.why_off is None
+    assert choice.unread == [f"kivi4/raw of {WIDE}"]
+    assert set(choice.ways.table.values()) == {AttentionWay.KERNEL}
+    assert {coded for *_, coded in choice.ways.table} == {False}
+    assert {one.coded for one in choice.timings} == {False, True}
+    for held, called in ((None, True), (scheme, False)):
+        trial, before = TrialStep.random(WIDE, Situation.PARTS, 1, TOKENS, held, seed=1), cpp.calls
+        result = trial.run(choice.ways, AttentionWindow(), sinks=False)
+        assert result is not None
+        off, allowed = trial.error(result, AttentionWindow(), sinks=False)
+        assert off <= allowed
+        assert (cpp.calls > before) == called
+
+
+def test_a_layer_without_a_kernel_leaves_the_others_theirs(cpp: Lockstep) -> None:
+    clock = Clock(cpp, -0.1, 1.0)
+    layers = [ODD, LAYER]
+    choice = choose(
+        layers, KernelAttention(cpp, "lockstep"), rows=1, tokens=TOKENS, seconds=1e9, clock=clock
+    )
+    assert choice.why_off is None and choice.unread == [str(ODD)]
+    assert {layer for layer, *_ in choice.ways.table} == {LAYER}
+
+
+def test_kernels_that_read_no_layer_are_off(cpp: Lockstep) -> None:
+    choice = choose([ODD], KernelAttention(cpp, "lockstep"), rows=1, tokens=TOKENS)
+    assert choice.why_off == "none reads 4 heads on 2 of 48, float32"
+    assert choice.ways.kernels is None
+
+
+def test_parts_of_several_dispatches_are_read(cpp: Lockstep) -> None:
+    """The kernels that merge them are tried, too."""
+    choice = tried(cpp, call=-0.1, look=1.0)
+    trial = TrialStep.random(LAYER, Situation.PARTS, 1, TOKENS, None, seed=1, parts=30)
+    before = cpp.calls
+    result = trial.run(choice.ways, AttentionWindow(), sinks=False)
+    assert result is not None
+    off, allowed = trial.error(result, AttentionWindow(), sinks=False)
+    assert off <= allowed
+    assert cpp.calls == before + 6, "three dispatches, each with its merge"
+
+
+def test_layers_of_a_measured_step_share_its_plan(
+    cpp: Lockstep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine's do: planned for each, a step of one layer would be mostly Python."""
+    plans: list[object] = []
+
+    def noted(*arguments: Any) -> Any:
+        plans.append(arguments)
+        return dispatches(*arguments)
+
+    monkeypatch.setattr("penstock.kv.kernels.attend.dispatches", noted)
+    trial = TrialStep.random(LAYER, Situation.SHARED, ROWS, TOKENS, None, seed=1)
+    ways = Ways(KernelAttention(cpp, cpp.target), always=AttentionWay.KERNEL)
+    results = trial.run_layers(4, ways, AttentionWindow(), sinks=False)
+    assert len(results) == 4 and len(plans) == 1
+    for result in results:
+        assert result is not None
+        off, allowed = trial.error(result, AttentionWindow(), sinks=False)
+        assert off <= allowed
 
 
 @pytest.mark.parametrize("way", [AttentionWay.FUSED, AttentionWay.KERNEL])
@@ -217,7 +291,7 @@ def test_bytes_of_the_test_are_an_upper_bound(cpp: Lockstep) -> None:
 def test_the_ledger_counts_what_each_way_needs(tokens: int) -> None:
     """Partial results of a step as it is planned, and the joined keys and values of a row."""
     ways = {
-        way: Ways(None, {(LAYER, Situation.ONE_PART): way})
+        way: Ways(None, {(LAYER, Situation.ONE_PART, False): way})
         for way in (AttentionWay.KERNEL, AttentionWay.FUSED)
     }
     trial = TrialStep.random(LAYER, Situation.ONE_PART, 1, tokens, None, seed=1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from asking import answer, ask, drain
 from lockstep import COMPILER, Lockstep
+from small_models import BASE, build
 
 from penstock.engine.core import Core
 from penstock.engine.model.attention_ways import layer_forms
@@ -51,7 +52,12 @@ def texts(
             if way is not None:
                 assert core.runner.ways is not None
                 forms = layer_forms(core.runner)
-                core.runner.ways.table = {(f, s): way for f in forms for s in Situation}
+                core.runner.ways.table = {
+                    (form, situation, coded): way
+                    for form in forms
+                    for situation in Situation
+                    for coded in (False, True)
+                }
             handles = [ask(core, prompts[0], 8)]
             drain(core)
             handles += [ask(core, prompt, 8) for prompt in prompts]
@@ -114,3 +120,21 @@ def test_wrong_kernels_cost_one_line_and_nothing_else(
     (line,) = [one.getMessage() for one in caplog.records if "kernels" in one.getMessage()]
     assert line.startswith("attention kernels are off: a result is off by")
     assert "\n" not in line
+
+
+def test_a_codec_that_no_kernel_reads_costs_one_line(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256}
+    model = build({**BASE, **heads, "model_type": "llama", "torch_dtype": "float32"})
+    codec = {"kv_cache_quantization": "kivi4/raw", "block_size": 64, "max_batch_size": 1}
+    device = GPUBackend(call_kernel=Lockstep(folder=folder))
+    with caplog.at_level(logging.WARNING), backend.using(device):
+        core = Core(model, **{**SETTINGS, **codec})
+        kernels = core.runner.ways is not None and core.runner.ways.kernels is not None
+        core.close()
+    assert kernels
+    (line,) = [one.getMessage() for one in caplog.records if "kernel" in one.getMessage()]
+    assert line == (
+        "no attention kernel reads kivi4/raw of 2 heads on 1 of 256, float32: plain operations do"
+    )

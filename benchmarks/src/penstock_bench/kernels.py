@@ -54,11 +54,12 @@ def measure(load: KernelsLoad) -> Report:
 def report(load: KernelsLoad, choices: dict[tuple[int, int], WayChoice]) -> Report:
     """Set the way that is taken against plain operations."""
     timings = [
-        (f"{one.layer}, {tokens:,} tokens, {one.situation.value} ({rows})", one)
+        (f"{one.layer}, {tokens:,} tokens, {one.step} ({rows})", one)
         for (rows, tokens), choice in choices.items()
         for one in choice.timings
     ]
     off = next((choice.why_off for choice in choices.values() if choice.why_off), None)
+    unread = sorted({name for choice in choices.values() for name in choice.unread})
     gains = [_plain(one) / one.milliseconds[one.chosen] for _, one in timings]
     return Report(
         name="kernels",
@@ -69,9 +70,10 @@ def report(load: KernelsLoad, choices: dict[tuple[int, int], WayChoice]) -> Repo
         ratio={"least": round(min(gains), 2), "median": round(statistics.median(gains), 2)},
         goal={"least": 1.0},
         met=min(gains) >= 1.0,
-        lines=_lines(timings, off),
+        lines=[*_lines(timings, off), *(Line("kernels", f"do not read {n}", "") for n in unread)],
         raw={
             "kernels_off": off,
+            "kernels_do_not_read": unread,
             "codec": load.codec,
             "ways": {name: _raw(one) for name, one in timings},
         },

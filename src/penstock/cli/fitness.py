@@ -56,7 +56,7 @@ class AttentionTiming:
         return tuple(
             cls(
                 str(one.layer),
-                one.situation.value,
+                one.step,
                 {way.value: round(ms, 3) for way, ms in one.milliseconds.items()},
                 one.chosen.value,
             )

@@ -62,4 +62,7 @@ def chosen_ways(runner: Runner, limits: EngineSettings, ledger: Ledger) -> Ways 
         return None
     if choice.why_off is not None:
         logger.warning("attention kernels are off: %s", choice.why_off)
+    elif choice.unread:
+        unread = "; ".join(choice.unread)
+        logger.warning("no attention kernel reads %s: plain operations do", unread)
     return choice.ways

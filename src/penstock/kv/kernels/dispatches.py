@@ -152,7 +152,7 @@ def limits_of(row: DecodeRow, start: int, end: int, window: AttentionWindow) -> 
 def signature(layout: AttentionPlan, layer: int, dtype: mx.Dtype) -> Hashable:
     """Return what is equal for two layers that one plan serves; None if no kernel reads it all."""
     parts = []
-    for segment in _segments(layout):
+    for segment in segments_of(layout):
         form = form_of(segment.layers[layer], dtype)
         if form is None:
             return None
@@ -161,7 +161,8 @@ def signature(layout: AttentionPlan, layer: int, dtype: mx.Dtype) -> Hashable:
     return tuple(parts)
 
 
-def _segments(layout: AttentionPlan) -> Iterator[Segment]:
+def segments_of(layout: AttentionPlan) -> Iterator[Segment]:
+    """Yield the segment of each piece that is read."""
     for level in layout.levels:
         for unit in level:
             for segment, _, _ in unit.pieces:

@@ -35,6 +35,8 @@ BLOCK = 64
 """A multiple of what any codec takes together."""
 PARTS = 8
 """Parts of a sequence that is measured with many."""
+MANY_PARTS = 16
+"""Parts of one that takes several dispatches."""
 TAIL = 6
 """Tokens in a row's tail."""
 AT_ONCE = 4
@@ -51,6 +53,13 @@ class Timing:
     situation: Situation
     milliseconds: dict[AttentionWay, float]
     chosen: AttentionWay
+    coded: bool = False
+    """Whether codes are read, beside the tails."""
+
+    @property
+    def step(self) -> str:
+        """Words for how the step reads."""
+        return f"{self.situation.value}{', codes' if self.coded else ''}"
 
 
 @dataclass(slots=True)
@@ -61,6 +70,8 @@ class WayChoice:
     timings: list[Timing] = field(default_factory=list)
     why_off: str | None = None
     """Why the kernels are not used; None if they are."""
+    unread: list[str] = field(default_factory=list)
+    """Layers and codecs that no kernel reads, where others are read."""
 
 
 def choose(
@@ -87,25 +98,19 @@ def choose(
     choice = WayChoice(Ways(kernels))
     if kernels is None:
         choice.why_off = "this device has none"
-    try:
-        if kernels is not None:
-            for layer in dict.fromkeys(layers):
-                _compare(layer, kernels, rows, scheme)
-    except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
-        choice.why_off = " ".join(str(error).split())[:200] or type(error).__name__
-        choice.ways.kernels = None
+    forms = list(product(dict.fromkeys(layers), [None] if scheme is None else [None, scheme]))
     if kernels is not None:
+        _compare_all(forms, kernels, rows, choice)
         kernels.only_known = True
     table = {}
     end = clock() + seconds
-    for layer in dict.fromkeys(layers):
-        for situation in Situation:
-            if clock() >= end:
-                break
-            timing = _time(layer, situation, choice, rows, scheme, tokens, clock)
-            choice.timings.append(timing)
-            if timing.chosen is not AttentionWay.PLAIN:
-                table[layer, situation] = timing.chosen
+    for (layer, held), situation in product(forms, Situation):
+        if clock() >= end:
+            break
+        timing = _time(layer, situation, choice, rows, held, tokens, clock)
+        choice.timings.append(timing)
+        if timing.chosen is not AttentionWay.PLAIN:
+            table[layer, situation, timing.coded] = timing.chosen
     choice.ways.table = table
     mx.clear_cache()
     return choice
@@ -113,7 +118,7 @@ def choose(
 
 def nbytes(layers: Sequence[AttentionForm], rows: int, tokens: int = TOKENS) -> int:
     """Return an upper bound of the bytes that `choose` takes at a time."""
-    most, tokens = 0, max(tokens, CHECKED_TOKENS, PARTS * BLOCK) + 2 * BLOCK
+    most, tokens = 0, max(tokens, CHECKED_TOKENS, MANY_PARTS * BLOCK) + 2 * BLOCK
     for one in layers:
         dims = one.key_dim + one.value_dim
         held = tokens * rows * (2 + AT_ONCE) * one.kv_heads * dims  # joined parts among them
@@ -123,30 +128,61 @@ def nbytes(layers: Sequence[AttentionForm], rows: int, tokens: int = TOKENS) -> 
     return most
 
 
+def _compare_all(
+    forms: Sequence[tuple[AttentionForm, Scheme | None]],
+    kernels: KernelAttention,
+    rows: int,
+    choice: WayChoice,
+) -> None:
+    """Compare every form; note what no kernel reads, and turn the kernels off if one is wrong."""
+    try:
+        for layer, scheme in forms:
+            if not _compare(layer, kernels, rows, scheme):
+                held = "" if scheme is None else f"{scheme.name} of "
+                choice.unread.append(f"{held}{layer}")
+        if len(choice.unread) == len(forms):
+            choice.why_off = f"none reads {'; '.join(choice.unread)}"
+    except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
+        choice.why_off = " ".join(str(error).split())[:200] or type(error).__name__
+    if choice.why_off is not None:
+        choice.ways.kernels = None
+        choice.unread.clear()
+
+
 def _compare(
     layer: AttentionForm, kernels: KernelAttention, rows: int, scheme: Scheme | None
-) -> None:
-    """Raise ValueError unless the kernels' numbers are right, for every number of rows."""
+) -> bool:
+    """Tell whether the kernels read a form, with every number of rows.
+
+    Raises:
+        ValueError: they do, and a number is wrong.
+    """
     counts = sorted({1, *(2**i for i in range(1, rows.bit_length())), rows})
     windows = (AttentionWindow(), AttentionWindow(CHECKED_TOKENS // 2, 8))
-    forms = [None] if scheme is None else [None, scheme]
-    cases = product(counts, forms, (False, True))
-    for number, (count, form, sinks) in enumerate(cases):
+    for number, (count, sinks) in enumerate(product(counts, (False, True))):
         for situation in Situation:
-            if situation.is_alone == (count == 1):
-                trial = TrialStep.random(layer, situation, count, CHECKED_TOKENS, form, seed=number)
-                _check(trial, kernels, windows[number // 2 % 2], sinks=sinks)
+            if situation.is_alone != (count == 1):
+                continue
+            parts = MANY_PARTS if sinks else PARTS
+            trial = TrialStep.random(
+                layer, situation, count, CHECKED_TOKENS, scheme, seed=number, parts=parts
+            )
+            if not _is_right(trial, kernels, windows[number // 2 % 2], sinks=sinks):
+                return False
+    return True
 
 
-def _check(
+def _is_right(
     trial: TrialStep, kernels: KernelAttention, window: AttentionWindow, *, sinks: bool
-) -> None:
+) -> bool:
+    """Tell whether the kernels read a step; raise ValueError if a number is wrong."""
     results = trial.run(Ways(kernels, always=AttentionWay.KERNEL), window, sinks=sinks)
     if results is None:
-        raise ValueError(f"none reads {trial.layer}")
+        return False
     off, allowed = trial.error(results, window, sinks=sinks)
     if not off <= allowed:
         raise ValueError(f"a result is off by {off:.2g}, more than {allowed:.2g}: {trial.layer}")
+    return True
 
 
 def _time(
@@ -176,12 +212,12 @@ def _time(
     chosen = min(finite, key=finite.__getitem__, default=AttentionWay.PLAIN)
     if finite.get(chosen, 0.0) > SHARE * finite.get(AttentionWay.PLAIN, float("inf")):
         chosen = AttentionWay.PLAIN
-    return Timing(layer, situation, finite, chosen)
+    return Timing(layer, situation, finite, chosen, scheme is not None)
 
 
 def _seconds(trial: TrialStep, ways: Ways, clock: Callable[[], float]) -> float:
     began = clock()
-    results = [trial.run(ways, AttentionWindow(), sinks=False) for _ in range(AT_ONCE)]
+    results = trial.run_layers(AT_ONCE, ways, AttentionWindow(), sinks=False)
     if any(one is None for one in results):
         raise ValueError("this way does not serve the step")
     mx.eval(results)
@@ -208,6 +244,7 @@ class TrialStep:
         tokens: int,
         scheme: Scheme | None,
         seed: int,
+        parts: int = PARTS,
     ) -> TrialStep:
         """Make sequences of up to `tokens` tokens; ragged ones have a fraction each."""
         keys = iter(mx.random.split(mx.random.key(seed), 8 + 2 * 16 * (rows + 2)))
@@ -232,7 +269,7 @@ class TrialStep:
         for slot in range(rows):
             own = []
             if situation is Situation.PARTS:
-                own = [segment(tokens // PARTS) for _ in range(PARTS)]
+                own = [segment(tokens // parts) for _ in range(parts)]
             elif situation is Situation.SHARED:
                 own = [segment(BLOCK)]
             elif situation is Situation.RAGGED:
@@ -259,13 +296,24 @@ class TrialStep:
 
     def run(self, ways: Ways, window: AttentionWindow, *, sinks: bool) -> mx.array | None:
         """Return the step's attention, not computed yet; None if the way does not serve it."""
+        return self.run_layers(1, ways, window, sinks=sinks)[0]
+
+    def run_layers(
+        self, count: int, ways: Ways, window: AttentionWindow, *, sinks: bool
+    ) -> list[mx.array | None]:
+        """Return the attention of `count` equal layers of one step, planned once as an engine's."""
         step = DecodeStep.of(self.rows, self.tails, ways=ways)
         (reads,) = step.caches([window])
-        given = reads.update_and_fetch(*self.new)
         own = self.sinks if sinks else None
-        if ways.always is not None:
-            return ways.attend(step, 0, window, self.queries, self.scale, own)
-        return reads.attend(self.queries, *given, self.scale, reads.make_mask(1), own)
+        results: list[mx.array | None] = []
+        for _ in range(count):
+            given = reads.update_and_fetch(*self.new)
+            if ways.always is not None:
+                results.append(ways.attend(step, 0, window, self.queries, self.scale, own))
+                continue
+            mask = reads.make_mask(1)
+            results.append(reads.attend(self.queries, *given, self.scale, mask, own))
+        return results
 
     def error(
         self, result: mx.array, window: AttentionWindow, *, sinks: bool

@@ -6,16 +6,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import mlx.core as mx
 
 from penstock.kv import backend
 from penstock.kv.attention import LOG2_E, AttentionWindow
 from penstock.kv.attention_plan import AttentionPlan, DecodeRow
+from penstock.kv.codecs.coded import Coded
 from penstock.kv.joined_reads import join_parts
 from penstock.kv.kernels.attend import KernelAttention, LayerStep
-from penstock.kv.kernels.dispatches import StepReading, partial_bytes
+from penstock.kv.kernels.dispatches import StepReading, partial_bytes, segments_of
 
 if TYPE_CHECKING:
     from penstock.kv.reads import DecodeStep
@@ -78,12 +79,16 @@ class AttentionForm:
         return f"{self.heads} heads on {self.kv_heads} of {sizes}, {dtype}"
 
 
+StepForm: TypeAlias = tuple[AttentionForm, Situation, bool]
+"""A layer, how its step reads, and whether it reads codes."""
+
+
 @dataclass(slots=True)
 class Ways:
-    """The way of each layer and situation; plain where nothing else was found quicker."""
+    """The way of each form of a step; plain where nothing else was found quicker."""
 
     kernels: KernelAttention | None = None
-    table: Mapping[tuple[AttentionForm, Situation], AttentionWay] = field(default_factory=dict)
+    table: Mapping[StepForm, AttentionWay] = field(default_factory=dict)
     always: AttentionWay | None = None
     """A way for everything, while it is tried."""
 
@@ -95,7 +100,7 @@ class Ways:
             width: new tokens of a row.
         """
         most = 0
-        for (layer, _), way in self.table.items():
+        for (layer, *_), way in self.table.items():
             dim = max(layer.key_dim, layer.value_dim)
             if way is AttentionWay.KERNEL:
                 parts = -(-tokens // LEAST_PART) + 1
@@ -123,7 +128,8 @@ class Ways:
             queries.shape[1], keys.shape[1], keys.shape[3], values.shape[3], queries.dtype
         )
         layout = step.layout(window)
-        way = self.always or self.table.get((form, Situation.of(len(step.rows), layout)))
+        read = form, Situation.of(len(step.rows), layout), reads_codes(layout, layer)
+        way = self.always or self.table.get(read)
         if way is AttentionWay.FUSED:
             return _fused(step, layer, window, queries, scale, sinks)
         if way is not AttentionWay.KERNEL or self.kernels is None:
@@ -143,6 +149,12 @@ class Ways:
             logger.warning("attention kernels are off: %s", error)
             self.kernels = None
             return None
+
+
+def reads_codes(layout: AttentionPlan, layer: int) -> bool:
+    """Tell whether some of the parts that a layer reads are coded."""
+    sides = (side for segment in segments_of(layout) for side in segment.layers[layer])
+    return any(isinstance(side, Coded) for side in sides)
 
 
 def _fused(
