@@ -18,9 +18,9 @@ from tiny_families import build
 from penstock.engine.core import Core
 from penstock.engine.model import shared_text, verification
 from penstock.engine.model.executor import ModelExecutor
+from penstock.engine.model.ngram_filter import LEAST_NGRAM
 from penstock.engine.model.proposals import (
     FIRST_SHARE,
-    LEAST_NGRAM,
     LONG_AGREEMENT,
     LONGEST_NGRAM,
     RESUMED,

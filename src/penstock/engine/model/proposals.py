@@ -16,10 +16,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.model.ngram_filter import LEAST_NGRAM, NgramFilter
 from penstock.engine.offload.prefill_rate import RunningMean
 
-LEAST_NGRAM = 3
-"""Tokens that must have occurred before, in this order, for a proposal."""
 LONGEST_NGRAM = 16
 """Tokens after which a longer agreement counts no more."""
 TEXT_KINDS = ("short", "long", "resumed")
@@ -72,6 +71,7 @@ class NgramProposer:
 
     def __init__(self) -> None:
         self._text = array("i")
+        self._runs = NgramFilter(LEAST_PREDICTION)
 
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         """Return up to `most` tokens that may follow; none if the end never occurred before.
@@ -79,15 +79,24 @@ class NgramProposer:
         The places count whose tokens agree longest: what most of them go on with, see
         `_most_common`.
         """
-        self._text.extend(tokens[len(self._text) :])
+        occurred = self._add(tokens)
         count = len(self._text)
-        if most < 1 or count <= LEAST_NGRAM:
+        if not occurred or most < 1 or count <= LEAST_NGRAM:
             return NOTHING
         text = np.frombuffer(self._text, np.intc)
         ends, agreement = agreements(text[:-1], text[-LONGEST_NGRAM:])
         if agreement < LEAST_NGRAM:
             return NOTHING
         return Proposal(_most_common(text, ends[-PLACES_ASKED:] + 1, most), agreement)
+
+    def _add(self, tokens: Sequence[int]) -> bool:
+        """Take in the new tokens; tell whether the last ones may have occurred before."""
+        start = len(self._text)
+        self._text.extend(tokens[start:])
+        if len(self._text) > self._runs.tokens:
+            self._runs.clear(len(self._text) + 1)
+            start = 0
+        return self._runs.add(self._text[max(0, start + 1 - LEAST_NGRAM) :])
 
 
 def _most_common(text: Tokens, starts: Places, most: int) -> list[int]:
@@ -119,6 +128,8 @@ class PredictionProposer:
     def __init__(self, prediction: Sequence[int], prompt_tokens: int) -> None:
         most = max(prompt_tokens, LEAST_PREDICTION)
         self._text = np.array(prediction[:most], np.intc)
+        self._runs = NgramFilter(len(self._text))
+        self._runs.add(self._text.tolist())
         self._prompt_tokens = prompt_tokens
         self._expected = 0
         """Place of the next token, if the answer goes on as expected."""
@@ -130,8 +141,8 @@ class PredictionProposer:
         self._seen = len(tokens)
         agreement = LONGEST_NGRAM
         if not self._follows(new):
-            last = np.array(tokens[max(self._prompt_tokens, self._seen - LONGEST_NGRAM) :], np.intc)
-            ends, agreement = agreements(self._text, last)
+            last = tokens[max(self._prompt_tokens, self._seen - LONGEST_NGRAM) :]
+            ends, agreement = self._agreements(last)
             if agreement < LEAST_NGRAM:
                 self._expected = len(self._text)
                 return NOTHING
@@ -141,6 +152,12 @@ class PredictionProposer:
         return Proposal(
             self._text[self._expected : self._expected + max(0, most)].tolist(), agreement
         )
+
+    def _agreements(self, last: Sequence[int]) -> tuple[Places, int]:
+        """Return the places that agree with the answer's last tokens, and in how many of them."""
+        if len(last) < LEAST_NGRAM or last[-LEAST_NGRAM:] not in self._runs:
+            return np.zeros(0, np.intp), 0
+        return agreements(self._text, np.array(last, np.intc))
 
     def _follows(self, new: Sequence[int]) -> bool:
         """Move on by new tokens of the answer; tell whether they were the expected ones."""
@@ -202,20 +219,29 @@ class Speculation:
             tokens: prompt and answer so far.
             most: tokens to propose; 0 is none.
         """
-        self._follow(tokens)
-        proposals = [proposer.propose(tokens, 2 * most) for proposer in self.proposers]
-        best = max(proposals, key=lambda proposal: proposal.agreement, default=NOTHING)
+        if self._ahead:
+            self._follow(tokens)
+        self._read = len(tokens)
+        best = NOTHING
+        for proposer in self.proposers:
+            # Behind a proposal that is as sure as any, the others only take the tokens in.
+            wanted = 0 if best.agreement >= LONGEST_NGRAM else 2 * most
+            proposal = proposer.propose(tokens, wanted)
+            if proposal.agreement > best.agreement:
+                best = proposal
         if best.tokens:
             if best.tokens[: len(self._ahead)] != self._ahead[: len(best.tokens)]:
                 self._agreed = 0
             self._ahead, self._agreed = best.tokens, max(self._agreed, best.agreement)
         elif self._agreed >= LONG_AGREEMENT:
             best = Proposal(self._ahead, RESUMED)
+        else:
+            return best
         return Proposal(best.tokens[:most], best.agreement)
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Go on at the place of the last proposal; two tokens that are others there leave it."""
-        new, self._read = tokens[self._read :] if self._ahead else (), len(tokens)
+        new = tokens[self._read :]
         for token, expected in zip(new, self._ahead, strict=False):
             is_right = token == expected
             left = self._missed and not is_right
@@ -240,10 +266,13 @@ class Speculation:
         After a while without any, the share of the first one is assumed again, but not of a draft
         model's: it would have to read all of the text.
         """
-        self.rejected_tokens += proposed - accepted
-        for right in outcomes(proposed, accepted):
-            self._shares[_kind(agreement)].add(right)
-        self._without = 0 if proposed else self._without + 1
+        if proposed:
+            self._without = 0
+            self.rejected_tokens += proposed - accepted
+            for right in outcomes(proposed, accepted):
+                self._shares[_kind(agreement)].add(right)
+            return
+        self._without += 1
         if self._without >= RETRY_TOKENS:
             self._without = 0
             for kind in TEXT_KINDS:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.model.ngram_filter import LEAST_NGRAM, NgramFilter
 from penstock.engine.model.proposals import (
-    LEAST_NGRAM,
     LONGEST_NGRAM,
     NOTHING,
     Places,
@@ -46,13 +46,14 @@ class SharedText:
     @staticmethod
     def nbytes_of(tokens: int = SHARED_TEXT_TOKENS) -> int:
         """Return the bytes that so many tokens take."""
-        return tokens // PAGE_TOKENS * PAGE_BYTES
+        return tokens // PAGE_TOKENS * PAGE_BYTES + 2 * NgramFilter.nbytes_of(tokens)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         arrays = (self._tokens, self._writers, self._tenants, self._before, self._behind)
-        return sum(array.nbytes for array in arrays)
+        filters = self._new_runs.nbytes + self._old_runs.nbytes
+        return sum(array.nbytes for array in arrays) + filters
 
     def clear(self) -> None:
         """Forget all text."""
@@ -64,20 +65,38 @@ class SharedText:
         self._writers, self._tenants = empty(), empty()
         self._before, self._behind = empty(), empty()  # places of the next tokens beyond a page
         self._next = 0
+        # Each run of a page is in one of two filters: that of the text since the first page was
+        # filled anew, and that of the text between then and the time before.
+        self._new_runs = NgramFilter(len(self._tokens))
+        self._old_runs = NgramFilter(len(self._tokens))
 
-    def add(self, writer: TextWriter, tokens: Sequence[int]) -> None:
-        """Add tokens behind those that a sequence has added before."""
-        done = 0
-        while done < len(tokens):
+    def add(self, writer: TextWriter, tokens: Sequence[int]) -> bool:
+        """Add tokens behind those that a sequence has added before.
+
+        Returns:
+            False if the last `LEAST_NGRAM` of them are new, so that nothing agrees with them. True
+            without new tokens.
+        """
+        done, total = 0, len(tokens)
+        while done < total:
             if writer.page == NONE or self._writers[writer.page] != writer.id:
                 self._turn(writer, NONE)  # the first page, or one that was filled anew
             elif writer.used == PAGE_TOKENS:
                 self._turn(writer, writer.page)
-            count = min(PAGE_TOKENS - writer.used, len(tokens) - done)
+            count = min(PAGE_TOKENS - writer.used, total - done)
             start = writer.page * PAGE_TOKENS + writer.used
             self._tokens[start : start + count] = tokens[done : done + count]
             writer.used += count
             done += count
+        return self._add_runs(writer, tokens)
+
+    def _add_runs(self, writer: TextWriter, tokens: Sequence[int]) -> bool:
+        """Add the runs of new tokens; tell whether the last one may have occurred before."""
+        if not tokens:
+            return True
+        behind = [*writer.last, *tokens[-len(self._tokens) :]]
+        writer.last = behind[1 - LEAST_NGRAM :]
+        return self._new_runs.add(behind) or behind[-LEAST_NGRAM:] in self._old_runs
 
     def find(self, writer: TextWriter, last: Sequence[int], most: int) -> Proposal:
         """Return the newest continuation of the longest agreement with `last` in others' text."""
@@ -126,6 +145,9 @@ class SharedText:
     def _turn(self, writer: TextWriter, previous: int) -> None:
         """Give a sequence the oldest page, behind the previous one."""
         page, self._next = self._next, (self._next + 1) % self._pages
+        if page == 0:
+            self._new_runs, self._old_runs = self._old_runs, self._new_runs
+            self._new_runs.clear(len(self._tokens))
         start = page * PAGE_TOKENS
         # Pages beside it in its old text end there now.
         if self._before[page] != NONE:
@@ -151,7 +173,7 @@ class TextWriter:
         tenant: number of its tenant.
     """
 
-    __slots__ = ("id", "page", "tenant", "used")
+    __slots__ = ("id", "last", "page", "tenant", "used")
 
     def __init__(self, id: int, tenant: int) -> None:
         self.id = id
@@ -159,6 +181,8 @@ class TextWriter:
         self.page = NONE
         self.used = 0
         """Tokens of the page that are written."""
+        self.last: list[int] = []
+        """Last tokens that were written: with the next one they are a run."""
 
 
 class SharedProposer:
@@ -180,8 +204,8 @@ class SharedProposer:
 
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         """Return up to `most` tokens that may follow, and add the sequence's new tokens."""
-        self._text.add(self._writer, tokens[self._added :])
+        known = self._text.add(self._writer, tokens[self._added :])
         self._added = len(tokens)
-        if most < 1 or len(tokens) < LEAST_NGRAM:
+        if not known or most < 1 or len(tokens) < LEAST_NGRAM:
             return NOTHING
         return self._text.find(self._writer, tokens[-LONGEST_NGRAM:], most)

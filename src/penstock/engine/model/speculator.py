@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
 
 from penstock.engine.draft.draft import Draft
 from penstock.engine.model.proposals import (
@@ -51,6 +49,7 @@ class Speculator:
         self.most = most
         self._stores = stores
         self._counters = stores.counters
+        self._block_size = stores.block_size
         self._costs = StepCosts()
         self._shared = SharedText() if most else None
         self._draft = draft
@@ -66,15 +65,20 @@ class Speculator:
 
     def propose(self, sequences: Items[Sequence]) -> list[Proposal]:
         """Return the tokens to check for each sequence in the next step."""
-        checked = [NOTHING] * len(sequences)
+        checked = nothing = [NOTHING] * len(sequences)
         if not self.most:
-            return checked
-        with self._guarded():
-            proposals = [self._proposal(sequence) for sequence in sequences]
+            return nothing
+        proposals = [self._proposal(sequence) for sequence in sequences]
+        try:
             if self._draft is not None:
                 proposals = self._drafted(self._draft, sequences, proposals)
-            width = self._costs.best_width(_expected(sequences, proposals))
-            checked = [Proposal(tokens[:width], agreement) for tokens, agreement in proposals]
+            if proposals != nothing and (
+                width := self._costs.best_width(_expected(sequences, proposals))
+            ):
+                checked = [Proposal(tokens[:width], agreement) for tokens, agreement in proposals]
+        # A boundary: a proposal may be missing, an answer may not.
+        except Exception:  # noqa: BLE001
+            self._note_fault()
         return checked
 
     def judge(
@@ -94,8 +98,8 @@ class Speculator:
         """
         if not self.most:
             return
-        with self._guarded():
-            width = max(len(proposal.tokens) for proposal in proposals)
+        try:
+            width = max([len(proposal.tokens) for proposal in proposals])
             self._costs.add(len(sequences), width, seconds)
             for sequence, (tokens, agreement), right in zip(
                 sequences, proposals, accepted, strict=True
@@ -106,7 +110,11 @@ class Speculator:
                     self._counters.accepted_tokens += right
                     if agreement == DRAFTED:
                         self._judge_draft(len(tokens), right)
-            self._retry(sequences)
+            if self._draft is not None:
+                self._retry(sequences)
+        # A boundary, as in `propose`.
+        except Exception:  # noqa: BLE001
+            self._note_fault()
 
     # ---- parts
 
@@ -123,7 +131,7 @@ class Speculator:
         width, speed = self._costs.best(hoped, len(wanting))
         if not wanting or speed <= self._costs.best(texts)[1]:
             return proposals
-        with self._guarded(draft.drop):
+        try:
             saved = self._costs.saved_seconds(len(sequences), speed)
             ready = draft.follow(
                 [sequences[i] for i in wanting],
@@ -133,7 +141,11 @@ class Speculator:
             most = [min(width, rooms[i]) for i in wanting]
             drafts = self._timed(draft, [sequences[i] for i in wanting], most)
             return _merged(sequences, proposals, dict(zip(wanting, drafts, strict=True)))
-        return proposals
+        # A boundary, as in `propose`.
+        except Exception:  # noqa: BLE001
+            self._note_fault()
+            draft.drop()
+            return proposals
 
     def _timed(self, draft: Draft, sequences: list[Sequence], most: list[int]) -> list[list[int]]:
         """Return the tokens of the draft model, and note the time of one of its passes."""
@@ -163,46 +175,49 @@ class Speculator:
 
     def _proposal(self, sequence: Sequence) -> Proposal:
         """Return a sequence's proposal; none where it fails."""
-        with self._guarded():
-            most = self._room(sequence)
-            if not sequence.speculation.proposers:
-                sequence.speculation.proposers = self._proposers(sequence)
-                sequence.speculation.expect(DRAFTED, self._draft_share.value)
-            tokens, agreement = sequence.speculation.propose(sequence.tokens, most)
-            return _allowed(sequence.sampler.constraint, Proposal(tokens[:most], agreement), most)
-        return NOTHING
-
-    @contextmanager
-    def _guarded(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
-        """Go on without a proposal where one fails, and count that; `undo` it first."""
         try:
-            yield
-        # A boundary: a proposal may be missing, an answer may not.
-        except Exception:
-            logger.warning("a proposal failed", exc_info=True)
-            self._counters.failed_proposals += 1
-            if undo is not None:
-                undo()
+            most, speculation = self._room(sequence), sequence.speculation
+            if not speculation.proposers:
+                speculation.proposers = self._proposers(sequence)
+                speculation.expect(DRAFTED, self._draft_share.value)
+            proposal = speculation.propose(sequence.kv.tokens, most)
+            if len(proposal.tokens) > most:
+                proposal = Proposal(proposal.tokens[:most], proposal.agreement)
+            return _allowed(sequence.sampler.constraint, proposal, most)
+        # A boundary, as in `propose`.
+        except Exception:  # noqa: BLE001
+            self._note_fault()
+            return NOTHING
+
+    def _note_fault(self) -> None:
+        """Count a proposal that failed; the step goes on without."""
+        logger.warning("a proposal failed", exc_info=True)
+        self._counters.failed_proposals += 1
 
     def _room(self, sequence: Sequence) -> int:
         """Return the most tokens that can be proposed; they end with the tail and the block."""
-        kv, size = sequence.kv, self._stores.block_size
+        kv = sequence.kv
+        position = kv.position
         room = min(
             self._stores.tails.columns - kv.tail,
-            size - kv.position % size,
-            sequence.reserved_tokens - kv.position,
+            self._block_size - position % self._block_size,
+            sequence.reserved_tokens - position,
+            sequence.missing_tokens,
         )
-        return max(0, min(self.most, room - 1, sequence.missing_tokens - 1))
+        return max(0, min(self.most, room - 1))
 
     def _proposers(self, sequence: Sequence) -> list[Proposer]:
-        """Return the proposers of a sequence; the first of those with the same agreement counts."""
+        """Return the proposers of a sequence; the first of those with the same agreement counts.
+
+        The tree comes first: its agreement is longer than any other's.
+        """
         assert self._shared is not None
         kv, request = sequence.kv, sequence.request
         root = self._stores.prefixes.root(request.salt)
         shared = SharedProposer(self._shared, sequence.id, root, kv.matched_tokens)
-        proposers: list[Proposer] = [NgramProposer(), TreeProposer(kv), shared]
+        proposers: list[Proposer] = [TreeProposer(kv), NgramProposer(), shared]
         if request.prediction:
-            proposers.insert(0, PredictionProposer(request.prediction, sequence.prompt_tokens))
+            proposers.insert(1, PredictionProposer(request.prediction, sequence.prompt_tokens))
         return proposers
 
 

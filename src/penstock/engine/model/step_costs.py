@@ -23,8 +23,24 @@ FORGET_STEPS = 512
 class _WidthTimes:
     """Times of the last steps of one kind."""
 
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    last_step: int = 0
+    last_step: int
+    _median: float | None = None
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+    def add(self, seconds: float, step: int) -> None:
+        """Take in the time of a step; times of long ago are forgotten."""
+        if step - self.last_step > FORGET_STEPS:
+            self._seconds.clear()
+        self._seconds.append(seconds)
+        self.last_step = step
+        self._median = None
+
+    @property
+    def median_seconds(self) -> float | None:
+        """Median of the times; None before there are enough."""
+        if self._median is None and len(self._seconds) >= LEAST_SAMPLES:
+            self._median = median(self._seconds)
+        return self._median
 
 
 class StepCosts:
@@ -37,14 +53,13 @@ class StepCosts:
     def add(self, rows: int, proposed: int, seconds: float) -> None:
         """Take in a step, in which the longest proposal had `proposed` tokens."""
         self._steps += 1
-        self._add(rows, _bucket(proposed), seconds)
+        self._add(rows, _bucket(proposed) if proposed else 0, seconds)
 
     def _add(self, rows: int, kind: int, seconds: float) -> None:
-        times = self._times.setdefault((rows, kind), _WidthTimes())
-        if self._steps - times.last_step > FORGET_STEPS:
-            times.seconds.clear()
-        times.seconds.append(seconds)
-        times.last_step = self._steps
+        times = self._times.get((rows, kind))
+        if times is None:
+            times = self._times[rows, kind] = _WidthTimes(self._steps)
+        times.add(seconds, self._steps)
 
     def ratio(self, rows: int, proposed: int) -> float:
         """Return how many times longer a step takes than one without proposals.
@@ -106,9 +121,9 @@ class StepCosts:
 
     def _seconds(self, rows: int, width: int) -> float | None:
         times = self._times.get((rows, width))
-        if times is None or len(times.seconds) < LEAST_SAMPLES:
+        if times is None or self._steps - times.last_step > FORGET_STEPS:
             return None
-        return None if self._steps - times.last_step > FORGET_STEPS else median(times.seconds)
+        return times.median_seconds
 
 
 def _expected(length: int, share: float) -> float:
@@ -118,4 +133,4 @@ def _expected(length: int, share: float) -> float:
 
 def _bucket(proposed: int) -> int:
     """Return the width under which a step with such a proposal is measured."""
-    return next((width for width in WIDTHS if proposed <= width), WIDTHS[-1]) if proposed else 0
+    return next((width for width in WIDTHS if proposed <= width), WIDTHS[-1])

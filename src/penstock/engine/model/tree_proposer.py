@@ -29,6 +29,8 @@ class TreeProposer:
         node = self._kv.node
         if node is None or most < 1:
             return NOTHING
+        if node.end <= len(tokens) and not node.children:
+            return NOTHING
         for at, end in _branch(node, max(node.start, self._kv.num_cached_tokens), tokens):
             if following := at.tokens[end - at.start :][:most].tolist():
                 return Proposal(following, LONGEST_NGRAM + 1)

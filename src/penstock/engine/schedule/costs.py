@@ -35,8 +35,8 @@ FAR_TOKENS = 4_096
 that are ever picked for a token."""
 MASK_BYTES = 5
 """Bytes of a grammar's mask and of its masked logits, for each token of the vocabulary."""
-PROPOSER_BYTES = 4
-"""Bytes that a proposer of tokens keeps of each token of its text."""
+PROPOSER_BYTES = 8
+"""Bytes that a proposer of tokens keeps of each token of its text: itself, and in the filter."""
 LOGITS_BYTES = 32_000_000
 """Bytes that the logits of a prompt take together, unless those of one block take more."""
 LOGIT_BYTES = 12

@@ -98,7 +98,7 @@ class Sequence:
     @property
     def missing_tokens(self) -> int:
         """Number of tokens that the answer can still get."""
-        return self.request.max_tokens - self.generated_tokens
+        return self.request.max_tokens + len(self.request.prompt) - len(self.kv.tokens)
 
     @property
     def reads_logits(self) -> bool:
