@@ -135,6 +135,43 @@ def test_tenants_hold_their_own(small: Held) -> None:
     assert (small.found(prompt(0), "a"), small.found(prompt(0), "b")) == (160, 0)
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_request_that_shares_nothing_leaves_nothing(small: Held, shares: bool) -> None:
+    """Its answers share its prompt. The negative control looks it up, and leaves its answers."""
+    small.core.set_limit(small.core.budget.fixed_bytes + 4_000_000)
+    first = small.ask(prompt(0)).result(0.0)
+    before, held = small.core.view.stats(), small.core.prefixes.tree.tokens
+    again = small.ask(prompt(0), n=2, cache_prompt=shares, max_tokens=40).result(0.0)
+    after = small.core.view.stats()
+    assert [choice.tokens[:4] for choice in again] == [first[0].tokens] * 2
+    cached = [choice.finish.usage.cached_tokens for choice in again if choice.finish is not None]
+    assert (cached[0] > 150) is shares
+    assert after.prefilled_tokens - before.prefilled_tokens < 200, "once for both"
+    assert (small.core.prefixes.tree.tokens > held) is shares
+    if not shares:
+        assert after.used_bytes == before.used_bytes
+        assert small.found(prompt(0)) == 160
+
+
+def test_a_request_that_shares_nothing_is_cancelled_and_goes(small: Held) -> None:
+    handle = small.core.submit(Request(prompt=prompt(0), max_tokens=200, cache_prompt=False))
+    for _ in range(8):
+        small.core.step()
+    assert small.core.prefixes.tree.tokens > 0
+    handle.cancel()
+    while small.core.step():
+        small.core.view.check()
+    assert small.core.prefixes.tree.tokens == 0
+
+
+def test_a_salt_of_its_own_is_made_once() -> None:
+    """Other ranks make a request anew from its fields."""
+    own, other = (Request(prompt=(1,), salt="a", cache_prompt=False) for _ in range(2))
+    assert own.salt.startswith("a\0") and own.salt != other.salt
+    assert Request(**own.model_dump(mode="json")) == own
+    assert Request(prompt=(1,), salt="a").salt == "a"
+
+
 @pytest.mark.parametrize(
     "wrong", [{"hold_seconds": -1.0}, {"hold_seconds": float("inf")}, {"hold_tokens": -1}]
 )

@@ -42,6 +42,7 @@ def test_the_defaults_are_greedy_and_plain() -> None:
         "priority": 0,
         "timeout_seconds": None,
         "salt": "",
+        "cache_prompt": True,
         "grammar": None,
         "reasoning": None,
         "prompt_logprobs": None,

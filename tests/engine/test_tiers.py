@@ -234,6 +234,21 @@ def test_tenants_do_not_meet_on_the_disk(tmp_path: Path) -> None:
         assert core.view.stats().hit_tokens == 192
 
 
+def test_what_shares_nothing_is_on_no_disk(tmp_path: Path) -> None:
+    asked = prompt(200)
+    with running(tmp_path) as core:
+        ask(core, asked, cache_prompt=False)
+        assert ssd(core).counts.written_blocks == 0
+    with running(tmp_path) as core:
+        ask(core, asked)
+        assert core.view.stats().hit_tokens == 0
+    with running(tmp_path) as core:
+        ask(core, asked, cache_prompt=False)
+        assert core.view.stats().hit_tokens == 0 and ssd(core).counts.read_blocks == 0
+        ask(core, asked)
+        assert core.view.stats().hit_tokens == 192
+
+
 def test_another_model_under_the_same_name_finds_nothing(tmp_path: Path) -> None:
     asked = prompt(200)
     with running(tmp_path, "llama") as core:

@@ -114,6 +114,29 @@ def test_clear_gives_up_what_nobody_reads(
     assert again["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_cache_prompt_false_computes_all_and_keeps_nothing(http: httpx.Client) -> None:
+    """As llama.cpp's field does, in chat and completions; without it the prompt is cached."""
+    text = "The code of the tin walrus is 4444. " * 20
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/completions", {"prompt": text}),
+    ):
+
+        def usage(path: str = path, body: dict[str, Any] = body, **more: Any) -> dict[str, Any]:
+            answer = http.post(path, json={**body, "max_tokens": 4, **more})
+            answer.raise_for_status()
+            counted: dict[str, Any] = answer.json()["usage"]["prompt_tokens_details"]
+            return counted
+
+        first = usage(cache_prompt=False)
+        assert first["cached_tokens"] == first.get("cache_write_tokens", 0) == 0
+        assert usage()["cached_tokens"] == 0
+        tokens = get(http, "/v1/cache/tree")["tokens"]
+        assert usage(cache_prompt=False)["cached_tokens"] == 0
+        assert get(http, "/v1/cache/tree")["tokens"] == tokens
+        assert usage()["cached_tokens"] > 100
+
+
 # ---- why a prompt would hit or miss
 
 

@@ -99,7 +99,7 @@ class Intake:
         ]
         sequences = [first, *others]
         self._admission.add(sequences)
-        if self._stores.tiers is not None and first.block_hashes:
+        if self._stores.tiers is not None and first.block_hashes and request.cache_prompt:
             lookup = self._stores.tiers.ask(first.block_hashes)
             for sequence in sequences:
                 # A tier has no logits: where they are read, tokens are computed.
@@ -205,6 +205,7 @@ class Intake:
                 hold_seconds=request.hold_seconds,
             ),
         )
+        sequence.kv.transient = not request.cache_prompt
         self.next_id += 1
         return sequence
 

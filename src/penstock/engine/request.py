@@ -7,9 +7,11 @@ not text: the caller encodes the prompt.
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from uuid import uuid4
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -27,6 +29,8 @@ __all__ = [
     "Usage",
 ]
 
+_OWN_SALT = re.compile(r"\0[0-9a-f]{32}\Z")
+"""End of a salt that one request alone has."""
 GREEDY_BELOW = 1e-5
 """A lower temperature takes the likeliest token: divided by it, logits overflow."""
 
@@ -177,6 +181,9 @@ class Request(_Asked):
     whole vocabulary."""
     salt: str = ""
     """Tenant: only requests of the same salt share prefixes."""
+    cache_prompt: bool = True
+    """Whether prefixes are looked up and kept. If not, all is computed, and its KV goes at its end:
+    the answers of this request alone share it, by a salt of their own."""
     grammar: str | None = Field(default=None, min_length=1)
     """Grammar that the answers follow, in llguidance's form (`constraint.json_schema_grammar`).
 
@@ -191,6 +198,15 @@ class Request(_Asked):
     A preference, never a claim: it takes no room from running sequences."""
     hold_tokens: int | None = Field(default=None, ge=0)
     """First tokens of the prompt that are held, in whole nodes; None is all of them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_salt(cls, given: Any) -> Any:
+        """Salt a request that shares nothing; once, as ranks make the first one's anew."""
+        salt = str(given.get("salt", ""))
+        if given.get("cache_prompt", True) or _OWN_SALT.search(salt):
+            return given
+        return {**given, "salt": f"{salt}\0{uuid4().hex}"}
 
     @model_validator(mode="after")
     def _grammar_without_reasoning(self) -> Request:

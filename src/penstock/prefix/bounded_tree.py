@@ -202,14 +202,14 @@ class BoundedTree(Generic[S]):
                 freed += part.shrink(nbytes - freed)
         return freed
 
-    def drop(self, node: Node[S]) -> None:
-        """Evict a node that cannot be read any more, and all below it; pinned ones stay."""
+    def drop(self, node: Node[S], why: Why = "lost") -> None:
+        """Evict a node that is not to be read any more, and all below it; pinned ones stay."""
         below = [node]
         for above in below:
             below.extend(above.children.values())
         for last in reversed(below):
             if not (last.pins or last.children):
-                self._evict(last, "lost")
+                self._evict(last, why)
 
     def clear(self) -> None:
         """Evict all unpinned nodes, and what is beside the tree."""

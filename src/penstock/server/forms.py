@@ -180,6 +180,8 @@ class Sampled(RequestForm):
     """Cache key; prefixes of requests with a key are kept longer than others."""
     cache_salt: Annotated[str, Field(max_length=1_024)] | None = None
     """Salt: only requests of one salt share prefixes."""
+    cache_prompt: bool | None = None
+    """Whether prefixes are looked up and kept, as at llama.cpp; false computes the whole prompt."""
 
     def sampling(
         self, default: Sampling, *, logprobs: bool = False, top_logprobs: int = 0
@@ -247,6 +249,7 @@ class Sampled(RequestForm):
             n=n,
             timeout_seconds=settings.request_timeout_seconds,
             salt=self.cache_salt or "",
+            cache_prompt=self.cache_prompt is not False,
             grammar=grammar,
             goes_on=goes_on,
             prediction=tuple(prediction),

@@ -285,7 +285,8 @@ class Service:
     def _closed(self, answering: ActiveRequest) -> None:
         self._open.discard(answering)
         if answering.recent.state == "done":
-            for handle in answering.handles:
+            kept = [handle for handle in answering.handles if handle.request.cache_prompt]
+            for handle in kept:
                 for choice in handle.choices:
                     request = handle.request
                     self.answers.remember(request.salt, request.prompt, choice.tokens)

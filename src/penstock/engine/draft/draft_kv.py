@@ -18,6 +18,7 @@ class DraftKV(SequenceKV):
 
     def __init__(self, stores: KVStores, of: SequenceKV, salt: str) -> None:
         super().__init__(stores, of.tokens, list(of.block_hashes), salt=salt)
+        self.transient = of.transient
         ledger = stores.prefixes.ledger
         self.hash_blocks()
         self.attach()
@@ -70,8 +71,10 @@ class DraftKV(SequenceKV):
         if keep:
             self.settle()
             self.keep_end()
-        node = self.node
+        node = None if self.transient else self.node
         self.detach()
+        if self.transient:
+            self.forget()
         self.drafted = []
         if self.reservation is not None:
             self.reservation.release()

@@ -202,6 +202,9 @@ class Admission:
         sequence.kv.end_turn(sequence.cached_tokens)
         del self.sequences[sequence.id]
         self._release(sequence)
+        if sequence.kv.transient:
+            sequence.kv.forget()
+            node = None
         self._scheduler.act(sequence, "finish")
         self._counters.finished += 1
         end(sequence)

@@ -49,6 +49,8 @@ class CachedPath:
         self.num_cached_tokens = 0
         self.matched_tokens = 0
         """Tokens that the tree held at admission: other sequences may branch there, too."""
+        self.transient = False
+        """Whether its blocks are evicted at its end, and go to no tier without need."""
         self.prompt_logprobs: PromptLogprobs | None = None
         """Log-probabilities of the prompt, whose logits are read; None if they are not."""
         self._matched_version: tuple[int, int] | None = None
@@ -204,6 +206,12 @@ class CachedPath:
         """Leave the last token of the prompt to be computed, for its logits."""
         self.num_cached_tokens = min(self.num_cached_tokens, self.readable_tokens)
 
+    def forget(self) -> None:
+        """Evict all blocks of the sequence that no other one reads."""
+        prefixes = self._stores.prefixes
+        if path := prefixes.match(self.block_hashes).path:
+            prefixes.drop(path[0], "cleared")
+
     def _insert(self, segment: Segment, paid: Reservation) -> bool:
         """Insert whole blocks behind the cached tokens into the tree; False without room.
 
@@ -255,9 +263,9 @@ class CachedPath:
     def _note_blocks(self, first: int) -> None:
         """Have the cached blocks from the `first` on written to the tiers."""
         stores = self._stores
-        if stores.tiers is not None:
+        spills = stores.spilling is not None  # what has to leave memory is always written
+        if stores.tiers is not None and (spills or not self.transient):
             block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
-            spills = stores.spilling is not None  # what has to leave memory is always written
             stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first, seen=spills)
 
     def note_again(self) -> None:
@@ -267,7 +275,7 @@ class CachedPath:
     def _note_checkpoint(self, at: int, *, answered: bool = False) -> None:
         """Have the states that were captured under a boundary written to the tiers."""
         stores = self._stores
-        if stores.tiers is not None:
+        if stores.tiers is not None and not self.transient:
             root = stores.prefixes.root(self._salt)
             block_hashes = self.block_hashes[: at // self._size]
             stores.tiers.note_checkpoint(block_hashes, root, answered=answered)
@@ -278,6 +286,8 @@ class CachedPath:
         Args:
             known_tokens: first tokens that were cached before.
         """
+        if self.transient:
+            return
         stores = self._stores
         if stores.checkpoints is not None and self.pin is not None:
             at = stores.checkpoints.end_turn(self.pin.path, self.num_cached_tokens)

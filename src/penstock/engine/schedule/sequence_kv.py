@@ -302,7 +302,7 @@ class SequenceKV(CachedPath):
         """
         stores, start = self._stores, self.num_cached_tokens
         tokens = min(self.position, len(self.tokens), stores.shared_tokens) - start
-        if self.pin is None or tokens <= 0 or self._diverged_from_path:
+        if self.pin is None or tokens <= 0 or self.transient or self._diverged_from_path:
             return
         if not self._partial_block.enabled or tokens == self._partial_block.tokens:
             return
