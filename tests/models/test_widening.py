@@ -11,9 +11,11 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from penstock.errors import SettingError
 from penstock.kv import backend
 from penstock.models.mlx_lm import load_all
 from penstock.models.widening import Widening, model_bytes
+from penstock.models.within_limit import load_within
 from penstock.recall import MODEL_PATH
 from support.gguf_files import MODELS, SIZES
 from support.small_models import build
@@ -70,6 +72,23 @@ def test_auto_widens_where_a_quarter_of_the_limit_is_left(tmp_path: Path) -> Non
     little = load_all(source, limit_bytes=wide_bytes * 4 // 3 - 4)
     assert mx.float16 in dtypes(little.model)
     assert "raise it" in str(little.weights_note)
+
+
+@on_cpu
+def test_a_limit_is_a_text_or_bytes_or_the_machines(tmp_path: Path) -> None:
+    """As every command and every replica loads."""
+    source = folder(tmp_path, "llama", bits=4, dtype="float16")
+    wide_bytes = model_bytes(load_all(source, weights_dtype="native").model)[1]
+    for limit, wide in (
+        (None, True),
+        (wide_bytes * 2, True),
+        (wide_bytes, False),
+        ("100KB", False),
+    ):
+        assert (dtypes(load_within(source, "auto", limit).model) == {mx.float32}) is wide, limit
+    assert mx.float16 in dtypes(load_within(source, "native").model)
+    with pytest.raises(SettingError, match="much"):
+        load_within(source, "auto", "much")
 
 
 def test_a_gpu_takes_weights_as_they_come() -> None:

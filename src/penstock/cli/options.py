@@ -130,15 +130,9 @@ def load_quietly(
 ) -> Loaded:
     """Load a model as `load_model` does, without a word."""
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    import mlx.core as mx
+    from penstock.models.within_limit import load_within
 
-    from penstock.memory import parse_bytes, read_machine_memory
-    from penstock.models.mlx_lm import load_all
-
-    limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    if limit is None:
-        limit = read_machine_memory(mx.device_info()).default_limit_bytes
-    return load_all(model, weights_dtype=weights_dtype, limit_bytes=limit)
+    return load_within(model, weights_dtype, memory_limit)
 
 
 def load_draft(

@@ -78,7 +78,15 @@ def serve(
             raise SettingError(ALONE)
         replicas = config.parse(config.FleetSettings, **fleet)
         _check_ray(settings)
-        return _run_in_ray(model, name, settings, limits, replicas, preload=ssd_preload)
+        return _run_in_ray(
+            model,
+            name,
+            settings,
+            limits,
+            replicas,
+            preload=ssd_preload,
+            weights_dtype=weights_dtype,
+        )
     _check_fleet(fleet)
     options.check_writable("--session-dir", settings.session_dir)
     options.check_writable("--ssd-cache-dir", cache_folder)
@@ -222,12 +230,13 @@ def _run_in_ray(
     fleet: config.FleetSettings,
     *,
     preload: bool,
+    weights_dtype: config.WeightsDtype,
 ) -> None:
     """Start the replicas, say where they are, and serve until told to stop."""
     from penstock.serve_ray.application import Fleet, running, wait_for_signal
     from penstock.serve_ray.replica import Served
 
-    served = Served(model, name, settings, limits, preload)
+    served = Served(model, name, settings, limits, preload, weights_dtype)
     with running(served, Fleet(**fleet.model_dump())) as url:
         most = fleet.max_replicas
         count = fleet.replicas if most is None else f"{fleet.replicas} to {most}"

@@ -10,11 +10,11 @@ from typing import Any
 
 from starlette.types import Message
 
-from penstock.config import ServerSettings
+from penstock.config import ServerSettings, WeightsDtype
 from penstock.engine.engine import Engine
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
-from penstock.models.mlx_lm import load_all
+from penstock.models.within_limit import load_within
 from penstock.routing import Summary
 from penstock.serve_ray.autoscaling import CLAIMED
 from penstock.serve_ray.router import BLOCKS
@@ -36,17 +36,19 @@ class Served:
     limits: dict[str, Any]
     """Limits of the engine, as `Engine` takes them."""
     preload: bool = False
+    weights_dtype: WeightsDtype = "auto"
 
 
 class Replica:
     """A replica: the application of `penstock serve`, asked through Ray.
 
     Raises:
-        ModelError, NeverFits, SettingError: as `load_all` and `Engine`; the deployment fails.
+        ModelError, NeverFits, SettingError: as `load_within` and `Engine`; the deployment fails.
     """
 
     def __init__(self, served: Served) -> None:
-        loaded = load_all(served.model)
+        limit = served.limits.get("memory_limit")
+        loaded = load_within(served.model, served.weights_dtype, limit)
         self._engine = Engine(loaded.model, loaded.tokenizer, **served.limits)
         if served.preload:
             self._engine.preload()
