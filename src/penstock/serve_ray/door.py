@@ -121,7 +121,7 @@ class Passed(Response):
         self._silence_seconds = silence_seconds
         self._replicas = replicas
         self._given = (scope, body)
-        self._hint = {"keys": block_hashes, "cache_key": cache_key}
+        self._hint = {"block_hashes": block_hashes, "cache_key": cache_key}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the chosen replica's answer; one that cannot be asked is 429 or 503."""

@@ -90,7 +90,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
 def prompt_of(pending: PendingRequest | None) -> RoutedPrompt:
     """Return the prompt that the door has put into a request."""
     given = {} if pending is None else pending.kwargs
-    return RoutedPrompt(split_keys(given.get("keys", b"")), given.get("cache_key"))
+    return RoutedPrompt(split_keys(given.get("block_hashes", b"")), given.get("cache_key"))
 
 
 def split_keys(joined: bytes) -> Sequence[bytes]:
