@@ -499,7 +499,7 @@ def test_pieces_are_put_together(store: RedisServer, monkeypatch: pytest.MonkeyP
     """However small the pieces are, of which a header may be many."""
     expected = alone()
     write(store.url)
-    monkeypatch.setattr("penstock.engine.offload.tier_group.PIECE_BYTES", 1_000)
+    monkeypatch.setattr("penstock.engine.offload.tier_kinds.PIECE_BYTES", 1_000)
     with running(store.url) as core:
         assert ask(core) == (expected, WHOLE / 200)
         assert store.calls("getrange") > 10 * 12

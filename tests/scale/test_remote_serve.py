@@ -16,11 +16,14 @@ import httpx
 import pytest
 from redis_server import RedisServer
 
+from penstock.engine.offload.conversation_ends import LINGER_SECONDS
 from penstock.recall import dialogue
 from penstock.tiers.record import FORMAT
 
 SECRET = "open-sesame"
 SOON = 60.0
+BLOCK, RECORD = 32, 320
+"""Tokens of a block, and of a record of blocks."""
 
 
 @pytest.fixture
@@ -62,6 +65,21 @@ def asked(url: str, messages: list[dict[str, str]]) -> tuple[str, float]:
     return answer["choices"][0]["message"]["content"], cached / usage["prompt_tokens"]
 
 
+def write(
+    store: RedisServer, records: int, url: str, messages: list[dict[str, str]], expected: str
+) -> None:
+    """Ask until so many records are in the store.
+
+    Cheap blocks are written when they are asked for again, the end of a conversation when it has
+    lingered.
+    """
+    until = time.monotonic() + SOON
+    while len(store.names()) < records:
+        assert asked(url, messages)[0] == expected
+        assert time.monotonic() < until
+        time.sleep(LINGER_SECONDS + 1.0)
+
+
 def sample(url: str, name: str) -> float:
     text = httpx.get(f"{url}/metrics", timeout=SOON).text
     (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
@@ -80,13 +98,10 @@ def test_what_is_told_to_one_is_known_to_the_other(store: RedisServer, tmp_path:
     told = dialogue(7, tokens=1_200, facts=4)
     messages = told.ask(told.questions[0])
     with started(store.url, tmp_path / "a.log") as a, started(store.url, tmp_path / "b.log") as b:
-        until = time.monotonic() + SOON
         expected, _ = asked(a, messages)
-        held = httpx.get(f"{a}/v1/cache/stats").json()["stats"]["held_tokens"] // 64
-        while len(store.names()) < held:  # cheap blocks are written when they are asked for again
-            assert asked(a, messages)[0] == expected
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        tokens = httpx.get(f"{a}/v1/cache/stats").json()["stats"]["held_tokens"]
+        records = -(-(tokens // BLOCK) // (RECORD // BLOCK))
+        write(store, records, a, messages, expected)
         text, cached = asked(b, messages)
         assert text == expected
         assert cached >= 0.9
@@ -109,11 +124,7 @@ def test_what_is_told_to_one_is_known_to_the_other(store: RedisServer, tmp_path:
             assert asked(b, messages) == (expected, 0.0), damage.__name__
             store.client.flushall()
             httpx.delete(f"{b}/v1/cache", timeout=SOON).raise_for_status()
-            until = time.monotonic() + SOON
-            while len(store.names()) < held:
-                assert asked(b, messages)[0] == expected
-                assert time.monotonic() < until
-                time.sleep(0.05)
+            write(store, records, b, messages, expected)
         assert sample(b, 'penstock_remote_blocks_total{outcome="damaged"}') == 2
         httpx.delete(f"{b}/v1/cache", timeout=SOON).raise_for_status()
         text, cached = asked(b, messages)
