@@ -129,7 +129,7 @@ def report(load: ServeLoad, runs: ServerRuns) -> Report:
         drawn += _overhead_lines(mine["overhead"])
     return Report(
         name="serve",
-        claim=CLAIM,
+        claim=CLAIM.format(other),
         rival=other,
         heading=" or ".join(who for who in of if who != OURS),
         penstock=mine,

@@ -24,7 +24,7 @@ from penstock_bench.serve_process import (
 )
 from penstock_bench.serve_words import Words
 
-CLAIM = "Over HTTP: agents that share a system prompt, against mlx-lm's server"
+CLAIM = "Over HTTP: agents that share a system prompt, against the server of {}"
 GOALS = {"throughput": 3.0, "ttft_p95": 5.0, "peak_memory": 2.0}
 GOAL_SHAPE = (8, 5, 4_000)
 """Sessions, turns and tokens of the system prompt that the goals are for."""
