@@ -76,6 +76,19 @@ class Backend(ABC):
             (1, heads, n, value_dim).
         """
 
+    def attend_piece(
+        self, stacked: mx.array, keys: mx.array, values: mx.array, seen: mx.array | None
+    ) -> Partial:
+        """Let queries of a chunk read a piece of what is in front of it or of its own.
+
+        Args:
+            stacked: as `attention.grouped` has them, in base 2, (kv_heads, rows, d).
+            keys: (kv_heads, columns, d).
+            values: (kv_heads, columns, value_dim).
+            seen: (rows, columns), which columns are seen; None is all.
+        """
+        return attention.attend(stacked, [keys], [values], seen, None, self)
+
     def attend_decode(
         self,
         stacked: mx.array,

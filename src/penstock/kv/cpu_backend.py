@@ -169,6 +169,16 @@ class CPUBackend(Backend):
         )
         return Partial(top, total, flat.reshape(*top.shape[:-1], values.shape[-1]))
 
+    def attend_piece(
+        self, stacked: mx.array, keys: mx.array, values: mx.array, seen: mx.array | None
+    ) -> Partial:
+        """See `Backend`: computed at once, with the weights in the scores' place."""
+        scores = attention.score(stacked, [keys], self)
+        if seen is not None:
+            scores = mx.where(seen, scores, MASKED)
+        top, weights, total = weigh_in_place(scores, causal=False)
+        return Partial(top, total, attention.mix(weights, total, [values]))
+
     def attend_decode(
         self,
         stacked: mx.array,

@@ -90,8 +90,7 @@ class _Queries:
             rows = mx.arange(self._at, self._at + self._count)[:, None]
             seen = mx.arange(own, own + keys.shape[1]) <= rows
             seen = mx.tile(seen, (self._groups, 1))
-        device = backend.current()
-        part = attention.attend(self._stacked, [keys], [values], seen, None, device)
+        part = backend.current().attend_piece(self._stacked, keys, values, seen)
         self._read = part if self._read is None else attention.together(self._read, part)
         mx.eval(self._read.top, self._read.total, self._read.mixed)
 

@@ -253,7 +253,11 @@ class MemoryEstimator:
         self._measured_scores = runner.heads * limits.step_tokens**2
         self.prefill_token_seconds = peaks.prefill_seconds / limits.step_tokens
         masks = MASK_BYTES * limits.max_batch_size * runner.vocabulary_size
-        taken = max(peaks.prefill, peaks.decode, peaks.sample + masks)
+        # No less than a decode step's way to weigh as many scores takes: what is measured depends
+        # on how far MLX's threads lag, and two engines on one model are to have one number.
+        scores = 0 if self._all_scores else min(self._device.scores_at_once, self._measured_scores)
+        least = self._score_bytes * scores
+        taken = max(peaks.prefill, peaks.decode, peaks.sample + masks, least / SLACK)
         if self._compresses:
             self._far_bytes = SLACK * max(0, peaks.far - peaks.prefill) / FAR_TOKENS
             folding = 2 * limits.block_size * runner.token_bytes
@@ -276,7 +280,8 @@ class MemoryEstimator:
         far = self._chunk_score_bytes * max(0, most - self._measured_scores)
         if runner.most_joined is None:
             return far
-        return max(far, self._score_bytes * min(device.scores_at_once, queries * STREAMED_TOKENS))
+        streamed = min(device.scores_at_once, queries * STREAMED_TOKENS)
+        return max(far, self._chunk_score_bytes * streamed)
 
     def _run_steps(self, tails: Tails) -> StepPeaks:
         """Run the largest steps without content."""
