@@ -11,7 +11,7 @@ import mlx.core as mx  # isort: skip
 import pytest
 from hypothesis import HealthCheck, settings
 
-from patience import patient  # noqa: F401 - a fixture
+from patience import patient, reads_all  # noqa: F401 - fixtures
 from process_state import own_state
 from quick import left_out, read_costs
 from threads_left import (  # noqa: F401 - hooks and a fixture

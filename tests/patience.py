@@ -1,10 +1,11 @@
-"""A fixture for tests of what is read from a tier, on a machine whose cores others use as well."""
+"""Fixtures for tests of what is read from a tier, on a machine whose cores others use as well."""
 
 from __future__ import annotations
 
 import pytest
 
 from penstock.engine.offload import engine_tier, restoring
+from penstock.engine.offload.engine_tier import EngineTier
 
 SOON = 30.0
 """Seconds within which things happen, on a busy machine."""
@@ -12,6 +13,13 @@ SOON = 30.0
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for a tier, whatever else runs: what it has is read, and not computed again."""
+    """Wait for a tier as long as a prompt takes to compute, whatever else runs."""
     monkeypatch.setattr(engine_tier, "LEAST_PATIENCE_SECONDS", SOON)
     monkeypatch.setattr(restoring, "ASK_SECONDS", SOON)
+
+
+@pytest.fixture
+def reads_all(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read what a tier has, also where a quick model computes it sooner."""
+    monkeypatch.setattr(EngineTier, "saved_seconds", lambda self, first, stop: float(stop > first))
+    monkeypatch.setattr(EngineTier, "patience_seconds", lambda self, first, stop: SOON)

@@ -795,7 +795,7 @@ def test_import_leaves_a_disk_that_is_nearly_full_alone(tmp_path: Path) -> None:
 
 
 def test_what_an_engine_wrote_is_read_by_another_from_an_imported_folder(
-    tmp_path: Path, capsys: Capture, patient: None
+    tmp_path: Path, capsys: Capture, reads_all: None
 ) -> None:
     here, there, tar = tmp_path / "here", tmp_path / "there", tmp_path / "x.tar"
     there.mkdir()

@@ -168,7 +168,7 @@ def test_after_an_eviction_the_text_is_that_of_a_prompt_that_ends_there() -> Non
     assert after != whole, "negative control: the answer's own keys were other ones"
 
 
-def test_what_a_tier_gives_back_has_an_index_again(tmp_path: Path, patient: None) -> None:
+def test_what_a_tier_gives_back_has_an_index_again(tmp_path: Path, reads_all: None) -> None:
     settings = {"attend_tokens": LEAST}
     with cold_engine.running(tmp_path, **settings) as core:
         expected = alone(core, LONG)

@@ -31,7 +31,7 @@ def ask(http: httpx.Client, messages: list[Any]) -> tuple[str, int]:
     return body["choices"][0]["message"]["content"], usage["cached_tokens"]
 
 
-def test_a_session_goes_on_elsewhere(tmp_path: Path, told: Dialogue, patient: None) -> None:
+def test_a_session_goes_on_elsewhere(tmp_path: Path, told: Dialogue, reads_all: None) -> None:
     sessions = tmp_path / "sessions"
     question = told.ask(told.questions[0])
     with server(tmp_path / "one", sessions) as http:
