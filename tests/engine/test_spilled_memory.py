@@ -9,6 +9,7 @@ from typing import Any
 import cold_engine
 import mlx.core as mx
 import pytest
+from combinations import SOAK
 from spilled_engine import (
     ACTIVE,
     check_peak,
@@ -107,7 +108,7 @@ def room_of_one(folder: Path, tokens: int, active: int, **settings: Any) -> int:
     return limit
 
 
-@pytest.mark.parametrize("size", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [SHORT, LONG] if SOAK else [SHORT])
 def test_ten_conversations_run_in_the_room_of_one(tmp_path: Path, size: tuple[int, int]) -> None:
     """They say what they say where there is room for all, and several run at a time."""
     tokens, active = size
