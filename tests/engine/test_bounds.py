@@ -490,12 +490,11 @@ def test_answers_that_wait_share_their_prompt_and_then_have_their_own() -> None:
 # ---- negative controls
 
 
-class CountsNoStep(MemoryEstimator):
-    """Thinks that a step takes nothing."""
+class MeasuresHalf(MemoryEstimator):
+    """Thinks that a step takes half of what it does."""
 
     def measure_step(self, tails: Tails) -> int:
-        super().measure_step(tails)
-        return 0
+        return super().measure_step(tails) // 2
 
 
 class CountsHalfTheTree(EngineView):
@@ -506,9 +505,13 @@ class CountsHalfTheTree(EngineView):
         return super().held_bytes - self._prefixes.tree.nbytes // 2
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=["greedy", "sampling"])
-def test_a_step_that_is_not_counted_is_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foundation, "MemoryEstimator", CountsNoStep)
+@pytest.mark.parametrize("sampling", [Sampling(), EVERYTHING], ids=["greedy", "sampling"])
+def test_a_step_that_is_not_counted_is_seen(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of 512, whose measured bytes are most of what a step of theirs can take."""
+    case = replace(next(one for one in CASES if "large blocks" in one.name), sampling=sampling)
+    monkeypatch.setattr(foundation, "MemoryEstimator", MeasuresHalf)
     with watched(case) as watch:
         watch.tighten(case.request(0))
         watch.core.submit(case.request(0))

@@ -31,7 +31,7 @@ def test_the_promise_is_kept_to_the_token(family: str) -> None:
         model.args.max_position_embeddings = 1 << 20  # so that memory is what ends a request
     _, tokenizer = load(MODEL_PATH)
     for changed in SETTINGS:
-        with Engine(model, tokenizer, memory_limit="30MB", **changed) as engine:
+        with Engine(model, tokenizer, memory_limit="40MB", **changed) as engine:
             service = Service(engine, tokenizer, settings(), family)
             promised = service.context_tokens
             service.close()

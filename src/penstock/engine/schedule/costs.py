@@ -49,10 +49,12 @@ CODE_SPANS = 4
 """Tokens that a codec encodes together, at most, in blocks that are chosen."""
 STREAMED_COPIES = 2
 """Pieces of keys and values that are alive together: the one that is read, and the next."""
-ROUNDS = 3
+ROUNDS = 12
 """Most measurements of a step; the largest counts."""
 ROUNDS_SECONDS = 0.1
 """Seconds of measuring after which a step is not measured again."""
+STEPS_OF_TWO = 16
+"""Steps from a power of two to the next, to which measured bytes are rounded up."""
 SLACK = 1.10
 """Factor from the bytes of a measured step to the bytes that are reserved for it."""
 EVERYTHING = Sampling(
@@ -253,11 +255,7 @@ class MemoryEstimator:
         self._measured_scores = runner.heads * limits.step_tokens**2
         self.prefill_token_seconds = peaks.prefill_seconds / limits.step_tokens
         masks = MASK_BYTES * limits.max_batch_size * runner.vocabulary_size
-        # No less than a decode step's way to weigh as many scores takes: what is measured depends
-        # on how far MLX's threads lag, and two engines on one model are to have one number.
-        scores = 0 if self._all_scores else min(self._device.scores_at_once, self._measured_scores)
-        least = self._score_bytes * scores
-        taken = max(peaks.prefill, peaks.decode, peaks.sample + masks, least / SLACK)
+        taken = _rounded(max(peaks.prefill, peaks.decode, peaks.sample + masks))
         if self._compresses:
             self._far_bytes = SLACK * max(0, peaks.far - peaks.prefill) / FAR_TOKENS
             folding = 2 * limits.block_size * runner.token_bytes
@@ -352,6 +350,16 @@ class MemoryEstimator:
         if not self._runner.drops:
             return tokens
         return min(tokens, self._limits.max_kv_size + self._limits.step_tokens)
+
+
+def _rounded(nbytes: int) -> int:
+    """Return measured bytes without the lag of MLX's threads: two engines are to have one number.
+
+    >>> _rounded(11_618_472) == _rounded(12_009_640) == 12_058_624
+    True
+    """
+    step = max(1, (1 << nbytes.bit_length() - 1) // STEPS_OF_TWO) if nbytes else 1
+    return -(-nbytes // step) * step
 
 
 def _peak(run: Callable[[], object], limit_seconds: float = ROUNDS_SECONDS) -> tuple[int, float]:
