@@ -490,11 +490,11 @@ def test_answers_that_wait_share_their_prompt_and_then_have_their_own() -> None:
 # ---- negative controls
 
 
-class MeasuresHalf(MemoryEstimator):
-    """Thinks that a step takes half of what it does."""
+class MeasuresThird(MemoryEstimator):
+    """Thinks that a step takes a third of what it does."""
 
     def measure_step(self, tails: Tails) -> int:
-        return super().measure_step(tails) // 2
+        return super().measure_step(tails) // 3
 
 
 class CountsHalfTheTree(EngineView):
@@ -510,8 +510,9 @@ def test_a_step_that_is_not_counted_is_seen(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks of 512, whose measured bytes are most of what a step of theirs can take."""
-    case = replace(next(one for one in CASES if "large blocks" in one.name), sampling=sampling)
-    monkeypatch.setattr(foundation, "MemoryEstimator", MeasuresHalf)
+    large = next(case for case in CASES if "large blocks" in case.name)
+    case = replace(large, prompt_tokens=1_000, sampling=sampling)
+    monkeypatch.setattr(foundation, "MemoryEstimator", MeasuresThird)
     with watched(case) as watch:
         watch.tighten(case.request(0))
         watch.core.submit(case.request(0))
