@@ -13,13 +13,15 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+
+from threadpoolctl import ThreadpoolController
 
 VARIABLE = "PENSTOCK_BLAS"
 """Path or soname of the CBLAS to load; `none` loads nothing."""
@@ -45,10 +47,6 @@ INSTALL_COMMANDS = {
 }
 """Install command, by the package manager of the system."""
 WHEEL_COMMAND = "pip install 'penstock[blas]'"
-_THREAD_CALLS = (
-    ("openblas_get_num_threads", "openblas_set_num_threads"),
-    ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
-)
 _UNPACKED_CORES = ("SkylakeX", "Cooperlake", "SapphireRapids")
 """OpenBLAS's names of CPUs for which it has kernels that copy nothing (0.3.13 and later)."""
 CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
@@ -89,35 +87,22 @@ def load_blas() -> Blas:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let OpenBLAS or MKL multiply on the calling thread alone meanwhile, for the whole process.
+    """Let BLAS multiply on the calling thread alone meanwhile, for the whole process.
 
-    For work that is spread over MLX's streams: two of them that each call a threaded BLAS wait
-    for each other. Does nothing for other libraries.
+    For work that is spread over MLX's streams and a second thread: two that each call a threaded
+    BLAS wait for each other. MLX's BLAS is meant and NumPy's, which brings its own.
     """
-    calls = _thread_calls()
-    if calls is None:
+    if sys.platform != "linux" or uses_cuda():
         yield
         return
-    get_threads, set_threads = calls
-    threads = get_threads()
-    set_threads(1)
-    try:
+    with _pools().limit(limits=1, user_api="blas"):
         yield
-    finally:
-        set_threads(threads)
 
 
 @cache
-def _thread_calls() -> tuple[Callable[[], int], Callable[[int], object]] | None:
-    """Return the getter and the setter of the BLAS threads, if MLX's BLAS has them."""
-    blas = load_blas()
-    if sys.platform != "linux" or not blas.is_fast or uses_cuda():
-        return None
-    library = ctypes.CDLL(blas.name)
-    for get_name, set_name in _THREAD_CALLS:
-        if hasattr(library, set_name):
-            return getattr(library, get_name), getattr(library, set_name)
-    return None
+def _pools() -> ThreadpoolController:
+    """Return the thread pools of the libraries that are loaded when it is first asked for."""
+    return ThreadpoolController()
 
 
 @cache

@@ -15,9 +15,10 @@ from attention_reference import Numbers, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv import attention_plan
+from penstock.kv import attention_plan, backend
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import AttentionPlan, DecodeRow, KVSpan, in_order, plan_attention
+from penstock.kv.backend import CPUBackend, GPUBackend
 from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.joined_reads import JoinedReads
 from penstock.kv.reads import DecodeReads, DecodeStep
@@ -178,14 +179,18 @@ def check_decode(
     sinks = scene.normal(scene.heads) if with_sinks else None
     mask = reads.make_mask(width, window_size=window)
     given = reads.update_and_fetch(keys, values)
-    found = reads.attend(queries, *given, SCALE, mask, sinks)
-    assert found.shape == (b, scene.heads, width, VALUE_WIDTH)
+    answers = []
+    for device in (CPUBackend(lanes=2), GPUBackend()):  # all at once, and part by part
+        with backend.using(device):
+            answers.append(numbers(reads.attend(queries, *given, SCALE, mask, sinks)))
     for i, row in enumerate(scene.rows):
         held[i].add(row.position, keys[i : i + 1], values[i : i + 1])
         true = scene.answer(
             queries[i : i + 1], held[i], row.position, scene.attention_window.within(window), sinks
         )
-        np.testing.assert_allclose(numbers(found[i]), true, atol=3e-6, err_msg=f"row {i}: {row}")
+        for found in answers:
+            assert found.shape == (b, scene.heads, width, VALUE_WIDTH)
+            np.testing.assert_allclose(found[i], true, atol=3e-6, err_msg=f"row {i}: {row}")
         # What was written is there for the next step.
         written = tails.read_block(0, row.slot, 1, row.tail + width)
         assert mx.array_equal(written[0][0, :, row.tail :], keys[i])
@@ -365,11 +370,12 @@ def test_the_comparison_sees_a_wrong_mask(wrong: Any, monkeypatch: pytest.Monkey
 
 
 def test_the_comparison_sees_a_tail_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(self: DecodeReads, queries: mx.array, keys: Any, values: Any, layout: Any) -> Any:
-        return real(self, queries, mx.zeros_like(keys), mx.zeros_like(values), layout)
+    def nothing(self: DecodeReads, *args: Any) -> mx.array:
+        self.step.tails.renew()
+        return real(self, *args)
 
-    real = DecodeReads._tail_partial
-    monkeypatch.setattr(DecodeReads, "_tail_partial", nothing)
+    real = DecodeReads._attend_together
+    monkeypatch.setattr(DecodeReads, "_attend_together", nothing)
     with pytest.raises(AssertionError, match="row"):
         check_decode(family())
 

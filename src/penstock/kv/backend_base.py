@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,33 @@ HALF_SCORE_BUFFERS = 10
 """The same where keys are of half precision, dequantized and narrowed again: 9.5 at most."""
 SIGNS_AT_ONCE = 2**18
 """Codes of one bit that become floats together: 1 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRead:
+    """Columns that the rows first..last-1 of a decode step read together."""
+
+    first: int
+    last: int
+    pieces: Sequence[tuple[mx.array, mx.array, int, int]]
+    """Keys and values (1, kv_heads, n, dim) of segments, and the columns start..stop-1 of them."""
+    seen: mx.array | None
+    """(rows, width, columns) booleans; None if every row sees all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTails:
+    """Tails of the rows of a decode step, in the buffers of all slots."""
+
+    keys: mx.array
+    """(slots, kv_heads, columns, dim)."""
+    values: mx.array
+    slots: Sequence[int]
+    """Slots of the rows."""
+    columns: int
+    """Columns of the longest, the new tokens among them."""
+    seen: mx.array | None
+    """(rows, width, columns) booleans; None if every row sees all of it."""
 
 
 class Backend(ABC):
@@ -107,6 +135,26 @@ class Backend(ABC):
             after: what must be computed before codes are read.
         """
         return attention.attend(stacked, keys, values, seen, after, self)
+
+    def attend_rows(
+        self,
+        queries: mx.array,
+        reads: Sequence[RowsRead],
+        tails: RowTails,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Let several rows read parts and tails at once; None: by `attend_decode`, part by part.
+
+        Args:
+            queries: (rows, heads, width, d), in base 2.
+            reads: no two of them have a column of one row in common.
+            tails: of the rows.
+            sinks: (heads,), in base 2.
+
+        Returns:
+            (rows, heads, width, value_dim), computed.
+        """
+        return None
 
     def multiply_keys(self, queries: mx.array, keys: mx.array) -> mx.array:
         """Return the products (..., m, n) of queries (..., m, d) with keys (..., n, d)."""

@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from penstock.blas import multiplies_unpacked
-from penstock.kv import attention, sign_products, wide_codes
+from penstock.kv import attention, cpu_rows, sign_products, wide_codes
 from penstock.kv.attention import LOG2_E, MASKED, AttentionWindow, KVData, Partial
-from penstock.kv.backend_base import Backend
+from penstock.kv.backend_base import Backend, RowsRead, RowTails
 from penstock.kv.cpu_softmax import weigh_in_place
 from penstock.kv.sign_products import Floats
 
@@ -62,10 +62,11 @@ def _piece(rows: int, m: int, n: int) -> int:
 
 
 class _Lane(threading.local):
-    """A thread's second stream; streams cannot be shared between threads."""
+    """A thread's second stream and second thread; streams cannot be shared between threads."""
 
     stream: mx.Stream | None = None
     taken = False
+    thread: cpu_rows.SecondThread | None = None
 
 
 _second = _Lane()
@@ -211,6 +212,34 @@ class CPUBackend(Backend):
             mx.concatenate([one.mixed, other.mixed]),
         )
 
+    def attend_rows(
+        self,
+        queries: mx.array,
+        reads: Sequence[RowsRead],
+        tails: RowTails,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """See `Backend`: in float32, by NumPy."""
+        if tails.keys.dtype != mx.float32 or queries.dtype != mx.float32:
+            return None
+        mx.eval(queries, tails.keys, tails.values)
+        b, heads, width, dim = queries.shape
+        kv_heads = tails.keys.shape[1]
+        group = heads // kv_heads
+        by_row = np.asarray(queries).reshape(b, kv_heads, group * width, dim)
+        own = cpu_rows.sums(by_row, [_of_slots(tails)], _seen_by_row(tails.seen, group))
+        into = cpu_rows.Sums(*map(_stacked, (own.top, own.total, own.mixed)))
+        parts = [_part(read, group, width) for read in reads]
+        cpu_rows.add_parts(into, _stacked(by_row), parts, self._second_thread())
+        sunk = None if sinks is None else _sunk(np.asarray(sinks), kv_heads, b, width)
+        mixed = into.result(sunk).reshape(kv_heads, b, group * width, -1)
+        return mx.array(mixed.swapaxes(0, 1)).reshape(b, heads, width, -1)
+
+    def _second_thread(self) -> cpu_rows.SecondThread | None:
+        if self.lanes > 1 and _second.thread is None:
+            _second.thread = cpu_rows.SecondThread()
+        return _second.thread if self.lanes > 1 else None
+
     def multiply_keys(self, queries: mx.array, keys: mx.array) -> mx.array:
         """See `Backend`: for few queries with the keys on the left, transposed afterwards.
 
@@ -350,3 +379,47 @@ class CPUBackend(Backend):
         """See `Backend`."""
         at_once = min(numbers, self.codes_at_once)
         return mx.float32.size * self.lanes * wide_codes.BUFFERS * at_once
+
+
+def _of_slots(tails: RowTails) -> cpu_rows.Piece:
+    """Return the rows' tails, (b, kv_heads, columns, dim) each: views of neighboring slots."""
+    first, count = tails.slots[0], len(tails.slots)
+    neighbors = list(tails.slots) == list(range(first, first + count))
+    rows = slice(first, first + count) if neighbors else list(tails.slots)
+    keys, values = np.asarray(tails.keys), np.asarray(tails.values)
+    return keys[rows, :, : tails.columns], values[rows, :, : tails.columns]
+
+
+def _part(read: RowsRead, group: int, width: int) -> cpu_rows.RowsPart:
+    stacked = group * width
+    pieces = [
+        (np.asarray(keys)[0, :, start:stop], np.asarray(values)[0, :, start:stop])
+        for keys, values, start, stop in read.pieces
+    ]
+    seen = _seen_by_row(read.seen, group)
+    if seen is not None:
+        seen = seen.reshape(1, -1, seen.shape[-1])
+    return cpu_rows.RowsPart(slice(read.first * stacked, read.last * stacked), pieces, seen)
+
+
+def _seen_by_row(seen: mx.array | None, group: int) -> cpu_rows.Booleans | None:
+    """Return booleans (b, width, columns) as those of each row's stacked queries.
+
+    (b, 1, group * width, columns): a key head has `group` heads, each with all new tokens.
+    """
+    if seen is None:
+        return None
+    return np.tile(np.asarray(seen), (1, group, 1))[:, None]
+
+
+def _stacked(by_row: Floats) -> Floats:
+    """Return (b, kv_heads, r, d) as `attention.grouped` has them: (kv_heads, b * r, d), a copy."""
+    b, kv_heads, r, d = by_row.shape
+    return np.ascontiguousarray(by_row.swapaxes(0, 1)).reshape(kv_heads, b * r, d)
+
+
+def _sunk(sinks: Floats, kv_heads: int, b: int, width: int) -> Floats:
+    """Return the sinks of all heads as those of stacked queries, (kv_heads, b * r, 1)."""
+    by_head = sinks.reshape(kv_heads, 1, -1, 1)
+    wide = np.broadcast_to(by_head, (kv_heads, b, by_head.shape[2], width))
+    return wide.reshape(kv_heads, -1, 1)

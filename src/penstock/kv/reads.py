@@ -21,6 +21,7 @@ from penstock.kv.attention_plan import (
     SharedRead,
     plan_attention,
 )
+from penstock.kv.backend_base import RowsRead, RowTails
 from penstock.kv.codecs import Coded
 from penstock.kv.joined_reads import KVData, read_sides
 from penstock.kv.selection import Selection
@@ -360,6 +361,13 @@ class DecodeReads(Reads):
         """Read shared parts once, own ones row by row, and all tails in one product."""
         b, heads = queries.shape[:2]
         tails, columns = self.step.tails, layout.tail_columns
+        reads = self._uncoded(layout)
+        if reads is not None:
+            slots = [row.slot for row in self.step.rows]
+            own = RowTails(*tails.layer(self.layer), slots, columns, layout.tail_seen)
+            done = backend.current().attend_rows(queries, reads, own, sinks)
+            if done is not None:
+                return done
         if self.step.neighbors:
             tail_keys, tail_values = tails.read_block(
                 self.layer, self.step.rows[0].slot, b, columns
@@ -392,6 +400,21 @@ class DecodeReads(Reads):
             partials.append(_side_by_side(parts_read))
         sunk = None if sinks is None else _sunk(sinks, kv_heads, b, self.step.width)
         return attention.ungrouped(attention.merged(partials, sunk), b, heads)
+
+    def _uncoded(self, layout: AttentionPlan) -> list[RowsRead] | None:
+        """Return all reads of a plan in this layer; None if some of what is read is in codes."""
+        reads = []
+        for unit in (unit for level in layout.levels for unit in level):
+            pieces = []
+            for segment, start, stop in unit.pieces:
+                if segment.missing:
+                    start, stop = segment.columns(self.layer, start, stop)
+                keys, values = segment.layers[self.layer]
+                if not (isinstance(keys, mx.array) and isinstance(values, mx.array)):
+                    return None
+                pieces.append((keys, values, start, stop))
+            reads.append(RowsRead(unit.first, unit.last, pieces, unit.seen))
+        return reads
 
     def _unit_partial(
         self, stacked: mx.array, unit: SharedRead, r: int, after: mx.array

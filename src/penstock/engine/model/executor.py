@@ -134,11 +134,11 @@ class ModelExecutor:
         before = self._recurrent_states(sequences)
         started = time.perf_counter()
         try:
-            decoded = self._runner.decode(new, rows, self._tails, before)
-            logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
             samplers = [s.sampler for s in sequences]
             # Rows are computed on two streams; one multiplies better with all threads of BLAS.
             with one_thread() if len(rows) > 1 else nullcontext():
+                decoded = self._runner.decode(new, rows, self._tails, before)
+                logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
                 if greedy_only(samplers) and _unruled(samplers, proposals):
                     best = likeliest(logits.reshape(-1, logits.shape[-1]))
                     _evaluate(meanwhile, best.tokens, best.values, *writes)
