@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.core as mx
 import pytest
 from servers import Running, serving, settings
 
 from penstock.engine.request import Request
 from penstock.models.generation_config import read_generation_config
-from penstock.models.mlx_lm import load_all
+from penstock.models.mlx_lm import load_all, load_part
 from penstock.recall import MODEL_PATH
 from penstock.server.default_sampling import default_sampling
 
@@ -54,6 +56,14 @@ def test_a_model_that_does_not_sample_is_greedy(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path) == {"temperature": 0.0, "top_p": 0.9}
     assert read_generation_config(tmp_path / "nowhere") == {}
     assert load_all(MODEL_PATH).sampling == {"temperature": 0.0}
+
+
+def test_a_part_of_a_model_has_the_sampling_of_the_whole(tmp_path: Path) -> None:
+    """A rank loads with `load_part`; what requests do not say comes from rank 0's folder."""
+    folder = shutil.copytree(MODEL_PATH, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(WILD))
+    group = mx.distributed.init()  # this process alone
+    assert load_part(folder, group).sampling == load_all(folder).sampling == WILD
 
 
 def test_flags_win_and_what_cannot_be_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:

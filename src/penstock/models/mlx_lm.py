@@ -214,7 +214,7 @@ def load_part(
         raise ModelError(f"{source} cannot be divided by layers here; leave --pipeline out")
     divided = ("hidden_layers",) if is_stage(model) else ("attention_heads", "key_value_heads")
     _check_divided(config, source, ranks, divided)
-    return Loaded(model, tokenizer, config)
+    return Loaded(model, tokenizer, config, sampling=read_generation_config(source))
 
 
 def _check_divided(config: dict[str, Any], name: str, ranks: int, divided: Sequence[str]) -> None:
