@@ -7,6 +7,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from io import StringIO
 
 from penstock.engine.model.prompt_logprobs import PromptLogprobs
 from penstock.engine.model.sampling import Rule
@@ -24,10 +25,25 @@ class Choice:
     """One answer, as far as it has come."""
 
     tokens: list[int] = field(default_factory=list)
-    text: str = ""
     logprobs: list[Token] = field(default_factory=list)
     """The events of tokens that came with their log-probability."""
     finish: Finish | None = None
+    _written: StringIO = field(default_factory=StringIO, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """Text so far, copied at each call: a stream reads the texts of its events."""
+        return self._written.getvalue()
+
+    def take(self, event: Event) -> None:
+        """Add an event. An event costs its own text, not that of the answer so far."""
+        self._written.write(event.text)
+        if isinstance(event, Finish):
+            self.finish = event
+            return
+        self.tokens.append(event.token)
+        if event.logprob is not None:
+            self.logprobs.append(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +205,8 @@ class Handle:
                 raise EngineStopped("the engine was stopped before this request ended")
 
     def _take(self, event: Event) -> Event:
-        choice = self.choices[event.choice]
-        choice.text += event.text
-        if isinstance(event, Token):
-            choice.tokens.append(event.token)
-            if event.logprob is not None:
-                choice.logprobs.append(event)
-        else:
-            choice.finish = event
-            self._open -= 1
+        self.choices[event.choice].take(event)
+        self._open -= isinstance(event, Finish)
         return event
 
 

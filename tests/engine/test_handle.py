@@ -1,0 +1,46 @@
+"""Answers as their events come: text, tokens, end."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+from penstock.engine.handle import Choice, Handle
+from penstock.engine.request import Event, Finish, Request, Token, Usage
+
+LONG = 4_000_000
+END = Finish(0, "stop", " end\r\n", None, Usage(1, 0, 3))
+
+
+def test_the_text_of_an_answer_is_that_of_its_events() -> None:
+    handle = Handle(Request(prompt=(1,), max_tokens=4), lambda _: None)
+    (choice,) = handle.choices
+    events: list[Event] = [Token(0, 5, "a\r"), Token(0, 6, ""), Token(0, 7, "é\n", -0.5), END]
+    for event in events:
+        handle.post(event)
+        assert handle.events() == [event]
+    assert (choice.text, choice.tokens) == ("a\ré\n end\r\n", [5, 6, 7])
+    assert (choice.logprobs, choice.finish, handle.done) == ([events[2]], END, True)
+
+
+def test_a_token_costs_its_own_text_and_not_the_answers() -> None:
+    """An answer is not copied for each of its tokens: its length squared would be."""
+    choice = Choice()
+    choice.take(Token(0, 1, "a" * LONG))
+    tracemalloc.start()
+    try:
+        copies = sum(_peak(choice) > LONG // 2 for _ in range(50))
+        assert copies <= 2, "the buffer grows by parts of its size"
+        whole, _ = tracemalloc.get_traced_memory()
+        text = choice.text  # the negative control: asking for it is a copy
+        assert tracemalloc.get_traced_memory()[1] - whole >= LONG
+    finally:
+        tracemalloc.stop()
+    assert len(text) == LONG + 50
+
+
+def _peak(choice: Choice) -> int:
+    """Return the bytes that one more token takes, at their peak."""
+    before, _ = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    choice.take(Token(0, 1, "b"))
+    return tracemalloc.get_traced_memory()[1] - before
