@@ -24,9 +24,17 @@ HARMONY = (
     '{"thing": ',
     '"otter"}',
 )
+MUSE = (
+    " to=self<|message|>",
+    "Hm",
+    "<|eom|><|start|>assistant to=look_up<|message|><atem:function_calls>\n",
+    '<atem:invoke name="look_up">\n<atem:parameter name="thing">otter</atem:parameter>\n',
+    "</atem:invoke>\n</atem:function_calls>",
+)
 NEMOTRON = ("<think>", "Hm", "</think>", "<TOOLCALL>[", CALL, "]</TOOLCALL>")
 SERVED = {
     "harmony": (HARMONY, "{# <|channel|> <|message|> #}", {}),
+    "muse_spark": (MUSE, "", {"tool_parser": "muse_spark"}),
     "nemotron": (NEMOTRON, "{# <TOOLCALL> <think></think> #}", {}),
     "named": (NEMOTRON, "", {"tool_parser": "nemotron", "reasoning_parser": "think"}),
 }

@@ -55,6 +55,17 @@ def test_tags_that_hold_no_json_are_not_read_as_json() -> None:
         assert answer_format(made).call_name == name
 
 
+def test_muse_spark_tells_the_reader_of_a_message_in_its_header() -> None:
+    """Unless a flag says that there are no headers."""
+    made = tokenizer("<atem:function_calls>")
+    made.has_tool_calling = True
+    made.tool_parser, made.tool_call_start, made.tool_call_end = tool_parser("muse_spark")
+    form = answer_format(made)
+    assert (form.call_name, form.reasoning_name) == ("muse_spark", "muse_spark")
+    assert answer_format(made, None, "none").reasoning is None
+    assert answer_format(tokenizer(""), "muse_spark").reasoning_name == "muse_spark"
+
+
 @pytest.mark.parametrize("template", SHOWN)
 def test_the_template_shows_the_format(template: str) -> None:
     form = answer_format(tokenizer(template))

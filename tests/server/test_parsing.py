@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 import json
-from collections.abc import Iterable
 from random import Random
 from typing import Any
 
 import pytest
+from parsed_answers import halves, parse, read
 from written_answers import FAMILIES, MLX_LM, TOOLS, Written, form_of, written
 
 from penstock.models.mlx_lm import tool_parser
@@ -19,63 +18,12 @@ from penstock.server.parsing import (
     CallBroken,
     CallEnd,
     CallStart,
-    ParsedEvent,
-    ReasoningPart,
     TextPart,
 )
-from penstock.server.parsing.events import Events
 from penstock.server.parsing.mlx_lm_calls import MlxLmCalls
 from penstock.server.problems import BadRequest
 
 OUTPUTS = 200
-
-
-def parse(
-    pieces: Iterable[str], form: AnswerFormat, tools: list[dict[str, Any]] | None = None
-) -> list[ParsedEvent]:
-    """Parse an answer that comes in pieces; consecutive parts of one kind are one."""
-    parser = form.parser(TOOLS if tools is None else tools)
-    events = [event for piece in pieces for event in parser.feed(piece)]
-    merged = Events()
-    for event in [*events, *parser.end()]:
-        match event:
-            case TextPart(text):
-                merged.text(text)
-            case ReasoningPart(text):
-                merged.reasoning(text)
-            case ArgumentsPart(text):
-                merged.arguments(text)
-            case CallStart(name, id):
-                merged.start(name, id)
-            case CallEnd():
-                merged.end()
-            case CallBroken():
-                merged.broken("")
-    return merged.take()
-
-
-def read(events: list[ParsedEvent]) -> Written:
-    """Put an answer together from its events."""
-    text = "".join(event.text for event in events if isinstance(event, TextPart))
-    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningPart))
-    calls: list[tuple[str, Any]] = []
-    name, arguments = "", ""
-    for event in events:
-        match event:
-            case CallStart(name=name):
-                arguments = ""
-            case ArgumentsPart(text=part):
-                arguments += part
-            case CallEnd():
-                calls.append((name, json.loads(arguments)))
-    return Written("", reasoning, text, calls)
-
-
-def halves(text: str, cut: int) -> list[str]:
-    """Cut a text at a byte; a sign that is cut comes with the second piece, as from the engine."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    data = text.encode()
-    return [decoder.decode(data[:cut]), decoder.decode(data[cut:], final=True)]
 
 
 def damaged(answer: Written, random: Random) -> str:
@@ -187,6 +135,36 @@ def test_a_call_that_breaks_after_its_begin_says_so() -> None:
     text = '<tool_call>{"name": "look_up", "arguments": {"a": oh'
     assert parser.feed(text) == [CallStart("look_up"), ArgumentsPart('{"a": ')]
     assert parser.feed(" no") == [CallBroken(), TextPart(f"{text} no")]
+
+
+def test_harmony_reads_a_recipient_as_its_own_library_does() -> None:
+    """With `to=` or without, in front of the channel or behind it, and with a type or not."""
+    for header in (
+        "<|channel|>commentary functions.look_up<|message|>",
+        "<|channel|>commentary functions.look_up <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.look_up <|constrain|> json<|message|>",
+        "<|start|>assistant to=functions.look_up<|channel|>analysis code<|message|>",
+        "assistant<|channel|>commentary to=look_up<|constrain|>json<|message|>",
+    ):
+        answer = header if header[0] == "<" else f"<|start|>{header}"
+        heard = read(parse([f"{answer}{{}}<|call|>"], form_of("harmony")))
+        assert (heard.said, heard.calls) == ("", [("look_up", {})]), header
+    odd = "<|channel|>commentary one two three<|message|>So"
+    assert read(parse([odd], form_of("harmony"))).said == odd, "this is no header"
+
+
+def test_a_message_of_muse_to_itself_is_reasoning_and_holds_no_calls() -> None:
+    form = form_of("muse_spark, with headers")
+    call = MLX_LM["muse_spark"]([("look_up", {"text": "x"})])
+    text = f" to=self<|message|>{call}<|eom|><|start|>assistant to=user<|message|>So<|eot|>"
+    heard = read(parse([text], form))
+    assert (heard.reasoning, heard.said, heard.calls) == (call, "So", [])
+    doubled = call.replace('"look_up"', '"look_up.look_up"')
+    heard = read(parse([f" to=look_up.look_up<|message|>{doubled}"], form))
+    assert (heard.said, heard.calls) == ("", [("look_up", {"text": "x"})])
+    for odd in ("to=user is no header", "<|start|>tool x<|message|>y", "to do: <|eot|>"):
+        assert read(parse([odd], form)).said == odd.removesuffix("<|eot|>")
+    assert read(parse([call], form)).calls == [("look_up", {"text": "x"})], "demanded by a grammar"
 
 
 def test_harmony_without_a_header_is_text() -> None:

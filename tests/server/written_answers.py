@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from penstock.models.mlx_lm import tool_parser
 from penstock.server.parsing import AnswerFormat, ReasoningMarks
-from penstock.server.parsing.formats import CALL_FORMATS, HARMONY
+from penstock.server.parsing.formats import CALL_FORMATS, HARMONY, REASONING
 from penstock.server.parsing.mlx_lm_calls import MlxLmCalls, written_shape
+from penstock.server.parsing.muse import MUSE
 
 NAMES = ("look_up", "write_file")
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}
@@ -212,10 +213,10 @@ MLX_LM: dict[str, Any] = {
         "</function>\n</tool_call>",
     ),
 }
-FAMILIES = ("harmony", *OURS, *MLX_LM)
+FAMILIES = ("harmony", "muse_spark, with headers", *OURS, *MLX_LM)
 TEXTS_ONLY = frozenset(MLX_LM) - {
     *("function_gemma", "gemma4", "json_tools", "kimi_k2", "kimi_k3", "mistral", "pythonic")
-} | {"seed"}
+} | {"seed", "muse_spark, with headers"}
 """Families whose arguments are texts between tags here."""
 
 
@@ -224,6 +225,8 @@ def form_of(family: str) -> AnswerFormat:
     marks = ReasoningMarks("<think>", "</think>")
     if family == "harmony":
         return AnswerFormat(HARMONY, HARMONY)
+    if family == "muse_spark, with headers":
+        return replace(form_of("muse_spark"), reasoning_name=MUSE, reasoning=REASONING[MUSE])
     if family in MLX_LM:
         calls = MlxLmCalls(*tool_parser(family), written=written_shape(family, ""))
         return AnswerFormat(family, "think", calls, marks)
@@ -239,6 +242,8 @@ def written(family: str, random: Random) -> Written:
     said = "" if bare else random.choice(("", "So: 日本 <b>.\n", "[1](x), {y} <|", "\n"))
     if family == "harmony":
         return _harmony(reasoning, said, calls, random)
+    if family == "muse_spark, with headers":
+        return _muse(reasoning, said, calls, random)
     think = f"<think>{reasoning}</think>" if reasoning else ""
     write = MLX_LM[family] if family in MLX_LM else OURS[family][1]
     return Written(f"{think}{said}{write(calls) if calls else ''}", reasoning, said, calls)
@@ -279,4 +284,16 @@ def _harmony(reasoning: str, said: str, calls: list[Call], random: Random) -> Wr
         messages.append(f"{header}{json_text}")
     last = "<|call|>" if calls else random.choice(("", "<|return|>"))
     text = "<|end|><|start|>assistant".join(messages) + last
+    return Written(text, reasoning, said, calls)
+
+
+def _muse(reasoning: str, said: str, calls: list[Call], random: Random) -> Written:
+    messages = [f" to=self<|message|>{reasoning}"] if reasoning else []
+    if said:
+        to = random.choice(("user", "commentary")) if calls else "user"
+        messages.append(f" to={to}<|message|>{said}")
+    blocks = [[call] for call in calls] if random.random() < 0.5 else [calls] if calls else []
+    for block in blocks:
+        messages.append(f" to={block[0][0]}<|message|>{MLX_LM['muse_spark'](block)}")
+    text = "<|eom|><|start|>assistant".join(messages) + random.choice(("", "<|eot|>"))
     return Written(text, reasoning, said, calls)

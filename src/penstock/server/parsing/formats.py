@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.errors import SettingError
 from penstock.models.mlx_lm import tool_parser, tool_parsers
-from penstock.server.parsing import granite, harmony
+from penstock.server.parsing import granite, harmony, muse
 from penstock.server.parsing.answer_text import AnswerText
 from penstock.server.parsing.deepseek import DeepSeekCalls, DeepSeekTags
 from penstock.server.parsing.events import Events
@@ -42,6 +42,7 @@ REASONING: Mapping[str, ReasoningMarks] = {
     "granite": granite.RESPONSE,
     "granite_words": granite.WORDED,
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    muse.MUSE: muse.REASONING,
     "seed": ReasoningMarks("<seed:think>", "</seed:think>"),
 }
 """Marks of reasoning, beside harmony's and those that mlx-lm knows."""
@@ -92,12 +93,15 @@ class AnswerFormat:
         source, out = AnswerText(), Events()
         if self.call_name == HARMONY:
             return Parser(source, out, harmony.harmony_answer(source, out, tools or ()))
+        calls = self.calls if tools else None
+        if self.reasoning_name == muse.MUSE:
+            return Parser(source, out, muse.muse_answer(source, out, calls, tools or ()))
         reading = marked_answer(
             source,
             out,
             reasoning=self.reasoning,
             inside=inside,
-            calls=self.calls if tools else None,
+            calls=calls,
             tools=tools or (),
         )
         return Parser(source, out, reading)
@@ -223,8 +227,8 @@ def _calls(tokenizer: Any, template: str, name: str | None) -> tuple[str, CallFo
 def _reasoning(
     tokenizer: Any, template: str, name: str | None, call_name: str
 ) -> tuple[str, ReasoningMarks | None]:
-    if name is None and call_name == HARMONY:
-        name = HARMONY
+    if name is None and call_name in (HARMONY, muse.MUSE):
+        name = call_name
     if name is None:
         shown = (other for other, shows in _SHOWN_REASONING if shows(template))
         name = next(shown, None)

@@ -32,11 +32,8 @@ SHAPE = CallShape(
 )
 _LONGEST_HEADER = 512
 _OVER = (END, CALL, RETURN, START, CHANNEL)
-_HEADER = re.compile(
-    r"\s*(?P<role>[\w.]+(?=\s|<|$))?(?P<to>\s*to=[^\s<]+)?\s*"
-    r"(?:<\|channel\|>\s*(?P<channel>\w+)(?P<later>\s+to=[^\s<]+)?)?"
-    r"(?P<type>\s*<\|constrain\|>\s*[\w/-]+|\s+[\w/-]+)?\s*"
-)
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(?P<channel>[^\s<]+)")
+_CONSTRAIN = re.compile(rf"{re.escape(CONSTRAIN)}\s*")
 
 Head: TypeAlias = tuple[Literal["text", "reasoning", "call"], str]
 """Kind of a message, and the name of its tool."""
@@ -50,7 +47,7 @@ def harmony_answer(source: AnswerText, out: Events, tools: Tools) -> Reading[Non
         out: takes the events.
         tools: what the request offers.
     """
-    if (yield from _begins_with_a_header(source)):
+    if (yield from begins_with_a_header(source)):
         yield from _message(source, out, tools, "")
     while (mark := (yield from until(source, _OVER, out.text))) is not None:
         if mark in (START, CHANNEL):
@@ -59,7 +56,7 @@ def harmony_answer(source: AnswerText, out: Events, tools: Tools) -> Reading[Non
             yield from blanks(source)
 
 
-def _begins_with_a_header(source: AnswerText) -> Reading[bool]:
+def begins_with_a_header(source: AnswerText) -> Reading[bool]:
     """Tell whether the answer begins with a header; with a grammar of its own it does not."""
     yield from blanks(source)
     while True:
@@ -76,7 +73,7 @@ def _message(source: AnswerText, out: Events, tools: Tools, opening: str) -> Rea
     header: list[str] = []
     source.keep(opening)
     mark = yield from until(source, (MESSAGE, END, CALL, RETURN, START), header.append, take=False)
-    head = _read_header(f"{opening if opening == CHANNEL else ''}{''.join(header)}", tools)
+    head = _read_header(f"{opening}{''.join(header)}", tools)
     if mark != MESSAGE or head is None:
         out.text(source.kept())
         return
@@ -92,16 +89,35 @@ def _message(source: AnswerText, out: Events, tools: Tools, opening: str) -> Rea
 
 
 def _read_header(header: str, tools: Tools) -> Head | None:
-    """Read the header of a message; None if there is none."""
-    match = _HEADER.fullmatch(header) if len(header) <= _LONGEST_HEADER else None
-    if match is None:
+    """Read the header of a message; None if there is none.
+
+    The recipient is the word behind `to=`, or else the first of at most two, as `openai-harmony`
+    reads it; the second is the type of the content.
+    """
+    match = _CHANNEL.search(header)
+    channel = "" if match is None else match["channel"]
+    words = _words(_CHANNEL.sub(" ", header, count=1))
+    if len(header) > _LONGEST_HEADER or len(words) > 2 or CHANNEL in "".join(words):
         return None
-    names = names_of(tools)
-    recipient = (match["to"] or match["later"] or "").strip().removeprefix("to=")
+    named = next((word for word in words if word.startswith("to=")), "".join(words[:1]))
+    recipient = named.removeprefix("to=")
     name = recipient.removeprefix("functions.")
-    if tools and name and (name != recipient or name in names):
+    if tools and name and (name != recipient or name in names_of(tools)):
         return "call", name
-    return ("reasoning" if match["channel"] == "analysis" else "text"), ""
+    return ("reasoning" if channel == "analysis" else "text"), ""
+
+
+def _words(header: str) -> list[str]:
+    """Return the words of a header without its channel and its role.
+
+    >>> _words("<|start|>assistant to=functions.f<|constrain|> json")
+    ['to=functions.f', '<|constrain|>json']
+    """
+    begun = header.removeprefix(START)
+    words = _CONSTRAIN.sub(f" {CONSTRAIN}", begun).split()
+    first = "".join(words[:1])
+    has_role = first == "assistant" or (begun != header and not first.startswith("to="))
+    return words[1:] if has_role else words
 
 
 def _call(source: AnswerText, out: Events, name: str) -> Reading[None]:

@@ -14,7 +14,7 @@ from penstock.server.parsing.answer_text import AnswerText, Reading, until
 from penstock.server.parsing.argument_types import json_types, with_plain_types
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.json_text import arguments_text
-from penstock.server.parsing.parser import Tools
+from penstock.server.parsing.parser import Tools, names_of
 from penstock.server.parsing.shapes import CallShape, ParameterTags, json_shape
 
 _PROBE = {"name": "probe", "arguments": {"n": 1}}
@@ -145,7 +145,7 @@ class MlxLmCalls:
         except Exception as error:
             raise BrokenCall("mlx-lm reads no call") from error
         for name, id, arguments in calls:
-            out.start(name, id)
+            out.start(_offered(name, tools), id)
             out.arguments(arguments)
             out.end()
 
@@ -202,6 +202,16 @@ def written_shape(name: str, template: str) -> CallShape | None:
     if "[ARGS]" in template:
         return CallShape("[TOOL_CALLS]", "", "[ARGS]", "", separator=None)
     return json_shape("[TOOL_CALLS][", "]")
+
+
+def _offered(name: str, tools: Tools) -> str:
+    """Return a tool's name; Muse Glimmer writes one without a namespace twice, as `look.look`.
+
+    >>> _offered("look.look", [{"function": {"name": "look"}}])
+    'look'
+    """
+    names, (first, _, second) = names_of(tools), name.partition(".")
+    return first if name not in names and first == second and first in names else name
 
 
 def _call(parsed: Any) -> tuple[str, str | None, str]:

@@ -1,0 +1,73 @@
+"""Messages of Muse Spark and Muse Glimmer: a header with a recipient in front of each.
+
+     to=self<|message|>reasoning<|eom|><|start|>assistant to=user<|message|>text<|eot|>
+     to=look_up<|message|><atem:function_calls>...</atem:function_calls><|eot|>
+
+The answer begins behind `<|start|>assistant`. A message to `self` is reasoning. In all others
+calls may stand, by the format of calls.
+"""
+
+from __future__ import annotations
+
+import re
+
+from penstock.server.parsing.answer_text import AnswerText, Reading, blanks, until
+from penstock.server.parsing.events import Events
+from penstock.server.parsing.harmony import MESSAGE, START, begins_with_a_header
+from penstock.server.parsing.parser import CallFormat, ReasoningMarks, Tools, call_or_text
+
+MUSE = "muse_spark"
+END, END_OF_TURN = "<|eom|>", "<|eot|>"
+REASONING = ReasoningMarks(f" to=self{MESSAGE}", END)
+"""Marks around the reasoning of an answer."""
+_OVER = (END, END_OF_TURN, START)
+_HEADER = re.compile(r"\s*(?:assistant\b)?\s*(?:to=(?P<to>[^\s<]+))?\s*")
+
+
+def muse_answer(
+    source: AnswerText, out: Events, calls: CallFormat | None, tools: Tools
+) -> Reading[None]:
+    """Read the messages of an answer.
+
+    Args:
+        source: its text.
+        out: takes the events.
+        calls: format of calls; None looks for none.
+        tools: what the request offers.
+    """
+    if (yield from begins_with_a_header(source)):
+        yield from _message(source, out, "")
+    while (mark := (yield from _text(source, out, calls, tools))) is not None:
+        source.advance(len(mark))
+        if mark == START:
+            yield from _message(source, out, mark)
+        else:
+            yield from blanks(source)
+
+
+def _message(source: AnswerText, out: Events, opening: str) -> Reading[None]:
+    """Read the header of a message, and the message if it is reasoning; the end is not read."""
+    header: list[str] = []
+    source.keep(opening)
+    mark = yield from until(source, (MESSAGE, *_OVER), header.append, take=False)
+    match = _HEADER.fullmatch("".join(header))
+    text = source.kept()
+    if mark != MESSAGE or match is None:
+        out.text(text)
+        return
+    source.advance(len(MESSAGE))
+    if match["to"] == "self":
+        yield from until(source, _OVER, out.reasoning, take=False)
+
+
+def _text(
+    source: AnswerText, out: Events, calls: CallFormat | None, tools: Tools
+) -> Reading[str | None]:
+    """Read text and calls up to the end of a message; return its mark, which is not read."""
+    openings = () if calls is None else calls.openings
+    while True:
+        mark = yield from until(source, (*openings, *_OVER), out.text, take=False)
+        if calls is None or mark not in openings:
+            return mark
+        source.advance(len(mark))
+        yield from call_or_text(source, out, mark, calls.read(source, out, mark, tools))
