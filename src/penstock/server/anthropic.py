@@ -69,7 +69,7 @@ class MessagesBody(MessagesRequest):
     """Conversation that the server is to keep, which is refused: clients then send all of it."""
 
 
-# ---- what is answered, for the OpenAPI document
+# ---- answers, for the OpenAPI document
 
 
 class TextOut(BaseModel):

@@ -205,7 +205,7 @@ def _add_text(tokenizer: Any, tree: Tree, views: Sequence[NodeView]) -> None:
 
 
 def _read(service: Service, question: ExplainRequest) -> tuple[tuple[int, ...], str | None]:
-    """Return a prompt's tokens, and what of its history is written anew; in a worker thread."""
+    """Return a prompt's tokens, and its history that is written anew; in a worker thread."""
     tokens, rewritten = tokens_of(service, question), REWRITTEN.get()
     if rewritten is None and question.messages is not None:
         rewritten = rewritten_in_front(service.prompts, question.messages, question.tools)

@@ -202,7 +202,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse_head()
         waiting = self._timer is not None or self.timeout_keep_alive_task is not None
         if not (waiting or self._answering or self.transport.is_closing()):
-            # What has come began nothing: an empty line, or the end of a body that was refused.
+            # These bytes began no request: an empty line, or the end of a body that was refused.
             self._wait(self._settings.keep_alive_seconds)
 
     def on_message_begin(self) -> None:

@@ -275,7 +275,7 @@ async def _events(pulse: Pulse) -> AsyncIterator[bytes]:
 def _look(view: EngineView, tree: bool, mark: object) -> Look:
     """Look at the engine, on its thread."""
     stats = view.stats()
-    # Whatever changes the tree, or what is pinned in it, changes one of these.
+    # Every change of the tree, or of the pins in it, changes one of these.
     now = (
         stats.nodes,
         stats.held_tokens,

@@ -2,7 +2,7 @@
 
     body arrives ──take──> read as JSON ──> tokens ──settle──> answered ──release──> 0
 
-A request holds what it costs as long as it is open. One that costs more than is free is refused
+A request holds its cost as long as it is open. One that costs more than is free is refused
 before it is read, so that no number of large bodies takes more than the pool.
 """
 
@@ -50,7 +50,7 @@ class PromptMemory:
     def __init__(self, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes
         self.reliefs: list[Callable[[int], None]] = []
-        """Called with the bytes that are missing, in order: they release what no request needs."""
+        """Called with the missing bytes, in order: they release bytes that no request needs."""
         self._used_bytes = 0
         self._lock = Lock()
         self._giving_back = False
@@ -64,7 +64,7 @@ class PromptMemory:
         """Return a hold of nothing yet.
 
         Args:
-            relieves: whether what no request needs goes to make room for it, as for a request.
+            relieves: whether bytes that no request needs go to make room for it, as for a request.
         """
         return PromptHold(self, relieves=relieves)
 
@@ -149,7 +149,7 @@ class PromptHold:
 
     @property
     def most_free_bytes(self) -> int:
-        """Bytes that it could hold besides what it holds, if there were no other."""
+        """Bytes that it could hold besides its own, if there were no other."""
         return self._memory.pool_bytes - self.nbytes
 
     def check_fits(self, nbytes: int) -> None:
@@ -157,7 +157,7 @@ class PromptHold:
         self._memory.check_fits(nbytes)
 
     def take_body(self, scan: BodyScan) -> None:
-        """Hold what it costs to read a body, before it is read; raises as `resize`."""
+        """Hold the cost of reading a body, before it is read; raises as `resize`."""
         self.body_bytes = scan.nbytes
         peak, self.kept_bytes = scan.cost
         self.resize(peak)
@@ -172,7 +172,7 @@ class PromptHold:
         self.token_bytes += nbytes
 
     def settle(self) -> None:
-        """Hold what stays of a request that was read: its body, and its tokens."""
+        """Hold the rest of a request that was read: its body, and its tokens."""
         self.resize(min(self.nbytes, self.kept_bytes + self.token_bytes))
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Prompts whose log-probabilities are asked for: what is refused, and the memory that they take."""
+"""Prompts whose log-probabilities are asked for: their refusals, and the memory that they take."""
 
 from __future__ import annotations
 

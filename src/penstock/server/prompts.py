@@ -120,7 +120,7 @@ class Prompts:
             tools: OpenAI's form: `{"type": "function", "function": {...}}`.
             answer: end where the model's answer begins.
             salt: the tenant's, whose answers are remembered.
-            template_args: what a client sends as `chat_template_kwargs`.
+            template_args: the `chat_template_kwargs` of a client.
 
         Raises:
             BadRequest: naming the message that cannot be rendered.
@@ -370,7 +370,7 @@ def _hold_piece(characters: int) -> None:
 
 
 def client_arguments(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what a client gives to the chat template, as `chat_template_kwargs`.
+    """Return the `chat_template_kwargs` of a client, for the chat template.
 
     Raises:
         BadRequest: naming the first that is the server's own.

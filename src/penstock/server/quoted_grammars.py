@@ -5,7 +5,7 @@ r"""Grammars of texts inside a JSON string, as the input of a custom tool is ins
 
 Each character that JSON escapes becomes its shortest escape; all others stay as they are. Rules
 become terminals, so that the whole text is one: llguidance ends a terminal at the first character
-that cannot go on in it, and a backslash can begin what goes on as well as what does not. So a
+that cannot go on in it, and a backslash can begin texts that go on and texts that do not. So a
 grammar whose rules contain themselves cannot be followed here.
 """
 
@@ -62,7 +62,7 @@ _SETS, _ASSERTIONS = "dDwWsS", "bBAzZGpPkKX"
 
 
 def quoted_grammar(lark: str, prefix: str) -> str:
-    r"""Return terminals of what a JSON string holds for the texts of a Lark grammar.
+    r"""Return terminals of the JSON strings that hold the texts of a Lark grammar.
 
     >>> print(quoted_grammar('start: "a\\n" LINE\nLINE: /[a-z]+/', "P_"))
     P_RULE_START: "a\\n" P_LINE
@@ -88,7 +88,7 @@ def quoted_grammar(lark: str, prefix: str) -> str:
 
 
 def quoted_regex(pattern: str, *, dot_all: bool = False) -> str:
-    r"""Return the regular expression of what a JSON string holds for the texts of another.
+    r"""Return the regular expression of the JSON strings that hold the texts of another.
 
     >>> print(quoted_regex(r'a"[0-9]\n+'))
     a(?:\\")[0-9](?:\\n)+

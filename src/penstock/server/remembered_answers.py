@@ -148,7 +148,7 @@ class RememberedAnswers:
         form: AnswerFormat,
         tools: Any = None,
     ) -> Splice:
-        """Find the last answer of a prompt's history that is remembered, and what is before it.
+        """Find the last remembered answer of a prompt's history, and the tokens before it.
 
         Args:
             salt: the tenant's.
@@ -198,7 +198,7 @@ class RememberedAnswers:
                 return
 
     def _same(self, written: str, answer: Sequence[int], form: AnswerFormat, tools: Any) -> bool:
-        """Tell whether a text of history says what an answer said."""
+        """Tell whether a text of history and an answer say the same."""
         generated = str(self._tokenizer.decode(list(answer)))
         if written.strip() == generated.strip():
             return True
@@ -290,7 +290,7 @@ def _outside(text: str, at: int) -> int:
 
 
 def _openings(text: str, opening: Opening, start: str) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the end of each opening but the last, the hash of its prompt, and what it lacks.
+    """Yield the end of each opening but the last, the hash of its prompt, and its missing text.
 
     Where an opening begins the reasoning, history may have it without that mark.
 

@@ -89,7 +89,7 @@ def page_of(
 
 
 def _whole_message(item: Item) -> Item:
-    """Return an item with what clients may leave out: a message's type, and its parts."""
+    """Return an item with the fields that clients may leave out: its type, and its parts."""
     if item.get("type", "message") != "message":
         return item
     content = item.get("content")

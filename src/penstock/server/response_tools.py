@@ -4,7 +4,7 @@ function     ──────────────────────�
 namespace    ── a function of it ──────> namespace__name, and back
 custom       ── its input is a text ───> a function with one text, and back
 local_shell  ──────────────────────────> a function with a command, and back
-what runs on OpenAI's side              left out, and named in a header
+tools that run on OpenAI's side         left out, and named in a header
 """
 
 from __future__ import annotations

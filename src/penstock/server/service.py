@@ -123,7 +123,7 @@ class Service:
         return self.engine.alive
 
     async def open(self, request: Request, label: str) -> ActiveRequest:
-        """Hand a request to the engine and return what its events come through.
+        """Hand a request to the engine and return the reader of its events.
 
         Use it as `async with await service.open(...) as answering`, or call `close`.
 

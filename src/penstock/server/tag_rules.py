@@ -120,7 +120,7 @@ class TagWriter:
         return f"{self._typed(key, types)} {self._json(rule, schema)}"
 
     def _typed(self, key: str, types: Collection[str]) -> str:
-        """Return what stands in front of JSON, with its type where the tag names that."""
+        """Return the text in front of JSON, with its type where the tag names that."""
         first, named, rest = f"{self.tags.before}{key}{self.tags.as_json}".partition(TYPE)
         if not named:
             return self.marks.of(first)

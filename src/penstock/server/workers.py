@@ -60,7 +60,7 @@ class Workers:
     async def write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that writes a long response: in the thread of long prompts.
 
-        It is never refused: what it writes is computed already.
+        It is never refused: the answer that it writes is computed already.
         """
         loop, context = asyncio.get_running_loop(), copy_context()
         return await loop.run_in_executor(self.long, partial(context.run, call, *args, **kwargs))

@@ -94,7 +94,7 @@ class Events:
         self._events.append(CallEnd())
 
     def broken(self, text: str) -> None:
-        """Add the text of what is no call, whether or not its call has begun."""
+        """Add the text of a broken call, begun or not."""
         if self._in_call:
             self._in_call = False
             self._events.append(CallBroken())

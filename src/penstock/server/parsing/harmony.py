@@ -3,7 +3,7 @@
     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>commentary
     to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
 
-The answer begins behind `<|start|>assistant`. What the channel `final` holds is the answer's text,
+The answer begins behind `<|start|>assistant`. The messages of the channel `final` are its text,
 and so are the messages of `commentary` that are for no tool.
 """
 
@@ -45,7 +45,7 @@ def harmony_answer(source: AnswerText, out: Events, tools: Tools) -> Reading[Non
     Args:
         source: its text.
         out: takes the events.
-        tools: what the request offers.
+        tools: those that the request offers.
     """
     if (yield from begins_with_a_header(source)):
         yield from _message(source, out, tools, "")

@@ -54,7 +54,7 @@ def members(source: AnswerText, emit: Emit, read: Callable[[str], Reading[None]]
 
 
 def string(source: AnswerText, emit: Emit) -> Reading[str]:
-    """Read a string; return what it says."""
+    """Read a string; return its text."""
     parts: list[str] = []
 
     def add(part: str) -> None:
@@ -158,7 +158,7 @@ class _CallState:
         self._begun = False
 
     def name(self, name: str) -> None:
-        """Note the name; what there is of the arguments follows it."""
+        """Note the name; the arguments, as far as they are there, follow it."""
         if self._name is not None or (self._names is not None and name not in self._names):
             raise BrokenCall("not the name of a tool")
         self._name = name
@@ -246,7 +246,7 @@ def calls(
     separators: tuple[str, ...] = (),
     names: Collection[str] | None = None,
 ) -> Reading[None]:
-    """Read a call or a list of calls, and what closes them, if it is there.
+    """Read a call or a list of calls, and their closing signs, if they are there.
 
     Args:
         source: begins with them, or with blanks.
