@@ -161,7 +161,7 @@ class LocalChat:
     """A dialogue; each turn reads only the tokens that the caches do not hold yet.
 
     The chat template decides what a turn's tokens are. Where the rendered history no longer
-    starts with what the caches hold (a template that rewrites earlier turns), the caches are
+    starts with the tokens of the caches (a template that rewrites earlier turns), the caches are
     trimmed to the common part, or filled anew if their window has already dropped tokens.
     """
 

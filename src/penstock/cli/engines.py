@@ -33,7 +33,7 @@ def make_engine(loaded: Loaded, **settings: Any) -> Engine:
         if settings.get("peers") is not None:  # the other ranks would have to try it, too
             raise SettingError(str(error)) from None
         given = memory.format_bytes(error.limit_bytes)
-    # The weights are there already, so that what comes on top is best seen by trying it.
+    # The weights are there already, so that a trial shows best how much comes on top.
     with Engine(loaded.model, loaded.tokenizer, **{**settings, "memory_limit": NO_LIMIT}) as tried:
         parts, least = tried.ask(_needed).result()
     raise SettingError(

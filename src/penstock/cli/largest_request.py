@@ -61,7 +61,7 @@ def largest_request(
 
 
 def spilled_line(spilled: SpilledBytes, memory_bytes: int) -> str:
-    """Write what a sequence has in memory while most of it is in a cold tier."""
+    """Write the bytes in memory of a sequence that is mostly in a cold tier."""
     index, places, active, cache = (
         format_bytes(nbytes)
         for nbytes in (

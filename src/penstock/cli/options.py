@@ -172,7 +172,7 @@ def check_writable(flag: str, folder: Path | None) -> None:
     """Make a folder if it is not there, and refuse one that cannot be written to, or by others too.
 
     Raises:
-        SettingError: it is a file, the system does not let it be made or written to, it or what is
+        SettingError: it is a file, the system does not let it be made or written to, it or a file
             in it belongs to another user, or everybody may write to it.
     """
     if folder is None:
@@ -224,7 +224,7 @@ def check_codec_settings(limits: Mapping[str, Any]) -> None:
     """Refuse an engine's settings of codecs without a codec, and one that does not exist.
 
     Raises:
-        SettingError: says what says nothing, or which there are.
+        SettingError: names the settings without effect, or the codecs that there are.
     """
     name = limits.get("kv_cache_quantization")
     fields = config.EngineSettings.model_fields
@@ -297,8 +297,8 @@ def check_text(what: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # surrogateescape adds 0xDC00 to the byte; what else cannot be encoded is a surrogate
-        # itself, of which the low byte says nothing.
+        # surrogateescape adds 0xDC00 to the byte; any other is a surrogate of the text itself,
+        # and its low byte says nothing.
         code = ord(text[error.start])
         shown = f"byte {code - 0xDC00:#04x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"
         raise SettingError(f"{what} is not UTF-8: {shown} after {error.start} characters") from None

@@ -59,7 +59,7 @@ def drawn(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableTy
 
 
 def _title(snapshot: Snapshot, url: str, width: int) -> Text:
-    """Return name, model and address, and the key that quits; what fits beside that key."""
+    """Return name, model and address, and the key that quits; the rest is cut to fit."""
     end = "q: quit"
     version, model = snapshot["version"], snapshot["model"]
     room = width - len(end) - 2
@@ -143,7 +143,7 @@ def _queue(snapshot: Snapshot) -> tuple[str, ...]:
 
 
 def _spilled(stats: dict[str, Any]) -> tuple[str, ...]:
-    """Return what has left memory for a cold tier, and what steps read of it."""
+    """Return the KV that has left memory for a cold tier, and the blocks of it that steps read."""
     spilling = stats["spilling"]
     cached, read = (spilling["counts"][name] for name in ("cached_blocks", "read_blocks"))
     tokens = f"{spilling['spilled_tokens']:,} tokens in the tier"
