@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ def exact(scores: np.ndarray, causal: bool) -> tuple[np.ndarray, np.ndarray, np.
     return top, weights, weights.sum(axis=-1, keepdims=True)
 
 
-@given(n=st.integers(1, 40), before=st.integers(0, 200), seed=st.integers(0, 99))
+@given(n=st.integers(1, 140), before=st.integers(0, 200), seed=st.integers(0, 99))
 @pytest.mark.parametrize("causal", [True, False])
 def test_weights_are_those_of_float64(causal: bool, n: int, before: int, seed: int) -> None:
     scores = drawn(n, before + n, seed)
@@ -61,3 +63,23 @@ def test_what_is_no_number_stays_none() -> None:
     _, weights, _ = weigh_in_place(scores, causal=False)
     assert np.isnan(np.array(weights[0, 0, 0])).all()
     assert np.array(weights[0, 0, 1]).tolist() == [0.5, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("before", [0, 700])
+def test_nothing_as_large_as_a_mask_is_made_or_kept(before: int) -> None:
+    """Of all queries a mask has their square; those of some sizes were kept, in no ledger."""
+    scores = mx.random.normal((1, 1, 1_024, before + 1_024))
+    mx.eval(scores)
+    tracemalloc.start()
+    try:
+        weigh_in_place(scores, causal=True)
+        assert tracemalloc.get_traced_memory()[1] < 1_024**2 // 10
+    finally:
+        tracemalloc.stop()
+
+
+def test_warnings_that_are_errors_end_nothing() -> None:
+    scores = mx.array([[[[0.0, float("nan")], [200.0, -200.0]]]])
+    with np.errstate(all="raise"):
+        _, weights, _ = weigh_in_place(scores, causal=True)
+    assert np.array(weights[0, 0]).tolist() == [[1.0, 0.0], [1.0, 0.0]]

@@ -7,13 +7,16 @@ MLX 0.32.4, NumPy 2.4).
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from penstock.kv.attention import MASKED
+
+SQUARE = 64
+"""Queries whose own columns are masked one by one; later columns are masked together."""
+LATER = np.triu(np.ones((SQUARE, SQUARE), np.bool_), 1)
+"""Which of so many columns are behind each of so many queries."""
 
 
 def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.array, mx.array]:
@@ -30,16 +33,22 @@ def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.arra
     """
     mx.eval(scores)
     view = np.asarray(scores)  # of the same memory
-    n = view.shape[-2]
     if causal:
-        np.copyto(view[..., -n:], MASKED, where=_later(n))
-    top = view.max(axis=-1, keepdims=True)
-    with np.errstate(invalid="ignore", over="ignore"):
+        _mask_later(view)
+    # A caller may have made NumPy's warnings errors, which would end an answer.
+    with np.errstate(all="ignore"):
+        top = view.max(axis=-1, keepdims=True)
         np.subtract(view, top, out=view)
         np.exp2(view, out=view)
     return mx.array(top), scores, scores @ mx.ones((scores.shape[-1], 1), scores.dtype)
 
 
-@lru_cache(maxsize=16)
-def _later(n: int) -> npt.NDArray[np.bool_]:
-    return np.triu(np.ones((n, n), np.bool_), 1)
+def _mask_later(scores: npt.NDArray[np.float32]) -> None:
+    """Mask what is behind each query, in squares: a mask of all queries would be their square."""
+    n, m = scores.shape[-2:]
+    for start in range(0, n, SQUARE):
+        stop = min(start + SQUARE, n)
+        behind, size = m - n + stop, stop - start
+        scores[..., start:stop, behind:] = MASKED
+        own = scores[..., start:stop, behind - size : behind]
+        np.copyto(own, MASKED, where=LATER[:size, :size])
