@@ -343,6 +343,29 @@ def test_ranks_run_a_measured_step_as_often_however_long_it_takes(
     assert len(runs) == rounds
 
 
+@pytest.mark.parametrize(("ranks", "rounds"), [(1, 1), (2, needs_module.RANK_ROUNDS)])
+def test_a_slow_step_of_ranks_is_measured_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, rounds: int
+) -> None:
+    """They cannot agree on when it is slow, so all of them measure it as often."""
+    core = Core(build(dict(BASE, model_type="llama")), memory_limit="300MB", max_kv_size=256)
+    runs: list[int] = []
+    prefill = core.runner.prefill
+
+    def noting(tokens: Sequence[int], *given: Any) -> Any:
+        runs.append(len(tokens))
+        return prefill(tokens, *given)
+
+    monkeypatch.setattr(core.runner, "prefill", noting)
+    monkeypatch.setattr(core.runner, "ranks", ranks)
+    monkeypatch.setattr(needs_module, "ROUNDS_SECONDS", 1e-9)
+    try:
+        core.budget._estimator._run_steps(core.stores.tails)
+    finally:
+        core.close()
+    assert len(runs) == rounds
+
+
 def test_the_limit_holds_when_it_is_lowered_on_the_way() -> None:
     case = CASES[0]
     with watched(case) as watch:

@@ -51,6 +51,8 @@ STREAMED_COPIES = 2
 """Pieces of keys and values that are alive together: the one that is read, and the next."""
 ROUNDS = 12
 """Most measurements of a step; the largest counts."""
+RANK_ROUNDS = 3
+"""Measurements of a step of several ranks, which run it equally often, whatever it takes."""
 ROUNDS_SECONDS = 0.1
 """Seconds of measuring after which a step is not measured again."""
 STEPS_OF_TWO = 16
@@ -299,12 +301,12 @@ class MemoryEstimator:
             sample_all(logits, samplers, [()] * len(rows))
 
         # Ranks wait for each other within a step: none may run one more than the others.
-        limit_seconds = ROUNDS_SECONDS if runner.ranks == 1 else float("inf")
-        prefill, seconds = _peak(lambda: runner.prefill(tokens, (), 0), limit_seconds)
-        decoding, sampling = _peak(decode, limit_seconds)[0], _peak(sample)[0]
+        often = (ROUNDS_SECONDS, ROUNDS) if runner.ranks == 1 else (float("inf"), RANK_ROUNDS)
+        prefill, seconds = _peak(lambda: runner.prefill(tokens, (), 0), *often)
+        decoding, sampling = _peak(decode, *often)[0], _peak(sample)[0]
         far = 0
         if self._compresses:
-            far = _peak(lambda: self._prefill_far(tokens), limit_seconds)[0]
+            far = _peak(lambda: self._prefill_far(tokens), *often)[0]
         return StepPeaks(prefill, decoding, sampling, far, seconds)
 
     def _prefill_far(self, tokens: list[int]) -> None:
@@ -362,7 +364,9 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _peak(run: Callable[[], object], limit_seconds: float = ROUNDS_SECONDS) -> tuple[int, float]:
+def _peak(
+    run: Callable[[], object], limit_seconds: float = ROUNDS_SECONDS, rounds: int = ROUNDS
+) -> tuple[int, float]:
     """Return the most bytes and the least seconds that `run` takes, whatever ran before.
 
     MLX hands a cached buffer out again even if it is larger than the request, so its cache is off
@@ -374,7 +378,7 @@ def _peak(run: Callable[[], object], limit_seconds: float = ROUNDS_SECONDS) -> t
     peaks: list[int] = []
     seconds: list[float] = []
     try:
-        while len(peaks) < ROUNDS and sum(seconds) < limit_seconds:
+        while len(peaks) < rounds and sum(seconds) < limit_seconds:
             mx.synchronize()
             before = mx.get_active_memory()
             mx.reset_peak_memory()
