@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
+import pytest
+from combinations import pairs
+from test_partial_blocks import ask, core_of, run
+from tiny_families import prompt_of
+
 import penstock
 from penstock.engine.core import Core
 from penstock.models.mlx_lm import encode
@@ -49,3 +57,54 @@ def test_text_that_changes_from_prompt_to_prompt_is_named() -> None:
     assert "Kind of the changed text: counter" in found.reason
     assert core.view.explain(other).volatile is None
     core.close()
+
+
+FORMS = [
+    (None, "at-rest"),
+    *itertools.product(("turbo4", "turbo8"), ("at-rest", "active")),
+]
+CASES = pairs(("llama", "gemma3_text", "falcon_h1"), FORMS, (1, 5, 16, 32), (1, 24, 64))
+
+
+@pytest.mark.parametrize(("family", "form", "block_size", "chunk"), CASES)
+def test_a_request_reuses_what_was_explained(
+    family: str, form: tuple[str | None, str], block_size: int, chunk: int
+) -> None:
+    """Whole blocks, within a block, at the end of an answer, behind it, and on a branch."""
+    core = in_form(family, form, block_size=block_size, prefill_chunk=chunk)
+    try:
+        told = tuple(prompt_of(70))
+        told += ask(core, told)
+        branch = (*told[:40], *prompt_of(30, 2))
+        more = (*told, *prompt_of(20, 1))
+        for prompt in (told[:32], told[:33], told[:64], told[:70], told, branch, more, more[:80]):
+            explained = core.view.explain(prompt)
+            reusable = explained.reusable_tokens
+            reusable = explained.held_tokens if reusable is None else reusable
+            handle = core.submit(penstock.Request(prompt=prompt, max_tokens=3, ignore_eos=True))
+            run(core)
+            finish = handle.result(0.0)[0].finish
+            assert finish is not None
+            assert finish.usage.cached_tokens == min(reusable, len(prompt) - 1)
+    finally:
+        core.close()
+
+
+def test_the_last_block_of_a_prompt_in_codes_is_not_reused() -> None:
+    told = tuple(prompt_of(64))
+    for form, reusable in ((("turbo8", "active"), 48), (("turbo8", "at-rest"), None)):
+        core = in_form("llama", form)
+        ask(core, told)
+        explained = core.view.explain(told)
+        assert (explained.held_tokens, explained.reusable_tokens) == (64, reusable)
+        assert ("from 48 on are computed again" in explained.reason) == (reusable == 48)
+        assert core.view.explain((*told, 5)).reusable_tokens is None
+        core.close()
+
+
+def in_form(family: str, form: tuple[str | None, str], **settings: Any) -> Core:
+    """Return an engine whose blocks are all held in a codec, as soon as it may."""
+    codec, when = form
+    coded = {"kv_cache_quantization": codec, "kv_cache_quantize_when": when}
+    all_of_it = {"kv_cache_min_quantize_tokens": 0, "kv_cache_raw_first_tokens": 0}
+    return core_of(family, **coded, **all_of_it, **settings)

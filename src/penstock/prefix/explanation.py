@@ -81,8 +81,9 @@ class Explanation:
     given_text: str | None = None
     reusable_tokens: int | None = None
     """Length of the cached prefix that can be reused: up to the last boundary where every recurrent
-    layer has a checkpoint and every window is complete. None if all of it can be, in a model
-    without recurrent layers."""
+    layer has a checkpoint and every window is complete, and in front of the last token's block if
+    blocks are quantized as soon as they are whole. None if all of it but the last token can be, in
+    a model without recurrent layers."""
     tier_tokens: int | None = None
     """Cached tokens on the cold tiers; None if that was not asked, or there is no tier."""
     volatile: str | None = None

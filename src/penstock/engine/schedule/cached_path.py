@@ -77,10 +77,9 @@ class CachedPath:
     def readable_tokens(self) -> int:
         """Most tokens of a path that the sequence reads.
 
-        The last token is always computed, for its logits; read block by block, so is its block.
         Where the logits of the prompt are read, it is the tokens whose logits were.
         """
-        most = self.last_boundary if self._stores.by_block else len(self.tokens) - 1
+        most = self._stores.readable_tokens(len(self.tokens))
         logprobs = self.prompt_logprobs
         if logprobs is None:
             return most

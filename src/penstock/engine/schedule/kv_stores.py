@@ -103,6 +103,14 @@ class KVStores:
                 return position, recurrent_state
             max_kv_tokens = position
 
+    def readable_tokens(self, tokens: int) -> int:
+        """Return the most first tokens of so many that a sequence can read from the cache.
+
+        The last token is always computed, for its logits; read block by block, so is its block.
+        """
+        last = max(0, tokens - 1)
+        return last // self.block_size * self.block_size if self.by_block else last
+
     def matched(self, block_hashes: Items[bytes]) -> int:
         """Return how many first tokens of a chain are cached."""
         return self.prefixes.match(block_hashes).tokens
@@ -112,17 +120,18 @@ class KVStores:
     ) -> tuple[int | None, str]:
         """Return the position at which a prompt could resume, and why no later one.
 
-        None if that is the end of the cached tokens, unless memory was short.
+        None if that is the end of the cached tokens, but for the last token of the prompt.
 
         Args:
             tokens: the prompt.
             block_hashes: those of its whole blocks.
             salt: the tenant's.
         """
-        if self.checkpoints is None and self.windows is None:
+        if self.checkpoints is None and self.windows is None and not self.by_block:
             return None, ""
         match = self.prefixes.match(block_hashes)
-        most = min(match.tokens, max(0, len(tokens) - 1))
+        cached = min(match.tokens, max(0, len(tokens) - 1))
+        most = min(cached, self.readable_tokens(len(tokens)))
         blocks = match.tokens // self.block_size
         root = block_hashes[blocks - 1] if blocks else self.prefixes.root(salt)
         leaf = self.prefixes.find_partial(match, root, tokens[match.tokens : len(tokens) - 1])
@@ -130,22 +139,9 @@ class KVStores:
             return None if self.checkpoints is None else leaf.end, ""
         resumes, _ = self.resume(match.path, most)
         whole = most if self.windows is None else self.windows.resume(match.path, most)
-        if self.checkpoints is None and whole == most:
+        if self.checkpoints is None and whole == cached:
             return None, ""
-        why = ""
-        if whole < most:
-            why = (
-                f". Sliding-window layers can resume only at token {whole:,} of the "
-                f"{match.tokens:,} cached: under memory pressure their KV was evicted except at "
-                f"conversation ends and branch points. Computing it again caches it again"
-            )
-        if resumes < whole:
-            why += (
-                f". Recurrent layers can resume only at token {resumes:,} of the "
-                f"{match.tokens:,} cached, their deepest checkpoint: checkpoints lie at the ends "
-                f"of turns and chunks, and fewer further back"
-            )
-        return resumes, why
+        return resumes, _resume_reason(match.tokens, cached, most, whole, resumes)
 
     def coded(self, segment: Segment, start: int) -> Segment:
         """Return whole blocks in the form in which later blocks read them.
@@ -223,3 +219,34 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(word in text for word in words)
     )
+
+
+def _resume_reason(held: int, cached: int, readable: int, complete: int, resumes: int) -> str:
+    """Return why a prompt can resume no later than at some position.
+
+    Args:
+        held: cached tokens of the prompt.
+        cached: of these, all but the prompt's last token.
+        readable: of these, those that are read as they lie.
+        complete: of these, those behind which all windows are complete.
+        resumes: the position.
+    """
+    why = ""
+    if readable < cached:
+        why = (
+            f". The tokens from {readable:,} on are computed again: with kv_cache_quantize_when "
+            f"active the block of a prompt's last token is read as it was computed"
+        )
+    if complete < readable:
+        why += (
+            f". Sliding-window layers can resume only at token {complete:,} of the {held:,} "
+            f"cached: under memory pressure their KV was evicted except at conversation ends and "
+            f"branch points. Computing it again caches it again"
+        )
+    if resumes < complete:
+        why += (
+            f". Recurrent layers can resume only at token {resumes:,} of the {held:,} cached, "
+            f"their deepest checkpoint: checkpoints lie at the ends of turns and chunks, and fewer "
+            f"further back"
+        )
+    return why
