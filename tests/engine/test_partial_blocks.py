@@ -205,3 +205,24 @@ def test_an_end_that_is_matched_by_its_length_alone_is_seen(
     assert partial_blocks(core) == [14]
     assert ask(core, other) != expected
     core.clear()
+
+
+@pytest.mark.parametrize("form", ["active", "at-rest"])
+def test_a_block_without_room_is_committed_at_the_end_if_there_is_room_then(form: str) -> None:
+    """Blocks are coded when they are whole, and the tail behind them is not."""
+    core = core_of("llama", **FORMS[form], kv_cache_min_quantize_tokens=0)
+    try:
+        handle = core.submit(Request(prompt=tuple(prompt_of(8)), max_tokens=40, ignore_eos=True))
+        core.step()
+        free = core.ledger.limit_bytes - core.ledger.used_bytes
+        (sequence,) = core.admission.sequences.values()
+        with core.ledger.reserve(Kind.BUFFERS, free):
+            while sequence.kv.position < 21:
+                core.step()
+            assert [(span.start, span.end) for span in sequence.kv.own_spans] == [(0, 16)]
+        handle.cancel()
+        run(core, handle)
+        ends = [(node.start, node.end, node.partial) for node in core.prefixes.tree]
+        assert ends == [(0, 16, False), (16, 21, True)]
+    finally:
+        core.close()

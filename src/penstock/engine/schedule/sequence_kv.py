@@ -315,7 +315,8 @@ class SequenceKV(CachedPath):
             suppress(MemoryError, RuntimeError),
             stores.prefixes.ledger.reserve(Kind.BUFFERS, nbytes),
         ):
-            self._keep_end(tokens)
+            self._commit_spans()  # for which there was no room when they were whole
+            self._keep_end(start + tokens - self.num_cached_tokens)
 
     # ---- parts
 
@@ -337,6 +338,8 @@ class SequenceKV(CachedPath):
 
     def _keep_end(self, tokens: int) -> None:
         """Move the first tokens behind the path into the tree."""
+        if tokens <= 0 or (self.own_spans and self.own_spans[0].end % self._size == 0):
+            return  # without room for whole blocks there is none for those behind them
         segment = self.own_spans[0].segment if self.own_spans else None
         if self.tail:
             assert self.slot is not None
