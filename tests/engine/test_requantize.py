@@ -9,6 +9,7 @@ from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 import pytest
@@ -200,6 +201,22 @@ def test_at_rest_is_when_nobody_reads_it(model: Any) -> None:
         assert said(handle) == expected, "the first answer is that of full precision"
         drain(core)
         assert covered(core) == {False: (0, 64), True: (64, 512)}
+
+
+def test_a_node_that_waits_for_its_codes_is_evicted_whole(model: Any) -> None:
+    """Nothing but the tree holds it: its bytes are no longer counted."""
+    with running(model, "8", kv_cache_quantize_when="at-rest") as core:
+        handle = submit(core, prompt(500))
+        while not handle.ends:
+            core.step()
+        assert core.stores.requantizer is not None
+        core.stores.requantizer._look(())
+        waiting = list(core.stores.requantizer._due)
+        nodes = [ref(node) for node in core.prefixes.tree]
+        assert waiting and all(node() is not None for node in nodes)
+        core.set_limit(core.ledger.used_bytes - core.ledger.by_class()[Kind.NODES])
+        assert core.ledger.by_class()[Kind.NODES] == 0
+        assert [node() for node in nodes] == [None] * len(nodes)
 
 
 def test_an_answer_that_was_preempted_has_full_precision(model: Any) -> None:

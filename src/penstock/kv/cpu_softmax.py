@@ -16,7 +16,7 @@ from penstock.kv.attention import MASKED
 SQUARE = 64
 """Queries whose own columns are masked one by one; later columns are masked together."""
 LATER = np.triu(np.ones((SQUARE, SQUARE), np.bool_), 1)
-"""Which of so many columns are behind each of so many queries."""
+"""Columns that are behind each of so many queries."""
 
 
 def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.array, mx.array]:

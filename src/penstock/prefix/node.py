@@ -50,7 +50,7 @@ NODE_BYTES = 900
 BLOCK_BYTES = 57
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class Node(Generic[S]):
     """A run of whole blocks behind its parent's, or a partial block. Changed by the tree alone."""
 

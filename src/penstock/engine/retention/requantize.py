@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from weakref import ref
 
 from penstock.config import EngineSettings
 from penstock.kv.block_format import BlockFormat
@@ -68,7 +69,8 @@ class Requantizer:
         """Ids of nodes that end in front of `least_tokens`, but have a longer path through them."""
         self.active = limits.kv_cache_quantize_when == "active"
         """Whether blocks are encoded as soon as they are whole."""
-        self._due: deque[Node[Segment]] = deque()
+        self._due: deque[ref[Node[Segment]]] = deque()
+        """Nodes that the tree alone holds: one that is evicted meanwhile takes no memory."""
         self._looked = True
         self._left: set[int] = set()
         """Ids of nodes of which a part had to stay raw."""
@@ -112,8 +114,8 @@ class Requantizer:
         if not self._looked:
             self._look(awaited)
         while self._due:
-            node = self._due.popleft()
-            if node not in self._prefixes.tree or not self._is_due(node):
+            node = self._due.popleft()()
+            if node is None or node not in self._prefixes.tree or not self._is_due(node):
                 continue
             if not self._exchange(node):
                 self._looked = False  # with more room, another node may be due
@@ -132,7 +134,7 @@ class Requantizer:
         self._looked = True
         self._awaited = {node.id for path in awaited for node in path}
         self._begins_long = self._find_beginnings()
-        self._due = deque(node for node in self._prefixes.tree if self._is_due(node))
+        self._due = deque(ref(node) for node in self._prefixes.tree if self._is_due(node))
         self._left &= {node.id for node in self._prefixes.tree}
 
     def _find_beginnings(self) -> set[int]:
