@@ -23,6 +23,7 @@ Booleans: TypeAlias = npt.NDArray[np.bool_]
 Piece: TypeAlias = tuple[Floats, Floats]
 """Keys and values of consecutive columns, (..., n, dim) each."""
 
+_QUIET = np.errstate(all="ignore")  # what a model makes of numbers that are not finite is its own
 DIVIDED_FROM = 2**16
 """Scores of a part from which a second thread takes half of its columns."""
 
@@ -47,6 +48,7 @@ class Sums:
     total: Floats
     mixed: Floats
 
+    @_QUIET
     def add(self, rows: slice, other: Sums) -> None:
         """Add the sums of these rows, (kv_heads, m, ...), over other columns."""
         top, total, mixed = self.top[:, rows], self.total[:, rows], self.mixed[:, rows]
@@ -58,6 +60,7 @@ class Sums:
         mixed *= share
         mixed += more * other.mixed
 
+    @_QUIET
     def result(self, sinks: Floats | None) -> Floats:
         """Return the normalized attention; sinks as `attention.merged` takes them."""
         if sinks is None:
@@ -101,6 +104,7 @@ def _compute(tasks: SimpleQueue[_Task | None]) -> None:
         del task, future, function, args
 
 
+@_QUIET
 def sums(queries: Floats, pieces: Sequence[Piece], seen: Booleans | None) -> Sums:
     """Let queries (..., m, d), in base 2, read pieces under one softmax."""
     columns = sum(keys.shape[-2] for keys, _ in pieces)
@@ -113,9 +117,8 @@ def sums(queries: Floats, pieces: Sequence[Piece], seen: Booleans | None) -> Sum
     if seen is not None:
         np.copyto(scores, MASKED, where=~seen)
     top = scores.max(axis=-1, keepdims=True)
-    with np.errstate(invalid="ignore", over="ignore"):
-        scores -= top
-        np.exp2(scores, out=scores)
+    scores -= top
+    np.exp2(scores, out=scores)
     mixed, start = None, 0
     for _, values in pieces:
         stop = start + values.shape[-2]
