@@ -11,7 +11,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 STARTS = """
-import sys, threading
+import sys, threading, time
 import pytest
 import threads_left
 
@@ -45,7 +45,10 @@ def test_good():
 """
 AFTER = """
 def test_after():
-    assert not [of for of in threading.enumerate() if of.name.startswith("penstock-")]
+    until = time.monotonic() + 10  # a thread that was told to end may need a moment
+    while left := [of for of in threading.enumerate() if of.name.startswith("penstock-")]:
+        assert time.monotonic() < until, left
+        time.sleep(0.01)
 """
 
 

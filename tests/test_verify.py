@@ -19,6 +19,7 @@ def verified(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("reads_all")
 def test_its_own_prompts_are_answered_alike(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = verified(capsys)
     assert code == 0 and found["same"]
