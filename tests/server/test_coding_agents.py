@@ -200,6 +200,15 @@ def test_what_is_asked_must_be_text(running: Running) -> None:
     assert "messages.3.content.1: content of type 'image'" in answer.json()["error"]["message"]
 
 
+def test_a_picture_beside_a_result_is_named(running: Running, prompts: Prompts) -> None:
+    """Agents put the picture that a tool has read beside its result; no user asks with it."""
+    loop = [CLAUDE_SECOND[2], {**CLAUDE_SECOND[3]}]
+    loop[1]["content"] = [*loop[1]["content"], text("a.png:"), IMAGE]
+    answer = post(running, claude_code([CLAUDE_FIRST[0], *loop], stream=False, max_tokens=4))
+    assert answer.status_code == 200, answer.text
+    assert "<|user|>a.png:\n\n[image left out]<|end|>" in read(prompts, messages=loop)
+
+
 # ---- budgets
 
 

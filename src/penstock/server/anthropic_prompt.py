@@ -82,9 +82,13 @@ def without_billing_header(request: CountRequest) -> CountRequest:
 
 
 def _check_asked(turns: Sequence[Turn]) -> None:
-    """Refuse unreadable parts of the last user's message; in history words stand for them."""
+    """Refuse unreadable parts of the last user's message; elsewhere words stand for them.
+
+    A message with results of tools asks nothing by its other parts: agents put the picture or the
+    document that a tool has read beside its result.
+    """
     asked = last_user([{"role": turn.role} for turn in turns])
-    if asked < 0:
+    if asked < 0 or any(isinstance(block, ToolResult) for block in turns[asked].blocks):
         return
     for index, block in enumerate(turns[asked].blocks):
         if isinstance(block, Other) and block.text is None:
