@@ -11,6 +11,9 @@ import pytest
 from parrot import END, TEMPLATE, parrot
 from servers import Running, serving
 
+from penstock.server.prompts import Prompts
+from penstock.server.reasoning_effort import effort_switches
+
 PATHS = ("/v1/completions", "/v1/chat/completions")
 SAID = ("one ", "two ", "three ", "four ")
 SPECIAL = "<|special|>"
@@ -137,6 +140,7 @@ def test_max_completion_tokens_wins(saying: Running) -> None:
 SWITCHES: dict[str, dict[str, Any]] = {
     "enable_thinking": {"none": False, "low": True, "high": True},
     "reasoning_effort": {"none": "low", "medium": "medium", "xhigh": "high"},
+    "reasoning_strength": {"none": "low", "medium": "medium", "max": "xhigh"},
     "thinking": {"none": False, "high": True},
 }
 """Value that the template gets for an effort, by the switch that it has."""
@@ -175,3 +179,37 @@ def test_an_effort_reaches_the_template(tmp_path: Path, name: str) -> None:
         longer: dict[str, Any] = {name: "a longer word"}
         rendered = prompts.render(messages, **longer)
         assert answer.json()["usage"]["prompt_tokens"] == len(rendered)
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "reasoning_strength"])
+def test_an_effort_of_anthropics_form_is_the_templates_level(tmp_path: Path, name: str) -> None:
+    """The same in a count; whether the model reasons at all is what `thinking` says."""
+    template = f"[{{{{ {name} }}}}{{{{ enable_thinking }}}}]" + TEMPLATE
+    model = parrot(tmp_path, "Hello", marks=("<think>", "</think>"), template=template)
+    with serving(*model) as server:
+        prompts = server.service.prompts
+        body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "A"}]}
+        for effort, level in (*SWITCHES[name].items(), (None, "")):
+            form = {**body, "max_tokens": 1, "output_config": {"effort": effort}}
+            given: dict[str, Any] = {name: level, "enable_thinking": False}
+            rendered = prompts.render(body["messages"], **given)
+            assert prompts.decode(rendered).startswith(f"[{level}False]")
+            for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                answer = httpx.post(f"{server.url}{path}", json=form, timeout=60)
+                assert answer.status_code == 200, answer.text
+                counted = answer.json().get("usage", answer.json())["input_tokens"]
+                assert counted == len(rendered), (path, effort)
+
+
+def test_a_template_with_two_levels_gets_the_nearest(tmp_path: Path) -> None:
+    """As Mistral's: an effort between them raised, and the request was refused."""
+    raises = "{{ raise_exception('none or high') }}"
+    template = f"{{% if reasoning_effort not in ['none', 'high', x] %}}{raises}{{% endif %}}["
+    template += "{{ reasoning_effort }}]" + TEMPLATE
+    prompts = Prompts(parrot(tmp_path, "Hello", template=template)[1])
+    assert prompts.traits.reasoning_effort == ("none", "high")
+    for effort, level in (("none", "none"), ("minimal", "none"), ("low", "high"), ("max", "high")):
+        rendered = prompts.render(
+            [{"role": "user", "content": "A"}], **effort_switches(effort, prompts)
+        )
+        assert prompts.decode(rendered).startswith(f"[{level}]")

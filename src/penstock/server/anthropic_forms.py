@@ -199,9 +199,11 @@ class OutputFormat(RequestForm):
 
 
 class OutputConfig(RequestForm):
-    """Form of the answer's text."""
+    """Form of the answer's text, and the effort of its reasoning."""
 
     format: OutputFormat | None = None
+    effort: Name | None = None
+    """Effort of the reasoning, where the model's template has levels of it."""
 
 
 class ThinkingConfig(RequestForm):
@@ -249,6 +251,11 @@ class CountRequest(RequestForm):
         """Whether the client wants to see the model's reasoning."""
         wanted = self.thinking is not None and self.thinking.type != "disabled"
         return wanted and not self.constrained
+
+    @property
+    def effort(self) -> str | None:
+        """Effort of the reasoning, if the client names one."""
+        return None if self.output_config is None else self.output_config.effort
 
     @property
     def system_blocks(self) -> list[TextBlock]:

@@ -25,7 +25,7 @@ from penstock.server.anthropic_forms import (
 )
 from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts, last_user
-from penstock.server.reasoning_effort import thinking_switch
+from penstock.server.reasoning_effort import level_switch, thinking_switch
 
 BETWEEN_BLOCKS = "\n\n"
 """Separator of a message's text blocks, for a template that reads one text."""
@@ -140,7 +140,8 @@ def _render(
         messages.append({"role": "system", "content": text})
     messages += _messages(turns)
     goes_on = messages[-1]["role"] == "assistant"
-    more = thinking_switch(prompts, request.thinks)
+    more: dict[str, Any] = thinking_switch(prompts, request.thinks)
+    more |= level_switch(request.effort, prompts)
     if getattr(prompts.tokenizer, "has_thinking", False):
         more["enable_thinking"] = request.thinks
     if whole and goes_on:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.server.prompts import Prompts
 
 LEAST_EFFORTS = ("none", "minimal")
 """Efforts that turn reasoning off where the template can."""
-EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts as templates know them: low, medium, high."""
+_LEVELS: Mapping[str, tuple[str, ...]] = {
+    "none": ("low", "none"),
+    "minimal": ("low", "none"),
+    "low": ("low", "medium", "high"),
+    "medium": ("medium", "high"),
+    "xhigh": ("high",),
+    "max": ("high",),
+}
+"""Levels for an effort, the nearest first; some templates raise on all but two of them."""
+_STRENGTHS = {**_LEVELS, "xhigh": ("xhigh", "high"), "max": ("xhigh", "high")}
+"""The same for Muse Spark's `reasoning_strength`, which has a level above high."""
 
 
 def effort_switches(effort: str | None, prompts: Prompts) -> dict[str, Any]:
@@ -20,9 +30,23 @@ def effort_switches(effort: str | None, prompts: Prompts) -> dict[str, Any]:
     switches: dict[str, Any] = thinking_switch(prompts, reasons)
     if prompts.reasoning_marks is not None:
         switches["enable_thinking"] = reasons
-    if prompts.traits.reasoning_effort:
-        switches["reasoning_effort"] = EFFORTS.get(effort, effort)
+    return switches | level_switch(effort, prompts)
+
+
+def level_switch(effort: str | None, prompts: Prompts) -> dict[str, str]:
+    """Return the template's own level for an effort, for a template that has levels."""
+    efforts, strengths = prompts.traits.reasoning_effort, prompts.traits.reasoning_strength
+    switches: dict[str, str] = {}
+    if effort is not None and efforts:
+        switches["reasoning_effort"] = _nearest(_LEVELS.get(effort, (effort,)), efforts)
+    if effort is not None and strengths:
+        switches["reasoning_strength"] = _nearest(_STRENGTHS.get(effort, (effort,)), strengths)
     return switches
+
+
+def _nearest(levels: tuple[str, ...], taken: tuple[str, ...]) -> str:
+    """Return the first level that the template takes; the first of all if it takes none."""
+    return next((level for level in levels if level in taken), levels[0])
 
 
 def thinking_switch(prompts: Prompts, reasons: bool) -> dict[str, Any]:

@@ -34,6 +34,8 @@ LATER_SYSTEMS = (
     ("system message not first", (USER, LATER, SAID, AGAIN)),
 )
 """Conversations with a system message that is not the first."""
+LEVELS = ("none", "low", "medium", "high", "xhigh")
+"""Levels of reasoning that templates are asked for."""
 REMINDER = "system-reminder"
 """The mark around a system message that is given as a user's, as coding agents write it."""
 
@@ -61,8 +63,10 @@ class TemplateTraits:
     """Whether the template renders system messages anywhere, each in its place."""
     consecutive_users: bool
     """Whether the template takes two messages of the user in a row."""
-    reasoning_effort: bool
-    """Whether `reasoning_effort` changes the rendered prompt."""
+    reasoning_effort: tuple[str, ...]
+    """Levels that the template takes as `reasoning_effort`; none where they change nothing."""
+    reasoning_strength: tuple[str, ...]
+    """The same for `reasoning_strength`, as Muse Spark's template calls it."""
     thinking: bool
     """Whether `thinking` changes the rendered prompt, as DeepSeek's and Granite's templates read it
     in the place of `enable_thinking`."""
@@ -86,19 +90,25 @@ class TemplateTraits:
         key = probe.reasoning_key()
         both = {**called(THOUGHT, key), "content": SAID}
         beside = probe.row("reasoning, text and a call", [*talk_of(USER), both, result_of(RESULT)])
-        effort = probe.changes(reasoning_effort=("low", "high"))
-        thinking = probe.changes(thinking=(False, True))
+        effort, strength = probe.levels("reasoning_effort"), probe.levels("reasoning_strength")
+        thinking = probe.changes("thinking")
         rows = [first, turns, *later, users, *probe.rest(key), beside]
         return cls(
             first_system=first.taken,
             later_system=all(row.taken for row in later),
             consecutive_users=users.taken,
             reasoning_effort=effort,
+            reasoning_strength=strength,
             thinking=thinking,
             reasoning_key=key,
             text_arguments=probe.text_arguments(),
             reasoning_beside_text=not beside.outcome.startswith("raises"),
-            rows=(*rows, _switch("reasoning_effort", effort), _switch("thinking", thinking)),
+            rows=(
+                *rows,
+                _switch("reasoning_effort", bool(effort)),
+                _switch("reasoning_strength", bool(strength)),
+                _switch("thinking", thinking),
+            ),
         )
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -203,11 +213,17 @@ class _Probe:
         texts = {**call, "tool_calls": [_as_text(one) for one in call["tool_calls"]]}
         return self._render([*talk_of(USER), texts, result])[1] is None
 
-    def changes(self, **switch: tuple[str | bool, str | bool]) -> bool:
-        """Tell whether two values of a template's switch are rendered differently."""
-        ((name, values),) = switch.items()
-        one, other = (self._render(talk_of(USER), **{name: value})[0] for value in values)
+    def changes(self, name: str) -> bool:
+        """Tell whether the two values of a template's switch are rendered differently."""
+        one, other = (self._render(talk_of(USER), **{name: value})[0] for value in (False, True))
         return one != other
+
+    def levels(self, name: str) -> tuple[str, ...]:
+        """Return the levels that a template's switch takes; none where all render the same."""
+        rendered = {level: self._render(talk_of(USER), **{name: level}) for level in LEVELS}
+        if len({text for text, _ in rendered.values()}) == 1:
+            return ()
+        return tuple(level for level, (_, error) in rendered.items() if error is None)
 
     def _reasoning(self, what: str, talk: list[dict[str, Any]], key: str | None) -> TraitRow:
         rendered, error = self._render(talk)
