@@ -41,6 +41,13 @@ NPM = (
     *("@langchain/openai", "@langchain/core", "zod"),
 )
 NAMESPACE = ("unshare", "--net", "--map-root-user")
+REFERENCES = {
+    "openai-harmony": ("PENSTOCK_HARMONY", "test_openai_harmony.py", ("openai-harmony", "litellm")),
+    "lm-eval": ("PENSTOCK_LM_EVAL", "test_lm_eval.py", ("lm-eval[api]",)),
+}
+"""Programs that tests compare with: the variable with their Python, the test, the packages."""
+VOCABULARY = "lib/python*/site-packages/litellm/litellm_core_utils/tokenizers"
+"""Folder of litellm with the vocabulary that openai-harmony would fetch, under the same name."""
 INSTALLED = ".installed"
 """File in a client's folder: it is whole."""
 
@@ -94,8 +101,9 @@ def main() -> int:
     chosen = [one for one in CLIENTS if not words or any(word in one.name for word in words)]
     root = Path(folder).resolve()
     with_comply = not words or PACKAGE in words
+    references = [name for name in REFERENCES if not words or name in words]
     if "--inside" not in sys.argv:
-        _install(root, chosen, with_comply)
+        _install(root, chosen, references, with_comply)
         command = [sys.executable, *sys.argv, "--inside"]
         alone = shutil.which("unshare") and shutil.which("ip")
         if alone and subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode == 0:
@@ -104,14 +112,15 @@ def main() -> int:
         return subprocess.run(command, check=False).returncode
     if shutil.which("ip"):
         subprocess.run(["ip", "link", "set", "lo", "up"], check=False)
-    return _run(root, chosen, with_comply)
+    return _run(root, chosen, references, with_comply)
 
 
 # ---- installing
 
 
-def _install(root: Path, clients: list[Client], with_comply: bool) -> None:
+def _install(root: Path, clients: list[Client], references: list[str], with_comply: bool) -> None:
     wanted = {one.folder: one.packages for one in clients}
+    wanted |= {name: REFERENCES[name][2] for name in references}
     if with_comply:
         wanted[PACKAGE] = (PACKAGE,)
     for name, packages in wanted.items():
@@ -161,7 +170,7 @@ def _error_of(*command: str) -> str | None:
 # ---- running
 
 
-def _run(root: Path, clients: list[Client], with_comply: bool) -> int:
+def _run(root: Path, clients: list[Client], references: list[str], with_comply: bool) -> int:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         home = Path(temporary)
@@ -183,8 +192,31 @@ def _run(root: Path, clients: list[Client], with_comply: bool) -> int:
         if with_comply and (root / PACKAGE / INSTALLED).exists():
             for form in FORMATS:
                 wrong += complied(root / PACKAGE, scripted, form)
+        for name in references:
+            if (root / name / INSTALLED).exists():
+                wrong += _compared(name, root / name, environment)
     print("\n".join(wrong) or "all passed")
     return 1 if wrong else 0
+
+
+def _compared(name: str, folder: Path, environment: Mapping[str, str]) -> list[str]:
+    """Run the test that compares with a program, print its end; return what is wrong."""
+    variable, test, _ = REFERENCES[name]
+    more = {variable: str(folder / "bin" / "python")}
+    for vocabulary in folder.glob(VOCABULARY):
+        more["TIKTOKEN_RS_CACHE_DIR"] = str(vocabulary)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-s", str(HERE.parent / "server" / test)],
+        env={**os.environ, **environment, **more},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    passed = done.returncode == 0 and "1 passed" in done.stdout
+    mark = "passed" if passed else "failed"
+    print(f"{name:<32}{_version_in(folder, name):<12}{mark:>16}", flush=True)
+    return [] if passed else [f"{name}: {(done.stdout + done.stderr).strip()[-1_000:]}"]
 
 
 def _row(client: Client, folder: Path, environment: Mapping[str, str]) -> list[str]:
@@ -225,7 +257,11 @@ def _version(client: Client, folder: Path) -> str:
     if not client.packages:
         whole = folder / "node_modules" / client.package / "package.json"
         return str(json.loads(whole.read_text())["version"])
-    stem = client.package.replace("-", "_")
+    return _version_in(folder, client.package)
+
+
+def _version_in(folder: Path, package: str) -> str:
+    stem = package.replace("-", "_")
     (info,) = folder.glob(f"lib/python*/site-packages/{stem}-*.dist-info")
     return info.name.removeprefix(f"{stem}-").removesuffix(".dist-info")
 

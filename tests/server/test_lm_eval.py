@@ -33,14 +33,14 @@ doc_to_target: "{{{{answer}}}}"
 target_delimiter: " "
 metric_list: [{{metric: acc}}]
 """
-FACT = "The code of the amber falcon is seven. The code of the quiet dolphin is nine. "
+FACT = "The code of the amber falcon is 4821. The code of the quiet dolphin is 9064. "
 QUESTIONS: list[dict[str, Any]] = [
     {
         "question": FACT * 2 + f"The code of the {animal} is",
-        "choices": ["seven", "nine", "the amber falcon"],
+        "choices": ["4821", "9064", "the amber falcon"],
         "answer": answer,
     }
-    for animal, answer in (("amber falcon", 0), ("quiet dolphin", 1))
+    for animal, answer in (("amber falcon", 0), ("quiet dolphin", 1), ("wild heron", 0))
 ]
 NEAR = 5e-3
 """Largest difference of two log-likelihoods; weights of four bits, sums in other orders."""
@@ -76,6 +76,7 @@ def test_lm_eval_finds_the_numbers_of_mlx_lm_alone(tmp_path: Path) -> None:
             assert str(greedy) == str(likeliest)
         best = max(range(len(found)), key=lambda index: found[index][0])
         assert row["acc"] == float(best == question["answer"])
+    assert {row["acc"] for row in rows} == {0.0, 1.0}, "some are right, and some are wrong"
 
 
 def likelihood(model: Any, tokenizer: Any, context: str, text: str) -> tuple[float, bool]:
