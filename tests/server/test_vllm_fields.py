@@ -201,15 +201,24 @@ def test_an_effort_of_anthropics_form_is_the_templates_level(tmp_path: Path, nam
                 assert counted == len(rendered), (path, effort)
 
 
-def test_a_template_with_two_levels_gets_the_nearest(tmp_path: Path) -> None:
-    """As Mistral's: an effort between them raised, and the request was refused."""
-    raises = "{{ raise_exception('none or high') }}"
-    template = f"{{% if reasoning_effort not in ['none', 'high', x] %}}{raises}{{% endif %}}["
-    template += "{{ reasoning_effort }}]" + TEMPLATE
+@pytest.mark.parametrize(
+    ("taken", "levels"),
+    [
+        (("none", "high"), {"none": "none", "minimal": "none", "low": "high", "max": "high"}),
+        (("low", "medium", "xhigh"), {"none": "low", "high": "medium", "max": "xhigh"}),
+    ],
+    ids=["mistral", "qwen"],
+)
+def test_a_template_of_few_levels_gets_the_nearest(
+    tmp_path: Path, taken: tuple[str, ...], levels: dict[str, str]
+) -> None:
+    """The template raises on every other level, and that was a 400."""
+    raises = f"{{% if reasoning_effort not in {[*taken, '']} %}}{{{{ raise_exception('no') }}}}"
+    head = "{% set reasoning_effort = reasoning_effort or '' %}" + raises + "{% endif %}"
+    template = head + "[{{ reasoning_effort }}]" + TEMPLATE
     prompts = Prompts(parrot(tmp_path, "Hello", template=template)[1])
-    assert prompts.traits.reasoning_effort == ("none", "high")
-    for effort, level in (("none", "none"), ("minimal", "none"), ("low", "high"), ("max", "high")):
-        rendered = prompts.render(
-            [{"role": "user", "content": "A"}], **effort_switches(effort, prompts)
-        )
+    assert prompts.traits.reasoning_effort == taken
+    messages = [{"role": "user", "content": "A"}]
+    for effort, level in levels.items():
+        rendered = prompts.render(messages, **effort_switches(effort, prompts))
         assert prompts.decode(rendered).startswith(f"[{level}]")

@@ -13,11 +13,13 @@ _LEVELS: Mapping[str, tuple[str, ...]] = {
     "none": ("low", "none"),
     "minimal": ("low", "none"),
     "low": ("low", "medium", "high"),
-    "medium": ("medium", "high"),
-    "xhigh": ("high",),
-    "max": ("high",),
+    "medium": ("medium", "high", "low"),
+    "high": ("high", "medium", "xhigh"),
+    "xhigh": ("high", "xhigh"),
+    "max": ("high", "xhigh"),
 }
-"""Levels for an effort, the nearest first; some templates raise on all but two of them."""
+"""Levels for an effort, the nearest first. Some templates raise on others than theirs: Mistral's
+know none and high, those of Qwen 3.8 low, medium and xhigh, where xhigh is more than high."""
 _STRENGTHS = {**_LEVELS, "xhigh": ("xhigh", "high"), "max": ("xhigh", "high")}
 """The same for Muse Spark's `reasoning_strength`, which has a level above high."""
 
