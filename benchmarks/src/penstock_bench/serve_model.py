@@ -71,18 +71,30 @@ def real_folder(name: str) -> Iterator[ServedFolder]:
     Raises:
         ModelError: it cannot be read, or be fetched.
     """
-    file = named.fetch(name) if name in named.MODELS else Path(name).expanduser()
+    file = model_source(name)
     if not is_gguf(file):
         yield _real(file, file.name, None)
         return
-    header = read_header(file)
     with TemporaryDirectory(prefix="penstock-bench-") as place:
-        folder = Path(place)
-        weights.write_folder(header, folder, wide=True)
-        arrays = dict(weights.weights(header, wide=True))
-        mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
-        del arrays
-        yield _real(folder, file.stem, file)
+        write_gguf(file, Path(place), wide=True)
+        yield _real(Path(place), file.stem, file)
+
+
+def model_source(name: str) -> Path:
+    """Return the path of a folder, a GGUF file, or a short name of `penstock.models.named`.
+
+    Raises:
+        ModelError: it cannot be fetched.
+    """
+    return named.fetch(name) if name in named.MODELS else Path(name).expanduser()
+
+
+def write_gguf(file: Path, folder: Path, *, wide: bool) -> None:
+    """Write a GGUF file as a model folder: with `wide` in float32, else its codes."""
+    header = read_header(file)
+    weights.write_folder(header, folder, wide=wide)
+    arrays = dict(weights.weights(header, wide=wide))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
 
 
 def _real(folder: Path, name: str, file: Path | None) -> ServedFolder:

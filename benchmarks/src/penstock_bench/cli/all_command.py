@@ -45,6 +45,7 @@ LEFT_OUT = {
     "restore": "times the disk",
     "remember": "counts right answers, and times nothing",
     "store": "compares with vllm-mlx, where that is installed",
+    "weights": "needs a real model",
 }
 """Benches that are left out, and why."""
 PAGES = ("growth", "recall")

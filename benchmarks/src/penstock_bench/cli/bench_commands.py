@@ -13,6 +13,7 @@ from penstock_bench.cli import (
     index_commands,
     kernels_command,
     serve_command,
+    weights_command,
 )
 
 app = typer.Typer(cls=ListedCommands, add_completion=False, rich_markup_mode=None)
@@ -23,6 +24,7 @@ app.command()(engine_commands.ragged)
 app.command()(engine_commands.single)
 app.command()(engine_commands.speculate)
 app.command()(kernels_command.kernels)
+app.command()(weights_command.weights)
 app.command()(engine_commands.quantized)
 app.command()(engine_commands.hybrid)
 app.command()(engine_commands.restore)

@@ -1,0 +1,38 @@
+"""`penstock bench weights`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli import options
+from penstock_bench.cli.bench_options import Save, finish
+
+
+def weights(
+    model: Annotated[
+        str,
+        typer.Option(help="A folder, a .gguf file, or smollm2.", metavar="MODEL"),
+    ] = "smollm2",
+    tokens: Annotated[
+        int,
+        typer.Option(help="Tokens of a prompt that both sides read.", metavar="TOKENS", min=1),
+    ] = 8,
+    steps: Annotated[int, typer.Option(help="Decode steps of both sides.", min=1)] = 2,
+    rounds: Annotated[
+        int, typer.Option(help="How often float32 runs; weights as they come run once.", min=1)
+    ] = 3,
+    as_json: options.Json = False,
+    save: Save = None,
+) -> None:
+    """Load weights in float32 and as they come, and time both.
+
+    Few tokens are timed, for on a Linux CPU codes and half precision take seconds a token. A GGUF
+    file is measured as an MLX folder of its codes, too. The first token of a short question is
+    timed in float32 alone. Exits with 1 if a goal is not met.
+    """
+    from penstock_bench.weights_speed import WeightsLoad, measure
+
+    load = WeightsLoad(model, prompt_tokens=tokens, decode_tokens=steps, rounds=rounds)
+    finish(measure(load), as_json=as_json, save=save)
