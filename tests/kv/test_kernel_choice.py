@@ -122,13 +122,66 @@ def test_wrong_numbers_and_exceptions_turn_it_off(cpp: Lockstep, kind: type[Lock
     assert all(AttentionWay.KERNEL not in one.milliseconds for one in choice.timings)
 
 
+class Slow(Lockstep):
+    """Takes seconds for each call, and more to compile, by a clock of its own."""
+
+    time, call_seconds, compile_seconds = 0.0, 1.0, 0.0
+
+    def __call__(self, call: KernelCall) -> list[mx.array]:
+        new = len(self.libraries)
+        answers = super().__call__(call)
+        self.time += self.call_seconds + self.compile_seconds * (len(self.libraries) - new)
+        return answers
+
+    def clock(self) -> float:
+        return self.time
+
+
+def slow(cpp: Lockstep, call: float, compiling: float, seconds: float) -> tuple[Slow, WayChoice]:
+    run = Slow(folder=cpp.folder)
+    run.call_seconds, run.compile_seconds = call, compiling
+    kernels = KernelAttention(run, run.target)
+    return run, choose([LAYER], kernels, rows=ROWS, tokens=TOKENS, seconds=seconds, clock=run.clock)
+
+
+def test_a_slow_kernel_ends_the_test_behind_the_step_that_it_is_in(cpp: Lockstep) -> None:
+    """Numbers are compared within the time, too: of all steps that there are, none more begins."""
+    run, choice = slow(cpp, 1.0, 0.0, selftest.SECONDS)
+    step = 2  # a dispatch and its merge
+    assert run.calls <= 2 * 2 * step, "without sinks and with them, each compiled and run again"
+    assert choice.is_cut_short and not choice.timings and not choice.ways.table
+    all_of_it = slow(cpp, 1.0, 0.0, 1e9)[0].calls
+    assert all_of_it > 8 * step
+
+
+def test_what_compiles_is_not_counted(cpp: Lockstep) -> None:
+    run, choice = slow(cpp, 0.001, 10.0, selftest.SECONDS)
+    assert run.time > 50 and not choice.is_cut_short
+    assert len(choice.timings) == len(Situation)
+
+
+def test_no_step_is_timed_when_the_time_is_over(cpp: Lockstep) -> None:
+    """Numbers take half of the time at most: the rest is left to the measurements."""
+    run, choice = slow(cpp, 0.003, 0.0, selftest.SECONDS)
+    assert choice.is_cut_short and choice.timings
+    compiled, step = 2 * len(run.libraries), selftest.AT_ONCE * 2
+    assert run.calls * run.call_seconds <= selftest.SECONDS + (compiled + step) * run.call_seconds
+    assert set(choice.ways.table) <= {(LAYER, one.situation, one.coded) for one in choice.timings}
+
+
+def test_an_engine_of_one_sequence_tries_one_row(cpp: Lockstep) -> None:
+    kernels = KernelAttention(cpp, cpp.target)
+    choice = choose([LAYER], kernels, rows=1, tokens=TOKENS, seconds=1e9)
+    assert {one.situation for one in choice.timings} == {Situation.ONE_PART, Situation.PARTS}
+
+
 class Tires(Lockstep):
     """Fails once it is `tired`: right numbers, and no time."""
 
-    tired = False
+    kernels: KernelAttention
 
     def __call__(self, call: KernelCall) -> list[mx.array]:
-        if self.tired:
+        if self.kernels.only_known:  # behind the comparison
             raise RuntimeError("the device is lost")
         return super().__call__(call)
 
@@ -137,14 +190,9 @@ def test_a_way_that_cannot_be_timed_is_not_taken(
     cpp: Lockstep, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Tires(folder=cpp.folder, libraries=cpp.libraries)
-
-    def clock() -> float:
-        run.tired = True  # numbers are compared before the first look at it
-        return 0.0
-
+    kernels = run.kernels = KernelAttention(run, run.target)
     with caplog.at_level(logging.DEBUG, selftest.__name__):
-        kernels = KernelAttention(run, run.target)
-        choice = choose([LAYER], kernels, rows=ROWS, tokens=TOKENS, seconds=1e9, clock=clock)
+        choice = choose([LAYER], kernels, rows=ROWS, tokens=TOKENS, seconds=1e9, clock=lambda: 0.0)
     assert choice.why_off is None and len(choice.timings) == len(Situation)
     assert not choice.ways.table
     assert all(AttentionWay.KERNEL not in one.milliseconds for one in choice.timings)

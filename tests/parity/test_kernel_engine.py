@@ -16,6 +16,7 @@ from penstock.engine.core import Core
 from penstock.engine.model.attention_ways import layer_forms
 from penstock.kv import backend
 from penstock.kv.backend import GPUBackend
+from penstock.kv.kernels import selftest
 from penstock.kv.kernels.ways import AttentionWay, Situation
 from penstock.models.mlx_lm import load
 from penstock.recall import MODEL_PATH, dialogue
@@ -120,6 +121,22 @@ def test_wrong_kernels_cost_one_line_and_nothing_else(
     (line,) = [one.getMessage() for one in caplog.records if "kernels" in one.getMessage()]
     assert line.startswith("attention kernels are off: a result is off by")
     assert "\n" not in line
+
+
+def test_a_self_test_without_time_costs_one_line_and_nothing_else(
+    folder: Path,
+    prompts: list[tuple[int, ...]],
+    plain: list[tuple[int, ...]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Lockstep(folder=folder)
+    monkeypatch.setattr(selftest, "SECONDS", 0.0)
+    with caplog.at_level(logging.WARNING):
+        assert texts(run, prompts) == plain
+    assert run.calls == 0
+    (line,) = [one.getMessage() for one in caplog.records if "self-test" in one.getMessage()]
+    assert line.startswith("the self-test of attention had 0 s, too few for all of it")
 
 
 def test_a_codec_that_no_kernel_reads_costs_one_line(

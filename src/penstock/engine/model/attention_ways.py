@@ -37,7 +37,7 @@ def try_ways(runner: Runner, rows: int, codec: str | None, seconds: float) -> Wa
         runner: the model's.
         rows: most sequences of a step.
         codec: name of the codec that keys and values are held in.
-        seconds: time for all measurements.
+        seconds: time for all of it, without compilers.
     """
     kernels, layers = device_kernels(backend.current()), layer_forms(runner)
     if kernels is None or not layers:
@@ -65,4 +65,10 @@ def chosen_ways(runner: Runner, limits: EngineSettings, ledger: Ledger) -> Ways 
     elif choice.unread:
         unread = "; ".join(choice.unread)
         logger.warning("no attention kernel reads %s: plain operations do", unread)
+    if choice.is_cut_short and choice.why_off is None:
+        logger.warning(
+            "the self-test of attention had %g s, too few for all of it: plain operations take "
+            "the steps that it did not reach",
+            selftest.SECONDS,
+        )
     return choice.ways

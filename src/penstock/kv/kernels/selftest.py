@@ -26,7 +26,9 @@ from penstock.kv.tails import LayerShape, Tails
 logger = logging.getLogger(__name__)
 Numbers: TypeAlias = npt.NDArray[np.float32]
 SECONDS = 0.3
-"""Time for all measurements; what it compiles, once for each kernel, comes on top."""
+"""Time for all of it; what is compiled, once for each kernel, comes on top."""
+COMPARED_SHARE = 0.5
+"""Share of it in which numbers are compared, at most; steps are timed in the rest."""
 TOKENS = 2_048
 """Tokens of the longest sequence that is measured."""
 CHECKED_TOKENS = 192
@@ -72,6 +74,29 @@ class WayChoice:
     """Why the kernels are not used; None if they are."""
     unread: list[str] = field(default_factory=list)
     """Layers and codecs that no kernel reads, where others are read."""
+    is_cut_short: bool = False
+    """Whether the time was over before all was tried: the rest takes plain operations."""
+
+
+class TimeBudget:
+    """Time of a self-test, without that of compilers."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self.clock, self._seconds, self._began = clock, seconds, clock()
+
+    @property
+    def spent(self) -> float:
+        """Seconds that were taken."""
+        return self.clock() - self._began
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more may begin."""
+        return self.spent >= self._seconds
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count so much of what was taken."""
+        self._began += seconds
 
 
 def choose(
@@ -91,7 +116,7 @@ def choose(
         kernels: are tried, and take no kernel afterwards that was not; None on other devices.
         rows: most sequences of a step.
         scheme: the codec of the keys and values that are read, beside numbers as the model has.
-        seconds: time for all measurements.
+        seconds: time for all of it, without compilers: no step begins when it is over.
         tokens: of the longest measured sequence.
         clock: seconds, from any start.
     """
@@ -99,18 +124,25 @@ def choose(
     if kernels is None:
         choice.why_off = "this device has none"
     forms = list(product(dict.fromkeys(layers), [None] if scheme is None else [None, scheme]))
+    spent = 0.0
     if kernels is not None:
-        _compare_all(forms, kernels, rows, choice)
+        comparing = TimeBudget(COMPARED_SHARE * seconds, clock)
+        _compare_all(forms, kernels, rows, choice, comparing)
         kernels.only_known = True
+        spent = comparing.spent
     table = {}
-    end = clock() + seconds
-    for (layer, held), situation in product(forms, Situation):
-        if clock() >= end:
+    budget = TimeBudget(seconds - spent, clock)
+    situations = [one for one in Situation if one.is_alone or rows > 1]
+    for situation, (layer, held) in product(situations, forms):
+        timing = _time(layer, situation, choice, rows, held, tokens, budget)
+        if timing is None:
+            choice.is_cut_short = True
             break
-        timing = _time(layer, situation, choice, rows, held, tokens, clock)
         choice.timings.append(timing)
         if timing.chosen is not AttentionWay.PLAIN:
             table[layer, situation, timing.coded] = timing.chosen
+    order = [(layer, held is not None) for layer, held in forms]
+    choice.timings.sort(key=lambda one: order.index((one.layer, one.coded)))
     choice.ways.table = table
     mx.clear_cache()
     return choice
@@ -133,14 +165,22 @@ def _compare_all(
     kernels: KernelAttention,
     rows: int,
     choice: WayChoice,
+    budget: TimeBudget,
 ) -> None:
     """Compare every form; note what no kernel reads, and turn the kernels off if one is wrong."""
+    read = list(forms)
     try:
-        for layer, scheme in forms:
-            if not _compare(layer, kernels, rows, scheme):
-                held = "" if scheme is None else f"{scheme.name} of "
-                choice.unread.append(f"{held}{layer}")
-        if len(choice.unread) == len(forms):
+        for number, step in enumerate(_compared_steps(rows)):
+            for form in tuple(read):
+                if budget.is_over:
+                    choice.is_cut_short = True
+                    return
+                if not _compare(form, kernels, step, number, budget):
+                    read.remove(form)
+                    layer, scheme = form
+                    held = "" if scheme is None else f"{scheme.name} of "
+                    choice.unread.append(f"{held}{layer}")
+        if not read:
             choice.why_off = f"none reads {'; '.join(choice.unread)}"
     except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
         choice.why_off = " ".join(str(error).split())[:200] or type(error).__name__
@@ -149,36 +189,56 @@ def _compare_all(
         choice.unread.clear()
 
 
+def _compared_steps(rows: int) -> list[tuple[Situation, int, int]]:
+    """Return situations with numbers of rows and parts: those first that are timed afterwards."""
+    alone = [(Situation.ONE_PART, 1, PARTS)]
+    alone += [(Situation.PARTS, 1, parts) for parts in (PARTS, MANY_PARTS)]
+    smaller = [2**i for i in range(1, rows.bit_length()) if 2**i != rows]
+    counts = [rows, *smaller] if rows > 1 else []
+    together = (Situation.SHARED, Situation.RAGGED)
+    return alone + [(one, count, PARTS) for count in counts for one in together]
+
+
 def _compare(
-    layer: AttentionForm, kernels: KernelAttention, rows: int, scheme: Scheme | None
+    form: tuple[AttentionForm, Scheme | None],
+    kernels: KernelAttention,
+    step: tuple[Situation, int, int],
+    seed: int,
+    budget: TimeBudget,
 ) -> bool:
-    """Tell whether the kernels read a form, with every number of rows.
+    """Tell whether the kernels read a step of a form.
 
     Raises:
         ValueError: they do, and a number is wrong.
     """
-    counts = sorted({1, *(2**i for i in range(1, rows.bit_length())), rows})
+    (layer, scheme), (situation, count, parts) = form, step
+    trial = TrialStep.random(layer, situation, count, CHECKED_TOKENS, scheme, seed, parts)
     windows = (AttentionWindow(), AttentionWindow(CHECKED_TOKENS // 2, 8))
-    for number, (count, sinks) in enumerate(product(counts, (False, True))):
-        for situation in Situation:
-            if situation.is_alone != (count == 1):
-                continue
-            parts = MANY_PARTS if sinks else PARTS
-            trial = TrialStep.random(
-                layer, situation, count, CHECKED_TOKENS, scheme, seed=number, parts=parts
-            )
-            if not _is_right(trial, kernels, windows[number // 2 % 2], sinks=sinks):
-                return False
-    return True
+    return all(
+        _is_right(trial, kernels, window, sinks=sinks, budget=budget)
+        for sinks, window in zip((False, True), windows, strict=True)
+    )
 
 
 def _is_right(
-    trial: TrialStep, kernels: KernelAttention, window: AttentionWindow, *, sinks: bool
+    trial: TrialStep,
+    kernels: KernelAttention,
+    window: AttentionWindow,
+    *,
+    sinks: bool,
+    budget: TimeBudget,
 ) -> bool:
     """Tell whether the kernels read a step; raise ValueError if a number is wrong."""
-    results = trial.run(Ways(kernels, always=AttentionWay.KERNEL), window, sinks=sinks)
-    if results is None:
-        return False
+    ways = Ways(kernels, always=AttentionWay.KERNEL)
+    while True:
+        known, began = len(kernels.known), budget.clock()
+        results = trial.run(ways, window, sinks=sinks)
+        if results is None:
+            return False
+        mx.eval(results)
+        if len(kernels.known) == known:
+            break
+        budget.leave_out(budget.clock() - began)  # it was compiled, and runs again
     off, allowed = trial.error(results, window, sinks=sinks)
     if not off <= allowed:
         raise ValueError(f"a result is off by {off:.2g}, more than {allowed:.2g}: {trial.layer}")
@@ -192,17 +252,22 @@ def _time(
     rows: int,
     scheme: Scheme | None,
     tokens: int,
-    clock: Callable[[], float],
-) -> Timing:
-    count = 1 if situation.is_alone else max(2, rows)
+    budget: TimeBudget,
+) -> Timing | None:
+    """Time the ways to attend to a step; None if the time is over before all of them were."""
+    if budget.is_over:
+        return None
+    count = 1 if situation.is_alone else rows
     trial = TrialStep.random(layer, situation, count, tokens, scheme, seed=1)
     candidates = {AttentionWay.PLAIN: Ways(), AttentionWay.FUSED: Ways(always=AttentionWay.FUSED)}
     if choice.ways.kernels is not None:
         candidates[AttentionWay.KERNEL] = Ways(choice.ways.kernels, always=AttentionWay.KERNEL)
     milliseconds: dict[AttentionWay, float] = {}
     for way in [*candidates, *candidates, *candidates]:  # in turn: the first runs warm it up
+        if budget.is_over:
+            return None
         try:
-            spent = _seconds(trial, candidates[way], clock)
+            spent = _seconds(trial, candidates[way], budget.clock)
         except Exception as error:  # a way that fails is not taken
             logger.debug("attention (%s) could not be timed", way.value, exc_info=error)
             milliseconds[way] = float("inf")
@@ -337,18 +402,19 @@ class TrialStep:
             held = [part.segment.layers[0][number] for part in row.parts]
             wide = [one.dequantize() if isinstance(one, Coded) else one for one in held]
             wide.append(self.tails.read_block(0, row.slot, 1, row.tail + 1)[number])
-            joined = np.concatenate([_host(one)[0] for one in wide], axis=1)  # type: ignore[arg-type]
-            sides.append(np.repeat(joined, self.layer.heads // self.layer.kv_heads, axis=0))
+            sides.append(_host(mx.concatenate(wide, axis=2))[0])  # type: ignore[arg-type]
         keys, values = sides
-        scores = self.scale * np.einsum("hd,hnd->hn", _host(self.queries)[i, :, 0], keys)
-        seen = np.array(window.mask(mx.array([row.position]), mx.arange(scores.shape[1])))
+        queries = _host(self.queries[i, :, 0]).reshape(keys.shape[0], -1, keys.shape[2])
+        scores = self.scale * (queries @ keys.swapaxes(1, 2))
+        seen = np.array(window.mask(mx.array([row.position]), mx.arange(keys.shape[1])))
         scores = np.where(seen, scores, -np.inf)
         if sinks:
-            scores = np.concatenate([scores, _host(self.sinks)[:, None]], axis=1)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        mixed = np.einsum("hn,hnd->hd", weights[:, : values.shape[1]], values)
-        return mixed, float(np.abs(values).max())
+            own = _host(self.sinks).reshape(*scores.shape[:2], 1)
+            scores = np.concatenate([scores, own], axis=2)
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        mixed = weights[:, :, : values.shape[1]] @ values
+        return mixed.reshape(self.layer.heads, -1), float(np.abs(values).max())
 
 
 def _host(array: mx.array) -> Numbers:
