@@ -4,31 +4,61 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from small_models import BASE, build
 
 from penstock import config
-from penstock.engine.settings import LONG_CHUNK, LONG_CHUNK_FROM, checked
+from penstock.engine.core import Core
+from penstock.engine.model.runner import Runner
+from penstock.engine.schedule.budget import weight_bytes
+from penstock.engine.settings import LONG_CHUNK, LONG_CHUNK_ROOM, checked, fitting
 from penstock.kv import backend
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import KVSpan
 from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.segment import Segment
 
+HEADS_OF_256 = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256}
+"""A model for whose heads MLX has no fused attention: all scores of a chunk are held."""
+
 
 @pytest.mark.parametrize(
-    ("device", "limit", "given", "expected"),
+    ("device", "heads", "room", "given", "expected"),
     [
-        (backend.GPUBackend(), LONG_CHUNK_FROM, None, LONG_CHUNK),
-        (backend.GPUBackend(), LONG_CHUNK_FROM - 1, None, config.PREFILL_CHUNK),
-        (backend.GPUBackend(), LONG_CHUNK_FROM, 300, 300),
-        (backend.CPUBackend(), LONG_CHUNK_FROM, None, config.PREFILL_CHUNK),
+        (backend.GPUBackend(), {}, LONG_CHUNK_ROOM, None, LONG_CHUNK),
+        (backend.GPUBackend(), {}, LONG_CHUNK_ROOM - 1, None, config.PREFILL_CHUNK),
+        (backend.GPUBackend(), {}, LONG_CHUNK_ROOM, 300, 300),
+        (backend.GPUBackend(), {}, LONG_CHUNK_ROOM, config.PREFILL_CHUNK, config.PREFILL_CHUNK),
+        (backend.GPUBackend(), HEADS_OF_256, LONG_CHUNK_ROOM, None, config.PREFILL_CHUNK),
+        (backend.GPUBackend(), HEADS_OF_256, LONG_CHUNK_ROOM, LONG_CHUNK, LONG_CHUNK),
+        (backend.CPUBackend(), {}, LONG_CHUNK_ROOM, None, config.PREFILL_CHUNK),
     ],
 )
 def test_prefill_chunk(
-    device: backend.Backend, limit: int, given: int | None, expected: int
+    device: backend.Backend,
+    heads: dict[str, int],
+    room: int,
+    given: int | None,
+    expected: int,
 ) -> None:
+    config_of_model = {**BASE, "model_type": "llama", "head_dim": 64, **heads}
     with backend.using(device):
-        settings = checked({"memory_limit": limit, "prefill_chunk": given})
-    assert settings.prefill_chunk == expected
+        runner = Runner(build(config_of_model), max_kv_size=4_096, keep=0)
+        limits = checked({"memory_limit": room, "prefill_chunk": given})
+        assert fitting(limits, runner, room).prefill_chunk == expected
+
+
+def test_room_for_a_long_chunk_is_what_weights_leave() -> None:
+    """An engine tells how much that is: a limit that weights fill has no room for one."""
+    with backend.using(backend.GPUBackend()):
+        model = build({**BASE, "model_type": "llama", "head_dim": 64})
+        beside = weight_bytes(model)
+        for limit, expected in (
+            (LONG_CHUNK_ROOM + beside, LONG_CHUNK),
+            (LONG_CHUNK_ROOM + beside - 1, config.PREFILL_CHUNK),
+        ):
+            core = Core(model, memory_limit=limit, max_batch_size=1)
+            assert core.limits.prefill_chunk == expected
+            core.close()
 
 
 LAYERS, PREFIX, CHUNK, HEADS, DIM = 8, 4_096, 16, 2, 64

@@ -55,7 +55,7 @@ def lay_foundation(
         model, max_kv_size=limits.max_kv_size, keep=limits.keep_tokens, ranks=group.size
     )
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
-    limits = fitting(limits, runner, ranks=group.size)
+    limits = fitting(limits, runner, room, ranks=group.size)
     if limits.attend_tokens is not None:
         runner.select(limits.attend_tokens, limits.attend_full_layers)
     runner.most_joined = limits.active_kv_size

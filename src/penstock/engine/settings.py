@@ -12,6 +12,7 @@ from penstock.config.defaults import DRAFT_TOKENS
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.wide_steps import reads_several
 from penstock.engine.ranks.process_group import ProcessGroup
+from penstock.engine.schedule.costs import holds_all_scores
 from penstock.engine.schedule.sequence import WHOLE_CHUNK
 from penstock.errors import SettingError
 from penstock.kv import backend
@@ -24,8 +25,8 @@ from penstock.models.fingerprint import with_settings
 LONG_CHUNK = 2_048
 """Tokens of a prefill chunk on a GPU: each chunk joins the parts of every layer anew, so that a
 quarter of the chunks copies a quarter of the bytes."""
-LONG_CHUNK_FROM = 16 * 10**9
-"""Bytes of a memory limit under which the buffers of such a chunk are little."""
+LONG_CHUNK_ROOM = 8 * 10**9
+"""Bytes of a memory limit beside the weights in which the buffers of such a chunk are little."""
 
 
 def checked(settings: dict[str, Any], *, drafts: bool = False) -> config.EngineSettings:
@@ -45,8 +46,6 @@ def checked(settings: dict[str, Any], *, drafts: bool = False) -> config.EngineS
         machine = read_machine_memory(mx.device_info())
         given.setdefault("memory_limit", machine.default_limit_bytes)
         given.setdefault("memory_threshold", machine.default_threshold)
-    if backend.current().fuses_attention and given["memory_limit"] >= LONG_CHUNK_FROM:
-        given.setdefault("prefill_chunk", LONG_CHUNK)
     if drafts and not given.get("speculative_tokens"):
         given["speculative_tokens"] = DRAFT_TOKENS
     return config.parse(config.EngineSettings, flags=False, **given)
@@ -62,8 +61,25 @@ def _typed(name: str, value: Any) -> Any:
     return Path(value).expanduser() if Path in get_args(field.annotation) else value
 
 
-def fitting(limits: config.EngineSettings, runner: Runner, ranks: int = 1) -> config.EngineSettings:
+def _takes_long_chunks(runner: Runner, room_bytes: int) -> bool:
+    """Tell whether a long chunk pays on this device, and takes few bytes more than a usual one.
+
+    Where all scores of a chunk are in memory at once, they grow with it, for any prompt.
+    """
+    fuses = backend.current().fuses_attention and not holds_all_scores(runner)
+    return fuses and room_bytes >= LONG_CHUNK_ROOM
+
+
+def fitting(
+    limits: config.EngineSettings, runner: Runner, room_bytes: int, ranks: int = 1
+) -> config.EngineSettings:
     """Return an engine's settings as a model can be run with, on so many ranks.
+
+    Args:
+        limits: the settings that were given.
+        runner: runs the model.
+        room_bytes: bytes of the memory limit beside the weights, equal on all ranks.
+        ranks: number of ranks.
 
     Raises:
         SettingError: it cannot, with these.
@@ -75,6 +91,8 @@ def fitting(limits: config.EngineSettings, runner: Runner, ranks: int = 1) -> co
         )
     if runner.fitness.whole:
         limits = limits.model_copy(update={"prefill_chunk": WHOLE_CHUNK})
+    elif "prefill_chunk" not in limits.model_fields_set and _takes_long_chunks(runner, room_bytes):
+        limits = limits.model_copy(update={"prefill_chunk": LONG_CHUNK})
     # Ranks would not measure the same.
     if limits.speculative_tokens and (ranks > 1 or not reads_several(runner)):
         limits = limits.model_copy(update={"speculative_tokens": 0})

@@ -72,6 +72,14 @@ EVERYTHING = Sampling(
 """Settings with which sampling takes most memory."""
 
 
+def holds_all_scores(runner: Runner) -> bool:
+    """Tell whether all scores of a prefill chunk are in memory at once."""
+    device = backend.current()
+    return runner.fitness.way == "joined" or any(
+        device.holds_all_scores(shape.key_dim, shape.value_dim) for shape in runner.shapes
+    )
+
+
 class MemoryEstimator:
     """Bytes that a model takes under an engine's limits.
 
@@ -89,9 +97,7 @@ class MemoryEstimator:
         self._alone = runner.fitness.way == "joined"
         """Whether the model uses its own attention."""
         self._device = backend.current()
-        self._all_scores = self._alone or any(
-            self._device.holds_all_scores(shape.key_dim, shape.value_dim) for shape in runner.shapes
-        )
+        self._all_scores = holds_all_scores(runner)
         """Whether all scores of a chunk are in memory at once."""
         self._measured_scores = 0
         """Number of scores of the measured chunk, if they were in memory at once."""
