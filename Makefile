@@ -25,7 +25,7 @@ help:
 	@echo 'make test-clients   clients of PyPI and npm, llm-comply and lm-eval, once each against the server'
 	@echo 'make real    a real model (98 MB, fetched once): the same text as mlx-lm, cold, warm, restored'
 	@echo 'make bench   the claims, measured on this machine'
-	@echo 'make kernels   the attention kernels through nvrtc, clang and SPIR-V too (530 MB installed, fetched once)'
+	@echo 'make kernels   the attention kernels through nvrtc, clang and SPIR-V too (700 MB installed, fetched once)'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make peers TEMPLATES=FOLDER   and the chat templates there (*.jinja), through the probe'
 	@echo 'make lint    ruff and mypy alone'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from lockstep import COMPILER, Lockstep
 
 from penstock.kv import backend
 from penstock.kv.attention import AttentionWindow
-from penstock.kv.attention_plan import plan_attention
+from penstock.kv.attention_plan import KVSpan, plan_attention
 from penstock.kv.backend import GPUBackend
 from penstock.kv.codecs import parse_scheme
 from penstock.kv.joined_reads import join_parts
@@ -333,6 +334,31 @@ def test_bytes_of_the_test_are_an_upper_bound(cpp: Lockstep) -> None:
     finally:
         mx.set_cache_limit(kept)
     assert 0 < taken <= selftest.nbytes([LAYER], ROWS, TOKENS)
+
+
+@pytest.mark.parametrize(("length", "called"), [(64, True), (1, False)])
+def test_partial_results_that_are_not_counted_are_not_made(
+    cpp: Lockstep, length: int, called: bool
+) -> None:
+    """So many branches, each of one token: plain operations read them, with the same numbers."""
+    trial = TrialStep.random(LAYER, Situation.PARTS, 1, TOKENS, None, seed=1, parts=24)
+    (row,) = trial.rows
+    parts = [KVSpan(p.segment, i * length, length) for i, p in enumerate(row.parts)]
+    row = replace(row, parts=tuple(parts), position=24 * length + row.tail)
+    trial = replace(trial, rows=[row])
+    ways = Ways(
+        KernelAttention(cpp, cpp.target), {(LAYER, Situation.PARTS, False): AttentionWay.KERNEL}
+    )
+    reading = StepReading(trial.rows, AttentionWindow(), 1, LAYER.kv_heads, 2)
+    layout = plan_attention(trial.rows, AttentionWindow(), 1)
+    form = form_of(trial.tails.layer(0), mx.float32)
+    assert form is not None
+    planned = dispatches(reading, layout, 0, (form, trial.tails.columns))
+    counted = ways.nbytes(row.position + 1, 1)
+    assert (reading.result_bytes(planned) <= counted) == called
+    before = cpp.calls
+    assert trial.run(ways, AttentionWindow(), sinks=False) is not None
+    assert (cpp.calls > before) == called
 
 
 @pytest.mark.parametrize("tokens", [64, 700, 5_000])

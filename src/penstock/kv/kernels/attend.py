@@ -127,12 +127,22 @@ class KernelAttention:
         self.only_known = False
         """Whether no other is called: one that does not compile would end the step it is in."""
 
-    def attend(self, of: LayerStep, plans: dict[Hashable, list[Dispatch]]) -> mx.array | None:
-        """Attend as `Reads.attend` does; None where no kernel reads a part, or one is unknown.
+    def attend(
+        self,
+        of: LayerStep,
+        plans: dict[Hashable, list[Dispatch]],
+        most_bytes: int | None = None,
+    ) -> mx.array | None:
+        """Attend as `Reads.attend` does.
 
         Args:
             of: the layer and what it reads.
             plans: plans of the step that were made for other layers.
+            most_bytes: bytes that partial results may take.
+
+        Returns:
+            (b, heads, width, value_dim); None where no kernel reads a part, one is unknown, or
+            partial results are too large.
         """
         keys, values = of.tails
         assert isinstance(keys, mx.array) and isinstance(values, mx.array)
@@ -145,6 +155,8 @@ class KernelAttention:
             tails = own, keys.shape[2]
             plans[key] = dispatches(of.reading, of.layout, of.layer, tails, self.threadgroups)
         planned = plans[key]
+        if most_bytes is not None and of.reading.result_bytes(planned) > most_bytes:
+            return None
         try:
             if len(planned) == 1 and planned[0].form == own:
                 return self._finished(of, planned[0])

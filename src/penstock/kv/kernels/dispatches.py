@@ -127,6 +127,12 @@ class StepReading:
         """Stacked rows of a sequence."""
         return self.repeats * self.width
 
+    def result_bytes(self, planned: Sequence[Dispatch]) -> int:
+        """Bytes of the partial results of a layer's kernel calls, and of those merged."""
+        stacked = len(self.rows) * self.per_row * self.kv_heads
+        merged = sum(stacked * (one.form.values.dim + 2) * mx.float32.size for one in planned)
+        return merged + sum(one.nbytes(self.kv_heads) for one in planned)
+
 
 def partial_bytes(heads: int, dim: int, width: int, tokens: int, parts: int) -> int:
     """Return an upper bound of the bytes that a row of a step adds: results, partial and merged.

@@ -21,8 +21,9 @@ from penstock.kv.kernels.dispatches import StepReading, partial_bytes, segments_
 if TYPE_CHECKING:
     from penstock.kv.reads import DecodeStep
 
-LEAST_PART = 256
-"""Tokens that a part has on average, at least: the tree merges small neighbors."""
+LEAST_PART = 64
+"""Tokens that a part has on average, at least; a step of shorter ones is left to plain
+operations, because the ledger did not count so many partial results."""
 JOINED = 2
 """Copies of a layer's keys and values that joining them holds: in their type, and dequantized."""
 logger = logging.getLogger(__name__)
@@ -103,8 +104,7 @@ class Ways:
         for (layer, *_), way in self.table.items():
             dim = max(layer.key_dim, layer.value_dim)
             if way is AttentionWay.KERNEL:
-                parts = -(-tokens // LEAST_PART) + 1
-                needed = partial_bytes(layer.heads, dim, width, tokens, parts)
+                needed = _kernel_bytes(layer.heads, dim, width, tokens)
             else:
                 columns = layer.kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.size
                 needed = JOINED * (tokens + width) * columns
@@ -140,7 +140,8 @@ class Ways:
             sinks = sinks.astype(mx.float32) * LOG2_E
         try:
             of = LayerStep(queries, reading, layout, layer, (keys, values), scale, sinks)
-            return self.kernels.attend(of, step.kernel_plans)
+            most = None if self.always else _counted_bytes(form, reading)
+            return self.kernels.attend(of, step.kernel_plans, most)
         # A boundary: a driver compiles and runs the kernel. Plain operations have the same numbers,
         # so no error of it, of whatever class, ends a request.
         except Exception as error:
@@ -149,6 +150,24 @@ class Ways:
             logger.warning("attention kernels are off: %s", error)
             self.kernels = None
             return None
+
+
+def _kernel_bytes(heads: int, dim: int, width: int, tokens: int) -> int:
+    """Return the bytes that the ledger counts for a row that kernels read."""
+    parts = -(-tokens // LEAST_PART) + 1
+    return partial_bytes(heads, dim, width, tokens, parts)
+
+
+def _counted_bytes(form: AttentionForm, reading: StepReading) -> int:
+    """Return the bytes that the ledger counts for all rows of a step, at least."""
+    dim, window = max(form.key_dim, form.value_dim), reading.window
+    total = 0
+    for row in reading.rows:
+        seen = row.position + reading.width
+        if window.window is not None:
+            seen = min(seen, window.window + window.keep)
+        total += _kernel_bytes(form.heads, dim, reading.width, seen)
+    return total
 
 
 def reads_codes(layout: AttentionPlan, layer: int) -> bool:
