@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from kernel_steps import Shape, Step, error
 from lockstep import COMPILER, Program, Recorder
@@ -57,6 +57,15 @@ SHAPES = {
 """Together all head sizes, types, widths of codes and ways to divide rows."""
 
 
+PLAN = Shape(kv_heads=1, repeats=1, sinks=True)
+PLANS = tuple(
+    replace(PLAN, rows=rows, shared=(1,) * shared, own=own)
+    for rows in (1, 2, 3, 5, 9)
+    for shared, own in ((2, ()), (8, ()), (14, ()), (1, (1,)))
+)
+"""Plans of which every kernel is known that 1 to 16 rows with up to 14 shared parts take."""
+
+
 MUTANTS = {
     "the scores of a masked column count": ("SELECT(seen,", "SELECT(column < stop,"),
     "the window is one longer": ("column >= limit[2]", "column + 1 >= limit[2]"),
@@ -101,7 +110,8 @@ def build(path: Path, shapes: list[Shape], **settings: object) -> Program:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    made = build(tmp_path_factory.mktemp("kernels") / "kernels", list(SHAPES.values()))
+    shapes = [*SHAPES.values(), *PLANS]
+    made = build(tmp_path_factory.mktemp("kernels") / "kernels", shapes)
     yield made
     made.close()
 
@@ -173,6 +183,39 @@ def test_random_plans(
         tail=tail,
         window=window or shape.window,
     )
+    step, recorder = Step.random(shape, seed), Recorder()
+    step.attend(recorder)
+    assume(set(recorder.variants) <= set(program.variants))  # a window may hide whole parts
+    program.races = 0
+    assert error(step, program) < 1
+    assert program.races == 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(1, 16),
+    st.lists(st.one_of(st.integers(1, 9), st.integers(1, 5_000)), min_size=1, max_size=14),
+    st.one_of(st.none(), st.integers(1, 5_000)),
+    st.sampled_from((None, AttentionWindow(700, 20))),
+    st.integers(0, 999),
+)
+@example(16, [5_000], 1, None, 0)
+@example(2, [9], 5_000, None, 3)
+@example(15, [1, 800, 3], None, None, 1)
+@example(1, [1], None, AttentionWindow(1), 2)
+def test_any_rows_of_any_length(
+    program: Program,
+    rows: int,
+    shared: list[int],
+    own: int | None,
+    window: AttentionWindow | None,
+    seed: int,
+) -> None:
+    """One to 16 rows; parts of 1 to 5,000 tokens, shared and of a row's own."""
+    assume(sum(shared) <= 6_000)
+    owned = () if own is None else (own,)
+    seen = window or PLAN.window
+    shape = replace(PLAN, rows=rows, shared=tuple(shared), own=owned, window=seen)
     step, recorder = Step.random(shape, seed), Recorder()
     step.attend(recorder)
     assume(set(recorder.variants) <= set(program.variants))  # a window may hide whole parts
