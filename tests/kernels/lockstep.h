@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <unordered_set>
 
 #define FN inline
 #define DEVICE
@@ -119,6 +120,20 @@ APART static VI own_lane() { VI r; LANES_OF(l) r.v[l] = l; return r; }
   for (int turn_ = 0; turn_ < SIMDGROUPS; ++turn_)                                \
     if (simdgroup = backwards ? SIMDGROUPS - 1 - turn_ : turn_; true)
 #define FOR_LANES(l) LANES_OF(l)
+
+// A pointer into a span's array, for tests: a number that is loaded twice is counted as a race.
+static std::unordered_set<const void*> loaded_once;
+template <class E>
+struct Once {
+  const E* at;
+  Once(const E* from) : at(from) {}
+  Once& operator+=(size_t n) { at += n; return *this; }
+  Once operator+(int n) const { return at + n; }
+  E operator[](int i) const {
+    if (!loaded_once.insert(at + i).second) ++races;
+    return at[i];
+  }
+};
 
 template <class E>
 struct Shadow {

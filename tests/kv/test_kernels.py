@@ -224,6 +224,41 @@ def test_any_rows_of_any_length(
     assert program.races == 0
 
 
+COUNTED = tuple(
+    change
+    for side, word in (("k", "KEY"), ("v", "VALUE"))
+    for change in (
+        (f"DEVICE const T* {side}_at = {side}0;", f"Once<T> {side}_at = {side}0;"),
+        (
+            f"Numbers<DEVICE const T*, {word}_DIM>{{{side}_at}}",
+            f"Numbers<Once<T>, {word}_DIM>{{{side}_at}}",
+        ),
+    )
+)
+"""Changes with which every number of a span that is loaded twice is counted as a race."""
+ONCE = {
+    "one row, heads that share a key head": Shape(HALF, rows=1, repeats=4, shared=(300, 5)),
+    "32 stacked rows": Shape(HALF, rows=8, repeats=4, shared=(300,)),
+    "rows that end at other columns": Shape(rows=5, repeats=4, shared=(200, 150), own=()),
+    "several new tokens": Shape(HALF, 128, rows=2, repeats=4, width=3, shared=(130,)),
+    "as long tasks as can be": Shape(HALF, 80, rows=3, repeats=8, threadgroups=1),
+}
+TWICE = Shape(HALF, rows=16, repeats=4, shared=(300,))
+"""Of 64 stacked rows 32 are read together, so that shared numbers are loaded twice."""
+
+
+def test_numbers_are_loaded_once_for_all_rows_of_a_group(tmp_path: Path) -> None:
+    shapes = [*ONCE.values(), TWICE]
+    program = build(tmp_path / "kernels", shapes, changes=[COUNTED], flags=("-O0",))
+    for name, shape in ONCE.items():
+        program.races = 0
+        assert error(Step.random(shape), program) < 1, name
+        assert program.races == 0, name
+    assert error(Step.random(TWICE), program) < 1
+    assert program.races == 2 * TWICE.kv_heads * 300 * TWICE.dim
+    program.close()
+
+
 def test_sinks_alone(program: Program) -> None:
     """Where every score is -inf, a sink takes all of the weight."""
     step = Step.random(SHAPES["tails alone"])

@@ -48,6 +48,7 @@ def source(variants: Sequence[Variant], changes: Sequence[Change] = ((),)) -> st
 {"".join(spaces)}
 extern "C" int run(int variant, void** b, int gx, int gy, int gz, int turned) {{
   races = 0;
+  loaded_once.clear();
   backwards = turned;
   for (group_z = 0; group_z < gz; ++group_z)
     for (group_y = 0; group_y < gy; ++group_y)
