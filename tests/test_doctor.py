@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import tiny_families
+from lockstep import COMPILER, Lockstep
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import QuantizedKVCache
@@ -22,9 +23,11 @@ from rich.table import Table
 from small_models import BASE, build
 
 from penstock.blas import Blas
-from penstock.cli import doctor, main
+from penstock.cli import doctor, fitness, main
 from penstock.cli.doctor import MachineReport, _add_fit, find_misfits, find_problems
 from penstock.cli.fitness import AttentionTiming, Layers, try_model
+from penstock.kv import backend
+from penstock.kv.backend import GPUBackend
 from penstock.kv.kernels.selftest import Timing, WayChoice
 from penstock.kv.kernels.ways import AttentionForm, AttentionWay, Situation, Ways
 from penstock.memory import MachineMemory
@@ -277,6 +280,25 @@ def test_the_doctor_shows_the_ways_to_attend(capsys: pytest.CaptureFixture[str])
         "attention 32 heads on 8 of 128, float16, shared prefix: kernel "
         "(plain 2.000 ms, kernel 1.250 ms)" in shown
     )
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
+def test_the_doctor_tries_kernels(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; all ways in all situations, and a line where the time is too short for them."""
+    with backend.using(GPUBackend(call_kernel=Lockstep(folder=tmp_path))):
+        for seconds in (1e9, 0.0):
+            monkeypatch.setattr(fitness, "SECONDS", seconds)
+            main(["doctor", str(MODEL_PATH), "--json"])
+            model = json.loads(capsys.readouterr().out)["model"]
+            assert model["ways_cut_short"] == (not seconds)
+            assert model["kernels_off"] is None and model["kernels_do_not_read"] == []
+            shown = {one["situation"]: set(one["milliseconds"]) for one in model["attention"]}
+            situations = {one.value for one in Situation} if seconds else set()
+            assert shown == {key: {"plain", "fused", "kernel"} for key in situations}
+        main(["doctor", str(MODEL_PATH)])
+    assert "take plain operations" in capsys.readouterr().out
 
 
 def test_the_doctor_says_what_agents_meet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,6 +258,10 @@ def _add_fit(table: Table, fit: FitnessReport) -> None:
         table.add_row("  through", ", ".join(fit.modules))
     if fit.kernels_off is not None:
         table.add_row("  kernels", Text(f"off: {fit.kernels_off}"))
+    for layer in fit.kernels_do_not_read:
+        table.add_row("  kernels", f"none reads {layer}")
+    if fit.ways_cut_short:
+        table.add_row("  attention", "steps that the test did not reach take plain operations")
     if fit.attend_halves_from is not None:
         half = f"--attend-tokens 1024 halves the bytes of a step from {fit.attend_halves_from:,}"
         table.add_row("  choice", f"{half} tokens (weights included, one sequence)")

@@ -84,6 +84,10 @@ class FitnessReport:
     """Times of the ways to attend in a decode step; empty where there is but one."""
     kernels_off: str | None = None
     """Why the attention kernels are off, where they were tried."""
+    kernels_do_not_read: tuple[str, ...] = ()
+    """Layers that no kernel reads, where others are read."""
+    ways_cut_short: bool = False
+    """Whether the self-test's time was over before all ways to attend were tried."""
     attend_halves_from: int | None = None
     """Tokens of a sequence from which a decode step with --attend-tokens 1024 reads half as many
     bytes, weights included; None where no layer can choose."""
@@ -127,6 +131,8 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
         codes_errors=_codes_errors(name, loaded),
         attention=AttentionTiming.all_of(choice),
         kernels_off=None if choice is None else choice.why_off,
+        kernels_do_not_read=() if choice is None else tuple(choice.unread),
+        ways_cut_short=choice is not None and choice.is_cut_short,
         attend_halves_from=halves_from(runner),
     )
 
