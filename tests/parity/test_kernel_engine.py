@@ -12,13 +12,14 @@ from asking import answer, ask, drain
 from lockstep import COMPILER, Lockstep
 from small_models import BASE, build
 
+from penstock.cli.fitness import try_model
 from penstock.engine.core import Core
 from penstock.engine.model.attention_ways import layer_forms
 from penstock.kv import backend
 from penstock.kv.backend import GPUBackend
 from penstock.kv.kernels import selftest
 from penstock.kv.kernels.ways import AttentionWay, Situation
-from penstock.models.mlx_lm import load
+from penstock.models.mlx_lm import load, load_all
 from penstock.recall import MODEL_PATH, dialogue
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
@@ -103,6 +104,23 @@ def test_off_calls_none(
     run = Lockstep(folder=folder)
     assert texts(run, prompts, kernels="off") == plain
     assert run.calls == 0
+
+
+def test_off_in_the_environment_calls_none_of_a_library_either(
+    folder: Path,
+    prompts: list[tuple[int, ...]],
+    plain: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is for a device on which a kernel ends the process; a setting wins over it."""
+    monkeypatch.setenv("PENSTOCK_KERNELS", "off")
+    run = Lockstep(folder=folder)
+    assert texts(run, prompts) == plain
+    with backend.using(GPUBackend(call_kernel=run)):
+        fit = try_model("embedded", load_all(str(MODEL_PATH)))
+    assert fit.kernels_off == "PENSTOCK_KERNELS=off" and run.calls == 0
+    assert texts(run, prompts, kernels="auto") == plain
+    assert run.calls > 0
 
 
 class Broken(Lockstep):

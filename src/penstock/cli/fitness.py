@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock import config, memory
-from penstock.engine.model.attention_ways import try_ways
+from penstock.engine.model.attention_ways import OFF, try_ways, turned_off
 from penstock.engine.model.model_probe import Way
 from penstock.engine.model.runner import Runner
 from penstock.errors import ModelError
@@ -119,7 +119,9 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
             codes_errors=_codes_errors(name, loaded),
         )
     fitness = runner.fitness
-    choice = try_ways(runner, config.MAX_BATCH_SIZE, None, SECONDS)
+    choice = None
+    if not turned_off():
+        choice = try_ways(runner, config.MAX_BATCH_SIZE, None, SECONDS)
     return FitnessReport(
         model=name,
         model_type=model_type,
@@ -130,7 +132,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
         modules=fitness.modules,
         codes_errors=_codes_errors(name, loaded),
         attention=AttentionTiming.all_of(choice),
-        kernels_off=None if choice is None else choice.why_off,
+        kernels_off=f"{OFF}=off" if turned_off() else None if choice is None else choice.why_off,
         kernels_do_not_read=() if choice is None else tuple(choice.unread),
         ways_cut_short=choice is not None and choice.is_cut_short,
         attend_halves_from=halves_from(runner),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
@@ -17,6 +18,15 @@ from penstock.kv.kernels.ways import AttentionForm, Ways
 from penstock.ledger import Kind, Ledger
 
 logger = logging.getLogger(__name__)
+OFF = "PENSTOCK_KERNELS"
+"""Variable of the environment that turns kernels off in a process, unless a setting names them."""
+
+
+def turned_off(limits: EngineSettings | None = None) -> bool:
+    """Tell whether the user turned the kernels off."""
+    if limits is not None and "kernels" in limits.model_fields_set:
+        return limits.kernels == "off"
+    return os.environ.get(OFF) == "off"
 
 
 def layer_forms(runner: Runner) -> list[AttentionForm]:
@@ -48,7 +58,7 @@ def try_ways(runner: Runner, rows: int, codec: str | None, seconds: float) -> Wa
 
 def chosen_ways(runner: Runner, limits: EngineSettings, ledger: Ledger) -> Ways | None:
     """Return the ways that an engine takes; None: plain operations everywhere."""
-    if limits.kernels == "off" or device_kernels(backend.current()) is None:
+    if turned_off(limits) or device_kernels(backend.current()) is None:
         return None
     rows = limits.max_batch_size
     try:
