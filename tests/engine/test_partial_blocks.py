@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import tiny_families
@@ -122,6 +123,29 @@ def test_it_is_extended_in_place(core: Core) -> None:
     assert partial_blocks(core) == [9]
     ask(core, (*talk, *prompt_of(20)), 8)
     assert partial_blocks(core) == [(len(talk) + 27) % 16]
+
+
+def test_one_that_is_evicted_takes_no_memory(core: Core) -> None:
+    """Who resumed there has keys and values of its own by then, and holds no others."""
+    talk = tuple(prompt_of(33))
+    talk += ask(core, talk, 4)
+    leaf = ref(next(node for node in core.prefixes.tree if node.partial))
+    handle = core.submit(Request(prompt=(*talk, 7, 8), max_tokens=4, ignore_eos=True))
+    while core.scheduler.sequences(State.WAITING) or not core.view.stats().running:
+        core.step()
+    assert handle.progress is not None and handle.progress.cached_tokens == 36
+    core.prefixes.clear()
+    assert partial_blocks(core) == []
+    assert leaf() is None, "a node outside the tree and the ledger"
+    run(core, handle)
+
+
+def test_what_is_new_behind_it_is_named(core: Core) -> None:
+    talk = tuple(prompt_of(33))
+    ask(core, talk, 1)
+    explained = core.view.explain((*talk, 5, 6, *prompt_of(18, 2)))
+    assert explained.held_tokens == 33
+    assert "20 tokens from token 33 on" in explained.reason
 
 
 def test_branches_that_go_on_from_one_end_share_it(core: Core) -> None:

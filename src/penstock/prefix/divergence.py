@@ -38,14 +38,15 @@ def explain(
     leaf = prefixes.find_partial(match, root, values[match.tokens : -1])
     at = match.tokens + common
     differs = beyond is not None and at < len(values)
+    held = match.tokens if leaf is None else leaf.end
     ago = None if gone is None else prefixes.clock() - gone.at_seconds
     return Explanation(
         prompt_tokens=len(values),
-        held_tokens=match.tokens if leaf is None else leaf.end,
+        held_tokens=held,
         diverges_at=at if differs else None,
         held_token=beyond if differs else None,
         given_token=int(values[at]) if differs else None,
-        reason=_reason(prefixes, match.tokens, len(values), at if differs else None, gone, ago),
+        reason=_reason(prefixes, held, len(values), at if differs else None, gone, ago),
         evicted_seconds_ago=ago,
         evicted_for=None if gone is None else gone.why,
     )
@@ -121,7 +122,7 @@ def _reason(
             f"token {diverges:,} differs from the nearest cached prompt: the part from there "
             f"on is new. If it should not be, put the parts that change (a date, a name) last"
         )
-    if length // size * size == cached:
+    if length // size == cached // size:
         return f"all whole blocks of {size} tokens are cached"
     if len(prefixes.tree) == 0:
         return "the cache is empty: all of this prompt is new"

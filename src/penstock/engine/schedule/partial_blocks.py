@@ -10,6 +10,7 @@ So a conversation goes on at the token where it ended, not at the block in front
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import ref
 
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.kv import states as st
@@ -30,7 +31,14 @@ class PartialBlock:
 
     def __init__(self, stores: KVStores) -> None:
         self._stores = stores
-        self._leaf: Node[Segment] | None = None
+        self._ref: ref[Node[Segment]] | None = None
+        """The leaf, which the tree alone holds: one that is evicted meanwhile takes no memory."""
+
+    @property
+    def _leaf(self) -> Node[Segment] | None:
+        """The leaf at which the sequence resumed, as long as it is in the tree."""
+        leaf = None if self._ref is None else self._ref()
+        return leaf if leaf is not None and leaf in self._stores.prefixes.tree else None
 
     @property
     def enabled(self) -> bool:
@@ -41,7 +49,7 @@ class PartialBlock:
     def tokens(self) -> int:
         """Tokens of the leaf at which the sequence resumed, as long as it is in the tree; or 0."""
         leaf = self._leaf
-        return 0 if leaf is None or leaf not in self._stores.prefixes.tree else len(leaf.tokens)
+        return 0 if leaf is None else len(leaf.tokens)
 
     def find(
         self, match: Match[Segment], root: bytes, tokens: Sequence[int]
@@ -59,24 +67,24 @@ class PartialBlock:
         resumed, recurrent_state = self._stores.resume((*match.path, leaf), leaf.end)
         if resumed < leaf.end:
             return None
-        self._leaf = leaf
+        self._ref = ref(leaf)
         segment = leaf.segment.checkpointed(())
         return KVSpan(segment, leaf.start, segment.tokens), recurrent_state
 
     def use(self) -> None:
         """Count the read of the leaf that was found."""
-        if self._leaf is not None and self._leaf in self._stores.prefixes.tree:
-            self._stores.prefixes.use_partial(self._leaf)
+        if (leaf := self._leaf) is not None:
+            self._stores.prefixes.use_partial(leaf)
 
     def covered(self, end: int) -> None:
         """Drop the leaf if blocks up to `end` hold its tokens, and no other sequence read it."""
-        if self._leaf is not None and self._leaf.start < end:
-            self._stores.prefixes.drop_partial(self._leaf)
-            self._leaf = None
+        if (leaf := self._leaf) is not None and leaf.start < end:
+            self._stores.prefixes.drop_partial(leaf)
+            self._ref = None
 
     def forget(self) -> None:
         """Forget the leaf, which stays in the tree."""
-        self._leaf = None
+        self._ref = None
 
     def keep(
         self,
