@@ -176,7 +176,7 @@ def _behind_opening(prompts: Prompts, prompt: str, written: str) -> str:
     another text in front of the answer, it is the prompt's last mark, or the first difference.
     """
     marks = prompts.format.reasoning
-    for opening in openings_of(prompts.tokenizer):
+    for opening in openings_of(prompts.tokenizer, prompts.traits):
         bares = [opening.bare, *([opening.text.partition(marks.start)[0]] if marks else [])]
         for bare in (prompt.removesuffix(opening.text) + bare for bare in bares):
             if prompt.endswith(opening.text) and written.startswith(bare):

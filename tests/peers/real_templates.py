@@ -69,6 +69,9 @@ def misplaced(made: Any) -> dict[str, str]:
         except Exception as error:  # noqa: BLE001 - a template raises anything
             wrong[what] = f"cannot be rendered at all: {error}"
             continue
+        if min(control) < 0:  # as by those that take nothing but lists of parts, for images
+            wrong[what] = f"cannot be rendered at all: texts at {control}"
+            continue
         first_moves = control != sorted(control)  # to the last turn, as Mistral Nemo's does
         wanted = texts[1:] if first_moves else texts
         try:

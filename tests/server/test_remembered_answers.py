@@ -17,7 +17,7 @@ from servers import Running, serving
 from penstock.errors import PenstockError
 from penstock.server.prompt_memory import PromptMemory
 from penstock.server.prompts import REWRITTEN, Prompts
-from penstock.server.remembered_answers import Opening, RememberedAnswers, openings_of
+from penstock.server.remembered_answers import Opening, RememberedAnswers
 from penstock.server.rewritten_history import rewritten_in_front
 
 SAID = ("Hel", "lo", ", wor", "ld")
@@ -195,7 +195,7 @@ def test_it_takes_no_more_than_its_share_and_makes_room(tmp_path: Path) -> None:
 
 
 def test_the_opening_of_an_answer_is_found(tmp_path: Path) -> None:
-    assert openings_of(parrot(tmp_path, "a")[1]) == (Opening(ASK, ASK),)
+    assert Prompts(parrot(tmp_path, "a")[1]).openings == (Opening(ASK, ASK),)
 
 
 BARE = {
@@ -229,9 +229,9 @@ which history leaves out; or a mark that begins as the one in history does."""
 def test_templates_open_answers_in_many_ways(name: str, tmp_path: Path) -> None:
     template, opening = BARE[name]
     tokenizer = parrot(tmp_path, *SAID, marks=("Hello, ",), template=template)[1]
-    assert openings_of(tokenizer)[0] == opening
     answers = RememberedAnswers(PromptMemory(1_000_000), tokenizer)
     prompts = Prompts(tokenizer, answers=answers)
+    assert prompts.openings[0] == opening
     asked: list[Any] = [{"role": "user", "content": "a"}]
     before = prompts.render(asked)
     generated = [tokenizer.convert_tokens_to_ids(piece) for piece in SAID]
@@ -244,6 +244,32 @@ def test_templates_open_answers_in_many_ways(name: str, tmp_path: Path) -> None:
     if not kept:
         assert f"{opening.text.removeprefix(opening.bare)!r} is left out" in str(rewritten)
     assert rewritten_in_front(prompts, later) is None, "nothing is in front of the answer"
+
+
+def test_an_answer_to_a_tool_is_found_where_arguments_are_text(tmp_path: Path) -> None:
+    """As with DeepSeek's templates, which open no answer behind a tool's result."""
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}"
+        f"{{% if messages[loop.index0 - 1].role == 'user' %}}{ASK}{{% endif %}}"
+        "{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{{ '<call>' + call.function.arguments }}{% endfor %}<|end|>"
+        "{% else %}<|{{ message.role }}|>{{ message.content }}<|{{ message.role }}|>{% endif %}"
+        f"{{% endfor %}}{{% if messages[-1].role == 'user' %}}{ASK}{{% endif %}}"
+    )
+    tokenizer = parrot(tmp_path, *SAID, marks=("Hello, ",), template=template)[1]
+    answers = RememberedAnswers(PromptMemory(1_000_000), tokenizer)
+    prompts = Prompts(tokenizer, answers=answers)
+    assert prompts.traits.text_arguments
+    asked: dict[str, Any] = {"role": "user", "content": "a"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{**OTHER_CALL, "id": "c"}]}
+    talk: list[Any] = [asked, call, {"role": "tool", "content": "b", "tool_call_id": "c"}]
+    tools = [{"type": "function", "function": LOOK}]
+    before = prompts.render(talk, tools)
+    generated = [tokenizer.convert_tokens_to_ids(piece) for piece in SAID]
+    answers.remember("", before, generated)
+    said = {"role": "assistant", "content": "".join(SAID)}
+    assert prompts.render([*talk, said, asked], tools)[: len(before) + 4] == (*before, *generated)
+    assert REWRITTEN.get() is None
 
 
 def test_what_moves_in_front_of_an_answer_is_told(tmp_path: Path) -> None:

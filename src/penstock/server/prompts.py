@@ -99,8 +99,9 @@ class Prompts:
     @cached_property
     def openings(self) -> tuple[Opening, ...]:
         """Texts with which the template opens an answer."""
+        traits = self.traits
         with self._lock:
-            return openings_of(self.tokenizer)
+            return openings_of(self.tokenizer, traits)
 
     def render(
         self,

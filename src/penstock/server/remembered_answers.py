@@ -36,6 +36,7 @@ from penstock.server.templates import (
     THOUGHT,
     TOOL,
     USER,
+    TemplateTraits,
     called,
     result_of,
     shared,
@@ -242,27 +243,30 @@ class RememberedAnswers:
             self._hold.resize(0)
 
 
-def openings_of(tokenizer: Any) -> tuple[Opening, ...]:
+def openings_of(tokenizer: Any, traits: TemplateTraits) -> tuple[Opening, ...]:
     """Return the texts with which a chat template opens an answer: to a user, and to a tool.
 
     Where it writes nothing of its own in front of an answer, it is what ends the message before.
     """
     talks = (talk_of(USER), [*talk_of(USER), called(THOUGHT, None), result_of(RESULT)])
-    openings = [_opening(tokenizer, talk, [TOOL]) for talk in talks]
-    if plain := _opening(tokenizer, talks[0]):  # some want a tool always
+    openings = [_opening(tokenizer, traits, talk, [TOOL]) for talk in talks]
+    if plain := _opening(tokenizer, traits, talks[0]):  # some want a tool always
         openings[0] = plain
     return tuple(dict.fromkeys(opening for opening in openings if opening and opening.bare))
 
 
 def _opening(
-    tokenizer: Any, talk: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    tokenizer: Any,
+    traits: TemplateTraits,
+    talk: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
 ) -> Opening | None:
     """Return the opening of the answer to a conversation; None if it cannot be told."""
 
     def rendered(talk: list[dict[str, Any]], *, opened: bool) -> str:
         return str(
             tokenizer.apply_chat_template(
-                talk, tools=tools, tokenize=False, add_generation_prompt=opened
+                traits.fit(talk), tools=tools, tokenize=False, add_generation_prompt=opened
             )
         )
 
