@@ -446,9 +446,19 @@ class EngineMachine(RuleBasedStateMachine):
         prompt = tuple(t for i in chosen for t in self.kind.pieces[i])
         before = self.core.view.stats(), [(n.id, n.hits) for n in self.core.prefixes.tree]
         held = self.core.view.explain(prompt, salt).held_tokens
-        assert held == self.core.prefixes.find(prompt, salt).tokens
-        assert held <= self.most_shared(prompt, salt)
+        assert held == self.found(prompt, salt)
+        size = self.kind.block_size
+        assert held // size * size <= self.most_shared(prompt, salt)
         assert before == (self.core.view.stats(), [(n.id, n.hits) for n in self.core.prefixes.tree])
+
+    def found(self, prompt: tuple[int, ...], salt: str) -> int:
+        """Return the tokens of a prompt's whole blocks in the tree, and of a partial one."""
+        prefixes = self.core.prefixes
+        match, hashes = prefixes.find(prompt, salt), prefixes.block_hashes(prompt, salt)
+        blocks = match.tokens // self.kind.block_size
+        root = hashes[blocks - 1] if blocks else prefixes.root(salt)
+        leaf = prefixes.find_partial(match, root, prompt[match.tokens : -1])
+        return match.tokens if leaf is None else leaf.end
 
     def most_shared(self, prompt: tuple[int, ...], salt: str, but: Asked | None = None) -> int:
         """Return how many tokens of a prompt anybody of this salt may have computed."""
@@ -495,7 +505,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.judge_end(asked, finish, right, broken, len(said))
         usage = finish.usage
         assert usage.prompt_tokens == len(request.prompt)
-        assert usage.completion_tokens - len(said) in (0, 1)
+        # An answer that fails at one of the tokens of a step says none of those behind it.
+        behind = self.kind.speculative_tokens if finish.reason == "error" else 0
+        assert 0 <= usage.completion_tokens - len(said) <= 1 + behind
         if request.n == 1:
             most = self.most_shared(request.prompt, request.salt, asked)
             size = self.kind.block_size

@@ -176,6 +176,7 @@ drawn_kinds = st.builds(
     name=st.just("drawn"),
     family=st.sampled_from(["llama", "gemma2", "falcon_h1"]),
     block_size=st.sampled_from([1, 4, 8, 16, 32, 64]),
+    piece_blocks=st.sampled_from([1, 4, 32]),
     prefill_chunk=st.sampled_from([1, 8, 24, 64, 128]),
     max_stall_ms=st.sampled_from([0, 1, 200]),
     speculative_tokens=st.sampled_from([0, 0, 2, 16]),
@@ -184,10 +185,11 @@ drawn_kinds = st.builds(
     max_kv_size=st.sampled_from([8, 16, 48, 100, 256]),
     keep=st.sampled_from([None, 0, 4, 12, 40]),
     codec=st.sampled_from([None, None, "turbo4", "turbo8"]),
+    quantize=st.sampled_from(["at-rest", "active"]),
     least_blocks=st.sampled_from([0, 1, 3]),
     raw_blocks=st.sampled_from([0, 1, 2]),
     places=st.sampled_from([1, 2, 4]),
-    most_prompt=st.just(160),
+    most_prompt=st.sampled_from([160, 320]),
     feed_forward=st.just(2_048),
 ).filter(possible)
 """Engines whose settings are drawn each by itself: a block may be longer than a window."""

@@ -13,9 +13,11 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_machines import causes
 
+from penstock.config import EngineSettings
 from penstock.engine.core import Core
 from penstock.engine.intake import Intake
 from penstock.engine.model.executor import ModelExecutor
+from penstock.engine.model.runner import Runner
 from penstock.engine.postprocess import Postprocessor
 from penstock.engine.retention.requantize import Requantizer
 from penstock.engine.schedule.admission import Admission
@@ -280,13 +282,13 @@ OF_A_KIND = {
 """What only one kind of engine can do wrong."""
 
 
-def engine_with(broken: type) -> type[Core]:
+def engine_with(broken: type, base: type[Core] = Core) -> type[Core]:
     """Return a class of engines with a broken class in the place of the one that it breaks."""
     if issubclass(broken, Core):
         return broken
     if issubclass(broken, SequenceKV):
 
-        class Making(Core):
+        class Making(base):  # type: ignore[valid-type, misc]
             def enqueue(self, handle: Any) -> None:
                 super().enqueue(handle)
                 for sequence in self.admission.sequences.values():
@@ -294,7 +296,7 @@ def engine_with(broken: type) -> type[Core]:
 
         return Making
 
-    class Broken(Core):
+    class Broken(base):  # type: ignore[valid-type, misc]
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
             found = [each for each in vars(self).values() if type(each) is broken.__base__]
@@ -311,3 +313,93 @@ def test_machine_notices_a_broken_engine(broken: type) -> None:
         run(OF_A_KIND.get(broken, LONG), engine_with(broken), HUNT)
     # A tree that is told nonsense says so by a ValueError.
     assert {type(cause) for cause in causes(caught.value)} <= {AssertionError, ValueError}
+
+
+# ---- settings that cross each other: each class below was a defect
+
+
+class OtherSteps:
+    """An engine's settings, but for the number of tokens that a step is said to read."""
+
+    def __init__(self, limits: EngineSettings, step_tokens: int) -> None:
+        self._limits = limits
+        self.step_tokens = step_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._limits, name)
+
+
+class MeasuresAWindowAtMost(MemoryEstimator):
+    """Takes a step to read no more tokens than a window has."""
+
+    def __init__(self, runner: Runner, limits: Any) -> None:
+        super().__init__(runner, OtherSteps(limits, min(limits.step_tokens, limits.max_kv_size)))  # type: ignore[arg-type]
+
+
+class MeasuresAChunk(MemoryEstimator):
+    """Takes a step to read a chunk, though a block may be longer."""
+
+    def __init__(self, runner: Runner, limits: Any) -> None:
+        super().__init__(runner, OtherSteps(limits, limits.prefill_chunk))  # type: ignore[arg-type]
+
+
+class KeepsWholeSpans(SequenceKV):
+    """Keeps all of a span that begins in front of `keep`, however far it goes behind it."""
+
+    def _forget_unseen(self) -> None:
+        whole = {span.start: span for span in self.own_spans}
+        super()._forget_unseen()
+        self.own_spans = [whole[span.start] for span in self.own_spans]
+
+
+class CountsAWindowOfSpans(MemoryEstimator):
+    """Reserves a window, a chunk and a block, though spans are let go whole."""
+
+    def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
+        limits, runner = self._limits, self._runner
+        window = limits.max_kv_size
+        if not runner.drops or tokens <= window:
+            return super().sequence_bytes(tokens, num_cached_tokens)
+        spans = window - limits.keep_tokens + limits.prefill_chunk + limits.block_size
+        own = max(0, window - num_cached_tokens) + min(tokens - window, spans)
+        return own * runner.held_token_bytes + runner.state_bytes
+
+
+class KeepsZeroStates(Runner):
+    """Keeps the states that a sequence begins with, in no line of the ledger."""
+
+    def fresh_state(self) -> Any:
+        return self.__dict__.setdefault("fresh", super().fresh_state())
+
+
+def engine_opened_with(broken: type) -> type[Core]:
+    """Return a class of engines that measure their steps by a broken class when they open."""
+
+    class Opening(Core):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("penstock.engine.foundation.MemoryEstimator", broken)
+                # What it measures is no other engine's on the same model.
+                patch.setattr(
+                    "penstock.engine.schedule.costs.measured_once",
+                    lambda model, run_as, measure: measure(),
+                )
+                super().__init__(*args, **settings)
+
+    return Opening
+
+
+CROSSED: dict[str, type[Core]] = {
+    "a window below a chunk": engine_opened_with(MeasuresAWindowAtMost),
+    "a block above a chunk": engine_opened_with(MeasuresAChunk),
+    "a block above a window": engine_with(KeepsWholeSpans, engine_with(CountsAWindowOfSpans)),
+    "zero states": engine_with(KeepsZeroStates),
+}
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_machine_notices_a_defect_of_settings_that_cross(name: str) -> None:
+    machine = type("Machine", (DrawnMachine,), {"make": CROSSED[name]})
+    with pytest.raises((AssertionError, BaseExceptionGroup)) as caught:
+        run_state_machine_as_test(machine, settings=HUNT)
+    assert {type(cause) for cause in causes(caught.value)} == {AssertionError}
