@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
 import pytest
 from cold_engine import SETTINGS
@@ -130,3 +132,21 @@ def test_a_fault_of_a_text_waits_for_the_pass_to_end(core: Core, alphabet: Alpha
         bad.result(timeout_seconds=0)
     assert len(bad.choices[0].tokens) == 4
     assert len(good.result(timeout_seconds=0)[0].tokens) == 9
+
+
+def test_a_fault_at_the_end_of_a_text_keeps_no_arrays(core: Core, alphabet: Alphabet) -> None:
+    """Frames of an error hold the states of a step, in no line of the ledger."""
+    alphabet.breaks = [8]
+    handle = core.submit(Request(prompt=PROMPT, max_tokens=9, ignore_eos=True))
+    until_first(core, handle)
+    kv = ref(next(iter(core.admission.sequences.values())).kv)
+    gc.collect()
+    gc.disable()
+    try:
+        while core.step(send_later=True):
+            pass
+        assert kv() is None, "it waits for the garbage collector"
+    finally:
+        gc.enable()
+    with pytest.raises(StepFailed, match="the end of the text failed"):
+        handle.result(timeout_seconds=0)

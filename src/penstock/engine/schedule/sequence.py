@@ -232,6 +232,7 @@ class Sequence:
                 text += self.text.finish()
             # A boundary: a detokenizer's fault is this answer's, and the engine goes on.
             except Exception as fault:  # noqa: BLE001
+                without_frames(fault)  # they would keep the step's arrays
                 error = StepFailed(f"the end of the text failed: {type(fault).__name__}: {fault}")
                 reason, stop_at = "error", None
             if self.text.stopped is not None:
