@@ -356,6 +356,7 @@ class EngineMachine(RuleBasedStateMachine):
         more = self.core.step(send_later=self.send_later)
         taken = mx.get_peak_memory() - self.others + self.core.ledger.by_class()[Bytes.INDEX]
         assert taken <= self.core.ledger.limit_bytes, "the limit was passed during the step"
+        self.core.view.check()
         self.take_in()
         assert all(asked.handle.done for asked in due), "still there after the deadline"
         assert more or self.core.view.idle, "a step that does nothing while somebody waits"

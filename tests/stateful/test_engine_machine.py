@@ -389,6 +389,8 @@ def engine_opened_with(broken: type) -> type[Core]:
     return Opening
 
 
+MANY = settings(HUNT, max_examples=1_000, stateful_step_count=6)
+"""Many engines for a short while each: it is their settings that cross."""
 CROSSED: dict[str, type[Core]] = {
     "a window below a chunk": engine_opened_with(MeasuresAWindowAtMost),
     "a block above a chunk": engine_opened_with(MeasuresAChunk),
@@ -401,5 +403,5 @@ CROSSED: dict[str, type[Core]] = {
 def test_machine_notices_a_defect_of_settings_that_cross(name: str) -> None:
     machine = type("Machine", (DrawnMachine,), {"make": CROSSED[name]})
     with pytest.raises((AssertionError, BaseExceptionGroup)) as caught:
-        run_state_machine_as_test(machine, settings=HUNT)
+        run_state_machine_as_test(machine, settings=MANY)
     assert {type(cause) for cause in causes(caught.value)} == {AssertionError}
