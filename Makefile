@@ -21,7 +21,7 @@ help:
 	@echo 'make test-cpus   all tests as on other CPUs: each core type of OpenBLAS, 1 and 2 threads'
 	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
 	@echo 'make mutants [CODE=...] [SAMPLE=40] [SEED=0]   small changes of the code: which go unnoticed?'
-	@echo 'make test-agents   Claude Code, Codex, opencode, pi and Qwen Code from npm do ten turns of work each; needs Node 20'
+	@echo 'make test-agents   Claude Code, Codex, opencode, pi and Qwen Code from npm do ten turns of work each; needs npm'
 	@echo 'make test-clients   clients of PyPI and npm, llm-comply and lm-eval, once each against the server'
 	@echo 'make real    a real model (98 MB, fetched once): the same text as mlx-lm, cold, warm, restored'
 	@echo 'make bench   the claims, measured on this machine'

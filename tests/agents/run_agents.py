@@ -33,6 +33,9 @@ PORT = 8089
 URL = f"http://127.0.0.1:{PORT}"
 LEAST_SHARE = 0.9
 """Of every prompt from the second turn on, that must have been cached."""
+CONVERSATION_SHARE = 0.9
+"""Least size of a conversation's prompts, as a share of the largest: Qwen Code looks for what to
+remember by a subagent, whose prompts of other tools and instructions are up to 0.8 as long."""
 MODEL_CONTEXT = 100_000
 """Context size that the programs are told of, in tokens."""
 BLOCK = 32
@@ -44,14 +47,14 @@ CROWD, CROWD_TOKENS = 4, 16_000
 """Programs that start at once, and the least tokens of the prompt that they share."""
 CROWD_CHARACTERS = 72_000
 """Size of the instructions that make their prompts so long."""
-CROWD_SHARE = 0.75
-"""Least size of theirs, as a share of the largest."""
 ONCE = 1.25
 """Multiple of that prompt's tokens that may be computed for all of them together."""
 ABORT_TOKENS = 40
 """Tokens of an answer after which a program is interrupted."""
 SCRIPTS = ("@anthropic-ai/claude-code/install.cjs", "opencode-ai/postinstall.mjs")
 """What the packages run when they are installed, where npm does not."""
+NODE = 22
+"""Least version of Node for the newest programs; for an older one npm installs older programs."""
 
 Record = Mapping[str, Any]
 
@@ -60,9 +63,10 @@ def main() -> int:
     """Install, enter the namespace, run; the exit code says whether everything came out right."""
     for needed in ("node", "npm", "unshare", "ip"):
         if shutil.which(needed) is None:
-            print(f"there is no {needed}; install Node 20 with npm, util-linux and iproute2")
+            print(f"there is no {needed}; install Node with npm, util-linux and iproute2")
             return 2
     folder, *chosen = (word for word in sys.argv[1:] if word != "--inside")
+    _use_node(Path(folder))
     if "--inside" not in sys.argv:
         _install(Path(folder))
         command = [sys.executable, *sys.argv, "--inside"]
@@ -77,11 +81,28 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _install(folder: Path) -> None:
+def _use_node(folder: Path) -> None:
+    """Put a Node that is new enough in front of PATH: the system's, or one that npm installs."""
+    version = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True)
+    if int(version.stdout.lstrip("v").partition(".")[0]) >= NODE:
+        return
+    package = folder.resolve() / "node" / "node_modules" / "node"
+    if not (package / "bin" / "node").exists():
+        _npm_install(folder / "node", f"node@{NODE}")
+        # npm does not run what puts the binary into its place.
+        script = ["node", "installArchSpecificPackage"]
+        subprocess.run(script, cwd=package, check=True, stdout=subprocess.DEVNULL)
+    os.environ["PATH"] = f"{package / 'bin'}{os.pathsep}{os.environ['PATH']}"
+
+
+def _npm_install(folder: Path, *packages: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    packages = [PROGRAMS[name].package for name in AGENTS]
     command = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), *packages]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def _install(folder: Path) -> None:
+    _npm_install(folder, *(f"{PROGRAMS[name].package}@latest" for name in AGENTS))
     for script in SCRIPTS:
         path = folder / "node_modules" / script
         subprocess.run(["node", path.name], cwd=path.parent, check=True, stdout=subprocess.DEVNULL)
@@ -146,7 +167,8 @@ class Run:
             yield f"turn {number}: {share:.1%} cached: {'; '.join(sorted(reasons))}"
         if turn.compacts and self.agent.compact is None:
             return
-        if not turn.aborted and last not in said and not (turn.compacts and not said.strip()):
+        quiet = turn.compacts and not _words(said)
+        if not turn.aborted and last not in said and not quiet:
             yield f"turn {number}: did not say {last!r} but {said[-300:]!r}"
         if turn.aborted and records[-1]["state"] != "cancelled":
             yield f"turn {number}: its request is {records[-1]['state']}, not cancelled"
@@ -166,7 +188,7 @@ class Run:
         ends = [_end(one) for one in [self._start(work, self._setup, words) for _ in range(CROWD)]]
         given, computed = self._new(all_of=True), _computed_tokens() - before
         prompt = max(one["prompt_tokens"] for one in given)
-        records = [one for one in given if one["prompt_tokens"] > CROWD_SHARE * prompt]
+        records = [one for one in given if one["prompt_tokens"] > CONVERSATION_SHARE * prompt]
         others = [one for one in given if one not in records]  # for titles, memories and the like
         computed -= sum(one["prompt_tokens"] - _cached(one) for one in others)
         print(
@@ -235,7 +257,8 @@ class Run:
             raise SystemExit(f"{self.name}: turn {number} reached no server")
         by_size = sorted(records, key=lambda one: one["prompt_tokens"])
         shown = by_size[0] if turn.delegated else records[0] if turn.compacts else by_size[-1]
-        share = min(map(_share_of_shared if turn.renewed else _share, records))
+        longest = 0 if turn.renewed else by_size[-1]["prompt_tokens"]
+        share = min(_share(one, longest) for one in records)
         figures = f"{len(records):>10}{shown['prompt_tokens']:>15,}{_cached(shown):>10,}"
         print(f"{self.name:<10}{number:>5} {turn.name:<15}{figures}{share:>13.1%}", flush=True)
         return share
@@ -248,6 +271,12 @@ def _end(process: subprocess.Popen[str]) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return f"{process.communicate()[0]} ... and no end after {TURN_SECONDS} s"
+
+
+def _words(said: str) -> str:
+    """Return what a program has said, without its notes of the form `[program:kind] ...`."""
+    notes = ("[claude-code:",)
+    return "".join(line for line in said.splitlines() if not line.startswith(notes)).strip()
 
 
 def _pages(characters: int) -> str:
@@ -299,19 +328,18 @@ def _computed_tokens() -> int:
     raise SystemExit("the server does not count the tokens that it computes")
 
 
-def _share(record: Record) -> float:
-    return _cached(record) / int(record["prompt_tokens"])
+def _share(record: Record, longest: int) -> float:
+    """Return the cached share of a prompt, where the longest of its conversation has `longest`.
 
-
-def _share_of_shared(record: Record) -> float:
-    """Return the cached share of what a prompt has in common with the nearest one before.
-
-    All of it where that is less than a block, which is the least that is shared.
+    Of another's, and where `longest` is 0, it is the share of what the prompt has in common with
+    the nearest one before: all of it where that is less than a block, the least that is shared.
     """
-    explanation = record["explanation"]
+    size, explanation = int(record["prompt_tokens"]), record["explanation"]
+    if longest and size > CONVERSATION_SHARE * longest:
+        return _cached(record) / size
     differs_at = explanation["diverges_at"]
     if differs_at is None:  # the nearest one ends where this one goes on
-        return _cached(record) / int(explanation["held_tokens"] or record["prompt_tokens"])
+        return _cached(record) / int(explanation["held_tokens"] or size)
     return _cached(record) / int(differs_at) if differs_at >= BLOCK else 1.0
 
 
