@@ -1,5 +1,6 @@
 VENV ?= .venv
 WORKERS ?= 3
+THREADS ?= 1
 SAMPLE ?= 40
 SEED ?= 0
 MINUTES ?= 60
@@ -33,7 +34,7 @@ help:
 	@echo 'make hostile [MINUTES=60]   random hostile bodies for a server: its memory and its answers hold'
 	@echo 'make docs    write the help texts into docs/cli.md'
 	@echo 'make clean   remove the environment and what the tools left'
-	@echo 'Settings: VENV=$(VENV), PYTHON=(found), BACKEND=(found: cpu, cuda or none), WORKERS=$(WORKERS)'
+	@echo 'Settings: VENV=$(VENV), PYTHON=(found), BACKEND=(found: cpu, cuda or none), WORKERS=$(WORKERS), THREADS=$(THREADS)'
 
 # The stamps stand for "installed with these dependencies, as this version", so a second make does
 # nothing.
@@ -74,13 +75,13 @@ bytecode: $(VENV)/.dev
 TESTS := --ignore=tests/scale --ignore=tests/real
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# Processes of one BLAS thread each: several threads of each would wait for each other. They are more
+# Processes of one BLAS thread each, unless CI draws two: they would wait for each other. They are more
 # than two cores, for tests that wait. A file's tests stay together, with the server they share; files
 # come in the order of tests/conftest.py. What --quick leaves out is in tests/quick.py.
 test: TESTED := --quick
 test test-all: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j3 lint doctest bytecode
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(TESTED) $(BY_FILE)
+	OPENBLAS_NUM_THREADS=$(THREADS) $(BIN)/pytest $(TESTED) $(BY_FILE)
 
 # Writes tests/quick_costs.txt, on a quiet machine.
 test-costs: $(VENV)/.dev

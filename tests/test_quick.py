@@ -80,3 +80,8 @@ def test_what_takes_longest_runs_only_where_nothing_else_of_its_file_does() -> N
 )
 def test_only_what_a_cpu_executes_is_tried(flags: str, cores: list[str]) -> None:
     assert CPUS["executable"](flags.split()) == cores
+
+
+def test_ci_draws_every_core_type_with_one_and_with_two_threads() -> None:
+    drawn = {CPUS["draw"](seed, ["", "Zen"]) for seed in range(40)}
+    assert drawn == {(threads, core) for threads in (1, 2) for core in ("", "Zen")}

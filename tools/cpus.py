@@ -1,7 +1,7 @@
 """Run the tests as on other CPUs: OpenBLAS takes the kernels that OPENBLAS_CORETYPE names.
 
     python tools/cpus.py tests/kv          every core type and number of threads: a table
-    python3 tools/cpus.py --draw 17        the name of one, drawn by a seed; nothing for its own
+    python3 tools/cpus.py --draw 17        drawn by a seed: threads, and a core type if any
 
 Only what this CPU can execute is taken. Needs nothing but Python, so that CI can draw at once.
 """
@@ -50,6 +50,11 @@ def executable(can: Iterable[str]) -> list[str]:
     return [core for core, needed in CORES.items() if set(needed) <= set(can)]
 
 
+def draw(seed: int, cores: Iterable[str]) -> tuple[int, str]:
+    """Return a number of threads and one of the core types, by a seed."""
+    return random.Random(seed).choice([(threads, core) for threads in THREADS for core in cores])
+
+
 def environment(core: str, threads: int) -> dict[str, str]:
     """Return the environment of a run."""
     kept = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
@@ -75,7 +80,7 @@ def main() -> None:
     chosen, pytest = parser.parse_known_args()
     cores = executable(flags())
     if chosen.draw is not None:
-        print(random.Random(chosen.draw).choice(cores))
+        print(*draw(chosen.draw, cores))
         return
     failed, rows = False, []
     for core in cores if chosen.cores is None else chosen.cores:
