@@ -47,6 +47,20 @@ def off(logs: Floats, wanted: Floats) -> float:
     return float((np.exp(wanted) * (wanted - logs)).sum(axis=-1).max())
 
 
+def lost(logs: Floats, wanted: Floats, raw: Floats) -> float:
+    """Return how far off log-probabilities are, as a share of what the codec loses.
+
+    Two ways to compute the same keys differ by rounding, and so do a few codes that lie on the edge
+    of a step: how many is up to the BLAS, and each is off by a whole step. The codec moves *all*
+    numbers, by steps of the same size. So the means are compared.
+    """
+    return float(np.abs(logs - wanted).mean() / np.abs(raw - wanted).mean())
+
+
+SAME = 0.01
+"""What `lost` is below where only rounding differs; a mistake is beyond half of the loss."""
+
+
 def at_once(model: Any, tokens: Sequence[int]) -> Floats:
     """Return what the model computes of a text on mlx-lm's own caches."""
     return forcing.log_probabilities(model(mx.array([tokens]), cache=plain_caches(model))[0])
@@ -67,8 +81,9 @@ def test_a_pass_of_many_blocks_is_a_pass_a_block(
     way = way_of(KVSetting(codec), raw_first_tokens)
     one, many = Reading(way, BLOCK), Reading(way)
     wanted, logs = one.read(tokens), many.read(tokens)
-    assert np.abs(logs - wanted).max() < 1e-3
-    assert off(read(way_of(KVSetting("raw")), tokens), wanted) > 1e-4, "the codec loses something"
+    raw = read(way_of(KVSetting("raw")), tokens)
+    assert off(raw, wanted) > 1e-4, "the codec loses something"
+    assert lost(logs, wanted, raw) < SAME
     assert many.coded == one.coded
     assert many.coded[1] == 10 * BLOCK - (2 * BLOCK if raw_first_tokens else 0)
 
@@ -77,7 +92,8 @@ def test_a_window_is_seen_the_same_by_many_blocks(tokens: list[int]) -> None:
     for keep in (0, 70):
         way = way_of(KVSetting("4", 150, keep))
         wanted = read(way, tokens, BLOCK)
-        assert np.abs(read(way, tokens) - wanted).max() < 1e-3
+        raw = read(way_of(KVSetting("raw", 150, keep)), tokens)
+        assert lost(read(way, tokens), wanted, raw) < SAME
         assert off(read(way_of(KVSetting("4")), tokens), wanted) > 1e-2
 
 
@@ -86,7 +102,7 @@ def test_a_block_that_reads_its_own_codes_is_noticed(
 ) -> None:
     """A negative control: the rounding that other tests allow is far below this mistake."""
     way = way_of(KVSetting("4"))
-    wanted = read(way, tokens, BLOCK)
+    wanted, raw = read(way, tokens, BLOCK), read(way_of(KVSetting("raw")), tokens)
     rounded = BlockReads.joined
 
     def coded(self: BlockReads, *window: Any) -> Any:
@@ -94,7 +110,7 @@ def test_a_block_that_reads_its_own_codes_is_noticed(
         return *(mx.round(side * 4) / 4 for side in own), columns
 
     monkeypatch.setattr(BlockReads, "joined", coded)
-    assert np.abs(read(way, tokens) - wanted).max() > 1e-2
+    assert lost(read(way, tokens), wanted, raw) > 0.5
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "gemma2"])
@@ -107,7 +123,7 @@ def test_models_of_other_kinds(family: str, tokens: list[int]) -> None:
     for pass_tokens in (BLOCK, forcing.PASS_TOKENS):
         assert np.abs(read(full, few, pass_tokens) - wanted).max() < 1e-3
     lossy = read(coded, few, BLOCK)
-    assert np.abs(read(coded, few) - lossy).max() < 1e-3
+    assert lost(read(coded, few), lossy, wanted) < SAME
     assert np.abs(lossy - wanted).max() > 5e-3
 
 
@@ -129,8 +145,8 @@ def test_teacher_forcing_says_what_the_engine_says(codec: str, tokens: list[int]
     def worst(logs: Floats) -> float:
         return max(abs(float(logs[-1, number]) - log) for number, log in token.top)
 
-    assert worst(read(way_of(KVSetting(codec), 64), tokens)) < 1e-2
-    assert worst(read(way_of(KVSetting("raw")), tokens)) > 5e-2
+    far = worst(read(way_of(KVSetting("raw")), tokens))
+    assert worst(read(way_of(KVSetting(codec), 64), tokens)) < 0.2 * far
 
 
 def test_an_interrupt_leaves_the_pieces_that_were_read(tokens: list[int]) -> None:
