@@ -18,7 +18,7 @@ from redis_server import free_port
 from servers import Running, serving
 
 from penstock.cli import main
-from penstock.cli.launch_setups import PROGRAMS
+from penstock.cli.launch_setups import PROGRAMS, Endpoint
 
 KEY = "a-key-for-tests"
 OWN = ["--resume", "two words", "it's"]
@@ -88,7 +88,7 @@ def points_at(name: str, record: dict[str, Any]) -> tuple[str, str, str, int]:
                 environment["ANTHROPIC_BASE_URL"] + "/v1",
                 environment["ANTHROPIC_AUTH_TOKEN"],
                 environment["ANTHROPIC_MODEL"],
-                int(environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"]),
+                int(environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"]),
             )
         case "codex":
             values = [arguments[at + 1] for at, word in enumerate(arguments) if word == "-c"]
@@ -194,6 +194,15 @@ def test_a_server_that_does_not_start_is_one_line(
     assert main(["launch", "pi", "--url", f"http://127.0.0.1:{free_port()}"]) == 2
     *_, last = capfd.readouterr().err.splitlines()
     assert last.startswith("penstock: the server did not start: ") and "limit" in last
+
+
+def test_claude_code_is_told_no_window_that_it_refuses() -> None:
+    """It reads a window to compact in of less than 100,000 tokens as 100,000, and warns."""
+    name = "CLAUDE_CODE_AUTO_COMPACT_WINDOW"
+    for tokens, told in ((99_999, None), (100_000, "100000")):
+        setup = PROGRAMS["claude"].setup(Endpoint("http://127.0.0.1:1", KEY, "recall", tokens))
+        assert setup.environment.get(name) == told
+        assert setup.environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == str(tokens)
 
 
 def test_npx_runs_a_program_that_is_not_installed(recall_server: Running, desk: Desk) -> None:

@@ -71,6 +71,8 @@ def claude(target: Endpoint) -> Setup:
     """Return Claude Code's settings: all of its models are the server's one."""
     models = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     window = str(target.context_tokens)
+    # It reads less as this size, with a warning; MAX_CONTEXT_TOKENS is kept to as it is.
+    long = target.context_tokens >= 100_000
     return Setup(
         {
             "ANTHROPIC_BASE_URL": target.url,
@@ -78,7 +80,7 @@ def claude(target: Endpoint) -> Setup:
             **{f"ANTHROPIC_{name}": target.model for name in models},
             "CLAUDE_CODE_SUBAGENT_MODEL": target.model,
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": window,
-            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": window,
+            **({"CLAUDE_CODE_AUTO_COMPACT_WINDOW": window} if long else {}),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.output_tokens),
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
