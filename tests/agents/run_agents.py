@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from newest_node import npm_install, use_node
 from scenarios import AGENTS, BEFORE, LONG, NOTES, SUBAGENT, TEXT, TURNS, Turn, script_of
 from scripted_model import CONTEXT, PAGES, write_model
 
@@ -53,8 +54,6 @@ ABORT_TOKENS = 40
 """Tokens of an answer after which a program is interrupted."""
 SCRIPTS = ("@anthropic-ai/claude-code/install.cjs", "opencode-ai/postinstall.mjs")
 """What the packages run when they are installed, where npm does not."""
-NODE = 22
-"""Least version of Node for the newest programs; for an older one npm installs older programs."""
 
 Record = Mapping[str, Any]
 
@@ -66,9 +65,13 @@ def main() -> int:
             print(f"there is no {needed}; install Node with npm, util-linux and iproute2")
             return 2
     folder, *chosen = (word for word in sys.argv[1:] if word != "--inside")
-    _use_node(Path(folder))
     if "--inside" not in sys.argv:
-        _install(Path(folder))
+        try:
+            use_node(Path(folder))
+            _install(Path(folder))
+        except subprocess.CalledProcessError as error:
+            print((error.stderr or str(error)).strip())
+            return 2
         command = [sys.executable, *sys.argv, "--inside"]
         return subprocess.run(
             ["unshare", "--net", "--map-root-user", *command], check=False
@@ -81,28 +84,8 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _use_node(folder: Path) -> None:
-    """Put a Node that is new enough in front of PATH: the system's, or one that npm installs."""
-    version = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True)
-    if int(version.stdout.lstrip("v").partition(".")[0]) >= NODE:
-        return
-    package = folder.resolve() / "node" / "node_modules" / "node"
-    if not (package / "bin" / "node").exists():
-        _npm_install(folder / "node", f"node@{NODE}")
-        # npm does not run what puts the binary into its place.
-        script = ["node", "installArchSpecificPackage"]
-        subprocess.run(script, cwd=package, check=True, stdout=subprocess.DEVNULL)
-    os.environ["PATH"] = f"{package / 'bin'}{os.pathsep}{os.environ['PATH']}"
-
-
-def _npm_install(folder: Path, *packages: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), *packages]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
 def _install(folder: Path) -> None:
-    _npm_install(folder, *(f"{PROGRAMS[name].package}@latest" for name in AGENTS))
+    npm_install(folder, *(f"{PROGRAMS[name].package}@latest" for name in AGENTS))
     for script in SCRIPTS:
         path = folder / "node_modules" / script
         subprocess.run(["node", path.name], cwd=path.parent, check=True, stdout=subprocess.DEVNULL)

@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "agents"))
 
 from comply import FORMATS, PACKAGE, complied  # noqa: E402
+from newest_node import npm_install, use_node  # noqa: E402
 from scripted_model import call, write_model  # noqa: E402
 
 STEPS = ("chat", "stream", "tools", "streamed_tools", "demanded", "structured")
@@ -148,23 +149,23 @@ def _install_npm(folder: Path) -> str | None:
     if shutil.which("npm") is None or shutil.which("node") is None:
         return "there is no node with npm"
     shutil.copytree(HERE / "node", folder, dirs_exist_ok=True)
-    return _error_of(
-        "npm",
-        "install",
-        "--no-fund",
-        "--no-audit",
-        "--loglevel=error",
-        "--prefix",
-        str(folder),
-        *NPM,
-    )
+    try:
+        use_node(folder.parent)
+        npm_install(folder, *(f"{package}@latest" for package in NPM))
+    except subprocess.CalledProcessError as error:
+        return _last_line(error.stderr)
+    return None
 
 
 def _error_of(*command: str) -> str | None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
-    return (done.stderr.strip() or "it failed without a word").splitlines()[-1]
+    return _last_line(done.stderr)
+
+
+def _last_line(said: str | None) -> str:
+    return ((said or "").strip() or "it failed without a word").splitlines()[-1]
 
 
 # ---- running
