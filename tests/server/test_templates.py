@@ -111,6 +111,29 @@ def test_an_image_in_history_is_named(tmp_path: Path) -> None:
             prompts.render(refused)
 
 
+PARTS = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% for part in message.content %}{{ part.text if part.type == 'text' }}{% endfor %}",
+)
+
+
+def test_texts_are_parts_where_the_template_renders_nothing_else(tmp_path: Path) -> None:
+    """Templates of models that see write `for part in message.content`; a text has none."""
+    assert PARTS != TEMPLATE
+    plain, parts = (
+        Prompts(parrot(tmp_path / str(number), "Hello", template=template)[1])
+        for number, template in enumerate((TEMPLATE, PARTS))
+    )
+    raises = "{% if messages[0].content is string %}{{ raise_exception('parts') }}{% endif %}"
+    strict = Prompts(parrot(tmp_path / "2", "Hello", template=raises + PARTS)[1])
+    talk = [*TALK, {"role": "assistant", "content": ""}, {"role": "user", "content": "D"}]
+    wanted = plain.template_text(talk)
+    assert parts.template_text(talk) == strict.template_text(talk) == wanted and "A" in wanted
+    assert [one.traits.text_parts for one in (plain, parts, strict)] == [False, True, True]
+    assert rows(tmp_path / "3", PARTS)["texts"] == "as lists of parts"
+    assert rows(tmp_path / "4", TEMPLATE)["texts"] == "as they are"
+
+
 def rows(tmp_path: Path, template: str) -> dict[str, str]:
     """Return what the probe says of a template."""
     traits = Prompts(parrot(tmp_path, "Hello", template=template)[1]).traits

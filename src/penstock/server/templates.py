@@ -76,6 +76,8 @@ class TemplateTraits:
     """Whether the template takes the arguments of calls as JSON text alone."""
     reasoning_beside_text: bool
     """Whether a message may have reasoning, text and a call; gpt-oss's template raises on it."""
+    text_parts: bool
+    """Whether the template takes texts as lists of parts alone, as those of models that see do."""
     rows: tuple[TraitRow, ...]
     """All that was tried."""
 
@@ -103,11 +105,13 @@ class TemplateTraits:
             reasoning_key=key,
             text_arguments=probe.text_arguments(),
             reasoning_beside_text=not beside.outcome.startswith("raises"),
+            text_parts=probe.text_parts,
             rows=(
                 *rows,
                 _switch("reasoning_effort", bool(effort)),
                 _switch("reasoning_strength", bool(strength)),
                 _switch("thinking", thinking),
+                TraitRow("texts", "as lists of parts" if probe.text_parts else "as they are"),
             ),
         )
 
@@ -129,7 +133,7 @@ class TemplateTraits:
                 content = f"{fitted.pop()['content']}\n\n{message['content']}"
                 message = {"role": "user", "content": content}
             fitted.append(self._with_arguments(self._with_reasoning(message)))
-        return fitted
+        return [_in_parts(message) for message in fitted] if self.text_parts else fitted
 
     def _with_reasoning(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a message with its reasoning where the template reads it."""
@@ -157,6 +161,12 @@ def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its text as a list of one part; none where it is empty."""
+    text = message["content"]
+    return {**message, "content": [{"type": "text", "text": text}] if text else []}
+
+
 def _switch(name: str, read: bool) -> TraitRow:
     return TraitRow(name, "read" if read else "ignored")
 
@@ -165,10 +175,16 @@ class _Probe:
     """Prober of a template."""
 
     _tools: list[dict[str, Any]] | None = None
+    text_parts = False
+    """Whether a text is rendered as a list of parts, and is left out or raises as it is."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._tools = [TOOL] if self._render(talk_of(USER))[1] else None  # some want one always
+        forms = talk_of(USER), [dict(_in_parts(message)) for message in talk_of(USER)]
+        if all(self._render(talk)[1] for talk in forms):
+            self._tools = [TOOL]  # some want one always
+        as_it_is, in_parts = (USER in self._render(talk)[0] for talk in forms)
+        self.text_parts = in_parts and not as_it_is
 
     def row(self, what: str, talk: list[dict[str, Any]]) -> TraitRow:
         """Describe the fate of a conversation."""
@@ -263,9 +279,10 @@ class _Probe:
         """Render a conversation; return the text and no error, or no text and the error."""
         calls = any(message["role"] == "tool" for message in talk)
         tools = [TOOL] if calls else self._tools
+        given = [_in_parts(message) if self.text_parts else message for message in talk]
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in talk],
+                [dict(message) for message in given],
                 tokenize=False,
                 add_generation_prompt=True,
                 tools=tools,
