@@ -106,14 +106,37 @@ def attended(step: Drawn, lanes: int = 1) -> Any:
     return np.asarray(result)
 
 
-@pytest.mark.parametrize("divided_from", [1, 1 << 40])
-def test_rows_read_as_in_float64(divided_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("divided_from", [1, 200, 1 << 40])
+@pytest.mark.parametrize("keys_left", [False, True])
+def test_rows_read_as_in_float64(
+    divided_from: int, keys_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu_rows, "DIVIDED_FROM", divided_from)
+    monkeypatch.setattr(cpu_rows, "multiplies_unpacked", lambda: keys_left)
+    monkeypatch.setattr(cpu_rows, "MANY_KEYS", 2)
+    monkeypatch.setattr(cpu_rows, "SMALL_PRODUCTS", 64)  # some keys at a time, and a rest
     for seed in range(200):
         step = drawn(seed)
         np.testing.assert_allclose(
             attended(step, lanes=2), expected(step), rtol=TOLERANCE, atol=TOLERANCE
         )
+
+
+def test_two_threads_have_about_the_same_work() -> None:
+    """Small parts are dealt out whole, and a large one is cut where the half of all ends."""
+    columns = np.zeros((2, 40_000, 4), np.float32)
+
+    def part(count: int) -> cpu_rows.RowsPart:
+        return cpu_rows.RowsPart(slice(0, 3), [(columns[:, :count], columns[:, :count])], None)
+
+    for counts in ([1_000] * 8, [8_000] * 3, [40_000], [10, 30_000, 10], [40_000, 40_000, 1_000]):
+        parts = [part(count) for count in counts]
+        lists = cpu_rows._divided(parts, 2)
+        work = [sum(part.columns for part in one) for one in lists]
+        assert sum(work) == sum(counts)
+        assert max(work) < 0.6 * sum(work)
+    few = [part(100), part(100)]
+    assert cpu_rows._divided(few, 2) == (few, [])
 
 
 def test_a_hidden_column_that_is_read_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
