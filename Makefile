@@ -12,7 +12,7 @@ COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-cpus test-costs doctest bytecode test-scale test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
+.PHONY: help run test test-all test-cpus test-rounding test-costs doctest bytecode test-scale test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -20,6 +20,7 @@ help:
 	@echo 'make test-all   the same, and the tests that take longer'
 	@echo 'make test-costs   what each test takes: what make test has time for'
 	@echo 'make test-cpus   all tests as on other CPUs: each core type of OpenBLAS, 1 and 2 threads'
+	@echo 'make test-rounding [SEED=0]   all tests with products that round at random, as on a CPU of no name; needs cc'
 	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
 	@echo 'make mutants [CODE=...] [SAMPLE=40] [SEED=0]   small changes of the code: which go unnoticed?'
 	@echo 'make test-agents   Claude Code, Codex, opencode, pi and Qwen Code from npm do ten turns of work each; needs npm'
@@ -89,6 +90,12 @@ test-costs: $(VENV)/.dev
 
 test-cpus: $(VENV)/.dev
 	$(BIN)/python tools/cpus.py $(BY_FILE)
+
+ROUNDING := $(abspath $(VENV))/librounding_blas.so
+
+test-rounding: $(VENV)/.dev
+	$(CC) -O2 -shared -fPIC tools/rounding_blas.c -o $(ROUNDING) -Wl,--no-as-needed -l:libopenblas.so.0 -ldl
+	PENSTOCK_BLAS=$(ROUNDING) ROUNDING_SEED=$(SEED) OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(BY_FILE)
 
 mutants: $(VENV)/.dev
 	$(BIN)/python tools/mutants.py $(CODE) --sample $(SAMPLE) --seed $(SEED) --workers $(WORKERS)

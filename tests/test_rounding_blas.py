@@ -1,0 +1,49 @@
+"""The BLAS of `make test-rounding`: what it multiplies is right to the last places, and no more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.blas import load_blas
+
+SOURCE = Path(__file__).parents[1] / "tools" / "rounding_blas.c"
+PRODUCTS = """
+import penstock
+import mlx.core as mx
+import numpy as np
+mx.random.seed(3)
+a, b = mx.random.normal((8, 64)), mx.random.normal((64, 32))
+once, again, fewer = (np.asarray(product) for product in (a @ b, a @ b, a[:7] @ b))
+wide = np.asarray(a).astype(np.float64) @ np.asarray(b)
+print((once == again).all(), (once[:7] == fewer).mean() < 0.5, np.abs(once - wide).max() < 1e-4)
+print(once.tobytes().hex())
+"""
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None or load_blas().name != "libopenblas.so.0",
+    reason="needs cc, and Debian's OpenBLAS",
+)
+
+
+def products(library: Path, seed: int) -> list[str]:
+    named = {"PENSTOCK_BLAS": str(library), "ROUNDING_SEED": str(seed)}
+    run = [sys.executable, "-c", PRODUCTS]
+    return subprocess.run(
+        run, env={**os.environ, **named}, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+
+
+def test_the_same_product_rounds_the_same_and_one_of_another_shape_does_not(tmp_path: Path) -> None:
+    library = tmp_path / "librounding_blas.so"
+    build = f"cc -O2 -Wall -Werror -shared -fPIC {SOURCE} -o {library}"
+    link = "-Wl,--no-as-needed -l:libopenblas.so.0 -ldl"
+    subprocess.run([*build.split(), *link.split()], check=True)
+    one, other = products(library, 1), products(library, 2)
+    assert one[0] == other[0] == "True True True"
+    assert one[1] != other[1], "the seed draws other numbers"
