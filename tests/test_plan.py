@@ -150,7 +150,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_json_is_one_object_with_the_issue_example(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    code, out, err = run(capsys, str(folder), "--memory", "32GB", "--json")
+    code, out, err = run(capsys, str(folder), "--memory-limit", "32GB", "--json")
     made = json.loads(out)
     assert (code, err) == (0, "")
     assert made["fits"] is True
@@ -166,7 +166,7 @@ def test_json_is_one_object_with_the_issue_example(
 def test_the_table_shows_the_arithmetic_and_it_is_right(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    code, out, _ = run(capsys, str(folder), "--memory", "32GB", "--kv-bits", "4")
+    code, out, _ = run(capsys, str(folder), "--memory-limit", "32GB", "--kv-bits", "4")
     assert code == 0
     assert "32 full layers x 32 heads x (72 + 72) bytes = 147,456 bytes a token" in out
     assert "72 bytes = 128 x 4 bits / 8 + 128 / 64 groups x 2 (scale, bias) x 2 bytes" in out
@@ -186,7 +186,7 @@ def test_no_figure_is_cut_however_narrow_the_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    code, out, _ = run(capsys, "--memory", "4GB", "--batch", batch)
+    code, out, _ = run(capsys, "--memory-limit", "4GB", "--batch", batch)
     table = out.partition("full layers x")[0]
     assert code == 0 and "…" not in table
     rows = [line for line in table.splitlines() if "kB" in line or "B  " in line]
@@ -200,7 +200,7 @@ def test_windows_stand_apart_from_full_layers(
 ) -> None:
     config = {**SIZES, "model_type": "gemma3_text", **MODELS["gemma3_text"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    _, out, _ = run(capsys, str(tmp_path), "--memory", "1GB", "--max-kv-size", "1000")
+    _, out, _ = run(capsys, str(tmp_path), "--memory-limit", "1GB", "--max-kv-size", "1000")
     assert "2 full, 4 window layers" in out
     assert "4 window layers x 4 heads x (64 + 64) x 4 bytes = 8,192 bytes a token, 128 tok" in out
     assert "1,000 x 4,096 + 128 x 8,192" in out or "128 x 8,192 + 1,000 x 4,096" in out
@@ -209,7 +209,7 @@ def test_windows_stand_apart_from_full_layers(
 def test_what_does_not_fit_says_by_how_much_and_what_helps(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    arguments = (str(folder), "--memory", "20GB", "--batch", "4")
+    arguments = (str(folder), "--memory-limit", "20GB", "--batch", "4")
     code, out, _ = run(capsys, *arguments)
     assert code == 1
     assert "does not fit: caches of 8.59 GB in 6.52 GB beside the weights, 2.07 GB too much" in out
@@ -224,10 +224,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(
 def test_weights_larger_than_the_memory_are_said(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    code, out, _ = run(capsys, str(folder), "--memory", "8GB", "--json")
+    code, out, _ = run(capsys, str(folder), "--memory-limit", "8GB", "--json")
     made = json.loads(out)
     assert code == 1
-    assert "the weights alone exceed --memory by 5.48 GB" in made["advice"]
+    assert "the weights alone exceed --memory-limit by 5.48 GB" in made["advice"]
     assert made["chosen"]["sequences"] == 0
 
 
@@ -243,8 +243,8 @@ def test_the_embedded_model_is_the_default(capsys: pytest.CaptureFixture[str]) -
     [
         (("nowhere/model",), "there is no nowhere/model"),
         (("nowhere at all",), "there is no nowhere at all"),
-        (("--memory", "lots"), "--memory 'lots' is not a size"),
-        (("--memory", "0GB"), "--memory is 0"),
+        (("--memory-limit", "lots"), "--memory-limit 'lots' is not a size"),
+        (("--memory-limit", "0GB"), "--memory-limit is 0"),
         (("--kv-bits", "7"), "--kv-bits 7"),
         (("--max-kv-size", "1"), "max-kv-size"),
         (("--batch", "0"), "batch"),
@@ -290,12 +290,12 @@ def test_a_model_that_cannot_read_quantized_caches_has_rows_that_are_not_possibl
     latents = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
     config = {**SIZES, "model_type": model_type, **latents}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    code, out, _ = run(capsys, str(tmp_path), "--memory", "1GB")
+    code, out, _ = run(capsys, str(tmp_path), "--memory-limit", "1GB")
     assert code == 0
     cells = [line for line in out.splitlines() if line.startswith("│") and "possible" in line]
     assert len(cells) == 6
     assert len(re.findall(f"note: .*{why}", out)) == 1
-    code, out, err = run(capsys, str(tmp_path), "--memory", "1GB", "--kv-bits", "8")
+    code, out, err = run(capsys, str(tmp_path), "--memory-limit", "1GB", "--kv-bits", "8")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert why in err
 
@@ -349,7 +349,7 @@ def test_the_device_s_recommendation_is_the_base_of_the_limit(
 def test_the_weights_of_a_draft_model_count(capsys: pytest.CaptureFixture[str]) -> None:
     plans = []
     for more in ([], ["--draft-model", str(MODEL_PATH)]):
-        main(["plan", "--memory", "100MB", "--json", *more])
+        main(["plan", "--memory-limit", "100MB", "--json", *more])
         plans.append(json.loads(capsys.readouterr().out))
     alone, drafted = plans
     assert drafted["weight_bytes"] == 2 * alone["weight_bytes"]
@@ -411,7 +411,7 @@ def test_the_parts_of_a_spilled_sequence_are_what_its_admission_reserves(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     choice = {"attend_tokens": 128, "active_kv_size": 256}
-    flags = ["--attend-tokens=128", "--active-kv-size=256", "--memory=120MB"]
+    flags = ["--attend-tokens=128", "--active-kv-size=256", "--memory-limit=120MB"]
     main(["plan", str(MODEL_PATH), "--measure", "--json", *flags])
     told = json.loads(capsys.readouterr().out)
     tokens, spilled = told["largest_request_tokens"], told["spilled"]
@@ -439,7 +439,7 @@ def test_the_measured_request_is_the_largest_that_is_admitted(
 ) -> None:
     """Plan, `/v1/models` and admission have one number; one token more is refused."""
     flags = [f"--max-kv-size={size}" for size in settings.values()]
-    main(["plan", str(MODEL_PATH), "--measure", "--memory", memory_limit, "--json", *flags])
+    main(["plan", str(MODEL_PATH), "--measure", "--memory-limit", memory_limit, "--json", *flags])
     tokens = json.loads(capsys.readouterr().out)["largest_request_tokens"]
     model, tokenizer = load(MODEL_PATH)
     with Engine(model, tokenizer, memory_limit=memory_limit, **settings) as engine:

@@ -160,7 +160,7 @@ def test_a_plan_counts_what_is_loaded(
     file = tmp_path / "small.gguf"
     write_model(file, name, model, config, "Q8_0")
     for dtype in ("native", "float32"):
-        given = ["plan", str(file), "--json", "--memory", "1GB", "--weights-dtype", dtype]
+        given = ["plan", str(file), "--json", "--memory-limit", "1GB", "--weights-dtype", dtype]
         assert main(given) == 0
         planned = json.loads(capsys.readouterr().out)
         loaded = load_all(file, weights_dtype=dtype)  # type: ignore[arg-type]

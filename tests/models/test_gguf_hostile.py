@@ -53,7 +53,7 @@ def test_a_size_that_no_tensor_has_is_refused(
 ) -> None:
     """By `plan`, which reads the header alone, and by whatever loads."""
     file = file_with(tmp_path, key, value, kind)
-    assert main(["plan", str(file), "--memory", "1GB"]) == 2
+    assert main(["plan", str(file), "--memory-limit", "1GB"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and words in err, err
     with pytest.raises(ModelError, match=words.partition(",")[0]):

@@ -87,9 +87,9 @@ PlannedModel: TypeAlias = Annotated[
 MemoryLimit: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--memory",
+        "--memory-limit",
         help="Memory for weights and caches: 16GB is 16 x 10^9 bytes, 16GiB is 16 x 2^30.",
-        envvar="PENSTOCK_MEMORY",
+        envvar="PENSTOCK_MEMORY_LIMIT",
         metavar="BYTES",
         show_default="the limit that penstock doctor shows",
     ),
@@ -110,7 +110,7 @@ Batch: TypeAlias = Annotated[
 Hosts: TypeAlias = Annotated[
     int,
     typer.Option(
-        help="Machines that the model is divided among, each with --memory for its part.",
+        help="Machines that the model is divided among, each with --memory-limit for its part.",
         metavar="MACHINES",
         min=1,
     ),
@@ -351,7 +351,7 @@ def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], free: int, batch: int) -
     short = format_bytes(chosen.missing_bytes)
     if free <= 0:
         return (
-            f"does not fit: the weights alone exceed --memory by {format_bytes(-free)}; "
+            f"does not fit: the weights alone exceed --memory-limit by {format_bytes(-free)}; "
             "take a smaller or more strongly quantized model, or more memory"
         )
     ways = []
@@ -362,7 +362,7 @@ def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], free: int, batch: int) -
     better = [r for r in rows if r.quantized and not r.impossible and not r.missing_bytes]
     if better:
         ways.append(f"--kv-bits {better[0].kv_bits}")
-    ways.append(f"{short} more --memory")
+    ways.append(f"{short} more --memory-limit")
     return (
         f"does not fit: caches of {format_bytes(chosen.bytes_of_batch)} in "
         f"{format_bytes(free)} beside the weights, {short} too much; use {' or '.join(ways)}"
@@ -431,9 +431,9 @@ def _limit(text: str | None) -> int:
     try:
         limit = memory.parse_bytes(text)
     except SettingError as error:
-        raise SettingError(f"--memory {error}") from None
+        raise SettingError(f"--memory-limit {error}") from None
     if limit == 0:
-        raise SettingError("--memory is 0; give the memory for weights and caches, as 16GB")
+        raise SettingError("--memory-limit is 0; give the memory for weights and caches, as 16GB")
     return limit
 
 
