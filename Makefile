@@ -94,7 +94,7 @@ test-cpus: $(VENV)/.dev
 ROUNDING := $(abspath $(VENV))/librounding_blas.so
 
 test-rounding: $(VENV)/.dev
-	$(CC) -O2 -shared -fPIC tools/rounding_blas.c -o $(ROUNDING) -Wl,--no-as-needed -l:libopenblas.so.0 -ldl
+	$(CC) -O2 -shared -fPIC tools/rounding_blas.c -o $(ROUNDING) -Wl,--no-as-needed -l:libopenblas.so.0 -ldl -lm
 	PENSTOCK_BLAS=$(ROUNDING) ROUNDING_SEED=$(SEED) OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(BY_FILE)
 
 mutants: $(VENV)/.dev

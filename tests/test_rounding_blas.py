@@ -42,7 +42,7 @@ def products(library: Path, seed: int) -> list[str]:
 def test_the_same_product_rounds_the_same_and_one_of_another_shape_does_not(tmp_path: Path) -> None:
     library = tmp_path / "librounding_blas.so"
     build = f"cc -O2 -Wall -Werror -shared -fPIC {SOURCE} -o {library}"
-    link = "-Wl,--no-as-needed -l:libopenblas.so.0 -ldl"
+    link = "-Wl,--no-as-needed -l:libopenblas.so.0 -ldl -lm"
     subprocess.run([*build.split(), *link.split()], check=True)
     one, other = products(library, 1), products(library, 2)
     assert one[0] == other[0] == "True True True"
