@@ -114,7 +114,7 @@ def test_rows_read_as_in_float64(
     monkeypatch.setattr(cpu_rows, "DIVIDED_FROM", divided_from)
     monkeypatch.setattr(cpu_rows, "multiplies_unpacked", lambda: keys_left)
     monkeypatch.setattr(cpu_rows, "MANY_KEYS", 2)
-    monkeypatch.setattr(cpu_rows, "SMALL_PRODUCTS", 64)  # some keys at a time, and a rest
+    monkeypatch.setattr(cpu_rows, "UNPACKED_PRODUCTS", 64)  # some keys at a time, and a rest
     for seed in range(200):
         step = drawn(seed)
         np.testing.assert_allclose(

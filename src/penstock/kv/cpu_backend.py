@@ -25,12 +25,10 @@ CODED_LANES_FROM = 2**12
 """The same where most of what is read is coded: MLX multiplies codes on one core alone."""
 CODED_LANES_ROWS = 4
 """Most rows whose codes MLX multiplies; for more rows codes become floats, and BLAS has them."""
-FEW_QUERIES = 32
-"""Most queries that are quicker from the right: up to 6 times; 64 take twice as long."""
 MANY_KEYS = 256
-"""Fewest keys for which that holds."""
-UNPACKED_RESULTS, UNPACKED_PRODUCTS = 1200, 10**6
-"""Results, and single products, up to which OpenBLAS copies nothing if it has such kernels."""
+"""Fewest keys by which few queries are multiplied quicker from the right."""
+UNPACKED_RESULTS = 1200
+"""Results up to which OpenBLAS copies nothing if it has such kernels."""
 PIECES = (256, 192, 128, 96, 64, 48, 32)
 CHUNK_FACTOR = 4
 """Times as many scores of a chunk as of a decode step, at a time: 8 MiB in float32."""
@@ -57,7 +55,7 @@ def _piece(rows: int, m: int, n: int) -> int:
     """
     if rows * m <= UNPACKED_RESULTS:
         return 0
-    most = min(UNPACKED_RESULTS // rows, UNPACKED_PRODUCTS // (rows * n))
+    most = min(UNPACKED_RESULTS // rows, cpu_rows.UNPACKED_PRODUCTS // (rows * n))
     return next((piece for piece in PIECES if piece <= most and m % piece == 0), 0)
 
 
@@ -245,7 +243,7 @@ class CPUBackend(Backend):
 
         BLAS copies its left side to pack it, which for few rows takes longer than the product.
         """
-        few = queries.shape[-2] <= FEW_QUERIES and keys.shape[-2] >= MANY_KEYS
+        few = queries.shape[-2] <= cpu_rows.FEW_QUERIES and keys.shape[-2] >= MANY_KEYS
         if not few or keys.dtype != mx.float32:
             return Backend.multiply_keys(self, queries, keys)
         products = keys @ mx.contiguous(queries.swapaxes(-1, -2))

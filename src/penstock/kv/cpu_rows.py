@@ -26,9 +26,10 @@ Piece: TypeAlias = tuple[Floats, Floats]
 
 _QUIET = np.errstate(all="ignore")  # what a model makes of numbers that are not finite is its own
 FEW_QUERIES, MANY_KEYS = 32, 64
-"""Most queries, and fewest keys, that are multiplied from the right."""
-SMALL_PRODUCTS = 10**6
-"""Single products up to which OpenBLAS takes two matrices for small."""
+"""Most queries that are quicker from the right, up to 6 times (64 take twice as long), and the
+fewest keys for which that holds in NumPy."""
+UNPACKED_PRODUCTS = 10**6
+"""Single products up to which OpenBLAS copies nothing if it has such kernels."""
 DIVIDED_FROM = 2**15
 """Scores of all parts from which a second thread takes half of them."""
 
@@ -155,7 +156,7 @@ def _score(queries: Floats, keys: Floats, scores: Floats) -> None:
         np.matmul(queries, keys.swapaxes(-1, -2), out=scores)
         return
     turned = np.ascontiguousarray(queries.swapaxes(-1, -2))
-    step = max(MANY_KEYS, SMALL_PRODUCTS // (m * d))
+    step = max(MANY_KEYS, UNPACKED_PRODUCTS // (m * d))
     for start in range(0, n, step):
         product = keys[..., start : start + step, :] @ turned
         scores[..., start : start + step] = product.swapaxes(-1, -2)
