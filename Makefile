@@ -78,7 +78,7 @@ BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Processes of one BLAS thread each, unless CI draws two: they would wait for each other. They are more
 # than two cores, for tests that wait. A file's tests stay together, with the server they share; files
-# come in the order of tests/conftest.py. What --quick leaves out is in tests/quick.py.
+# come in the order of tests/conftest.py. What --quick leaves out is in tests/support/quick.py.
 test: TESTED := --quick
 test test-all: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j3 lint doctest bytecode

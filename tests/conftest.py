@@ -10,7 +10,6 @@ import penstock  # noqa: F401 - the import is what loads it
 import mlx.core as mx  # isort: skip
 import pytest
 from hypothesis import HealthCheck, settings
-
 from patience import patient, reads_all  # noqa: F401 - fixtures
 from process_state import own_state
 from quick import left_out, read_costs

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from process_state import SIGNALS, STATES, own_state
 
 from penstock.cli import main
-from process_state import SIGNALS, STATES, own_state
 
 
 def drawn() -> list[float]:

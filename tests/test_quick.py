@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import quick
 
 TESTS = Path(__file__).parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+SUPPORT = Path(__file__).parent / "support"
 STARTS = """
 import sys, threading, time
 import pytest
@@ -59,7 +59,7 @@ def run(folder: Path, *sources: str, options: tuple[str, ...] = ()) -> tuple[int
     plain = ["-q", "-p", "threads_left", "-p", "no:cacheprovider", "-c", os.devnull]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *plain, "--rootdir", str(folder), *options, str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,4 +1,4 @@
-"""Measure what tests take, for `tests/quick.py`: processor time, with that of their processes.
+"""Measure for `tests/support/quick.py` what tests take: processor time, also of their processes.
 
     python tools/measure_tests.py -n 2 --dist loadfile tests
 

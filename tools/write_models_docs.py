@@ -17,7 +17,7 @@ import penstock  # noqa: F401 - before mlx: it loads a fast BLAS on a Linux CPU
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families -->", "<!-- end of families -->"
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as theirs
+from rounding import assert_same_codes
 
 from penstock import (
     KVCache,
@@ -30,7 +31,6 @@ from penstock.kv.tails import LayerShape
 from penstock.prefix.bounded_tree import BYTES_PER_REMEMBERED
 from penstock.recall import MODEL_PATH, dialogue
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
-from rounding import assert_same_codes
 
 SHAPE = LlamaShape(
     layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64

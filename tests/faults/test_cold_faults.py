@@ -34,7 +34,7 @@ from cold_setup import (
     running,
 )
 from combinations import SOAK
-from setup import prompt_of, solo
+from fault_setup import prompt_of, solo
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -44,6 +44,7 @@ from penstock.tiers.disk import index
 from penstock.tiers.disk.index import Entry, Index
 from penstock.tiers.record import FORMAT
 
+SUPPORT = Path(__file__).parents[1] / "support"
 WHOLE = BLOCKS * BLOCK
 OTHER = prompt_of(60, 1)
 KILLS = int(os.environ.get("PENSTOCK_KILLS", "3"))
@@ -490,7 +491,7 @@ def test_files_that_the_system_refuses_to_write(nbytes: int, folder: Path, patie
 FULL = """
 import os, subprocess, sys
 from pathlib import Path
-sys.path += [sys.argv[2], sys.argv[3]]
+sys.path.append(sys.argv[2])
 from cold_setup import *
 from cold_engine import SOON
 from penstock.engine.offload import restoring
@@ -542,8 +543,7 @@ def test_a_disk_that_is_full_and_one_that_is_read_only(tmp_path: Path) -> None:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this system lets nobody mount a disk of his own: {error}")
-    here = Path(__file__).parent
-    command = [*unshare, sys.executable, "-c", FULL, tmp_path, here, here.parent / "support"]
+    command = [*unshare, sys.executable, "-c", FULL, tmp_path, SUPPORT]
     assert subprocess.run(command, stdout=-1, timeout=60).stdout == b"done\n"
 
 
@@ -668,8 +668,7 @@ def test_a_slow_disk_is_waited_for_by_no_step(
 
 
 def child(folder: Path, seed: int, rounds: int, limit: int) -> subprocess.Popen[str]:
-    script = Path(__file__).with_name("cold_setup.py")
-    command = [sys.executable, script, folder, *map(str, (seed, rounds, limit))]
+    command = [sys.executable, SUPPORT / "cold_setup.py", folder, *map(str, (seed, rounds, limit))]
     return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
 
 

@@ -23,7 +23,7 @@ from engine_faults import (
     runs_out_of_memory,
     spell,
 )
-from setup import (
+from fault_setup import (
     BLOCK,
     CHUNK,
     SETTINGS,

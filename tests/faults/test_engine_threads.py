@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from engine_faults import Alphabet, Faulty, fails, model_of
-from setup import SETTINGS, assert_begins_right, assert_right, end_of, error_of, prompt_of
+from fault_setup import SETTINGS, assert_begins_right, assert_right, end_of, error_of, prompt_of
 
 from penstock.engine import engine as engine_module
 from penstock.engine.core import Core

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from engine_faults import spell
-from setup import Setup, end_of, made, prompt_of
+from fault_setup import Setup, end_of, made, prompt_of
 
 from penstock.engine.handle import Handle
 from penstock.engine.request import Sampling

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from pytest import MonkeyPatch
+from rounding import UNIT, attention_error, product_error
 
 import penstock
 import penstock_bench
@@ -23,7 +24,6 @@ from penstock.kv.quantization import piece_bytes
 from penstock.kv.reads import DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
-from rounding import UNIT, attention_error, product_error
 
 SOURCES = [Path(package.__file__).parent for package in (penstock, penstock_bench)]
 CPU, GPU = CPUBackend(), GPUBackend()

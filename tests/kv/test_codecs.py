@@ -8,13 +8,13 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import product_error
 
 from penstock.kv.backend import CPUBackend
 from penstock.kv.codecs import Codec, parse_scheme
 from penstock.kv.codecs.coded import pack, quantized, unpack
 from penstock.kv.codecs.names import AUTO
 from penstock.kv.codecs.rotation import rotate, rotate_back
-from rounding import product_error
 
 CPU = CPUBackend()
 HEADS, TOKENS = 4, 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from rounding import product_error
 
 from penstock.kv import backend
 from penstock.kv.attention import merged
@@ -14,7 +15,6 @@ from penstock.kv.codecs.scales import Squares, digest
 from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
-from rounding import product_error
 
 HEADS, TOKENS, DIM, ASKED = 4, 256, 64, 256
 NAMES = ("turbo4", "turbo3.5", "turbo3", "rot4", "rot8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from rounding import product_error
 
 from penstock.kv import streamed_reads
 from penstock.kv.attention import AttentionWindow
@@ -15,7 +16,6 @@ from penstock.kv.reads import DecodeStep, MaskRequest
 from penstock.kv.segment import Segment
 from penstock.kv.selection import Selection
 from penstock.kv.tails import LayerShape, Tails
-from rounding import product_error
 
 HEADS, KV_HEADS, DIM, BEFORE, CHUNK = 4, 2, 16, (48, 70, 7), 40
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import STOP_SECONDS, Process, serving, wait_until
+from server_processes import STOP_SECONDS, Process, serving, wait_until
 
 CONFIG = Path(__file__).parent.parent.parent / "examples" / "nginx.conf"
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")

@@ -16,9 +16,9 @@ import anthropic
 import httpx
 import openai
 import pytest
-from processes import STOP_SECONDS, serving
+from server_processes import STOP_SECONDS, serving
+from talking_agents import SESSIONS, TURNS, Talked, talk
 
-from agents import SESSIONS, TURNS, Talked, talk
 from penstock.cli import main
 from penstock.memory import parse_bytes
 
@@ -178,7 +178,7 @@ def test_what_drains_is_written_to_the_disk_and_found_by_the_next(tmp_path: Path
 
 
 def test_replicas_come_with_the_load_and_drain_when_it_goes(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "scaling.py"
+    script = Path(__file__).parents[1] / "support" / "replica_scaling.py"
     done = subprocess.run(
         (sys.executable, str(script), str(tmp_path), str(free_port())),
         capture_output=True,

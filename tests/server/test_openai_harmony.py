@@ -21,7 +21,7 @@ from written_answers import NAMES, form_of
 PYTHON = os.environ.get("PENSTOCK_HARMONY") or (
     sys.executable if find_spec("openai_harmony") else ""
 )
-SCRIPT = Path(__file__).with_name("harmony_reference.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "harmony_reference.py"
 ANSWERS = 200
 Said = tuple[str, str, list[tuple[str, Any]]]
 """Reasoning, text and calls of an answer."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from cache_kinds import GROUP, KINDS, Kind, growing, ring
+from cache_machine import CacheMachine
 from cache_reference import Window, columns, sinks
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from kinds import GROUP, KINDS, Kind, growing, ring
-from machine import CacheMachine
 
 from penstock import caches as kv_caches
 from penstock.caches.base import LayerCache

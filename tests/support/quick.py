@@ -4,8 +4,8 @@ A test has `SECONDS` of processor time: so many of its cases run, the first alwa
 ones every time. A test of which one case takes more than `LONGEST`, or that has the mark `slow`,
 does not run, unless nothing of its file would, or it is in `ALWAYS`. CI runs all.
 
-What a case takes is in `quick_costs.txt`, which `make test-costs` measures. A test that is not in
-it is cheap, or new: all of it runs.
+What a case takes is in `tests/quick_costs.txt`, which `make test-costs` measures. A test that is
+not in it is cheap, or new: all of it runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALWAYS = (
     "test_ray_is_imported_by_its_own_part_alone_and_when_it_is_asked_for",
 )
 """Tests that see most: of each the first case runs, whatever it takes."""
-COSTS = Path(__file__).with_name("quick_costs.txt")
+COSTS = Path(__file__).parents[1] / "quick_costs.txt"
 
 
 def read_costs() -> dict[str, float]:

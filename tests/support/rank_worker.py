@@ -20,8 +20,6 @@ import penstock  # noqa: F401 - before mlx: it loads a fast BLAS on a Linux CPU
 
 import mlx.core as mx  # isort: skip
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
-
 import tiny_families
 from small_models import BASE, build
 

@@ -10,8 +10,8 @@ import time
 import httpx
 import ray
 from ray import serve
+from talking_agents import session
 
-from agents import session
 from penstock.config import ServerSettings
 from penstock.recall import MODEL_PATH
 from penstock.serve_ray.application import NAME, Fleet, running

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from cache_kinds import GROUP, WIDTH, Kind, numbers, rule_of
 from cache_reference import PADDING, Row, Window, read, seen, sinks, spell
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,7 +19,6 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from kinds import GROUP, WIDTH, Kind, numbers, rule_of
 from mlx.utils import tree_flatten
 
 from penstock import caches

@@ -13,13 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))  # as a script
-
 import cold_engine
 import pytest
 from blocks_on_disk import size_of
 from cold_engine import BLOCK, SAID, files, ssd
-from setup import prompt_of, solo
+from fault_setup import prompt_of, solo
 
 from penstock.engine.core import Core
 from penstock.tiers.disk import SSDStore
