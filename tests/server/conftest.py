@@ -1,4 +1,4 @@
-"""The server that most tests of the server share."""
+"""The server that most tests of the server share, and the browser of those of the page."""
 
 from __future__ import annotations
 
@@ -8,27 +8,7 @@ from typing import Any
 
 import pytest
 from browsers import CHROMIUM, FLAGS, SECONDS
-from servers import MODEL_NAME, Running, serve_in_thread, serving, settings, wait_until
-
-from penstock.recall import Dialogue, dialogue
-
-__all__ = ["MODEL_NAME", "Running", "serve_in_thread", "serving", "settings", "wait_until"]
-
-
-@pytest.fixture(scope="module")
-def recall_server() -> Iterator[Running]:
-    """One server of the embedded model for the tests of a file that leave it as it was.
-
-    It is gone before the next file: other tests count what MLX holds in this process.
-    """
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def told() -> Dialogue:
-    """A conversation with facts, whose questions the embedded model answers."""
-    return dialogue(7, tokens=600, facts=4)
+from servers import recall_server, told  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="module")

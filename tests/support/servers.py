@@ -14,7 +14,7 @@ import pytest
 
 from penstock import Engine, load
 from penstock.config import ServerSettings
-from penstock.recall import MODEL_PATH
+from penstock.recall import MODEL_PATH, Dialogue, dialogue
 from penstock.server import app
 from penstock.server.app import Server
 from penstock.server.service import Service
@@ -81,6 +81,22 @@ def serving(
             made.check()
     del made, service, running, model
     gc.collect()  # arrays in cycles would be counted as somebody else's later
+
+
+@pytest.fixture(scope="module")
+def recall_server() -> Iterator[Running]:
+    """One server of the embedded model for the tests of a file that leave it as it was.
+
+    It is gone before the next file: other tests count what MLX holds in this process.
+    """
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def told() -> Dialogue:
+    """A conversation with facts, whose questions the embedded model answers."""
+    return dialogue(7, tokens=600, facts=4)
 
 
 @contextmanager

@@ -830,8 +830,8 @@ def ask_engine(folder: Path) -> TierCounts:
 # ---- beside a server
 
 SERVER = """
-import select, sqlite3, sys, time
-sys.path[:0] = [sys.argv[2], f"{sys.argv[2]}/support"]
+import os, select, sqlite3, sys, time
+sys.path[:0] = [sys.argv[2], f"{os.path.dirname(sys.argv[2])}/support"]
 from pathlib import Path
 from penstock.tiers.store import TierCounts
 from blocks_on_disk import read

@@ -62,7 +62,7 @@ def test_an_unknown_setting_is_refused() -> None:
 
 
 def test_the_minor_version_is_the_one_the_package_asks_for() -> None:
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     major, minor = MLX_LM_MINOR
     wanted = [d for d in project["project"]["dependencies"] if d.startswith("mlx-lm>")]
     assert len(wanted) == 1

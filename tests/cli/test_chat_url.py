@@ -20,7 +20,7 @@ from penstock_bench.models import ModelChoice
 from penstock_bench.serve_model import model_folder
 from penstock_bench.serve_process import RunningServer, free_port, ours, serving
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TELL = "The code of the amber falcon is 4821."
 ASK = "What is the code of the amber falcon?"
 GREEDY = SamplingSettings(max_tokens=32)
