@@ -137,7 +137,7 @@ soak: $(VENV)/.dev
 	$(BIN)/python tools/soak.py
 	$(BIN)/python tools/soak.py --hybrid
 	PENSTOCK_WHOLE_MATRIX=1 $(BIN)/pytest $(COMBINED)
-	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful tests/engine/test_scheduler.py \
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful tests/engine/schedule/test_scheduler.py \
 		tests/server/test_schema.py tests/server/test_bad_days.py
 	PENSTOCK_KILLS=200 $(BIN)/pytest tests/faults/test_cold_faults.py -k killed
 

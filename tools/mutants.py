@@ -41,8 +41,8 @@ CODE = (
 """Folders and files of the package that are changed."""
 POOL = (
     *("tests/kv", "tests/prefix", "tests/stateful", "tests/test_ledger.py"),
-    *("tests/engine/test_scheduler.py", "tests/engine/test_bounds.py"),
-    *("tests/engine/test_sequence_kv.py", "tests/engine/test_requantize.py"),
+    *("tests/engine/schedule/test_scheduler.py", "tests/engine/test_bounds.py"),
+    *("tests/engine/schedule/test_sequence_kv.py", "tests/engine/retention/test_requantize.py"),
 )
 """Folders and files of the tests that may notice."""
 COPIED = ("src", "tests", "tools", "pyproject.toml")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from combinations import pairs
-from test_partial_blocks import ask, core_of, run
+from small_cores import ask, core_of, run
 from tiny_families import prompt_of
 
 import penstock

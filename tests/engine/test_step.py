@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chunk_speeds import TokenASecond
 from cold_engine import SETTINGS, said, submit
 from engine_faults import STATES, model_of
-from test_scheduler import TokenASecond
 
 from penstock.engine import core as core_module
 from penstock.engine.core import Core

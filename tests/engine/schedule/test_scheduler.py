@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chunk_speeds import TokenASecond
 from combinations import pairs
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -133,21 +134,6 @@ def read(scheduler: Scheduler[Item], plan: StepPlan[Item]) -> None:
 
 def shares(plan: StepPlan[Item]) -> dict[int, int]:
     return {chunk.sequence.id: chunk.tokens for chunk in plan.prefill}
-
-
-class TokenASecond:
-    """Every token of every prompt takes a second."""
-
-    def chunk_seconds(self, tokens: int, start: int) -> float:
-        return tokens
-
-    def tokens_within(self, seconds: float, start: int, most: int) -> int:
-        return min(int(seconds), most)
-
-    tokens_to_try = tokens_within
-
-    def tokens_worth(self, start: int) -> int:
-        return 0
 
 
 def time_for(tokens: int | None, *, whole_blocks: bool = False) -> StepTime | None:

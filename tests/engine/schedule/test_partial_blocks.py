@@ -7,11 +7,10 @@ from typing import Any
 from weakref import ref
 
 import pytest
-import tiny_families
+from small_cores import ask, core_of, run
 from tiny_families import prompt_of
 
 from penstock.engine.core import Core
-from penstock.engine.handle import Handle
 from penstock.engine.request import Request
 from penstock.engine.schedule.scheduler import State
 from penstock.ledger import Kind
@@ -20,33 +19,11 @@ from penstock.prefix import tree_shape
 
 KINDS = ("llama", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "mamba2", "recurrent_gemma")
 """Full attention; windows, with sinks; states in some layers, in all, alone, and with windows."""
-SMALL: dict[str, Any] = {
-    "block_size": 16,
-    "prefill_chunk": 64,
-    "max_kv_size": 1_024,
-    "memory_limit": "200MB",
-}
 FORMS: dict[str, dict[str, Any]] = {
     "raw": {},
     "active": {"kv_cache_quantization": "turbo8", "kv_cache_quantize_when": "active"},
     "at-rest": {"kv_cache_quantization": "turbo8", "kv_cache_quantize_when": "at-rest"},
 }
-
-
-def core_of(kind: str, **settings: Any) -> Core:
-    with tiny_families.uncompiled():
-        return Core(tiny_families.build(kind), **{**SMALL, **settings})
-
-
-def run(core: Core, *handles: Handle) -> list[tuple[int, ...]]:
-    while core.step():
-        core.view.check()
-    return [handle.result(0.0)[0].tokens for handle in handles]
-
-
-def ask(core: Core, prompt: tuple[int, ...], tokens: int = 12, **more: Any) -> tuple[int, ...]:
-    request = Request(prompt=prompt, max_tokens=tokens, ignore_eos=True, **more)
-    return tuple(run(core, core.submit(request))[0])
 
 
 def computed(core: Core, act: Callable[[], Any]) -> tuple[Any, int]:
