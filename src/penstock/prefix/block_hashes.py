@@ -1,15 +1,16 @@
-"""Name the whole blocks of a prompt, so that equal names mean equal prefixes.
+"""Hash the whole blocks of a prompt, so that equal hashes mean equal prefixes.
 
-A block's key is a hash over the key before it and its own tokens: it names the block *and*
-everything in front of it. The chain starts at `root_hash`, which stands for what must be equal
-besides the tokens: the fingerprint of the model and the tenant's salt.
+A block hash is computed over the hash before it and the block's own tokens. It stands for the block
+*and* everything in front of it. The chain starts at `root_hash`, which stands for the fingerprint
+of the model and the tenant's salt: these must be equal, too.
 
-Keys are 128 bits of BLAKE2b and are trusted without comparing tokens. A prompt may come from an
-attacker after another tenant's KV, so the hash has to withstand a search for collisions (2^64
-hashes); xxh3 does not. By accident, 10^12 blocks collide with a probability of 10^-15. BLAKE2b runs
-at the same speed on every CPU, needs no further package, and names 131,072 tokens in blocks of 64
-in 1.1 ms, where SHA-256 with the CPU's own instructions takes 0.9 and xxh3_128 0.2; making bytes of
-a Python list takes another 0.7 ms.
+Hashes are 128 bits of BLAKE2b and are trusted without comparing tokens. A prompt may come from an
+attacker after another tenant's KV. So the hash has to withstand a search for collisions (2^64
+hashes); xxh3 does not. By accident, 10^12 blocks collide with a probability of 10^-15.
+
+BLAKE2b runs at the same speed on every CPU and needs no further package. It hashes 131,072 tokens
+in blocks of 64 in 1.1 ms. SHA-256 with the CPU's own instructions takes 0.9 ms, and xxh3_128 0.2.
+Making bytes of a Python list takes another 0.7 ms.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-KEY_BYTES = 16
+HASH_BYTES = 16
+"""Bytes of a block hash."""
 TokenArray: TypeAlias = NDArray[np.uint32]
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 
 def root_hash(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
-    """Return the key in front of the first block.
+    """Return the hash in front of the first block.
 
     Args:
         fingerprint: identity of weights, dtype, codec, ...
@@ -38,7 +40,7 @@ def root_hash(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
     >>> root_hash("model", "a") == root_hash("model", "b")
     False
     """
-    hashed = blake2b(digest_size=KEY_BYTES, person=b"penstock root")
+    hashed = blake2b(digest_size=HASH_BYTES, person=b"penstock root")
     for part in (fingerprint, salt):
         raw = part.encode() if isinstance(part, str) else part
         hashed.update(len(raw).to_bytes(8, "little") + raw)
@@ -75,9 +77,9 @@ def _from_array(tokens: NDArray[Any]) -> TokenArray:
 
 
 def hash_blocks(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
-    """Name every whole block; the tokens behind the last one have no name.
+    """Hash every whole block; the tokens behind the last one have no hash.
 
-    With the last key as `root` the chain goes on where it ended.
+    With the last hash as `root` the chain goes on where it ended.
 
     >>> root = root_hash("model")
     >>> a, b = hash_blocks([1, 2, 3, 4, 5], 2, root)
@@ -86,32 +88,32 @@ def hash_blocks(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
     """
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
-    if len(root) != KEY_BYTES:
-        raise ValueError(f"root must be a key of {KEY_BYTES} bytes, not {len(root)}")
+    if len(root) != HASH_BYTES:
+        raise ValueError(f"root must be a hash of {HASH_BYTES} bytes, not {len(root)}")
     raw = as_tokens(tokens).astype("<u4", copy=False).tobytes()
     step = 4 * block_size
     block_hashes = []
-    key = root
+    chained = root
     for start in range(0, len(raw) - step + 1, step):
-        key = blake2b(key + raw[start : start + step], digest_size=KEY_BYTES).digest()
-        block_hashes.append(key)
+        chained = blake2b(chained + raw[start : start + step], digest_size=HASH_BYTES).digest()
+        block_hashes.append(chained)
     return block_hashes
 
 
 def partial_hash(tokens: Tokens, root: bytes) -> bytes:
-    """Name a block that is not full yet; no whole block has that name.
+    """Hash a block that is not full yet; no whole block has that hash.
 
     >>> root = root_hash("model")
     >>> partial_hash([1, 2], root) in (partial_hash([1], root), *hash_blocks([1, 2], 2, root))
     False
     """
     raw = as_tokens(tokens).astype("<u4", copy=False).tobytes()
-    return blake2b(root + raw, digest_size=KEY_BYTES, person=b"penstock partial").digest()
+    return blake2b(root + raw, digest_size=HASH_BYTES, person=b"penstock partial").digest()
 
 
-def checkpoint_hash(key: bytes) -> bytes:
-    """Name the states that recurrent layers have behind the block `key`."""
-    return blake2b(key, digest_size=KEY_BYTES, person=b"penstock states").digest()
+def checkpoint_hash(block_hash: bytes) -> bytes:
+    """Hash the states that recurrent layers have behind the block of `block_hash`."""
+    return blake2b(block_hash, digest_size=HASH_BYTES, person=b"penstock states").digest()
 
 
 def is_hash_of(key: bytes, parent: bytes, tokens: TokenArray | None, blocks: int = 1) -> bool:
@@ -121,6 +123,6 @@ def is_hash_of(key: bytes, parent: bytes, tokens: TokenArray | None, blocks: int
     """
     if tokens is None:
         return key == checkpoint_hash(parent)
-    if len(parent) != KEY_BYTES or blocks < 1 or not len(tokens) or len(tokens) % blocks:
+    if len(parent) != HASH_BYTES or blocks < 1 or not len(tokens) or len(tokens) % blocks:
         return False
     return hash_blocks(tokens, len(tokens) // blocks, parent)[-1] == key

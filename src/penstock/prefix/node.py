@@ -58,7 +58,7 @@ class Node(Generic[S]):
     """Never given twice by one tree."""
     parent: Node[S] | None
     block_hashes: tuple[bytes, ...]
-    """One for each block; keys[0] is the name under which the parent knows this node."""
+    """Block hashes, one for each block. The parent finds this node under the first one."""
     tokens: TokenArray
     segment: S
     start: int

@@ -46,6 +46,6 @@ def _check_node(node: Node[S], block_size: int) -> None:
     tokens = node.tokens[known * block_size :]
     if node.partial:
         if parent and node.block_hashes != (partial_hash(tokens, root),):
-            raise AssertionError(f"the key of {node} does not name its tokens")
+            raise AssertionError(f"the hash of {node} does not name its tokens")
     elif tuple(hash_blocks(tokens, block_size, root)) != node.block_hashes[known:]:
-        raise AssertionError(f"the keys of {node} do not name its tokens")
+        raise AssertionError(f"the block hashes of {node} do not name its tokens")

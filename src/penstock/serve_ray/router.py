@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from penstock.config import WORTH, RoutingPolicy
-from penstock.prefix.block_hashes import KEY_BYTES
+from penstock.prefix.block_hashes import HASH_BYTES
 from penstock.routing import RoutedPrompt, Router, Summary
 
 BLOCKS = "penstock_blocks"
@@ -99,7 +99,7 @@ def split_keys(joined: bytes) -> Sequence[bytes]:
     >>> split_keys(bytes(32)) == [bytes(16)] * 2
     True
     """
-    return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
 
 
 def _name(replica_id: ReplicaID) -> str:

@@ -155,6 +155,6 @@ def test_what_follows_a_chain_that_waits_is_one_entry(tmp_path: Path) -> None:
         keys = core.prefixes.block_hashes(prompt(3_200))
         for blocks in range(10, 201, 10):
             tier.writer.note(keys[:blocks], b"", blocks - 10)
-        assert (len(tier.writer._pending), tier.writer._pending_keys) == (1, 200)
+        assert (len(tier.writer._pending), tier.writer._pending_hashes) == (1, 200)
         assert tier.writer._pending[0].first == 0
         tier.writer.forget()

@@ -27,15 +27,15 @@ from penstock.tiers.host import host_block, host_states
 from penstock.tiers.record import HostArray, Record
 from penstock.tiers.worker import ColdTier
 
-PENDING_KEYS = 16_384
-"""Blocks, at most, that are worth writing and wait for their turn."""
+PENDING_HASHES = 16_384
+"""Most block hashes that wait for their turn to be written."""
 PENDING_TURNS = 64
 """Checkpoints, at most, that wait for their turn; the oldest are left out. As many ends linger."""
-KEY_BYTES = 80
+PENDING_HASH_BYTES = 80
 """Python overhead of one pending block hash."""
-LINGERING_KEY_BYTES = 8
+LINGERING_HASH_BYTES = 8
 """Bytes of a block hash in the chain of an end that lingers: the tree has the hash itself."""
-PENDING_BYTES = PENDING_KEYS * (KEY_BYTES + LINGERING_KEY_BYTES)
+PENDING_BYTES = PENDING_HASHES * (PENDING_HASH_BYTES + LINGERING_HASH_BYTES)
 """Bytes of the lists of pending blocks, and of ends."""
 
 
@@ -91,10 +91,10 @@ class TierWriter:
         self._record_bytes = record_bytes
         self._is_dear = is_dear
         self._pending: deque[_Pending] = deque()
-        self._pending_keys = 0
+        self._pending_hashes = 0
         self._turns: deque[tuple[bytes, ...]] = deque(maxlen=PENDING_TURNS)
         self._ends = ConversationEnds(
-            prefixes.block_size, PENDING_TURNS, clock, most_blocks=PENDING_KEYS
+            prefixes.block_size, PENDING_TURNS, clock, most_blocks=PENDING_HASHES
         )
         self.dropped_blocks = 0
         """Blocks that were evicted before they were written."""
@@ -265,8 +265,8 @@ class TierWriter:
                 self._drop(pending)
         entry = _Pending(tuple(block_hashes), root, first, ended)
         self._pending.appendleft(entry) if urgent else self._pending.append(entry)
-        self._pending_keys += len(block_hashes)
-        while self._pending_keys > PENDING_KEYS:
+        self._pending_hashes += len(block_hashes)
+        while self._pending_hashes > PENDING_HASHES:
             self._abandon(self._pending[0])
 
     def _offer(self, pending: _Pending) -> None:
@@ -348,4 +348,4 @@ class TierWriter:
 
     def _drop(self, pending: _Pending) -> None:
         self._pending.remove(pending)
-        self._pending_keys -= len(pending.block_hashes)
+        self._pending_hashes -= len(pending.block_hashes)

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from penstock.prefix.block_hashes import KEY_BYTES, checkpoint_hash, is_hash_of
+from penstock.prefix.block_hashes import HASH_BYTES, checkpoint_hash, is_hash_of
 from penstock.tiers.disk.block_files import SUFFIX
 from penstock.tiers.disk.disk_store import SSDStore
 from penstock.tiers.disk.folder import Folder, Progress
@@ -89,7 +89,7 @@ def check_block(raw: bytes) -> Checked:
         raise Damaged(f"its header makes no sense: {error}") from None
     if not fingerprint.isprintable() or not 0 < len(fingerprint) <= FINGERPRINT_CHARACTERS:
         raise Damaged("its fingerprint is none")
-    if not 0 <= record.depth < MOST_DEPTH or len(record.parent) != KEY_BYTES:
+    if not 0 <= record.depth < MOST_DEPTH or len(record.parent) != HASH_BYTES:
         raise Damaged(f"it cannot lie at depth {record.depth} behind {record.parent.hex()}")
     is_checkpoint = record.key == checkpoint_hash(record.parent)
     tokens = None if is_checkpoint else _tokens(record.arrays.get(TOKENS))

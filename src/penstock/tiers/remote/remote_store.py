@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kv.block_spans import Spans
-from penstock.prefix.block_hashes import KEY_BYTES, is_hash_of, root_hash
+from penstock.prefix.block_hashes import HASH_BYTES, is_hash_of, root_hash
 from penstock.tiers.record import (
     FORMAT,
     HEAD_BYTES,
@@ -98,7 +98,7 @@ class RemoteStore(Store):
         self._failed: str | None = None
         try:
             # A store that does not answer shows now, when no request waits.
-            self._there([bytes(KEY_BYTES)])
+            self._there([bytes(HASH_BYTES)])
         except OSError:
             objects.close()
             raise
