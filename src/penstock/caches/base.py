@@ -261,7 +261,7 @@ class Bounded(LayerCache):
         self._chunk = None
         return super()._state()
 
-    def _in_sight_of_others(self, fetched: tuple[Side, Side]) -> tuple[Side, Side]:
+    def _shown_to_others(self, fetched: tuple[Side, Side]) -> tuple[Side, Side]:
         """Return the keys and values fetched for a chunk, noted if other layers read them."""
         if self.read_by_others:
             self._chunk = fetched

@@ -356,7 +356,7 @@ class TurboQuantKVCache(TurboQuant):
     def write(self, keys: mx.array, values: mx.array) -> None:
         """Write one token to the tail, which is committed first if it is full."""
         if self.tail.offset == BLOCK_TOKENS:
-            self._seal(*self._emptied())
+            self._commit(*self._emptied())
         self.tail.update_and_fetch(keys, values)
         self.offset += 1
 
@@ -368,7 +368,7 @@ class TurboQuantKVCache(TurboQuant):
             before = self._emptied()
             keys = mx.concatenate([before[0], keys], axis=2)
             values = mx.concatenate([before[1], values], axis=2)
-        self._seal(keys, values)
+        self._commit(keys, values)
         mx.eval(self.tail.keys, self.tail.values)
 
     def trim(self, n: int) -> int:
@@ -410,7 +410,7 @@ class TurboQuantKVCache(TurboQuant):
         self.tail.offset = 0
         return keys, values
 
-    def _seal(self, keys: mx.array, values: mx.array) -> None:
+    def _commit(self, keys: mx.array, values: mx.array) -> None:
         """Put whole blocks where they stay; the tail, which is empty, takes the rest."""
         tokens, raw = keys.shape[2], self.first
         if not self.codes.offset:

@@ -63,7 +63,7 @@ class Ring(Bounded):
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
         """Return the tokens visible to a chunk that overflows the window, then hold the window."""
-        fetched = joined(self._in_sight(), new)
+        fetched = joined(self._visible_past(), new)
         self._make_room(self.max_size, 0, new)
         count = col.columns(fetched[0])
         start = count - (self.max_size - self.keep)
@@ -73,9 +73,9 @@ class Ring(Bounded):
         mx.eval(col.arrays(self.keys, self.values))
         self.offset += tokens
         self._idx = self.max_size
-        return self._in_sight_of_others(fetched)
+        return self._shown_to_others(fetched)
 
-    def _in_sight(self) -> tuple[list[Side], list[Side]]:
+    def _visible_past(self) -> tuple[list[Side], list[Side]]:
         """Return views of the past that a chunk's first query may see, in order of time."""
         if self.keys is None or self.values is None:
             return [], []
@@ -250,7 +250,7 @@ class BatchRotatingKVCache(Bounded, Padded):
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
         """Return the tokens visible to a chunk that overflows the window, then hold the window."""
         dropped = self._used() + tokens - self.max_size
-        fetched = joined(self._in_sight(), new)
+        fetched = joined(self._visible_past(), new)
         self._tokens = [at + tokens for at in self._tokens]
         shifts = self._surplus()
         self._make_room(self.max_size, 0, new)
@@ -260,9 +260,9 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._pads = [pad - dropped for pad in self._pads]
         self._idx, self.rotated = self.max_size, False
         self._offset += tokens
-        return self._in_sight_of_others(fetched)
+        return self._shown_to_others(fetched)
 
-    def _in_sight(self) -> tuple[list[Side], list[Side]]:
+    def _visible_past(self) -> tuple[list[Side], list[Side]]:
         """Return views of the past that a chunk's first query may see, in order of time."""
         if self.keys is None or self.values is None:
             return [], []

@@ -122,16 +122,16 @@ class BatchSinkRing(Bounded, Batch):
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
         """Return the columns and the chunk, then write the part of it in each row's window."""
-        fetched = joined(self._in_sight(), new)
+        fetched = joined(self._visible_past(), new)
         self._make_room(self.max_size, self._used(), new)
         for row, (at, valid) in enumerate(zip(self._tokens, self._valid(tokens), strict=True)):
             for start, stop in self._runs(at, at + valid):
                 self._write(self._slot(start), _row(new, row, start - at, stop - at), row)
         mx.eval(col.arrays(self.keys, self.values))
         self._advance(tokens)
-        return self._in_sight_of_others(fetched)
+        return self._shown_to_others(fetched)
 
-    def _in_sight(self) -> tuple[list[Side], list[Side]]:
+    def _visible_past(self) -> tuple[list[Side], list[Side]]:
         """Return views of the columns in use, in ring order."""
         if self.keys is None or self.values is None:
             return [], []

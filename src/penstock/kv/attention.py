@@ -97,7 +97,7 @@ class AttentionWindow:
         return self.starts_at(position) <= self.keep
 
     def within(self, window: int | None) -> AttentionWindow:
-        """Return this sight, narrowed by the window of a mask that the model asked for.
+        """Return this window, narrowed by the window of a mask that the model asked for.
 
         A narrower window hides the kept tokens, too, as in the rings of `penstock.kv`.
         """

@@ -65,7 +65,7 @@ class SharedRead:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How the rows of a step read their parts, for one sight: the same in all of its layers."""
+    """How the rows of a step read their parts, for one window: the same in all of its layers."""
 
     levels: tuple[tuple[SharedRead, ...], ...]
     """Units of a level are in order and have no row in common."""
@@ -101,7 +101,7 @@ def plan_attention(
         width: new tokens of each row.
     """
     levels: list[list[SharedRead]] = []
-    _descend(rows, 0, len(rows), 0, 0, (attention_window, width), levels)
+    _descend(rows, 0, len(rows), 0, 0, attention_window, width, levels)
     columns = max(row.tail for row in rows) + width
     seen = _tail_seen(rows, columns, attention_window, width)
     return AttentionPlan(tuple(map(tuple, levels)), seen, columns)
@@ -113,7 +113,8 @@ def _descend(
     last: int,
     depth: int,
     level: int,
-    sight: tuple[AttentionWindow, int],
+    attention_window: AttentionWindow,
+    width: int,
     levels: list[list[SharedRead]],
 ) -> None:
     """Lay out the rows first..last-1, which share their first `depth` parts, from `level` on.
@@ -131,12 +132,13 @@ def _descend(
                 rows[stop - 1], end
             ):
                 end += 1
-            unit = _unit(rows, start, stop, depth, end, *sight)
-            if unit is not None:
+            shared = _shared_read(rows, start, stop, depth, end, attention_window, width)
+            if shared is not None:
                 if level == len(levels):
                     levels.append([])
-                levels[level].append(unit)
-            _descend(rows, start, stop, end, level + (unit is not None), sight, levels)
+                levels[level].append(shared)
+            below = level + (shared is not None)
+            _descend(rows, start, stop, end, below, attention_window, width, levels)
         start = stop
 
 
@@ -152,7 +154,7 @@ def _key_at(row: DecodeRow, depth: int) -> tuple[int, int] | None:
     return _key(row.parts[depth]) if depth < len(row.parts) else None
 
 
-def _unit(
+def _shared_read(
     rows: Sequence[DecodeRow],
     first: int,
     last: int,

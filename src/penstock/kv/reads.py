@@ -106,7 +106,7 @@ class DecodeStep:
         )
 
     def layout(self, attention_window: AttentionWindow) -> AttentionPlan:
-        """Return how the rows read under this sight."""
+        """Return how the rows read under this window."""
         if attention_window not in self.layouts:
             plan = plan_attention(self.rows, attention_window, self.width)
             self.layouts[attention_window] = plan
@@ -324,9 +324,9 @@ class DecodeReads(Reads):
     ) -> mx.array:
         """Read all parts of a row and its tail."""
         columns = layout.tail_columns
-        units = [unit for level in layout.levels for unit in level]
-        pieces = [piece for unit in units for piece in unit.pieces]
-        seen = _seen_alone(units, layout, columns, self.step.width)
+        shared_reads = [shared for level in layout.levels for shared in level]
+        pieces = [piece for shared in shared_reads for piece in shared.pieces]
+        seen = _seen_alone(shared_reads, layout, columns, self.step.width)
         sides = read_sides(pieces, self.layer)
         return self._attend_parts(queries, row, sides, columns, seen, sinks)
 
@@ -380,21 +380,21 @@ class DecodeReads(Reads):
         partials = [self._tail_partial(queries, tail_keys, tail_values, layout)]
         device = backend.current()
         before = [partials[0].mixed] * device.lanes
-        """What each lane computes last, by now: codes of the next unit are read after that."""
+        """Last result of each lane by now; codes of the next read are read after it."""
         for level in layout.levels:
             parts_read: list[Partial] = []
             row = 0
-            for number, unit in enumerate(level):
-                if unit.first > row:
-                    parts_read.append(_nothing(stacked, (unit.first - row) * r, tail_values))
+            for number, shared in enumerate(level):
+                if shared.first > row:
+                    parts_read.append(_nothing(stacked, (shared.first - row) * r, tail_values))
                 place = number % device.lanes
                 with device.lane(number if len(level) > 1 else None):
-                    parts_read.append(self._unit_partial(stacked, unit, r, before[place]))
+                    parts_read.append(self._shared_partial(stacked, shared, r, before[place]))
                 if len(level) > 1:
                     before[place] = parts_read[-1].mixed
                 else:  # it may have had all lanes
                     before = [parts_read[-1].mixed] * device.lanes
-                row = unit.last
+                row = shared.last
             if row < b:
                 parts_read.append(_nothing(stacked, (b - row) * r, tail_values))
             partials.append(_side_by_side(parts_read))
@@ -404,26 +404,26 @@ class DecodeReads(Reads):
     def _uncoded(self, layout: AttentionPlan) -> list[RowsRead] | None:
         """Return all reads of a plan in this layer; None if some of what is read is in codes."""
         reads = []
-        for unit in (unit for level in layout.levels for unit in level):
+        for shared in (shared for level in layout.levels for shared in level):
             pieces = []
-            for segment, start, stop in unit.pieces:
+            for segment, start, stop in shared.pieces:
                 if segment.missing:
                     start, stop = segment.columns(self.layer, start, stop)
                 keys, values = segment.layers[self.layer]
                 if not (isinstance(keys, mx.array) and isinstance(values, mx.array)):
                     return None
                 pieces.append((keys, values, start, stop))
-            reads.append(RowsRead(unit.first, unit.last, pieces, unit.seen))
+            reads.append(RowsRead(shared.first, shared.last, pieces, shared.seen))
         return reads
 
-    def _unit_partial(
-        self, stacked: mx.array, unit: SharedRead, r: int, after: mx.array
+    def _shared_partial(
+        self, stacked: mx.array, shared: SharedRead, r: int, after: mx.array
     ) -> Partial:
-        keys, values = read_sides(unit.pieces, self.layer)
-        seen = None if unit.seen is None else _for_stacked(unit.seen, r)
+        keys, values = read_sides(shared.pieces, self.layer)
+        seen = None if shared.seen is None else _for_stacked(shared.seen, r)
         rows = stacked
-        if stacked.shape[1] != (unit.last - unit.first) * r:
-            rows = stacked[:, unit.first * r : unit.last * r]
+        if stacked.shape[1] != (shared.last - shared.first) * r:
+            rows = stacked[:, shared.first * r : shared.last * r]
         return backend.current().attend_decode(rows, keys, values, seen, after)
 
     def _tail_partial(
@@ -447,15 +447,15 @@ class DecodeReads(Reads):
 
 
 def _seen_alone(
-    units: Sequence[SharedRead], layout: AttentionPlan, tail: int, width: int
+    shared_reads: Sequence[SharedRead], layout: AttentionPlan, tail: int, width: int
 ) -> mx.array | None:
-    """Return (width, columns) booleans over the units' columns and the tail's, if any is hidden."""
-    if layout.tail_seen is None and all(unit.seen is None for unit in units):
+    """Return (width, columns) booleans over the columns read and the tail's, if any is hidden."""
+    if layout.tail_seen is None and all(shared.seen is None for shared in shared_reads):
         return None
     masks = []
-    for unit in units:
-        count = sum(stop - start for _, start, stop in unit.pieces)
-        masks.append(mx.ones((width, count), mx.bool_) if unit.seen is None else unit.seen[0])
+    for shared in shared_reads:
+        count = sum(stop - start for _, start, stop in shared.pieces)
+        masks.append(mx.ones((width, count), mx.bool_) if shared.seen is None else shared.seen[0])
     own = layout.tail_seen
     masks.append(mx.ones((width, tail), mx.bool_) if own is None else own[0])
     return mx.concatenate(masks, axis=-1)

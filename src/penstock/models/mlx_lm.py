@@ -437,7 +437,7 @@ def layout(model: nn.Module) -> ModelLayout:
     if all(map(_compresses, caches)):
         caches, compression = _opened(model, caches)
     kept, states, places = taken_apart(caches)
-    attention_windows = tuple(_sight(cache, number) for number, cache in enumerate(kept))
+    attention_windows = tuple(_window_of(cache, number) for number, cache in enumerate(kept))
     return ModelLayout(
         attention_windows, tuple(len(cache.cache) for cache in states), places, compression
     )
@@ -480,7 +480,7 @@ def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression
     return opened, Compression(tuple(rows), every, form, form.nbytes + most_bytes)
 
 
-def _sight(cache: Any, number: int) -> AttentionWindow:
+def _window_of(cache: Any, number: int) -> AttentionWindow:
     if isinstance(cache, Rows):
         return AttentionWindow()
     if type(cache) is mlx_lm.models.cache.RotatingKVCache:

@@ -170,8 +170,8 @@ def signature(layout: AttentionPlan, layer: int, dtype: mx.Dtype) -> Hashable:
 def segments_of(layout: AttentionPlan) -> Iterator[Segment]:
     """Yield the segment of each piece that is read."""
     for level in layout.levels:
-        for unit in level:
-            for segment, _, _ in unit.pieces:
+        for shared in level:
+            for segment, _, _ in shared.pieces:
                 yield segment
 
 
@@ -194,8 +194,8 @@ def dispatches(
     by_form: dict[SpanForm, dict[int, list[Range]]] = {}
     segments: dict[int, Segment] = {}
     for level in layout.levels:
-        for unit in level:
-            for segment, ranged in _ranges(reading, unit, layer):
+        for shared in level:
+            for segment, ranged in _ranges(reading, shared, layer):
                 form = form_of(segment.layers[layer], tails[0].dtype)
                 assert form is not None
                 segments[id(segment)] = segment
@@ -215,9 +215,11 @@ def dispatches(
     return calls
 
 
-def _ranges(reading: StepReading, unit: SharedRead, layer: int) -> Iterator[tuple[Segment, Range]]:
-    members = reading.rows[unit.first : unit.last]
-    for segment, start, stop in unit.pieces:
+def _ranges(
+    reading: StepReading, shared: SharedRead, layer: int
+) -> Iterator[tuple[Segment, Range]]:
+    members = reading.rows[shared.first : shared.last]
+    for segment, start, stop in shared.pieces:
         parts = [next(part for part in row.parts if part.segment is segment) for row in members]
         gone = segment.missing[layer] if segment.missing else 0
         limits = tuple(
@@ -226,7 +228,7 @@ def _ranges(reading: StepReading, unit: SharedRead, layer: int) -> Iterator[tupl
         )
         held = col.columns(segment.layers[layer][0])
         first, stop = segment.columns(layer, start, stop)
-        yield segment, Range(0, 0, held, first, stop, unit.first, limits)
+        yield segment, Range(0, 0, held, first, stop, shared.first, limits)
 
 
 def _tail_range(reading: StepReading, number: int, columns: int) -> Range:

@@ -56,10 +56,10 @@ class Situation(Enum):
     @classmethod
     def of(cls, rows: int, layout: AttentionPlan) -> Situation:
         """Return that of a step."""
-        units = [unit for level in layout.levels for unit in level]
+        reads = [read for level in layout.levels for read in level]
         if rows == 1:
-            return cls.ONE_PART if sum(len(unit.pieces) for unit in units) < 2 else cls.PARTS
-        return cls.SHARED if any(unit.last - unit.first > 1 for unit in units) else cls.RAGGED
+            return cls.ONE_PART if sum(len(read.pieces) for read in reads) < 2 else cls.PARTS
+        return cls.SHARED if any(read.last - read.first > 1 for read in reads) else cls.RAGGED
 
 
 @dataclass(frozen=True, slots=True)
