@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from penstock.kv import states as st
-from penstock.kv.states import State, arrays, copied, nbytes, unpinned
+from penstock.kv.states import LayerState, arrays, copied, nbytes, unpinned
 
 TOKENS, KEPT, WIDTH = 4_096, 3, 64
 SMALL_BYTES = 4 * KEPT * WIDTH
@@ -51,7 +51,7 @@ def test_a_view_keeps_what_it_was_cut_from() -> None:
 
 def test_small_arrays_are_copies_and_keep_nothing_else_alive() -> None:
     before = mx.get_active_memory()
-    states: tuple[State, ...] = ((left_by_a_convolution(), state()), (None, state()))
+    states: tuple[LayerState, ...] = ((left_by_a_convolution(), state()), (None, state()))
     states = unpinned(states)
     mx.eval(arrays(states))
     assert mx.get_active_memory() - before == nbytes(states) == SMALL_BYTES + 2 * 8 * SMALL_BYTES

@@ -52,7 +52,7 @@ class ColdMachine(EngineMachine):
         super().open_core()
         # Of such a small model nothing is worth the disk.
         self.core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
-        self.tiers.read_pace.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
+        self.tiers.read_rate.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
         self.tiers.tier._retry_seconds = 0.0
         self.rest()
 

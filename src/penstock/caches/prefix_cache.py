@@ -177,8 +177,8 @@ class PrefixCache:
         self.counts.asked_tokens += len(values)
         states: States = ()
         if match.tokens and self._shapes[salt].states:
-            at, live = resume(match.path, match.tokens)
-            states = () if live is None else live.states
+            at, recurrent = resume(match.path, match.tokens)
+            states = () if recurrent is None else recurrent.states
             match = self.prefixes.match(keys[: at // self.tree.block_size])
         if match.tokens == 0:
             return None, values.tolist()

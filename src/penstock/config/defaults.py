@@ -6,7 +6,7 @@ KEEP = 4_096
 """First tokens of a sequence that are never dropped."""
 MAX_TOKENS = 512
 """Tokens generated at most for one answer."""
-TEMP = 0.0
+TEMPERATURE = 0.0
 """Sampling temperature, without unit; 0 takes the likeliest token."""
 MAX_BATCH_SIZE = 8
 """Sequences that the engine runs at the same time."""

@@ -12,7 +12,7 @@ from penstock.config.defaults import (
     MAX_TOKENS,
     MIN_QUANTIZE_TOKENS,
     RAW_FIRST_TOKENS,
-    TEMP,
+    TEMPERATURE,
 )
 from penstock.config.setting import Setting, Settings
 
@@ -103,7 +103,7 @@ class SamplingSettings(Settings):
         float,
         Field(ge=0.0, allow_inf_nan=False),
         Setting("Sampling temperature; 0 takes the likeliest token.", "NUMBER"),
-    ] = TEMP
+    ] = TEMPERATURE
     top_p: Annotated[
         float,
         Field(gt=0.0, le=1.0),

@@ -22,7 +22,7 @@ import mlx.core as mx
 from penstock.kv import columns as col
 from penstock.kv.attention_plan import KVSpan
 from penstock.kv.segment import Segment
-from penstock.kv.states import RecurrentState, State
+from penstock.kv.states import LayerState, RecurrentState
 from penstock.kv.tails import LayerShape
 
 POINTS = ("window", "pending_kv", "pending_gate")
@@ -155,7 +155,7 @@ class CompressedReads:
         mx.eval(window)  # as in ChunkReads: one layer at a time
         return window
 
-    def leave(self) -> State:
+    def leave(self) -> LayerState:
         """Return the state that the step has left, of views."""
         loose = [
             reads.leave(getattr(self, reads.rows.name), before)
@@ -178,7 +178,7 @@ class Compressed:
 
 
 def completed(
-    segment: Segment, live: RecurrentState, rows: Mapping[int, Rows]
+    segment: Segment, state: RecurrentState, rows: Mapping[int, Rows]
 ) -> tuple[Segment, RecurrentState]:
     """Put the loose rows of a state into the last columns of a segment.
 
@@ -186,10 +186,10 @@ def completed(
 
     Args:
         segment: ends where the state is true.
-        live: of one sequence.
+        state: of one sequence.
         rows: by the layer's number.
     """
-    layers, states = list(segment.layers), [list(state) for state in live.row_states()]
+    layers, states = list(segment.layers), [list(one) for one in state.row_states()]
     for layer, layer_rows in rows.items():
         loose = states[layer_rows.state][layer_rows.place]
         if loose is None:
@@ -204,7 +204,7 @@ def completed(
         layers[layer] = col.join(keys, new_keys), col.join(values, new_values)
     mx.eval([col.arrays(*layer) for layer in layers])
     return replace(segment, layers=tuple(layers)), RecurrentState(
-        tuple(map(tuple, states)), own=live.own
+        tuple(map(tuple, states)), own=state.own
     )
 
 

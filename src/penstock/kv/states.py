@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-State: TypeAlias = "tuple[mx.array | None, ...]"
+LayerState: TypeAlias = "tuple[mx.array | None, ...]"
 """Arrays, (rows, ...), that one layer left; None stands for an array the layer never wrote."""
-States: TypeAlias = tuple[State, ...]
+States: TypeAlias = tuple[LayerState, ...]
 """States of all recurrent layers, in the model's order."""
 
 
@@ -24,12 +24,12 @@ def arrays(states: Iterable[Iterable[mx.array | None]]) -> list[mx.array]:
     return [array for state in states for array in state if array is not None]
 
 
-def nbytes(states: Sequence[State]) -> int:
+def nbytes(states: Sequence[LayerState]) -> int:
     """Count the bytes of states."""
     return sum(array.nbytes for array in arrays(states))
 
 
-def copied(states: Sequence[State], row: int | None = None) -> States:
+def copied(states: Sequence[LayerState], row: int | None = None) -> States:
     """Copy states into buffers of just their size, evaluated: all rows of them, or one."""
 
     def own(array: mx.array | None) -> mx.array | None:
@@ -43,7 +43,7 @@ def copied(states: Sequence[State], row: int | None = None) -> States:
     return copies
 
 
-def unpinned(states: Sequence[State]) -> States:
+def unpinned(states: Sequence[LayerState]) -> States:
     """Return states of which the small arrays are copies; not evaluated.
 
     A convolution leaves its last inputs as a view, which keeps all of them. The large arrays are a
@@ -103,21 +103,21 @@ class RecurrentState:
         return self.states if self.own else copied(self.states, self.row)
 
 
-def stacked(lives: Sequence[RecurrentState]) -> States:
+def stacked(sequences: Sequence[RecurrentState]) -> States:
     """Return the states of some sequences as rows, in order; not evaluated.
 
     Nothing is copied where they are all the rows of the step before, as in most steps.
     """
-    first = lives[0].states
-    if all(live.states is first and live.row == row for row, live in enumerate(lives)) and all(
-        array.shape[0] == len(lives) for array in arrays(first)
+    first = sequences[0].states
+    if all(one.states is first and one.row == row for row, one in enumerate(sequences)) and all(
+        array.shape[0] == len(sequences) for array in arrays(first)
     ):
         return first
 
     def joined(parts: tuple[mx.array | None, ...]) -> mx.array | None:
         columns = [
-            part[live.row : live.row + 1]
-            for part, live in zip(parts, lives, strict=True)
+            part[one.row : one.row + 1]
+            for part, one in zip(parts, sequences, strict=True)
             if part is not None
         ]
         if not columns:
@@ -126,11 +126,11 @@ def stacked(lives: Sequence[RecurrentState]) -> States:
             raise ValueError("some of the sequences have a state where others have none")
         return mx.concatenate(columns)
 
-    layers = zip(*(live.states for live in lives), strict=True)
+    layers = zip(*(one.states for one in sequences), strict=True)
     return tuple(tuple(map(joined, zip(*layer, strict=True))) for layer in layers)
 
 
-def blank(states: Sequence[State]) -> States:
+def blank(states: Sequence[LayerState]) -> States:
     """Return zeros in place of states."""
     return tuple(
         tuple(None if array is None else mx.zeros_like(array) for array in state)
@@ -143,7 +143,7 @@ def before(checkpoints: Sequence[Checkpoint], at: int) -> Iterator[Checkpoint]:
     return (checkpoint for checkpoint in reversed(checkpoints) if checkpoint.at <= at)
 
 
-def is_finite(states: Sequence[State]) -> bool:
+def is_finite(states: Sequence[LayerState]) -> bool:
     """Tell whether every number is one."""
     checks = [mx.isfinite(array).all() for array in arrays(states)]
     return not checks or bool(mx.stack(checks).all())

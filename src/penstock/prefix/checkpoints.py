@@ -55,13 +55,13 @@ class Checkpoints:
         """See the function of that name."""
         return resume(path, most_tokens)
 
-    def capture(self, path: Path, position: int, live: RecurrentState, *, turn_end: bool) -> bool:
+    def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> bool:
         """File a sequence's states under a boundary of its path, as far as there is room.
 
         Args:
             path: of which some node holds the block in front of the boundary.
             position: of the boundary: the states are those after so many tokens.
-            live: the states.
+            state: of the sequence.
             turn_end: whether a prompt ends in the next block.
 
         Returns:
@@ -77,7 +77,7 @@ class Checkpoints:
                 self._replace(node, [Checkpoint(at, held.states, turn_end=True)], {at})
             return True
         if self._prefixes.make_room(self._state_bytes):
-            states = live.owned()
+            states = state.owned()
             new = [Checkpoint(at, states, turn_end=turn_end)]
             if st.is_finite(states) and self._replace(node, new, {at}):
                 self.thin(path, position)

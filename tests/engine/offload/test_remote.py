@@ -121,8 +121,8 @@ def test_the_sooner_one_is_read(tmp_path: Path) -> None:
         assert core.tiers is not None
         tiers = core.tiers.tiers
         for slow, quick in (("disk", "remote"), ("remote", "disk")):
-            tiers[slow].read_pace.seconds = lambda nbytes: 2e-9 * nbytes  # type: ignore[method-assign]
-            tiers[quick].read_pace.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
+            tiers[slow].read_rate.seconds = lambda nbytes: 2e-9 * nbytes  # type: ignore[method-assign]
+            tiers[quick].read_rate.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
             found = dict.fromkeys(tiers.values(), 12)
             assert core.tiers.fastest(found, 0) == (tiers[quick], 12)
             assert core.tiers.fastest({**found, tiers[slow]: 13}, 0) == (tiers[slow], 13)

@@ -58,22 +58,23 @@ class Restore:
     """Tier that they are read from."""
     blocks: int = 1
     """Number of blocks."""
-    known: int = 0
+    cached_blocks: int = 0
     """Blocks before them that are in the tree and read again, as part of the first record."""
-    known_bytes: int = 0
+    cached_bytes: int = 0
+    """Bytes of the buffers for these."""
 
     @property
     def own_bytes(self) -> int:
         """Bytes of the buffers, without blocks that are in the tree."""
-        return self.paid.nbytes - self.known_bytes
+        return self.paid.nbytes - self.cached_bytes
 
     def segment(self, blocks: int, block_size: int) -> Segment:
         """Return the first of these blocks, once they are read; a copy if there are others."""
         assert isinstance(self.buffer, RestoreBuffer)
         segment = self.buffer.segment()
-        if blocks == self.blocks and not self.known:
+        if blocks == self.blocks and not self.cached_blocks:
             return segment
-        start = self.known * block_size
+        start = self.cached_blocks * block_size
         return segment.part(start, start + blocks * block_size).owned(coded=True)
 
 
@@ -109,7 +110,7 @@ class EngineTier:
         group: ProcessGroup,
     ) -> None:
         self.prefill_rate = prefill_rate
-        self.read_pace = ReadRate(group.mean(1 / FIRST_BYTES_PER_SECOND))
+        self.read_rate = ReadRate(group.mean(1 / FIRST_BYTES_PER_SECOND))
         self._group = group
         self._state_form = state_form
         self.state_bytes = 0 if state_form is None else state_form.nbytes
@@ -178,7 +179,7 @@ class EngineTier:
             return 0.0
         ahead = sum(restore.paid.nbytes for restore in self._restores)
         nbytes = self._nbytes(self._spans.start(first), stop) + self.state_bytes
-        seconds = self.read_pace.seconds(ahead + nbytes)
+        seconds = self.read_rate.seconds(ahead + nbytes)
         computed = self._prefill_seconds(stop - first)
         return computed - seconds if WORTH_READING * seconds < computed else 0.0
 
@@ -187,20 +188,22 @@ class EngineTier:
 
         Longer than the read should take, and never longer than computing them does.
         """
-        expected = self.read_pace.seconds(self._nbytes(first, stop))
+        expected = self.read_rate.seconds(self._nbytes(first, stop))
         return min(self._prefill_seconds(stop - first), max(LEAST_PATIENCE_SECONDS, 4 * expected))
 
     # ---- reading
 
-    def ask(self, block_hashes: Sequence[bytes], known: int) -> Future[int]:
+    def ask(self, block_hashes: Sequence[bytes], cached_blocks: int) -> Future[int]:
         """Ask how many first blocks of a request's chain the tier has.
 
         This counts as a use of the blocks, and lets the system read ahead those behind the first
-        `known` ones. With recurrent layers the answer ends at the last checkpoint.
+        `cached_blocks`. With recurrent layers the answer ends at the last checkpoint.
         """
         states = self.has_states
         return self._group.answer(
-            self.tier.call(lambda store: store.prepare(block_hashes, known, resumable=states), 0)
+            self.tier.call(
+                lambda store: store.prepare(block_hashes, cached_blocks, resumable=states), 0
+            )
         )
 
     def begin(self, block_hashes: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
@@ -216,10 +219,10 @@ class EngineTier:
         size, begun = self._prefixes.block_size, []
         for ends in self._runs(first, len(block_hashes)):
             start, stop = self._spans.start(first), ends[-1]
-            known_bytes = self.forms.nbytes(start, first)
-            if not self._prefixes.make_room(known_bytes):
+            cached_bytes = self.forms.nbytes(start, first)
+            if not self._prefixes.make_room(cached_bytes):
                 break
-            paid = self._prefixes.ledger.reserve(Kind.TAILS, known_bytes)
+            paid = self._prefixes.ledger.reserve(Kind.TAILS, cached_bytes)
             own.pass_on(paid, self.forms.nbytes(first, stop))
             buffer = RestoreBuffer(
                 self.forms.of(first),
@@ -230,7 +233,9 @@ class EngineTier:
             records = [block_hashes[end - 1] for end in ends]
             answer = self._group.answer(self.tier.restore(records, buffer.targets))
             begun.append(
-                Restore(first, buffer, answer, paid, self, stop - first, first - start, known_bytes)
+                Restore(
+                    first, buffer, answer, paid, self, stop - first, first - start, cached_bytes
+                )
             )
             first = stop
         self._restores.update(begun)
@@ -289,10 +294,11 @@ class EngineTier:
         counts = self.tier.stats().counts
         nbytes, seconds = self._read
         self._read = (counts.read_bytes, counts.read_seconds)
-        self.read_pace.restored(counts.read_bytes - nbytes, counts.read_seconds - seconds)
+        self.read_rate.restored(counts.read_bytes - nbytes, counts.read_seconds - seconds)
         records = 0 if restore.answer.exception() else restore.answer.result()
-        there = records * (restore.known + restore.blocks) // restore.buffer.blocks
-        return max(0, there - restore.known)
+        cached = restore.cached_blocks
+        there = records * (cached + restore.blocks) // restore.buffer.blocks
+        return max(0, there - cached)
 
     def cancel(self, restore: Restore, own: Reservation) -> bool:
         """Cancel a restore that has not begun and pass its bytes to `own`; return whether it is."""
@@ -340,7 +346,7 @@ class EngineTier:
 
     def _is_dear(self) -> bool:
         """Tell whether computing a record takes so long that it is written after its first use."""
-        seconds = self.read_pace.seconds(self._most_record_bytes)
+        seconds = self.read_rate.seconds(self._most_record_bytes)
         return self._prefill_seconds(self._spans.blocks) > WORTH_WRITING * seconds
 
     def _prefill_seconds(self, blocks: int) -> float:

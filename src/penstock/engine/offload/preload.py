@@ -99,7 +99,7 @@ class Preloader:
         self, restore: Restore, block_hashes: Sequence[bytes], pin: Pin[Segment], own: Reservation
     ) -> bool:
         """Take blocks that were read into the tree; return whether that are all of them."""
-        nbytes = restore.paid.nbytes if restore.known else 0
+        nbytes = restore.paid.nbytes if restore.cached_blocks else 0
         if self._tier.take(restore, own) < restore.blocks:
             return False
         assert isinstance(restore.buffer, RestoreBuffer)
@@ -109,7 +109,7 @@ class Preloader:
                 pin,
                 restore.first,
                 block_hashes[: restore.first + restore.blocks],
-                restore.buffer.tokens[restore.known * size :],
+                restore.buffer.tokens[restore.cached_blocks * size :],
                 restore.segment(restore.blocks, size),
                 own,
             )

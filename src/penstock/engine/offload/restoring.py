@@ -65,24 +65,24 @@ class Restoring:
         """Begin to restore blocks that would take longer to compute."""
         restored = self._scheduler.restoring_hashes()
         for sequence in self._scheduler.placed():
-            answer = sequence.tier_lookup
-            if answer is None or sequence.next_block_hash in restored:
+            lookup = sequence.tier_lookup
+            if lookup is None or sequence.next_block_hash in restored:
                 continue
-            if not answer.done():
+            if not lookup.done():
                 if sequence.state is State.PREFILLING:
                     self._scheduler.act(sequence, "fetch")
                     sequence.restore_deadline = self._clock() + ASK_SECONDS
                 continue
-            blocks_by_tier = answer.found()
+            blocks_by_tier = lookup.found()
             most = self._most_blocks(sequence)
             # Asked once; where all of them do not fit into memory together, some are read.
             longest = max(blocks_by_tier.values(), default=0)
-            sequence.tier_lookup = answer if longest > most else None
+            sequence.tier_lookup = lookup if longest > most else None
             blocks_by_tier = {tier: min(n, most) for tier, n in blocks_by_tier.items()}
             held = self._stores.matched(sequence.block_hashes) // self._size
             root = self._prefixes.root(sequence.request.salt)
             cached_blocks = sequence.kv.num_cached_tokens // self._size
-            self._tiers.note_held(answer, sequence.block_hashes[:held], root, cached_blocks)
+            self._tiers.note_held(lookup, sequence.block_hashes[:held], root, cached_blocks)
             if sequence.state is State.PREFILLING and self._begin(sequence, blocks_by_tier):
                 restored |= self._scheduler.restoring_hashes()
 
@@ -94,10 +94,10 @@ class Restoring:
             impatient = self._clock() > sequence.restore_deadline
             if sequence.restores and impatient:
                 self._lose_patience(sequence)
-            asked = sequence.tier_lookup
-            if asked is not None and impatient:
-                asked = sequence.tier_lookup = None
-            if not sequence.restores and (asked is None or asked.done()):
+            lookup = sequence.tier_lookup
+            if lookup is not None and impatient:
+                lookup = sequence.tier_lookup = None
+            if not sequence.restores and (lookup is None or lookup.done()):
                 self._scheduler.act(sequence, "fetched")
                 if sequence.resumed_at is None or self._go_on(sequence):
                     self._admission.advance(sequence)
@@ -114,28 +114,28 @@ class Restoring:
 
     def _begin(self, sequence: Sequence, blocks_by_tier: dict[EngineTier, int]) -> bool:
         """Begin to restore a chain from the fastest tier; return False if that saves no time."""
-        done = sequence.kv.num_cached_tokens // self._size
+        cached = sequence.kv.num_cached_tokens // self._size
         if self._stores.by_block:  # the last token's block is computed
             most = sequence.kv.readable_tokens // self._size
             blocks_by_tier = {tier: min(n, most) for tier, n in blocks_by_tier.items()}
         blocked = bool(sequence.kv.own_spans)
         if self._stores.checkpoints is None and sequence.kv.resumed_tokens:
             blocked = False  # its states are those of the path: it can resume a block earlier
-        fastest = None if blocked else self._tiers.fastest(blocks_by_tier, done)
+        fastest = None if blocked else self._tiers.fastest(blocks_by_tier, cached)
         if fastest is None:
             return False
         assert sequence.kv.reservation is not None
         self._admission.count_hit(sequence, -sequence.kv.drop_partial())
-        tier, on_disk = fastest
-        block_hashes, states = sequence.block_hashes[:on_disk], None
-        sequence.restore_deadline = self._clock() + tier.patience_seconds(done, on_disk)
+        tier, in_tier = fastest
+        block_hashes, states = sequence.block_hashes[:in_tier], None
+        sequence.restore_deadline = self._clock() + tier.patience_seconds(cached, in_tier)
         if tier.has_states:
             states = tier.begin_states(block_hashes)
             if states is None:
                 return False
             sequence.resumed_at = sequence.kv.num_cached_tokens
-            done = sequence.kv.follow(block_hashes)  # those need the states alone
-        sequence.restores = tier.begin(block_hashes, done, sequence.kv.reservation)
+            cached = sequence.kv.follow(block_hashes)  # those need the states alone
+        sequence.restores = tier.begin(block_hashes, cached, sequence.kv.reservation)
         if states is not None:
             sequence.restores.append(states)
         self._scheduler.act(sequence, "fetch")
@@ -168,7 +168,7 @@ class Restoring:
         blocks = restore.tier.take(restore, sequence.kv.reservation)
         if restore.first * size != start:  # those in front of them are missing
             return
-        copied = nbytes if restore.known or blocks < restore.blocks else 0
+        copied = nbytes if restore.cached_blocks or blocks < restore.blocks else 0
         if blocks and self._prefixes.make_room(copied):
             with self._prefixes.ledger.reserve(Kind.BUFFERS, copied):
                 sequence.kv.splice(restore.segment(blocks, size))

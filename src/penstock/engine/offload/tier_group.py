@@ -182,9 +182,9 @@ class TierGroup:
 
         This counts as a use of the blocks, and lets the system read ahead those not in the tree.
         """
-        known = self._prefixes.match(block_hashes).tokens // self._prefixes.block_size
+        cached = self._prefixes.match(block_hashes).tokens // self._prefixes.block_size
         return TierLookup(
-            {tier: tier.ask(block_hashes, known) for tier in self}, len(block_hashes), self._clock
+            {tier: tier.ask(block_hashes, cached) for tier in self}, len(block_hashes), self._clock
         )
 
     def cancel(self, restores: Sequence[Restore], own: Reservation) -> list[Restore]:
@@ -222,21 +222,21 @@ class TierGroup:
             tier.writer.note_end(block_hashes, root)
 
     def note_held(
-        self, asked: TierLookup, block_hashes: Sequence[bytes], root: bytes, cached_blocks: int
+        self, lookup: TierLookup, block_hashes: Sequence[bytes], root: bytes, cached_blocks: int
     ) -> None:
         """Take note of a chain in the tree whose end a tier may lack.
 
         For a tier that has not answered yet this is done when it has.
 
         Args:
-            asked: lookup of the chain.
+            lookup: of the chain.
             block_hashes: the chain, as far as it is in the tree.
             root: hash before the first block.
             cached_blocks: blocks before the position where the sequence resumes, which may have a
                 checkpoint.
         """
-        late = asked.late()
-        for tier, blocks in asked.found().items():
+        late = lookup.late()
+        for tier, blocks in lookup.found().items():
             if blocks < len(block_hashes):
                 tier.writer.note(block_hashes, root, blocks, seen=True, ended=True)
                 if tier.has_states:

@@ -30,7 +30,7 @@ from penstock.prefix.prefixes import Prefixes
 TURN_ENDS = 2
 """Newest ends of turns of a branch that are retained; with recurrent layers also of answers."""
 
-Reader = tuple[Path, int]
+PathReader = tuple[Path, int]
 """Path of a running sequence, and the number of its first tokens that the sequence reads."""
 Droppable = dict[int, dict[int, int]]
 """First tokens that can be dropped: by node id, then by layer."""
@@ -111,7 +111,7 @@ class Windows:
                         f"layer {layer} of {node} lacks {gone} tokens; it is seen from {sees} on"
                     )
 
-    def droppable(self, readers: Iterable[Reader], *, turns: bool) -> Droppable:
+    def droppable(self, readers: Iterable[PathReader], *, turns: bool) -> Droppable:
         """Return the first tokens that no retained position needs. O(nodes).
 
         Args:
@@ -141,7 +141,7 @@ class Windows:
                 droppable |= dict.fromkeys(lacking, count)
         return droppable
 
-    def pinned_bytes(self, readers: Iterable[Reader]) -> int:
+    def pinned_bytes(self, readers: Iterable[PathReader]) -> int:
         """Return the bytes that `relieve` frees of nodes that are read, at least. O(nodes).
 
         Args:
@@ -174,7 +174,9 @@ class Windows:
                 # The new segment holds the same arrays.
                 self._prefixes.tree.exchange(node, node.segment.checkpointed(after))
 
-    def relieve(self, nbytes: int, readers: Iterable[Reader], waiting: Collection[int] = ()) -> int:
+    def relieve(
+        self, nbytes: int, readers: Iterable[PathReader], waiting: Collection[int] = ()
+    ) -> int:
         """Drop KV that no retained position needs, until `nbytes` are free.
 
         Least recently used nodes come first. The ends of turns inside a branch are retained as long
@@ -200,7 +202,7 @@ class Windows:
         return before - self._prefixes.nbytes
 
     def _in_order(
-        self, readers: Iterable[Reader], waiting: Collection[int], *, turns: bool
+        self, readers: Iterable[PathReader], waiting: Collection[int], *, turns: bool
     ) -> Iterator[tuple[Node[Segment], int, int]]:
         """Yield node, layer and count of first tokens to drop, the least valuable first."""
 
@@ -243,7 +245,7 @@ class Windows:
 
     # ---- parts
 
-    def _nearest(self, readers: Iterable[Reader], *, turns: bool) -> dict[int, float]:
+    def _nearest(self, readers: Iterable[PathReader], *, turns: bool) -> dict[int, float]:
         """Return the first retained position in every node or behind it, by node id."""
         nodes = sorted(self._prefixes.tree, key=lambda node: node.start, reverse=True)
         nearest = {node.id: _retained(node) for node in nodes}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 
-from penstock.engine.retention.windows import Reader
+from penstock.engine.retention.windows import PathReader
 from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.scheduler import PLACED, Scheduler, State
@@ -48,7 +48,7 @@ class Admission:
 
     # ---- questions
 
-    def readers(self) -> Iterator[Reader]:
+    def readers(self) -> Iterator[PathReader]:
         """Yield the paths that sequences read, and how many tokens of each."""
         for sequence in self.sequences.values():
             if sequence.kv.pin is not None:

@@ -177,14 +177,14 @@ class CachedPath:
 
         Looks nothing up while the tree is as it was.
         """
-        blocks_done = self.num_cached_tokens // self._size
+        cached_blocks = self.num_cached_tokens // self._size
         version = self._version
         if self.pin is None or version == self._matched_version:
-            return blocks_done
-        if blocks_done >= len(self.block_hashes):
-            return blocks_done
+            return cached_blocks
+        if cached_blocks >= len(self.block_hashes):
+            return cached_blocks
         self._matched_version = version
-        return self._stores.prefixes.follow(self.pin, self.block_hashes, blocks_done)
+        return self._stores.prefixes.follow(self.pin, self.block_hashes, cached_blocks)
 
     def follow(self, block_hashes: list[bytes]) -> int:
         """Move on to all blocks of a chain that the tree has, and return the cached blocks.

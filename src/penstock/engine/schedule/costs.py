@@ -28,7 +28,7 @@ from penstock.kv.tails import Tails
 
 JOINED_SCORE_BYTES = 16
 """Bytes of working memory for one score in MLX's own attention, which joined models use."""
-WIDENED_BUFFERS = 4
+DEQUANTIZED_BUFFERS = 4
 """Number of float32 arrays alive at once while a codec dequantizes keys or values."""
 FAR_TOKENS = 4_096
 """Tokens in front of the chunk that is measured where layers compress: as many as give all the rows
@@ -221,7 +221,7 @@ class MemoryEstimator:
         if self._coded and self._runner.shapes:
             numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes)
             # Dequantized as it is joined; before that where a model uses its own attention.
-            whole = WIDENED_BUFFERS * mx.float32.size * numbers * seen
+            whole = DEQUANTIZED_BUFFERS * mx.float32.size * numbers * seen
             layer += whole if self._alone else piece_bytes(self._runner.shapes)
             layer = max(layer, self._device.code_bytes(numbers * seen))  # while it decodes
         return layer + beyond * self._chunk_score_bytes
