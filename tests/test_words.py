@@ -62,8 +62,8 @@ def vague_names(source: str) -> list[str]:
 
 
 BRITISH = re.compile(
-    r"(?i)colour|neighbour|behaviour|favour|honour|licence|cancell(?!ation|ed|ing)|"
-    r"(?:quant|initial|normal|serial|optim|organ|recogn|general|special|maxim|minim|summar)is(?=e|at|ing)"
+    r"(?i)colour|neighbour|behaviour|favour|honour|licence|spelt|cancell(?!ation|ed|ing)|"
+    r"(?:quant|penal|initial|normal|serial|optim|organ|recogn|general|special|maxim|minim|summar)is(?=e|at|ing)"
 )
 
 
@@ -130,6 +130,7 @@ def test_spelling_is_american_in_files_and_in_their_names() -> None:
     assert len(faults) > 300
     assert {name: words for name, words in faults.items() if words} == {}
     assert british("colour of the rose, the colours, quantised") == ["colour", "quantis"]
+    assert british("spelt out, spelling, penalised, penalized") == ["spelt", "penalis"]
 
 
 def test_classes_have_names_of_their_own() -> None:

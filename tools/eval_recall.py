@@ -77,7 +77,7 @@ class Model:
 
 
 @dataclass(slots=True)
-class Tally:
+class RightAnswers:
     """Right answers of each context."""
 
     asked: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Tally:
 
 def measure(model: Model, tokens: int, questions: int, per_context: int) -> dict[str, Any]:
     """Ask at one length; and once a context about a fact taken out, the negative control."""
-    recall, refusal, leaked = Tally(), Tally(), 0
+    recall, refusal, leaked = RightAnswers(), RightAnswers(), 0
     wrong: list[dict[str, str]] = []
     began = time.monotonic()
     per_context = min(per_context, tokens // 64)

@@ -103,7 +103,7 @@ class Crowd:
         told = draw.randrange(SYSTEM_PROMPTS)
         question = draw.randrange(6)
         kind = draw.choices(
-            ["greedy", "seeded", "several", "penalised", "stopped", "hasty", "huge", "unknown"],
+            ["greedy", "seeded", "several", "penalized", "stopped", "hasty", "huge", "unknown"],
             [50, 20, 8, 8, 8, 2, 2, 2],
         )[0]
         seed = draw.randrange(3)
@@ -116,7 +116,7 @@ class Crowd:
             more["sampling"] = Sampling(temperature=0.9, top_p=0.9, seed=seed, logprobs=True)
         elif kind == "several":
             more |= {"n": 2 + seed, "sampling": Sampling(temperature=1.2, top_k=20, seed=seed)}
-        elif kind == "penalised":
+        elif kind == "penalized":
             more["sampling"] = Sampling(repetition_penalty=1.2, presence_penalty=0.3)
         elif kind == "stopped":
             more["stop"] = (" is", "ed", ".")

@@ -542,7 +542,7 @@ def test_a_crowd_in_windows_with_little_memory() -> None:
 WAYS = {
     "seeded": Sampling(temperature=0.9, seed=11),
     "filtered": Sampling(temperature=1.2, top_p=0.9, top_k=40, min_p=0.01, seed=-5),
-    "penalised": Sampling(
+    "penalized": Sampling(
         repetition_penalty=1.6,
         repetition_context=30,
         presence_penalty=0.4,

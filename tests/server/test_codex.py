@@ -19,7 +19,7 @@ from penstock.server.prompt_memory import PromptMemory
 from penstock.server.prompts import Prompts
 from penstock.server.response_items import sealed
 from penstock.server.response_store import ResponseStore
-from penstock.server.responses import Asked, ResponsesRequest
+from penstock.server.responses import ResponseInput, ResponsesRequest
 
 THINKS = (
     "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
@@ -52,7 +52,7 @@ def client(running: Running) -> openai.OpenAI:
 
 def read(prompts: Prompts, **body: Any) -> str:
     form = ResponsesRequest.model_validate(body)
-    return prompts.decode(Asked.of(form).render(form, prompts))
+    return prompts.decode(ResponseInput.of(form).render(form, prompts))
 
 
 def test_codex_is_answered_and_its_second_turn_read_from_the_cache() -> None:

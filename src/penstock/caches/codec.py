@@ -26,7 +26,7 @@ from penstock.kv import columns as col
 from penstock.kv.checks import positive, whole
 from penstock.kv.codecs import Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
-from penstock.kv.joined_reads import KVData
+from penstock.kv.joined_reads import SideData
 from penstock.kv.quantization import FORMAT, QuantizationRule
 from penstock.kv.segment import Layer, dequantized
 
@@ -236,7 +236,7 @@ class TurboQuantKVCache(TurboQuant):
             wide.append(mx.concatenate(parts, axis=2))
         return wide[0], wide[1]
 
-    def sides(self) -> tuple[list[KVData], list[KVData]]:
+    def sides(self) -> tuple[list[SideData], list[SideData]]:
         """Return keys and values as they are held, in order: (1, kv_heads, n, dim), or coded."""
         held = [store.keys_and_values() for store in self._stores if store.offset]
         return [_one(keys) for keys, _ in held], [_one(values) for _, values in held]
@@ -494,6 +494,6 @@ class TurboQuantKVCache(TurboQuant):
         self.codes._capacity = col.columns(self.codes.keys) or None
 
 
-def _one(side: Side) -> KVData:
+def _one(side: Side) -> SideData:
     assert not isinstance(side, tuple)
     return side

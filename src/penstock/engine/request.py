@@ -39,7 +39,7 @@ Added: TypeAlias = Annotated[float, Field(ge=-1e30, le=1e30)]
 """Number that is added to logits; it stays a float32 even if added many times."""
 
 
-class _Asked(Settings):
+class _RequestSettings(Settings):
     """Settings whose constructor reports the first fault in one line.
 
     Raises:
@@ -55,7 +55,7 @@ class _Asked(Settings):
                 raise SettingError(_one_line(error)) from None
 
 
-class Sampling(_Asked):
+class Sampling(_RequestSettings):
     """Settings of the choice of a token from the logits; the default takes the likeliest.
 
     In the order of mlx-lm: bias and penalties, then top-p, min-p, top-k, then temperature.
@@ -127,7 +127,7 @@ class Sampling(_Asked):
         return self.model_copy(update={"seed": int.from_bytes(os.urandom(8))})
 
 
-class ReasoningBudget(_Asked):
+class ReasoningBudget(_RequestSettings):
     """Limit of an answer's reasoning, in tokens, and the marks around it."""
 
     max_tokens: int = Field(ge=1)
@@ -140,7 +140,7 @@ class ReasoningBudget(_Asked):
     """Whether the prompt ends inside the reasoning."""
 
 
-class Request(_Asked):
+class Request(_RequestSettings):
     """A prompt and its settings; `n` answers are generated from one prefill of it.
 
     >>> Request(prompt=[])  # doctest: +ELLIPSIS

@@ -379,7 +379,7 @@ class CPUBackend(Backend):
         return mx.float32.size * self.lanes * wide_codes.BUFFERS * at_once
 
 
-def _of_slots(tails: RowTails) -> cpu_rows.Piece:
+def _of_slots(tails: RowTails) -> cpu_rows.ColumnArrays:
     """Return the rows' tails, (b, kv_heads, columns, dim) each: views of neighboring slots."""
     first, count = tails.slots[0], len(tails.slots)
     neighbors = list(tails.slots) == list(range(first, first + count))

@@ -21,7 +21,7 @@ from penstock.kv.attention import MASKED
 from penstock.kv.sign_products import Floats
 
 Booleans: TypeAlias = npt.NDArray[np.bool_]
-Piece: TypeAlias = tuple[Floats, Floats]
+ColumnArrays: TypeAlias = tuple[Floats, Floats]
 """Keys and values of consecutive columns, (..., n, dim) each."""
 
 _QUIET = np.errstate(all="ignore")  # what a model makes of numbers that are not finite is its own
@@ -40,7 +40,7 @@ class RowsPart:
 
     rows: slice
     """Rows of the stacked queries (kv_heads, m, d)."""
-    pieces: Sequence[Piece]
+    pieces: Sequence[ColumnArrays]
     """(kv_heads, n_i, dim) each."""
     seen: Booleans | None
     """Visible columns, broadcastable to (kv_heads, rows, sum n_i); None sees everything."""
@@ -121,7 +121,7 @@ def _compute(tasks: SimpleQueue[_Task | None]) -> None:
 
 
 @_QUIET
-def sums(queries: Floats, pieces: Sequence[Piece], seen: Booleans | None) -> Sums:
+def sums(queries: Floats, pieces: Sequence[ColumnArrays], seen: Booleans | None) -> Sums:
     """Let queries (..., m, d), in base 2, read pieces under one softmax."""
     columns = sum(keys.shape[-2] for keys, _ in pieces)
     scores = np.empty((*queries.shape[:-1], columns), np.float32)
@@ -210,7 +210,7 @@ def _cut(part: RowsPart, at: int) -> tuple[RowsPart | None, RowsPart | None]:
     """Return the first `at` columns of a part, and the others; None for none."""
     if at in (0, part.columns):
         return (None, part) if at == 0 else (part, None)
-    pieces: tuple[list[Piece], list[Piece]] = ([], [])
+    pieces: tuple[list[ColumnArrays], list[ColumnArrays]] = ([], [])
     start = 0
     for keys, values in part.pieces:
         cut = min(max(0, at - start), keys.shape[-2])

@@ -20,13 +20,13 @@ from penstock.kv.columns import Side
 from penstock.kv.segment import Segment, dequantized
 from penstock.kv.tails import Tails
 
-KVData: TypeAlias = mx.array | Coded
+SideData: TypeAlias = mx.array | Coded
 """Keys or values of consecutive columns of one sequence: (kv_heads, n, dim), or coded."""
 
 
-def read_sides(pieces: Sequence[ColumnRange], layer: int) -> tuple[list[KVData], list[KVData]]:
+def read_sides(pieces: Sequence[ColumnRange], layer: int) -> tuple[list[SideData], list[SideData]]:
     """Return keys and values of the pieces, (kv_heads, columns, dim) each, or coded."""
-    sides: tuple[list[KVData], list[KVData]] = ([], [])
+    sides: tuple[list[SideData], list[SideData]] = ([], [])
     for segment, start, stop in pieces:
         if segment.missing:
             start, stop = segment.columns(layer, start, stop)
@@ -36,7 +36,7 @@ def read_sides(pieces: Sequence[ColumnRange], layer: int) -> tuple[list[KVData],
     return sides
 
 
-def _held(side: Side, start: int, stop: int) -> KVData:
+def _held(side: Side, start: int, stop: int) -> SideData:
     """Return columns of a segment's side as attention reads them."""
     if isinstance(side, Coded):
         if start == 0 and stop == side.tokens:
@@ -52,7 +52,7 @@ def _held(side: Side, start: int, stop: int) -> KVData:
     return (side if whole else side[:, :, start:stop]).squeeze(0)
 
 
-def _wide(sides: Sequence[KVData], dtype: mx.Dtype) -> list[mx.array]:
+def _as_arrays(sides: Sequence[SideData], dtype: mx.Dtype) -> list[mx.array]:
     """Return the side as arrays (1, kv_heads, columns, dim)."""
     return [
         (side.dequantize() if isinstance(side, Coded) else side[None]).astype(dtype)
@@ -102,10 +102,10 @@ def _aligned(segment: Segment, layer: int, start: int, stop: int) -> list[Column
     return [(segment, begin, end) for begin, end in cuts if begin < end]
 
 
-def _join(before: Sequence[KVData], own: mx.array, *, lazily: bool) -> mx.array:
+def _join(before: Sequence[SideData], own: mx.array, *, lazily: bool) -> mx.array:
     """Join the cached columns with `own`, (1, kv_heads, columns, dim)."""
     if lazily or not any(isinstance(side, Coded) for side in before):
-        return mx.concatenate([*_wide(before, own.dtype), own], axis=2)
+        return mx.concatenate([*_as_arrays(before, own.dtype), own], axis=2)
     wide = (s if isinstance(s, Coded) else s[None].astype(own.dtype) for s in before)
     sides = [*wide, own]
     placed = [(0, at, side) for at, side in col.spread(0, sides)]

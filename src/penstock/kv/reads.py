@@ -23,7 +23,7 @@ from penstock.kv.attention_plan import (
 )
 from penstock.kv.backend_base import RowsRead, RowTails
 from penstock.kv.codecs import Coded
-from penstock.kv.joined_reads import KVData, read_sides
+from penstock.kv.joined_reads import SideData, read_sides
 from penstock.kv.selection import Selection
 from penstock.kv.streamed_reads import attend_streamed
 from penstock.kv.tails import Tails
@@ -71,7 +71,7 @@ class DecodeStep:
     """Numbers of the rows that choose, which all layers of a window that have an index share."""
     most_joined: int | None
     """Most tokens that a row reads at once of which some may be in a tier; None: none is there."""
-    room: selected_reads.Room = field(default_factory=dict)
+    scratch: selected_reads.Scratch = field(default_factory=dict)
     """Memory for what one row after the other chooses in one layer after the other."""
 
     @classmethod
@@ -276,7 +276,7 @@ class DecodeReads(Reads):
             assert step.selection is not None
             chosen = selected_reads.choose(
                 *(step.selection, step.rows, numbers, asked),
-                *(self.layer, step.tails, sinks, step.room),
+                *(self.layer, step.tails, sinks, step.scratch),
             )
         results = []
         for number, row in enumerate(self.step.rows):
@@ -334,7 +334,7 @@ class DecodeReads(Reads):
         self,
         queries: mx.array,
         row: DecodeRow,
-        sides: tuple[list[KVData], list[KVData]],
+        sides: tuple[list[SideData], list[SideData]],
         columns: int,
         seen: mx.array | None,
         sinks: mx.array | None,

@@ -15,7 +15,7 @@ from penstock.kv.codecs import Codec, Coded, Cut, Scheme
 from penstock.kv.columns import Side
 from penstock.kv.states import Checkpoint
 
-Piece = TypeVar("Piece")
+_Part = TypeVar("_Part")
 _Codecs: TypeAlias = tuple[Codec | None, Codec | None]
 """Codecs of keys and values; None is raw."""
 PIECE_TOKENS = 128
@@ -151,20 +151,20 @@ class Segment:
             for number, own in enumerate(map(scheme.of_layer, range(len(self.layers))))
         ]
         # All that is made, before what pieces leave behind is handed out, larger than it need be.
-        rooms = [
+        buffers = [
             [
-                _room(number, *layer_sides)
+                _code_buffers(number, *layer_sides)
                 for number, layer_sides in enumerate(zip(layer, own, strict=True))
             ]
             for layer, own in zip(self.layers, codecs, strict=True)
         ]
-        mx.eval([room.parts for layer in rooms for room in layer if room is not None])
-        for layer, into in zip(self.layers, rooms, strict=True):
+        mx.eval([side.parts for layer in buffers for side in layer if side is not None])
+        for layer, into in zip(self.layers, buffers, strict=True):
             _encode(layer, into)
         device = backend.current()
         for number in range(device.lanes):
             device.settle(number)
-        coded = [[room.coded() if room else None for room in layer] for layer in rooms]
+        coded = [[side.coded() if side else None for side in layer] for layer in buffers]
         sides = [(number, side) for layer in coded for number, side in enumerate(layer)]
         finite = [_is_finite(number, side) for number, side in sides if side is not None]
         mx.eval(finite)
@@ -331,7 +331,7 @@ def _is_finite(number: int, side: Coded) -> mx.array:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _CodeBuffers:
     """Buffers for the codes of one side, written in place; nothing else refers to them."""
 
     codec: Codec
@@ -349,7 +349,7 @@ class _Room:
         return Coded(self.codec, tuple(self.parts), self.dim)
 
 
-def _room(number: int, side: Side, codec: Codec | None) -> _Room | None:
+def _code_buffers(number: int, side: Side, codec: Codec | None) -> _CodeBuffers | None:
     """Return the buffers for the codes of a layer's first or second side, in a lane of its own.
 
     None if that side stays as it is.
@@ -361,12 +361,12 @@ def _room(number: int, side: Side, codec: Codec | None) -> _Room | None:
     whole = tokens % codec.span or codec.span  # what is no whole span is refused
     like = codec.encode(mx.zeros((batch, heads, whole, dim), side.dtype))  # not computed
     with backend.current().lane(number):
-        room = col.blank(like, tokens)
-    assert isinstance(room, Coded)
-    return _Room(codec, list(room.parts), dim)
+        blank = col.blank(like, tokens)
+    assert isinstance(blank, Coded)
+    return _CodeBuffers(codec, list(blank.parts), dim)
 
 
-def _encode(layer: Layer, into: Sequence[_Room | None]) -> None:
+def _encode(layer: Layer, into: Sequence[_CodeBuffers | None]) -> None:
     """Encode into the targets, piece by piece in all lanes.
 
     In each lane a piece begins when the arrays of the last one are freed, and is put together
@@ -374,10 +374,10 @@ def _encode(layer: Layer, into: Sequence[_Room | None]) -> None:
     """
     device = backend.current()
     sides, pieces = {}, []
-    for number, (side, room) in enumerate(zip(layer, into, strict=True)):
-        if room is not None and isinstance(side, mx.array):
-            cuts = _cuts(side.shape, room.codec)
-            sides[number] = room, room.codec.encode_by(cuts, side, room.put)
+    for number, (side, buffers) in enumerate(zip(layer, into, strict=True)):
+        if buffers is not None and isinstance(side, mx.array):
+            cuts = _cuts(side.shape, buffers.codec)
+            sides[number] = buffers, buffers.codec.encode_by(cuts, side, buffers.put)
             pieces += [(place, number) for place in range(len(cuts))]
     for lane_pieces in _in_lanes(sorted(pieces)):  # of both sides in turn
         numbers = [number for _, number in lane_pieces]
@@ -420,7 +420,7 @@ def _cuts(shape: Sequence[int], codec: Codec) -> list[Cut]:
     ]
 
 
-def _in_lanes(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+def _in_lanes(pieces: Sequence[_Part]) -> Iterator[Sequence[_Part]]:
     """Yield as many pieces as there are lanes at a time."""
     lanes = backend.current().lanes
     for first in range(0, len(pieces), lanes):

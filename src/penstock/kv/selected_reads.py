@@ -33,7 +33,7 @@ from penstock.kv.selection import (
 from penstock.kv.spilled_reads import loaded
 from penstock.kv.tails import Tails
 
-Room: TypeAlias = dict[int, Scores]
+Scratch: TypeAlias = dict[int, Scores]
 """Memory for the copies of keys and of values, by side; fresh pages take longer than copying."""
 ALONE = 2**17
 """Multiplications of a product that NumPy's BLAS does without threads, which would wait."""
@@ -47,7 +47,7 @@ def choose(
     layer: int,
     tails: Tails,
     sinks: mx.array | None = None,
-    room: Room | None = None,
+    scratch: Scratch | None = None,
 ) -> dict[int, mx.array | SelectedKV]:
     """Choose the blocks that rows read in a layer, and let them read those where that is quicker.
 
@@ -59,7 +59,7 @@ def choose(
         layer: number of the layer.
         tails: the pool, with the new tokens.
         sinks: see `attention.merged`, (heads,).
-        room: of the step, for the copies of one row and layer after the other.
+        scratch: of the step, for the copies of one row and layer after the other.
 
     Returns:
         By the number of the row, its attention, (1, heads, 1, value_dim), or what it is to read.
@@ -76,13 +76,13 @@ def choose(
     if sinks is not None:
         below = np.array(sinks / LOG2_E).reshape(kv_heads, -1)
     chosen: dict[int, mx.array | SelectedKV] = {}
-    room = {} if room is None else room
+    scratch = {} if scratch is None else scratch
     for number, row, query, wanted, tail in zip(numbers, choosing, asked, blocks, own, strict=True):
         if not _on_host(row, tails.shapes[layer].dtype, layer):
             chosen[number] = gather(selection, row, wanted, layer)
             continue
         sides = [_held(side) for side in tail]
-        read = attend(selection, row, wanted, query, layer, sides, below, room)
+        read = attend(selection, row, wanted, query, layer, sides, below, scratch)
         chosen[number] = mx.array(read.reshape(1, heads, 1, -1))
     return chosen
 
@@ -151,7 +151,7 @@ def attend(
     layer: int,
     tail: Sequence[Scores],
     sinks: Scores | None = None,
-    room: Room | None = None,
+    scratch: Scratch | None = None,
 ) -> Scores:
     """Let the queries of a row read the first tokens, the blocks chosen, and the recent ones.
 
@@ -163,12 +163,12 @@ def attend(
         layer: number of the layer.
         tail: keys and values of the tail, the new token among them, (kv_heads, tokens, dim) each.
         sinks: see `attention.merged`, in base e, (kv_heads, m).
-        room: copies of the row before, which make room for those of this one.
+        scratch: copies of the row before, which those of this one replace.
 
     Returns:
         (kv_heads, m, value_dim).
     """
-    copies = {} if room is None else room
+    copies = {} if scratch is None else scratch
     keys, values = (
         _joined(selection, row, blocks, layer, side, tail[side], copies) for side in (0, 1)
     )
@@ -191,14 +191,14 @@ def _joined(
     layer: int,
     side: int,
     tail: Scores,
-    room: Room,
+    scratch: Scratch,
 ) -> Scores:
     """Copy all that a row reads of one side together, (kv_heads, tokens, dim)."""
     stop = selection.recent_start(row.position)
     chosen = np.concatenate([np.zeros((len(blocks), 1), np.int64), blocks], axis=1)
     count = chosen.shape[1] * BLOCK_TOKENS
     recent = row.position - row.tail - stop
-    joined = _empty(room, side, (len(blocks), count + recent + tail.shape[1], tail.shape[2]))
+    joined = _empty(scratch, side, (len(blocks), count + recent + tail.shape[1], tail.shape[2]))
     spans = [(span, span.segment.layers[layer][side]) for span in row.parts if span.start < stop]
     _gather(joined[:, :count], spans, chosen)
     start = count
@@ -210,12 +210,12 @@ def _joined(
     return joined
 
 
-def _empty(room: Room, side: int, shape: tuple[int, int, int]) -> Scores:
-    """Return an array in the room of a side, which grows if it must."""
+def _empty(scratch: Scratch, side: int, shape: tuple[int, int, int]) -> Scores:
+    """Return an array in the scratch memory of a side, which grows if it must."""
     size = prod(shape)
-    if side not in room or room[side].size < size:
-        room[side] = np.empty(size, np.float32)
-    return room[side][:size].reshape(shape)
+    if side not in scratch or scratch[side].size < size:
+        scratch[side] = np.empty(size, np.float32)
+    return scratch[side][:size].reshape(shape)
 
 
 def _held(side: object) -> Scores:

@@ -15,7 +15,7 @@ from penstock.kv import attention, backend
 from penstock.kv.attention import Partial
 from penstock.kv.attention_plan import KVSpan
 from penstock.kv.codecs.coded import Coded
-from penstock.kv.joined_reads import KVData, read_sides
+from penstock.kv.joined_reads import SideData, read_sides
 from penstock.kv.spilled_reads import wide_sides
 
 STREAMED_TOKENS = 512
@@ -113,9 +113,9 @@ def _pieces(parts: Sequence[KVSpan], layer: int) -> Iterator[Sides]:
             (keys,), (values,) = read_sides([(part.segment, start, stop)], layer)
             if isinstance(keys, Coded) and isinstance(values, Coded):
                 keys, values = (side.squeeze(0) for side in wide_sides(keys, values))
-            yield _wide(keys), _wide(values)
+            yield _as_array(keys), _as_array(values)
 
 
-def _wide(side: KVData) -> mx.array:
+def _as_array(side: SideData) -> mx.array:
     """Return keys or values as an array."""
     return side.dequantize().squeeze(0) if isinstance(side, Coded) else side

@@ -19,7 +19,7 @@ from penstock.server.chat_body import ChatBody
 from penstock.server.forms import CompletionRequest
 from penstock.server.prompts import Prompts
 from penstock.server.response_forms import ResponsesRequest
-from penstock.server.responses import Asked
+from penstock.server.responses import ResponseInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _completion(body: bytes, prompts: Prompts) -> Hint | None:
 
 def _responses(body: bytes, prompts: Prompts) -> Hint:
     form = ResponsesRequest.model_validate_json(body)
-    tokens = Asked.of(form).render(form, prompts)
+    tokens = ResponseInput.of(form).render(form, prompts)
     return Hint(tokens, form.cache_salt or "", form.prompt_cache_key)
 
 

@@ -116,11 +116,11 @@ def router(service: Service) -> APIRouter:
 
 def _tokens(service: Service, body: ResponsesRequest) -> tuple[int, ...]:
     """Return the tokens of a request's prompt; in a worker thread."""
-    return Asked.of(body, service.stored).render(body, service.prompts)
+    return ResponseInput.of(body, service.stored).render(body, service.prompts)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseInput:
     """Content of a request, read and resolved."""
 
     items: list[dict[str, Any]]
@@ -132,7 +132,7 @@ class Asked:
     """Types of items that no model can read."""
 
     @classmethod
-    def of(cls, body: ResponsesRequest, store: ResponseStore | None = None) -> Asked:
+    def of(cls, body: ResponsesRequest, store: ResponseStore | None = None) -> ResponseInput:
         """Read a request.
 
         Raises:
@@ -178,7 +178,7 @@ class _Responses:
         """Whether the grammar leaves room for any text."""
         self.parallel = body.parallel_tool_calls is not False
         self.wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
-        self.asked = Asked([], [], Tools(), [])
+        self.input = ResponseInput([], [], Tools(), [])
         self.sampling = service.sampling
         self.headers: dict[str, str] = {}
         """Headers of the response, beside the one for left-out items and tools."""
@@ -188,7 +188,7 @@ class _Responses:
     async def respond(self, http: HttpRequest) -> Response:
         """Hand the request in, and answer whole or by events."""
         answering, reader = await self._open(http)
-        headers = left_out_headers([*self.asked.tools.left_out, *self.asked.left_out])
+        headers = left_out_headers([*self.input.tools.left_out, *self.input.left_out])
         headers |= self.headers
         if self.body.stream:
             return Stream(
@@ -209,12 +209,12 @@ class _Responses:
 
     def _output(self) -> ResponseOutput:
         commits = SEALED_REASONING in (self.body.include or ())
-        return ResponseOutput(self.asked.tools, custom=self.custom, commits=commits)
+        return ResponseOutput(self.input.tools, custom=self.custom, commits=commits)
 
     def _keep(self, output: ResponseOutput, whole: dict[str, Any]) -> None:
         """Keep the conversation for a request that goes on from it."""
         if self.body.store is not False:
-            items = [*self.asked.items, *output.items]
+            items = [*self.input.items, *output.items]
             self.service.stored.put(self.body.cache_salt or "", self.id, items, whole)
 
     async def _open(self, http: HttpRequest) -> tuple[ActiveRequest, Reader]:
@@ -248,8 +248,8 @@ class _Responses:
 
     def _read(self) -> tuple[tuple[int, ...], str | None]:
         """Return the prompt's tokens and the answer's grammar; in a worker thread."""
-        self.asked = Asked.of(self.body, self.service.stored)
-        prompt = self.asked.render(self.body, self.service.prompts)
+        self.input = ResponseInput.of(self.body, self.service.stored)
+        prompt = self.input.render(self.body, self.service.prompts)
         calls = self._calls(prompt)
         wanted = self._grammar() if calls is None or self.free else None
         self.free = self.free and wanted is None
@@ -260,13 +260,13 @@ class _Responses:
         choice, prompts = self.body.tool_choice, self.service.prompts
         if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
             name = flat_name(str(choice.get("name")), choice.get("namespace"))
-            tool = self.asked.tools.offered.get(name)
+            tool = self.input.tools.offered.get(name)
             if tool is not None and tool.grammar is not None:
                 self.custom = name
                 return tool.grammar
             choice = {"type": "function", "name": name}
         inside = prompts.starts_in_reasoning(prompt)
-        call = self._plan(choice).grammar(prompts.format, self.asked.tools.inputs, inside=inside)
+        call = self._plan(choice).grammar(prompts.format, self.input.tools.inputs, inside=inside)
         if call is None:
             return None
         self.headers = unenforced_headers(call.unenforced)
@@ -275,8 +275,8 @@ class _Responses:
 
     def _plan(self, choice: str | dict[str, Any] | None) -> ToolPlan:
         """Return the tools of the prompt, and those that may be called."""
-        plan = ToolPlan.of(self.service.prompts.format, self.asked.tools.chat, choice)
-        return plan.keeping(self.asked.tools.strict)
+        plan = ToolPlan.of(self.service.prompts.format, self.input.tools.chat, choice)
+        return plan.keeping(self.input.tools.strict)
 
     def _grammar(self) -> str | None:
         wanted = self.body.text.format if self.body.text is not None else None

@@ -94,7 +94,7 @@ class SearchingNgram:
 class SearchingPrediction(PredictionProposer):
     """Proposer that searches the expected answer wherever that was left."""
 
-    def _agreements(self, last: Sequence[int]) -> tuple[proposals.Places, int]:
+    def _agreements(self, last: Sequence[int]) -> tuple[proposals.TextPlaces, int]:
         return agreements(self._text, np.array(last, np.intc))
 
 

@@ -179,7 +179,7 @@ ANSWER = [9, 9, 9, 1, 60, 2]
 def test_the_repetition_penalty_is_mlx_lms_over_prompt_and_answer(penalty: float) -> None:
     logits = random_logits(64)
     theirs = processed(mx.array(logits), PROMPT + ANSWER, repetition_penalty=penalty)
-    ours = sampler(PROMPT, repetition_penalty=penalty).penalised(logits, ANSWER)
+    ours = sampler(PROMPT, repetition_penalty=penalty).penalized(logits, ANSWER)
     assert mx.array_equal(ours, theirs)
 
 
@@ -191,7 +191,7 @@ def test_the_repetition_penalty_looks_at_the_last_tokens(context: int) -> None:
         theirs = sample_utils.make_repetition_penalty(1.5, context)(
             mx.array(PROMPT + ANSWER[:end]), mx.array(logits)[None]
         )[0]
-        assert mx.array_equal(ours.penalised(logits, ANSWER[:end]), theirs)
+        assert mx.array_equal(ours.penalized(logits, ANSWER[:end]), theirs)
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
@@ -202,7 +202,7 @@ def test_presence_and_frequency_are_mlx_lms_over_the_answer_alone(
     logits = random_logits(64)
     theirs = processed(mx.array(logits), ANSWER, **{name: penalty})
     for prompt in (PROMPT, ()):
-        ours = sampler(prompt, **{name: penalty}).penalised(logits, ANSWER)
+        ours = sampler(prompt, **{name: penalty}).penalized(logits, ANSWER)
         assert mx.allclose(ours, theirs, atol=1e-6)
         assert not mx.allclose(ours, logits, atol=1e-2)
 
@@ -217,7 +217,7 @@ def test_all_of_them_are_in_mlx_lms_order() -> None:
         "frequency_penalty": 0.25,
     }
     theirs = processed(mx.array(logits), ANSWER, **values)
-    assert mx.allclose(sampler(**values).penalised(logits, ANSWER), theirs, atol=1e-6)
+    assert mx.allclose(sampler(**values).penalized(logits, ANSWER), theirs, atol=1e-6)
 
 
 def test_penalties_change_what_is_chosen_and_nothing_of_the_input() -> None:
@@ -235,7 +235,7 @@ def test_an_answer_that_was_cut_short_is_counted_anew() -> None:
     ours = sampler(PROMPT, repetition_penalty=2.0, repetition_context=4, frequency_penalty=1.0)
     for answer in (ANSWER, ANSWER[:2], [*ANSWER[:2], 7, 7], []):
         fresh = TokenSampler(ours.sampling, PROMPT)
-        assert mx.array_equal(ours.penalised(logits, answer), fresh.penalised(logits, answer))
+        assert mx.array_equal(ours.penalized(logits, answer), fresh.penalized(logits, answer))
 
 
 @given(
@@ -481,7 +481,7 @@ class Unsure(TokenSampler):
 
     folder: Path
 
-    def penalised(self, logits: mx.array, generated: Sequence[int]) -> mx.array:
+    def penalized(self, logits: mx.array, generated: Sequence[int]) -> mx.array:
         return logits + failing(self.folder, logits.size)
 
 
@@ -561,7 +561,7 @@ def test_a_kept_error_keeps_no_array() -> None:
     del logits, chosen
     assert mx.get_active_memory() == before
     assert isinstance(error, SettingError)
-    assert "penalised" in "".join(error.__notes__)
+    assert "penalized" in "".join(error.__notes__)
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -193,10 +193,10 @@ def _vocabulary(tokenizer: Any, size: int) -> LLTokenizer:
             )
         except ValueError:  # it neither works on bytes nor falls back to them
             pass
-    return LLTokenizer(TokenizerWrapper(_Spelt(tokenizer, room, ends)), eos_token=ends)
+    return LLTokenizer(TokenizerWrapper(_DecodingTokenizer(tokenizer, room, ends)), eos_token=ends)
 
 
-class _Spelt:
+class _DecodingTokenizer:
     """Tokenizer for llguidance, with the bytes of each token found by decoding it alone."""
 
     def __init__(self, tokenizer: Any, size: int, ends: list[int]) -> None:

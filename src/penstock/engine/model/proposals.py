@@ -40,7 +40,8 @@ LEAST_PREDICTION = 1_024
 """Tokens that an expected answer may have however short the prompt is."""
 
 Tokens = npt.NDArray[np.intc]
-Places = npt.NDArray[np.intp]
+TextPlaces = npt.NDArray[np.intp]
+"""Places in a text, by the number of the token."""
 
 
 class Proposal(NamedTuple):
@@ -99,7 +100,7 @@ class NgramProposer:
         return self._runs.add(self._text[max(0, start + 1 - LEAST_NGRAM) :])
 
 
-def _most_common(text: Tokens, starts: Places, most: int) -> list[int]:
+def _most_common(text: Tokens, starts: TextPlaces, most: int) -> list[int]:
     """Return the tokens of most places, one by one; of equally many the last one counts.
 
     A place that goes on with another token is left. A text that ends is taken to repeat itself.
@@ -153,7 +154,7 @@ class PredictionProposer:
             self._text[self._expected : self._expected + max(0, most)].tolist(), agreement
         )
 
-    def _agreements(self, last: Sequence[int]) -> tuple[Places, int]:
+    def _agreements(self, last: Sequence[int]) -> tuple[TextPlaces, int]:
         """Return the places that agree with the answer's last tokens, and in how many of them."""
         if len(last) < LEAST_NGRAM or last[-LEAST_NGRAM:] not in self._runs:
             return np.zeros(0, np.intp), 0
@@ -168,7 +169,7 @@ class PredictionProposer:
         return True
 
 
-def agreements(text: Tokens, last: Tokens) -> tuple[Places, int]:
+def agreements(text: Tokens, last: Tokens) -> tuple[TextPlaces, int]:
     """Return all places where the longest agreement with the end of `last` ends, and its length.
 
     At least as long as `last`, or as the text in front of a place, it is not looked at further.

@@ -151,7 +151,7 @@ class TokenSampler:
         name = f"{self.sampling.seed} {self.choice} {position}".encode()
         return mx.random.key(int.from_bytes(blake2b(name, digest_size=8).digest()))
 
-    def penalised(self, logits: mx.array, generated: Sequence[int]) -> mx.array:
+    def penalized(self, logits: mx.array, generated: Sequence[int]) -> mx.array:
         """Add the bias and take off the penalties, in mlx-lm's order.
 
         logits: (vocabulary,) float32, as the result is.
@@ -186,7 +186,7 @@ class TokenSampler:
         """Prepare the choice without computing it; `sure` is slow and always right."""
         sampling = self.sampling
         own = logits.astype(mx.float32)
-        scores = self.penalised(self._allowed(own), generated)
+        scores = self.penalized(self._allowed(own), generated)
         enough = None
         if sampling.greedy:
             token = mx.argmax(scores)

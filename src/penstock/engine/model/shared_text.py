@@ -16,8 +16,8 @@ from penstock.engine.model.ngram_filter import LEAST_NGRAM, NgramFilter
 from penstock.engine.model.proposals import (
     LONGEST_NGRAM,
     NOTHING,
-    Places,
     Proposal,
+    TextPlaces,
 )
 
 SHARED_TEXT_TOKENS = 131_072
@@ -115,17 +115,17 @@ class SharedText:
 
     # ---- parts
 
-    def _others(self, writer: TextWriter, places: Places) -> Places:
+    def _others(self, writer: TextWriter, places: TextPlaces) -> TextPlaces:
         """Return the places in text of other sequences of the tenant that has a next token."""
         pages = places // PAGE_TOKENS
         places = places[
             (self._tenants[pages] == writer.tenant) & (self._writers[pages] != writer.id)
         ]
         behind = self._moved(places, 1)
-        going_on: Places = places[(behind != NONE) & (self._tokens[behind] != NONE)]
+        going_on: TextPlaces = places[(behind != NONE) & (self._tokens[behind] != NONE)]
         return going_on
 
-    def _following(self, place: Places, most: int) -> list[int]:
+    def _following(self, place: TextPlaces, most: int) -> list[int]:
         """Return the tokens behind a place."""
         tokens: list[int] = []
         while len(tokens) < most:
@@ -136,7 +136,7 @@ class SharedText:
             tokens.append(token)
         return tokens
 
-    def _moved(self, places: Places, by: int) -> Places:
+    def _moved(self, places: TextPlaces, by: int) -> TextPlaces:
         """Return the places one token on or back; `NONE` where there is none."""
         pages, moved = places // PAGE_TOKENS, places + by
         beyond = (self._behind if by > 0 else self._before)[pages]
