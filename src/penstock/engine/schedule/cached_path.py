@@ -144,7 +144,7 @@ class CachedPath:
     # ---- the path
 
     def _pin(self, match: Match[Segment], cached_tokens: int, *, whole: bool) -> None:
-        """Reference a path, of which the sequence reads so many tokens.
+        """Pin a path, of which the sequence reads so many tokens.
 
         Args:
             match: the path.

@@ -114,7 +114,7 @@ class SequenceKV(CachedPath):
     # ---- coming and going
 
     def attach(self, block_hashes: list[bytes] | None = None) -> int:
-        """Reference the cached path of the sequence's blocks, and return the cached tokens.
+        """Pin the cached path of the sequence's blocks, and return the cached tokens.
 
         They end at the last position of the path at which every layer can resume. A partial block
         behind them becomes the sequence's own span.
