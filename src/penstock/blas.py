@@ -1,9 +1,9 @@
 """A fast BLAS for MLX on a Linux CPU, loaded before MLX is.
 
-MLX's Linux CPU wheel is linked against the reference BLAS: 6 GFLOPS in float32 on two cores
-where OpenBLAS reaches 200. A CBLAS that is loaded with its symbols global *before*
-`mlx.core` is imported takes the place of the slow one; loaded afterwards it changes nothing,
-because MLX has bound its symbols by then (measured with MLX 0.32.4).
+MLX's Linux CPU wheel is linked against the reference BLAS: 6 GFLOPS in float32 on two cores where
+OpenBLAS reaches 200. A CBLAS takes the place of the slow one if it is loaded *before* `mlx.core` is
+imported, with its symbols global. Loaded afterwards it changes nothing, because MLX has bound its
+symbols by then (measured with MLX 0.32.4).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The C heap on a Linux CPU: memory that MLX frees is kept for its next array.
 
-MLX's CPU back end takes every array from malloc and gives it back. By default glibc returns
-memory to the system whenever the top of its heap is free, and takes arrays of some sizes from
-the system one by one; each page is then zeroed again at its first use. A softmax in a dozen
-passes over 1 MiB spends more time there than in computing: 1.1 to 2.9 ms where 0.44 are needed
-(MLX 0.32.4, glibc 2.36, one core). On a virtual machine a page costs 2.5 to 14 us: to join nodes
-of 2,048 tokens, 34 MB of keys and values, took 53 ms in new memory and 5 ms in memory that had
-been used before.
+MLX's CPU back end takes every array from malloc and gives it back. By default glibc returns memory
+to the system whenever the top of its heap is free. It also takes arrays of some sizes from the
+system one by one. Each page is then zeroed again at its first use.
+
+A softmax in a dozen passes over 1 MiB spends more time there than in computing: 1.1 to 2.9 ms where
+0.44 are needed (MLX 0.32.4, glibc 2.36, one core). On a virtual machine a page costs 2.5 to 14 us.
+A join of nodes with 2,048 tokens, 34 MB of keys and values, took 53 ms in new memory. In memory
+that had been used before it took 5 ms.
 """
 
 from __future__ import annotations

@@ -123,12 +123,12 @@ class _ReplicaState:
     """A replica as the router sees it."""
 
     bit: int
-    """Its place in the masks of the index."""
+    """Place of the replica in the masks of the index."""
     seed: int
     reported: set[int] = field(default_factory=set)
-    """Blocks it said it holds."""
+    """Blocks in its last report."""
     sent: set[int] = field(default_factory=set)
-    """Other blocks, of prompts that were sent there since it last said so."""
+    """Other blocks, of prompts that were sent there since its last report."""
     sent_before: set[int] = field(default_factory=set)
     """Blocks that were in `sent` when the replica last reported."""
 

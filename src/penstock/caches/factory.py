@@ -36,11 +36,11 @@ def make_kv_cache(
     """Make the caches of a model, one a layer, none of which ever holds more than `max_kv_size`.
 
     Args:
-        model: A model of mlx-lm: its `make_cache()` is asked what each layer needs, or without
-            one each of `layers` is taken for full attention.
-        max_kv_size: The bound in tokens. Full-attention layers become windows of this size;
-            sliding-window layers keep their own window if it is smaller; the chunks of chunked
-            layers (Llama 4) get no larger; recurrent layers, which do not grow, stay.
+        model: A model of mlx-lm. Its `make_cache()` says which cache each layer needs; without one
+            each of `layers` is taken for full attention.
+        max_kv_size: The bound in tokens. Full-attention layers become windows of this size.
+            Sliding-window layers keep their own window if it is smaller. The chunks of chunked
+            layers (Llama 4) get no larger. Recurrent layers, which do not grow, stay.
         keep: The first tokens that a full-attention layer never drops, fewer than `max_kv_size`.
             None is 4,096, or half of a window that has no room for them.
         kv_bits: Quantize keys and values to 2, 3, 4, 5, 6 or 8 bits; None leaves them.

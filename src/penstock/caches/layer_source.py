@@ -49,7 +49,7 @@ class NodeRun:
     meanwhile: int = 0
     """Bytes that are taken besides while they are encoded."""
     rule: QuantizationRule | None = None
-    """None: they are held as they are."""
+    """Rule of the codec that holds them; None if they are held as they are."""
 
 
 def source_of(number: int, cache: Any, rule: QuantizationRule | None) -> LayerSource | str:

@@ -1,8 +1,8 @@
 """Bounded windows: `keep` first tokens and the most recent ones, in a ring that never grows.
 
-The columns from `keep` on are the ring: the next token goes to column `_idx`, over the oldest
-one. Buffers are written in place; a chunk that runs past the end of the window is the only case
-in which a copy is made, of one layer, for as long as its attention runs.
+The columns from `keep` on are the ring: the next token goes to column `_idx`, over the oldest one.
+Buffers are written in place. Only a chunk that runs past the end of the window is copied: one layer
+at a time, for as long as its attention runs.
 """
 
 from __future__ import annotations
@@ -107,9 +107,8 @@ class Ring(Bounded):
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return the mask for the next N tokens, as mlx-lm's `RotatingKVCache` does.
 
-        In a chunk past the end of the window that mask shows each query the last max_size
-        columns up to its own, so that kept tokens drop out of sight one by one. See
-        `SinkRotatingKVCache`.
+        In a chunk past the end of the window that mask shows each query the last max_size columns
+        up to its own. So the kept tokens become invisible one by one. See `SinkRotatingKVCache`.
         """
         if N == 1 and window_size is None:
             return None
@@ -458,9 +457,9 @@ class BatchRotatingKVCache(Bounded, Padded):
 def joined(past: tuple[list[Side], list[Side]], new: tuple[Side, Side]) -> tuple[Side, Side]:
     """Copy past and new columns behind each other, for keys and for values, evaluated.
 
-    The new ones are evaluated first: that ends the layer before, and frees its copy before this
-    one is made. The copy is evaluated before the caller writes to what `past` are views of:
-    whatever still reads a ring would turn the write into a second ring, in every layer at once.
+    The new ones are evaluated first: that ends the layer before, and frees its copy before this one
+    is made. The copy is evaluated before the caller writes to the ring that `past` views. An
+    unevaluated reader of a ring would turn the write into a second ring, in every layer at once.
     """
     mx.eval(col.arrays(*new))
     fetched = (

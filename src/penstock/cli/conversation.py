@@ -160,9 +160,9 @@ class Drafting:
 class LocalChat:
     """A dialogue; each turn reads only the tokens that the caches do not hold yet.
 
-    The chat template decides what a turn's tokens are. Where the rendered history no longer
-    starts with the tokens of the caches (a template that rewrites earlier turns), the caches are
-    trimmed to the common part, or filled anew if their window has already dropped tokens.
+    The chat template makes the tokens of a turn. A template that rewrites earlier turns renders a
+    history that no longer starts with the tokens of the caches. The caches are then trimmed to the
+    common part, or filled anew if their window has already dropped tokens.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class FitnessReport:
     kv_bytes_per_token: int
     """KV bytes of one token in all layers; recurrent ones have none."""
     way: Way | None
-    """None: the engine cannot run it."""
+    """Way in which the engine reads the model's KV; None if the engine cannot run it."""
     why: str
     modules: tuple[str, ...]
     """Modules of mlx-lm in which the name of its attention is bound to the engine's."""

@@ -60,7 +60,7 @@ class ServerSettings(Settings):
             "NUMBER",
         ),
     ] = 1_000
-    """Fewer where the limit of open files is less."""
+    """Most connections at the same time. There are fewer where the limit of open files is less."""
     max_tokens: Annotated[
         int | None,
         Field(ge=1),

@@ -68,8 +68,8 @@ class Engine:
             are proposed, or the model and its tokenizer as `load` returns them.
         max_queue: answers that may wait.
         memory_threshold: share of the machine's memory, in use by all programs, from which cold
-            prefixes are evicted; by default 0.8 to 0.95, more on larger machines, and 1, which
-            looks at the own limit alone, on a device with memory of its own.
+            prefixes are evicted. By default 0.8 to 0.95, more on larger machines. A device with
+            memory of its own has 1: then only the engine's own limit counts.
         hot_cache_only: True promises that there is no cold tier.
         ssd_cache_dir, remote_cache: folder or URL of a cold tier; None is none.
         settings: all other fields of `config.EngineSettings`; sizes may be texts.

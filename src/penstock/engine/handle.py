@@ -128,9 +128,9 @@ class Handle:
     def listen(self, callback: Callable[[], object]) -> None:
         """Have `callback` called when events are there, on the engine's thread: it must be quick.
 
-        It is called once a step, for all handles that it listens to; and at once, on this
-        thread, if events are there already, so none is missed and one may be told twice. One
-        that raises is logged and not called again. An event loop listens with
+        It is called once a step, for all handles that it listens to. If events are there already,
+        it is also called at once, on this thread. So no event is missed, and one may be notified
+        twice. A callback that raises is logged and not called again. An event loop listens with
         `lambda: loop.call_soon_threadsafe(wake)` and takes `events()` there.
         """
         self._listener = callback

@@ -110,11 +110,11 @@ class Stats:
     proposed_tokens: int
     """Tokens that were proposed and checked, see `--speculative-tokens`."""
     accepted_tokens: int
-    """Proposed tokens that were the ones sampled."""
+    """Proposed tokens that were the tokens sampled."""
     drafted_tokens: int
     """Proposed tokens that a draft model has chosen, see `--draft-model`."""
     accepted_draft_tokens: int
-    """Those of them that were the ones sampled."""
+    """Draft model's proposals that were the tokens sampled."""
     failed_proposals: int
     """Times that proposing failed; the step then went on without."""
     nodes: int

@@ -322,9 +322,9 @@ class CPUBackend(Backend):
     def extremes(self, groups: mx.array) -> tuple[mx.array, mx.array]:
         """Find extremes by the bits, read as integers; see `Backend`.
 
-        MLX finds the extremes of integers four times as quickly. They are in the order of the
-        numbers as long as those are positive, and in the opposite one if they are negative, behind
-        all others where no sign is looked at.
+        MLX finds the extremes of integers four times as quickly. The bits of positive numbers, read
+        as integers, are in the order of the numbers. The bits of negative numbers are in the
+        opposite order. Read without a sign, they lie behind all positive ones.
         """
         if groups.dtype.size not in INTEGERS:
             return Backend.extremes(self, groups)

@@ -1,8 +1,8 @@
 """Weights of a softmax on the CPU, made of scores in place, with NumPy.
 
-NumPy's 2^x takes 0.2 ns a number where AVX-512 is, and no memory; MLX's exponential takes 12, and
-its arithmetic on a polynomial 2.4 to 15, for each of its passes makes an array (one core,
-MLX 0.32.4, NumPy 2.4).
+NumPy's 2^x takes 0.2 ns a number on a CPU with AVX-512, and no memory. MLX's exponential takes 12
+ns. A polynomial in MLX takes 2.4 to 15 ns, because each of its passes makes an array (one core, MLX
+0.32.4, NumPy 2.4).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Caches that a model gets for one step: they write to tails, and read spans.
 
-One object a layer, alive for one forward pass. It speaks mlx-lm's cache protocol as far as a
-model's attention needs it (`offset`, `update_and_fetch`, `make_mask`); what `update_and_fetch`
-returns are the new tokens' keys and values alone, and `attend` reads all others where they lie.
+There is one object a layer, alive for one forward pass. It speaks mlx-lm's cache protocol as far as
+a model's attention needs it (`offset`, `update_and_fetch`, `make_mask`). `update_and_fetch` returns
+the new tokens' keys and values alone, and `attend` reads all others where they lie.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Segment:
     checkpoints: tuple[Checkpoint, ...] = ()
     """States of the recurrent layers, by where they were captured."""
     length: int = 0
-    """Tokens, as told for a model of recurrent layers alone: no key tells there."""
+    """Number of tokens in a model of recurrent layers alone, which has no keys to count."""
     missing: tuple[int, ...] = ()
     """Number of first tokens that each layer lacks; empty if every layer is complete, as in most
     segments."""

@@ -187,8 +187,9 @@ def named(states: States) -> Iterator[tuple[str, mx.array]]:
 
 
 Place: TypeAlias = "int | tuple[Callable[..., Any], tuple[Place, ...]]"
-"""The number of a cache with keys and values; ~ the number of one with a state; or what makes a
-cache that consists of some, and what is in it."""
+"""Place of a cache: its number among the caches with keys and values, or ~ its number among the
+caches with a state. A cache that consists of others has the function that makes it, and their
+places."""
 
 
 def keeps_state(cache: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Tokens of a prompt far behind its beginning read those in front of them piece by piece.
+"""Attention of tokens far into a prompt, which read the tokens before them piece by piece.
 
 The columns are never joined. Results over the pieces are merged by the maximum and the sum of the
-softmax, so that of keys and values in a cold tier only a piece is in memory at a time.
+softmax. So only one piece of the keys and values in a cold tier is in memory at a time.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> LayerShape:
-        """Return that of keys and values (batch, kv_heads, tokens, dim)."""
+        """Return the shape of keys and values (batch, kv_heads, tokens, dim)."""
         return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
     @property
@@ -46,9 +46,9 @@ def token_bytes(shapes: Sequence[LayerShape]) -> int:
 class Tails:
     """Keys and values of up to `slots` sequences, `columns` tokens each, all layers.
 
-    Not thread-safe: one owner, the thread that runs the model. What a step writes is visible
-    when its graph is evaluated; which columns count is known to the caller, so a step that is
-    evicted half way changes nothing that counts.
+    Not thread-safe: one owner, the thread that runs the model. The columns that a step writes are
+    visible when its graph is evaluated. The caller knows which columns count, so a step that is
+    abandoned half way changes nothing that counts.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ ALONG_FROM = {1: 1, 2: 3, 3: 3, 4: 2, 5: 4, 6: 3, 8: 1}
 """Rows from which a product along codes of so many bits is quicker with floats. MLX has no
 kernel for 1 bit."""
 ACROSS_FROM = {1: 1, 2: 3, 3: 3, 4: 5, 5: 3, 6: 5, 8: 5}
-"""The same of a product across them."""
+"""Rows from which a product across codes of so many bits is quicker with floats."""
 BUFFERS = 5
 """Floats alive at a time, as a multiple of the floats multiplied together, while MLX works several
 operations ahead; 4.4 measured."""

@@ -377,8 +377,8 @@ class Compression:
 class ModelLayout:
     """KV and states that a model keeps of a sequence, and its own caches made of them.
 
-    A cache of mlx-lm's is one layer with keys and values, the states of one recurrent layer, or
-    a list of such.
+    A cache of mlx-lm is one layer with keys and values, the states of one recurrent layer, or a
+    list of these.
     """
 
     attention_windows: tuple[AttentionWindow, ...]
@@ -392,7 +392,7 @@ class ModelLayout:
 
     @property
     def rows(self) -> dict[int, Rows]:
-        """Of the layers with keys and values those that keep rows, by their number."""
+        """Rows of the layers with keys and values that keep rows, by the layer's number."""
         return {} if self.compression is None else dict(enumerate(self.compression.rows))
 
     def caches(

@@ -80,10 +80,10 @@ class Explanation:
     """Text of `held_token`, where a tokenizer is at hand."""
     given_text: str | None = None
     reusable_tokens: int | None = None
-    """Length of the cached prefix that can be reused: up to the last boundary where every recurrent
-    layer has a checkpoint and every window is complete, and in front of the last token's block if
-    blocks are quantized as soon as they are whole. None if all of it but the last token can be, in
-    a model without recurrent layers."""
+    """Length of the cached prefix that can be reused, in tokens. It ends at the last boundary where
+    every recurrent layer has a checkpoint and every window is complete. It ends in front of the
+    last token's block if blocks are quantized as soon as they are whole. None if all but the last
+    token can be reused, in a model without recurrent layers."""
     tier_tokens: int | None = None
     """Cached tokens on the cold tiers; None if that was not asked, or there is no tier."""
     volatile: str | None = None

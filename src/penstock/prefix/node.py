@@ -55,7 +55,7 @@ class Node(Generic[S]):
     """A run of whole blocks behind its parent's, or a partial block. Changed by the tree alone."""
 
     id: int
-    """Never given twice by one tree."""
+    """Number of the node, which one tree never gives twice."""
     parent: Node[S] | None
     block_hashes: tuple[bytes, ...]
     """Block hashes, one for each block. The parent finds this node under the first one."""

@@ -1,13 +1,13 @@
 """Worth of a node: prefill seconds that it will save, for each byte that it holds.
 
-A node has saved its prefill at each use. How many uses are to come is judged by those there
-were, each counting half as much after every half life:
+A node has saved its prefill at each use. The number of uses to come is estimated from the past
+uses. Each counts half as much after every half life:
 
     uses(t)  =  sum over uses at t_i of 2 ^ -((t - t_i) / half life)
     value(t) =  uses(t) x prefill seconds / bytes
 
-All values halve at the same pace, so their order changes only at a use, and what is kept is
-their logarithm without the common factor, which never has to be brought up to date:
+All values halve at the same rate, so their order changes only at a use. A node keeps the logarithm
+of its value without the common factor, which never has to be brought up to date:
 
     heat  =  log2 sum 2 ^ (t_i / half life)
     worth =  heat + log2(prefill seconds / bytes)
@@ -17,9 +17,9 @@ al. 2001). Two things are added, both measured (docs/prefix.md):
 
 - The heat of nodes that were evicted is remembered for a while, so that a prompt that returns
   a little too late is known at its second visit. Small caches need this most.
-- The larger the cache, the less earlier uses count. In one that keeps nodes for two half lives
-  after their last use, whatever returns in time is found anyway, and room given to what was
-  popular once is room lost: there, the last use alone decides.
+- The larger the cache, the less earlier uses count. A large cache keeps nodes for two half lives
+  after their last use, so a prompt that returns in time is found anyway. Room given to a prompt
+  that was popular once is room lost: there, the last use alone decides.
 """
 
 from __future__ import annotations

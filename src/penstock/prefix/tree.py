@@ -1,9 +1,9 @@
 """Radix tree of computed prefixes: questions are pure, acts are named.
 
-A path from the root spells a prompt. Keys are chained (see `block_hashes`): two runs that agree in
-one block's key agree in all blocks before it. So a look-up compares one key a node, and finds
-the place where it leaves a node by bisection; it is linear in the prompt for the hashing and
-in the nodes passed for the rest.
+A path from the root spells a prompt. Block hashes are chained (see `block_hashes`): two paths that
+agree in one block hash agree in all blocks before it. So a lookup compares one hash a node, and
+finds the place where it leaves a node by bisection. Hashing is linear in the prompt, and the rest
+in the nodes passed.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 MessagesRequest ──prompt_of──> Prompt ──> Request ──engine──> Delta ──Blocks──> events
 
-What a client asks for and this server cannot give is refused in words, or left alone where
-leaving it alone changes no answer's meaning (`thinking` of a model that does not, `metadata`).
-Tools that run on Anthropic's side are left out of the prompt, and a header says so.
+A field that this server cannot serve is refused in words. It is ignored where that changes no
+answer's meaning (`thinking` of a model that does not, `metadata`). Tools that run on Anthropic's
+side are left out of the prompt, and a header says so.
 """
 
 from __future__ import annotations

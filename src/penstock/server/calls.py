@@ -33,7 +33,7 @@ class CallGrammar(NamedTuple):
     """Grammar of the calls of an answer."""
 
     grammar: str | None
-    """None where any text will do."""
+    """Text of the grammar; None where any text will do."""
     unenforced: tuple[str, ...] = ()
     """Rules of the tools' schemas that are not kept to, as "search:uniqueItems"."""
     free: bool = False

@@ -1,9 +1,9 @@
 """Traits of a model's chat template, probed by rendering a few short conversations with it.
 
-Templates are programs of the models' makers. Some raise on a second system message, some on one
-that is not the first, some leave it out, and some move it to the front, which changes the first
-token of the prompt and loses all that was cached behind it. Some drop the reasoning of earlier
-turns, and with it change what has been read already.
+Templates are programs of the models' makers. Some raise on a second system message, or on one that
+is not the first. Some leave it out. Some move it to the front, which changes the first token of the
+prompt and loses all that was cached behind it. Some drop the reasoning of earlier turns, and so
+change text that has been read already.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ class ModelExecutor:
     def run(self, plan: StepPlan[Sequence], meanwhile: Callable[[], object]) -> StepOutput:
         """Yield the passes of a step; each is computed when the one before it was taken.
 
-        A decoded token thus counts before a prompt's chunk begins, a chunk reads the codes of the
-        block in front of it, and the arrays of two passes are never held together.
+        So a decoded token counts before a prompt's chunk begins, and a chunk reads the codes of the
+        block in front of it. The arrays of two passes are never held together.
 
         Args:
             plan: of the step.

@@ -101,8 +101,8 @@ class StepCosts:
         """Return the best number of proposed tokens a row, and the speed with it.
 
         The speed is in tokens of a row for each step without proposals. All rows of a step are as
-        wide as the widest; 0 where proposals do not pay, and until it is known how long a step of
-        so many rows takes without any.
+        wide as the widest. The number is 0 where proposals do not pay. It is also 0 until the time
+        of a step of so many rows without proposals is known.
 
         Args:
             proposals: length of each row's, and the share of it that is expected to be right.

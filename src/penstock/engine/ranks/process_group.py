@@ -1,9 +1,9 @@
-"""One engine over several processes: all of them run the same steps, and agree before each.
+"""One engine over several processes, which run the same steps and agree before each.
 
 A model may be divided among processes (`mlx_lm`'s `shard`), each with its part of every layer's
-weights, keys and values. Each, a *rank*, has a core of its own, with scheduler, tree, ledger and
-cold tier; they stay equal, because a core does nothing that does not follow from the commands it is
-given, the time it is told, and a few things that only one process knows, on which all agree:
+weights, keys and values. Each process, a *rank*, has a core of its own, with scheduler, tree,
+ledger and cold tier. The cores stay equal: all that a core does follows from its commands, the time
+it is given, and a few facts that one process knows. The ranks agree on these facts:
 
     rank 0   enqueue, cancel, clear ──noted──┐
                                              │  begin: one exchange in front of each step

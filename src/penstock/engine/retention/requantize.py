@@ -7,16 +7,16 @@
 The first tokens of prompts and unfinished blocks stay in full precision; coded blocks are never
 dequantized again.
 
-At rest a node is due once some path through it is `least_tokens` long, answers included: sequences
+At rest a node is due once some path through it is `least_tokens` long, answers included. Sequences
 that stay shorter are raw as a whole, but for blocks that they share with a longer one. Raw blocks
-of short paths are not written to cold tiers, whose blocks are coded: a short prompt reads the same
-numbers before and after a restart.
+of short paths are not written to cold tiers, whose blocks are coded. So a short prompt reads the
+same numbers before and after a restart.
 
-At rest an answer reads in full precision what it computes, and codes where it meets blocks that an
-earlier one has left behind. With `active` a token reads as codes every whole block in front of its
-own, from the first that is coded on, and its own block raw, whatever was held before: what it reads
-is a function of its position and the settings. So a prompt is read block by block, and a hit ends
-where the block of the last token begins.
+At rest an answer reads its own tokens in full precision, and reads codes of blocks that an earlier
+answer left behind. With `active` a token reads its own block raw. From the first coded block on, it
+reads every whole block in front of its own as codes. So the numbers that it reads are a function of
+its position and the settings, and not of the cache. A prompt is then read block by block, and a hit
+ends where the block of the last token begins.
 """
 
 from __future__ import annotations

@@ -162,14 +162,14 @@ class _Reader(Generic[T]):
 class Scheduler(Generic[T]):
     """Sequences and their states. Not thread-safe: one owner, the thread that runs the steps.
 
-    Of the tokens prefilled in a step the oldest sequence of the highest priority gets half or
-    more, so that no later one can hold it up. The rest goes to the sequence that was served least,
-    so that a short prompt does not wait for a long one; a sequence that has not got on for as many
-    steps as there are places goes before those. Where blocks are so long that the rest is of no
-    use, the first and the others take turns. Where a step's time is too short for a block, one
-    sequence reads a part of it. A sequence with a place thus gets on at least once in
-    `3 x max_batch_size` steps, whatever else arrives. Admission has no such rule: a lower priority
-    waits for as long as higher ones come.
+    The oldest sequence of the highest priority gets half or more of a step's prefill tokens, so
+    that no later one can hold it up. The rest goes to the sequence that was served least, so that a
+    short prompt does not wait for a long one. A sequence that has made no progress for as many
+    steps as there are places goes before these. Where blocks are so long that the rest is of no
+    use, the first sequence and the others take turns. Where a step's time is too short for a block,
+    one sequence reads a part of it. So a sequence with a place makes progress at least once in
+    `3 x max_batch_size` steps, however many others arrive. Admission has no such rule: a lower
+    priority waits for as long as higher ones come.
 
     Args:
         max_batch_size: places: sequences that are prefilling or running at the same time.
@@ -314,9 +314,9 @@ class Scheduler(Generic[T]):
         """Return the plan of the next step. It stays the same until a prompt gets on.
 
         Every running sequence decodes. Of the prefilling sequences with the same next block, only
-        the first is prefilled; the others find the block in the tree afterwards, as do those with a
-        next block that is being restored. At most `budget_tokens` are prefilled in all, and
-        never none while something can be.
+        the first is prefilled. The others find the block in the tree afterwards, as do sequences
+        whose next block is being restored. At most `budget_tokens` are prefilled in all, and at
+        least one while any can be.
 
         Args:
             time: for prompts while other sequences decode; None is no bound beyond

@@ -239,7 +239,7 @@ class Grid:
         return scales, offsets, cls(per_step, 0.5 - wide * per_step)
 
     def part(self, heads: slice, tokens: slice) -> Grid:
-        """Return that of some of (batch, heads, tokens, dim)."""
+        """Return the grid of some heads and tokens of (batch, heads, tokens, dim)."""
         return Grid(self.per_step[:, heads, tokens], self.zero[:, heads, tokens])
 
     def codes(self, x: mx.array) -> mx.array:

@@ -15,8 +15,8 @@ from penstock.kv.codecs.turbo import Turbo
 
 RAW = "raw"
 AUTO = {"auto2.5x": "kivi6/turbo6", "auto3.5x": "kivi5/turbo3", "auto5x": "kivi3/turbo2.5"}
-"""Those of least KL on a real model (docs/real.md) that take so many times less than float16 with
-heads of a multiple of 64; docs/codecs.md has those for heads of 80, 96 and 112."""
+"""Codecs of least KL on a real model (docs/real.md) that take so many times less than float16. That
+is for heads of a multiple of 64; docs/codecs.md has the codecs for heads of 80, 96 and 112."""
 FORMS = (
     "raw; affine2 to affine6 and affine8 (or 2, 3, 4, 5, 6, 8), with g32 or g128 behind it for "
     "other groups than 64; rot2 to rot6, rot8; turbo2, turbo2.5, ..., turbo6, turbo8; "
@@ -41,7 +41,7 @@ class Scheme:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Those that there are of the two."""
+        """Codecs of keys and of values, without None."""
         return tuple(codec for codec in (self.keys, self.values) if codec is not None)
 
     def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> Scheme:

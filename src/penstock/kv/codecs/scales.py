@@ -2,12 +2,13 @@
 
 So every score stays equal.
 
-A rotation spreads the error over all channels: that of a score is as the sum of k^2 / s^2, times
-that of s^2 q^2, over the channels of scale s, with keys and queries of root mean squares k and q.
-The product is least where s^2 = k / q (Cauchy and Schwarz). That is for channels that are large in
-every token; how much of a little is a model's, and how much of the tokens it was measured on, is
-not known, and scales for all were measured to lose answers. They are powers of two, with which
-nothing is rounded.
+A rotation spreads the error over all channels. Keys and queries have root mean squares k and q in a
+channel of scale s. The error of a score grows as the sum of k^2 / s^2 over the channels, times the
+sum of s^2 q^2. The product is least where s^2 = k / q (Cauchy and Schwarz).
+
+Only channels that are large in every token get a scale. A small difference may be the model's, or
+may come from the tokens that were measured: scales for all channels were measured to lose answers.
+Scales are powers of two, with which nothing is rounded.
 """
 
 from __future__ import annotations

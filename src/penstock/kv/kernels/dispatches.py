@@ -156,7 +156,7 @@ def limits_of(row: DecodeRow, start: int, end: int, window: AttentionWindow) -> 
 
 
 def signature(layout: AttentionPlan, layer: int, dtype: mx.Dtype) -> Hashable:
-    """Return what is equal for two layers that one plan serves; None if no kernel reads it all."""
+    """Return a key that layers of one plan share; None if no kernel reads it all."""
     parts = []
     for segment in segments_of(layout):
         form = form_of(segment.layers[layer], dtype)

@@ -110,7 +110,7 @@ class SideForm:
 
     @classmethod
     def of(cls, side: Side) -> SideForm | None:
-        """Return that of a layer's side; None if no kernel reads it."""
+        """Return the form of a layer's side; None if no kernel reads it."""
         if isinstance(side, Coded):
             form = _coded(side)
         elif isinstance(side, mx.array) and side.dtype in DTYPES:

@@ -55,7 +55,7 @@ class Situation(Enum):
 
     @classmethod
     def of(cls, rows: int, layout: AttentionPlan) -> Situation:
-        """Return that of a step."""
+        """Return the situation of a step."""
         reads = [read for level in layout.levels for read in level]
         if rows == 1:
             return cls.ONE_PART if sum(len(read.pieces) for read in reads) < 2 else cls.PARTS

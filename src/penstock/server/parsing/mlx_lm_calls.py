@@ -116,12 +116,12 @@ class MlxLmCalls:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """Its one mark."""
+        """Marks that open a call: the one of the parser."""
         return (self.start,)
 
     @property
     def shape(self) -> CallShape | None:
-        """Its marks around JSON, if its parser reads that between them."""
+        """Shape of its calls, if its parser reads JSON between its marks."""
         if self.written is not None or not self.end:
             return self.written
         try:
