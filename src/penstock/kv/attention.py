@@ -43,7 +43,7 @@ class CodedReader(Protocol):
     def inverse_transform(self, mixed: mx.array, dim: int, /) -> mx.array:
         """Return a mix of codes as values (heads, m, dim)."""
 
-    def score(self, transform_query: mx.array, coded: Any, /) -> mx.array:
+    def score(self, queries: mx.array, coded: Any, /) -> mx.array:
         """Multiply transformed queries with keys: (heads, m, tokens)."""
 
     def mix(self, weights: mx.array, coded: Any, /) -> mx.array:
@@ -182,14 +182,14 @@ def score(
     are read one part after the other, and after `after`.
     """
     products: list[mx.array] = []
-    codec, transform_query = None, stacked
+    codec, queries = None, stacked
     for keys in parts:
         if isinstance(keys, mx.array):
             products.append(device.multiply_keys(stacked, keys))
             continue
         if keys.codec != codec:
-            codec, transform_query = keys.codec, keys.codec.transform_query(stacked)
-        after = keys.codec.score(transform_query, keys if after is None else keys.after(after))
+            codec, queries = keys.codec, keys.codec.transform_query(stacked)
+        after = keys.codec.score(queries, keys if after is None else keys.after(after))
         products.append(after)
     if len({product.dtype for product in products}) > 1:
         products = [product.astype(mx.float32) for product in products]
@@ -206,7 +206,7 @@ def mix(weights: mx.array, total: mx.array, parts: Sequence[KVData]) -> mx.array
     which would overflow otherwise.
     """
     sums: list[mx.array] = []
-    codec, transform_query, dim = None, None, 0
+    codec, mixed, dim = None, None, 0
     start = 0
     for values in parts:
         stop = start + columns(values)
@@ -215,17 +215,15 @@ def mix(weights: mx.array, total: mx.array, parts: Sequence[KVData]) -> mx.array
         if isinstance(values, mx.array):
             sums.append(_mix(part_weights, total, values))
             continue
-        part_mix = values.codec.mix(
-            part_weights, values.after(total if transform_query is None else transform_query)
-        )
+        part_mix = values.codec.mix(part_weights, values.after(total if mixed is None else mixed))
         part_mix = part_mix.astype(mx.float32)
-        if codec is not None and transform_query is not None and values.codec != codec:
-            sums.append(codec.inverse_transform(transform_query, dim))
-            transform_query = None
+        if codec is not None and mixed is not None and values.codec != codec:
+            sums.append(codec.inverse_transform(mixed, dim))
+            mixed = None
         codec, dim = values.codec, values.dim
-        transform_query = part_mix if transform_query is None else transform_query + part_mix
-    if codec is not None and transform_query is not None:
-        sums.append(codec.inverse_transform(transform_query, dim))
+        mixed = part_mix if mixed is None else mixed + part_mix
+    if codec is not None and mixed is not None:
+        sums.append(codec.inverse_transform(mixed, dim))
     return sum(sums[1:], start=sums[0])
 
 

@@ -64,8 +64,8 @@ class Affine(Scaled):
 
     def encode(self, x: mx.array) -> Coded:
         """See `Codec`."""
-        transform_query = rotate(divided(x, self.scales)) if self.rotated else x
-        parts = quantized(transform_query, self.group_size, self.bits)
+        rotated = rotate(divided(x, self.scales)) if self.rotated else x
+        parts = quantized(rotated, self.group_size, self.bits)
         return Coded(self, parts, x.shape[-1])
 
     def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put) -> Iterator[None]:
@@ -102,9 +102,9 @@ class Affine(Scaled):
         """See `Codec`."""
         return multiplied(rotate_back(mixed), self.scales) if self.rotated else mixed
 
-    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
+    def score(self, queries: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        return self._product(transform_query, coded, transpose=True)
+        return self._product(queries, coded, transpose=True)
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""

@@ -99,12 +99,12 @@ class Codec(ABC):
         return mixed
 
     @abstractmethod
-    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
-        """Multiply queries, turned, with one sequence's keys: (heads, m, tokens)."""
+    def score(self, queries: mx.array, coded: Coded) -> mx.array:
+        """Multiply transformed queries with one sequence's keys: (heads, m, tokens)."""
 
     @abstractmethod
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
-        """Mix one sequence's values by weights (heads, m, tokens), to be turned back."""
+        """Mix one sequence's values by weights (heads, m, tokens); `inverse_transform` follows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,8 @@ class Kivi(Codec):
         if tokens % SPAN:
             raise ValueError(f"{self.name} encodes {SPAN} tokens together, not {tokens}")
         spans = x.reshape(batch, heads, tokens // SPAN, SPAN, dim)
-        transform_query = mx.contiguous(spans.swapaxes(-1, -2))
-        codes, scales, offsets = quantized(transform_query, SPAN, self.bits)
+        by_channel = mx.contiguous(spans.swapaxes(-1, -2))
+        codes, scales, offsets = quantized(by_channel, SPAN, self.bits)
         return Coded(self, (codes, scales.squeeze(-1), offsets.squeeze(-1)), dim)
 
     def dequantize(self, coded: Coded) -> mx.array:
@@ -57,10 +57,10 @@ class Kivi(Codec):
         batch, heads, count = spans.shape[:3]
         return spans.swapaxes(-1, -2).reshape(batch, heads, count * SPAN, coded.dim)
 
-    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
+    def score(self, queries: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
         scores = self._product(
-            mx.expand_dims(transform_query, 1), coded, transpose=False
+            mx.expand_dims(queries, 1), coded, transpose=False
         )  # (heads, spans, m, SPAN)
         heads, count, rows, _ = scores.shape
         return scores.swapaxes(1, 2).reshape(heads, rows, count * SPAN)

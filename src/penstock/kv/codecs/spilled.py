@@ -138,8 +138,8 @@ class Spilled(Codec):
         (raw,) = self.reader.fetch([self.all_blocks(coded)], chosen=False)
         return self.wide(coded, raw)
 
-    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
-        return transform_query @ coded.dequantize().squeeze(0).swapaxes(-1, -2)
+    def score(self, queries: mx.array, coded: Coded) -> mx.array:
+        return queries @ coded.dequantize().squeeze(0).swapaxes(-1, -2)
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         return weights @ coded.dequantize().squeeze(0).astype(mx.float32)

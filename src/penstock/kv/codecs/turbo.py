@@ -102,16 +102,16 @@ class Turbo(Scaled):
         """See `Codec`."""
         return multiplied(rotate_back(mixed, dim), self.scales)
 
-    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
+    def score(self, queries: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
         if self._each == (1,):
             codes, scales = (part.squeeze(0) for part in coded.parts)
             levels = scales.astype(mx.float32) * (STEPS[1] / 2)
-            return backend.current().multiply_signs(transform_query, codes, levels)
+            return backend.current().multiply_signs(queries, codes, levels)
         total, start = None, 0
         for codes, offsets, scales, width, bits in self._readable(coded):
             product = backend.current().multiply_codes(
-                transform_query[..., start : start + width],
+                queries[..., start : start + width],
                 codes,
                 scales,
                 offsets,

@@ -200,8 +200,8 @@ class KernelAttention:
         b, heads = of.queries.shape[:2]
         queries, kv_heads = of.queries, of.reading.kv_heads
         if isinstance(keys, Coded):
-            turned = keys.codec.transform_query(attention.grouped(queries, kv_heads))
-            queries = attention.ungrouped(turned, b, heads)
+            transformed = keys.codec.transform_query(attention.grouped(queries, kv_heads))
+            queries = attention.ungrouped(transformed, b, heads)
         partials = self._partials(of, planned, queries)
         rows, dim = b * of.reading.per_row, planned.form.values.dim
         shapes = tuple((kv_heads, rows, last) for last in (1, 1, dim))
