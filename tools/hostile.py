@@ -2,14 +2,14 @@
 
     python tools/hostile.py --minutes 60
 
-A server of the embedded model gets bodies that are too large, too deep, too many, half sent or
-half true, from several senders at once, each a process of its own: making such bodies takes longer
-than reading them, and would be waited for. Beside them a client asks a short question again and
-again. It exits with 1 unless
+A server of the embedded model gets bodies that are too large, too deep, too many, half sent or half
+true. Several senders work at once, each a process of its own, because making such bodies takes
+longer than reading them. Beside them a client asks a short question again and again. It exits with
+1 unless all of this holds:
 
-- the server's resident memory stays below its memory limit and 150 MB, sampled ten times a second;
-- the short question is answered within two seconds of what it takes without the others;
-- the server still answers in the end, and no answer was 500.
+- The server's resident memory stays below its memory limit and 150 MB, sampled ten times a second.
+- The short question takes at most two seconds longer than it does without the others.
+- The server still answers in the end, and no answer was 500.
 """
 
 from __future__ import annotations

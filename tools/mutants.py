@@ -3,8 +3,8 @@
     python tools/mutants.py --sample 40 --seed 1
 
 First every test of the pool runs once, and each function that it calls is noted. Then a sample of
-small changes (a comparison turned round, a number off by one, a copy left out, ...) is drawn, and
-for each the tests that call the changed function run, the quickest first, until one fails. A
+small changes (a comparison turned round, a number off by one, a copy left out, ...) is drawn. For
+each change the tests that call the changed function run, the quickest first, until one fails. A
 change that none of them notices has survived. Nothing in the working tree is changed: each worker
 has a copy of its own.
 """

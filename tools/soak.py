@@ -2,15 +2,16 @@
 
     python tools/soak.py --requests 10000
 
-A seeded crowd asks the embedded model: long system prompts that many share, answers that are
-cancelled, several answers to one prompt, seeded sampling, penalties, stop strings, timeouts, and
-requests that must be refused. The memory limit is so low that prefixes are evicted all the
-time. From time to time the engine is left to run dry, all prefixes are evicted, and then:
+A seeded crowd asks the embedded model. Many requests share long system prompts. Some are cancelled,
+time out, want several answers to one prompt, or must be refused. Some have seeded sampling,
+penalties or stop strings. The memory limit is so low that prefixes are evicted all the time. From
+time to time the engine is left to run dry, and all prefixes are evicted. Then all of this holds:
 
-- what MLX has allocated, and what the ledger counts, are the same to the byte as the first time;
-- a recount from the arrays agrees with the ledger;
-- Python holds no more objects than before, beyond a handful;
-- equal requests with equal seeds got equal answers, however their prefixes were shared meanwhile.
+- The bytes that MLX has allocated, and those in the ledger, are the same to the byte as the first
+  time.
+- A recount from the arrays agrees with the ledger.
+- Python holds no more objects than before, beyond a handful.
+- Equal requests with equal seeds got equal answers, however their prefixes were shared meanwhile.
 
 Exits with 1 if any of this fails.
 """

@@ -3,17 +3,17 @@
     PYTHONPATH=src python tools/train_recall.py --work DIR            # train, then write
     PYTHONPATH=src python tools/train_recall.py --work DIR --resume   # go on where it stopped
 
-The model is an ordinary llama of two layers. What a small one does not find in minutes is
-given to it at initialization (`build_in`), and then trained like every other weight:
+The model is an ordinary llama of two layers. A small model does not find some weights in minutes.
+It gets them at initialization (`build_in`), and they are then trained like every other weight:
 
-* layer 0 has a head each for the last adjective, the last noun and the last attribute seen:
-  the key says "I am one", the fast RoPE frequencies say "and I am near";
-* layer 1 has two heads that compare these three words with those gathered at every value in
-  the context, on RoPE frequencies too slow to notice the distance, and copy that value.
+* Layer 0 has a head each for the last adjective, the last noun and the last attribute seen. The key
+  says "I am one", and the fast RoPE frequencies say "and I am near".
+* Layer 1 has two heads that compare these three words with the ones gathered at every value in the
+  context, and copy that value. They use RoPE frequencies too slow to notice the distance.
 
-The loss is on the assistant's tokens only, so layer 1 asks its queries only there: that makes
-8,192 tokens of context cheap. Data come from `penstock.recall`, seeded by the step, so a
-resumed run sees what an uninterrupted one would have seen.
+The loss is on the assistant's tokens only, so layer 1 asks its queries only there: that makes 8,192
+tokens of context cheap. Data come from `penstock.recall`, seeded by the step. So a resumed run sees
+the same data as an uninterrupted one.
 """
 
 from __future__ import annotations

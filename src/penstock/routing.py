@@ -7,12 +7,12 @@
 `penstock bench cluster` and `penstock serve --ray` use this same router: what is simulated is
 what runs.
 
-A summary is the first 32 bits of the key of every block that a replica holds: 4 bytes a block.
-A replica with n blocks seems to hold a block that it does not with a probability of n / 2^32:
-2 in a million at 10,000 blocks, 2 in 10,000 at a million. A Bloom filter of 10 bits a block is
-wrong in 1 of 100 and cannot forget a block that was evicted; this one can be sent by its changes.
-A false block costs one prompt a worse place, and never a wrong answer: the replica looks its
-own tree up by whole keys.
+A summary is the first 32 bits of the key of every block that a replica holds: 4 bytes a block. A
+replica with n blocks seems to hold a block that it does not hold, with a probability of n / 2^32.
+That is 2 in a million at 10,000 blocks, 2 in 10,000 at a million. A Bloom filter of 10 bits a block
+is wrong in 1 of 100 and cannot forget a block that was evicted; this one can be sent by its
+changes. A false block costs one prompt a worse place, and never a wrong answer: the replica looks
+its own tree up by whole keys.
 """
 
 from __future__ import annotations
@@ -147,13 +147,14 @@ class Router:
 
     - `round-robin`: one after the other.
     - `hash`: always the same one for the same cache key, or the same first blocks (rendezvous
-      hashing: when a replica leaves, its prompts are spread over the others, and no other's move).
+      hashing). When a replica leaves, its prompts are spread over the others, and no other prompts
+      move.
     - `prefix`: one that knows the longest prefix; among equals, as `hash`.
-    - `prefix+load`: the one with the least to do: waiting blocks, and those it would have to
-      compute of this prompt, of which a block counts `worth` unless many prompts have it. So a
-      conversation stays where it is unless that replica is overloaded, and a system prompt comes
-      to lie wherever it is wanted. Of many that know the same two are drawn, and the one with
-      less to do is asked (the power of two choices).
+    - `prefix+load`: the one with the least work. Its work is its waiting blocks, and the blocks of
+      this prompt that it would have to compute. Such a block counts `worth` unless many prompts
+      have it. So a conversation stays where it is unless that replica is overloaded, and a system
+      prompt comes to lie wherever it is wanted. Of many replicas that know the same two are drawn,
+      and the one with less work is asked (the power of two choices).
 
     Args:
         policy: one of `POLICIES`.

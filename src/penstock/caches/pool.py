@@ -1,18 +1,18 @@
 """A pool of sequences' keys and values: all memory taken at the start, a slot a sequence.
 
-One keys buffer and one values buffer a layer, (slots, heads, max_seq_len, head_dim). The
-layout was chosen by measurement (8 slots x 8 heads x 1,024 x 128 in float32, so 32 MiB a
-buffer; MLX 0.32 on two CPU cores):
+Each layer has one keys buffer and one values buffer, (slots, heads, max_seq_len, head_dim). The
+layout was chosen by measurement (8 slots x 8 heads x 1,024 x 128 in float32, so 32 MiB a buffer;
+MLX 0.32 on two CPU cores):
 
     property                                 slots in one buffer     a buffer a slot
     append one token, every slot                0.04 ms, 0 MiB         0.07 ms, 0 MiB
     attention of all slots together              5.7 ms, 0 MiB         9.1 ms, 40 MiB
     append while a view of it is alive          14.3 ms, 32 MiB        0.2 ms, 4 MiB
 
-A step over all slots reads the buffers where they lie; with a buffer a slot it would have to
-stack them. The price is the last row: MLX arrays are values, so the first append to a layer
-after a view of it was kept copies that buffer, and the pool holds both until the view is
-dropped. Use what `get_cache` returns in the step at hand, and drop it.
+A step over all slots reads the buffers where they lie; with a buffer a slot it would have to stack
+them. The price is the last row. MLX arrays are values: the first append to a layer after a view of
+it was kept copies that buffer. The pool then holds both until the view is dropped. Use the views of
+`get_cache` in the step at hand, and drop them.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ class Ring(Bounded):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
         """Write the tokens and return the columns that any query may see; `make_mask` tells which.
 
-        keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order
-        for one token, and in order of time for a chunk: up to max_size - 1 + tokens of them,
-        of which the window is held afterwards.
+        keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order for one
+        token, and in order of time for a chunk. A chunk has up to max_size - 1 + tokens of them, of
+        which the window is held afterwards.
 
         Raises:
             TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.

@@ -1,10 +1,10 @@
-"""Bounded windows whose first `keep` tokens every query sees, whatever the chunks were.
+"""Bounded windows whose first `keep` tokens every query sees, in chunks of any size.
 
-mlx-lm's mask for a chunk past the end of the window hides the kept tokens from all but the
-first queries of the chunk: the text depends on the chunk size, and the system prompt is out of
-sight just when a long message is read. Here query p sees the first `keep` tokens and the last
-max_size - keep up to itself, always. That is the rule of attention sinks (Xiao et al. 2023,
-StreamingLLM), except that positions are not renumbered.
+mlx-lm's mask for a chunk past the end of the window hides the kept tokens from all but the first
+queries of the chunk. So the text depends on the chunk size, and the system prompt is hidden just
+when a long message is read. Here query p sees the first `keep` tokens and the last max_size - keep
+up to itself, always. That is the rule of attention sinks (Xiao et al. 2023, StreamingLLM), except
+that positions are not renumbered.
 """
 
 from __future__ import annotations

@@ -142,8 +142,9 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
 def halves_from(runner: Runner) -> int | None:
     """Return from how many tokens on a choice halves the bytes that one sequence's step reads.
 
-    All weights are read with W bytes, keys and values with b a token, and the index with i: n
-    tokens take W + n b where all are read, and W + N b + n i where N of them are.
+    A step reads W bytes of weights, b bytes of keys and values a token, and i bytes of the index.
+    Of n tokens it reads W + n b bytes where it reads all, and W + N b + n i where it reads N of
+    them.
     """
     layers = runner.selectable_layers
     if runner.fitness.way != "shared" or not layers:

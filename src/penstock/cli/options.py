@@ -172,8 +172,8 @@ def check_writable(flag: str, folder: Path | None) -> None:
     """Make a folder if it is not there, and refuse one that cannot be written to, or by others too.
 
     Raises:
-        SettingError: it is a file, the system does not let it be made or written to, it or a file
-            in it belongs to another user, or everybody may write to it.
+        SettingError: it is a file, or the system does not let it be made or written to. Also if it
+            or a file in it belongs to another user, or if everybody may write to it.
     """
     if folder is None:
         return

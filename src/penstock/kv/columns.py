@@ -1,9 +1,9 @@
 """The token axis of a layer's KV: allocate, write, take, join.
 
-A *side* is the keys of a cache, or its values: one array (batch, kv_heads,
-columns, head_dim), the (codes, scales, biases) triple of `mx.quantize`, each with the same first
-three axes, or a codec's form of them (`Coded`, in segments only). A cache is written once for
-all the ways of holding numbers.
+A *side* is the keys of a cache, or its values. It is one array (batch, kv_heads, columns,
+head_dim), or the (codes, scales, biases) triple of `mx.quantize`, each with the same first three
+axes. In segments it may also be a codec's form of them (`Coded`). A cache is written once for all
+the ways of holding numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Index of keys: the rotated key in one bit a number, by which the tokens worth reading are found.
 
-A score of a query with the index is that with the key, to about a quarter of its spread: enough to
-rank blocks by their best token, at a fiftieth of the bytes that keys and values take in float32.
+A score of a query with the index differs from the score with the key by about a quarter of its
+spread. That is enough to rank blocks by their best token, at a fiftieth of the bytes that keys and
+values take in float32.
 """
 
 from __future__ import annotations

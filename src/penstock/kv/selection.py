@@ -5,8 +5,8 @@ the first and the recent ones. A block counts as its best token, after a softmax
 for that query of the key head that wants it most. The blocks chosen are copied together and read
 exactly, beside the first and the recent tokens, which are read where they lie.
 
-The choice is a function of the tokens and the position alone: it does not depend on where
-segments begin, on what is cached, or on the other rows of a step.
+The choice is a function of the tokens and the position alone. It does not depend on where segments
+begin, on the cache, or on the other rows of a step.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ BLOCKS_AT_ONCE = 1_024
 def best_by_block(x: Floats, codes: Octets, sizes: npt.NDArray[np.float16], block: int) -> Floats:
     """Return the largest product of each block of rows, whose numbers are signs of one size.
 
-    The numbers of four queries become integers side by side in a word, and their sums for the 256
-    values of an octet a table: a row is then read as n / 8 octets, for all four in one addition.
+    The numbers of four queries become integers side by side in a word. Their sums for the 256
+    values of an octet become a table. A row is then read as n / 8 octets, for all four queries in
+    one addition.
 
     Args:
         x: queries, (heads, m, n).

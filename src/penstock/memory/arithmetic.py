@@ -17,9 +17,9 @@ def vector_bytes(
 ) -> int:
     """Bytes of one head's key (or value) of one token.
 
-    Plain: dim x scalar_bytes. Quantized as `mx.quantize` lays it out: dim x bits / 8 of
-    codes, and for each group one scale and one bias in the model's dtype, which adds
-    2 x 8 x scalar_bytes / group_size bits to every number.
+    Plain: dim x scalar_bytes. Quantized as `mx.quantize` lays it out: dim x bits / 8 of codes, and
+    for each group one scale and one bias in the model's dtype. These add 2 x 8 x scalar_bytes /
+    group_size bits to every number.
 
     Raises:
         SettingError: a bit width or group size that `mx.quantize` lacks, or a group

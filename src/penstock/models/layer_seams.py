@@ -23,10 +23,10 @@ _ATTENTION = "scaled_dot_product_attention"
 def attach(model: nn.Module) -> tuple[str, ...]:
     """Put the attention seam under a model; return the modules in which it was put.
 
-    In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound
-    to a dispatcher: a layer whose cache is one of penstock's `Reads`, a `TurboQuantKVCache` or a
-    `SelectiveKVCache` attends by it, everything else goes to mlx-lm's function as before. Linear
-    layers and embeddings become this module's. Nothing else is patched. Again does nothing.
+    In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound to a
+    dispatcher. A layer attends by its cache if that is one of penstock's `Reads`, a
+    `TurboQuantKVCache` or a `SelectiveKVCache`. All other calls go to mlx-lm's function as before.
+    Linear layers and embeddings become this module's. Nothing else is patched. Again does nothing.
     """
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
     names = {type(module).__module__ for module in modules}

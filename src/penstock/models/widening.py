@@ -81,7 +81,7 @@ def widen(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None]) -> N
     Args:
         model: loaded lazily, or evaluated.
         dense: returns the module for full numbers that stands for one with codes, with weights of
-            its own that were not evaluated; None if it knows none, and the codes stay.
+            its own that were not evaluated. It returns None if it knows none, and the codes stay.
     """
     for name, module in _modules(model).items():
         if "scales" not in module:

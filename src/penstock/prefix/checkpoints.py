@@ -147,9 +147,9 @@ def retained(
 ) -> set[int]:
     """Say which of a path's checkpoints stay: ever fewer into the past.
 
-    At a distance of d spacings from the end, those at multiples of 2^k spacings stay, with 2^k at
-    most d / NEAR: a place that is evicted is never wanted again, however far the path grows. If
-    more than `most` are left, it is as if they were twice, four times ... as far away.
+    At a distance of d spacings from the end, checkpoints at multiples of 2^k spacings stay, with
+    2^k at most d / NEAR. So a place that is evicted is never wanted again, however far the path
+    grows. If more than `most` are left, it is as if they were twice, four times ... as far away.
 
     Args:
         places: of the checkpoints, in tokens.

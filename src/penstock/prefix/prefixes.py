@@ -286,10 +286,10 @@ class Prefixes(BoundedTree[S]):
     def tidy(self, at: Pin[S] | Node[S] | None) -> int:
         """Merge the small nodes of a path and return by how many it has fewer.
 
-        A node is merged with its parent if that is not longer, as in a binary counter, or if both
-        are a span at most: a sequence that commits block by block has each token copied O(log)
-        times beyond its span, and leaves a path of few nodes. Those that come together are copied
-        once. There must be room for the copy; nothing is evicted for it.
+        A node is merged with its parent if the parent is not longer, as in a binary counter, or if
+        both are a span at most. So a sequence that commits block by block has each token copied
+        O(log) times beyond its span, and leaves a path of few nodes. Nodes that come together are
+        copied once. There must be room for the copy; nothing is evicted for it.
 
         Args:
             at: the end of the path.

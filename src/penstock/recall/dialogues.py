@@ -119,8 +119,8 @@ def dialogue(
         seed: The same seed and arguments give the same dialogue.
         tokens: Upper bound of its length; it ends less than 48 tokens below.
         facts: How many facts are told that `questions` ask about, one question each.
-        place: The part of the dialogue, as two fractions of `tokens`, in which they are told:
-            (0, 0.1) for the start (inside `keep`), (0.9, 1) for the end (inside the window).
+        place: The part of the dialogue in which the facts are stated, as two fractions of `tokens`.
+            (0, 0.1) is the start (inside `keep`), (0.9, 1) the end (inside the window).
         distractors: Share of the other turns that tell facts without a question. Half of them
             differ in one word from a fact already told.
         quiz: Share of the other turns that ask about a fact told before, and are answered.

@@ -4,7 +4,7 @@
                                                                 ▲               │
                                                                 └── summaries ──┘
 
-`door` reads a request's prompt as the server will, `router` chooses by `penstock.routing`,
-`replica` answers with the whole server of `penstock serve`, `autoscaling` says how many there
-should be, `application` puts them together. Needs the extra `ray`; nothing else imports it.
+`door` reads a request's prompt as the server will, and `router` chooses by `penstock.routing`.
+`replica` answers with the whole server of `penstock serve`, and `autoscaling` says how many there
+should be. `application` puts them together. Needs the extra `ray`; nothing else imports it.
 """

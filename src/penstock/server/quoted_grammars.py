@@ -4,9 +4,9 @@ r"""Grammars of texts inside a JSON string, as the input of a custom tool is ins
     /[^x]+/       ───────────────────>  /(?:[[^x]&&[^"\\\x00-\x1f]]|\\"|\\\\|\\n|...)+/
 
 Each character that JSON escapes becomes its shortest escape; all others stay as they are. Rules
-become terminals, so that the whole text is one: llguidance ends a terminal at the first character
-that cannot go on in it, and a backslash can begin texts that go on and texts that do not. So a
-grammar whose rules contain themselves cannot be followed here.
+become terminals, so that the whole text is one. llguidance ends a terminal at the first character
+that cannot go on in it. A backslash can begin texts that go on, and texts that do not. So a grammar
+whose rules contain themselves cannot be followed here.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Watch:
 
     Args:
         ranks: the group; made by all at the same time, since its key goes over the group.
-        gone: called once, in the watch's thread, with one line that names the rank that is gone;
-            it is to end the process, as its other threads may never come back.
+        gone: called once, in the watch's thread, with one line that names the rank that is gone. It
+            is to end the process, as its other threads may never come back.
         silent_seconds: longest silence of a rank.
     """
 

@@ -5,9 +5,9 @@
     prefilled again ──> fill: KV that was computed once more takes its place in the nodes
 
 To resume at a position, a sliding-window layer needs only the `window` tokens before it. Retained
-positions are the ends of branches, the forks between them, held prefixes, the positions of running
-sequences, and, as long as that frees enough, the ends of the newest turns. A node keeps its name,
-and its other layers stay shared, as if nothing was dropped.
+positions are the ends of branches, the forks between them, held prefixes, and the positions of
+running sequences. The ends of the newest turns are retained, too, as long as that frees enough. A
+node keeps its block hashes, and its other layers stay shared, as if nothing was dropped.
 """
 
 from __future__ import annotations

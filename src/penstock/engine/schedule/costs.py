@@ -198,13 +198,13 @@ class MemoryEstimator:
     def prefill_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence adds to a step that prefills it.
 
-        They are a joined layer, and the scores beyond those that every step computes at a time:
-        the scores of one token or, if all scores of a chunk are in memory at once, of the measured
-        chunk. One sequence at a time prefills. The floats to which codes are dequantized while it
-        decodes take no more.
+        They are a joined layer, and the scores beyond the ones that every step computes at a time.
+        Every step computes the scores of one token or, if all scores of a chunk are in memory at
+        once, of the measured chunk. One sequence at a time prefills. The floats to which codes are
+        dequantized while it decodes take no more.
 
         Where layers compress, the bytes were measured. The number of rows picked for a token is
-        bounded, and all rows are weighed for it: the bytes of a chunk grow no faster far into a
+        bounded, and all rows are weighed for it. So the bytes of a chunk grow no faster far into a
         prompt than near its start.
         """
         seen = self._seen(tokens)

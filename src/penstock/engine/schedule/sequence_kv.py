@@ -31,9 +31,9 @@ from penstock.prefix.node import Match
 class SequenceKV(CachedPath):
     """The KV of one sequence, and its only writer. Not thread-safe: the engine's thread.
 
-    The KV of a sequence lies in three places, one behind the other: the first `num_cached_tokens`
-    of the pinned path, its `own_spans`, and `tail` columns of a slot in the pool. Nothing of the
-    last two outlives its place in the batch.
+    The KV of a sequence lies in three places, one behind the other. These are the first
+    `num_cached_tokens` of the pinned path, its `own_spans`, and `tail` columns of a slot in the
+    pool. Nothing of the last two outlives its place in the batch.
 
     Args: as `CachedPath`, which has the path alone.
     """

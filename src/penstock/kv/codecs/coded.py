@@ -1,9 +1,9 @@
 """A codec holds one side of a layer, its keys or its values, in fewer bits than the model's.
 
-Codes are read as they lie: `score` and `mix` are the two products of attention, made of
-the codes by `mx.quantized_matmul` wherever the form allows it, so that no back end needs a kernel
-of its own. Scales are float16 whatever the model's type: they are most of what a float32 model
-would pay otherwise.
+Codes are read as they lie. `score` and `mix` are the two products of attention.
+`mx.quantized_matmul` makes them of the codes wherever the form allows it, so that no back end needs
+a kernel of its own. Scales are float16 whatever the model's type: they are most of what a float32
+model would pay otherwise.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.arr
     """Return codes, and scales and offsets as float16, of (..., n) in any floating type.
 
     MLX quantizes float32 quicker than float16 on a CPU. At 8 bits steps are so small that the
-    rounding of scales counts, an eighth of the squared error: codes are made for the scales as
+    rounding of scales counts, an eighth of the squared error. So codes are made for the scales as
     they are rounded, on every device.
     """
     if bits == 8:

@@ -2,9 +2,10 @@
 
 A rotated vector's coordinates are about normal with the same variance, so that one grid fits all
 and a vector needs one number beside its codes (Zandieh et al. 2025, "TurboQuant", the form that
-minimizes the squared error). The grid is even, with the step that is best for normal numbers (Max
-1960, "Quantizing for minimum distortion"), so that `mx.quantized_matmul` reads the codes as they
-lie: at 1 or 2 bits as good as the best uneven one, at 3 bits 8 % worse, at 4 bits 21 %.
+minimizes the squared error). The grid is even, so that `mx.quantized_matmul` reads the codes as
+they lie. Its step is the best one for normal numbers (Max 1960, "Quantizing for minimum
+distortion"). At 1 or 2 bits it is as good as the best uneven grid, at 3 bits 8 % worse, at 4 bits
+21 %.
 """
 
 from __future__ import annotations

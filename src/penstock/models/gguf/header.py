@@ -2,7 +2,7 @@
 
 The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
 little-endian. Every length and count is checked against the bytes that are left in the file before
-memory is taken for it, so a damaged or hostile header costs no more than its own size.
+memory is taken for it. So a damaged or hostile header costs no more than its own size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Render a chat template from standard input in a process with little memory and little time.
 
 `template_trial` runs this file by its path; it imports nothing of penstock's, so it starts at once.
-It ends with `TOO_LARGE` where memory runs out, by a signal where time does, and else with 0: an
+It ends with `TOO_LARGE` where memory runs out, by a signal where time does, and else with 0. An
 error of the template itself is for the user that sends it messages.
 """
 

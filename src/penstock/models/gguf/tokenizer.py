@@ -205,8 +205,8 @@ def _merges(
 ) -> list[tuple[str, str]]:
     """Return all pairs of pieces that make a piece, in the order in which they are merged.
 
-    SentencePiece merges the neighbors whose piece has the best score; of pieces with one score, the
-    left-most, which a fixed order cannot say: the order of the vocabulary stands for it.
+    SentencePiece merges the neighbors whose piece has the best score, and of pieces with one score
+    the left-most. A fixed order cannot say that, so the order of the vocabulary stands for it.
     """
     ranks = {text: token for token, text in enumerate(texts)}
     merges = [
