@@ -3,7 +3,8 @@
     python tools/cpus.py tests/kv          every core type and number of threads: a table
     python3 tools/cpus.py --draw 17        drawn by a seed: threads, and a core type if any
 
-Only what this CPU can execute is taken. Needs nothing but Python, so that CI can draw at once.
+Only core types that this CPU can execute are taken. Needs nothing but Python, so that CI can draw
+at once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ print(library.openblas_get_corename().decode())
 
 
 def flags() -> set[str]:
-    """Return what this CPU can, as Linux names it; nothing elsewhere, or on no x86-64."""
+    """Return the features of this CPU, as Linux names them; none elsewhere, or on no x86-64."""
     file = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not file.exists():
         return set()

@@ -1,4 +1,4 @@
-"""Start the server on the embedded model, show what talks to it; then on a real model.
+"""Start the server on the embedded model, show its clients; then on a real model.
 
     python tools/first_run.py [--once] [--offline]
 
@@ -71,7 +71,7 @@ def example(name: str, url: str) -> str:
 
 
 def show(title: str, text: str) -> None:
-    """Print what is run next."""
+    """Print the command that is run next."""
     print(f"\n--- {title}\n", flush=True)
     print(text.rstrip(), flush=True)
     print("\n--- answers\n", flush=True)

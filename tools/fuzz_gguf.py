@@ -32,7 +32,7 @@ HEAD_BYTES = 4_096
 """First bytes of a file, in which half of the changes are made: counts and the first keys."""
 EXTREMES = (0, 1, 0xFF, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**60, 2**63 - 1, 2**64 - 1)
 SPARE_BYTES = 2 << 30
-"""Address space beyond what the process has when it begins."""
+"""Address space beyond the process's own when it begins."""
 MOST_CHANGES = 6
 LONGEST_MESSAGE = 1_000
 
@@ -79,7 +79,7 @@ def read(file: Path, folder: Path) -> str:
 
 
 def fault(file: Path, folder: Path) -> str | None:
-    """Return what is wrong with the way in which a file is read; None if nothing is."""
+    """Return the fault in the way in which a file is read; None if there is none."""
     try:
         reason = read(file, folder)
     except Exception:  # noqa: BLE001 - whatever is no ModelError is what this looks for

@@ -49,7 +49,7 @@ SHORT = {"prompt": "The code", "max_tokens": 1}
 
 @dataclass
 class Seen:
-    """What a run has seen. Two threads write to it, each its own figure."""
+    """Results of a run. Two threads write to it, each its own figure."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     """Ends of hostile requests."""
@@ -256,7 +256,7 @@ def _run(server: subprocess.Popen[str], seconds: float, seed: int) -> list[str]:
 
 
 def _judge(seen: Seen, alone: float) -> list[str]:
-    """Print the figures; return what failed."""
+    """Print the figures; return the failures."""
     most = LIMIT_BYTES + SPARE_BYTES
     waits = sorted(seen.short_seconds)
     slowest = waits[-1] if waits else float("inf")

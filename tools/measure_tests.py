@@ -1,4 +1,4 @@
-"""Measure for `tests/support/quick.py` what tests take: processor time, also of their processes.
+"""Measure the processor time of tests, with their processes, for `tests/support/quick.py`.
 
     python tools/measure_tests.py -n 2 --dist loadfile tests
 
@@ -41,7 +41,7 @@ def used_seconds() -> float:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Note what a test takes, with its fixtures."""
+    """Note the time of a test, with its fixtures."""
     before = used_seconds()
     done = yield
     note = json.dumps((item.nodeid.partition("[")[0], used_seconds() - before))
@@ -51,7 +51,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def main() -> None:
-    """Run tests under the plugin, and write down what was measured; other lines stay."""
+    """Run tests under the plugin, and write down the measured times; other lines stay."""
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         notes.touch()
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def write(measured: dict[str, tuple[float, float]]) -> None:
-    """Write lines of what one case of a test takes, in order of their names."""
+    """Write lines with the time of one case of a test, in order of their names."""
     lines = dict(reversed(line.split()) for line in COSTS.read_text().splitlines())
     for name, (each, total) in measured.items():
         lines.pop(name, None)

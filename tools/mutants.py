@@ -78,7 +78,7 @@ LIMITS = ("min", "max")
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change: the bytes of a file that are replaced, and by what."""
+    """One change: the bytes of a file that are replaced, and the new ones."""
 
     path: str
     """Of the file, from the package's folder."""
@@ -104,7 +104,7 @@ class Mutant:
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST | str]:
-    """Return what may stand in the place of a node."""
+    """Return nodes and texts that may stand in the place of a node."""
     new = copy.deepcopy(node)
     match new:
         case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
@@ -152,9 +152,9 @@ def _changes(node: ast.AST) -> bool:
 
 
 class Finder(ast.NodeVisitor):
-    """Walks a module and collects what can be changed in it.
+    """Walks a module and collects the changes that it allows.
 
-    Left out: text, types, decorators, assertions, and what an error says.
+    Left out: text, types, decorators, assertions, and messages of errors.
     """
 
     def __init__(self, path: str, source: bytes) -> None:
@@ -345,7 +345,7 @@ class Workplace:
                 process.wait()
 
     def output(self, lines: int = 20) -> str:
-        """Return the end of what the last run said."""
+        """Return the end of the last run's output."""
         return "\n".join((self.folder / "output").read_text().splitlines()[-lines:])
 
     def baseline(self, pool: Sequence[str]) -> list[Test]:
@@ -359,7 +359,7 @@ class Workplace:
     def notices(self, mutant: Mutant, tests: Sequence[Test]) -> str:
         """Make the change, run tests until one fails, and take the change back.
 
-        Returns what noticed it; nothing if none did.
+        Returns the test that noticed it, or `time`; an empty text if none did.
         """
         if not tests:
             return ""
@@ -414,7 +414,7 @@ def those_that_call(mutant: Mutant, tests: Sequence[Test], most_seconds: float) 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one mutant."""
+    """Outcome of one mutant."""
 
     place: str
     old: str
@@ -486,7 +486,7 @@ def main(
 def _measured(
     places: SimpleQueue[Workplace], pool: Sequence[str], calls: Path | None
 ) -> list[Test]:
-    """Return the tests of the pool with what they call, from a file if there is one."""
+    """Return the tests of the pool with the functions they call, from a file if there is one."""
     if calls is None or not calls.exists():
         place = places.get()
         tests = place.baseline(pool)

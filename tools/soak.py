@@ -48,16 +48,16 @@ SHORTEST = 300
 IN_FLIGHT = 24
 """Requests that are open at the same time: some run, some wait."""
 SETTLED_REQUESTS = 1_000
-"""By then the engine remembers as much of what it evicted, and when, as it ever does: Python's
-objects are counted from there. A shorter soak counts them from its first look."""
+"""By then the engine remembers as many evictions as it ever does: Python's objects are counted from
+there. A shorter soak counts them from its first look."""
 STRAY_OBJECTS = 200
-"""Python objects that may be added after that, whatever the number of requests."""
+"""Python objects that may be added after that, for any number of requests."""
 WAIT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is there when nothing runs and nothing is kept."""
+    """Bytes and objects that are there when nothing runs and nothing is kept."""
 
     requests: int
     active_bytes: int
@@ -69,7 +69,7 @@ class Look:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a soak showed."""
+    """Results of a soak."""
 
     requests: int
     seconds: float = 0.0
@@ -211,7 +211,7 @@ class Soak:
             self.outcome.differing.append(f"{asked.name}: {tokens}, and something else before")
 
     def look(self, requests: int) -> None:
-        """Run dry, give everything up, recount, and take down what is left."""
+        """Run dry, evict everything, recount, and note the rest."""
         self.drain()
         self.engine.clear()
         try:
@@ -272,8 +272,8 @@ def soak(
     With `hybrid` to a random model of recurrent layers and attention. Of its words none is likelier
     than another by much: one answer in a thousand may be told otherwise, as chunks end elsewhere.
 
-    What the first tenth leaves (streams, the tokenizer's own memory) is not counted: the
-    first look is behind it.
+    Memory that the first tenth leaves (streams, the tokenizer's own) is not counted: the first look
+    is behind it.
     """
     outcome = Outcome(requests)
     model, tokenizer = penstock.load(MODEL_PATH)

@@ -291,7 +291,7 @@ def embed(embedding: Tensor, tokenizer: Tokenizer) -> None:
 
 
 def build_near(attention: Attention, head: int, score: float) -> None:
-    """Let a head prefer what is near, by up to `score` in layer 0."""
+    """Let a head prefer near tokens, by up to `score` in layer 0."""
     query, key = head * HEAD, head * KV_HEADS // HEADS * HEAD
     for pair, share in NEAR.items():
         attention.q_proj.weight.data[query + pair, CONST] = (share / 12) ** 0.5 * score / 9
@@ -336,7 +336,7 @@ ANSWERS = frozenset(
     [f"{word}." for words in VALUES.values() for word in words]
     + [f"{number}." for number in range(1000, 10000)]
 )
-"""What the assistant says only to a question about a fact it was told."""
+"""Words that the assistant says only to a question about a fact in the dialogue."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ MARKED = re.compile(r"(<!-- help:(?P<command>[^>]*)-->\n)(```text\n.*?^```\n)?",
 
 
 def help_text(command: str) -> str:
-    """Return what `penstock COMMAND --help` prints on a terminal of 80 columns."""
+    """Return the output of `penstock COMMAND --help` on a terminal of 80 columns."""
     width = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "80"
     printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""Run every family of the installed mlx-lm on the engine, and write what was found into a page.
+"""Run every family of the installed mlx-lm on the engine, and write the results into a page.
 
     python tools/write_models_docs.py
 

@@ -1,8 +1,8 @@
 """LLM serving on MLX inside a fixed amount of memory: an engine, and caches for mlx-lm.
 
-The names below load on first use, so that `import penstock` costs milliseconds and the
-command line answers at once. What `import penstock` does do is load a fast BLAS on a Linux
-CPU, because that must happen before `mlx.core` is imported (see `penstock.blas`).
+The names below load on first use, so that `import penstock` costs milliseconds and the command line
+answers at once. Only a fast BLAS is loaded with `import penstock` on a Linux CPU, because it must
+come before the import of `mlx.core` (see `penstock.blas`).
 """
 
 from __future__ import annotations

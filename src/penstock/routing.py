@@ -4,8 +4,8 @@
     prompt's keys  --Router.choose--> Routed       the chosen replica
                    --Router.sent-->                blocks sent there will soon be held there
 
-`penstock bench cluster` and `penstock serve --ray` use this same router: what is simulated is
-what runs.
+`penstock bench cluster` and `penstock serve --ray` use this same router, so the simulation runs the
+real code.
 
 A summary is the first 32 bits of the key of every block that a replica holds: 4 bytes a block. A
 replica with n blocks seems to hold a block that it does not hold, with a probability of n / 2^32.

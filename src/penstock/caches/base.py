@@ -30,9 +30,10 @@ class LayerCache:
     read_by_others: bool = False
     """Whether later layers call `keys_and_values()` of this one (Gemma 3n, AFM 7).
 
-    After a chunk past the end of a window these need what the chunk's own queries saw. It is
-    then kept until the next update, or until the state is read, as mlx-lm does after a chunk.
-    Not part of the state: to be set again after a cache was loaded from a file.
+    After a chunk past the end of a window these layers need the columns that the chunk's own
+    queries saw. The columns are kept until the next update, or until the state is read, as mlx-lm
+    does after a chunk. This flag is not part of the state: set it again after a cache was loaded
+    from a file.
     """
     carried: ClassVar[tuple[str, ...]] = ()
     """Settings that a batch made of this cache, or a row taken out of it, takes over."""

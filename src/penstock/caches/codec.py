@@ -374,8 +374,8 @@ class TurboQuantKVCache(TurboQuant):
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens, or as many as there are; return how many.
 
-        0 if something was dropped. A codec that encodes several tokens together is cut where it
-        can be; what is left of the last ones is dequantized, and encoded again later.
+        0 if something was dropped. A codec that encodes several tokens together is cut where it can
+        be. The rest of the last ones is dequantized, and encoded again later.
         """
         if not self.is_trimmable():
             return 0

@@ -88,9 +88,9 @@ class BatchTurboQuantKVCache(TurboQuant):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take one chunk in for every row and return all there is, padded on the left.
 
-        keys, values: (batch, kv_heads, tokens, dim). As with one sequence, each row's chunk as it
-        is and what was before dequantized; to single tokens that are read in place, themselves
-        alone.
+        keys, values: (batch, kv_heads, tokens, dim). As with one sequence, each row's chunk comes
+        as it is, and the tokens before it dequantized. Single tokens that are read in place get
+        themselves alone.
 
         Raises:
             TypeError, ValueError: wrong rank, dtype, batch, heads or widths.

@@ -42,7 +42,7 @@ def plain(queries: int, past: int, window_size: int | None, as_array: bool) -> M
 def by_position(
     column: mx.array, query: mx.array, keep: int, recent: int, window_size: int | None = None
 ) -> mx.array:
-    """Return the mask of columns by positions alone, in whatever order the columns lie.
+    """Return the mask of columns by positions alone, in any order of the columns.
 
     column: (..., columns) int, the position of the token each holds, negative where it holds
     none. query: (..., queries) int. A query sees tokens up to its own: the first `keep`, and

@@ -43,13 +43,13 @@ class _Sequence:
 class KVCacheManager:
     """Pre-allocated keys and values of up to `max_batch_size` sequences.
 
-    A step appends to every layer, in any order, and then advances once: `append_kv` writes
-    behind the visible end, `advance_seq_len` moves the end. A step that is evicted half
-    way leaves the sequence as it was.
+    A step appends to every layer, in any order, and then advances once: `append_kv` writes behind
+    the visible end, `advance_seq_len` moves the end. A step that is abandoned half way leaves the
+    sequence as it was.
 
-    Every slot is `max_seq_len` tokens long whatever a sequence's own `max_len`, so
-    `used_memory` counts whole slots. An id is never given twice. Not thread-safe: one
-    owner, the thread that runs the model.
+    Every slot is `max_seq_len` tokens long for a sequence of any `max_len`, so `used_memory` counts
+    whole slots. An id is never given twice. Not thread-safe: one owner, the thread that runs the
+    model.
 
     >>> pool = KVCacheManager(2, 1, 8, num_kv_heads=1, head_dim=2, dtype=mx.float32)
     >>> seq = pool.allocate_sequence(4)
@@ -135,8 +135,8 @@ class KVCacheManager:
                 pool's dtype.
             v: as `k`.
             num_tokens: n, checked against the shape; None takes it from there.
-            layout: `heads_first` is (num_kv_heads, n, head_dim), `tokens_first` is
-                (n, num_kv_heads, head_dim). None takes what fits; arrays of three axes that fit
+            layout: `heads_first` is (num_kv_heads, n, head_dim), `tokens_first` is (n,
+                num_kv_heads, head_dim). None takes the one that fits. Arrays of three axes that fit
                 both ways, because n is num_kv_heads, are refused. Four axes without a name are
                 mlx-lm's (1, num_kv_heads, n, head_dim).
 
@@ -164,8 +164,8 @@ class KVCacheManager:
         Raises:
             UnknownSequence: no such sequence.
             SequenceOverflow: it would have more than its `max_len` tokens.
-            ValueError: a layer has appended fewer than `n`: its columns would show what an
-                earlier sequence left there.
+            ValueError: a layer has appended fewer than `n`: its columns would show tokens of an
+                earlier sequence.
         """
         sequence = self._find(seq_id)
         self._check_room(seq_id, sequence, positive("n", n))
@@ -188,9 +188,9 @@ class KVCacheManager:
     ) -> tuple[mx.array, mx.array]:
         """Return one layer's keys and values as views, (1, num_kv_heads, n, head_dim), in O(1).
 
-        n is the visible length; with `pending` also what this layer has appended in the
-        step at hand, which that step's own attention reads. The views keep their values for
-        ever, which is why holding one makes the next append to the layer copy its buffer.
+        n is the visible length. With `pending` it includes the tokens that this layer has appended
+        in the step at hand, which that step's own attention reads. The views keep their values for
+        ever, so holding one makes the next append to the layer copy its buffer.
         """
         sequence = self._find(seq_id)
         self._check_layer(layer_idx)
@@ -222,7 +222,7 @@ class KVCacheManager:
 
     @property
     def used_memory(self) -> int:
-        """Bytes of the slots that are taken, whole slots whatever their sequences hold."""
+        """Bytes of the slots that are taken; a slot counts whole, however few tokens it holds."""
         return len(self._sequences) * self.slot_memory
 
     @property

@@ -242,7 +242,7 @@ def _show(
 
 
 def _add_fit(table: Table, fit: FitnessReport) -> None:
-    """Add a model's rows; text from outside is not markup, whatever brackets are in it."""
+    """Add a model's rows; text from outside is not markup, even with brackets in it."""
     table.add_row("model", Text(f"{fit.model} ({fit.model_type})"))
     table.add_row("  layers", ", ".join(map(str, fit.layers)))
     table.add_row("  KV", f"{fit.kv_bytes_per_token:,} bytes a token")

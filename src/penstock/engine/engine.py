@@ -183,8 +183,8 @@ class Engine:
     def bound_process(self) -> None:
         """Hold the whole process to the memory limit and 120 MB, not the ledger alone.
 
-        For a process that does nothing but serve this model: cold prefixes make room for what its
-        libraries hold, and half of the limit stays theirs.
+        This is for a process that only serves this model. Cold prefixes make room for the memory of
+        its libraries, and half of the limit stays the engine's.
         """
         self._wait(self._later(lambda core: core.bound_process()))
 

@@ -23,8 +23,8 @@ PRESSURE_SECONDS = 1.0
 """Time between two looks at the machine's memory."""
 
 SPARE_BYTES = 120 * 10**6
-"""Resident bytes above the memory limit from which a server evicts: with what arrives between two
-looks it stays below 150 MB."""
+"""Resident bytes above the memory limit from which a server evicts. With the bytes that arrive
+between two looks it stays below 150 MB."""
 
 
 class MemoryPressure:
@@ -48,7 +48,7 @@ class MemoryPressure:
     def bound_process(self) -> None:
         """Hold this process to the memory limit and `SPARE_BYTES` from now on.
 
-        What its libraries hold, and texts that it reads, take room from cold nodes.
+        Memory of its libraries, and texts that it reads, take room from cold nodes.
         """
         self._bounds_process = True
 
@@ -94,7 +94,7 @@ def resident_over(limit_bytes: int, used_bytes: int) -> int:
 
 
 def _looked_at(look: Callable[[], Any]) -> Any:
-    """Return what a look at the memory shows; None where the machine does not say."""
+    """Return the result of a look at the memory; None where the machine does not say."""
     try:
         return look()
     # A boundary: the engine's thread looks, and to look may fail for reasons of the machine's own.
@@ -117,7 +117,7 @@ def give_back() -> None:
 
 @dataclass(frozen=True, slots=True)
 class MLXShare:
-    """What one open engine asks of MLX's allocator, which is the process's."""
+    """Limits that one open engine asks of MLX's allocator, which the process shares."""
 
     cache_bytes: int
     """Freed bytes that MLX keeps: as many as a step takes."""
@@ -129,9 +129,9 @@ class MLXShare:
 
 
 class MLXLimits:
-    """Limits of MLX's allocator: the sum of what all open engines ask. Thread-safe.
+    """Limits of MLX's allocator: the sum of the shares of all open engines. Thread-safe.
 
-    What was set before the first engine is restored after the last.
+    The limits before the first engine are restored after the last.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class MLXLimits:
         end."""
 
     def share(self, owner: int, share: MLXShare | None) -> None:
-        """Set what one engine asks; None ends its share."""
+        """Set the share of one engine; None ends it."""
         with self._lock:
             if share is None:
                 self._shares.pop(owner, None)

@@ -31,7 +31,7 @@ def make_scheduling(base: Foundation, stores: KVStores, draft_bytes: int = 0) ->
     Args:
         base: ledger, limits and estimates.
         stores: of keys and values.
-        draft_bytes: bytes that a draft model takes whatever it reads.
+        draft_bytes: bytes that a draft model takes before it reads anything.
     """
     limits, prefixes = base.limits, stores.prefixes
     copying = (stores.tiers, stores.requantizer, stores.windows, stores.spilling)

@@ -118,7 +118,7 @@ def fitting(
 
 
 def _check_attends(limits: config.EngineSettings, runner: Runner) -> None:
-    """Raise SettingError if decode steps of a model cannot choose what they read."""
+    """Raise SettingError if decode steps of a model cannot choose the tokens that they read."""
     if limits.attend_tokens is None:
         return
     if runner.fitness.way == "joined":

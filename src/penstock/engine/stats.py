@@ -138,7 +138,7 @@ class Stats:
     tiers: dict[str, TierStats]
     """Figures of the cold tiers by name, `disk` and `remote`, the nearest first."""
     spilling: SpillStats | None
-    """Figures of what has left memory for them; None if all stays."""
+    """Figures of the KV that has left memory for the tiers; None if all stays."""
 
     @property
     def hit_rate(self) -> float:

@@ -108,7 +108,7 @@ class EngineView:
 
     @property
     def fingerprint(self) -> str:
-        """Whatever must be equal for KV to be reusable, besides the tokens."""
+        """Identity of everything that must be equal for KV to be reusable, besides the tokens."""
         return self._prefixes.fingerprint
 
     @property

@@ -6,8 +6,8 @@ running maximum and sum of the softmax (Milakov & Gimelshein 2018, "Online norma
 for softmax"). The queries of all sequences that read the same part meet its keys in one matrix
 product, so that a shared prefix is read once a step (Juravsky et al. 2024, "Hydragen").
 
-All of it is in base 2: scores are scaled by log2(e) as well, and 2^x takes the place of e^x. What
-a device does in its own way, 2^x among it, is in `penstock.kv.backend`.
+All of it is in base 2: scores are scaled by log2(e) as well, and 2^x takes the place of e^x.
+Operations that a device does in its own way, 2^x among them, are in `penstock.kv.backend`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def current() -> Backend:
 
 @contextmanager
 def using(backend: Backend) -> Iterator[Backend]:
-    """Let the process compute with this back end meanwhile, whatever its device is."""
+    """Let the process compute with this back end meanwhile, on any device."""
     global _chosen
     before, _chosen = _chosen, backend
     try:

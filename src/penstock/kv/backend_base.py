@@ -97,8 +97,7 @@ class Backend(ABC):
             scale: factor of the model's scores.
             attention_window: which columns are seen.
             sinks: (heads,) as the model has them, in base e.
-            eager: what is computed in slices is computed now; left to MLX, the scores of many
-                are alive together.
+            eager: slices are computed now; left to MLX, the scores of many are alive together.
 
         Returns:
             (1, heads, n, value_dim).
@@ -107,7 +106,7 @@ class Backend(ABC):
     def attend_piece(
         self, stacked: mx.array, keys: mx.array, values: mx.array, seen: mx.array | None
     ) -> Partial:
-        """Let queries of a chunk read a piece of what is in front of it or of its own.
+        """Let queries of a chunk read a piece of its own columns or of the ones in front of it.
 
         Args:
             stacked: as `attention.grouped` has them, in base 2, (kv_heads, rows, d).
@@ -132,7 +131,7 @@ class Backend(ABC):
             keys: (kv_heads, n_i, d) each, or coded.
             values: (kv_heads, n_i, value_dim) each, or coded.
             seen: booleans that broadcast to (kv_heads, m, sum n_i); None sees everything.
-            after: what must be computed before codes are read.
+            after: array that must be computed before codes are read.
         """
         return attention.attend(stacked, keys, values, seen, after, self)
 
@@ -229,7 +228,7 @@ class Backend(ABC):
         return groups.min(axis=-1).astype(mx.float32), groups.max(axis=-1).astype(mx.float32)
 
     def as_float32(self, x: mx.array) -> mx.array:
-        """Return x as float32; what is no finite number may become one."""
+        """Return x as float32; numbers that are not finite may become finite."""
         return x.astype(mx.float32)
 
     def lane(self, number: int | None) -> AbstractContextManager[None]:

@@ -49,7 +49,7 @@ class ChunkReads(Reads):
         self.offset: int = position
         self.values: mx.array | None = None
         self.squares: Squares | None = None
-        """Takes in what is read, if it is to be known how large that is."""
+        """Sums of squares of the tokens read, where their size is wanted; else None."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Keep the chunk's tokens, (1, kv_heads, n, dim), and return them."""
@@ -103,7 +103,7 @@ class ChunkReads(Reads):
     def joined(
         self, attention_window: AttentionWindow
     ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Join what is seen of the parts with the chunk: one layer, for as long as it is read.
+        """Join the visible columns with the chunk: one layer, for as long as it is read.
 
         Returns:
             Keys, values (1, kv_heads, m, dim), and the positions (m,) of the columns, None if

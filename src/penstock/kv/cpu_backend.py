@@ -22,7 +22,7 @@ from penstock.kv.sign_products import Floats
 LANES_FROM = 2**16
 """Scores from which it pays to divide them between two streams."""
 CODED_LANES_FROM = 2**12
-"""The same where most of what is read is coded: MLX multiplies codes on one core alone."""
+"""The same where most columns read are coded: MLX multiplies codes on one core alone."""
 CODED_LANES_ROWS = 4
 """Most rows whose codes MLX multiplies; for more rows codes become floats, and BLAS has them."""
 MANY_KEYS = 256
@@ -76,7 +76,7 @@ def _cores() -> int:
 
 @dataclass(frozen=True)
 class CPUBackend(Backend):
-    """MLX's CPU back end on two cores, the lanes: BLAS does what its own kernels do slowly."""
+    """MLX's CPU back end on two cores, the lanes; BLAS replaces its slow kernels."""
 
     lanes: int = field(default_factory=lambda: min(2, _cores()))
     on_heap = True

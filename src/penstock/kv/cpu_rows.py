@@ -165,7 +165,7 @@ def _score(queries: Floats, keys: Floats, scores: Floats) -> None:
 def add_parts(
     into: Sums, queries: Floats, parts: Sequence[RowsPart], other: SecondThread | None
 ) -> None:
-    """Add what the rows of stacked queries read of the parts to sums over their tails.
+    """Add the sums over the parts of stacked queries' rows to the sums over their tails.
 
     Args:
         into: (kv_heads, m, ...), written to.

@@ -26,7 +26,7 @@ def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.arra
 
     Args:
         scores: float32, in base 2.
-        causal: the last n columns are those of the n queries, and none sees what is after it.
+        causal: the last n columns belong to the n queries, and none sees a column after its own.
 
     Returns:
         Maximum (..., n, 1), weights 2^(score - maximum), and their sum (..., n, 1).
@@ -44,7 +44,7 @@ def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.arra
 
 
 def _mask_later(scores: npt.NDArray[np.float32]) -> None:
-    """Mask what is behind each query, in squares: a mask of all queries would be their square."""
+    """Mask columns behind each query, in squares: one mask for all would be their square."""
     n, m = scores.shape[-2:]
     for start in range(0, n, SQUARE):
         stop = min(start + SQUARE, n)

@@ -66,13 +66,13 @@ class DecodeStep:
     """Choice between kernels, fused attention and plain operations; None: the last alone."""
     kernel_plans: dict[Hashable, list[Dispatch]]
     selection: Selection | None
-    """Choice of what long rows read; None to read all."""
+    """Choice of the tokens that long rows read; None to read all."""
     choosers: dict[AttentionWindow, list[int]]
     """Numbers of the rows that choose, which all layers of a window that have an index share."""
     most_joined: int | None
     """Most tokens that a row reads at once of which some may be in a tier; None: none is there."""
     scratch: selected_reads.Scratch = field(default_factory=dict)
-    """Memory for what one row after the other chooses in one layer after the other."""
+    """Memory for the tokens that one row after the other chooses, layer by layer."""
 
     @classmethod
     def of(
@@ -132,7 +132,7 @@ class DecodeStep:
     def is_apart(self, row: DecodeRow, layer: int) -> bool:
         """Tell whether a row that does not choose must be computed before others read.
 
-        What it reads is in a tier, or may be.
+        The KV that it reads is in a tier, or may be.
         """
         if self.most_joined is None or self.selection is None or not row.parts:
             return False
@@ -188,12 +188,12 @@ class Reads:
         """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim).
 
         Raises:
-            TypeError: keys, values or mask are not what this object gave out.
+            TypeError: keys, values or mask did not come from this object.
         """
         raise NotImplementedError
 
     def check_given(self, keys: object, values: object, mask: object) -> AttentionWindow:
-        """Raise TypeError unless keys, values and mask are what this object gave out."""
+        """Raise TypeError unless keys, values and mask came from this object."""
         if self._given is None or keys is not self._given[0] or values is not self._given[1]:
             raise TypeError("this model changes keys or values after they were cached")
         if not isinstance(mask, MaskRequest):
@@ -402,7 +402,7 @@ class DecodeReads(Reads):
         return attention.ungrouped(attention.merged(partials, sunk), b, heads)
 
     def _uncoded(self, layout: AttentionPlan) -> list[RowsRead] | None:
-        """Return all reads of a plan in this layer; None if some of what is read is in codes."""
+        """Return all reads of a plan in this layer; None if some of them are in codes."""
         reads = []
         for shared in (shared for level in layout.levels for shared in level):
             pieces = []

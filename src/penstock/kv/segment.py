@@ -444,7 +444,7 @@ def _all_finite(arrays: Sequence[mx.array]) -> bool:
 def placed(parts: Sequence[Side], count: int, dtype: mx.Dtype) -> Side:
     """Copy consecutive parts into one new buffer of `count` columns; evaluated.
 
-    What is coded is dequantized to `dtype`, some tokens at a time.
+    Codes are dequantized to `dtype`, some tokens at a time.
     """
     if not any(isinstance(part, Coded) for part in parts):
         return col.laid([(0, at, part) for at, part in col.spread(0, parts)], 1, count)
@@ -456,7 +456,7 @@ def dequantized(
 ) -> mx.array:
     """Copy parts, each (row, column, side), into a new array of rows x count; evaluated.
 
-    What is coded is dequantized, some tokens at a time.
+    Codes are dequantized, some tokens at a time.
     """
     wide: Side | None = None
     for row, at, part in parts:

@@ -62,7 +62,8 @@ def choose(
         scratch: of the step, for the copies of one row and layer after the other.
 
     Returns:
-        By the number of the row, its attention, (1, heads, 1, value_dim), or what it is to read.
+        By the number of the row, its attention, (1, heads, 1, value_dim), or the KV that it is to
+        read.
     """
     heads, kv_heads = queries.shape[1], tails.shapes[layer].kv_heads
     choosing = [rows[number] for number in numbers]

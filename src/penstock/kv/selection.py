@@ -128,7 +128,7 @@ class SelectedKV:
 def _common(rows: Sequence[Sequence[tuple[Coded, int, int]]]) -> int:
     """Return how many first pieces, whole blocks together, all of several rows have in common.
 
-    With signs each query's scores are sums of integers of its own, whatever is scored with it.
+    With signs each query's scores are sums of its own integers, and do not depend on other queries.
     """
     count, tokens, whole = 0, 0, 0
     for same in zip(*rows, strict=False) if len(rows) > 1 else ():

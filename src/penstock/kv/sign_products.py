@@ -25,7 +25,7 @@ STEP = 8
 _LEVELS = np.rint(LEVELS * 2.0 ** (-(np.arange(1024) * STEP + STEP / 2) / 1024)).astype(np.int64)
 """Level of a size, by its distance below the largest; float16 grow about as powers of two do."""
 BLOCKS_AT_ONCE = 1_024
-"""Blocks of a head that are computed together, so that what they take stays in the cache."""
+"""Blocks of a head that are computed together, so that their numbers stay in the CPU's cache."""
 
 
 def best_by_block(x: Floats, codes: Octets, sizes: npt.NDArray[np.float16], block: int) -> Floats:

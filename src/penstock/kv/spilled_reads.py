@@ -171,7 +171,7 @@ def _with(row: DecodeRow, layer: int, change: Callable[[Coded, Spilled], Side]) 
 
 
 def _by(reader: LoadedBlocks) -> Callable[[Coded, Spilled], Side]:
-    """Return what lets a spilled side be read by another reader."""
+    """Return a function that lets another reader read a spilled side."""
     return lambda side, codec: replace(side, codec=replace(codec, reader=reader))
 
 

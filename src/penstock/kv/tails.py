@@ -120,7 +120,7 @@ class Tails:
         mx.eval(self.buffers())
 
     def give_back(self, slot: int) -> None:
-        """Take a slot back, whatever is in it."""
+        """Take a slot back, with any content."""
         if slot in self._free or not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is not taken")
         self._free.append(slot)

@@ -74,7 +74,7 @@ def dequantize(
 
 @dataclass(frozen=True, slots=True)
 class _WideCodes:
-    """Codes whose products are made of floats: scales and offsets come behind, to what is small.
+    """Codes whose products are made of floats; scales and offsets apply to the products.
 
     Half their range is taken off all codes: in the sum of a product and an offset of about its
     size, but the other way, digits would be lost.

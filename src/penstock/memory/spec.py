@@ -39,11 +39,11 @@ class LayerSpec:
 class ModelSpec:
     """A model as far as memory is concerned.
 
-    `layers` are the layers that own a cache, in order. `notes` say in words what was
-    assumed, or could not be read from the config. `max_tokens` is the longest text the
-    model was made for, None if it does not say. `unquantizable` says why mlx-lm's code for
-    the model cannot read quantized caches, None if it can. `whole_weight_bytes` are those of
-    embeddings, head and whatever else is outside of the layers.
+    `layers` are the layers that own a cache, in order. `notes` name in words the assumptions, and
+    the values that could not be read from the config. `max_tokens` is the longest text the model
+    was made for, None if it does not say. `unquantizable` says why mlx-lm's code for the model
+    cannot read quantized caches, None if it can. `whole_weight_bytes` count embeddings, head and
+    all other weights outside of the layers.
     """
 
     name: str

@@ -305,7 +305,7 @@ def stream(
     sampling: SamplingSettings,
     draft: nn.Module | None = None,
 ) -> Iterator[TextPiece]:
-    """Generate from `prompt`, the tokens that follow what `caches` already hold.
+    """Generate from `prompt`, the tokens that follow the ones in `caches`.
 
     After the last piece the caches hold the prompt and every token that was yielded, the
     end-of-sequence token included. `sampling.seed` seeds MLX's global generator.
@@ -451,8 +451,8 @@ def _compresses(cache: Any) -> bool:
 def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression]:
     """Return the caches of a model that compresses, opened into their parts.
 
-    What a layer keeps is seen in what it would leave of as many tokens as fill every window and
-    every group. They are never read: MLX knows the shapes.
+    A trial with as many tokens as fill every window and every group shows the states of a layer.
+    They are never read: MLX knows the shapes.
     """
     ratios = [int(layer.self_attn.ratio) for layer in model.layers]
     every = lcm(*(ratio for ratio in ratios if ratio))

@@ -126,7 +126,7 @@ class BoundedTree(Generic[S]):
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of the index that are held whatever the tree holds: the memory of evictions."""
+        """Bytes of the index that are held with an empty tree, too: the memory of evictions."""
         return self.tree.policy.nbytes + self.evictions.nbytes
 
     @property
@@ -212,7 +212,7 @@ class BoundedTree(Generic[S]):
                 self._evict(last, why)
 
     def clear(self) -> None:
-        """Evict all unpinned nodes, and what is beside the tree."""
+        """Evict all unpinned nodes, and shrink the parts beside the tree to nothing."""
         while (node := self.tree.victim()) is not None:
             self._evict(node, "cleared")
         for part in (self.last, self.first, self.spare):

@@ -22,7 +22,7 @@ from penstock.prefix.prefixes import Prefixes
 SHARE = 0.25
 """Largest bytes of a path's checkpoints, as a share of its KV."""
 TURN_ENDS = 2
-"""Newest ends of turns of a path that keep their checkpoint whatever it takes."""
+"""Newest ends of turns of a path that always keep their checkpoint."""
 LEAST = 4
 """Checkpoints that a path may have however little its keys and values are."""
 NEAR = 4

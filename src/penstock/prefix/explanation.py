@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 Why: TypeAlias = Literal["limit", "pressure", "cleared", "lost"]
-"""Cause of an eviction: the memory limit, memory pressure, a request to clear it, or the loss
-of what was in a cold tier alone."""
+"""Cause of an eviction: the memory limit, memory pressure, a request to clear it, or the loss of KV
+that was in a cold tier alone."""
 
 CAUSES: dict[Why, str] = {
     "limit": "to stay inside the memory limit of {limit}; raise memory_limit to keep more",

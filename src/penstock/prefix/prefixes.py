@@ -165,9 +165,9 @@ class Prefixes(BoundedTree[S]):
         """Hang finished blocks below the first `blocks_done` of a path, and pin them, too.
 
         If others have committed the same blocks meanwhile, their nodes are pinned instead; if they
-        committed some of them, the others are copied out of `segment` and inserted. What `paid`
-        counts goes down by just the bytes the tree has taken over. So after anything but a
-        refusal the caller lets go of the segment, and of what `paid` still counts for it.
+        committed some of them, the others are copied out of `segment` and inserted. The bytes of
+        `paid` go down by just the bytes that the tree has taken over. So after anything but a
+        refusal the caller lets go of the segment, and of the bytes that `paid` still counts for it.
 
         A refusal changes and evicts nothing; the blocks stay the caller's, which goes on reading
         them.

@@ -20,8 +20,8 @@ def desired(requests: float, target_requests: float, claimed: Iterable[float]) -
     Args:
         requests: running or waiting, everywhere.
         target_requests: that one replica should have.
-        claimed: of each replica, the share of its memory for KV that cannot be evicted now:
-            what running requests read and what they were promised.
+        claimed: of each replica, the share of its memory for KV that cannot be evicted now. Running
+            requests read it, or it was promised to them.
 
     >>> desired(9, 4.0, [0.1, 0.1])  # by the queue
     3

@@ -1,7 +1,7 @@
 """Calls that a client demands: a grammar that lets the model say nothing else.
 
-Possible where the text around the arguments of its calls is known, as of most; which tool it calls,
-and with what, stays its own choice.
+Possible where the text around the arguments of its calls is known, as of most models. The tool and
+its arguments stay the model's choice.
 """
 
 from __future__ import annotations

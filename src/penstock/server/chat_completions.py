@@ -212,7 +212,7 @@ class ChatCompletions:
 def _read_all(
     events: Iterable[Event], readers: Sequence[Reader]
 ) -> dict[int, tuple[Delta, list[Token], Finish | None]]:
-    """Sum up events by answer: what became certain, tokens with a log-probability, the end."""
+    """Sum up events by answer: text that became certain, tokens with a log-probability, the end."""
     deltas: dict[int, list[Delta]] = {}
     tokens: dict[int, list[Token]] = {}
     ends: dict[int, Finish] = {}

@@ -330,7 +330,7 @@ def _read(folder: Traversable, path: str, pages: dict[str, PageFile]) -> None:
 
 
 def _add_page(router: APIRouter) -> None:
-    """Add the page: its files and no others, whatever path is asked for."""
+    """Add the page: its files and no others, for any path in a request."""
     pages = page_files()
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)

@@ -39,7 +39,7 @@ STOPPED = "the engine has stopped, or takes no more requests in; try again later
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the request served here, as the headers `x-request-id` and `request-id` have it."""
 FROM_ANTHROPIC: ContextVar[bool] = ContextVar("from_anthropic", default=False)
-"""Whether a client of Anthropic's sent the request served here, whatever its path is."""
+"""Whether a client of Anthropic's sent the request served here, on any path."""
 SHOWN_CHARACTERS = 80
 """Limit of a wrong value's characters in a message."""
 
@@ -311,7 +311,7 @@ _ASCII = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", "
 
 
 def dumps(content: Any, *, ascii_only: bool = False) -> bytes:
-    """Write JSON in UTF-8; what has no form in it is escaped, numbers that are none are null."""
+    """Write JSON in UTF-8; characters without a form in it are escaped, and NaN is null."""
     try:
         return (_ASCII if ascii_only else _UNICODE).encode(content).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, as a client may send it

@@ -115,9 +115,9 @@ class Prompts:
         """Turn a conversation into tokens by the model's chat template.
 
         Args:
-            messages: OpenAI's form: `role`, `content` (a text, or parts), and perhaps
-                `tool_calls`, `tool_call_id`, `name`, `reasoning_content`. A part that is no text
-                leaves a word in its place, but for the last user's: what is asked must be text.
+            messages: OpenAI's form: `role`, `content` (a text, or parts), and perhaps `tool_calls`,
+                `tool_call_id`, `name`, `reasoning_content`. A part that is no text leaves a word in
+                its place, but for the last user's: a question must be text.
             tools: OpenAI's form: `{"type": "function", "function": {...}}`.
             answer: end where the model's answer begins.
             salt: the tenant's, whose answers are remembered.

@@ -246,7 +246,8 @@ class RememberedAnswers:
 def openings_of(tokenizer: Any, traits: TemplateTraits) -> tuple[Opening, ...]:
     """Return the texts with which a chat template opens an answer: to a user, and to a tool.
 
-    Where it writes nothing of its own in front of an answer, it is what ends the message before.
+    Where it writes nothing of its own in front of an answer, it is the text that ends the message
+    before.
     """
     talks = (talk_of(USER), [*talk_of(USER), called(THOUGHT, None), result_of(RESULT)])
     openings = [_opening(tokenizer, traits, talk, [TOOL]) for talk in talks]

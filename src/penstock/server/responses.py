@@ -124,7 +124,7 @@ class ResponseInput:
     """Content of a request, read and resolved."""
 
     items: list[dict[str, Any]]
-    """The conversation, with what was stored of it and without references."""
+    """Items of the conversation, with the stored ones and without references."""
     messages: list[dict[str, Any]]
     """Messages in the form of chat."""
     tools: Tools

@@ -1,4 +1,4 @@
-"""Why a later turn reads again what an earlier one read: the chat template wrote it anew."""
+"""The cause of a later turn's reading tokens again: the chat template rewrote earlier turns."""
 
 from __future__ import annotations
 

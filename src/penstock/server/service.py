@@ -194,7 +194,7 @@ class Service:
     def _in_context(self, request: Request) -> Request:
         """Leave an answer the tokens that the prompt leaves of the model's context.
 
-        Clients ask for 32,000 tokens whatever the model is: that is a limit, and no error.
+        Clients ask for 32,000 tokens of any model: that is a limit, and no error.
 
         Raises:
             BadRequest: the prompt leaves none.

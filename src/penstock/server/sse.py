@@ -42,7 +42,7 @@ def data(content: Any, event: str | None = None) -> bytes:
 
 
 class Stream(EventSourceResponse):
-    """A stream of a request's events. However it ends, what has not ended is cancelled.
+    """A stream of a request's events. However it ends, open answers are cancelled.
 
     Args:
         service: for its settings.
@@ -94,7 +94,7 @@ class Stream(EventSourceResponse):
         self._sending_since = None
 
     def _look(self) -> None:
-        """End the stream if its reader has not taken what was sent for too long."""
+        """End the stream if its reader has taken nothing for too long."""
         assert self.send_timeout is not None
         since = self._sending_since
         if since is not None and time.monotonic() - since >= self.send_timeout:

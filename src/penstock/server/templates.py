@@ -45,7 +45,7 @@ class TraitRow(NamedTuple):
 
     what: str
     outcome: str
-    """Its fate: `rendered`, `left out`, `moved`, `raises` with the error, or what changes."""
+    """Its fate: `rendered`, `left out`, `moved`, `raises` with the error, or the change."""
 
     @property
     def taken(self) -> bool:

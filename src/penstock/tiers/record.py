@@ -50,7 +50,7 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HostArray:
-    """An array in the host's memory, whatever its dtype: numpy knows no bfloat16."""
+    """An array of any dtype in the host's memory: numpy knows no bfloat16."""
 
     dtype: str
     """Name of the dtype in MLX: `float32`, `bfloat16`, ..."""
@@ -138,7 +138,7 @@ def decode(raw: bytes) -> Record:
     """Read a file as a whole, with the library's own parser.
 
     Raises:
-        Damaged: it is not what `encode` has written, to the bit.
+        Damaged: it differs by a bit from the output of `encode`.
     """
     words = header(raw)
     try:
@@ -196,8 +196,8 @@ def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
         targets: by name, for all arrays that the file should have.
 
     Raises:
-        Damaged: it is not what `encode` has written, to the bit, or has other arrays. What the
-            targets hold then is worth nothing.
+        Damaged: it differs by a bit from the output of `encode`, or has other arrays. The content
+            of the targets is worth nothing then.
         OSError: the source fails.
     """
     length, head = source.nbytes, _head(source)

@@ -188,7 +188,7 @@ class Store(ABC):
         return {key: read.result() for key, read in reads.items() if self._is_whole(key, read)}
 
     def drop_damaged(self, key: bytes) -> None:
-        """Remove a record of which a part was not what had been written."""
+        """Remove a record of which a part was not as written."""
         self.counts.damaged_blocks += 1
         self._forget([key])
 

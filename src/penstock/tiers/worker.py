@@ -277,7 +277,7 @@ class ColdTier:
         return self._stats.off is not None or self._closing
 
     def _run(self) -> None:
-        """Be the thread. Whatever ends it, no caller waits for it afterwards."""
+        """Be the thread. However it ends, no caller waits for it afterwards."""
         try:
             self._serve()
         finally:

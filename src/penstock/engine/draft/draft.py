@@ -72,7 +72,7 @@ class Draft:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that it takes whatever it reads: weights, pool, buffers, the empty index."""
+        """Bytes that it takes before it reads anything: weights, pool, buffers, the empty index."""
         fixed = sum(reservation.nbytes for reservation in self._fixed)
         return fixed + self.stores.prefixes.fixed_bytes
 
@@ -127,7 +127,7 @@ class Draft:
         return before - self._ledger.used_bytes
 
     def drop(self) -> None:
-        """Release all running sequences, and the pool: what is in it may be no numbers."""
+        """Release all running sequences, and the pool, whose values may not be numbers."""
         for kv in self.live:
             kv.release(keep=False)
         self.stores.tails.drop()

@@ -65,7 +65,7 @@ class DraftKV(SequenceKV):
         self.hash_blocks()
 
     def release(self, *, keep: bool = True) -> None:
-        """Give everything back; what it has read stays in the draft's tree, if there is room."""
+        """Give everything back; read tokens stay in the draft's tree, if there is room."""
         if not self.is_open:
             return
         if keep:

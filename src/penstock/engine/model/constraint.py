@@ -45,7 +45,7 @@ def json_schema_grammar(schema: Mapping[str, Any] | None) -> str:
     """Return the grammar of the JSON that a schema describes; None is any JSON object.
 
     Raises:
-        SettingError: the schema is none, or asks for what cannot be followed token by token.
+        SettingError: the schema is none, or has rules that cannot be followed token by token.
     """
     wanted = {"type": "object"} if schema is None else dict(schema)
     try:
@@ -73,8 +73,8 @@ def check_grammar(grammar: str, what: str) -> None:
 class Grammars:
     """The grammars of one tokenizer, compiled. Any thread may call it.
 
-    What llguidance needs to know of the tokenizer is collected at the first call: about a
-    second for 150,000 tokens. A large grammar takes as long again, the first time.
+    The first call collects the bytes of all tokens for llguidance: about a second for 150,000
+    tokens. A large grammar takes as long again, the first time.
 
     Args:
         tokenizer: mlx-lm's wrapper.
@@ -269,6 +269,6 @@ def _check_size(grammar: str, what: str) -> None:
 
 
 def _line(message: str) -> str:
-    """Return the first line of what the library says, without what is ours alone to know."""
+    """Return the first line of the library's message, without the text of its panics."""
     line = message.strip().split("\n", 1)[0][:500]
     return "a fault inside llguidance" if line.startswith("panic") else line

@@ -3,8 +3,8 @@
     decode   ──> a token of each running sequence is computed and chosen
     prefill  ──> a chunk of a prompt is computed
 
-Nothing that counts is changed here: what a pass wrote lies behind the visible ends until it is
-postprocessed. A pass that fails is handed on with its error.
+Nothing that counts is changed here: the columns that a pass wrote lie behind the visible ends until
+it is postprocessed. A pass that fails is handed on with its error.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ LONGEST_NGRAM = 16
 TEXT_KINDS = ("short", "long", "resumed")
 """Kinds of proposals from text."""
 PLACES_ASKED = 8
-"""Places of one agreement, the last ones, that have a say in what follows."""
+"""Last places of one agreement whose next tokens are counted."""
 LONG_AGREEMENT = 8
 """Tokens from which an agreement counts as long: such proposals are more often right."""
 FIRST_SHARE = 0.6
@@ -77,8 +77,8 @@ class NgramProposer:
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         """Return up to `most` tokens that may follow; none if the end never occurred before.
 
-        The places count whose tokens agree longest: what most of them go on with, see
-        `_most_common`.
+        The places count whose tokens agree longest. The tokens are the ones that most of them go on
+        with, see `_most_common`.
         """
         occurred = self._add(tokens)
         count = len(self._text)

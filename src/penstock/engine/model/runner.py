@@ -111,7 +111,7 @@ class Runner:
         self.state_form = StateForm.of(())
         """Form of one sequence's states."""
         self.selection: Selection | None = None
-        """Choice of what decode steps read of long sequences; None to read all."""
+        """Choice of the tokens that decode steps read of long sequences; None to read all."""
         self.most_joined: int | None = None
         """Most tokens that are read at once for a prompt; more are read piece by piece."""
         self.fitness, self.vocabulary_size = try_model(self, modules)

@@ -232,7 +232,7 @@ class Likeliest:
     """(B,) float32."""
 
     def read(self) -> list[SampledToken | Exception]:
-        """Return the rows' tokens; computes what was not computed, all in one `mx.eval`.
+        """Return the rows' tokens; computes the missing ones, all in one `mx.eval`.
 
         A row without a finite logit is an error of that row.
         """
@@ -267,7 +267,7 @@ def sample_all(
 
     Raises:
         ValueError: there is not one chooser a row.
-        Exception: what computing the logits raises. That is the step's failure, not a row's.
+        Exception: any that computing the logits raises. That is the step's failure, not a row's.
     """
     if logits.shape[0] != len(samplers):
         raise ValueError(f"logits of {logits.shape[0]} rows for {len(samplers)} choosers")
@@ -340,7 +340,7 @@ def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
 def _filtered(
     scores: mx.array, sampling: Sampling, *, sure: bool
 ) -> tuple[mx.array, mx.array | None]:
-    """Set what is not to be drawn to -inf; return also whether top-p saw enough, if in doubt.
+    """Set tokens not to be drawn to -inf; return also whether top-p saw enough, if in doubt.
 
     scores: (vocabulary,) float32 of at most 0, log-probabilities but for a constant.
     """
@@ -461,8 +461,8 @@ def _check_bias(bias: dict[int, float], size: int) -> None:
 def _computed(drafts: Iterable[_Draft]) -> bool:
     """Compute the drafts, all at once; say whether all could be.
 
-    If not, none of them may be read: after an `mx.eval` that failed, arrays of its graph count
-    as computed and hold what was in the memory before.
+    If not, none of them may be read. After an `mx.eval` that failed, arrays of its graph count as
+    computed and hold old contents of the memory.
     """
     try:
         mx.eval([draft.arrays for draft in drafts])

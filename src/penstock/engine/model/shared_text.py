@@ -1,4 +1,4 @@
-"""Text of many sequences, so that one is proposed what others went on with. Pure: no arrays of MLX.
+"""Text of many sequences, proposed to others that wrote the same. Pure: no arrays of MLX.
 
     propose ──> the sequence's new tokens into its page ──> what followed the same tokens elsewhere
 

@@ -4,7 +4,7 @@
     draft   ──> tokens of a draft model, where they pay with what it costs to choose them
     judge   ──> time of the step, tokens that were right
 
-Whatever fails here is a missing proposal, which is counted; no answer depends on one.
+A failure here is a missing proposal, which is counted; no answer depends on one.
 """
 
 from __future__ import annotations

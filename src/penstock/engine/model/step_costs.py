@@ -64,7 +64,7 @@ class StepCosts:
     def ratio(self, rows: int, proposed: int) -> float:
         """Return how many times longer a step takes than one without proposals.
 
-        A width that is not known is taken to cost what the next narrower one does.
+        A width that is not known is taken to cost as much as the next narrower one.
         """
         alone = self._seconds(rows, 0)
         known = (self._seconds(rows, width) for width in reversed(WIDTHS) if width <= proposed)

@@ -37,9 +37,9 @@ class Detokenizer(Protocol):
 class TextStream:
     """The text of one answer, piece by piece, each piece as soon as it is certain.
 
-    The stop string that is completed first ends the text, of several the longest; the text is
-    cut where it begins. How the text is divided into tokens makes no difference. What may be
-    the start of a stop string is held back until it is known. Linear in the text.
+    The stop string that is completed first ends the text, of several the longest; the text is cut
+    where it begins. How the text is divided into tokens makes no difference. Text that may be the
+    start of a stop string is held back until it is known. Linear in the text.
 
     Args:
         detokenizer: this answer's own.

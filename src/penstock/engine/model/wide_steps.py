@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def reads_several(runner: Runner) -> bool:
     """Tell whether two rows of three new tokens have the logits of two prompts.
 
-    A model's own code may be made for one token a row; what is wrong is logged.
+    A model's own code may be made for one token a row; a wrong result is logged.
     """
     if not runner.takes_several:
         return False

@@ -214,7 +214,7 @@ class ColdBlocks:
     def _wrong(
         self, tier: EngineTier, slices: list[_Slice], read: Sequence[RawBlocks] | None
     ) -> list[_Slice]:
-        """Copy what a tier has read of a record; return the slices that are not as written."""
+        """Copy a record that a tier has read; return the slices that are not as written."""
         if read is None:
             return slices
         wrong = [one for one, data in zip(slices, read, strict=True) if not one.takes(data)]

@@ -27,7 +27,7 @@ from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer
 from penstock.tiers.worker import ColdTier, TierStats
 
 QUEUE_RECORDS = 2
-"""Copied records that wait to be written, unless what is written leaves memory."""
+"""Copied records that wait to be written, unless written blocks leave memory."""
 FILE_RECORDS = 2
 """Copies of a record while its file is written: the bytes, and the buffer behind them."""
 TOKEN_BYTES = 4

@@ -33,7 +33,7 @@ class RunningMean:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk of a prompt that was read, and what its time says of others.
+    """A measured chunk of a prompt, and the bounds of other chunks' times that follow from it.
 
     A chunk takes a time of its own, some for each token, and some for each token that one reads.
     So one of twice the tokens takes twice as long at most, and one of as many tokens twice as far
@@ -60,7 +60,7 @@ class _Chunk:
         return not least / TOLERANCE <= other.seconds <= most * TOLERANCE
 
     def likely_seconds(self, tokens: int, middle: float) -> float:
-        """Return what a chunk takes if tokens are all that counts, and those that they read."""
+        """Return the seconds of a chunk if only its tokens count, and the tokens that they read."""
         return self.seconds * tokens / self.tokens * max(1.0, middle / self.middle)
 
 
@@ -123,7 +123,8 @@ class PrefillRate:
     def tokens_worth(self, start: int) -> int:
         """Return the tokens from which a chunk takes more time for them than of its own.
 
-        The time of its own is what the shortest chunk took beyond its tokens at the best rate.
+        The time of its own is the time that the shortest chunk took beyond its tokens at the best
+        rate.
         """
         known = self._chunks.values()
         if not known:

@@ -367,7 +367,7 @@ def open_tiers(
 
 
 def _records_a_step(limits: EngineSettings, spans: Spans) -> int:
-    """Return how many records are copied a step: those of a chunk, if what is written leaves."""
+    """Return how many records are copied a step: all of a chunk, if written blocks leave memory."""
     if limits.active_kv_size is None:
         return 1
     return -(-limits.step_tokens // (spans.blocks * limits.block_size))

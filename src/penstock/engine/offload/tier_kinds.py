@@ -28,7 +28,7 @@ class TierContent:
     """Description of the records that an engine keeps in its cold tiers."""
 
     fingerprint: str
-    """Whatever must be equal for KV to be reusable, besides the tokens."""
+    """Identity of everything that must be equal for KV to be reusable, besides the tokens."""
     spans: Spans
     """Blocks that make a record together."""
     record_bytes: int

@@ -49,7 +49,7 @@ class Spilling:
         blocks: places of spilled blocks, and their reader.
         prefixes: of the engine.
         tiers: of the engine.
-        selection: its layers are spilled: what they read of long sequences is chosen.
+        selection: its layers are spilled, because they read a choice of long sequences.
         spans: which blocks make a record.
         active_tokens: last tokens of a sequence that stay in memory.
         clock: seconds.

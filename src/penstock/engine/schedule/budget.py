@@ -44,7 +44,7 @@ GROWTH_TOKENS = 32
 POOL_TOKENS = 64
 """Columns of all tails together while a batch has few places: eight tails of the least length."""
 LARGE_POOL_TOKENS = 128
-"""The same where they take at most `POOL_SHARE` of what the weights take."""
+"""Columns of all tails together where they take at most `POOL_SHARE` of the weights' bytes."""
 POOL_SHARE = 0.025
 """Share of the bytes of the weights."""
 
@@ -81,7 +81,7 @@ class MemoryBudget:
         copying: parts that set bytes aside for blocks that are written or encoded, and for windows
             that are copied.
         token_bytes: bytes of one token's KV in all layers, and of the index of its keys.
-        draft_bytes: bytes that a draft model takes whatever it reads.
+        draft_bytes: bytes that a draft model takes before it reads anything.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class MemoryBudget:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that are set aside, whatever sequences come."""
+        """Bytes that are set aside for any sequences."""
         kinds = (self._aside.weights, self._aside.pool, self._aside.step, self._prompts)
         fixed = sum(kind.nbytes for kind in kinds) + self._prefixes.fixed_bytes
         return fixed + self._copies_bytes + self._draft_bytes

@@ -42,7 +42,7 @@ LOGITS_BYTES = 32_000_000
 LOGIT_BYTES = 12
 """Bytes of one logit of a prompt: as the model makes it, and as float32."""
 CHOICE_COPIES = 3
-"""Copies of what is chosen that are alive together: gathered, in order, and read."""
+"""Copies of the chosen tokens that are alive together: gathered, in order, and read."""
 SPILLED_COPIES = 1
 """Copies more of blocks from a tier: as read, which are held until the layer is computed."""
 CODE_SPANS = 4
@@ -52,7 +52,7 @@ STREAMED_COPIES = 2
 ROUNDS = 12
 """Most measurements of a step; the largest counts."""
 RANK_ROUNDS = 3
-"""Measurements of a step of several ranks, which run it equally often, whatever it takes."""
+"""Measurements of a step of several ranks, which all run it equally often."""
 ROUNDS_SECONDS = 0.1
 """Seconds of measuring after which a step is not measured again."""
 STEPS_OF_TWO = 16
@@ -277,7 +277,7 @@ class MemoryEstimator:
     def _unmeasured_bytes(self) -> int:
         """Return the bytes of scores that a chunk far into a prompt has beside the measured ones.
 
-        It has as many as are ever computed together; what is streamed has those of a piece.
+        It has as many as are ever computed together; streamed reads have the scores of a piece.
         """
         limits, runner, device = self._limits, self._runner, self._device
         queries = runner.heads * limits.step_tokens
@@ -328,7 +328,7 @@ class MemoryEstimator:
         )
 
     def _choice_bytes(self, tokens: int) -> int:
-        """Return the most bytes of the copies of what a sequence chooses to read in a layer."""
+        """Return the most bytes of the copies of tokens that a sequence chooses in a layer."""
         selection, shapes = self._runner.selection, self._runner.shapes
         if selection is None or tokens <= selection.tokens:
             return 0
@@ -373,7 +373,7 @@ def _rounded(nbytes: int) -> int:
 def _peak(
     run: Callable[[], object], limit_seconds: float = ROUNDS_SECONDS, rounds: int = ROUNDS
 ) -> tuple[int, float]:
-    """Return the most bytes and the least seconds that `run` takes, whatever ran before.
+    """Return the most bytes and the least seconds that `run` takes after any other work.
 
     MLX hands a cached buffer out again even if it is larger than the request, so its cache is off
     meanwhile. The lag of MLX's threads behind their caller differs by some percent from run to run,

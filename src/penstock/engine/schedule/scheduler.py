@@ -432,7 +432,7 @@ class Scheduler(Generic[T]):
         return tuple(PrefillChunk(sequence, count) for sequence, count in given.items() if count)
 
     def _room(self, sequence: T, given: dict[T, int], time: StepTime | None) -> int:
-        """Return the most tokens that a sequence may have beside what others are given."""
+        """Return the most tokens that a sequence may have beside the tokens of the others."""
         others = [(s.position, count) for s, count in given.items() if s is not sequence and count]
         most = self.budget_tokens - sum(count for _, count in others)
         return most if time is None else time.tokens(sequence.position, most, others)

@@ -2,8 +2,8 @@
 
 Codes are read as they lie. `score` and `mix` are the two products of attention.
 `mx.quantized_matmul` makes them of the codes wherever the form allows it, so that no back end needs
-a kernel of its own. Scales are float16 whatever the model's type: they are most of what a float32
-model would pay otherwise.
+a kernel of its own. Scales are float16 for any type of the model: in a float32 model they would
+otherwise be most of the cost.
 """
 
 from __future__ import annotations

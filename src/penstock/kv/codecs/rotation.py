@@ -1,7 +1,7 @@
 """Random signs and a Hadamard transform: an orthonormal matrix that spreads large numbers.
 
-Of a rotated vector every coordinate is a sum of all, and so about normally distributed, whatever
-the vector was; products of two rotated vectors are those of the vectors.
+Every coordinate of a rotated vector is a sum of all, and so about normally distributed, for any
+vector. The product of two rotated vectors is the product of the vectors.
 """
 
 from __future__ import annotations

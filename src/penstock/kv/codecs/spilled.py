@@ -99,7 +99,7 @@ class Spilled(Codec):
         raise ValueError("keys and values are spilled with the places of their blocks")
 
     def spilled(self, x: mx.array, places: Numbers) -> Coded:
-        """Return what stays in memory of (1, heads, tokens, dim), evaluated.
+        """Return the part of (1, heads, tokens, dim) that stays in memory, evaluated.
 
         Args:
             x: the keys or values; tokens are a multiple of `BLOCK_TOKENS`.

@@ -113,7 +113,7 @@ class KernelAttention:
     """Attention of decode steps by kernels.
 
     Args:
-        run: what calls them.
+        run: function that calls them.
         target: the language of their text: "metal", "cuda", or "lockstep" in tests.
     """
 
@@ -136,7 +136,7 @@ class KernelAttention:
         """Attend as `Reads.attend` does.
 
         Args:
-            of: the layer and what it reads.
+            of: the layer and its reads.
             plans: plans of the step that were made for other layers.
             most_bytes: bytes that partial results may take.
 

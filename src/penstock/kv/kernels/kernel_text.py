@@ -160,7 +160,7 @@ def _pick(letter: str, side: SideForm, spans: int, target: str) -> str:
 
 
 def _source(letter: str, word: str, side: SideForm, target: str, *, tile: bool) -> str:
-    """Return the expression of what a side is loaded from."""
+    """Return the expression of the buffer that a side is loaded from."""
     names, types = _names(letter, side), _types(side, target)
     places = [f"{name}_tile" if tile else f"{name}_at" for name in names]
     kinds = [f"SHARED_POINTER({kind})" if tile else f"DEVICE const {kind}*" for kind in types]

@@ -26,7 +26,7 @@ from penstock.kv.tails import LayerShape, Tails
 logger = logging.getLogger(__name__)
 Numbers: TypeAlias = npt.NDArray[np.float32]
 SECONDS = 0.3
-"""Time for all of it; what is compiled, once for each kernel, comes on top."""
+"""Time for all of it; compilation, once for each kernel, comes on top."""
 COMPARED_SHARE = 0.5
 """Share of it in which numbers are compared, at most; steps are timed in the rest."""
 TOKENS = 2_048
@@ -34,7 +34,7 @@ TOKENS = 2_048
 CHECKED_TOKENS = 192
 """Tokens of a sequence whose numbers are compared."""
 BLOCK = 64
-"""A multiple of what any codec takes together."""
+"""A multiple of the tokens that any codec takes together."""
 PARTS = 8
 """Parts of a sequence that is measured with many."""
 MANY_PARTS = 16
@@ -95,7 +95,7 @@ class TimeBudget:
         return self.spent >= self._seconds
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count so much of what was taken."""
+        """Leave so many seconds out of the count."""
         self._began += seconds
 
 
@@ -167,7 +167,7 @@ def _compare_all(
     choice: WayChoice,
     budget: TimeBudget,
 ) -> None:
-    """Compare every form; note what no kernel reads, and turn the kernels off if one is wrong."""
+    """Compare every form; note forms that no kernel reads; turn the kernels off if one is wrong."""
     read = list(forms)
     try:
         for number, step in enumerate(_compared_steps(rows)):

@@ -94,7 +94,7 @@ class Ways:
     """A way for everything, while it is tried."""
 
     def nbytes(self, tokens: int, width: int) -> int:
-        """Return an upper bound of the bytes that a sequence adds to a step, whatever its way.
+        """Return an upper bound of the bytes that a sequence adds to a step in any way.
 
         Args:
             tokens: columns that it reads.

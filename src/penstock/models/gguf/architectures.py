@@ -1,8 +1,9 @@
 """Architectures of GGUF files: mlx-lm's config and names of weights for each.
 
-A new architecture is a function from a header to what is special in its config, and a line in
-`ARCHITECTURES`. Keys and names are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-and of llama.cpp's `gguf-py/gguf/constants.py`.
+A new architecture is a function from a header to the special values of its config, and a line in
+`ARCHITECTURES`. Keys and names are those of
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and of llama.cpp's
+`gguf-py/gguf/constants.py`.
 """
 
 from __future__ import annotations

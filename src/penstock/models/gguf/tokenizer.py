@@ -59,7 +59,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
 }
 """Patterns that split a text before BPE, in turn, by the name in the metadata."""
 _WHOLE_WORDS = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"))
-"""Names of those that take a word in the vocabulary whole, whatever its merges."""
+"""Names of the rules by which a word in the vocabulary is one token, with or without merges."""
 
 
 def write_tokenizer(header: Header, folder: Path) -> None:

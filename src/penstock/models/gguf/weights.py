@@ -47,8 +47,8 @@ def weights(header: Header, *, wide: bool) -> Iterator[tuple[str, mx.array]]:
 
     Args:
         header: of the model.
-        wide: whether all of them become float32; else codes stay codes, and what the file holds
-            beside them in float32 (norms, biases) gets the dtype of `activation_dtype`.
+        wide: whether all of them become float32. Else codes stay codes, and float32 numbers beside
+            them (norms, biases) get the dtype of `activation_dtype`.
 
     Raises:
         ModelError: a tensor that the architecture does not have.

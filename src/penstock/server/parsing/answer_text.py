@@ -1,7 +1,7 @@
 """Text that comes in pieces, and readers of it that wait for the next.
 
 A reader is a generator that yields when it needs more text than there is, and goes on from there.
-So what it makes of a text cannot depend on the pieces that the text comes in.
+So its result cannot depend on the pieces that the text comes in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.server.parsing.events import BrokenCall
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-"""Generator that yields where it waits for text; its result is what it has read."""
+"""Generator that yields where it waits for text; its result is the value that it has read."""
 Emit: TypeAlias = Callable[[str], None]
 
 

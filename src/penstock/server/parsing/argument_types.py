@@ -85,8 +85,8 @@ def constants(schema: Mapping[str, Any]) -> list[Any]:
 def with_plain_types(tools: Any) -> list[Any]:
     """Return tools whose properties have one `type` each, for parsers that look for nothing else.
 
-    mlx-lm's would give an `anyOf` of an integer and null as a text: what Python's optional
-    arguments become.
+    mlx-lm's would give an `anyOf` of an integer and null as a text; Python's optional arguments
+    have such a schema.
 
     >>> (tool,) = with_plain_types([{"function": {"parameters": {"properties": {
     ...     "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}}}}])

@@ -87,7 +87,7 @@ class AnswerFormat:
         """Make the parser of one answer.
 
         Args:
-            tools: what the request offers, in OpenAI's form; without any, calls are plain text.
+            tools: tools of the request, in OpenAI's form; without any, calls are plain text.
             inside: whether the prompt ends inside the model's reasoning.
         """
         source, out = AnswerText(), Events()

@@ -150,7 +150,7 @@ class MlxLmCalls:
             out.end()
 
     def _parsed(self, text: str, tools: Tools) -> Any:
-        """Return the calls in a text as mlx-lm does; raises whatever its parser raises."""
+        """Return the calls in a text as mlx-lm does; its parser may raise anything."""
         name, plain = self.parse.__module__.rpartition(".")[2], with_plain_types(tools)
         if name == "muse_spark":
             text = quoted_texts(text, tools)
@@ -162,7 +162,7 @@ class MlxLmCalls:
 
 
 def quoted_texts(text: str, tools: Tools) -> str:
-    r"""Return Muse Spark's calls with JSON for texts: mlx-lm reads as JSON whatever can be read so.
+    r"""Return Muse Spark's calls with JSON for texts: mlx-lm reads every text as JSON that can be.
 
     >>> schema = {"properties": {"id": {"type": "string"}, "n": {"type": "integer"}}}
     >>> tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]

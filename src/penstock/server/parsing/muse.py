@@ -33,7 +33,7 @@ def muse_answer(
         source: its text.
         out: takes the events.
         calls: format of calls; None looks for none.
-        tools: what the request offers.
+        tools: tools of the request.
     """
     if (yield from begins_with_a_header(source)):
         yield from _message(source, out, "")

@@ -3,8 +3,8 @@
     text ──feed──> [ reader of the model's format ] ──> text | reasoning | call start | arguments
                                                         | call end | call broken
 
-A format knows the marks of a family of models. Nothing here raises for what a model writes: a call
-that breaks is text again.
+A format knows the marks of a family of models. No text of a model raises here: a call that breaks
+is text again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CallFormat(Protocol):
         """Read the text behind an opening; a bare sign has not been read.
 
         Raises:
-            BrokenCall: it is no call; what follows the last call's end is text then.
+            BrokenCall: it is no call; everything after the last call's end is text then.
         """
 
 
@@ -103,7 +103,7 @@ def marked_answer(
         reasoning: marks of the reasoning; None looks for none.
         inside: whether it begins inside the reasoning.
         calls: format of calls; None looks for none.
-        tools: what the request offers.
+        tools: tools of the request.
     """
     if inside and reasoning is not None:
         yield from until(source, (reasoning.end,), out.reasoning)
@@ -127,7 +127,7 @@ def marked_answer(
 def call_or_text(
     source: AnswerText, out: Events, opening: str, reading: Reading[None]
 ) -> Reading[None]:
-    """Read calls; what is none of them goes out as text, from the last call's end on."""
+    """Read calls; the rest goes out as text, from the last call's end on."""
     source.keep(opening)
     try:
         yield from reading

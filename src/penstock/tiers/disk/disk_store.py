@@ -202,7 +202,7 @@ class SSDStore(Store):
         return written
 
     def take(self, record: Record, raw: bytes, fingerprint: str) -> Written:
-        """Keep a block's file as it is, of whatever model, unless it is there; as `write`.
+        """Keep a block's file of any model as it is, unless it is there; as `write`.
 
         Args:
             record: the content of the file, which was checked.

@@ -130,7 +130,7 @@ class Folder:
         return block_file(self.blocks, key)
 
     def files(self) -> Iterator[Path]:
-        """Yield every file in the folders of the blocks, whatever it is."""
+        """Yield every file of any kind in the folders of the blocks."""
         for folder in sorted(listed(self.blocks)):
             yield from (path for path in sorted(listed(folder)) if path.is_file())
 

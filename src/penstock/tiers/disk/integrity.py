@@ -73,9 +73,9 @@ class Checked:
 def check_block(raw: bytes) -> Checked:
     """Read a block's file, from wherever it comes.
 
-    Beyond what `decode` does, its key must be that of its parent and its tokens, or of its parent's
-    checkpoint, and its words within bounds. Nothing can check that the arrays are those the model
-    computes from the tokens.
+    Beside the checks of `decode`, its key must be the hash of its parent and its tokens, or of its
+    parent's checkpoint. Its words must be within bounds. Nothing can check that the arrays are
+    those the model computes from the tokens.
 
     Raises:
         Damaged: names the fault.
@@ -126,7 +126,7 @@ def verify(folder: Folder, *, repair: bool, progress: Progress) -> IntegrityRepo
 
 
 def reconcile(path: Path) -> None:
-    """Bring index and files of all models together, whatever the folder's limit is."""
+    """Bring index and files of all models together, with any limit of the folder."""
     store = SSDStore(path, UNBOUNDED_BYTES, fingerprint=NO_MODEL)
     try:
         store.reconcile()

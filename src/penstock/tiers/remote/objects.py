@@ -36,7 +36,7 @@ class ObjectPiece:
 class Objects(Protocol):
     """A store of bytes under names, which others use as well. Any thread may call.
 
-    Whatever goes wrong is an `OSError` that tells no secret, and comes in bounded time.
+    Every failure is an `OSError` that tells no secret, and comes in bounded time.
     """
 
     def get(self, name: str, at: int, nbytes: int) -> ObjectPiece | None:

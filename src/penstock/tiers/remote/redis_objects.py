@@ -1,4 +1,4 @@
-"""Values in Valkey, Redis or whatever speaks as they do; the one file that imports `redis`."""
+"""Values in Valkey, Redis or a service with their protocol; the one file that imports `redis`."""
 
 from __future__ import annotations
 
