@@ -174,9 +174,9 @@ class SequenceKV(CachedPath):
         prefilled = len(self.tokens) - 1 <= self.position
         if self._diverged or prefilled or self.pin is None:
             return 0
-        blocks_done = self.num_cached_tokens // self._size
+        cached_blocks = self.num_cached_tokens // self._size
         blocks = self._follow_others()
-        if blocks <= blocks_done:
+        if blocks <= cached_blocks:
             return 0
         limit = min(blocks * self._size, self.readable_tokens)
         resumed, recurrent_state = self._stores.resume(self.pin.path, limit)
