@@ -72,7 +72,7 @@ class BenchEnd:
 
 
 def run_all(commands: Sequence[Command], folder: Path, docs: Path | None = None) -> list[BenchEnd]:
-    """Run benches one after the other, whatever their ends; print how far it is."""
+    """Run benches one after the other, also behind one that fails; print the progress."""
     ends = []
     for number, command in enumerate(commands, 1):
         print(f"[{number} of {len(commands)}] penstock {' '.join(command)}", flush=True)
@@ -82,9 +82,9 @@ def run_all(commands: Sequence[Command], folder: Path, docs: Path | None = None)
 
 
 def _run(command: Command, folder: Path, docs: Path | None) -> BenchEnd:
-    """Run a bench in a process of its own: a peak of memory is that bench's alone.
+    """Run a bench in a process of its own, so that its peak of memory is its own.
 
-    It can neither ask for anything nor fetch it.
+    The process can neither ask for anything nor fetch anything.
     """
     before = set(_records(folder))
     drawn = () if docs is None else drawing(command, docs)
@@ -95,7 +95,7 @@ def _run(command: Command, folder: Path, docs: Path | None) -> BenchEnd:
 
 
 def drawing(command: Command, docs: Path) -> Command:
-    """Return the flags with which a bench writes what the docs show of it."""
+    """Return the flags with which a bench writes its part of the docs."""
     name = command[1]
     if name in PAGES:
         return ("--docs", str(docs))

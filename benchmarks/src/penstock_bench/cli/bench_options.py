@@ -25,7 +25,7 @@ LINE_SECONDS = 60.0
 
 
 def _check_save(folder: Path | None) -> Path | None:
-    """Refuse before anything is measured what could not be stored afterwards."""
+    """Refuse a folder that cannot be written to, before anything is measured."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def _check_save(folder: Path | None) -> Path | None:
 
 
 def _check_plot(file: Path | None) -> Path | None:
-    """Refuse before anything is measured what could not be drawn afterwards."""
+    """Refuse a file that no picture can be drawn into, before anything is measured."""
     if file is not None and not file.absolute().parent.is_dir():
         raise SettingError(f"--plot {file}: there is no folder {file.parent}")
     if file is not None and file.suffix:
@@ -110,7 +110,7 @@ TraceFile: TypeAlias = Annotated[
 
 
 def engine_shape(codec: dict[str, Any]) -> EngineShape:
-    """Return our engine's settings; refuse before anything is measured what it would refuse."""
+    """Return our engine's settings; refuse wrong ones before anything is measured."""
     options.check_codec_settings(codec)
     from penstock_bench.engine_sides import EngineShape
 
@@ -140,9 +140,10 @@ def finish(
 
 @contextmanager
 def progress_bar(first: str) -> Iterator[Notify]:
-    """Show a bar on a terminal; what is yielded takes a description, the count and the total.
+    """Show a bar on a terminal, and yield the function that moves it.
 
-    Elsewhere stderr gets a line a minute, with the time that is left.
+    The function takes a description, the count and the total. Where there is no terminal, stderr
+    gets a line a minute, with the time that is left.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Benches of caches: windows, what they remember, a prefix cache in 8 bits."""
+"""Benches of caches: growth and recall of windows, steps that read a part, a prefix cache."""
 
 from __future__ import annotations
 

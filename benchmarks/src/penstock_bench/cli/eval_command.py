@@ -1,4 +1,4 @@
-"""`penstock eval`: what a model still knows, says and expects with its KV in fewer bits."""
+"""`penstock eval`: recall, agreement and perplexity of a model with its KV in fewer bits."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def evaluate(
     save: Save = None,
     plot: Plot = None,
 ) -> None:
-    """Measure what a model still knows with KV in fewer bits.
+    """Measure the loss of a model with its KV in fewer bits.
 
     Recall: answers of the engine to questions about dialogues (of the embedded model) or about
     long texts (--task). Agreement: the engine continues a text as with raw ones. Perplexity, KL and
@@ -172,7 +172,7 @@ def _settings(
     if not (codecs or windows or keeps):
         return {}
     names = list(codecs or dict.fromkeys(setting.codec for setting in SETTINGS))
-    if windows and RAW not in names:  # what the window alone costs
+    if windows and RAW not in names:  # the cost of the window alone
         names.insert(0, RAW)
     sizes: list[int | None] = [*windows] if windows else [None]
     firsts: list[int | None] = [*keeps] if keeps else [None]
@@ -228,7 +228,7 @@ def _read(file: Path) -> str:
 
 
 def _print(report: Report) -> None:
-    """Print what is lost of recall, and the figures of the text."""
+    """Print the recall, the figures of the text, and the errors of attention."""
     rows = report.penstock["rows"]
     console = Console(highlight=False)
     for form in dict.fromkeys(row["form"] for row in rows):
@@ -265,7 +265,7 @@ def _text_table(form: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _attention_table(form: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Show what codes change in the layers' attention: on average, and in the worst layer."""
+    """Show the error of the layers' attention by codes: on average, and in the worst layer."""
     table = _table(f"{form}: attention", "KL", "worst", "layer", "output", "worst", "layer")
     for row in rows:
         layers = {n: layer for n, layer in enumerate(row["layers"]) if layer is not None}
@@ -282,7 +282,7 @@ def _attention_table(form: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _legend(row: dict[str, Any], baseline: str) -> str:
-    """Say what the figures count, by the figures of one row."""
+    """Return the text below the tables, with the counts of one row."""
     counts = [f"{_heading(n)}: {estimate['n']}" for n, estimate in row["recall"].items()]
     continued = (row["agreement"] or {"n": 0})["n"]
     asked = f"Questions by length: {', '.join(counts)}. " if counts else ""

@@ -37,7 +37,7 @@ def kernels(
             min=64,
         ),
     ] = None,
-    codec: Annotated[str, typer.Option(help="What keys and values are held in.")] = "raw",
+    codec: Annotated[str, typer.Option(help="Codec of keys and values.")] = "raw",
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:

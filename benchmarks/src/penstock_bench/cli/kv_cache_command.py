@@ -1,4 +1,4 @@
-"""`penstock bench-kv-cache`: what every way of holding keys and values takes, loses and costs."""
+"""`penstock bench-kv-cache`: bytes, errors and times of every way to hold keys and values."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ def _data(data: str, shape: CacheShape) -> tuple[CacheShape, Sequence[Sides] | N
 
 
 def _check_free(shape: CacheShape) -> None:
-    """Refuse what does not fit in the machine's free memory.
+    """Refuse a cache that does not fit in the machine's free memory.
 
     Raises:
-        SettingError: says the bytes that are needed and free.
+        SettingError: names the bytes that are needed and free.
     """
     needed = TIMES_RAW * shape.raw_bytes + TIMES_LAYER * shape.raw_bytes // shape.layers
     free = psutil.virtual_memory().available

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock_bench.report import Notify
 
 REAL_DEFAULTS = {"system_tokens": 3_000, "connections": 0, "overhead_rounds": 0}
-"""Settings for a model with real weights, where those of the command line are the defaults."""
+"""Defaults for a model with real weights, in the place of the settings' own."""
 ServedModel: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -57,9 +57,9 @@ MlxLm: TypeAlias = Annotated[
 Conversations: TypeAlias = Annotated[
     list[int] | None,
     typer.Option(
-        help="Have the server and the other one hold so many conversations of 1,000 tokens, in the "
-        "place of sessions: memory, and first tokens when one goes on, also behind a restart; may "
-        "be given several times.",
+        help="Measure servers that hold so many conversations of 1,000 tokens, in the place of "
+        "sessions. Reports memory, and the first token when one goes on, also behind a restart. "
+        "May be given several times.",
         metavar="NUMBER",
         show_default="sessions are measured",
         min=1,
