@@ -1,9 +1,9 @@
-"""`penstock eval --attend`: what a model expects of a text while a step reads a choice of it.
+"""`penstock eval --attend`: the loss of a model while a step reads a choice of a text.
 
 Each piece of the text is read whole but for its last tokens, which are given one by one. Their
-distributions are compared with those of steps that read all: for each number of tokens, and for
-each layer that alone chooses the fewest. Layers are left whole, the worst first, until the fewest
-tokens that can be are enough.
+distributions are compared with the distributions of steps that read all tokens: for each number of
+tokens, and for each layer that alone chooses the fewest. The worst layers are left whole, one after
+the other, until the smallest number of tokens is enough.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLAIM = "Steps that read a choice of a text expect what those expect that read a
 STEP_TOKENS = 32
 """Last tokens of each piece, which are given one by one."""
 MOST_KL = 0.02
-"""Goal: KL of the next token from that of reading all, in nats."""
+"""Goal: KL of the next token from full attention, in nats."""
 MOST_WHOLE = 4
 """One layer of so many may be left whole, at most."""
 PROMPT_TOKENS = 512
@@ -37,7 +37,7 @@ PROMPT_TOKENS = 512
 
 
 class Text:
-    """The pieces of a text as a model has read them, and what it expects of their last tokens."""
+    """The pieces of a text as a model has read them, and its predictions of their last tokens."""
 
     def __init__(self, model: Any, text: Sequence[Piece]) -> None:
         self._model = model
@@ -52,10 +52,10 @@ class Text:
         return [n for n, cache in enumerate(caches) if isinstance(cache, SelectiveKVCache)]
 
     def kl(self, tokens: int, whole: Collection[int] = ()) -> float:
-        """Return the mean KL of steps that read so many tokens, from those that read all.
+        """Return the mean KL of steps that read so many tokens, from steps that read all.
 
         Args:
-            tokens: that are read in each layer.
+            tokens: number of tokens that are read in each layer.
             whole: numbers of the layers that read all.
         """
         divergences = []
@@ -124,7 +124,7 @@ def proposal(
 ) -> tuple[int, tuple[int, ...], float] | None:
     """Return the fewest tokens that are enough, with layers left whole, and their KL.
 
-    None if no number is, with one layer in `MOST_WHOLE` left whole.
+    None if no number is enough, also with one layer in `MOST_WHOLE` left whole.
     """
     worst = sorted(alone, key=lambda layer: -alone[layer])
     for size, kl in by_size.items():

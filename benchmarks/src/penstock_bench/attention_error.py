@@ -1,4 +1,4 @@
-"""What a codec does to each layer's attention: queries of a real text on its own coded keys."""
+"""Error of each layer's attention by a codec: queries of a real text on its own coded keys."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from penstock.kv.codecs import Scheme
 from penstock.kv.codecs.coded import Codec
 
 QUERY_TOKENS = 64
-"""Tokens whose queries are watched, behind those whose keys and values are coded."""
+"""Tokens whose queries are watched, behind the tokens whose keys and values are coded."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedLayer:
-    """One layer's numbers on a text, float32.
+    """Queries, keys and values of one layer on a text, float32.
 
-    `queries` are (kv_heads, m, key_dim), already scaled, of the tokens behind the keys (1,
-    kv_heads, n, key_dim) and values (1, kv_heads, n, value_dim).
+    `queries`: (kv_heads, m, key_dim), already scaled, of the tokens behind the keys. `keys`: (1,
+    kv_heads, n, key_dim). `values`: (1, kv_heads, n, value_dim).
     """
 
     queries: mx.array
@@ -31,12 +31,12 @@ class WatchedLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """What coded keys and values change in one layer."""
+    """Change of one layer's attention by coded keys and values."""
 
     kl: float
-    """Mean KL divergence of the attention weights from those on raw keys, in nats."""
+    """Mean KL divergence of the attention weights from the weights on raw keys, in nats."""
     output: float
-    """Root mean square of the change of the output, over that of the output."""
+    """Root mean square of the change of the output, over the root mean square of the output."""
 
 
 class WatchingReads(ChunkReads):
@@ -53,7 +53,7 @@ class WatchingReads(ChunkReads):
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attend as `ChunkReads` does, and keep what is read."""
+        """Attend as `ChunkReads` does, and keep queries, keys and values."""
         coded = keys.shape[2] - QUERY_TOKENS
         last = (queries[0, :, coded:] * scale).astype(mx.float32)
         grouped = last.reshape(keys.shape[1], -1, last.shape[-1])
@@ -64,16 +64,16 @@ class WatchingReads(ChunkReads):
 
 
 def watch(runner: Runner, tokens: Sequence[int], span: int) -> list[WatchedLayer | None]:
-    """Read a text once; return what each layer attends to.
+    """Read a text once; return the queries, keys and values of each layer.
 
     Args:
-        runner: of the model.
-        tokens: of the text.
-        span: the tokens whose keys are coded are a multiple of it.
+        runner: the model's.
+        tokens: the text's.
+        span: divides the number of tokens whose keys are coded.
 
     Returns:
-        One a layer, None for those that do not see the whole text. Nothing if the text is too
-        short, or the model's attention is its own.
+        One entry a layer; None for layers that do not see the whole text. An empty list if the text
+        is too short, or the model has an attention of its own.
     """
     coded = (len(tokens) - QUERY_TOKENS) // span * span
     if coded <= 0 or runner.fitness.way == "joined":
@@ -91,7 +91,7 @@ def watch(runner: Runner, tokens: Sequence[int], span: int) -> list[WatchedLayer
 
 
 def layer_errors(layers: Sequence[WatchedLayer | None], scheme: Scheme) -> list[LayerError | None]:
-    """Return what a scheme changes in each layer; None for layers that were not watched."""
+    """Return the errors of a scheme in each layer; None for layers that were not watched."""
     return [
         None if layer is None else _error(layer, scheme.of_layer(number))
         for number, layer in enumerate(layers)
@@ -99,7 +99,7 @@ def layer_errors(layers: Sequence[WatchedLayer | None], scheme: Scheme) -> list[
 
 
 def mean_errors(texts: Sequence[Sequence[LayerError | None]]) -> list[LayerError | None]:
-    """Return the mean over texts, layer by layer; None for layers that some text has none of."""
+    """Return the mean over texts, layer by layer; None for layers that one of the texts lacks."""
     means: list[LayerError | None] = []
     for layer in zip(*filter(None, texts), strict=True):
         errors = [error for error in layer if error is not None]

@@ -23,12 +23,12 @@ class Blank:
 
     @property
     def checkpoint_nbytes(self) -> int:
-        """It has none."""
+        """Bytes of checkpoints: none."""
         return 0
 
     @property
     def key_index_nbytes(self) -> int:
-        """It has none."""
+        """Bytes of an index of keys: none."""
         return 0
 
     def split(self, at_tokens: int) -> tuple[Self, Self]:
@@ -40,19 +40,19 @@ class Blank:
         return type(self)(self.tokens + sum(other.tokens for other in others))
 
     def joins(self, _: Self) -> bool:
-        """All are alike."""
+        """Return True: all blanks are alike."""
         return True
 
 
 class BlankPrefixes:
-    """What one engine holds, without arrays: a real tree in a real ledger.
+    """The prefixes of one engine without arrays: a real tree in a real ledger.
 
     A block is one token to the tree and one byte to the ledger.
 
     Args:
         capacity_blocks: the ledger's limit.
-        policy: which leaf goes first.
-        node_blocks: blocks of a node at most: what one eviction evicts.
+        policy: chooses the leaf that is evicted first.
+        node_blocks: most blocks of a node; one eviction evicts a node.
     """
 
     def __init__(self, capacity_blocks: int, policy: Policy, node_blocks: int) -> None:
@@ -62,16 +62,16 @@ class BlankPrefixes:
         self._ledger = Ledger(capacity_blocks)
         self._held = self._ledger.reserve(Kind.NODES, 0)
         self.on_change: Callable[[Sequence[bytes], bool], None] | None = None
-        """Told the keys of blocks that have come (True) or were evicted (False)."""
+        """Takes hashes of blocks, and whether these were added (True) or evicted (False)."""
 
     def serve(
         self, blocks: Sequence[int], block_hashes: Sequence[bytes], now_seconds: float
     ) -> int:
-        """Match, pin and complete one prompt, and return the blocks that were there.
+        """Match, pin and complete one prompt, and return the number of blocks that were there.
 
         Args:
             blocks: the prompt's blocks as tokens.
-            block_hashes: their keys, in blocks of one token.
+            block_hashes: the hashes of these blocks, one token each.
         """
         match = self.tree.match(block_hashes)
         last: Node[Blank] | None = match.path[-1] if match.path else None
@@ -80,7 +80,7 @@ class BlankPrefixes:
         at = match.tokens
         with self.tree.pin(last, now_seconds) as pin:
             while at < len(block_hashes):
-                # Nodes end at multiples of their size: what returns is known by the same key.
+                # Nodes end at multiples of their size, so that their blocks return with one hash.
                 end = min(len(block_hashes), at - at % self._node_blocks + self._node_blocks)
                 if not self._make_room(end - at):
                     break
@@ -97,7 +97,7 @@ class BlankPrefixes:
         self._ledger.check({Kind.NODES: self.tree.nbytes})
 
     def _make_room(self, nbytes: int) -> bool:
-        """Count `nbytes` more, or return False: everything else is pinned."""
+        """Count `nbytes` more; return False if all other nodes are pinned."""
         while self._ledger.free_bytes < nbytes:
             victim = self.tree.victim()
             if victim is None:

@@ -1,4 +1,4 @@
-"""`penstock bench cluster`: a trace through 1 to 1,000 replicas, by how prompts find theirs."""
+"""`penstock bench cluster`: a trace through 1 to 1,000 replicas, under each routing policy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ClusterLoad(ReplaySettings):
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """All policies with so many replicas."""
+    """Outcomes of all policies with one number of replicas."""
 
     replicas: int
     seconds: float
@@ -60,7 +60,7 @@ def policy_of(name: str) -> RoutingPolicy:
     """Return the policy of this name.
 
     Raises:
-        SettingError: there is none; says which there are.
+        SettingError: there is none; names the others.
     """
     for policy in POLICIES:
         if policy == name:
@@ -105,7 +105,7 @@ def _runs(
 
 
 def report(trace: Trace, load: ClusterLoad, runs: Sequence[Runs]) -> Report:
-    """Set our policy beside turns, and both beside one engine with the memory of all."""
+    """Compare our policy with another, and both with one engine that has the memory of all."""
     ours = OURS if OURS in load.policies else load.policies[0]
     others = [policy for policy in load.policies if policy != ours]
     rival = RIVAL if RIVAL in others else (others or [ours])[0]
@@ -171,8 +171,8 @@ def _name(one: Runs) -> str:
 def table(report: Report) -> Table:
     """Lay out every run: one row for each number of replicas and policy.
 
-    Hits, and as a share of one engine's with all the memory; the busiest replica's work over the
-    mean; seconds to the first token; bytes of summaries' changes.
+    Columns: hits; hits as a share of one engine's with all the memory; the busiest replica's work
+    over the mean; seconds to the first token; bytes of summaries' changes.
     """
     load = report.raw["load"]
     machine = load["machine"]

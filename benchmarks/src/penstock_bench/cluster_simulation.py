@@ -21,11 +21,13 @@ from penstock_bench.blank import BlankPrefixes
 from penstock_bench.trace import Trace, Visit
 
 COMMON_SHARE = 0.05
-"""A block in so many of a trace's requests is the service's own (a system prompt), and the same
-in all copies of the trace; every other one is a user's."""
+"""Share of a trace's requests from which on a block is the service's own (a system prompt).
+
+Such a block is the same in all copies of the trace. Every other one is a user's.
+"""
 GOLDEN = 0.6180339887
 SHIFT_SECONDS = 60.0
-"""Copies of a trace begin up to so much later than the first, evenly spread."""
+"""Longest delay of a copy of a trace behind the first; copies are evenly spread."""
 NODE_BLOCKS = 4
 ROOT = root_hash("trace")
 
@@ -37,7 +39,7 @@ class Cluster:
     replicas: int
     policy: RoutingPolicy
     routers: int = 1
-    """Each sees every so-maniest request, and knows what it has sent itself at once."""
+    """Number of routers that take turns; each knows its own requests at once."""
     gossip_seconds: float = 5.0
     """Seconds between two summaries of a replica."""
     worth: float = WORTH
@@ -51,12 +53,12 @@ class Arrival:
     seconds: float
     visit: Visit
     blocks: tuple[int, ...]
-    """The visit's, renamed where they are a user's."""
+    """Block ids of the visit; a user's blocks have ids of their own in each copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run showed."""
+    """Figures of one run."""
 
     requests: int
     hit_rate: float
@@ -71,9 +73,9 @@ class Outcome:
     busy: float
     """Share of the time in which the mean replica reads prompts."""
     gossip_bytes_per_second: float
-    """All summaries' changes, to all routers."""
+    """Bytes a second of all summaries' changes, to all routers."""
     whole_bytes_per_second: float
-    """The same if whole summaries were sent each time."""
+    """Bytes a second if whole summaries were sent each time."""
     router_bytes: int
     """Bytes of one router's index at the end."""
     evictions: int
@@ -82,8 +84,8 @@ class Outcome:
 class TraceCopies:
     """A trace for many replicas: each brings one more part of whole conversations.
 
-    `split` parts are the trace as it is; more are copies of it in which every block that is not
-    the service's own has another name, and every copy begins a little later.
+    `split` parts are the trace as it is. Further parts are copies of it. In a copy every block that
+    is not the service's own has another id, and the copy begins a little later.
     """
 
     def __init__(self, trace: Trace, split: int) -> None:
@@ -119,7 +121,7 @@ class TraceCopies:
 
 
 def one_large(trace: Trace, arrivals: Sequence[Arrival], machine: Machine, replicas: int) -> float:
-    """Return the hit rate of one replica with the memory of all, that lets no request wait."""
+    """Return the hit rate of one replica with the memory of all, at which no request waits."""
     capacity = replicas * capacity_blocks(trace, machine)
     held = BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS)
     hit_tokens = prompt_tokens = 0
@@ -176,11 +178,11 @@ class _Replica:
     answering: int = 0
     busy_seconds: float = 0.0
     changed: dict[int, bool] = field(default_factory=dict)
-    """Short keys that have come or gone since the last gossip."""
+    """Short hashes that were added (True) or evicted (False) since the last gossip."""
     held_blocks: int = 0
 
     def note(self, block_hashes: Sequence[bytes], held: bool) -> None:
-        """Take note of what has come or gone."""
+        """Take note of blocks that were added or evicted."""
         self.held_blocks += len(block_hashes) if held else -len(block_hashes)
         self.changed.update((short(key), held) for key in block_hashes)
 
@@ -214,7 +216,7 @@ class _Simulation:
         return replica
 
     def run(self, arrivals: Sequence[Arrival], progress: Callable[[int], None]) -> Outcome:
-        """Go through all arrivals in their order, and let what is open end."""
+        """Go through all arrivals in their order, and let open requests end."""
         next_gossip = now = 0.0
         for number, arrival in enumerate(arrivals):
             while next_gossip <= arrival.seconds:
@@ -285,7 +287,7 @@ class _Simulation:
         self._begin(replica, now)
 
     def _gossip(self) -> None:
-        """Have every replica say what has changed."""
+        """Have every replica report its changes."""
         if not self._gossips:
             return
         for replica in self._replicas.values():

@@ -1,7 +1,7 @@
-"""`penstock bench-kv-cache`: what every codec takes, loses and costs, side by side.
+"""`penstock bench-kv-cache`: bytes, errors and times of every codec, side by side.
 
-Numbers are drawn as a model's might be: normal ones, keys with a few large channels, keys with a
-constant that RoPE turns; or they are a model's own. What is lost in attention is told by queries
+Numbers are drawn as a model's might be: normal ones, keys with a few large channels, or keys with a
+constant that RoPE turns. Or they are a model's own. The loss in attention is measured by queries
 that look for one token each: a key of the sequence and noise.
 """
 
@@ -40,11 +40,11 @@ RIVALS: dict[str, type[QuantizedSides] | type[WidenedSides]] = {
 """Forms of rivals: mlx-lm's `QuantizedKVCache`, and an entry of vllm-mlx's prefix cache."""
 RIVAL_BITS = (8, 4)
 RIVAL_GROUPS = (64, 32)
-"""Neighbors that share a scale: what is their default, or what fits a head."""
+"""Neighbors that share a scale: the rivals' default, or fewer that divide a head."""
 QUERIES = 32
 """Queries of a head; each looks for one token."""
 LEAST_DIM = 8
-"""Numbers of a head: what is drawn has four pairs of its own."""
+"""Least numbers of a head: the constant of drawn keys is in four pairs of channels."""
 ROPE_BASE = 10_000.0
 OUTLIERS = (10.0, 20.0)
 """Factors of the large channels, from the first to the last."""
@@ -57,7 +57,7 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What is held: layers, heads, numbers of a head, tokens; and in what type a raw cache is."""
+    """Shape of a cache: layers, heads, numbers of a head, tokens, and the type of a raw cache."""
 
     layers: int = 32
     heads: int = 8
@@ -95,7 +95,7 @@ class CodecRow:
     name: str
     nbytes: int
     ratio: float
-    """Raw bytes in the stated type, over these."""
+    """Raw bytes in the stated type, over `nbytes`."""
     bits: float
     """Bits of a number, all parts together."""
     relative_mse_keys: float
@@ -104,7 +104,7 @@ class CodecRow:
     """Mean absolute error of keys and values."""
     mean_error_keys: float
     mean_error_values: float
-    """Mean absolute error of the values alone; `mean_error_keys` is that of the keys."""
+    """Mean absolute error of the values alone, as `mean_error_keys` of the keys."""
     max_error: float
     kl: float
     """KL divergence of the attention weights of a query, in nats."""
@@ -115,14 +115,14 @@ class CodecRow:
     quantize_ms: float
     dequantize_ms: float
     attend_ms: float
-    """One query a head, with keys and values."""
+    """Milliseconds of one query a head, with keys and values."""
     peak_bytes: int
-    """Above what was there, while one layer after the other is quantized."""
+    """Peak above the bytes before, while one layer after the other is quantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The outcome."""
+    """Figures of all forms, and the forms that were refused."""
 
     shape: CacheShape
     data: str
@@ -131,7 +131,7 @@ class Table:
     """Reasons by name: codecs and rivals that cannot hold such heads, or are not installed."""
 
     def as_object(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the object that `--json` prints."""
         return {
             "shape": asdict(self.shape),
             "data": self.data,
@@ -145,9 +145,9 @@ class Table:
 def draw(shape: CacheShape, data: str, layer: int) -> Sides:
     """Draw one layer's numbers.
 
-    gauss: normal. outliers: and four channels of the keys 10 to 20 times as large. biased: and a
-    constant of 30 to 100 in four pairs of channels in the middle of RoPE's frequencies, turned as
-    RoPE turns it. Queries look for what a key is beyond its constant.
+    gauss: normal. outliers: normal, with four channels of the keys 10 to 20 times as large. biased:
+    normal, with a constant of 30 to 100 in four pairs of channels in the middle of RoPE's
+    frequencies, turned as RoPE turns it. Queries look for the part of a key beyond its constant.
 
     Raises:
         ValueError: `data` is none of these.
@@ -170,7 +170,7 @@ def draw(shape: CacheShape, data: str, layer: int) -> Sides:
 
 
 def _turned_bias(shape: CacheShape) -> mx.array:
-    """Return what a constant of the keys is at every position: (tokens, dim)."""
+    """Return a constant of the keys, turned by RoPE, at every position: (tokens, dim)."""
     half = shape.head_dim // 2
     pairs = list(range(half // 2 - 2, half // 2 + 2))
     bias = mx.zeros((shape.head_dim,))
@@ -205,7 +205,7 @@ def of_model(model: str | Path, tokens: int, dtype: str) -> tuple[CacheShape, li
 
 
 def computed(model: Any, prompt: Sequence[int], dtype: str) -> tuple[CacheShape, list[Sides]]:
-    """Take what a model computes for a prompt, see `of_model`.
+    """Take the keys and values that a model computes for a prompt; see `of_model`.
 
     Raises:
         ValueError: there are no such layers, or they are not all of the same shape.
@@ -246,10 +246,10 @@ def _layer(
         values: the same.
         varying: (heads, tokens, dim), the part of the keys that differs from token to token.
         seed: of the queries.
-        dtype: what a raw cache is held in.
+        dtype: number type of a raw cache.
     """
     heads, tokens, _ = varying.shape
-    # What is large in all tokens tells nothing.
+    # A channel that is large in all tokens tells none from another.
     scale = mx.sqrt(mx.mean(varying**2, axis=1, keepdims=True)) + 1e-6
     seeds = mx.random.split(seed, 2)
     wanted = mx.random.randint(0, tokens, (heads, QUERIES), key=seeds[0])
@@ -274,12 +274,12 @@ def _text(tokenizer: Any, tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One layer, held: how it is read and dequantized again."""
+    """One layer in a form of a cache, with the ways to dequantize it and to read it."""
 
     nbytes: int
     dequantize: Callable[[], tuple[mx.array, mx.array]]
     attend: Callable[[mx.array], mx.array]
-    """Queries (heads, 1, dim), scaled: (heads, 1, dim)."""
+    """Takes queries (heads, 1, dim), scaled; returns (heads, 1, dim)."""
     arrays: list[mx.array]
 
 
@@ -287,7 +287,7 @@ Hold = Callable[[Sides], Held]
 
 
 def ours(scheme: Scheme) -> Hold:
-    """Hold layers as a scheme says."""
+    """Return a function that stores layers in the codecs of a scheme."""
 
     def hold(sides: Sides) -> Held:
         keys, values = _coded(scheme.keys, sides.keys), _coded(scheme.values, sides.values)
@@ -312,7 +312,7 @@ def ours(scheme: Scheme) -> Hold:
 
 
 def rival(name: str, bits: int, group_size: int) -> Hold:
-    """Hold layers as a rival does, with its own attention.
+    """Return a function that stores layers as a rival does, with its own attention.
 
     vllm-mlx's attention is the model's, over dequantized keys and values.
     """
@@ -325,7 +325,7 @@ def rival(name: str, bits: int, group_size: int) -> Hold:
 
 
 def rivals(head_dim: int) -> tuple[dict[str, Hold], dict[str, str]]:
-    """Return the ways of the rivals, and why others are not there."""
+    """Return the functions of the rivals, and the reasons why others are missing."""
     ways, missing = dict[str, Hold](), {}
     group = next((size for size in RIVAL_GROUPS if head_dim % size == 0), None)
     for name in RIVALS:
@@ -340,7 +340,7 @@ def rivals(head_dim: int) -> tuple[dict[str, Hold], dict[str, str]]:
 
 
 def _coded(codec: Codec | None, side: mx.array) -> Coded | mx.array:
-    # Evaluated, a copy: what a cache holds is no view of what was computed.
+    # Evaluated, this is a copy: a cache holds no view of computed arrays.
     return side + 0 if codec is None else codec.encode(side)
 
 
@@ -366,7 +366,7 @@ def measure(
 
     Args:
         shape: of the cache.
-        data: what is drawn, or the name of the model.
+        data: kind of the drawn numbers, or the name of the model.
         codecs: names; see `parse_scheme`.
         layers: the model's own numbers.
         progress: takes the name of the form that is measured next.
@@ -442,7 +442,7 @@ def _row(name: str, hold: Hold, shape: CacheShape, layers: Sequence[Sides]) -> C
 
 
 def _filled(hold: Hold, layers: Sequence[Sides], rounds: int) -> tuple[list[Held], int, float]:
-    """Hold all layers, one after the other; return them, the peak above what was there, and ms."""
+    """Store all layers in turn; return them, the peak above the bytes before, and ms."""
     seconds, held, peak = [], list[Held](), 0
     for _ in range(rounds):
         held.clear()

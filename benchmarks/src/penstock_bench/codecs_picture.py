@@ -13,7 +13,7 @@ LEAST_KL = 1e-7
 
 
 def draw_codecs(table: Table, file: Path) -> None:
-    """Draw what every codec loses in attention, over how much less it takes."""
+    """Draw the KL of every codec's attention over its ratio of bytes."""
     figure = Figure(figsize=(9, 5.5))
     pane = figure.subplots()
     for row in table.rows:

@@ -28,7 +28,7 @@ class Comparison:
     task: Task
     timed: Mapping[str, Sequence[Run]]
     watched: Mapping[str, Sequence[Run]]
-    """One more on an engine of its own; as many runs as the task has repeats."""
+    """Watched runs on an engine of their own, as many as the task has repeats."""
 
     def median(self, who: str, name: str) -> float:
         """Return the median over the timed runs of a figure of `Run`."""
@@ -58,8 +58,8 @@ def compare(
 ) -> Comparison:
     """Watch each side once, which warms it up, then time them turn by turn.
 
-    MLX keeps no freed buffers and hardly begins anything ahead while a run is watched: what is held
-    is what is needed, on a busy machine too.
+    While a run is watched, MLX keeps no freed buffers and begins hardly anything ahead. So it holds
+    only the bytes that are needed, on a busy machine too.
 
     Args:
         makers: of the sides.
@@ -88,12 +88,12 @@ def compare_in_turn(
 
     A disturbance of the machine for a second slows all of them.
 
-    The one timed run of a side has the steps of all rounds; its peak and its seconds are those of
-    its prompts. MLX keeps as many freed buffers as our engines let it while they are at work, and
-    as it does by itself while others are.
+    The one timed run of a side has the steps of all rounds. Its peak and its seconds are measured
+    on its prompts. MLX keeps as many freed buffers as our engines let it while they work, and as
+    many as by itself while others work.
 
     Args:
-        task: without what is `known`, and without repeats.
+        task: without `known` tokens, and without repeats.
     """
     base_bytes = clean()
     watched = _watched(makers, task, base_bytes)
@@ -134,14 +134,14 @@ def compare_in_turn(
 
 
 def _cache_limit() -> int:
-    """Return how many freed bytes MLX keeps; it tells when it is told another number."""
+    """Return how many freed bytes MLX keeps; it says so only when another number is set."""
     limit = mx.set_cache_limit(0)
     mx.set_cache_limit(limit)
     return limit
 
 
 def in_turn(comparison: Comparison, who: str, other: str) -> float:
-    """Return the decode speed of a side over that of another, which decoded in turn with it.
+    """Return the decode speed of a side over another's, which decoded in turn with it.
 
     The ratio is the median over neighboring blocks of steps.
     """
@@ -182,9 +182,9 @@ def _limit_to_nothing() -> tuple[int, int]:
 def nothing_ahead() -> Iterator[None]:
     """Let MLX keep no freed buffers, and begin no more than some ten operations before they run.
 
-    By itself it begins a hundred, each with its buffers. How many that is depends on what else the
-    machine does: the peak of one and the same step was 1.2 times another's. Beyond its memory
-    limit MLX waits.
+    By itself it begins a hundred, each with its buffers. Their number depends on the load of the
+    machine: the peak of one and the same step was 1.2 times another's. Beyond its memory limit MLX
+    waits.
     """
     cache_limit, memory_limit = _limit_to_nothing()
     try:
@@ -197,7 +197,7 @@ def nothing_ahead() -> Iterator[None]:
 def _found(
     task: Task, timed: Mapping[str, list[Run]], watched: Mapping[str, list[Run]], *, alike: bool
 ) -> Comparison:
-    """Put runs together; their tokens are looked at."""
+    """Put runs together, and check their tokens."""
     everything = {who: [*watched[who], *runs] for who, runs in timed.items()}
     for together in [everything] if alike else [{who: of} for who, of in everything.items()]:
         check_same_tokens(together)
@@ -270,7 +270,7 @@ def least(of_shapes: Mapping[str, Mapping[str, float]]) -> dict[str, float | Non
 
 
 def ratio_line(figure: str, texts: tuple[str, str], ratio: float, goal: float | None) -> Line:
-    """Lay out ours and theirs, with how many times better ours is, and the goal for that."""
+    """Lay out ours and theirs, with how many times better ours is, and the goal for the ratio."""
     ours, theirs = texts
     figure = f"{figure} ({ratio:.2f}x)"
     if goal is None:

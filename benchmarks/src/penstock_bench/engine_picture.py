@@ -20,7 +20,7 @@ Runs = Mapping[str, Mapping[str, Any]]
 
 
 def draw_shared_prefix(report: Report, file: Path) -> None:
-    """Draw the ratios of every length of the prefix, and for the first what is held."""
+    """Draw the ratios of every prefix length, and the bytes held with the first."""
     figure = Figure(figsize=(11, 3.8))
     left, right = figure.subplots(1, 2)
     _ratios(left, report, list(report.raw["runs"]))
@@ -31,7 +31,7 @@ def draw_shared_prefix(report: Report, file: Path) -> None:
 
 
 def draw_ragged(report: Report, file: Path) -> None:
-    """Draw what every shape holds, step by step, over the KV that its tokens need."""
+    """Draw the bytes of every shape, step by step, beside the KV that its tokens need."""
     shapes: Mapping[str, Runs] = report.raw["runs"]
     figure = Figure(figsize=(4.4 * (1 + len(shapes)), 3.8))
     first, *panes = figure.subplots(1, 1 + len(shapes))
@@ -47,7 +47,7 @@ def draw_ragged(report: Report, file: Path) -> None:
 
 
 def draw_hit(report: Report, file: Path) -> None:
-    """Draw the first token of a hit beside the plain steps after it, and what it takes."""
+    """Draw the first token of a hit beside the plain steps after it, and its bytes."""
     runs: Runs = report.raw["runs"]
     figure = Figure(figsize=(11, 3.8))
     left, right = figure.subplots(1, 2)

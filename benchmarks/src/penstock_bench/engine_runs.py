@@ -15,34 +15,34 @@ from penstock_bench.engine_sides import MakeSide, Prompts, Side
 
 @dataclass(frozen=True, slots=True)
 class RunMoment:
-    """The state after a step, with nothing in flight. Bytes are those above the weights."""
+    """The state after a step, with nothing in flight. Bytes are above the weights."""
 
     needed_tokens: int
-    """Prompt tokens read and tokens generated, of all sequences: whose KV must be there."""
+    """Prompt tokens read and tokens generated, of all sequences: their KV is needed."""
     held_bytes: int
     peak_bytes: int
-    """The most within the step."""
+    """Peak within the step."""
     decoding: bool
     """Whether every sequence generates by now."""
 
 
 @dataclass(slots=True)
 class Run:
-    """What one pass showed. Bytes are those above the weights."""
+    """Figures of one pass. Bytes are above the weights."""
 
     first_seconds: float
     """Seconds from the submission until every sequence has its first token."""
     step_seconds: list[float] = field(repr=False)
-    """The steps after that, all sequences generating."""
+    """Seconds of each step after the first tokens, all sequences generating."""
     tokens: list[list[int]] = field(repr=False)
     """Tokens that every sequence generated; the counts differ by a few."""
     prompt_tokens: int
     cached_tokens: int = 0
     """Prompt tokens that were not computed: cached before, or computed once for several prompts."""
     decoded_tokens: int = 0
-    """Came out in the timed steps, of all sequences."""
+    """Tokens of all sequences in the timed steps."""
     before_bytes: int = 0
-    """Held before the submission: what the engine keeps ready, and what was learned."""
+    """Bytes before the submission: buffers of the engine, and learned prefixes."""
     seconds: float = 0.0
     """Seconds from the submission to the end."""
     model_seconds: float = 0.0
@@ -54,12 +54,12 @@ class Run:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens of all sequences together, every step counted."""
+        """Tokens a second of all sequences together, every step counted."""
         return self.decoded_tokens / sum(self.step_seconds)
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Tokens of all prompts, known ones too, up to the last first token."""
+        """Tokens a second of all prompts, cached ones too, up to the last first token."""
         return self.prompt_tokens / self.first_seconds
 
     @property
@@ -69,13 +69,13 @@ class Run:
 
     @property
     def held_bytes(self) -> int:
-        """The most that was held after a step in which all generate."""
+        """Most bytes after a step in which all sequences generate."""
         return max(moment.held_bytes for moment in self.moments if moment.decoding)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What both sides are given: prompts, and what they may know before."""
+    """Prompts for both sides, and a prefix that they may know before."""
 
     prompts: Prompts
     decode_tokens: int
@@ -96,7 +96,7 @@ class Task:
 
 
 def _common(prompts: Prompts) -> Sequence[int]:
-    """Return what all prompts begin with."""
+    """Return the tokens that all prompts begin with."""
     first, last = min(map(list, prompts)), max(map(list, prompts))
     same = 0
     while same < min(len(first), len(last)) and first[same] == last[same]:
@@ -105,7 +105,7 @@ def _common(prompts: Prompts) -> Sequence[int]:
 
 
 def run_side(make: MakeSide, task: Task, *, watch: bool = False) -> list[Run]:
-    """Build a side, let it learn what is known, hand the prompts in, drop it.
+    """Build a side, let it learn the known prefix, hand the prompts in, drop it.
 
     Raises:
         AssertionError: a sequence ended early.
@@ -121,10 +121,10 @@ def run_side(make: MakeSide, task: Task, *, watch: bool = False) -> list[Run]:
 
 
 def clean() -> int:
-    """Drop all that is unused; return the bytes that are left: the weights of the models.
+    """Drop all unused memory; return the bytes that are left: the weights of the models.
 
-    A next token that mlx-lm has begun to compute, and is not asked for, is waited for: until it
-    is computed, MLX holds all that it is computed from.
+    mlx-lm begins to compute a next token that is not asked for. This waits for it: until it is
+    computed, MLX holds its inputs.
     """
     mx.synchronize()
     gc.collect()
@@ -141,7 +141,7 @@ def drive(side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -
 
 
 class Driving:
-    """A side whose prompts were handed in, and what it has shown so far."""
+    """A side whose prompts were handed in, and its run so far."""
 
     def __init__(self, side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -> None:
         side.give_up()
@@ -199,7 +199,7 @@ class Driving:
         return len(tokens)
 
     def end(self) -> Run:
-        """Return what it has shown, from the submission until now."""
+        """Return the run, from the submission until now."""
         run, side = self._run, self._side
         run.seconds = self._now - self._began
         run.model_seconds = side.model_seconds - self._model_seconds

@@ -34,11 +34,11 @@ class Side(Protocol):
 
     @property
     def cached_tokens(self) -> int:
-        """Of them, those that were not computed: known before, or computed for another."""
+        """Prompt tokens that were not computed: known before, or computed for another prompt."""
 
     @property
     def model_seconds(self) -> float:
-        """What model and choice of tokens took so far; 0 where that is not told apart."""
+        """Seconds of the model and the sampler so far; 0 where they are not measured apart."""
 
     def learn(self, prefix: Sequence[int]) -> None:
         """Read `prefix` and keep it for prompts that begin with it."""
@@ -47,7 +47,7 @@ class Side(Protocol):
         """Hand all prompts in at once."""
 
     def give_up(self) -> None:
-        """Let go of the prompts that were handed in, and of all that was read for them alone."""
+        """Cancel the prompts that were handed in, and drop all that was read for them alone."""
 
     def step(self) -> Sequence[tuple[int, int]]:
         """Run one step and return (sequence, token) of all that came out."""
@@ -56,7 +56,7 @@ class Side(Protocol):
         """Wait until nothing is in flight."""
 
     def close(self) -> None:
-        """Stop. What is held goes with the object."""
+        """Stop. Its memory goes with the object."""
 
 
 MakeSide = Callable[[], Side]
@@ -79,7 +79,7 @@ class EngineShape:
 
     @property
     def codec_settings(self) -> dict[str, Any]:
-        """What the engine is told of codecs."""
+        """Settings of codecs, as the engine takes them."""
         names = (
             "kv_cache_quantization",
             "kv_cache_min_quantize_tokens",
@@ -129,9 +129,9 @@ class Ours:
 
     @property
     def model_seconds(self) -> float:
-        """What the model and the choice of tokens took, of all steps since the construction.
+        """Seconds of the model and the sampler, in all steps since the construction.
 
-        The rest is the machinery: names of blocks, tree, ledger, scheduler, copies of KV, text.
+        The rest is the machinery: block hashes, tree, ledger, scheduler, copies of KV, text.
         """
         return self.stats().model_seconds
 
@@ -178,7 +178,7 @@ class Ours:
         return new
 
     def settle(self) -> None:
-        """Nothing is ever in flight after a step of the core."""
+        """Do nothing: after a step of the core nothing is in flight."""
 
     def close(self) -> None:
         """Close the core."""

@@ -1,4 +1,4 @@
-"""What `penstock eval` measures: settings of codecs and windows, and the goals."""
+"""Settings that `penstock eval` measures: codecs and windows, and the goals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTROL_POINTS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class KVSetting:
-    """How KV is held: a codec, and a window; None: the engine's defaults."""
+    """A codec and a window of KV; None is the engine's default."""
 
     codec: str
     max_kv_size: int | None = None
@@ -45,7 +45,7 @@ class KVSetting:
 
 UNCHANGED = KVSetting(RAW)
 EVALUATED_BLOCK_SIZE = 64
-"""The least that all codecs can hold."""
+"""Least block size, in tokens, that all codecs can hold."""
 SETTINGS = (
     *map(KVSetting, ("8", "k8v4", "kivi5/turbo3.5", "turbo4", "2")),
     KVSetting(RAW, 1_024, 256),
@@ -54,20 +54,20 @@ SETTINGS = (
 
 
 class EvalLoad(EvalSettings):
-    """What is measured, and how much of it. Sizes in tokens."""
+    """Settings to measure, and the size of the measurement. Sizes in tokens."""
 
     model: str = str(MODEL_PATH)
     settings: tuple[KVSetting, ...] = SETTINGS
     """Raw KV without a window is measured in any case: all others are compared with it."""
     windows_once: bool = True
-    """Whether those with a window are measured on the first form alone."""
+    """Whether settings with a window are measured on the first form alone."""
     forms: tuple[KeyForm, ...] = tuple(KeyForm)
     lengths: tuple[int, ...] = (250, 1_000, 4_000)
     """Lengths of the dialogues, or of the texts of the tasks, before the questions."""
     tasks: tuple[LongTask, ...] = ()
     """Tasks on real text, for other models than the embedded one."""
     per_dialogue: int = 16
-    """Questions, at most."""
+    """Most questions about a dialogue."""
     texts: tuple[str, ...] = ()
     """Texts that are read, a piece of each in turn; none: dialogues of the embedded model's."""
     continued_tokens: int = 32

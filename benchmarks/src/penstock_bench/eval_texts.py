@@ -22,7 +22,7 @@ from penstock_bench.long_tasks import Haystack, LongTask, score, write
 
 @dataclass(frozen=True, slots=True)
 class AskedDialogue:
-    """A dialogue or a text, in tokens, with the questions after it and what answers them."""
+    """A dialogue or a text, in tokens, with the questions after it and their answers."""
 
     context: tuple[int, ...]
     """Tokens that all prompts begin with."""
@@ -93,7 +93,7 @@ def _prompt(tokenizer: Any, context: str, question: str, lead: str) -> tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of a text, and of each whether it counts how it was expected."""
+    """Tokens of a text, and for each whether its prediction counts."""
 
     tokens: tuple[int, ...]
     counts: tuple[bool, ...]
@@ -156,7 +156,7 @@ def _whole(tokens: Sequence[int]) -> Piece:
 
 
 def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
-    """Return the embedded model's dialogue; what the assistant says counts, its end included."""
+    """Return the embedded model's dialogue; the assistant's words count, its end included."""
     names = (ROLES["assistant"], END)
     begin, end = (int(tokenizer.convert_tokens_to_ids(name)) for name in names)
     counts, speaks = [], False
@@ -167,7 +167,7 @@ def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
 
 
 def questions(tokenizer: Any, load_: EvalLoad) -> dict[int | str, list[AskedDialogue]]:
-    """Write all that is asked, by length of the dialogue, or by task and length."""
+    """Write all questions, by length of the dialogue, or by task and length."""
     if not load_.tasks:
         return {length: list(dialogues(tokenizer, load_, length)) for length in load_.lengths}
     return {
@@ -179,7 +179,7 @@ def questions(tokenizer: Any, load_: EvalLoad) -> dict[int | str, list[AskedDial
 
 @dataclass(frozen=True, slots=True)
 class EvalTask:
-    """A model in one form, and what it is asked and reads."""
+    """A model in one form, with its questions and its text."""
 
     form: KeyForm
     model: Any
@@ -190,7 +190,7 @@ class EvalTask:
 
     @classmethod
     def of(cls, load_: EvalLoad, form: KeyForm) -> EvalTask:
-        """Load the model and write what it is asked; raises as `measure` does."""
+        """Load the model and write its questions; raises as `measure` does."""
         model, tokenizer = load(load_.model)
         reform(model, form, load_.outlier_scale)
         return cls(form, model, tokenizer, questions(tokenizer, load_), pieces(tokenizer, load_))
@@ -199,8 +199,8 @@ class EvalTask:
         """Return how many steps `Progress` will count.
 
         Args:
-            settings: how many are measured.
-            passes: over all pieces of the text.
+            settings: number of the settings that are measured.
+            passes: number of passes over all pieces of the text.
             continues: whether pieces are continued.
         """
         asked = sum(len(conversations) for conversations in self.asked.values())

@@ -1,14 +1,14 @@
-"""`penstock eval`: what a model still knows, says and expects with its KV held in fewer bits.
+"""`penstock eval`: recall, agreement and perplexity of a model with its KV held in fewer bits.
 
     recall      questions about facts of a dialogue, answered by the engine: all of an answer right
     agreement   the engine continues a text, greedily: tokens before the first that is not raw's
     perplexity, KL, top 1
-                of a text that is read (teacher forcing): every block reads those before it as the
-                engine holds them, and itself as it is, as a decode step does
+                of a text that is read (teacher forcing): every block reads the blocks before it as
+                the engine holds them, and itself as it is, as a decode step does
 
-Of the embedded model's own dialogues only what the assistant says counts: it was trained on that
-alone, and expects nothing of users. Nothing is left in full precision but what a setting says: a
-few hundred raw tokens at the start would hide much of what a codec does to a short text.
+In the embedded model's own dialogues the assistant's words alone count: the model was trained on
+them alone, and expects nothing of users. Tokens stay in full precision only where a setting says
+so: a few hundred raw tokens at the start would hide much of a codec's loss on a short text.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Estimate:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[float]]) -> Estimate:
-        """Average over all values of all groups, of which there is one or more.
+        """Average over all values of one or more groups.
 
         The error is the larger of two: of independent values, and of independent groups.
         """
@@ -82,7 +82,7 @@ class Estimate:
     def of_shares(cls, groups: Sequence[Sequence[float]]) -> Estimate:
         """Average values of -1, 0 or 1, as `of` does.
 
-        Where none or all are 0, the error is that of half a one.
+        Where none or all are 0, the error is as of half a one.
         """
         plain = cls.of(groups)
         others = Share(plain.n, sum(value != 0 for group in groups for value in group))
@@ -92,7 +92,7 @@ class Estimate:
 
 @dataclass(slots=True)
 class EvalRow:
-    """One setting on one form. Bytes of a token are those of what is held coded, all layers."""
+    """One setting on one form. Bytes of a token count the coded KV of all layers."""
 
     form: KeyForm
     setting: KVSetting
@@ -102,22 +102,27 @@ class EvalRow:
     bits: float = math.nan
     """Bits of a number, all parts together."""
     ratio: float = math.nan
-    """Bytes of raw KV in the model's type over these."""
+    """Bytes of raw KV in the model's type over `bytes_per_token`."""
     recall: dict[int | str, Estimate] = field(default_factory=dict)
     """Share of right answers, by the length of the dialogue, or by task and length."""
     recall_over_raw: dict[int | str, Estimate] = field(default_factory=dict)
-    """The same questions' share less raw's."""
+    """Share of right answers less raw's share, on the same questions."""
     perplexity: Estimate | None = None
     kl: Estimate | None = None
     """KL divergence of the next token's distribution from raw's, in nats."""
     top_1: Estimate | None = None
     """Share of the positions whose likeliest next token is raw's."""
     agreement: Estimate | None = None
-    """Tokens before the first that is not raw's, over all that were generated; None if
-    nothing is continued."""
+    """Tokens before the first that is not raw's, over all generated tokens.
+
+    None if nothing is continued.
+    """
     layers: list[LayerError | None] = field(default_factory=list)
-    """Change of each layer's attention by the codec, on the first pieces of the text; None for
-    layers that do not see all of one. Empty for a window, and for an attention of its own."""
+    """Change of each layer's attention by the codec, on the first pieces of the text.
+
+    None for layers that do not see a whole piece. Empty with a window, and for a model with an
+    attention of its own.
+    """
 
     @property
     def name(self) -> str:
@@ -131,7 +136,7 @@ class EvalRow:
 
 @dataclass(slots=True)
 class Progress:
-    """Counts what is done and reports it: `notify(what, done, of)`."""
+    """Counts finished steps and reports them: `notify(description, done, total)`."""
 
     notify: Notify
     of: int = 0
@@ -180,7 +185,7 @@ def continued(core: Core, load_: EvalLoad, piece: Piece) -> list[list[int]]:
 
 
 def alike(tokens: Sequence[int], wanted: Sequence[int]) -> float:
-    """Return the share of tokens before the first that differs; the longer one's."""
+    """Return the share of tokens before the first that differs, of the longer answer."""
     if list(tokens) == list(wanted):  # also of two that end at once
         return 1.0
     same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted, strict=False))
@@ -189,7 +194,7 @@ def alike(tokens: Sequence[int], wanted: Sequence[int]) -> float:
 
 @dataclass(slots=True)
 class EngineAnswers:
-    """What the engine has answered in one setting: by length and dialogue, by piece."""
+    """Answers of the engine in one setting: by length and dialogue, by piece."""
 
     right: dict[int | str, list[list[float]]]
     continued: list[list[list[int]]]
@@ -198,7 +203,7 @@ class EngineAnswers:
 def serve(
     task: EvalTask, load_: EvalLoad, setting: KVSetting, step: Callable[[], None]
 ) -> EngineAnswers:
-    """Ask and have continued everything by one engine; `step` is called before each."""
+    """Let one engine answer and continue everything; `step` is called before each."""
     if not (task.asked or load_.prompts):
         return EngineAnswers({}, [[] for _ in task.text])
     core = Core(task.model, task.tokenizer, **load_.engine(setting))
@@ -225,7 +230,7 @@ def measure(load_: EvalLoad, notify: Notify = lambda *_: None) -> Report:
     """Measure all settings on all forms.
 
     Args:
-        load_: what, and how much.
+        load_: the settings, and the size of the measurement.
         notify: takes a description of the measurement, the steps that are done, and their total.
 
     Raises:
@@ -261,7 +266,7 @@ def measure(load_: EvalLoad, notify: Notify = lambda *_: None) -> Report:
 def _on_form(
     task: EvalTask, load_: EvalLoad, ways: Sequence[Way], progress: Progress
 ) -> list[tuple[EvalRow, dict[str, Any]]]:
-    """Measure all settings, raw first; return their rows, and what they were made of."""
+    """Measure all settings, raw first; return their rows, each with its raw figures."""
 
     def stepper(what: object) -> Callable[[], None]:
         return lambda: progress.step(f"{task.form}: {what}")

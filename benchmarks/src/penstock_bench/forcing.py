@@ -1,9 +1,9 @@
-"""Reading a text in several settings, side by side: what each expects next.
+"""Reading of a text in several settings, side by side, with the predictions of each.
 
-Every block reads those before it as the engine holds them, and itself as it is, as a decode step
-does. Several blocks are read in one pass of the model: a layer encodes the keys and values of all
-of them, and its attention lets each block read the codes of those before it. The numbers are those
-of one pass a block, to rounding.
+Every block reads the blocks before it as the engine holds them, and itself as it is, as a decode
+step does. Several blocks are read in one pass of the model. A layer encodes the keys and values of
+all of them, and its attention lets each block read the codes of earlier blocks. The figures equal
+the figures of one pass a block, to rounding.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a text is read in a setting."""
+    """One way to read a text: a setting, and the model's runner, limits and codecs under it."""
 
     setting: KVSetting
     runner: Runner
     limits: EngineSettings
     scheme: Scheme
-    """The setting's, as the engine scales it for this model."""
+    """Codecs of the setting, as the engine scales them for this model."""
 
 
 class BlockReads(ChunkReads):
-    """One layer of several blocks: each reads those before it coded, and itself as it is."""
+    """One layer of several blocks: each reads earlier blocks coded, and itself as it is."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ def _wide(side: Side, dtype: mx.Dtype) -> mx.array:
 
 
 class Reading:
-    """One text, read pass after pass; what was read is held as the engine holds it.
+    """One text, read pass after pass; its KV is held as the engine holds it.
 
     Args:
         way: model and setting.
-        pass_tokens: tokens of a pass, at most. A block a pass is how the engine reads; a model
-            with an attention of its own is read so in any case.
+        pass_tokens: most tokens of a pass. The engine reads one block a pass. A model with an
+            attention of its own is read so in any case.
     """
 
     def __init__(self, way: Way, pass_tokens: int = PASS_TOKENS) -> None:
@@ -129,7 +129,7 @@ class Reading:
         self.position = 0
         """Tokens that were read."""
         self.coded = (0, 0)
-        """Bytes and tokens of what is coded, or would be if there were a codec."""
+        """Bytes and tokens of the blocks that are coded, or would be with a codec."""
 
     def read(self, tokens: Sequence[int]) -> Floats:
         """Read whole blocks, or the rest behind the last one.
@@ -185,7 +185,7 @@ def log_probabilities(logits: mx.array) -> Floats:
 
 @dataclass(slots=True)
 class Forced:
-    """Of one setting, token by token, piece by piece."""
+    """Figures of one setting, token by token, piece by piece."""
 
     losses: list[list[float]] = field(default_factory=list)
     """Negative log-likelihood, nats."""
@@ -195,7 +195,7 @@ class Forced:
     tokens: int = 0
 
     def add(self, figures: PieceFigures, coded: tuple[int, int]) -> None:
-        """Add a piece that was read, and bytes and tokens of what is coded of it."""
+        """Add a piece that was read, with the bytes and tokens of its coded blocks."""
         self.losses.append(figures.losses)
         self.kl.append(figures.kl)
         self.same.append(figures.same)
@@ -204,7 +204,7 @@ class Forced:
 
 @dataclass(slots=True)
 class PieceFigures:
-    """Of one setting and one piece, token by token."""
+    """Figures of one setting on one piece, token by token."""
 
     losses: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
@@ -216,7 +216,7 @@ class PieceFigures:
         Args:
             logs: log-probabilities, (n, vocabulary).
             raw: the same in full precision.
-            weights: its probabilities.
+            weights: the probabilities of `raw`.
             after: the tokens that follow.
         """
         self.losses += (-logs[np.arange(len(after)), after]).tolist()
@@ -233,7 +233,7 @@ def force(
     """Read a text in all ways side by side, pass by pass; the first way is raw.
 
     In this order the distributions of raw need not be kept. `step` is called before each pass.
-    An interrupt ends it: the figures are those of the pieces that were read.
+    An interrupt ends it: the figures then count the pieces that were read.
     """
     forced = [Forced() for _ in ways]
     for number, piece in enumerate(text):

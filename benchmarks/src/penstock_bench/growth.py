@@ -39,14 +39,14 @@ class GrowthShape:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of keys and values of `window_tokens` in all layers: what a window must cost."""
+        """Bytes of keys and values of `window_tokens` in all layers: the least cost of a window."""
         itemsize = getattr(mx, self.dtype).size
         return 2 * self.layers * self.kv_heads * self.window_tokens * self.head_dim * int(itemsize)
 
 
 @dataclass(slots=True)
 class GrowthRun:
-    """What one pass over `read_tokens` showed. Bytes are those above the empty process."""
+    """Figures of one pass over `read_tokens`. Bytes are above the empty process."""
 
     growths_per_layer: float
     """Times a layer's buffer changed its length after the first update."""
@@ -61,7 +61,7 @@ class GrowthRun:
     median_step_ms: float
     p99_step_ms: float
     worst_step_ms: float
-    """The slowest after the first, which allocates."""
+    """Slowest step after the first one, which allocates."""
     step_ms: list[float] = field(repr=False)
     peak_track: list[int] = field(repr=False)
     """Peak bytes within each stretch of `TRACK_TOKENS` tokens."""
@@ -69,7 +69,7 @@ class GrowthRun:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Where the layers' buffers are and how long."""
+    """Addresses and lengths of the layers' buffers."""
 
     columns: tuple[int, ...]
     addresses: tuple[int, ...]
@@ -83,7 +83,7 @@ class _Buffers:
 
 
 def _address(array: mx.array) -> int:
-    """Return where an evaluated array's data begin."""
+    """Return the address of an evaluated array's data."""
     import numpy as np
 
     return int(np.array(array, copy=False).__array_interface__["data"][0])
@@ -92,9 +92,9 @@ def _address(array: mx.array) -> int:
 def run_once(make: MakeCache, shape: GrowthShape, tokens_per_step: int) -> GrowthRun:
     """Read `read_tokens` through all layers, `tokens_per_step` at a time, as a model would.
 
-    Each layer's keys depend on what the layer before fetched, and one evaluation a step covers
-    all layers, so that as many buffers are in flight as in generation. What stands for
-    attention reads one number in 64 columns: the step costs what the cache costs.
+    Each layer's keys depend on the keys that the layer before fetched. One evaluation a step covers
+    all layers, so that as many buffers are in flight as in generation. In the place of attention
+    one number in 64 columns is read: the step costs as much as the cache.
     """
     gc.collect()
     mx.clear_cache()
@@ -151,7 +151,7 @@ def _step(caches: Sequence[Any], new: mx.array) -> None:
 
 
 def _layer(cache: Any, new: mx.array, hidden: mx.array) -> mx.array:
-    """Stand for one layer. What was fetched dies here, as it does in a model."""
+    """Stand for one layer. Fetched arrays are freed here, as in a model."""
     cache.make_mask(new.shape[2])
     keys, values = cache.update_and_fetch(new + hidden, new - hidden)
     seen = keys[:, :, ::64, :1].sum() + values[:, :, ::64, :1].sum()

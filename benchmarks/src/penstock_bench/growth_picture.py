@@ -1,4 +1,4 @@
-"""The picture of `penstock bench growth`: bytes held while tokens pass, and what each step took."""
+"""The picture of `penstock bench growth`: bytes held over tokens, and the time of each step."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from penstock_bench.rivals import Solo
 CLAIM = "A known prompt is read where it lies: its first token costs one decode step"
 
 FIRST_OVER_STEP = 1.10
-"""Goal: seconds to the first token over those of a plain decode step at the same length."""
+"""Goal: seconds to the first token over the seconds of a plain decode step at that length."""
 RESOLUTION = 0.01
-"""Share of the known KV."""
+"""Share of the known KV below which bytes do not count as a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class HitLoad:
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
     hits: int = 5
-    """A round's engine is asked this often; to learn the prompt costs more than all hits."""
+    """Hits of a round's engine; to learn the prompt costs more than all of them."""
 
     def task(self, model: BenchModel) -> Task:
-        """Ask for the known tokens and one more: someone has to compute what follows them."""
+        """Make a prompt of the known tokens and one more, whose logits have to be computed."""
         prompt = model.prompt(self.known_tokens + 1, seed=0)
         return Task(
             [prompt],
@@ -69,16 +69,16 @@ def first_over_step(runs: Sequence[Run]) -> float:
 def bytes_copied(runs: Sequence[Run], known_bytes: int, layers: int) -> int:
     """Return the bytes of known KV that a hit lays down a second time, for good or for a step.
 
-    The step of the first token may take what any decode step at this length takes, and a decode
+    The step of the first token may take as many bytes as any decode step at this length. A decode
     step may take buffers, but no keys or values: half of one layer's keys is far more than its
-    scores. How many buffers live at once varies with the threads' turns, so that less than
-    `RESOLUTION` beyond a plain step is nothing; a copy is made in every hit, so the least of all
-    hits counts.
+    scores. The number of buffers that live at once varies with the threads' turns, so less than
+    `RESOLUTION` beyond a plain step counts as nothing. A copy is made in every hit, so the least of
+    all hits counts.
 
     Args:
         runs: watched, each a hit.
-        known_bytes: the known KV.
-        layers: which it is made of.
+        known_bytes: of the known KV.
+        layers: number of the layers that hold it.
     """
     half_a_side = known_bytes / layers / 4
     return min(_copied(run, RESOLUTION * known_bytes, half_a_side) for run in runs)

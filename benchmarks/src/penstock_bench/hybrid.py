@@ -25,10 +25,10 @@ from penstock_bench.rivals import Solo, random_hybrid
 CLAIM = "With recurrent layers, too, the next turn computes its new text, and no more than a block"
 SERVER = f"{RIVAL} server's cache"
 TIMES = 10.0
-"""Goal: how much sooner the first token of the second turn is there than in a loop of mlx-lm's."""
+"""Goal: seconds to the second turn's first token in a loop of mlx-lm's, over ours."""
 GOAL_TOKENS = 4_096
 SHARE = 0.25
-"""Goal: bytes of checkpoints over those of keys and values."""
+"""Goal: bytes of checkpoints over the bytes of keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class HybridLoad:
 
 @dataclass(slots=True)
 class TurnTimes:
-    """Of every round."""
+    """Times and bytes of all rounds."""
 
     next_seconds: dict[str, list[float]] = field(default_factory=dict)
     """Seconds to the first token of the next turn, by side."""
@@ -97,7 +97,7 @@ def _ours(
     new: Sequence[list[int]],
     turns: TurnTimes,
 ) -> list[int]:
-    """Hold the first turn, time what follows; return the first answer."""
+    """Hold the first turn, time the turns after it, and return the first answer."""
     side = Ours(model, 1, load.engine)
     try:
         side.submit([prompt], load.answer_tokens)
@@ -132,7 +132,7 @@ def _theirs(
 
 
 def _time(seconds: dict[str, list[float]], who: str, side: Any, prompt: list[int]) -> None:
-    """Time a prompt's first token, and give the rest of the answer up."""
+    """Time a prompt's first token, and cancel the rest of the answer."""
     began = time.perf_counter()
     side.submit([prompt], 2)
     while not side.step():
@@ -239,7 +239,7 @@ def _time_line(medians: Medians, heading: str, question: str, rival: str, has_go
 
 
 def _held_lines(load: HybridLoad, turns: TurnTimes) -> list[Line]:
-    """Judge what the next turn computes, and the bytes of checkpoints."""
+    """Judge the tokens that the next turn computes, and the bytes of checkpoints."""
     computed = max(turns.computed_tokens)
     most = load.new_tokens + (load.engine.block_size or config.BLOCK_SIZE)
     share = turns.checkpoint_bytes / turns.kv_bytes

@@ -25,7 +25,7 @@ HOURS = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class KernelsLoad:
-    """Layers and steps."""
+    """Layers, and sizes of their steps."""
 
     layers: tuple[AttentionForm, ...]
     rows: tuple[int, ...] = (2, 8)

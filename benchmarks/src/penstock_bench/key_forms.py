@@ -1,8 +1,8 @@
 """Forms of a model that compute the same function with keys that are harder to quantize.
 
 Two things in the keys of real models break codecs: a few channels that are large in every token,
-and a constant. Both can be put into a llama without changing what it computes, so that whatever
-a codec loses on a form, and not on the plain model, it loses to the form of the keys alone.
+and a constant. Both can be put into a llama without a change of its function. So a loss on a form,
+beyond the loss on the plain model, comes from the form of the keys alone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from penstock.errors import ModelError
 from penstock_bench.bench_settings import OUTLIER_SCALE
 
 OUTLIER_PAIRS = 2
-"""Pairs of channels of each head of keys that are so large."""
+"""Pairs of large channels in each head of keys."""
 BIAS_SCALE = 30.0
-"""The constant, over the root mean square of what `k_proj` makes of a normed input."""
+"""The constant, over the root mean square of the keys that `k_proj` makes of a normed input."""
 BIAS_PAIRS = 4
 
 
 class KeyForm(StrEnum):
-    """Which keys a model makes."""
+    """Form of the keys that a model makes."""
 
     PLAIN = "plain"
     OUTLIERS = "outliers"
@@ -34,11 +34,11 @@ class KeyForm(StrEnum):
 def reform(model: Any, form: KeyForm, outlier_scale: float = OUTLIER_SCALE) -> None:
     """Change a plain model, in place, to one that makes other keys and computes the same.
 
-    outliers: the rows of `k_proj` that make some channels are multiplied by `outlier_scale`, and
-    those of `q_proj` that meet them divided by it. RoPE turns channel i with channel
-    i + head_dim / 2, so both of a pair are scaled alike: the turned pair is the scaled turned
-    pair, and every product of a query and a key is what it was; to the bit, if the scale is a
-    power of two.
+    outliers: the rows of `k_proj` that make some channels are multiplied by `outlier_scale`. The
+    rows of `q_proj` for the same channels are divided by it. RoPE turns channel i with channel
+    i + head_dim / 2, so both of a pair are scaled alike. The turned pair is then scaled as the pair
+    is, and every product of a query and a key stays the same. It does so to the bit, if the scale
+    is a power of two.
 
     biased: a constant is added to the keys of a head *after* RoPE has turned them. A query then
     has the same number more with every key, which softmax does not see. Before RoPE a constant
@@ -97,7 +97,7 @@ def _bias(attention: Any, layer: int) -> None:
 
 
 class BiasedRoPE(nn.Module):
-    """RoPE, and a constant for what has as many heads as keys have.
+    """RoPE, and a constant for arrays with as many heads as keys have.
 
     Args:
         rope: of the layer.

@@ -38,7 +38,7 @@ CITIES = (
 
 
 class LongTask(StrEnum):
-    """What is hidden in a text, and asked for."""
+    """Kind of the strings that are hidden in a text and asked for."""
 
     NEEDLE = "needle"
     NEEDLES = "needles"

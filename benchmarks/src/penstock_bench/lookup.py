@@ -1,4 +1,4 @@
-"""`penstock bench lookup`: how long it takes to learn what of a prompt is known."""
+"""`penstock bench lookup`: the time to find the known part of a prompt."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LookupShape:
 
 
 class BlankCache:
-    """What mlx-lm's prompt cache asks of a cache, without arrays."""
+    """A cache without arrays, with the methods that mlx-lm's prompt cache calls."""
 
     nbytes = 0
 
@@ -64,7 +64,7 @@ class BlankCache:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds of all rounds of one shape, and what was found."""
+    """Milliseconds of all rounds of one shape, and the tokens found."""
 
     found_tokens: int
     round_ms: Sequence[float]
@@ -111,7 +111,7 @@ def shapes(load: LookupLoad) -> list[LookupShape]:
 
 
 def our_lookup(shape: LookupShape, block_size: int) -> Callable[[], int]:
-    """Store the shape in a tree; return the look-up, which says how many tokens are known."""
+    """Store the shape in a tree; return the look-up, which counts the known tokens."""
     root = root_hash("lookup")
     tree: PrefixTree[Blank] = PrefixTree(block_size)
     for tokens in shape.stored:
@@ -134,7 +134,7 @@ def our_lookup(shape: LookupShape, block_size: int) -> Callable[[], int]:
 def their_lookup(shape: LookupShape) -> Callable[[], int]:
     """Do the same with mlx-lm's prompt cache.
 
-    It stores whole prompts, and drops those that a longer one begins with, so the path of many
+    It stores whole prompts, and drops prompts that a longer one begins with. So the path of many
     nodes is one entry to it.
     """
     cache = rivals.LRUPromptCache(max_size=len(shape.stored) + 1)

@@ -21,7 +21,7 @@ DIALOGUE_TOKENS = 2_000
 
 
 class ModelChoice(StrEnum):
-    """Which model a bench runs on."""
+    """Model that a bench runs on."""
 
     RANDOM = "random"
     EMBEDDED = "embedded"
@@ -60,7 +60,7 @@ class BenchModel:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the weights have."""
+        """Count of the numbers in the weights."""
         return sum(weights.size for weights in dict(tree_flatten(self.model.parameters())).values())
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
@@ -68,7 +68,7 @@ class BenchModel:
         return self.draw(seed, tokens)
 
     def as_object(self) -> dict[str, Any]:
-        """Return what a record says of the model."""
+        """Return the model's entry in a record."""
         return {
             "name": self.name,
             "parameters": self.parameters,

@@ -23,7 +23,7 @@ RIVAL = "vllm-mlx"
 TIMES = 3.0
 """Goal: as many times quicker than the rival."""
 PEAK = 1.1
-"""Goal: the peak of storing, and of fetching, over what it makes."""
+"""Goal: peak bytes of storing, and of fetching, over the bytes that it makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class StoreSide(Protocol):
 
 
 class StoreOurs:
-    """Penstock's, in the rival's codec."""
+    """Penstock's prefix cache, in the rival's codec."""
 
     def __init__(self, load: StoreLoad) -> None:
         self._cache = PrefixCache(
@@ -76,7 +76,7 @@ class StoreOurs:
 
 @dataclass(frozen=True, slots=True)
 class StoreRun:
-    """What one prompt showed, stored and fetched once. Peaks are above what was there before."""
+    """Figures of one prompt, stored and fetched once. Peaks are above the bytes before."""
 
     store_seconds: float
     store_peak_bytes: int
@@ -118,7 +118,7 @@ def run_side(make: Callable[[], StoreSide], tokens: int, caches: Sequence[Any]) 
     """Store one prompt and fetch it.
 
     Raises:
-        AssertionError: it is not there afterwards.
+        AssertionError: the prompt is not there afterwards.
     """
     side, prompt = make(), list(range(tokens))
     before = _rested()

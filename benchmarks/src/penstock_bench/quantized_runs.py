@@ -67,7 +67,7 @@ def measure(load: QuantizedLoad) -> Report:
 
 
 def report(load: QuantizedLoad, model: BenchModel, comparisons: Mapping[int, Comparison]) -> Report:
-    """Set what is coded against what is not, ours and mlx-lm's."""
+    """Compare the coded form with full precision, ours and mlx-lm's."""
     ours = {tokens: _pair(of, RAW, load.codec) for tokens, of in comparisons.items()}
     coded = f"{RIVAL} {RIVAL_CODED}"
     theirs = {tokens: _pair(of, RIVAL, coded) for tokens, of in comparisons.items()}

@@ -25,7 +25,7 @@ from penstock_bench.rivals import Batched
 CLAIM = "A batch of unequal lengths holds what its tokens need, and reads no padding"
 
 HELD_OVER_IDEAL = 1.1
-"""Goal: bytes held over those of the KV that is needed."""
+"""Goal: bytes held over the bytes of the KV that is needed."""
 GOALS = {(2_048, 64, 7): 4.0, (3_000, 100, 7): 5.0}
 """Times mlx-lm's decode speed, by tokens of the long one and of the short ones, and their count."""
 
@@ -74,7 +74,7 @@ def _measure_one(load: RaggedLoad, model: BenchModel, shape: Shape) -> Compariso
 def held_over_ideal(comparison: Comparison, who: str, token_bytes: int) -> tuple[float, float]:
     """Return the worst ratio of bytes held to KV needed: while all generate, and ever.
 
-    What is needed is the KV of the tokens read so far, `token_bytes` each.
+    The needed KV is `token_bytes` for each of the tokens read so far.
     """
     moments = [m for m in comparison.watched[who][0].moments if m.needed_tokens]
     ratio = [moment.held_bytes / (token_bytes * moment.needed_tokens) for moment in moments]
@@ -94,7 +94,7 @@ def _figures(comparison: Comparison, who: str, token_bytes: int) -> dict[str, An
 
 
 def report(load: RaggedLoad, model: BenchModel, comparisons: Mapping[Shape, Comparison]) -> Report:
-    """Set both sides against each other, and what is held against what is needed."""
+    """Set both sides against each other, and the bytes held against the bytes needed."""
     token_bytes = model.kv_bytes_per_token
     sides = {
         who: {name(shape): _figures(of, who, token_bytes) for shape, of in comparisons.items()}

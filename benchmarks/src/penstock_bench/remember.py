@@ -39,7 +39,7 @@ MEMORY = "400MB"
 
 @dataclass(frozen=True, slots=True)
 class RememberLoad:
-    """How much is read and asked."""
+    """Size of the dialogues, and the questions about them."""
 
     dialogues: int = 2
     facts: int = 24
@@ -56,9 +56,9 @@ def quest_score(
     """Score blocks by Quest's bound: the largest product that their extremes allow.
 
     Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference". Each
-    number of a query meets the least or the largest of that channel in the block, whichever is
-    more. In float16 the extremes of blocks of 16 take a sixteenth of keys and values. In the place
-    of `Selection.score_blocks`.
+    number of a query meets the least and the largest of its channel in the block, and the larger
+    product counts. In float16 the extremes of blocks of 16 take a sixteenth of keys and values. It
+    takes the place of `Selection.score_blocks`.
     """
     return [_bounds(self, row, query, layer) for row, query in zip(rows, queries, strict=True)]
 
@@ -75,7 +75,7 @@ def _bounds(selection: Selection, row: DecodeRow, query: Scores, layer: int) -> 
 
 @contextmanager
 def _scoring(side: str) -> Iterator[None]:
-    """Let every step choose, and by Quest's bound, if that is the side.
+    """Let every step choose tokens, by Quest's bound if that is the side.
 
     The answers have a few tokens. In an engine the first one reads all, and knows most of them.
     """
@@ -198,7 +198,7 @@ def _text(tokenizer: Any, tokens: Items[int]) -> str:
 
 
 def shares(outcomes: Items[RecallOutcome]) -> dict[tuple[int, int, str], Share]:
-    """Count by the tokens that a step reads, the length, and the side."""
+    """Count known facts by the tokens that a step reads, the length, and the side."""
     counted: dict[tuple[int, int, str], Share] = {}
     for outcome in outcomes:
         key = outcome.attend, outcome.length, outcome.side
@@ -209,7 +209,7 @@ def shares(outcomes: Items[RecallOutcome]) -> dict[tuple[int, int, str], Share]:
 
 
 def report(load_: RememberLoad, outcomes: Items[RecallOutcome]) -> Report:
-    """Lay out the shares, and judge those of the index."""
+    """Lay out the shares, and judge the shares of the index."""
     counted = shares(outcomes)
     lines: list[Line] = []
     met = True

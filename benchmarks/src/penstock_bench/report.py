@@ -1,4 +1,4 @@
-"""What a bench says: one object for machines, one table for people, one file for the record."""
+"""Output of a bench: one object for machines, one table for people, one file for the record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock import __version__
 from penstock.blas import load_blas
 
 Notify = Callable[[str, int, int], None]
-"""Takes what is measured, and how much of how much is done, in steps or in seconds."""
+"""Takes a description of the measurement, the steps or seconds that are done, and their total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Report:
     """Every round, for the record only."""
     dtype: str
     heading: str = ""
-    """Heading of the other sides' column; the rival where there is one side more."""
+    """Heading of the other sides' column, where there are several; else the rival's name."""
 
     def as_object(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the object that `--json` prints."""
         return {
             "claim": self.claim,
             "penstock": self.penstock,
@@ -70,7 +70,7 @@ class Report:
 
 
 def environment(dtype: str) -> dict[str, Any]:
-    """Return what the figures depend on: machine, versions, back end, BLAS, dtype."""
+    """Return the conditions of the figures: machine, versions, back end, BLAS, dtype."""
     back_end = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "cpu"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -117,14 +117,14 @@ def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
 
 
 def keep(name: str, record: dict[str, Any], folder: Path) -> None:
-    """Store what was found, with its `environment`, in a file of the folder named by its date."""
+    """Store a record, with its `environment`, in a file of the folder named by its date."""
     folder.mkdir(parents=True, exist_ok=True)
     stamp = record["environment"]["date"].replace(":", "").replace("+0000", "Z")
     (folder / f"{name}-{stamp}.json").write_text(json.dumps(record) + "\n")
 
 
 def table(report: Report) -> Table:
-    """Lay the lines out, with what was met and what was not."""
+    """Lay the lines out, each with its verdict: whether the goal was met."""
     drawn = Table(title=report.claim, title_justify="left", box=None, pad_edge=False)
     drawn.add_column("")
     for heading in ("penstock", report.heading or report.rival, "goal", ""):

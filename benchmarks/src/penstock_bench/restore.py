@@ -1,4 +1,4 @@
-"""`penstock bench restore`: what was read before a restart is read back, not computed again."""
+"""`penstock bench restore`: prompts read before a restart are restored, not computed again."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ from penstock_bench.rivals import Solo
 CLAIM = "After a restart a known prompt is read from the disk, not computed"
 
 GOALS = {"first_token": 20.0, "bandwidth": 0.8, "writing": 0.97, "peak_memory": 1.1}
-"""Times quicker than computing the prompt; of a plain read's bytes a second; of the decode speed
-without a disk; of the bytes restored."""
+"""Goals, as ratios by name.
+
+`first_token`: times quicker than computing the prompt. `bandwidth`: share of a plain read's bytes a
+second. `writing`: share of the decode speed without a disk. `peak_memory`: of the bytes restored.
+"""
 FLUSH_SECONDS = 120.0
 FILES = ("disk", "memory")
 """Places of the files: the disk alone, or also the system's memory, which has just read them."""
@@ -47,7 +50,7 @@ class RestoreLoad:
     llama: LlamaShape = field(default_factory=LlamaShape)
     known_tokens: int = 8_192
     decode_tokens: int = 128
-    """Generated while the prompt's blocks are written behind."""
+    """Tokens generated while the prompt's blocks are written behind."""
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
     restarts: int = 9
@@ -56,14 +59,14 @@ class RestoreLoad:
 
 @dataclass(slots=True)
 class Round:
-    """What one round has found, each side after the other. Seconds, bytes of KV or of files."""
+    """Figures of one round, each side after the other. Seconds, bytes of KV or of files."""
 
     prefill_seconds: float = 0.0
     """Seconds to the first token, nothing cached."""
     decode_seconds: float = 0.0
-    """Seconds of the `decode_tokens` after it."""
+    """Seconds of the `decode_tokens` after the first one."""
     written_prefill_seconds: float = 0.0
-    """The same with a folder."""
+    """Seconds to the first token with a folder, nothing cached."""
     written_decode_seconds: float = 0.0
     written_bytes: int = 0
     restored_seconds: dict[str, list[float]] = field(default_factory=_by_files)
@@ -73,16 +76,16 @@ class Round:
     restored_bytes: int = 0
     file_bytes: int = 0
     peak_bytes: int = 0
-    """Peak bytes until the first token, above those before the request."""
+    """Peak bytes until the first token, above the bytes before the request."""
     plain_seconds: dict[str, list[float]] = field(default_factory=_by_files)
     """Seconds to read the same files one after the other, by place."""
     rival_restored_seconds: dict[str, list[float]] = field(default_factory=_by_files)
-    """Seconds of mlx-lm to load its file of the same prompt and to the first token, by place."""
+    """Seconds in which mlx-lm loads its file of the prompt and gives a first token, by place."""
     rival_peak_bytes: int = 0
     tokens: list[int] = field(default_factory=list, repr=False)
 
     def bandwidth_shares(self, files: str) -> list[float]:
-        """Return our bytes a second as shares of those of the plain read beside each restart.
+        """Return our bytes a second over the plain read's, beside each restart.
 
         A plain step is not counted.
         """
@@ -129,7 +132,7 @@ def _round(load: RestoreLoad, model: BenchModel, prompt: Sequence[int], rival_fi
             _check(round_.tokens, tokens)
         ours = sorted(folder.rglob("*.safetensors"))
         round_.written_bytes = sum(path.stat().st_size for path in ours)
-        _plain_read(ours)  # what is below the system may have a cache too: the same for all
+        _plain_read(ours)  # storage below the system may have a cache too: the same for all
         for files in FILES:
             for number in range(load.restarts):
                 if number % 2:
@@ -180,7 +183,7 @@ def _rival_file(model: BenchModel, prompt: Sequence[int], file: Path) -> float:
 def _rival_round(
     round_: Round, model: BenchModel, prompt: Sequence[int], file: Path, load: RestoreLoad
 ) -> None:
-    """Load what mlx-lm has saved, as after a restart."""
+    """Load the prompt that mlx-lm has saved, as after a restart."""
     for files in [place for place in FILES for _ in range(load.restarts)]:
         _prepare([file], files)
         before = clean()
@@ -229,7 +232,7 @@ def _core(load: RestoreLoad, model: BenchModel, folder: Path | None) -> Iterator
 
 
 def _ask(core: Core, prompt: Sequence[int], count: int) -> tuple[float, list[int], list[float]]:
-    """Return the seconds to the first token, the tokens, and the seconds of those after it."""
+    """Return the seconds to the first token, all tokens, and the seconds of each later token."""
     request = Request(prompt=tuple(prompt), max_tokens=count + 1, ignore_eos=True)
     began = before = time.perf_counter()
     handle = core.submit(request)

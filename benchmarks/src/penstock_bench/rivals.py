@@ -1,9 +1,9 @@
-"""What benches need of mlx-lm beyond `penstock.models.mlx_lm`: its batching, driven step by step.
+"""The parts of mlx-lm that benches use beyond `penstock.models.mlx_lm`.
 
-Its caches, random models of its llama and Qwen3-Next classes, and two ways to generate with
-mlx-lm: many sequences through `BatchGenerator`, as its server runs them, and one through
-`generate_step`. Both look prompts up in an `LRUPromptCache` before they read them. What is leaned
-on here is named in `tests/bench/test_engine_benches.py`.
+These are caches, random models of its llama and Qwen3-Next classes, and two ways to generate step
+by step. `BatchGenerator` runs many sequences, as mlx-lm's server does. `generate_step` runs one.
+Both look prompts up in an `LRUPromptCache` before they read them.
+`tests/bench/test_engine_benches.py` names the interfaces that are leaned on here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 PREFILL_STEP_TOKENS = 2_048
 """Tokens of a prompt that mlx-lm reads at once: the default of its server."""
 PREFILL_BATCH = 8
-"""Prompts that it reads at once: the default of its server."""
+"""Prompts that mlx-lm reads at once: the default of its server."""
 _KEY = "model"
 """Names the model in the prompt cache."""
 
@@ -68,8 +68,8 @@ def random_llama(
     """Make mlx-lm's llama with random float32 weights, evaluated; the same seed, the same model.
 
     Matrices are drawn uniformly with the variance 1 / inputs, so that activations keep their
-    size from layer to layer. The head is not tied to the embedding: tied, a random model
-    repeats the token it was given, whatever its cache holds.
+    size from layer to layer. The head is not tied to the embedding: a tied random model repeats
+    the token it was given, and nothing in its cache changes that.
     """
     model = llama.Model(
         llama.ModelArgs(
@@ -186,10 +186,10 @@ def _drawn(key: mx.array, shape: tuple[int, ...]) -> mx.array:
 
 
 class _Rival:
-    """What both ways share: the prompt cache, and the stream that all runs in."""
+    """Base of both ways: the prompt cache, and the stream that all runs in."""
 
     model_seconds = 0.0
-    """Not told apart from the rest."""
+    """Seconds of the model: 0, for they are not measured apart from the rest."""
 
     def __init__(self, model: nn.Module, prefill_step_tokens: int) -> None:
         self._model = model
@@ -259,7 +259,7 @@ class Batched(_Rival):
         return sum(self._read_tokens)
 
     def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Hand in all prompts at once, each with what the prompt cache knows of it."""
+        """Hand in all prompts at once, each with its part in the prompt cache."""
         for prompt in prompts:
             tokens = list(prompt)
             caches, rest = self._fetch(tokens)
@@ -285,14 +285,14 @@ class Batched(_Rival):
         return [(self._places[response.uid], int(response.token)) for response in generated]
 
     def close(self) -> None:
-        """Give the generator's settings back; what it holds goes with the object."""
+        """Give the generator's settings back; its memory goes with the object."""
         self._generator.close()
 
 
 class Solo(_Rival):
     """One sequence through mlx-lm's `generate_step`: no batch, no padding, no mask of rows.
 
-    With `kv_bits` in its own quantized cache, from the first token on.
+    With `kv_bits` its KV is in mlx-lm's quantized cache, from the first token on.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class Solo(_Rival):
         """Tokens of the prompt that are in the cache by now."""
 
     def save(self, prefix: Sequence[int], file: Path) -> None:
-        """Write what is known of a prefix into a file."""
+        """Write the cache of a known prefix into a file."""
         caches, _ = self._fetch(list(prefix))
         save_prompt_cache(str(file), caches)
 
@@ -321,7 +321,7 @@ class Solo(_Rival):
         self._known.insert_cache(_KEY, list(prefix), caches, cache_type="system")
 
     def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Take the one prompt, with what the prompt cache knows of it."""
+        """Take the one prompt, with its part in the prompt cache."""
         (prompt,) = prompts
         caches, rest = self._fetch(list(prompt))
         self.cached_tokens = len(prompt) - len(rest)
@@ -370,7 +370,7 @@ class ScriptedCaches:
 
 
 def make_caches(model: nn.Module, draft: nn.Module | None = None) -> ScriptedCaches:
-    """Make empty caches; those of a draft model behind the model's."""
+    """Make empty caches; a draft model's stand behind the model's."""
     drafts = [] if draft is None else make_prompt_cache(draft)
     return ScriptedCaches([*make_prompt_cache(model), *drafts])
 
@@ -378,7 +378,7 @@ def make_caches(model: nn.Module, draft: nn.Module | None = None) -> ScriptedCac
 def plain_tokens(
     rest: mx.array, model: nn.Module, caches: list[Any], max_tokens: int
 ) -> Generator[int, None, None]:
-    """Yield the tokens that mlx-lm generates behind what is cached and some more."""
+    """Yield the tokens that mlx-lm generates behind the cached tokens and `rest`."""
     steps: Any = generate_step(rest, model, max_tokens=max_tokens, prompt_cache=caches)
     for token, _ in steps:
         yield int(token)
@@ -422,12 +422,12 @@ class QuantizedSides:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What it holds."""
+        """Arrays of the cache: codes, scales and offsets."""
         return [part for side in (self._cache.keys, self._cache.values) for part in side]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens; what it holds has room for up to 255 more."""
+        """Bytes of the tokens; the arrays have room for up to 255 more."""
         return sum(part.nbytes for side in self._sides for part in side)
 
     def dequantize(self) -> tuple[mx.array, mx.array]:

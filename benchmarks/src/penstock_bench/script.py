@@ -1,4 +1,4 @@
-"""A model that follows a script: it computes all that it would, and says what is written.
+"""A model that follows a script: it computes as without one, and generates the script's tokens.
 
 So an answer that repeats its prompt can be timed on any model, and on both sides alike.
 """
@@ -43,7 +43,7 @@ class Script:
 
 @contextmanager
 def scripted(model: Any, script: Script) -> Iterator[Any]:
-    """Let a model follow a script; its caches all have the positions of one layer's."""
+    """Let a model follow a script; all of its caches have the positions of the first layer's."""
     plain = type(model)
 
     def call(self: Any, inputs: mx.array, cache: Any = None, **more: Any) -> mx.array:

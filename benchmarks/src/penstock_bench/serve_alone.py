@@ -4,8 +4,8 @@
 
 The JSON holds settings of codecs.
 
-Each line of standard input is a job, `{"prompts": [[token, ...], ...], "max_tokens": n}`; each
-line of standard output says how long it took. The end of the input is the end.
+Each line of standard input is a batch, `{"prompts": [[token, ...], ...], "max_tokens": n}`. Each
+line of standard output has the seconds that a batch took. The program ends with its input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.models.mlx_lm import load
 
 
 def main(folder: str, block_size: int, codec_settings: dict[str, Any]) -> None:
-    """Serve jobs until the input ends."""
+    """Serve batches until the input ends."""
     with Engine(*load(folder), block_size=block_size, **codec_settings) as engine:
         run(engine, [[1, 2, 3]], 4)  # the first step of all pays for what the others find
         for line in sys.stdin:

@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 600.0
 FORK_AFTER = 2
 """Turns after which a session that forks goes on twice."""
 EDIT_AT = 3
-"""The turn, from 0, which a session that edits says in place of the turn before it."""
+"""Turn, from 0, at which a session with an edit replaces the turn before it."""
 
 CHAT = "/v1/chat/completions"
 
@@ -33,7 +33,7 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class Reply:
-    """What came back of one request. Times are seconds of one clock of the bench."""
+    """The answer to one request. Times are seconds of one clock of the bench."""
 
     turn: int
     sent: float
@@ -48,7 +48,7 @@ class Reply:
 
     @property
     def first_seconds(self) -> float:
-        """From the request to the first piece of text."""
+        """Seconds from the request to the first piece of text."""
         return self.text_times[0] - self.sent
 
     @property
@@ -59,13 +59,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What one agent says, turn by turn, after the system prompt."""
+    """Lines of one agent, turn by turn, after the system prompt."""
 
     lines: Sequence[str]
     fork: Sequence[str] = ()
     """Lines of the second branch from `FORK_AFTER` on."""
     edit: str | None = None
-    """Said at `EDIT_AT`, where the turn before is forgotten."""
+    """Line at `EDIT_AT`, where the turn before is forgotten."""
 
     def __len__(self) -> int:
         """Return the number of its requests."""
@@ -87,7 +87,7 @@ class Client:
     async def ask(
         self, messages: Sequence[Message], max_tokens: int, *, turn: int = 0, stream: bool = True
     ) -> Reply:
-        """Send one request and read its answer to the end; what goes wrong is in the reply."""
+        """Send one request and read its answer to the end; an error is in the reply."""
         body: dict[str, Any] = {
             "model": self._model,
             "messages": list(messages),
@@ -113,10 +113,10 @@ class Client:
         return reply
 
     async def _streamed(self, body: dict[str, Any], reply: Reply) -> None:
-        """Read a stream on a connection of its own, the bytes as they come and the rest later.
+        """Read a stream on a connection of its own, the bytes as they come and the text later.
 
-        To make sense of them at once would take the processor from the server, which runs on
-        the same machine: httpx takes 170 us a piece, more than the server.
+        To parse the bytes at once would take the processor from the server, which runs on the same
+        machine: httpx takes 170 us a piece, more than the server.
         """
         asked = self._http.build_request("POST", CHAT, json=body, headers={"Connection": "close"})
         http = h11.Connection(h11.CLIENT)
@@ -161,7 +161,7 @@ Send = Callable[[Client], Awaitable[list[Reply]]]
 
 
 class _Pieces(asyncio.Protocol):
-    """Notes what comes on a connection, and when; the last piece is its end, and empty."""
+    """Notes the pieces of a connection, each with its time; the last one is its end, and empty."""
 
     def __init__(self) -> None:
         self.came: list[tuple[float, bytes]] = []
@@ -202,7 +202,7 @@ def _read(http: h11.Connection, pieces: Sequence[tuple[float, bytes]], reply: Re
 
 
 def _take(chunk: dict[str, Any], reply: Reply, at: float) -> None:
-    """Add what one event of a stream brought at a time."""
+    """Add the text, the usage or the error of one event of a stream."""
     if "error" in chunk:
         reply.error = str(chunk["error"])
     for choice in chunk.get("choices", ()):
@@ -265,7 +265,7 @@ async def closed_loop(
 async def open_loop(
     client: Client, system: str, said: Sequence[str], times: Sequence[float], max_tokens: int
 ) -> list[Reply]:
-    """Send one request at each of `times` (seconds from now), whatever is still open."""
+    """Send one request at each of `times` (seconds from now), also while others are open."""
 
     async def send(line: str, at: float) -> Reply:
         await asyncio.sleep(at)

@@ -181,7 +181,7 @@ def _session_lines(
 
 
 def _same_lines(load: ServeLoad, runs: ServerRuns) -> list[Line]:
-    """Say of how many first answers the other sides gave the same text."""
+    """Return the line with the number of first answers that the other sides share with ours."""
     if not load.is_real:
         return []
     others = ", ".join(

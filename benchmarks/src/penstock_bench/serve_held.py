@@ -1,7 +1,7 @@
 """Memory of a server that holds conversations, and the first token when one of them goes on.
 
-All conversations have the same system prompt. Then the oldest and the newest go on, and once more
-the newest behind a restart of the server: ours has a cold tier on the disk.
+All conversations have the same system prompt. Then the oldest and the newest go on. The newest goes
+on once more behind a restart of the server: ours has a cold tier on the disk.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class HeldRun:
     """One server with so many conversations."""
 
     first_answers: Phase
-    """All conversations, at once."""
+    """First answers of all conversations, at once."""
     resident_bytes: int
     """Resident bytes of the process when all answers are there."""
     later: Phase
-    """The oldest goes on, then the newest."""
+    """Next answers of the oldest and then of the newest."""
     restarted: Phase
-    """The newest, behind a restart."""
+    """Next answer of the newest, behind a restart."""
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of a record."""
@@ -127,11 +127,11 @@ def _held(
     """Start a server, have it hold conversations and go on, and start it again.
 
     Args:
-        command: returns the server's for a port and the folder of a cold tier.
-        words: what is said.
-        count: conversations.
-        progress: that counts the first answers.
-        step: its name of this run.
+        command: returns the server's command for a port and the folder of a cold tier.
+        words: source of the messages.
+        count: number of conversations.
+        progress: counts the first answers.
+        step: name of this run in the progress.
 
     Raises:
         ServerFailed: an answer did not come.

@@ -1,4 +1,4 @@
-"""Load of the server bench, and what its servers showed."""
+"""Load of the server bench, and the measurements of its servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GOAL_SHAPE = (8, 5, 4_000)
 """Sessions, turns and tokens of the system prompt that the goals are for."""
 REAL_GOALS = {"throughput": 4.0, "ttft_p95": 5.0, "peak_memory": 3.0}
 REAL_SHAPE = (8, 5, 3_000)
-"""The same for a model with real weights."""
+"""Sessions, turns and tokens of the system prompt that the real goals are for."""
 OVERHEAD_GOAL = 0.05
 PERCENTS = (50, 95, 99)
 
@@ -42,16 +42,16 @@ class ServeLoad(ServeSettings):
     """Load of the servers, and the model and codec that they have."""
 
     model: ModelChoice | str = ModelChoice.RANDOM
-    """One of two, or a model with real weights: a folder, a GGUF file or a name."""
+    """Random or embedded, or a model with real weights: a folder, a GGUF file or a name."""
     texts: tuple[str, ...] = ()
-    """Files that are said to a real model; none takes sources of Python's library."""
+    """Files whose text a real model is sent; none takes sources of Python's library."""
     llama_server: str | None = None
     """Command of llama.cpp's server, which is the third side on a GGUF file."""
     mlx_lm: bool = True
     """Whether mlx-lm's server is a side; without it llama.cpp's is the other one."""
     llama: LlamaShape | None = None
     engine: EngineShape = EngineShape()
-    """Settings of our engine, of which those of codecs alone count."""
+    """Settings of our engine; only the ones of codecs count."""
     line_tokens: int = 40
     connection_tokens: int = 16
     overhead_prompt_tokens: int = 200
@@ -63,7 +63,7 @@ class ServeLoad(ServeSettings):
         return not isinstance(self.model, ModelChoice)
 
     def talks(self, words: Words) -> list[Session]:
-        """Return what every session says."""
+        """Return all sessions, each with its lines."""
         sessions = []
         for number in range(self.sessions):
             said = words.lines(number, 2 * self.turns, self.line_tokens)
@@ -93,10 +93,10 @@ class Phase:
     replies: list[Reply]
     memory: Memory
     idle_bytes: int
-    """Resident before it, the model loaded."""
+    """Resident bytes before the load, the model loaded."""
     start_seconds: float
     high_water_bytes: int | None
-    """The most the process ever had resident, as the system counts it."""
+    """Most resident bytes of the process ever, as the system counts them."""
     most_open: int = 0
 
     @property
@@ -106,7 +106,7 @@ class Phase:
 
     @property
     def tokens_per_second(self) -> float:
-        """Completion tokens of all answers together."""
+        """Completion tokens a second of all answers together."""
         return sum(reply.completion_tokens for reply in self.good) / self.seconds
 
     def as_object(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ WAYS = ("alone", "streamed", "whole")
 
 @dataclass(slots=True)
 class Overhead:
-    """What the same prompts took each way, round by round."""
+    """Times of the same prompts each way, round by round."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     """Seconds from the first request to the last answer, by way."""
@@ -161,7 +161,7 @@ class Overhead:
 
 @dataclass(slots=True)
 class ServerRuns:
-    """All that was measured."""
+    """All measurements of the servers."""
 
     sessions: dict[str, list[Phase]]
     arrivals: dict[str, Phase]

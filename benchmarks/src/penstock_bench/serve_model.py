@@ -1,4 +1,4 @@
-"""A model's folder for two servers, and what is said to them: a system prompt and lines."""
+"""A model's folder for two servers, and the messages to them: a system prompt and lines."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _TOKENIZER = (
 )
 _SAID = "You are a helpful assistant. Remember these facts."
 _FACT_TOKENS = 32
-"""No fact that is told takes more."""
+"""Most tokens of a fact."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedFolder:
-    """A model that both servers load, and what a record says of it."""
+    """A model that both servers load, with its entry in a record."""
 
     path: Path
     """The folder that mlx-lm's server loads, and ours where there is no GGUF file."""
@@ -52,7 +52,7 @@ class ServedFolder:
     """The file that the folder was written from."""
 
     def as_object(self) -> dict[str, Any]:
-        """Return what a record says of the model."""
+        """Return the model's entry in a record."""
         return {
             "name": self.name,
             "parameters": self.parameters,
@@ -63,7 +63,7 @@ class ServedFolder:
 
 @contextmanager
 def real_folder(name: str) -> Iterator[ServedFolder]:
-    """Yield a folder with real weights; those of a GGUF file are written in float32.
+    """Yield a folder with real weights; the weights of a GGUF file are written in float32.
 
     Args:
         name: a folder, a GGUF file, or a short name of `penstock.models.named`.
@@ -121,9 +121,9 @@ def model_folder(choice: ModelChoice, shape: LlamaShape | None = None) -> Iterat
 def write_random(folder: Path, shape: LlamaShape | None = None) -> None:
     """Write the random llama as mlx-lm reads it, with the embedded model's tokenizer.
 
-    It says words only: of all other tokens, the end of sequence among them, the rows of the
-    head are zero, and the largest of the words' logits is above zero. So every answer has its
-    full length, and its text, sent back with the next turn, has the same tokens again.
+    It says words only. The head's rows of all other tokens are zero, the end of sequence among
+    them, and the largest logit of a word is above zero. So every answer has its full length. Its
+    text, sent back with the next turn, has the same tokens again.
     """
     model = bench_model(ModelChoice.RANDOM, shape)
     folder.mkdir(parents=True)
@@ -163,7 +163,7 @@ def _described(path: Path, choice: ModelChoice, shape: LlamaShape | None) -> Ser
     )
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- messages
 
 
 def system_prompt(tokens: int) -> str:
@@ -195,13 +195,13 @@ def lines(seed: int, count: int, tokens: int) -> list[str]:
 
 
 def _lines(seed: int, tokens: int) -> Iterator[str]:
-    """Yield what a user says in a seeded dialogue, long enough for `tokens` tokens of it."""
+    """Yield a user's lines of a seeded dialogue, long enough for `tokens` tokens of them."""
     own = dialogue(seed, tokens=4 * tokens + 256, facts=tokens // _FACT_TOKENS)
     return (said["content"] for said in own.messages if said["role"] == "user")
 
 
 def poisson_times(rate: float, count: int) -> list[float]:
-    """Return when `count` requests arrive, in seconds, `rate` a second on average.
+    """Return the times at which `count` requests arrive, in seconds, `rate` a second on average.
 
     >>> times = poisson_times(2.0, 1_000)
     >>> 400 < times[-1] < 600 and times == sorted(times)

@@ -45,7 +45,7 @@ class ServerFailed(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How a server is started, asked, and stopped."""
+    """Command of a server, with its environment and the signal that stops it."""
 
     name: str
     arguments: tuple[str, ...]
@@ -68,7 +68,7 @@ def ours(folder: ServedFolder, port: int) -> ServerCommand:
 def rival(folder: ServedFolder, port: int) -> ServerCommand:
     """Return mlx-lm's server with its defaults, and with the BLAS that penstock loads.
 
-    Without it, it would multiply about 30 times slower on a Linux CPU.
+    Without that BLAS it would multiply about 30 times slower on a Linux CPU.
     """
     flags = ["--host", HOST, "--port", str(port), "--log-level", "WARNING"]
     blas = load_blas()
@@ -104,7 +104,7 @@ class RunningServer:
     process: psutil.Process
     start_seconds: float
     idle_bytes: int = 0
-    """Resident after loading and one short answer."""
+    """Resident bytes after loading and one short answer."""
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def _plain_environment() -> dict[str, str]:
 
 
 def _wait(process: subprocess.Popen[bytes], log: IO[bytes], url: str, kind: ServerCommand) -> str:
-    """Wait until the server answers, and return what it calls its model."""
+    """Wait until the server answers, and return its name of the model."""
     until = time.monotonic() + START_SECONDS
     with httpx.Client(base_url=url, trust_env=False) as http:
         while time.monotonic() < until:
@@ -226,7 +226,7 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class Memory:
-    """What a process had resident while it was watched."""
+    """Resident bytes of a process while it was watched."""
 
     samples: list[tuple[float, int]] = field(default_factory=list)
     """Seconds since the watch began, and bytes; 20 a second."""
@@ -234,7 +234,7 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most of all samples."""
+        """Most bytes of all samples."""
         return max(nbytes for _, nbytes in self.samples)
 
 
@@ -325,7 +325,7 @@ def engine_alone(folder: ServedFolder) -> Iterator[Alone]:
 
 
 def high_water_bytes(pid: int) -> int | None:
-    """Return the most that a process ever had resident, as Linux counts it; None elsewhere."""
+    """Return the most resident bytes of a process ever, as Linux counts them; None elsewhere."""
     status = Path(f"/proc/{pid}/status")
     if not status.is_file():
         return None

@@ -93,7 +93,7 @@ def served_folder(load: ServeLoad) -> AbstractContextManager[ServedFolder]:
 
 
 def _same_first_answers(sessions: Mapping[str, Sequence[Phase]]) -> dict[str, int]:
-    """Count the answers of first turns that ours gave too: these have the same prompts."""
+    """Count the first answers that ours gave too: their turns have the same prompts."""
     firsts = {
         who: Counter(reply.text for reply in phases[0].good if reply.turn == 0)
         for who, phases in sessions.items()
@@ -102,7 +102,7 @@ def _same_first_answers(sessions: Mapping[str, Sequence[Phase]]) -> dict[str, in
 
 
 def talk(server: RunningServer, send: Send) -> tuple[float, list[Reply], int]:
-    """Put one load on a server; return its seconds, its replies and how many were open at most."""
+    """Put one load on a server; return its seconds, its replies and the most open requests."""
 
     async def run() -> tuple[float, list[Reply], int]:
         async with connected(server.url, server.model) as client:

@@ -54,7 +54,7 @@ def expected_seconds(load: ServeLoad, folder: ServedFolder, side: str, gflops: f
 
 @dataclass(slots=True)
 class ServeProgress:
-    """Seconds of the sessions that are behind, as they were expected; each reply is a part."""
+    """Progress of the sessions in expected seconds; each reply is a part of them."""
 
     notify: Notify
     side_seconds: Mapping[str, float]

@@ -21,7 +21,7 @@ SYSTEM = "You are a helpful assistant. Answer questions about this text.\n\n"
 
 
 class Words(Protocol):
-    """Source of all that is said to a server."""
+    """Source of all messages to a server."""
 
     def system(self, tokens: int) -> str:
         """Return a system prompt of so many tokens, at most."""
@@ -81,7 +81,7 @@ class TextWords:
 
 
 def words_of(folder: Path, texts: Sequence[str]) -> TextWords:
-    """Return what is said to a real model: files of text, or sources of Python's library.
+    """Return the words for a real model: files of text, or sources of Python's library.
 
     Args:
         folder: of the model, with its tokenizer.

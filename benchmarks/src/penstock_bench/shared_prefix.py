@@ -75,7 +75,7 @@ class Knowing(Batched):
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What one length of the prefix showed."""
+    """Runs of both sides with one length of the prefix."""
 
     comparison: Comparison
     """Our engine cold, mlx-lm's with the prefix in its prompt cache."""
@@ -93,7 +93,7 @@ class Sharing:
         return {**ratios(self.comparison), "prefill_speed": round(seconds / ours, 3)}
 
     def figures(self, who: str) -> dict[str, Any]:
-        """Return the figures of one side, and how much of the prompts it computed."""
+        """Return the figures of one side, and the count of prompt tokens that it computed."""
         known = figures(self.comparison, who)
         cold = self.cold if who == RIVAL else self.comparison.timed[who]
         if not cold:
@@ -137,7 +137,7 @@ def _measure_one(load: SharedPrefixLoad, model: BenchModel, prefix_tokens: int) 
 
 
 def fitting_batch(model: BenchModel, tokens: int) -> int:
-    """Return how many prompts mlx-lm reads at once: what its server does, or what fits.
+    """Return how many prompts mlx-lm reads at once: its server's default, or fewer that fit.
 
     On the CPU its attention holds all scores, twice: for 8 prompts of 8,192 tokens 17 GB. With
     fewer prompts at once it is no slower there.
@@ -190,7 +190,7 @@ def _lines(
     ours, theirs, ratio = one.figures(OURS), one.figures(RIVAL), one.ratios()
     computed = ours["computed_prompt_tokens"]
     prefix = max(0, len(one.comparison.task.prompts[0]) - load.suffix_tokens)
-    # What each conversation reads for itself: its suffix, and what it shares of a block.
+    # Each conversation reads for itself its suffix, and its share of a block.
     once = prefix + load.conversations * (load.suffix_tokens + one.block_size)
 
     def line(figure: str, name: str, key: str) -> Line:

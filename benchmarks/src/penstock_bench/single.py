@@ -37,7 +37,7 @@ GOALS: dict[Shape, dict[str, float]] = {
     (8, 512): {"decode_speed": 1.1},
     (4, 2_048): {"decode_speed": 1.5},
 }
-"""Times mlx-lm's."""
+"""Goals: times mlx-lm's speed."""
 MACHINERY = 0.01
 """Goal: share of the time that is spent on anything but the model."""
 STRAIGHT = 0.98
@@ -124,7 +124,7 @@ def _measure_one(load: SingleLoad, model: BenchModel, shape: Shape) -> Compariso
 
 
 def _figures(comparison: Comparison, who: str) -> dict[str, Any]:
-    """Return the figures of one side; of ours, the share of all time that is not the model's."""
+    """Return the figures of one side; for ours, with the machinery's share of all time."""
     own = figures(comparison, who)
     if who == OURS:
         own["machinery_share"] = round(comparison.median(OURS, "machinery_share"), 5)

@@ -1,7 +1,7 @@
 """`penstock bench speculate`: several tokens a step, on text that repeats and text that does not.
 
-The answers are written beforehand (`script`), so that all sides say the same, whatever the model.
-mlx-lm's draft model has an eighth of the layers and always guesses right: its best case.
+The answers are written beforehand (`script`), so that all sides say the same on any model. mlx-lm's
+draft model has an eighth of the layers and always guesses right: its best case.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TASKS = 4
 MARKS = 4
 """Tokens that a chat template writes in front of each answer."""
 CHANGE_EVERY = 48
-"""Tokens of a repeated text of which one is another."""
+"""Tokens of a repeated text among which one is changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ class SpeculateLoad:
     """Most proposed tokens of a step."""
     draft_proposed: int = 4
     file: int = 1_500
-    """Text in the prompt that the answer repeats."""
+    """Tokens of the text in the prompt that the answer repeats."""
     answer: int = 384
     batch: int = 4
     """Sequences of the task with several."""
     steps: int = 40
     """Requests of the agent."""
     call: int = 32
-    """Call of a tool, of which three tokens change from step to step."""
+    """Tokens of a tool's call; three of them change from step to step."""
     result: int = 64
     rounds: int = 5
     budget_seconds: float = 400.0
@@ -80,15 +80,15 @@ class SpeculateLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedTask:
-    """What all sides are given: a text, and which parts of it are answers."""
+    """A text for all sides, and the parts of it that are answers."""
 
     name: str
     text: Sequence[int]
     answers: Sequence[tuple[int, int]]
-    """Start and end of each answer, in order; what is in front of it is its prompt."""
+    """Start and end of each answer, in order; the text in front of it is its prompt."""
     batch: int = 1
     goal: float | None = None
-    """Speed with proposals over that without."""
+    """Goal: speed with proposals over the speed without."""
     repeats: bool = True
     """Whether the text is found elsewhere; else a draft model of ours is measured, too."""
 
@@ -106,7 +106,7 @@ def tasks(
     Args:
         load: their sizes.
         draw: returns text by a seed and a length.
-        size: tokens that the model has.
+        size: number of tokens that the model has.
     """
     pick = Random(0)
     file = list(draw(1, load.file))
@@ -168,7 +168,7 @@ class OurSide:
         """Return the seconds of all tokens but the first ones.
 
         Raises:
-            AssertionError: an answer is not what the script says.
+            AssertionError: an answer differs from the script.
         """
         seconds = 0.0
         for start, end in task.answers:
@@ -198,7 +198,7 @@ class OurSide:
         return seconds
 
     def figures(self) -> dict[str, int]:
-        """Return what was proposed since the start."""
+        """Return the counts of proposals since the start."""
         stats = self._core.view.stats()
         return {
             "proposed_tokens": stats.proposed_tokens,
@@ -208,7 +208,7 @@ class OurSide:
         }
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the engine."""
         self._core.close()
 
 
@@ -218,7 +218,7 @@ def _take(handles: Sequence[Any]) -> None:
 
 
 def check(got: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raise AssertionError unless an answer is what the script says."""
+    """Raise AssertionError unless an answer equals the script."""
     if list(got) != list(wanted):
         at = next(
             i for i, (one, other) in enumerate(zip(got, wanted, strict=False)) if one != other
@@ -272,7 +272,7 @@ def rival_batch_seconds(model: Any, task: ScriptedTask) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of every round, by side, and what was proposed in the last one."""
+    """Seconds of every round, by side, and the proposals of the last one."""
 
     task: ScriptedTask
     seconds: Mapping[str, Sequence[float]]

@@ -1,4 +1,4 @@
-"""`penstock bench trace`: real conversations replayed through the tree; what eviction is worth."""
+"""`penstock bench trace`: the hit rate of eviction when real conversations are replayed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GOALS = {0.02: 0.120, 0.10: 0.294, 0.25: 0.360}
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One request of a trace: when, how long, and its blocks by name."""
+    """One request of a trace: its time, its lengths, and the ids of its blocks."""
 
     seconds: float
     input_tokens: int
@@ -50,17 +50,17 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class TraceLoad:
-    """What is replayed and how."""
+    """Capacities of a replay, and the size of its nodes."""
 
     shares: Sequence[float] = (0.01, 0.02, 0.05, 0.10, 0.25, 0.50)
     """Capacities, as shares of the trace's unique blocks."""
     node_blocks: int = 4
-    """Blocks of a node at most: what one eviction evicts."""
+    """Most blocks of a node; one eviction evicts a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What one pass over a trace showed."""
+    """Figures of one pass over a trace."""
 
     hit_tokens: int
     hit_rate: float
@@ -68,7 +68,7 @@ class Replay:
     evictions: int
     nodes_at_end: int
     requests_per_second: float
-    """Everything the index does for a request: hashing, match, pin, evictions, inserts."""
+    """Requests a second of all the index does: hashing, match, pin, evictions, inserts."""
 
 
 class LeastRecent:
@@ -79,7 +79,7 @@ class LeastRecent:
 
     @property
     def nbytes(self) -> int:
-        """Nothing beside the nodes."""
+        """No bytes beside the nodes."""
         return 0
 
     def used(self, heat: float, now_seconds: float) -> float:
@@ -144,7 +144,7 @@ def _block_tokens(visits: Sequence[Visit]) -> int:
 def replay(trace: Trace, capacity_blocks: int, policy: Policy, node_blocks: int) -> Replay:
     """Send every request through a tree of at most `capacity_blocks` blocks.
 
-    The trace's names of blocks are hashed as tokens are.
+    The trace's ids of blocks are hashed as tokens are.
     """
     held = BlankPrefixes(capacity_blocks, policy, node_blocks)
     root = root_hash("trace")
@@ -165,10 +165,10 @@ def replay(trace: Trace, capacity_blocks: int, policy: Policy, node_blocks: int)
 
 
 def optimum(trace: Trace, capacity_blocks: int) -> float:
-    """Return the hit rate of a policy that knows the future: it evicts what is needed last.
+    """Return the hit rate of a policy that knows the future: it evicts the block needed last.
 
     Blocks never needed again are not kept at all. A block's parent is needed no later than the
-    block itself, so what is kept is made of whole paths where it matters.
+    block itself, so the kept blocks make whole paths where it matters.
     """
     never = len(trace.visits)
     next_visits: list[list[int]] = []

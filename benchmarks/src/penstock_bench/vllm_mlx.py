@@ -1,4 +1,4 @@
-"""What a bench needs of vllm-mlx: its prefix cache, where it is installed. The one seam to it."""
+"""The one seam to vllm-mlx: its prefix cache, where it is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INSTALL_HINT = "pip install --no-deps vllm-mlx"
 
 
 def is_installed() -> bool:
-    """Tell whether there is something to compare with."""
+    """Return whether vllm-mlx is there to compare with."""
     return find_spec("vllm_mlx") is not None
 
 
@@ -45,7 +45,7 @@ class MemoryAwareCache:
 
 
 class WidenedSides:
-    """One layer of one sequence as an entry of that cache holds it, and as a hit dequantizes it.
+    """One layer of one sequence in an entry of vllm-mlx's cache, and as a hit dequantizes it.
 
     Args:
         keys: (1, heads, tokens, dim).
@@ -63,12 +63,12 @@ class WidenedSides:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What it holds."""
+        """Arrays of the entry: codes, scales and offsets."""
         return [part for layer in self._held for part in (*layer.keys, *layer.values)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of that."""
+        """Bytes of these arrays."""
         return sum(part.nbytes for part in self.arrays)
 
     def dequantize(self) -> tuple[mx.array, mx.array]:
@@ -77,7 +77,7 @@ class WidenedSides:
         return cache.keys, cache.values
 
     def attend(self, queries: mx.array) -> mx.array:
-        """Let queries read what a hit has dequantized, once.
+        """Let queries read the keys and values that a hit has dequantized, once.
 
         queries: (heads, m, dim), already scaled. Returns (heads, m, dim).
         """

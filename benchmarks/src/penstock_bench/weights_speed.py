@@ -1,7 +1,7 @@
 """`penstock bench weights`: weights as they come, and in float32 as `--weights-dtype auto` loads.
 
-The first is so slow on a Linux CPU that few tokens are timed: by default 8 of a prompt and 2
-steps. The other side gets the same tokens. Its whole question is timed besides.
+Weights as they come are so slow on a Linux CPU that few tokens are timed: by default 8 of a prompt
+and 2 steps. In float32 the same tokens are timed, and besides a whole question.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _run(model: Any, prompt: Sequence[int], steps: int) -> WeightsRun:
 
 
 def _first_token_seconds(loaded: Loaded, question: Sequence[int]) -> float:
-    """Ask a new engine, which has nothing cached."""
+    """Return the seconds to the first token of a new engine, which has nothing cached."""
     with Engine(loaded.model, loaded.tokenizer) as engine:
         began = time.perf_counter()
         engine.submit(Request(prompt=tuple(question), max_tokens=1)).result()

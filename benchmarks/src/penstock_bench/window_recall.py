@@ -63,7 +63,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class RecallLoad:
-    """How much is read and asked."""
+    """Size of the dialogues, and the questions about them."""
 
     dialogues: int = 8
     tokens: int = 2_000
@@ -85,7 +85,7 @@ class Share:
 
     @property
     def standard_error(self) -> float | None:
-        """Of `share`, with half a success and half a failure added so that 0 and 1 have one."""
+        """Standard error of `share`, with half a success and half a failure added for 0 and 1."""
         if not self.asked:
             return None
         share = (self.known + 0.5) / (self.asked + 1)
@@ -105,7 +105,7 @@ class Share:
 
 
 def place_of(start: int, end: int, read: int, setting: RecallWindow) -> str | None:
-    """Tell where the tokens start..end-1 are once `read` tokens were read, 0 the oldest."""
+    """Return the place of tokens start..end-1 once `read` tokens were read, 0 the oldest."""
     oldest = read - (setting.max_kv_size - setting.keep)
     if oldest <= setting.keep or start >= oldest:
         return "window"
@@ -159,7 +159,7 @@ def trials(
 
 
 def makers(model: Any, setting: RecallWindow) -> dict[str, Callable[[], list[Any]]]:
-    """Return what makes the caches of either side."""
+    """Return the functions that make the caches of either side."""
     theirs = rivals.RotatingKVCache
     return {
         "penstock": lambda: caches.make_kv_cache(model, setting.max_kv_size, setting.keep),
