@@ -158,7 +158,7 @@ def simulate(
 
 
 @dataclass(slots=True)
-class _Job:
+class _QueuedRequest:
     """A request on its way through a replica."""
 
     arrival: Arrival
@@ -173,8 +173,8 @@ class _Replica:
 
     name: str
     held: BlankPrefixes
-    waiting: deque[_Job] = field(default_factory=deque)
-    reading: _Job | None = None
+    waiting: deque[_QueuedRequest] = field(default_factory=deque)
+    reading: _QueuedRequest | None = None
     answering: int = 0
     busy_seconds: float = 0.0
     changed: dict[int, bool] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class _Replica:
     def note(self, block_hashes: Sequence[bytes], held: bool) -> None:
         """Take note of blocks that were added or evicted."""
         self.held_blocks += len(block_hashes) if held else -len(block_hashes)
-        self.changed.update((short(key), held) for key in block_hashes)
+        self.changed.update((short(block_hash), held) for block_hash in block_hashes)
 
 
 class _Simulation:
@@ -249,9 +249,9 @@ class _Simulation:
         if self._gossips:
             router.sent(routed.replica, block_hashes)
         replica = self._replicas[routed.replica]
-        job = _Job(arrival, block_hashes, len(block_hashes) - routed.known_blocks)
-        self._loads[replica.name] += job.expected_blocks
-        replica.waiting.append(job)
+        request = _QueuedRequest(arrival, block_hashes, len(block_hashes) - routed.known_blocks)
+        self._loads[replica.name] += request.expected_blocks
+        replica.waiting.append(request)
         self._begin(replica, arrival.seconds)
 
     def _begin(self, replica: _Replica, now: float) -> None:
@@ -260,25 +260,25 @@ class _Simulation:
             return
         if replica.answering >= self._machine.max_batch_size:
             return
-        job = replica.reading = replica.waiting.popleft()
-        visit = job.arrival.visit
-        self._queued.append(now - job.arrival.seconds)
-        match_tokens = replica.held.tree.match(job.block_hashes).tokens
+        request = replica.reading = replica.waiting.popleft()
+        visit = request.arrival.visit
+        self._queued.append(now - request.arrival.seconds)
+        match_tokens = replica.held.tree.match(request.block_hashes).tokens
         hit_tokens = min(self._trace.tokens_of(visit, match_tokens), visit.input_tokens - 1)
         seconds = (visit.input_tokens - hit_tokens) / self._machine.prefill_rate
         replica.busy_seconds += seconds
         self._hit_tokens += hit_tokens
         self._prompt_tokens += visit.input_tokens
-        self._at(now + seconds, lambda at: self._read(replica, job, at))
+        self._at(now + seconds, lambda at: self._read(replica, request, at))
 
-    def _read(self, replica: _Replica, job: _Job, now: float) -> None:
+    def _read(self, replica: _Replica, request: _QueuedRequest, now: float) -> None:
         """Commit the blocks of a prompt that has been read, and begin its answer."""
-        self._waits.append(now - job.arrival.seconds)
-        replica.held.serve(job.arrival.blocks, job.block_hashes, now)
+        self._waits.append(now - request.arrival.seconds)
+        replica.held.serve(request.arrival.blocks, request.block_hashes, now)
         replica.reading = None
         replica.answering += 1
-        self._loads[replica.name] = max(0.0, self._loads[replica.name] - job.expected_blocks)
-        seconds = job.arrival.visit.output_tokens / self._machine.decode_rate
+        self._loads[replica.name] = max(0.0, self._loads[replica.name] - request.expected_blocks)
+        seconds = request.arrival.visit.output_tokens / self._machine.decode_rate
         self._at(now + seconds, lambda at: self._end(replica, at))
         self._begin(replica, now)
 
@@ -292,8 +292,8 @@ class _Simulation:
             return
         for replica in self._replicas.values():
             self._whole_bytes += SHORT_BYTES * replica.held_blocks * len(self._routers)
-            added = [block for block, held in replica.changed.items() if held]
-            removed = [block for block, held in replica.changed.items() if not held]
+            added = [short_hash for short_hash, held in replica.changed.items() if held]
+            removed = [short_hash for short_hash, held in replica.changed.items() if not held]
             self._gossip_bytes += SHORT_BYTES * len(replica.changed) * len(self._routers)
             replica.changed.clear()
             for router in self._routers:

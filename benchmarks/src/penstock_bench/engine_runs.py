@@ -144,7 +144,7 @@ class Driving:
     """A side whose prompts were handed in, and its run so far."""
 
     def __init__(self, side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -> None:
-        side.give_up()
+        side.cancel()
         side.settle()
         gc.collect()
         self._side, self._base_bytes, self._watch = side, base_bytes, watch

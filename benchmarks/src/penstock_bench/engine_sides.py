@@ -46,7 +46,7 @@ class Side(Protocol):
     def submit(self, prompts: Prompts, max_tokens: int) -> None:
         """Hand all prompts in at once."""
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel the prompts that were handed in, and drop all that was read for them alone."""
 
     def step(self) -> Sequence[tuple[int, int]]:
@@ -137,7 +137,7 @@ class Ours:
 
     def learn(self, prefix: Sequence[int]) -> None:
         """Serve a request for one token after `prefix`: its whole blocks stay."""
-        self.give_up()
+        self.cancel()
         self.submit([prefix], 1)
         while self._core.step():
             pass
@@ -158,7 +158,7 @@ class Ours:
         ended, self._handles = self._handles, []
         return [handle.result(0.0)[0].tokens for handle in ended]
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel the requests."""
         for handle in self._handles:
             handle.cancel()

@@ -138,7 +138,7 @@ def _time(seconds: dict[str, list[float]], who: str, side: Any, prompt: list[int
     while not side.step():
         pass
     seconds.setdefault(who, []).append(time.perf_counter() - began)
-    side.give_up()
+    side.cancel()
     side.settle()
 
 

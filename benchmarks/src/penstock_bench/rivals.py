@@ -271,7 +271,7 @@ class Batched(_Rival):
             self._known_tokens.append(known)
             self._read_tokens.append(known)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Take all sequences out of the generator; the prompt cache stays."""
         self._generator.remove(list(self._places))
         self._places, self._known_tokens, self._read_tokens = {}, [], []
@@ -346,13 +346,13 @@ class Solo(_Rival):
         token, _ = next(self._tokens)
         return [(0, int(token))]
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Drop the generator and its caches; the prompt cache stays."""
         self._tokens = iter(())
 
     def close(self) -> None:
         """Stop generating."""
-        self.give_up()
+        self.cancel()
 
 
 class ScriptedCaches:
