@@ -17,7 +17,7 @@ from penstock_bench import evaluate as bench
 from penstock_bench import forcing
 from penstock_bench.cli.bench_options import ProgressLines
 from penstock_bench.eval_load import EvalLoad, KVSetting
-from penstock_bench.eval_texts import Piece
+from penstock_bench.eval_texts import EvalPiece
 from penstock_bench.forcing import BlockReads, Floats, Reading, Way
 from support.engine_faults import model_of
 
@@ -164,7 +164,7 @@ def test_teacher_forcing_says_what_the_engine_says(codec: str, tokens: list[int]
 
 def test_an_interrupt_leaves_the_pieces_that_were_read(tokens: list[int]) -> None:
     ways = [way_of(KVSetting("raw")), way_of(KVSetting("4"))]
-    text = [Piece(tuple(tokens[:128]), (True,) * 128)] * 3
+    text = [EvalPiece(tuple(tokens[:128]), (True,) * 128)] * 3
     steps = 0
 
     def step() -> None:

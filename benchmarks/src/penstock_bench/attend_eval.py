@@ -21,7 +21,7 @@ from penstock.errors import SettingError
 from penstock.models.layer_seams import attach
 from penstock.models.mlx_lm import load
 from penstock_bench.eval_load import EvalLoad
-from penstock_bench.eval_texts import Piece, pieces
+from penstock_bench.eval_texts import EvalPiece, pieces
 from penstock_bench.forcing import Floats, log_probabilities
 from penstock_bench.report import Line, Notify, Report
 
@@ -39,7 +39,7 @@ PROMPT_TOKENS = 512
 class Text:
     """The pieces of a text as a model has read them, and its predictions of their last tokens."""
 
-    def __init__(self, model: Any, text: Sequence[Piece]) -> None:
+    def __init__(self, model: Any, text: Sequence[EvalPiece]) -> None:
         self._model = model
         self._read = [(piece, self._prompt(piece)) for piece in text]
         everything = max(len(piece.tokens) for piece in text)
@@ -64,7 +64,7 @@ class Text:
             divergences += (np.exp(logs) * (logs - chosen)).sum(axis=-1).tolist()
         return math.fsum(divergences) / len(divergences)
 
-    def _prompt(self, piece: Piece) -> list[Any]:
+    def _prompt(self, piece: EvalPiece) -> list[Any]:
         caches = make_kv_cache(self._model, max_kv_size=len(piece.tokens), attend=len(piece.tokens))
         prompt = list(piece.tokens[:-STEP_TOKENS])
         for start in range(0, len(prompt), PROMPT_TOKENS):
@@ -73,7 +73,7 @@ class Text:
         return caches
 
     def _steps(
-        self, piece: Piece, read: Sequence[Any], tokens: int, whole: Collection[int]
+        self, piece: EvalPiece, read: Sequence[Any], tokens: int, whole: Collection[int]
     ) -> Floats:
         """Return log-probabilities of the token behind each of the last ones."""
         caches = copy.deepcopy(read)

@@ -26,16 +26,16 @@ from penstock.recall import dialogue
 from penstock_bench import vllm_mlx
 from penstock_bench.report import environment
 from penstock_bench.rivals import QuantizedSides
-from penstock_bench.vllm_mlx import WidenedSides
+from penstock_bench.vllm_mlx import DequantizedSides
 
 CODECS = (
     *("raw", "affine8", "kivi8", "rot8", "turbo8", "k8v4", "affine4", "rot4", "kivi4", "turbo4"),
     *("kivi4/turbo4", "kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3.5", "affine3"),
     *("turbo3", "kivi4/turbo3", "kivi4/turbo2", "turbo2.5", "affine2", "kivi2", "turbo2"),
 )
-RIVALS: dict[str, type[QuantizedSides] | type[WidenedSides]] = {
+RIVALS: dict[str, type[QuantizedSides] | type[DequantizedSides]] = {
     "mlx-lm": QuantizedSides,
-    "vllm-mlx": WidenedSides,
+    "vllm-mlx": DequantizedSides,
 }
 """Forms of rivals: mlx-lm's `QuantizedKVCache`, and an entry of vllm-mlx's prefix cache."""
 RIVAL_BITS = (8, 4)
@@ -273,7 +273,7 @@ def _text(tokenizer: Any, tokens: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredLayer:
     """One layer in a form of a cache, with the ways to dequantize it and to read it."""
 
     nbytes: int
@@ -283,13 +283,13 @@ class Held:
     arrays: list[mx.array]
 
 
-Hold = Callable[[Sides], Held]
+StoreLayer = Callable[[Sides], StoredLayer]
 
 
-def ours(scheme: Scheme) -> Hold:
+def ours(scheme: Scheme) -> StoreLayer:
     """Return a function that stores layers in the codecs of a scheme."""
 
-    def hold(sides: Sides) -> Held:
+    def store(sides: Sides) -> StoredLayer:
         keys, values = _coded(scheme.keys, sides.keys), _coded(scheme.values, sides.values)
         parts = [part for side in (keys, values) for part in _parts(side)]
 
@@ -301,32 +301,32 @@ def ours(scheme: Scheme) -> Hold:
             return weights.astype(values.dtype) @ values[0]
 
         def dequantize() -> tuple[mx.array, mx.array]:
-            wide = [
+            dequantized = [
                 side.dequantize() if isinstance(side, Coded) else side for side in (keys, values)
             ]
-            return wide[0], wide[1]
+            return dequantized[0], dequantized[1]
 
-        return Held(sum(part.nbytes for part in parts), dequantize, attend, parts)
+        return StoredLayer(sum(part.nbytes for part in parts), dequantize, attend, parts)
 
-    return hold
+    return store
 
 
-def rival(name: str, bits: int, group_size: int) -> Hold:
+def rival(name: str, bits: int, group_size: int) -> StoreLayer:
     """Return a function that stores layers as a rival does, with its own attention.
 
     vllm-mlx's attention is the model's, over dequantized keys and values.
     """
 
-    def hold(sides: Sides) -> Held:
+    def store(sides: Sides) -> StoredLayer:
         held = RIVALS[name](sides.keys, sides.values, bits=bits, group_size=group_size)
-        return Held(held.nbytes, held.dequantize, held.attend, held.arrays)
+        return StoredLayer(held.nbytes, held.dequantize, held.attend, held.arrays)
 
-    return hold
+    return store
 
 
-def rivals(head_dim: int) -> tuple[dict[str, Hold], dict[str, str]]:
+def rivals(head_dim: int) -> tuple[dict[str, StoreLayer], dict[str, str]]:
     """Return the functions of the rivals, and the reasons why others are missing."""
-    ways, missing = dict[str, Hold](), {}
+    ways, missing = dict[str, StoreLayer](), {}
     group = next((size for size in RIVAL_GROUPS if head_dim % size == 0), None)
     for name in RIVALS:
         if name == "vllm-mlx" and not vllm_mlx.is_installed():
@@ -362,7 +362,7 @@ def measure(
     layers: Sequence[Sides] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Table:
-    """Hold the same numbers in every way, one after the other.
+    """Store the same numbers in every way, one after the other.
 
     Args:
         shape: of the cache.
@@ -381,7 +381,7 @@ def measure(
         raise SettingError(
             f"heads of {shape.head_dim} numbers: an even number of {LEAST_DIM} or more is needed"
         )
-    refused, ways = {}, dict[str, Hold]()
+    refused, ways = {}, dict[str, StoreLayer]()
     for scheme in schemes:
         try:
             scheme.token_bits(shape.head_dim, shape.head_dim, 16)
@@ -401,14 +401,14 @@ def measure(
     theirs, missing = rivals(shape.head_dim)
     ways, refused = ways | theirs, refused | missing
     rows = []
-    for name, hold in ways.items():
+    for name, store in ways.items():
         progress(name)
-        rows.append(_row(name, hold, shape, layers))
+        rows.append(_row(name, store, shape, layers))
     return Table(shape, data, tuple(rows), refused)
 
 
-def _row(name: str, hold: Hold, shape: CacheShape, layers: Sequence[Sides]) -> CodecRow:
-    held, peak, quantize = _filled(hold, layers, shape.rounds)
+def _row(name: str, store: StoreLayer, shape: CacheShape, layers: Sequence[Sides]) -> CodecRow:
+    held, peak, quantize = _filled(store, layers, shape.rounds)
     nbytes = sum(layer.nbytes for layer in held)
     numbers = 2 * len(layers) * layers[0].keys.size
     errors = [_errors(layer, sides) for layer, sides in zip(held, layers, strict=True)]
@@ -441,9 +441,11 @@ def _row(name: str, hold: Hold, shape: CacheShape, layers: Sequence[Sides]) -> C
     )
 
 
-def _filled(hold: Hold, layers: Sequence[Sides], rounds: int) -> tuple[list[Held], int, float]:
+def _filled(
+    store: StoreLayer, layers: Sequence[Sides], rounds: int
+) -> tuple[list[StoredLayer], int, float]:
     """Store all layers in turn; return them, the peak above the bytes before, and ms."""
-    seconds, held, peak = [], list[Held](), 0
+    seconds, held, peak = [], list[StoredLayer](), 0
     for _ in range(rounds):
         held.clear()
         mx.clear_cache()
@@ -451,7 +453,7 @@ def _filled(hold: Hold, layers: Sequence[Sides], rounds: int) -> tuple[list[Held
         mx.reset_peak_memory()
         began = time.perf_counter()
         for sides in layers:
-            held.append(hold(sides))
+            held.append(store(sides))
             mx.eval(held[-1].arrays)
         seconds.append(time.perf_counter() - began)
         peak = mx.get_peak_memory() - before
@@ -468,7 +470,7 @@ def _median_ms(layers: Sequence[Callable[[], Any]], rounds: int) -> float:
     return 1e3 * statistics.median(seconds[1:])
 
 
-def _errors(held: Held, sides: Sides) -> dict[str, float]:
+def _errors(held: StoredLayer, sides: Sides) -> dict[str, float]:
     wide = [side.astype(mx.float32) for side in (sides.keys, sides.values)]
     read = [side.astype(mx.float32) for side in held.dequantize()]
     lost = [mx.abs(a - b) for a, b in zip(wide, read, strict=True)]

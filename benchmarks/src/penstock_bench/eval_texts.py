@@ -92,7 +92,7 @@ def _prompt(tokenizer: Any, context: str, question: str, lead: str) -> tuple[int
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class EvalPiece:
     """Tokens of a text, and for each whether its prediction counts."""
 
     tokens: tuple[int, ...]
@@ -106,7 +106,7 @@ class Piece:
         return [places[len(places) * (i + 1) // count - 1] for i in range(count)]
 
 
-def pieces(tokenizer: Any, load_: EvalLoad) -> list[Piece]:
+def pieces(tokenizer: Any, load_: EvalLoad) -> list[EvalPiece]:
     """Cut the text into pieces, or write pieces of its own.
 
     Raises:
@@ -140,7 +140,7 @@ def pieces(tokenizer: Any, load_: EvalLoad) -> list[Piece]:
     return long
 
 
-def _in_turn(texts: Sequence[Sequence[int]], size: int, most: int) -> list[Piece]:
+def _in_turn(texts: Sequence[Sequence[int]], size: int, most: int) -> list[EvalPiece]:
     """Cut texts into pieces, one of each in turn, of `most` tokens together at most."""
     cut = []
     for start in range(0, max(map(len, texts)), size):
@@ -151,11 +151,11 @@ def _in_turn(texts: Sequence[Sequence[int]], size: int, most: int) -> list[Piece
     return [piece for piece in cut if piece.tokens]
 
 
-def _whole(tokens: Sequence[int]) -> Piece:
-    return Piece(tuple(tokens), (True,) * len(tokens))
+def _whole(tokens: Sequence[int]) -> EvalPiece:
+    return EvalPiece(tuple(tokens), (True,) * len(tokens))
 
 
-def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
+def _spoken(tokenizer: Any, tokens: Sequence[int]) -> EvalPiece:
     """Return the embedded model's dialogue; the assistant's words count, its end included."""
     names = (ROLES["assistant"], END)
     begin, end = (int(tokenizer.convert_tokens_to_ids(name)) for name in names)
@@ -163,7 +163,7 @@ def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
     for token in tokens:
         counts.append(speaks)
         speaks = token == begin or (speaks and token != end)
-    return Piece(tuple(tokens), tuple(counts))
+    return EvalPiece(tuple(tokens), tuple(counts))
 
 
 def questions(tokenizer: Any, load_: EvalLoad) -> dict[int | str, list[AskedDialogue]]:
@@ -186,7 +186,7 @@ class EvalTask:
     tokenizer: Any
     asked: dict[int | str, list[AskedDialogue]]
     """Questions by length of their dialogue, or by task and length."""
-    text: list[Piece]
+    text: list[EvalPiece]
 
     @classmethod
     def of(cls, load_: EvalLoad, form: KeyForm) -> EvalTask:

@@ -46,7 +46,7 @@ from penstock_bench.eval_load import (
     EvalLoad,
     KVSetting,
 )
-from penstock_bench.eval_texts import AskedDialogue, EvalTask, Piece
+from penstock_bench.eval_texts import AskedDialogue, EvalPiece, EvalTask
 from penstock_bench.forcing import Forced, Way, force, passes
 from penstock_bench.key_forms import KeyForm
 from penstock_bench.report import Line, Notify, Report
@@ -170,7 +170,7 @@ def answers(core: Core, asked: AskedDialogue) -> list[float]:
     return [asked.score(number, text) for number, text in enumerate(texts)]
 
 
-def continued(core: Core, load_: EvalLoad, piece: Piece) -> list[list[int]]:
+def continued(core: Core, load_: EvalLoad, piece: EvalPiece) -> list[list[int]]:
     """Continue beginnings of a piece, greedily; the tokens of each."""
     if not load_.prompts:
         return []

@@ -26,7 +26,7 @@ from penstock.kv.columns import Side
 from penstock.kv.segment import Layer, Segment
 from penstock.kv.states import RecurrentState
 from penstock_bench.eval_load import KVSetting
-from penstock_bench.eval_texts import Piece
+from penstock_bench.eval_texts import EvalPiece
 
 PASS_TOKENS = 512
 """Tokens that a pass of the model reads, at most."""
@@ -79,7 +79,7 @@ class BlockReads(ChunkReads):
         whole = Segment.views(((keys, values),), 0, n - n % size).encoded(self._scheme)
         self.coded = whole.layers[0]
         held = [
-            mx.concatenate([joined[:, :, :before], _wide(side, joined.dtype)], axis=2)
+            mx.concatenate([joined[:, :, :before], _dequantized(side, joined.dtype)], axis=2)
             for joined, side in zip(own, self.coded, strict=True)
         ]
         results = []
@@ -104,7 +104,7 @@ class BlockReads(ChunkReads):
         return mx.concatenate(results, axis=2)
 
 
-def _wide(side: Side, dtype: mx.Dtype) -> mx.array:
+def _dequantized(side: Side, dtype: mx.Dtype) -> mx.array:
     """Return numbers as they are read."""
     return (side.dequantize() if isinstance(side, Coded) else mx.array(side)).astype(dtype)
 
@@ -226,7 +226,7 @@ class PieceFigures:
 
 def force(
     ways: Sequence[Way],
-    text: Sequence[Piece],
+    text: Sequence[EvalPiece],
     block_size: int,
     step: Callable[[], None],
 ) -> list[Forced]:
@@ -250,7 +250,7 @@ def force(
 
 
 def _force_piece(
-    readings: Sequence[Reading], piece: Piece, block_size: int, step: Callable[[], None]
+    readings: Sequence[Reading], piece: EvalPiece, block_size: int, step: Callable[[], None]
 ) -> list[PieceFigures]:
     figures = [PieceFigures() for _ in readings]
     for start, stop in passes(piece, block_size):
@@ -268,7 +268,7 @@ def _force_piece(
     return figures
 
 
-def passes(piece: Piece, block_size: int) -> list[tuple[int, int]]:
+def passes(piece: EvalPiece, block_size: int) -> list[tuple[int, int]]:
     """Return where passes over a piece begin and end."""
     size, n = max(1, PASS_TOKENS // block_size) * block_size, len(piece.tokens)
     return [(start, min(start + size, n)) for start in range(0, n, size)]

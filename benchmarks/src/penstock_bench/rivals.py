@@ -433,9 +433,9 @@ class QuantizedSides:
     def dequantize(self) -> tuple[mx.array, mx.array]:
         """Return keys and values as they are read."""
         (keys, *of_keys), (values, *of_values) = self._sides
-        return self._wide(keys, *of_keys), self._wide(values, *of_values)
+        return self._dequantized(keys, *of_keys), self._dequantized(values, *of_values)
 
-    def _wide(self, codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    def _dequantized(self, codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
         group, bits = self._cache.group_size, self._cache.bits
         return mx.dequantize(codes, scales, biases, group_size=group, bits=bits)
 

@@ -26,8 +26,8 @@ def main(folder: str, block_size: int, codec_settings: dict[str, Any]) -> None:
     with Engine(*load(folder), block_size=block_size, **codec_settings) as engine:
         run(engine, [[1, 2, 3]], 4)  # the first step of all pays for what the others find
         for line in sys.stdin:
-            job = json.loads(line)
-            print(json.dumps(run(engine, job["prompts"], job["max_tokens"])), flush=True)
+            batch = json.loads(line)
+            print(json.dumps(run(engine, batch["prompts"], batch["max_tokens"])), flush=True)
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:

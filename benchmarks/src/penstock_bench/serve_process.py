@@ -278,7 +278,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 # ---------------------------------------------------------------- the engine alone
 
 
-class Alone:
+class EngineProcess:
     """The engine without a server, in a process of its own that waits for prompts."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -290,11 +290,11 @@ class Alone:
         answer = self._ask({"prompts": [list(p) for p in prompts], "max_tokens": max_tokens})
         return float(answer["seconds"]), int(answer["tokens"])
 
-    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, batch: dict[str, Any]) -> dict[str, Any]:
         into, out = self._process.stdin, self._process.stdout
         if into is None or out is None:
             raise AssertionError("the process has pipes")
-        into.write(json.dumps(job) + "\n")
+        into.write(json.dumps(batch) + "\n")
         into.flush()
         line = out.readline()
         if not line:
@@ -304,7 +304,7 @@ class Alone:
 
 
 @contextmanager
-def engine_alone(folder: ServedFolder) -> Iterator[Alone]:
+def engine_alone(folder: ServedFolder) -> Iterator[EngineProcess]:
     """Start the engine with the server's defaults in a process of its own."""
     arguments = [
         sys.executable,
@@ -321,7 +321,7 @@ def engine_alone(folder: ServedFolder) -> Iterator[Alone]:
         if process.stdin is None:
             raise AssertionError("the process has pipes")
         held.callback(process.stdin.close)  # the end of its input ends it
-        yield Alone(process)
+        yield EngineProcess(process)
 
 
 def high_water_bytes(pid: int) -> int | None:

@@ -45,7 +45,7 @@ from penstock_bench.serve_load import (
 )
 from penstock_bench.serve_model import ServedFolder, model_folder, poisson_times, real_folder
 from penstock_bench.serve_process import (
-    Alone,
+    EngineProcess,
     RunningServer,
     ServerCommand,
     cpu_seconds,
@@ -216,24 +216,24 @@ def _overhead(
         )
         return seconds, sum(reply.completion_tokens for reply in replies if reply.error is None)
 
-    def run(way: str, turn: int, alone: Alone) -> tuple[float, int]:
+    def run(way: str, turn: int, engine: EngineProcess) -> tuple[float, int]:
         # The same prompts alone and streamed; for answers in one piece the server needs others,
         # as it would know those.
         if way == "alone":
             prompts = [render(tokenizer, messages) for messages in asked(2 * turn)]
-            return alone.run(prompts, load.overhead_tokens)
+            return engine.run(prompts, load.overhead_tokens)
         if way == "streamed":
             return over_http(2 * turn, stream=True)
         return over_http(2 * turn + 1, stream=False)
 
     client = psutil.Process()
-    with engine_alone(folder) as alone:
+    with engine_alone(folder) as engine:
         for turn in range(load.overhead_rounds):
             counts = {}
             for way in (*WAYS[turn % 3 :], *WAYS[: turn % 3]):
-                process = alone.process if way == "alone" else server.process
+                process = engine.process if way == "alone" else server.process
                 before = cpu_seconds(process), cpu_seconds(client)
-                seconds, counts[way] = run(way, turn, alone)
+                seconds, counts[way] = run(way, turn, engine)
                 overhead.seconds[way].append(seconds)
                 overhead.cpu_seconds[way].append(cpu_seconds(process) - before[0])
                 overhead.client_cpu_seconds[way].append(cpu_seconds(client) - before[1])

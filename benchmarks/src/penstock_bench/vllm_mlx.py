@@ -44,7 +44,7 @@ class MemoryAwareCache:
         return None if caches is None else list(caches)
 
 
-class WidenedSides:
+class DequantizedSides:
     """One layer of one sequence in an entry of vllm-mlx's cache, and as a hit dequantizes it.
 
     Args:
@@ -59,7 +59,7 @@ class WidenedSides:
         cache = rivals.KVCache()
         cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
         self._held = self._theirs._quantize_cache([cache], bits, group_size)
-        self._wide: tuple[mx.array, mx.array] | None = None
+        self._dequantized: tuple[mx.array, mx.array] | None = None
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -81,10 +81,10 @@ class WidenedSides:
 
         queries: (heads, m, dim), already scaled. Returns (heads, m, dim).
         """
-        if self._wide is None:
-            self._wide = self.dequantize()
-            mx.eval(*self._wide)
-        keys, values = self._wide
+        if self._dequantized is None:
+            self._dequantized = self.dequantize()
+            mx.eval(*self._dequantized)
+        keys, values = self._dequantized
         return mx.fast.scaled_dot_product_attention(
             queries[None].astype(keys.dtype), keys, values, scale=1.0
         )[0]
