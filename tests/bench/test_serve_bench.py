@@ -460,7 +460,7 @@ def test_the_figures_of_held_conversations_are_those_of_their_replies() -> None:
     run = held_run(reply(3.0, 0.1), [reply(1.0, 0.1), reply(2.0, 0.1)], reply(4.0, 0.1))
     figures = run.figures()
     assert (figures["resident_bytes"], figures["above_idle_bytes"]) == (400, 300)
-    firsts = [figures[f"{who}_ttft_seconds"] for who in ("oldest", "newest", "restarted")]
+    firsts = [figures[f"{name}_ttft_seconds"] for name in ("oldest", "newest", "restarted")]
     assert firsts == [1.0, 2.0, 4.0]
     sides = {side: {8: run} for side in (OURS, RIVAL)}
     made = serve_held._report(serve.ServeLoad(), FOLDER, RIVAL, sides)

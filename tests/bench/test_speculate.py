@@ -46,7 +46,7 @@ def test_every_task_is_measured_on_every_side(small: Any) -> None:
         others = {OFF, RIVAL} if name.startswith("2 x") else {OFF, RIVAL, DRAFT}
         others |= {DRAFTED} if name == "without repetition" else set()
         assert {key for key in small.ratio if key.startswith(f"{name}: ")} == {
-            f"{name}: {who}" for who in others
+            f"{name}: {side}" for side in others
         }
         assert all(value is not None and value > 0 for value in small.ratio.values())
 

@@ -30,18 +30,18 @@ class Comparison:
     watched: Mapping[str, Sequence[Run]]
     """Watched runs on an engine of their own, as many as the task has repeats."""
 
-    def median(self, who: str, name: str) -> float:
+    def median(self, side: str, name: str) -> float:
         """Return the median over the timed runs of a figure of `Run`."""
-        return float(statistics.median(getattr(run, name) for run in self.timed[who]))
+        return float(statistics.median(getattr(run, name) for run in self.timed[side]))
 
     def as_object(self) -> dict[str, Any]:
         """Return every run, for the record."""
         return {
-            who: {
+            side: {
                 "timed": [_recorded(run) for run in runs],
-                "watched": [_recorded(run) for run in self.watched[who]],
+                "watched": [_recorded(run) for run in self.watched[side]],
             }
-            for who, runs in self.timed.items()
+            for side, runs in self.timed.items()
         }
 
 
@@ -73,11 +73,11 @@ def compare(
     """
     base_bytes = clean()
     watched = _watched(makers, task, base_bytes)
-    timed: dict[str, list[Run]] = {who: [] for who in makers}
+    timed: dict[str, list[Run]] = {side: [] for side in makers}
     for turn in range(rounds):
-        for who in list(makers) if turn % 2 == 0 else list(makers)[::-1]:
-            timed[who] += run_side(makers[who], task)
-            _check_base(who, base_bytes)
+        for side in list(makers) if turn % 2 == 0 else list(makers)[::-1]:
+            timed[side] += run_side(makers[side], task)
+            _check_base(side, base_bytes)
     return _found(task, timed, watched, alike=alike)
 
 
@@ -105,30 +105,30 @@ def compare_in_turn(
     usual = shared = _cache_limit()
     sharing = set()
     try:
-        for who, make in makers.items():
+        for side, make in makers.items():
             before_bytes, before = clean(), _cache_limit()
-            sides[who] = make()
+            sides[side] = make()
             if _cache_limit() != before:
                 shared = _cache_limit()
-                sharing.add(who)
-            mx.set_cache_limit(shared if who in sharing else usual)
-            driven[who] = Driving(sides[who], more, before_bytes)
-            driven[who].read()
-            sides[who].settle()
-            timed[who] = [driven[who].end()]
+                sharing.add(side)
+            mx.set_cache_limit(shared if side in sharing else usual)
+            driven[side] = Driving(sides[side], more, before_bytes)
+            driven[side].read()
+            sides[side].settle()
+            timed[side] = [driven[side].end()]
         for block in range(blocks):
-            for who in list(makers) if block % 2 == 0 else list(makers)[::-1]:
-                mx.set_cache_limit(shared if who in sharing else usual)
-                driven[who].resume()
-                driven[who].decode(BLOCK_STEPS)
-                sides[who].settle()
+            for side in list(makers) if block % 2 == 0 else list(makers)[::-1]:
+                mx.set_cache_limit(shared if side in sharing else usual)
+                driven[side].resume()
+                driven[side].decode(BLOCK_STEPS)
+                sides[side].settle()
     finally:
-        for side in sides.values():
-            side.close()
+        for engine in sides.values():
+            engine.close()
         mx.set_cache_limit(usual)
     sides.clear()
     driven.clear()
-    del side
+    del engine
     _check_base("all together", base_bytes)
     return _found(task, timed, watched, alike=alike)
 
@@ -140,7 +140,7 @@ def _cache_limit() -> int:
     return limit
 
 
-def in_turn(comparison: Comparison, who: str, other: str) -> float:
+def in_turn(comparison: Comparison, side: str, other: str) -> float:
     """Return the decode speed of a side over another's, which decoded in turn with it.
 
     The ratio is the median over neighboring blocks of steps.
@@ -153,17 +153,17 @@ def in_turn(comparison: Comparison, who: str, other: str) -> float:
             for first in range(0, len(run.step_seconds), BLOCK_STEPS)
         ]
 
-    pairs = zip(blocks(who), blocks(other), strict=True)
+    pairs = zip(blocks(side), blocks(other), strict=True)
     return statistics.median(theirs / ours for ours, theirs in pairs)
 
 
 def _watched(makers: Mapping[str, MakeSide], task: Task, base_bytes: int) -> dict[str, list[Run]]:
     """Watch each side; MLX allocates no more than is needed meanwhile."""
     watched = {}
-    for who, make in makers.items():
+    for side, make in makers.items():
         with nothing_ahead():
-            watched[who] = run_side(partial(_waiting, make), task, watch=True)
-        _check_base(who, base_bytes)
+            watched[side] = run_side(partial(_waiting, make), task, watch=True)
+        _check_base(side, base_bytes)
     return watched
 
 
@@ -198,48 +198,48 @@ def _found(
     task: Task, timed: Mapping[str, list[Run]], watched: Mapping[str, list[Run]], *, alike: bool
 ) -> Comparison:
     """Put runs together, and check their tokens."""
-    everything = {who: [*watched[who], *runs] for who, runs in timed.items()}
-    for together in [everything] if alike else [{who: of} for who, of in everything.items()]:
+    everything = {side: [*watched[side], *runs] for side, runs in timed.items()}
+    for together in [everything] if alike else [{side: of} for side, of in everything.items()]:
         check_same_tokens(together)
     return Comparison(task, timed, watched)
 
 
-def _check_base(who: str, base_bytes: int) -> None:
+def _check_base(side: str, base_bytes: int) -> None:
     stray = clean() - base_bytes
     if stray > STRAY_BYTES:
-        raise AssertionError(f"{who} left {stray:,} bytes behind")
+        raise AssertionError(f"{side} left {stray:,} bytes behind")
 
 
 def check_same_tokens(runs: Mapping[str, Iterable[Run]]) -> None:
     """Raise AssertionError unless all runs generated the same, as far as all of them went."""
-    flat = [(who, run) for who, of in runs.items() for run in of]
-    (first_who, first), *others = flat
-    for who, run in others:
+    flat = [(side, run) for side, of in runs.items() for run in of]
+    (first_side, first), *others = flat
+    for side, run in others:
         for place, (wanted, got) in enumerate(zip(first.tokens, run.tokens, strict=True)):
             same = min(len(wanted), len(got))
             if wanted[:same] != got[:same]:
                 at = next(i for i in range(same) if wanted[i] != got[i])
                 raise AssertionError(
-                    f"sequence {place}, token {at}: {first_who} generated {wanted[at]}, "
-                    f"{who} {got[at]}"
+                    f"sequence {place}, token {at}: {first_side} generated {wanted[at]}, "
+                    f"{side} {got[at]}"
                 )
 
 
 # ---------------------------------------------------------------- figures
 
 
-def figures(comparison: Comparison, who: str) -> dict[str, Any]:
+def figures(comparison: Comparison, side: str) -> dict[str, Any]:
     """Return the medians of one side by name; bytes above the weights."""
-    timed, watched = comparison.timed[who], comparison.watched[who][0]
+    timed, watched = comparison.timed[side], comparison.watched[side][0]
     steps = [1e3 * seconds for run in timed for seconds in run.step_seconds]
     return {
-        "prefill_seconds": round(comparison.median(who, "first_seconds"), 4),
-        "prefill_tokens_per_second": round(comparison.median(who, "prefill_tokens_per_second"), 1),
-        "decode_tokens_per_second": round(comparison.median(who, "decode_tokens_per_second"), 2),
+        "prefill_seconds": round(comparison.median(side, "first_seconds"), 4),
+        "prefill_tokens_per_second": round(comparison.median(side, "prefill_tokens_per_second"), 1),
+        "decode_tokens_per_second": round(comparison.median(side, "decode_tokens_per_second"), 2),
         "median_step_ms": round(statistics.median(steps), 3),
         "worst_step_ms": round(max(steps), 3),
         "held_bytes": watched.held_bytes,
-        "peak_bytes": round(comparison.median(who, "peak_bytes")),
+        "peak_bytes": round(comparison.median(side, "peak_bytes")),
         "cached_tokens": watched.cached_tokens,
     }
 

@@ -51,20 +51,20 @@ def draw_hit(report: Report, file: Path) -> None:
     runs: Runs = report.raw["runs"]
     figure = Figure(figsize=(11, 3.8))
     left, right = figure.subplots(1, 2)
-    for who, color in COLORS.items():
-        hits = [[run["first_seconds"], *run["step_seconds"]] for run in runs[who]["timed"]]
+    for side, color in COLORS.items():
+        hits = [[run["first_seconds"], *run["step_seconds"]] for run in runs[side]["timed"]]
         for seconds in hits:
             left.plot([1e3 * s for s in seconds], color=color, lw=0.5, alpha=0.3)
         middle = [1e3 * median(of_token) for of_token in zip(*hits, strict=True)]
-        left.plot(middle, color=color, lw=2, label=f"{who}, median of {len(hits)} hits")
+        left.plot(middle, color=color, lw=2, label=f"{side}, median of {len(hits)} hits")
     left.set(title="ms a token, from the submission of a hit", xlabel="token", yscale="log")
     left.legend()
-    for who, color in COLORS.items():
-        watched = runs[who]["watched"][0]
+    for side, color in COLORS.items():
+        watched = runs[side]["watched"][0]
         peaks = [watched["before_bytes"], *_column(watched, "peak_bytes")]
-        right.plot([n / 1e6 for n in peaks], color=color, label=f"{who}, peak of the step")
+        right.plot([n / 1e6 for n in peaks], color=color, label=f"{side}, peak of the step")
         held = [watched["before_bytes"], *_column(watched, "held_bytes")]
-        right.plot([n / 1e6 for n in held], color=color, ls="--", lw=1, label=f"{who}, held")
+        right.plot([n / 1e6 for n in held], color=color, ls="--", lw=1, label=f"{side}, held")
     right.set(title="MB; 0 is before the hit", xlabel="token", ylim=(0, None))
     right.legend(fontsize="small")
     _save(figure, file)
@@ -79,8 +79,8 @@ def draw_single(report: Report, file: Path) -> None:
     if shapes:
         _ratios(panes[0], report, shapes, ("decode_speed", "prefill_speed"))
     if curve:
-        for who, color in COLORS.items():
-            panes[-1].plot(curve["tokens"], curve["step_ms"][who], "o-", color=color, label=who)
+        for side, color in COLORS.items():
+            panes[-1].plot(curve["tokens"], curve["step_ms"][side], "o-", color=color, label=side)
         panes[-1].set(
             title="ms a decode step, one sequence",
             xlabel="tokens read",
@@ -97,10 +97,10 @@ def draw_restore(report: Report, file: Path) -> None:
     names = ["computed", *(f"restored, files in {files}" for files in ("disk", "memory"))]
     figure = Figure(figsize=(7, 3.8))
     pane = figure.subplots()
-    for i, (who, figures) in enumerate(sides.items()):
+    for i, (side, figures) in enumerate(sides.items()):
         seconds = [figures["prefill_seconds"], *figures["first_token_seconds"].values()]
         places = [at + (i - 0.5) * 0.4 for at in range(len(names))]
-        bars = pane.bar(places, seconds, 0.4, color=COLORS[who], label=who)
+        bars = pane.bar(places, seconds, 0.4, color=COLORS[side], label=side)
         pane.bar_label(bars, fmt="%.3g", fontsize="small")
     pane.set_xticks(range(len(names)), names)
     pane.set(yscale="log", title="s to the first token of a known prompt")
@@ -117,12 +117,12 @@ def draw_quantized(report: Report, file: Path) -> None:
         strict=True,
     )
     for pane, (name, unit, title) in panes:
-        for who, pairs in (("penstock", report.penstock), ("mlx-lm", report.rival_figures)):
+        for side, pairs in (("penstock", report.penstock), ("mlx-lm", report.rival_figures)):
             lengths = [int(tokens) for tokens in pairs]
             for form, line in zip(next(iter(pairs.values())), ("--", "-"), strict=True):
                 values = [pair[form][name] / unit for pair in pairs.values()]
-                label = form if form.startswith(who) else f"{who} {form}"
-                pane.plot(lengths, values, line, marker=".", color=COLORS[who], label=label)
+                label = form if form.startswith(side) else f"{side} {form}"
+                pane.plot(lengths, values, line, marker=".", color=COLORS[side], label=label)
         pane.set(title=title, xlabel="tokens of the prompt", xscale="log", yscale="log")
         pane.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
         pane.minorticks_off()
@@ -165,11 +165,11 @@ def _ratios(
 
 def _memory(pane: Axes, runs: Runs, title: str) -> None:
     """Draw the bytes held after every step, and the peak within it, above the weights."""
-    for who, color in COLORS.items():
-        watched = runs[who]["watched"][0]
+    for side, color in COLORS.items():
+        watched = runs[side]["watched"][0]
         held, peak = (_column(watched, name) for name in ("held_bytes", "peak_bytes"))
-        pane.plot([n / 1e6 for n in held], color=color, label=f"{who}, held")
-        pane.plot([n / 1e6 for n in peak], color=color, lw=0.7, alpha=0.5, label=f"{who}, peak")
+        pane.plot([n / 1e6 for n in held], color=color, label=f"{side}, held")
+        pane.plot([n / 1e6 for n in peak], color=color, lw=0.7, alpha=0.5, label=f"{side}, peak")
     pane.set_yscale("log")
     pane.set_title(title, fontsize="medium")
     pane.set_xlabel("step")

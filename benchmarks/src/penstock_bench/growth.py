@@ -168,21 +168,21 @@ def measure(shape: GrowthShape) -> Report:
     }
     loads = {"decode": 1, "prefill": shape.chunk_tokens}
     runs: dict[str, dict[str, list[GrowthRun]]] = {
-        load: {who: [] for who in makers} for load in loads
+        load: {side: [] for side in makers} for load in loads
     }
     for turn in range(shape.rounds):
         for load, tokens in loads.items():
             order = list(makers) if turn % 2 == 0 else list(makers)[::-1]
-            for who in order:
-                runs[load][who].append(run_once(makers[who], shape, tokens))
+            for side in order:
+                runs[load][side].append(run_once(makers[side], shape, tokens))
     return report(shape, runs)
 
 
 def report(shape: GrowthShape, runs: dict[str, dict[str, list[GrowthRun]]]) -> Report:
     """Set the medians of all rounds against each other and against the goal."""
     medians = {
-        who: {load: _medians(of_load[who]) for load, of_load in runs.items()}
-        for who in ("penstock", RIVAL)
+        side: {load: _medians(of_load[side]) for load, of_load in runs.items()}
+        for side in ("penstock", RIVAL)
     }
     ours, theirs = medians["penstock"], medians[RIVAL]
     ratio = {
@@ -211,7 +211,7 @@ def report(shape: GrowthShape, runs: dict[str, dict[str, list[GrowthRun]]]) -> R
         raw={
             "shape": asdict(shape),
             "runs": {
-                load: {who: [asdict(run) for run in of_who] for who, of_who in of_load.items()}
+                load: {side: [asdict(run) for run in of_side] for side, of_side in of_load.items()}
                 for load, of_load in runs.items()
             },
         },

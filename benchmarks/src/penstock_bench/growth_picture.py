@@ -24,15 +24,15 @@ def draw(report: Report, file: Path) -> None:
     }
     panes = figure.subplots(1, 3)
     for pane, (load, title) in zip(panes, titles.items(), strict=False):
-        for who, color in zip(("penstock", report.rival), COLORS, strict=True):
-            track = runs[load][who][0]["peak_track"]
+        for side, color in zip(("penstock", report.rival), COLORS, strict=True):
+            track = runs[load][side][0]["peak_track"]
             tokens = [TRACK_TOKENS * i for i in range(len(track))]
-            pane.plot(tokens, [n / 1e6 for n in track], label=who, color=color)
+            pane.plot(tokens, [n / 1e6 for n in track], label=side, color=color)
         pane.axvline(shape["window_tokens"], color="grey", lw=0.8, ls=":")
         pane.set(title=f"peak MB, {title}", xlabel="tokens read", ylim=(0, None))
-    for who, color in reversed(list(zip(("penstock", report.rival), COLORS, strict=True))):
-        steps = runs["decode"][who][0]["step_ms"]
-        panes[2].plot(range(len(steps)), steps, label=who, color=color, lw=0.7)
+    for side, color in reversed(list(zip(("penstock", report.rival), COLORS, strict=True))):
+        steps = runs["decode"][side][0]["step_ms"]
+        panes[2].plot(range(len(steps)), steps, label=side, color=color, lw=0.7)
     panes[2].set(title="ms a step, one token at a time", xlabel="tokens read", yscale="log")
     panes[0].legend(loc="lower right")
     figure.tight_layout()

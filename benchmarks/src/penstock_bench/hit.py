@@ -96,7 +96,7 @@ def _copied(run: Run, noise_bytes: float, most_bytes: float) -> int:
 def report(load: HitLoad, model: BenchModel, comparison: Comparison) -> Report:
     """Judge the first token against a plain step, and the copies against none."""
     known_bytes = load.known_tokens * model.kv_bytes_per_token
-    sides = {who: _figures(comparison, who, known_bytes, model.layers) for who in (OURS, RIVAL)}
+    sides = {side: _figures(comparison, side, known_bytes, model.layers) for side in (OURS, RIVAL)}
     ours, theirs = sides[OURS], sides[RIVAL]
     common = ratios(comparison)
     first = round(theirs["first_token_ms"] / ours["first_token_ms"], 3)
@@ -149,12 +149,12 @@ def report(load: HitLoad, model: BenchModel, comparison: Comparison) -> Report:
     )
 
 
-def _figures(comparison: Comparison, who: str, known_bytes: int, layers: int) -> dict[str, Any]:
-    timed = comparison.timed[who]
-    common = figures(comparison, who)
+def _figures(comparison: Comparison, side: str, known_bytes: int, layers: int) -> dict[str, Any]:
+    timed = comparison.timed[side]
+    common = figures(comparison, side)
     return {
-        "bytes_copied": bytes_copied(comparison.watched[who], known_bytes, layers),
-        "first_token_ms": round(1e3 * comparison.median(who, "first_seconds"), 3),
+        "bytes_copied": bytes_copied(comparison.watched[side], known_bytes, layers),
+        "first_token_ms": round(1e3 * comparison.median(side, "first_seconds"), 3),
         "step_ms": common["median_step_ms"],
         "first_over_step": round(first_over_step(timed), 3),
         **{name: common[name] for name in ("held_bytes", "peak_bytes", "cached_tokens")},

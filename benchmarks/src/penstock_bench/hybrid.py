@@ -120,24 +120,24 @@ def _theirs(
     turns: TurnTimes,
 ) -> None:
     other = [*history[: load.known_tokens - load.new_tokens], *new[1]]
-    for who, learns in ((RIVAL, False), (SERVER, True)):
+    for name, learns in ((RIVAL, False), (SERVER, True)):
         side = Solo(model.model)
         try:
             if learns:
                 side.learn(history)
-            _time(turns.next_seconds, who, side, [*history, *new[0]])
-            _time(turns.other_seconds, who, side, other)
+            _time(turns.next_seconds, name, side, [*history, *new[0]])
+            _time(turns.other_seconds, name, side, other)
         finally:
             side.close()
 
 
-def _time(seconds: dict[str, list[float]], who: str, side: Any, prompt: list[int]) -> None:
+def _time(seconds: dict[str, list[float]], name: str, side: Any, prompt: list[int]) -> None:
     """Time a prompt's first token, and cancel the rest of the answer."""
     began = time.perf_counter()
     side.submit([prompt], 2)
     while not side.step():
         pass
-    seconds.setdefault(who, []).append(time.perf_counter() - began)
+    seconds.setdefault(name, []).append(time.perf_counter() - began)
     side.cancel()
     side.settle()
 
@@ -216,7 +216,7 @@ def report(load: HybridLoad, model: BenchModel, turns: TurnTimes) -> Report:
 
 def _medians(turns: TurnTimes) -> Medians:
     return {
-        question: {who: statistics.median(seconds) for who, seconds in by_side.items()}
+        question: {side: statistics.median(seconds) for side, seconds in by_side.items()}
         for question, by_side in (("next", turns.next_seconds), ("other", turns.other_seconds))
     }
 
@@ -228,7 +228,7 @@ def _times(medians: Medians, question: str, rival: str) -> float:
 
 def _time_line(medians: Medians, heading: str, question: str, rival: str, has_goal: bool) -> Line:
     value = _times(medians, question, rival)
-    ours, theirs = (f"{1e3 * medians[question][who]:,.1f}" for who in (OURS, rival))
+    ours, theirs = (f"{1e3 * medians[question][side]:,.1f}" for side in (OURS, rival))
     return Line(
         f"{heading}, ms to the first token ({value:.1f}x)",
         ours,

@@ -178,7 +178,7 @@ def measure(load: LookupLoad) -> Report:
 def report(load: LookupLoad, times: dict[str, dict[str, Times]]) -> Report:
     """Judge the slowest round of the slowest shape."""
     goal = {"worst_ms": 10.0}
-    worst = {who: max(of[who].worst_ms for of in times.values()) for who in ("penstock", RIVAL)}
+    worst = {side: max(of[side].worst_ms for of in times.values()) for side in ("penstock", RIVAL)}
     return Report(
         name="lookup",
         claim=CLAIM,
@@ -207,7 +207,7 @@ def report(load: LookupLoad, times: dict[str, dict[str, Times]]) -> Report:
         raw={
             "load": asdict(load),
             "times": {
-                shape: {who: asdict(times) for who, times in of.items()}
+                shape: {side: asdict(times) for side, times in of.items()}
                 for shape, of in times.items()
             },
         },
@@ -215,10 +215,10 @@ def report(load: LookupLoad, times: dict[str, dict[str, Times]]) -> Report:
     )
 
 
-def _figures(times: dict[str, dict[str, Times]], who: str) -> dict[str, Any]:
+def _figures(times: dict[str, dict[str, Times]], side: str) -> dict[str, Any]:
     return {
-        "worst_ms": round(max(of[who].worst_ms for of in times.values()), 3),
-        "median_ms": {shape: round(of[who].median_ms, 3) for shape, of in times.items()},
+        "worst_ms": round(max(of[side].worst_ms for of in times.values()), 3),
+        "median_ms": {shape: round(of[side].median_ms, 3) for shape, of in times.items()},
     }
 
 

@@ -92,12 +92,12 @@ def measure(load: StoreLoad) -> Report:
     makers: dict[str, Callable[[], StoreSide]] = {OURS: lambda: StoreOurs(load)}
     if is_installed():
         makers[RIVAL] = lambda: MemoryAwareCache(bits=load.bits, limit_bytes=4 * load.raw_bytes)
-    runs: dict[str, list[StoreRun]] = {who: [] for who in makers}
+    runs: dict[str, list[StoreRun]] = {side: [] for side in makers}
     for turn in range(load.rounds + 1):
-        for who in list(makers) if turn % 2 == 0 else list(makers)[::-1]:
-            run = run_side(makers[who], load.tokens, caches)
+        for side in list(makers) if turn % 2 == 0 else list(makers)[::-1]:
+            run = run_side(makers[side], load.tokens, caches)
             if turn:  # the first warms up
-                runs[who].append(run)
+                runs[side].append(run)
     return report(load, runs)
 
 
@@ -153,7 +153,7 @@ def _rested() -> int:
 
 def report(load: StoreLoad, runs: Mapping[str, Sequence[StoreRun]]) -> Report:
     """Set both sides against each other and against the goals."""
-    figures = {who: _figures(of) for who, of in runs.items()}
+    figures = {side: _figures(of) for side, of in runs.items()}
     ours, theirs = figures[OURS], figures.get(RIVAL)
     ratio: dict[str, float | None] = {}
     lines = []
@@ -194,7 +194,7 @@ def report(load: StoreLoad, runs: Mapping[str, Sequence[StoreRun]]) -> Report:
         lines=lines,
         raw={
             "load": asdict(load),
-            "runs": {who: [asdict(run) for run in of] for who, of in runs.items()},
+            "runs": {side: [asdict(run) for run in of] for side, of in runs.items()},
         },
         dtype=load.dtype,
     )

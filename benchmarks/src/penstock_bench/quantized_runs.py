@@ -107,15 +107,15 @@ def _pair(comparison: Comparison, raw: str, coded: str) -> Pair:
     Whole runs may have been timed while the machine was not as fast. Peaks are of whole runs.
     """
     pair = {
-        who: {**figures(comparison, who), "peak_bytes": _peak(comparison, who)}
-        for who in (raw, coded)
+        side: {**figures(comparison, side), "peak_bytes": _peak(comparison, side)}
+        for side in (raw, coded)
     }
     pair[coded]["decode_speed"] = round(in_turn(comparison, coded, raw), 3)
     return pair
 
 
-def _peak(comparison: Comparison, who: str) -> int:
-    return max(run.peak_bytes for run in comparison.watched[who])
+def _peak(comparison: Comparison, side: str) -> int:
+    return max(run.peak_bytes for run in comparison.watched[side])
 
 
 def _ratios(pair: Pair) -> dict[str, float]:

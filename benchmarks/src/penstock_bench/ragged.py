@@ -71,12 +71,12 @@ def _measure_one(load: RaggedLoad, model: BenchModel, shape: Shape) -> Compariso
     return compare(makers, load.task(model, shape), load.rounds, alike=load.engine.exact)
 
 
-def held_over_ideal(comparison: Comparison, who: str, token_bytes: int) -> tuple[float, float]:
+def held_over_ideal(comparison: Comparison, side: str, token_bytes: int) -> tuple[float, float]:
     """Return the worst ratio of bytes held to KV needed: while all generate, and ever.
 
     The needed KV is `token_bytes` for each of the tokens read so far.
     """
-    moments = [m for m in comparison.watched[who][0].moments if m.needed_tokens]
+    moments = [m for m in comparison.watched[side][0].moments if m.needed_tokens]
     ratio = [moment.held_bytes / (token_bytes * moment.needed_tokens) for moment in moments]
     return (
         max(x for x, moment in zip(ratio, moments, strict=True) if moment.decoding),
@@ -84,10 +84,10 @@ def held_over_ideal(comparison: Comparison, who: str, token_bytes: int) -> tuple
     )
 
 
-def _figures(comparison: Comparison, who: str, token_bytes: int) -> dict[str, Any]:
-    decoding, ever = held_over_ideal(comparison, who, token_bytes)
+def _figures(comparison: Comparison, side: str, token_bytes: int) -> dict[str, Any]:
+    decoding, ever = held_over_ideal(comparison, side, token_bytes)
     return {
-        **figures(comparison, who),
+        **figures(comparison, side),
         "held_over_ideal_decoding": round(decoding, 3),
         "held_over_ideal_ever": round(ever, 3),
     }
@@ -97,8 +97,8 @@ def report(load: RaggedLoad, model: BenchModel, comparisons: Mapping[Shape, Comp
     """Set both sides against each other, and the bytes held against the bytes needed."""
     token_bytes = model.kv_bytes_per_token
     sides = {
-        who: {name(shape): _figures(of, who, token_bytes) for shape, of in comparisons.items()}
-        for who in (OURS, RIVAL)
+        side: {name(shape): _figures(of, side, token_bytes) for shape, of in comparisons.items()}
+        for side in (OURS, RIVAL)
     }
     ratio = {name(shape): ratios(of) for shape, of in comparisons.items()}
     lines = [

@@ -104,7 +104,7 @@ def ratios(of: Mapping[str, Mapping[str, Any]], other: str = RIVAL) -> dict[str,
 
 def report(load: ServeLoad, runs: ServerRuns) -> Report:
     """Set both sides against each other and against the goals."""
-    of = {who: figures(phases) for who, phases in runs.sessions.items()}
+    of = {side: figures(phases) for side, phases in runs.sessions.items()}
     other = RIVAL if RIVAL in of else LLAMA
     ratio = ratios(of, other)
     drawn = [*_session_lines(load, of, ratio, other), *_same_lines(load, runs)]
@@ -116,7 +116,7 @@ def report(load: ServeLoad, runs: ServerRuns) -> Report:
         ratio |= {f"{LLAMA}: {name}": value for name, value in beside.items()}
         drawn += _comparison(f"beside {LLAMA}", of, beside, {}, LLAMA)
     if runs.arrivals:
-        late = {who: figures([phase]) for who, phase in runs.arrivals.items()}
+        late = {side: figures([phase]) for side, phase in runs.arrivals.items()}
         mine["arrivals"], theirs["arrivals"] = late[OURS], late[other]
         ratio |= {f"arrivals: {name}": value for name, value in ratios(late, other).items()}
         drawn += _comparison("arrivals", late, ratios(late, other), {}, other)
@@ -131,7 +131,7 @@ def report(load: ServeLoad, runs: ServerRuns) -> Report:
         name="serve",
         claim=CLAIM.format(other),
         rival=other,
-        heading=" or ".join(who for who in of if who != OURS),
+        heading=" or ".join(side for side in of if side != OURS),
         penstock=mine,
         rival_figures=theirs,
         ratio=ratio,
@@ -153,10 +153,10 @@ def report(load: ServeLoad, runs: ServerRuns) -> Report:
             "load": load.model_dump(mode="json"),
             "model": runs.folder.as_object(),
             "sessions": {
-                who: [phase.as_object() for phase in phases]
-                for who, phases in runs.sessions.items()
+                side: [phase.as_object() for phase in phases]
+                for side, phases in runs.sessions.items()
             },
-            "arrivals": {who: phase.as_object() for who, phase in runs.arrivals.items()},
+            "arrivals": {side: phase.as_object() for side, phase in runs.arrivals.items()},
             "connections": runs.connections.as_object() if runs.connections else None,
             "overhead": asdict(runs.overhead) if runs.overhead else None,
             "same_first_answers": runs.same_first_answers,
@@ -185,7 +185,7 @@ def _same_lines(load: ServeLoad, runs: ServerRuns) -> list[Line]:
     if not load.is_real:
         return []
     others = ", ".join(
-        f"{who} {count}" for who, count in runs.same_first_answers.items() if who != OURS
+        f"{side} {count}" for side, count in runs.same_first_answers.items() if side != OURS
     )
     return [Line("first answers with the same text", str(load.sessions), others)]
 

@@ -56,9 +56,9 @@ class HeldRun:
         return {
             "resident_bytes": self.resident_bytes,
             "above_idle_bytes": self.resident_bytes - self.first_answers.idle_bytes,
-            **{f"{who}_ttft_seconds": round(r.first_seconds, 4) for who, r in firsts.items()},
-            **{f"{who}_prompt_tokens": reply.prompt_tokens for who, reply in firsts.items()},
-            **{f"{who}_cached_tokens": reply.cached_tokens for who, reply in firsts.items()},
+            **{f"{name}_ttft_seconds": round(r.first_seconds, 4) for name, r in firsts.items()},
+            **{f"{name}_prompt_tokens": reply.prompt_tokens for name, reply in firsts.items()},
+            **{f"{name}_cached_tokens": reply.cached_tokens for name, reply in firsts.items()},
         }
 
     def as_object(self) -> dict[str, Any]:
@@ -98,23 +98,23 @@ def _runs(
     sizes = {"system_tokens": SYSTEM_TOKENS, "line_tokens": LINE_TOKENS}
     sizes |= {"answer_tokens": ANSWER_TOKENS, "turns": 1}
     seconds = {
-        f"{who}, {count} conversations": expected_seconds(
-            load.model_copy(update={**sizes, "sessions": count}), folder, who, gflops
+        f"{side}, {count} conversations": expected_seconds(
+            load.model_copy(update={**sizes, "sessions": count}), folder, side, gflops
         )
-        for who in sides
+        for side in sides
         for count in counts
     }
     progress = ServeProgress(notify, seconds)
 
-    def held(who: str, count: int) -> HeldRun:
+    def held(side: str, count: int) -> HeldRun:
         def command(port: int, tier: str) -> ServerCommand:
-            plain = sides[who](folder, port)
-            flags = ("--ssd-cache-dir", tier) if who == OURS else ()
+            plain = sides[side](folder, port)
+            flags = ("--ssd-cache-dir", tier) if side == OURS else ()
             return replace(plain, arguments=(*plain.arguments, *flags))
 
-        return _held(command, words, count, progress, f"{who}, {count} conversations")
+        return _held(command, words, count, progress, f"{side}, {count} conversations")
 
-    return {who: {count: held(who, count) for count in counts} for who in sides}
+    return {side: {count: held(side, count) for count in counts} for side in sides}
 
 
 def _held(
@@ -190,8 +190,8 @@ def _report(
 ) -> Report:
     """Set both sides against each other, a group of lines for each number of conversations."""
     of = {
-        who: {str(count): run.figures() for count, run in held.items()}
-        for who, held in runs.items()
+        side: {str(count): run.figures() for count, run in held.items()}
+        for side, held in runs.items()
     }
     return Report(
         name="serve-held",
@@ -217,8 +217,8 @@ def _report(
             "model": folder.as_object(),
             "conversation_tokens": [SYSTEM_TOKENS, LINE_TOKENS, ANSWER_TOKENS],
             "runs": {
-                who: {str(count): run.as_object() for count, run in held.items()}
-                for who, held in runs.items()
+                side: {str(count): run.as_object() for count, run in held.items()}
+                for side, held in runs.items()
             },
         },
         dtype=folder.dtype,

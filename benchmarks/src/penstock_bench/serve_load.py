@@ -81,7 +81,7 @@ def sides_of(load: ServeLoad) -> Sides:
         return SIDES
     command = load.llama_server
     sides = {**SIDES, LLAMA: lambda folder, port: llama_cpp(command, folder, port)}
-    return sides if load.mlx_lm else {who: make for who, make in sides.items() if who != RIVAL}
+    return sides if load.mlx_lm else {side: make for side, make in sides.items() if side != RIVAL}
 
 
 @dataclass(slots=True)

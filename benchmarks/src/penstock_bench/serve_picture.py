@@ -22,12 +22,12 @@ def draw(report: Report, file: Path) -> None:
     rounds: Mapping[str, Sequence[Mapping[str, Any]]] = report.raw["sessions"]
     figure = Figure(figsize=(13, 3.8))
     memory, first, gaps = figure.subplots(1, 3)
-    for place, (who, phases) in enumerate(rounds.items()):
-        color = COLORS[who]
+    for place, (side, phases) in enumerate(rounds.items()):
+        color = COLORS[side]
         replies = [reply for phase in phases for reply in phase["replies"]]
-        _draw_memory(memory, phases[0], who, color)
-        _draw_first(first, replies, who, color, (2 * place - 1) * SIDE_STEP)
-        _draw_gaps(gaps, replies, who, color)
+        _draw_memory(memory, phases[0], side, color)
+        _draw_first(first, replies, side, color, (2 * place - 1) * SIDE_STEP)
+        _draw_gaps(gaps, replies, side, color)
     for pane in (memory, first, gaps):
         pane.legend(fontsize="small")
     load = report.raw["load"]
@@ -45,26 +45,26 @@ def draw(report: Report, file: Path) -> None:
     figure.savefig(file, dpi=DPI)
 
 
-def _draw_memory(pane: Axes, phase: Mapping[str, Any], who: str, color: str) -> None:
+def _draw_memory(pane: Axes, phase: Mapping[str, Any], side: str, color: str) -> None:
     times, nbytes = zip(*phase["memory"], strict=True)
-    pane.plot(times, [n / 1e6 for n in nbytes], color=color, label=who)
-    pane.axhline(phase["idle_bytes"] / 1e6, color=color, lw=0.7, ls=":", label=f"{who}, idle")
+    pane.plot(times, [n / 1e6 for n in nbytes], color=color, label=side)
+    pane.axhline(phase["idle_bytes"] / 1e6, color=color, lw=0.7, ls=":", label=f"{side}, idle")
 
 
 def _draw_first(
-    pane: Axes, replies: Sequence[Mapping[str, Any]], who: str, color: str, aside: float
+    pane: Axes, replies: Sequence[Mapping[str, Any]], side: str, color: str, aside: float
 ) -> None:
     answered = [reply for reply in replies if reply["text_times"]]
     turns = [reply["turn"] + 1 + aside for reply in answered]
     seconds = [max(1e-3, reply["text_times"][0] - reply["sent"]) for reply in answered]
-    pane.plot(turns, seconds, "o", color=color, alpha=0.6, label=who)
+    pane.plot(turns, seconds, "o", color=color, alpha=0.6, label=side)
 
 
-def _draw_gaps(pane: Axes, replies: Sequence[Mapping[str, Any]], who: str, color: str) -> None:
+def _draw_gaps(pane: Axes, replies: Sequence[Mapping[str, Any]], side: str, color: str) -> None:
     times = sorted(
         1e3 * (after - before)
         for reply in replies
         for before, after in zip(reply["text_times"], reply["text_times"][1:], strict=False)
     )
     shares = [(place + 1) / len(times) for place in range(len(times))]
-    pane.plot([max(0.1, gap) for gap in times], shares, color=color, label=who)
+    pane.plot([max(0.1, gap) for gap in times], shares, color=color, label=side)

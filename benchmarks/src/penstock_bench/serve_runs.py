@@ -95,10 +95,10 @@ def served_folder(load: ServeLoad) -> AbstractContextManager[ServedFolder]:
 def _same_first_answers(sessions: Mapping[str, Sequence[Phase]]) -> dict[str, int]:
     """Count the first answers that ours gave too: their turns have the same prompts."""
     firsts = {
-        who: Counter(reply.text for reply in phases[0].good if reply.turn == 0)
-        for who, phases in sessions.items()
+        side: Counter(reply.text for reply in phases[0].good if reply.turn == 0)
+        for side, phases in sessions.items()
     }
-    return {who: (texts & firsts[OURS]).total() for who, texts in firsts.items()}
+    return {side: (texts & firsts[OURS]).total() for side, texts in firsts.items()}
 
 
 def talk(server: RunningServer, send: Send) -> tuple[float, list[Reply], int]:
@@ -148,18 +148,18 @@ def _sessions(
         AssertionError: the servers read different prompts.
     """
     talks, system = load.talks(words), words.system(load.system_tokens)
-    phases: dict[str, list[Phase]] = {who: [] for who in sides}
+    phases: dict[str, list[Phase]] = {side: [] for side in sides}
     gflops = measured_gflops()
-    seconds = {who: expected_seconds(load, folder, who, gflops) for who in sides}
+    seconds = {side: expected_seconds(load, folder, side, gflops) for side in sides}
     progress = ServeProgress(notify, seconds, load.rounds)
 
     def send(client: Client) -> Awaitable[list[Reply]]:
         return closed_loop(client, system, talks, load.answer_tokens)
 
     for turn in range(load.rounds):
-        for who in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
-            counted = progress.counted(who, send, sum(map(len, talks)))
-            phases[who].append(_cold(folder, sides[who], counted))
+        for side in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+            counted = progress.counted(side, send, sum(map(len, talks)))
+            phases[side].append(_cold(folder, sides[side], counted))
     _check_same_prompts(phases)
     return phases
 
@@ -167,8 +167,10 @@ def _sessions(
 def _check_same_prompts(sessions: Mapping[str, Sequence[Phase]]) -> None:
     """Raise AssertionError unless all first turns had the same lengths, in tokens."""
     lengths = {
-        who: {tuple(sorted(r.prompt_tokens for r in phase.good if r.turn == 0)) for phase in phases}
-        for who, phases in sessions.items()
+        side: {
+            tuple(sorted(r.prompt_tokens for r in phase.good if r.turn == 0)) for phase in phases
+        }
+        for side, phases in sessions.items()
         if all(reply.error is None for phase in phases for reply in phase.replies)
     }
     if len(set().union(*lengths.values())) > 1:
@@ -182,8 +184,8 @@ def _arrivals(
     said = words.lines(500, load.arrivals, load.line_tokens)
     system = words.system(load.system_tokens)
     return {
-        who: _cold(folder, make, lambda c: open_loop(c, system, said, times, load.answer_tokens))
-        for who, make in sides.items()
+        side: _cold(folder, make, lambda c: open_loop(c, system, said, times, load.answer_tokens))
+        for side, make in sides.items()
     }
 
 

@@ -92,10 +92,10 @@ class Sharing:
         ours = self.comparison.median(OURS, "first_seconds")
         return {**ratios(self.comparison), "prefill_speed": round(seconds / ours, 3)}
 
-    def figures(self, who: str) -> dict[str, Any]:
+    def figures(self, side: str) -> dict[str, Any]:
         """Return the figures of one side, and the count of prompt tokens that it computed."""
-        known = figures(self.comparison, who)
-        cold = self.cold if who == RIVAL else self.comparison.timed[who]
+        known = figures(self.comparison, side)
+        cold = self.cold if side == RIVAL else self.comparison.timed[side]
         if not cold:
             return {k: v for k, v in known.items() if not k.startswith("prefill_")}
         seconds = statistics.median(run.first_seconds for run in cold)

@@ -92,16 +92,16 @@ class Curve:
     tokens: Sequence[int]
     step_ms: Mapping[str, Sequence[float]]
 
-    def straightness(self, who: str) -> float:
+    def straightness(self, side: str) -> float:
         """Return the share of the variance that a straight line explains; 1 is a line."""
-        return statistics.correlation(self.tokens, self.step_ms[who]) ** 2
+        return statistics.correlation(self.tokens, self.step_ms[side]) ** 2
 
-    def figures(self, who: str) -> dict[str, Any]:
+    def figures(self, side: str) -> dict[str, Any]:
         """Return the figures of one side."""
-        steps = zip(self.tokens, self.step_ms[who], strict=True)
+        steps = zip(self.tokens, self.step_ms[side], strict=True)
         return {
             "step_ms": {str(tokens): round(ms, 3) for tokens, ms in steps},
-            "straightness": round(self.straightness(who), 4),
+            "straightness": round(self.straightness(side), 4),
         }
 
 
@@ -123,10 +123,10 @@ def _measure_one(load: SingleLoad, model: BenchModel, shape: Shape) -> Compariso
     return compare(makers, load.task(model, shape), load.rounds, alike=load.engine.exact)
 
 
-def _figures(comparison: Comparison, who: str) -> dict[str, Any]:
+def _figures(comparison: Comparison, side: str) -> dict[str, Any]:
     """Return the figures of one side; for ours, with the machinery's share of all time."""
-    own = figures(comparison, who)
-    if who == OURS:
+    own = figures(comparison, side)
+    if side == OURS:
         own["machinery_share"] = round(comparison.median(OURS, "machinery_share"), 5)
     return own
 
@@ -141,19 +141,19 @@ def measure_curve(load: SingleLoad, model: BenchModel) -> Curve:
         OURS: Ours(model, 1, load.engine),
         RIVAL: Solo(model.model, prefill_step_tokens=CURVE_PREFILL_TOKENS),
     }
-    step_ms: dict[str, list[float]] = {who: [] for who in sides}
+    step_ms: dict[str, list[float]] = {side: [] for side in sides}
     for turn, tokens in enumerate(load.curve_tokens):
         read = prompt[: tokens - load.curve_steps // 2]  # half of the steps are beyond `tokens`
         task = Task([read], load.curve_steps, prefill_chunk=load.engine.prefill_chunk)
         runs = {}
-        for who in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
-            sides[who].learn(read[:-1])
-            runs[who] = drive(sides[who], task)
-            step_ms[who].append(1e3 * statistics.median(runs[who].step_seconds))
+        for side in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+            sides[side].learn(read[:-1])
+            runs[side] = drive(sides[side], task)
+            step_ms[side].append(1e3 * statistics.median(runs[side].step_seconds))
         if load.engine.exact:
-            check_same_tokens({who: [run] for who, run in runs.items()})
-    for side in sides.values():
-        side.close()
+            check_same_tokens({side: [run] for side, run in runs.items()})
+    for engine in sides.values():
+        engine.close()
     return Curve(load.curve_tokens, step_ms)
 
 
@@ -167,13 +167,13 @@ def report(
     ratio = {name(shape): ratios(of) for shape, of in comparisons.items()}
     lines = [line for shape, of in comparisons.items() for line in _lines(shape, of)]
     sides: dict[str, dict[str, Any]] = {
-        who: {name(shape): _figures(of, who) for shape, of in comparisons.items()}
-        for who in (OURS, RIVAL)
+        side: {name(shape): _figures(of, side) for shape, of in comparisons.items()}
+        for side in (OURS, RIVAL)
     }
     if curve is not None:
         lines.append(_curve_line(curve))
-        for who, of in sides.items():
-            of["curve"] = curve.figures(who)
+        for side, of in sides.items():
+            of["curve"] = curve.figures(side)
     return Report(
         name="single",
         claim=CLAIM,
@@ -229,7 +229,7 @@ def _lines(shape: Shape, comparison: Comparison) -> list[Line]:
 
 
 def _curve_line(curve: Curve) -> Line:
-    straight = {who: curve.straightness(who) for who in (OURS, RIVAL)}
+    straight = {side: curve.straightness(side) for side in (OURS, RIVAL)}
     return Line(
         f"a step's cost explained by a line, {curve.tokens[0]:,} to {curve.tokens[-1]:,} tokens",
         f"{100 * straight[OURS]:.1f} %",

@@ -278,18 +278,18 @@ class Measured:
     seconds: Mapping[str, Sequence[float]]
     proposals: Mapping[str, int]
 
-    def speed(self, who: str) -> float:
+    def speed(self, side: str) -> float:
         """Return the median tokens a second of a side."""
-        return self.task.answer_tokens / statistics.median(self.seconds[who])
+        return self.task.answer_tokens / statistics.median(self.seconds[side])
 
-    def ratio(self, who: str, other: str) -> float:
+    def ratio(self, side: str, other: str) -> float:
         """Return the median over the rounds of a side's speed over another's."""
-        pairs = zip(self.seconds[who], self.seconds[other], strict=True)
+        pairs = zip(self.seconds[side], self.seconds[other], strict=True)
         return round(statistics.median(theirs / ours for ours, theirs in pairs), 3)
 
     def ratios(self) -> dict[str, float]:
         """Return our speed with proposals over each other side's."""
-        return {who: self.ratio(ON, who) for who in self.seconds if who != ON}
+        return {side: self.ratio(ON, side) for side in self.seconds if side != ON}
 
 
 @contextmanager
@@ -376,15 +376,15 @@ def _measure_one(
         sides[DRAFT] = lambda: rival_seconds(model, task, draft, load_of.draft_proposed)
         if not task.repeats:
             sides[DRAFTED] = lambda: ours(load_of.draft_proposed, draft)
-    seconds: dict[str, list[float]] = {who: [] for who in sides}
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
     began, share = time.perf_counter(), load_of.budget_seconds / TASKS
     for turn in range(load_of.rounds):
         taken = time.perf_counter() - began
         if turn and taken * (turn + 1) / turn > share:
             break
-        for who in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+        for side in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
             script.set(task.text)
-            seconds[who].append(sides[who]())
+            seconds[side].append(sides[side]())
     script.set(None)
     return Measured(task, seconds, proposals)
 
@@ -404,7 +404,9 @@ def report(
     }
     rival = {
         one.task.name: {
-            who: round(one.speed(who), 2) for who in (RIVAL, DRAFT, DRAFTED) if who in one.seconds
+            side: round(one.speed(side), 2)
+            for side in (RIVAL, DRAFT, DRAFTED)
+            if side in one.seconds
         }
         for one in measured
     }
@@ -415,9 +417,9 @@ def report(
         penstock={"model": model, **ours},
         rival_figures=rival,
         ratio={
-            f"{one.task.name}: {who}": ratio
+            f"{one.task.name}: {side}": ratio
             for one in measured
-            for who, ratio in one.ratios().items()
+            for side, ratio in one.ratios().items()
         },
         goal={one.task.name: one.task.goal for one in measured},
         met=all(line.met is not False for line in lines),
@@ -430,13 +432,13 @@ def report(
 def _lines(one: Measured) -> list[Line]:
     """Return a line for each other side; the goal is for proposals alone."""
     lines = []
-    for who, ratio in one.ratios().items():
-        goal = one.task.goal if who == OFF else None
+    for side, ratio in one.ratios().items():
+        goal = one.task.goal if side == OFF else None
         lines.append(
             Line(
-                f"{one.task.name}, beside {who} ({ratio:.2f}x)",
+                f"{one.task.name}, beside {side} ({ratio:.2f}x)",
                 f"{one.speed(ON):,.1f} tokens/s",
-                f"{one.speed(who):,.1f} tokens/s",
+                f"{one.speed(side):,.1f} tokens/s",
                 "" if goal is None else f">= {goal:g}x",
                 None if goal is None else ratio >= goal,
             )

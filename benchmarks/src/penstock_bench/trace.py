@@ -208,7 +208,7 @@ def measure(file: Path, load: TraceLoad) -> Report:
         blocks = max(1, int(share * trace.unique_blocks))
         optima[share] = optimum(trace, blocks)
         replays[share] = {
-            who: replay(trace, blocks, make(), load.node_blocks) for who, make in POLICIES.items()
+            side: replay(trace, blocks, make(), load.node_blocks) for side, make in POLICIES.items()
         }
     return report(trace, load, replays, optima)
 
@@ -249,7 +249,7 @@ def report(
             "unique_blocks": trace.unique_blocks,
             "input_tokens": trace.input_tokens,
             "replays": {
-                _name(share): {who: asdict(replay) for who, replay in of.items()}
+                _name(share): {side: asdict(replay) for side, replay in of.items()}
                 for share, of in replays.items()
             },
         },
@@ -257,19 +257,19 @@ def report(
     )
 
 
-def _figures(replays: dict[float, dict[str, Replay]], who: str) -> dict[str, Any]:
+def _figures(replays: dict[float, dict[str, Replay]], side: str) -> dict[str, Any]:
     return {
-        "hit_rate": {_name(share): round(of[who].hit_rate, 4) for share, of in replays.items()},
-        "requests_per_second": round(_slowest(replays, who)),
+        "hit_rate": {_name(share): round(of[side].hit_rate, 4) for share, of in replays.items()},
+        "requests_per_second": round(_slowest(replays, side)),
     }
 
 
-def _slowest(replays: dict[float, dict[str, Replay]], who: str) -> float:
-    return min(of[who].requests_per_second for of in replays.values())
+def _slowest(replays: dict[float, dict[str, Replay]], side: str) -> float:
+    return min(of[side].requests_per_second for of in replays.values())
 
 
 def _speed_line(replays: dict[float, dict[str, Replay]]) -> Line:
-    ours, theirs = (f"{_slowest(replays, who):,.0f}" for who in ("penstock", RIVAL))
+    ours, theirs = (f"{_slowest(replays, side):,.0f}" for side in ("penstock", RIVAL))
     return Line("requests/s of the index, least of all", ours, theirs)
 
 

@@ -172,8 +172,8 @@ def measure(load_: RecallLoad) -> Report:
     model, tokenizer = load(MODEL_PATH)
     answered = {
         setting: {
-            who: list(trials(model, tokenizer, load_, setting, make))
-            for who, make in makers(model, setting).items()
+            side: list(trials(model, tokenizer, load_, setting, make))
+            for side, make in makers(model, setting).items()
         }
         for setting in load_.settings
     }
@@ -191,15 +191,15 @@ def report(load_: RecallLoad, trials: dict[RecallWindow, dict[str, list[Trial]]]
     goal = {"known_within_keep_or_window": 0.95, "known_between": 0.05}
     lines: list[Line] = []
     figures: dict[str, dict[str, Any]] = {"penstock": {}, RIVAL: {}}
-    totals = {who: dict.fromkeys(PLACES, Share(0, 0)) for who in figures}
+    totals = {side: dict.fromkeys(PLACES, Share(0, 0)) for side in figures}
     for setting, sides in trials.items():
-        counted = {who: shares(of_who) for who, of_who in sides.items()}
+        counted = {side: shares(of_side) for side, of_side in sides.items()}
         name = f"{setting.max_kv_size:,} tokens, keep {setting.keep}"
-        for who, of_who in counted.items():
-            figures[who][name] = {place: s.as_object() for place, s in of_who.items()}
-            for place, s in of_who.items():
-                before = totals[who][place]
-                totals[who][place] = Share(before.asked + s.asked, before.known + s.known)
+        for side, of_side in counted.items():
+            figures[side][name] = {place: s.as_object() for place, s in of_side.items()}
+            for place, s in of_side.items():
+                before = totals[side][place]
+                totals[side][place] = Share(before.asked + s.asked, before.known + s.known)
         for place in PLACES:
             ours = counted["penstock"][place]
             if ours.share is None:
@@ -231,11 +231,11 @@ def report(load_: RecallLoad, trials: dict[RecallWindow, dict[str, list[Trial]]]
             "trials": [
                 {
                     **asdict(setting),
-                    "side": who,
-                    "rows": [[t.told_at, t.place, t.known] for t in of_who],
+                    "side": side,
+                    "rows": [[t.told_at, t.place, t.known] for t in of_side],
                 }
                 for setting, sides in trials.items()
-                for who, of_who in sides.items()
+                for side, of_side in sides.items()
             ],
         },
         dtype="float32",
