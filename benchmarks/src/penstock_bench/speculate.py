@@ -75,7 +75,7 @@ class SpeculateLoad:
         """Return it with shorter answers for real weights: a round ends in minutes on two cores."""
         if self.model in ("random", "embedded"):
             return self
-        return replace(self, answer=192, call=16, result=32)
+        return replace(self, answer=192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +318,18 @@ def scripted_models(load_of: SpeculateLoad) -> Iterator[tuple[Any, Any, Any, Scr
 
 
 def _text_of(tokenizer: Any, words: Any) -> Callable[[int, int], Sequence[int]]:
-    """Return a drawer of a real text: another place for every seed."""
+    """Return a drawer of a real text: for every seed another piece of it, which overlaps none."""
     whole = list(encode(tokenizer, words.system(20_000)))
+    starts: dict[int, int] = {}
+    drawn = 0
 
     def draw(seed: int, tokens: int) -> Sequence[int]:
-        start = Random(seed).randrange(max(1, len(whole) - tokens))
+        nonlocal drawn
+        if seed not in starts:
+            starts[seed], drawn = drawn, drawn + tokens
+        start = starts[seed]
+        if start + tokens > len(whole):
+            raise AssertionError(f"{drawn} tokens are drawn of a text of {len(whole)}")
         return whole[start : start + tokens]
 
     return draw

@@ -19,11 +19,11 @@ from penstock.engine.core import Core
 from penstock.engine.model import proposals, shared_text
 from penstock.engine.model.ngram_filter import LEAST_NGRAM, NgramFilter
 from penstock.engine.model.proposals import (
-    LONG_AGREEMENT,
     LONGEST_NGRAM,
     NOTHING,
     PLACES_ASKED,
     RESUMED,
+    RESUMED_FROM,
     NgramProposer,
     PredictionProposer,
     Proposal,
@@ -121,7 +121,7 @@ class AskingAll(Speculation):
             if best.tokens[: len(self._ahead)] != self._ahead[: len(best.tokens)]:
                 self._agreed = 0
             self._ahead, self._agreed = best.tokens, max(self._agreed, best.agreement)
-        elif self._agreed >= LONG_AGREEMENT:
+        elif self._agreed >= RESUMED_FROM:
             best = Proposal(self._ahead, RESUMED)
         return Proposal(best.tokens[:most], best.agreement)
 

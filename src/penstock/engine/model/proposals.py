@@ -27,6 +27,8 @@ PLACES_ASKED = 8
 """Last places of one agreement whose next tokens are counted."""
 LONG_AGREEMENT = 8
 """Tokens from which an agreement counts as long: such proposals are more often right."""
+RESUMED_FROM = 4
+"""Tokens that agreed with a place whose next token was replaced, from which its text goes on."""
 FIRST_SHARE = 0.6
 """Share of right proposals that is assumed of a sequence before the first."""
 RETRY_TOKENS = 64
@@ -213,7 +215,7 @@ class Speculation:
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         """Return the tokens that are most likely to follow; none if no proposer has any.
 
-        Where a long agreement ended in one token that is another, it is taken to be replaced, and
+        Where an agreement of some tokens ended in another one, that is taken to be replaced, and
         the text behind it is proposed.
 
         Args:
@@ -234,7 +236,7 @@ class Speculation:
             if best.tokens[: len(self._ahead)] != self._ahead[: len(best.tokens)]:
                 self._agreed = 0
             self._ahead, self._agreed = best.tokens, max(self._agreed, best.agreement)
-        elif self._agreed >= LONG_AGREEMENT:
+        elif self._agreed >= RESUMED_FROM:
             best = Proposal(self._ahead, RESUMED)
         else:
             return best
