@@ -90,9 +90,10 @@ def one_thread() -> Iterator[None]:
     """Let BLAS multiply on the calling thread alone meanwhile, for the whole process.
 
     For work that is spread over MLX's streams and a second thread: two that each call a threaded
-    BLAS wait for each other. MLX's BLAS is meant and NumPy's, which brings its own.
+    BLAS wait for each other. MLX's BLAS is meant and NumPy's, which brings its own. Accelerate
+    takes no such limit.
     """
-    if sys.platform != "linux" or uses_cuda():
+    if sys.platform != "linux":
         yield
         return
     with _pools().limit(limits=1, user_api="blas"):

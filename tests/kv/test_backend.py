@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
@@ -348,6 +349,21 @@ def test_extremes_and_widened_numbers_have_the_same_bits(dtype: mx.Dtype) -> Non
     for number in (0, 1):
         assert mx.array_equal(*on_both(lambda n=number: backend.current().extremes(groups)[n]))  # type: ignore[misc]
     assert mx.array_equal(*on_both(lambda: backend.current().as_float32(groups)))
+
+
+def test_the_cpu_alone_takes_threads_from_blas(monkeypatch: MonkeyPatch) -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        entered.append("one thread")
+        yield
+
+    monkeypatch.setattr(cpu_backend, "one_thread", noted)
+    with GPU.one_thread_of_blas():
+        assert entered == []
+    with CPU.one_thread_of_blas():
+        assert entered == ["one thread"]
 
 
 # ---- the choice

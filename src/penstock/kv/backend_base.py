@@ -240,6 +240,10 @@ class Backend(ABC):
         with self.lane(number):
             mx.synchronize()
 
+    def one_thread_of_blas(self) -> AbstractContextManager[None]:
+        """Let BLAS multiply on one thread in this context, where lanes share the cores with it."""
+        return nullcontext()
+
     def computes_ahead(self, rows: int) -> bool:
         """Tell whether a layer of a decode step is computed while Python still builds the next."""
         return False

@@ -6,13 +6,13 @@ import os
 import platform
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from penstock.blas import multiplies_unpacked
+from penstock.blas import multiplies_unpacked, one_thread
 from penstock.kv import attention, cpu_rows, sign_products, wide_codes
 from penstock.kv.attention import LOG2_E, MASKED, AttentionWindow, KVData, Partial
 from penstock.kv.backend_base import Backend, RowsRead, RowTails
@@ -364,6 +364,10 @@ class CPUBackend(Backend):
                     yield
         finally:
             _second.taken = False
+
+    def one_thread_of_blas(self) -> AbstractContextManager[None]:
+        """See `Backend`."""
+        return one_thread()
 
     def computes_ahead(self, rows: int) -> bool:
         """See `Backend`: several rows run in lanes.

@@ -17,7 +17,6 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from penstock.blas import one_thread
 from penstock.engine.model.prompt_logprobs import Scores, score
 from penstock.engine.model.runner import DecodeOutput, PrefillOutput
 from penstock.engine.model.sampling import (
@@ -34,6 +33,7 @@ from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
 from penstock.engine.schedule.scheduler import State, StepPlan
 from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import PenstockError, StepFailed
+from penstock.kv import backend
 from penstock.kv.attention_plan import DecodeRow, in_order
 from penstock.kv.states import RecurrentState
 
@@ -136,7 +136,7 @@ class ModelExecutor:
         try:
             samplers = [s.sampler for s in sequences]
             # Rows are computed on two streams; one multiplies better with all threads of BLAS.
-            with one_thread() if len(rows) > 1 else nullcontext():
+            with backend.current().one_thread_of_blas() if len(rows) > 1 else nullcontext():
                 decoded = self._runner.decode(new, rows, self._tails, before)
                 logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
                 if greedy_only(samplers) and _unruled(samplers, proposals):
