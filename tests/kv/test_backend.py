@@ -381,7 +381,16 @@ def test_it_is_chosen_once_and_can_be_chosen_on_purpose() -> None:
     assert backend.current() is chosen
 
 
-ASKS = {"default_device", "set_default_device", "cpu", "gpu", "metal", "cuda", "Device"}
+ASKS = {
+    "default_device",
+    "set_default_device",
+    "device_info",
+    "cpu",
+    "gpu",
+    "metal",
+    "cuda",
+    "Device",
+}
 """Names of MLX's module by which code learns, or says, where it computes."""
 MAY_ASK = {"kv/backend.py", "kv/cpu_backend.py"}
 MAY_REPORT = {"cli/doctor.py", "report.py"}
@@ -414,6 +423,7 @@ def test_no_other_module_asks_for_the_device() -> None:
         "import mlx.core as mx\nif mx.default_device() != mx.cpu: pass",
         "import mlx.core\nfast = mlx.core.metal.is_available()",
         "from mlx.core import default_device",
+        "import mlx.core as mx\nlimit = mx.device_info()['total_memory']",
         "def late():\n    return mx.new_stream(mx.gpu)",
     ],
 )

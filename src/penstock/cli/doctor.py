@@ -118,14 +118,12 @@ def examine() -> MachineReport:
     except ImportError as error:
         reason = f"MLX cannot be imported: {error}"
         return MachineReport("none", reason, nvidia, blas, {}, read_machine_memory({}), versions)
+    from penstock.kv.backend import device_name, machine_memory  # imports MLX
+
     gpus = (("metal", mx.metal), ("cuda", mx.cuda))
     back_end = next((name for name, gpu in gpus if gpu.is_available()), "cpu")
-    info = mx.device_info()
     gflops = {name: _measure(name, 512 if back_end == "cpu" else 4096) for name in DTYPES}
-    device = str(info["device_name"])
-    return MachineReport(
-        back_end, device, nvidia, blas, gflops, read_machine_memory(info), versions
-    )
+    return MachineReport(back_end, device_name(), nvidia, blas, gflops, machine_memory(), versions)
 
 
 def find_problems(machine: MachineReport) -> list[DoctorProblem]:

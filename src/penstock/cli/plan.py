@@ -440,10 +440,10 @@ def _limit(text: str | None) -> int:
 def _default_limit() -> int:
     """Return the limit `penstock doctor` shows: only MLX knows the device's recommendation."""
     try:
-        import mlx.core as mx  # a plan can be made where MLX has no back end
+        from penstock.kv import backend  # a plan can be made where MLX has no back end
     except ImportError:
         return memory.read_machine_memory({}).default_limit_bytes
-    return memory.read_machine_memory(mx.device_info()).default_limit_bytes
+    return backend.machine_memory().default_limit_bytes
 
 
 def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int) -> ModelSpec:

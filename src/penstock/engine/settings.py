@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
-import mlx.core as mx
-
 from penstock import config
 from penstock.config.defaults import DRAFT_TOKENS
 from penstock.engine.model.runner import Runner
@@ -18,7 +16,6 @@ from penstock.errors import SettingError
 from penstock.kv import backend
 from penstock.kv.quantization import QuantizationRule
 from penstock.memory import parse_bytes
-from penstock.memory.machine import read_machine_memory
 from penstock.models.fingerprint import fingerprint as fingerprint_of
 from penstock.models.fingerprint import with_settings
 
@@ -43,7 +40,7 @@ def checked(settings: dict[str, Any], *, drafts: bool = False) -> config.EngineS
     if backend.current().own_memory:
         given.setdefault("memory_threshold", 1.0)
     if not {"memory_limit", "memory_threshold"} <= set(given):
-        machine = read_machine_memory(mx.device_info())
+        machine = backend.machine_memory()
         given.setdefault("memory_limit", machine.default_limit_bytes)
         given.setdefault("memory_threshold", machine.default_threshold)
     if drafts and not given.get("speculative_tokens"):

@@ -1,8 +1,8 @@
 """The back end of this process: all that is computed in another way on a CPU than on a GPU.
 
 It is chosen once, from MLX's device, when it is first asked for. No other module asks for the
-device. Both back ends run on every device and give the same numbers, to rounding: tests run the
-GPU's on a CPU.
+device or its memory. Both back ends run on every device and give the same numbers, to rounding:
+tests run the GPU's on a CPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ import mlx.core as mx
 from penstock.kv.backend_base import Backend
 from penstock.kv.cpu_backend import CPUBackend
 from penstock.kv.gpu_backend import GPUBackend
+from penstock.memory import MachineMemory, read_machine_memory
 
-__all__ = ["Backend", "CPUBackend", "GPUBackend", "current", "default_stream", "using"]
+__all__ = [
+    "Backend",
+    "CPUBackend",
+    "GPUBackend",
+    "current",
+    "default_stream",
+    "device_name",
+    "machine_memory",
+    "using",
+]
 
 _chosen: Backend | None = None
 
@@ -45,3 +55,13 @@ def using(backend: Backend) -> Iterator[Backend]:
 def default_stream() -> mx.Stream:
     """Return the stream that MLX computes on here, of its device."""
     return mx.default_stream(mx.default_device())
+
+
+def device_name() -> str:
+    """Return MLX's name of its device."""
+    return str(mx.device_info()["device_name"])
+
+
+def machine_memory() -> MachineMemory:
+    """Read the machine's memory, with the bytes that MLX's device recommends."""
+    return read_machine_memory(mx.device_info())

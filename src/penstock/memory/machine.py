@@ -29,7 +29,7 @@ def read_machine_memory(device_info: Mapping[str, str | int]) -> MachineMemory:
 
     Args:
         device_info: the result of `mx.device_info()`; empty where MLX cannot be imported. It is
-            handed in because nothing in this package imports MLX.
+            handed in, by `kv.backend.machine_memory`, because nothing in this package imports MLX.
     """
     seen = psutil.virtual_memory()
     total = min(seen.total, _container_limit_bytes() or seen.total)

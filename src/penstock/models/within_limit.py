@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import mlx.core as mx
-
 from penstock.config import WeightsDtype
-from penstock.memory import parse_bytes, read_machine_memory
+from penstock.kv import backend
+from penstock.memory import parse_bytes
 from penstock.models.mlx_lm import Loaded, load_all
 
 
@@ -25,7 +24,7 @@ def load_within(
         ModelError: as `load_all`.
         SettingError: the limit is not a size.
     """
-    limit = read_machine_memory(mx.device_info()).default_limit_bytes
+    limit = backend.machine_memory().default_limit_bytes
     if memory_limit is not None:
         limit = parse_bytes(memory_limit)
     return load_all(path_or_name, weights_dtype=weights_dtype, limit_bytes=limit)
