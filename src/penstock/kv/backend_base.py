@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -49,6 +50,17 @@ class RowTails:
     """(rows, width, columns) booleans; None if every row sees all of it."""
 
 
+class KernelCaller(Protocol):
+    """Takes calls of our own kernels in place of a GPU."""
+
+    @property
+    def target(self) -> str:
+        """Language of the kernels' text that it takes."""
+
+    def __call__(self, call: Any, /) -> Sequence[mx.array]:
+        """Compute one `kernels.attend.KernelCall`."""
+
+
 class Backend(ABC):
     """Operations on keys and values on one kind of device, and the bytes that they need."""
 
@@ -60,6 +72,10 @@ class Backend(ABC):
     """Whether the device has memory of its own: to give it up helps no other program."""
     fuses_attention: bool = True
     """Whether MLX's own attention to a chunk can be one kernel, which holds no scores."""
+    kernel_language: str | None = None
+    """Language of kernels on this device, "metal" or "cuda"; None where none are compiled."""
+    call_kernel: KernelCaller | None = None
+    """Takes calls of our own kernels in place of the GPU, in tests."""
     scores_at_once: int = 2**19
     """Scores that are computed at a time, at most; 2 MiB in float32."""
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from penstock.kv import attention
 from penstock.kv.attention import AttentionWindow
-from penstock.kv.backend_base import Backend
+from penstock.kv.backend_base import Backend, KernelCaller
 
 FUSED_DIMS = (64, 80, 128)
 """Sizes of a head for which MLX's attention to a chunk is one kernel on a GPU. For others it
@@ -23,9 +21,7 @@ class GPUBackend(Backend):
 
     own_memory: bool = False
     kernel_language: str | None = None
-    """Language of kernels on this device, "metal" or "cuda"; None where none are compiled."""
-    call_kernel: Callable[..., Any] | None = None
-    """Takes calls of our own kernels in place of the GPU, in tests."""
+    call_kernel: KernelCaller | None = None
 
     def attend_prefill(
         self,

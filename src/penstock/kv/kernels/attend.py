@@ -102,10 +102,9 @@ class LayerStep:
 
 def device_kernels(device: Backend) -> KernelAttention | None:
     """Return the kernels of a back end's device; None where none are compiled."""
-    call = getattr(device, "call_kernel", None)
+    call, language = device.call_kernel, device.kernel_language
     if call is not None:
         return KernelAttention(call, call.target)
-    language = getattr(device, "kernel_language", None)
     return None if language is None else KernelAttention(DeviceKernels(language), language)
 
 
