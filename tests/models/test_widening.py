@@ -20,7 +20,7 @@ from penstock.recall import MODEL_PATH
 from support.gguf_files import MODELS, SIZES
 from support.small_models import build
 
-on_cpu = pytest.mark.skipif(not backend.current().on_heap, reason="auto widens on a CPU alone")
+on_cpu = pytest.mark.skipif(not backend.current().slow_half, reason="auto widens on a CPU alone")
 
 
 def folder(path: Path, name: str, *, bits: int | None, dtype: str) -> Path:

@@ -68,6 +68,12 @@ class Backend(ABC):
     """Streams that work is divided between."""
     on_heap: bool = False
     """Whether arrays lie on the heap of the process, in memory that the system counts as its."""
+    uses_numpy: bool = False
+    """Whether NumPy reads arrays where they lie, and computes some things quicker than MLX."""
+    slow_half: bool = False
+    """Whether MLX multiplies codes and half-precision weights slowly, so that float32 pays."""
+    independent_products: bool = False
+    """Whether `best_by_block` gives queries that are stacked the same bits as each alone."""
     own_memory: bool = False
     """Whether the device has memory of its own: to give it up helps no other program."""
     fuses_attention: bool = True

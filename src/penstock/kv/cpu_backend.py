@@ -80,6 +80,9 @@ class CPUBackend(Backend):
 
     lanes: int = field(default_factory=lambda: min(2, _cores()))
     on_heap = True
+    uses_numpy = True
+    slow_half = True
+    independent_products = True
     fuses_attention = False
     scores_at_once: int = Backend.scores_at_once
     codes_at_once: int = 2**18

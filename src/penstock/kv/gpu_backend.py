@@ -19,6 +19,9 @@ holds all scores (MLX 0.32, Metal)."""
 class GPUBackend(Backend):
     """Metal and CUDA: MLX's own kernels, which fuse attention and read codes as they lie."""
 
+    uses_numpy = False
+    slow_half = False
+    independent_products = False
     own_memory: bool = False
     kernel_language: str | None = None
     call_kernel: KernelCaller | None = None

@@ -106,7 +106,7 @@ class KeyIndex:
 
     def _encode(self, keys: mx.array) -> Coded:
         """Encode keys as the codec does; on the CPU with NumPy, in a third of the time."""
-        if not backend.current().on_heap:
+        if not backend.current().uses_numpy:
             return self.codec.encode(keys)
         rotated = rotate(keys, padded(keys.shape[-1]))
         mx.eval(rotated)

@@ -131,7 +131,7 @@ def attend_alone(
 
 def _on_host(row: DecodeRow, dtype: mx.Dtype, layer: int) -> bool:
     """Tell whether NumPy is to read a row: all that it reads is in memory as float32."""
-    if not backend.current().on_heap or dtype != mx.float32:
+    if not backend.current().uses_numpy or dtype != mx.float32:
         return False
     sides = (side for part in row.parts for side in part.segment.layers[layer])
     return all(_is_float32(side) for side in sides)

@@ -80,7 +80,7 @@ class Selection:
         the index.
         """
         parts = [list(self._indexed(row, layer)) for row in rows]
-        count = _common(parts) if backend.current().on_heap else 0
+        count = _common(parts) if backend.current().independent_products else 0
         shared = parts[0][:count]
         transformed = [self.index.transform_query(query) for query in queries]
         together: list[Scores] = []

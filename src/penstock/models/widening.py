@@ -41,7 +41,7 @@ class Widening:
         """Whether weights become float32."""
         if self.choice != "auto" or self.wide_bytes == self.native_bytes:
             return self.choice == "float32"
-        if not backend.current().on_heap:
+        if not backend.current().slow_half:
             return False
         return self.limit_bytes is None or self.wide_bytes <= (1 - KV_SHARE) * self.limit_bytes
 
@@ -53,7 +53,7 @@ class Widening:
         sizes = f"{format_bytes(self.native_bytes)} -> {format_bytes(self.wide_bytes)}"
         if self.widens:
             return f"float32, {sizes}; --weights-dtype native leaves them"
-        if self.choice == "native" or not backend.current().on_heap:
+        if self.choice == "native" or not backend.current().slow_half:
             return None
         return (
             f"as they come, slow on a CPU: in float32 ({sizes}) they would leave less than a "

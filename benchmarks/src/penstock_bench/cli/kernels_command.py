@@ -57,7 +57,7 @@ def kernels(
             parse_scheme(codec)
     except ValueError as error:
         raise SettingError(f"--codec: {error}") from None
-    kind = dtype or ("float32" if backend.current().on_heap else "float16")
+    kind = dtype or ("float32" if backend.current().slow_half else "float16")
     defaults = KernelsLoad((layer_form(heads, kv_heads, head_size, kind),))
     load = KernelsLoad(
         defaults.layers,
