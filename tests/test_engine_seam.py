@@ -13,7 +13,7 @@ SOURCES = (ROOT / "src" / "penstock", ROOT / "benchmarks" / "src")
 CORE = "penstock.engine.core"
 STEPS_ITSELF = "penstock_bench"
 """The package that may make a core, to time single steps of it."""
-ACTS = frozenset({"submit", "step", "close", "view"})
+ACTS = frozenset({"submit", "step", "flush_tiers", "close", "view"})
 """Attributes of a core that a bench may use."""
 ENGINES = frozenset({"engine", "_engine"})
 CORES = frozenset({"core", "_core"})

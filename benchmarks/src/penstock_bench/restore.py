@@ -224,7 +224,7 @@ def _core(load: RestoreLoad, model: BenchModel, folder: Path | None) -> Iterator
         ssd_cache_dir=folder,
     )
     try:
-        if not core.view.tiers_are_written(FLUSH_SECONDS):
+        if not core.flush_tiers(FLUSH_SECONDS):
             raise AssertionError("the folder was not opened in time")
         yield core
     finally:

@@ -174,6 +174,10 @@ class Core(EngineParts):
             return 0
         return self.tiers.preload(self.checkpoints)
 
+    def flush_tiers(self, timeout_seconds: float) -> bool:
+        """Wait until the cold tiers have written all blocks offered; return whether they have."""
+        return self.tiers is None or self.tiers.flush(timeout_seconds)
+
     def set_limit(self, limit_bytes: int) -> None:
         """Change the memory limit; the excess goes at once: cold nodes, then preempted work.
 

@@ -358,10 +358,6 @@ class EngineView:
 
     # ---- checks
 
-    def tiers_are_written(self, timeout_seconds: float) -> bool:
-        """Wait until the cold tiers have written all that they were offered; False if too slow."""
-        return self._stores.tiers is None or self._stores.tiers.flush(timeout_seconds)
-
     def check(self) -> None:
         """Recount all bytes, pins and slots from the arrays.
 
