@@ -57,15 +57,6 @@ DraftModel: TypeAlias = Annotated[
 EngineSize: TypeAlias = Annotated[
     dict[str, Any], Fields(config.EngineSettings, "memory_limit", "block_size")
 ]
-EngineCodec: TypeAlias = Annotated[
-    dict[str, Any],
-    Fields(
-        config.EngineSettings,
-        "kv_cache_quantization",
-        "kv_cache_min_quantize_tokens",
-        "kv_cache_raw_first_tokens",
-    ),
-]
 KVOptions: TypeAlias = Annotated[dict[str, Any], Fields(config.KVSettings)]
 SamplingOptions: TypeAlias = Annotated[dict[str, Any], Fields(config.SamplingSettings)]
 System: TypeAlias = Annotated[

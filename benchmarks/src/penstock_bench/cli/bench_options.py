@@ -13,7 +13,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from penstock import config
 from penstock.cli import options
+from penstock.cli.settings_options import Fields
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
@@ -105,6 +107,15 @@ TraceFile: TypeAlias = Annotated[
         "output_length, hash_ids.",
         metavar="FILE",
         dir_okay=False,
+    ),
+]
+EngineCodec: TypeAlias = Annotated[
+    dict[str, Any],
+    Fields(
+        config.EngineSettings,
+        "kv_cache_quantization",
+        "kv_cache_min_quantize_tokens",
+        "kv_cache_raw_first_tokens",
     ),
 ]
 

@@ -12,6 +12,7 @@ from penstock.cli import options
 from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import SettingError
 from penstock_bench.cli.bench_options import (
+    EngineCodec,
     KnownTokens,
     Plot,
     Rounds,
@@ -46,7 +47,7 @@ def shared_prefix(
         ),
     ] = 1,
     *,
-    codec: options.EngineCodec,
+    codec: EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -76,7 +77,7 @@ def hit(
     tokens: KnownTokens = 8_192,
     rounds: Rounds = 5,
     *,
-    codec: options.EngineCodec,
+    codec: EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -100,7 +101,7 @@ def restore(
     tokens: KnownTokens = 8_192,
     rounds: Rounds = 5,
     *,
-    codec: options.EngineCodec,
+    codec: EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -125,7 +126,7 @@ def ragged(
     model: Which = "random",
     rounds: Rounds = 5,
     *,
-    codec: options.EngineCodec,
+    codec: EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -158,7 +159,7 @@ def single(
         bool, typer.Option("--curve-only", help="Show that cost alone, and no comparison of speed.")
     ] = False,
     *,
-    codec: options.EngineCodec,
+    codec: EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -225,7 +226,7 @@ def hybrid(
     ] = 4_096,
     rounds: Rounds = 5,
     *,
-    codec: options.EngineCodec,
+    codec: EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:

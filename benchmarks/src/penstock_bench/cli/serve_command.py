@@ -12,7 +12,14 @@ from penstock.cli import options
 from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import SettingError
 from penstock_bench.bench_settings import ServeSettings
-from penstock_bench.cli.bench_options import Plot, Save, engine_shape, finish, progress_bar
+from penstock_bench.cli.bench_options import (
+    EngineCodec,
+    Plot,
+    Save,
+    engine_shape,
+    finish,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from penstock_bench.report import Notify
@@ -76,7 +83,7 @@ def serve(
     conversations: Conversations = None,
     *,
     load: Annotated[dict[str, Any], Fields(ServeSettings, variables=False)],
-    codec: options.EngineCodec,
+    codec: EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
