@@ -173,8 +173,6 @@ class PrefixCache:
         values = as_tokens(tokens)
         keys = self.prefixes.block_hashes(values[:-1], salt)
         match = self.prefixes.match(keys)
-        self.counts.fetches += 1
-        self.counts.asked_tokens += len(values)
         states: States = ()
         if match.tokens and self._shapes[salt].states:
             at, recurrent = resume(match.path, match.tokens)

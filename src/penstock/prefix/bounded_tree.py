@@ -31,11 +31,9 @@ REMEMBERED_MATCHES = 64
 class PrefixCounts:
     """Counts of events since the start."""
 
-    fetches: int = 0
     hits: int = 0
     fetched_tokens: int = 0
     """Tokens whose KV was given out: prefill saved."""
-    asked_tokens: int = 0
     stored_tokens: int = 0
     refused: int = 0
     evicted_nodes: int = 0
