@@ -1,7 +1,6 @@
 """Key/value caches with a bound, pre-allocated, for mlx-lm's models. Useful without the rest."""
 
-from penstock.caches.codec import TurboQuantKVCache
-from penstock.caches.codec_batch import BatchTurboQuantKVCache
+from penstock.caches.codec import BatchTurboQuantKVCache, TurboQuantKVCache
 from penstock.caches.factory import make_kv_cache
 from penstock.caches.files import load_prompt_cache, save_prompt_cache
 from penstock.caches.growing import BatchKVCache, KVCache

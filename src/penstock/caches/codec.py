@@ -9,12 +9,13 @@ not, the head is encoded as well, but for the first tokens that are to stay.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from penstock.caches import masks
 from penstock.caches.base import LayerCache, check_floating
+from penstock.caches.codec_batch import TurboQuantBatch
 from penstock.caches.codec_reading import TurboQuant
 from penstock.caches.codes import BLOCK_TOKENS, Codes, dim_of, encoded, whole_blocks
 from penstock.caches.growing import Growing, KVCache
@@ -29,9 +30,6 @@ from penstock.kv.columns import Side
 from penstock.kv.joined_reads import SideData
 from penstock.kv.quantization import FORMAT, QuantizationRule
 from penstock.kv.segment import Layer, dequantized
-
-if TYPE_CHECKING:
-    from penstock.caches.codec_batch import BatchTurboQuantKVCache
 
 
 class TurboQuantKVCache(TurboQuant):
@@ -397,9 +395,6 @@ class TurboQuantKVCache(TurboQuant):
         Raises:
             ValueError: no caches, or they differ in codec, settings or shapes.
         """
-        # A batch is made of these, so its module imports this one.
-        from penstock.caches.codec_batch import BatchTurboQuantKVCache
-
         return BatchTurboQuantKVCache.merge(caches)
 
     # ---- parts
@@ -492,6 +487,17 @@ class TurboQuantKVCache(TurboQuant):
             setattr(self.codes, name, side)
         self.codes.offset = codes[2]
         self.codes._capacity = col.columns(self.codes.keys) or None
+
+
+class BatchTurboQuantKVCache(TurboQuantBatch):
+    """Sequences of a batch, each in a `TurboQuantKVCache` of its own: no row is padded in memory.
+
+    To a model it looks left-padded: all rows end in the same column. Prompts of different lengths
+    are padded on the right, and announced by `prepare`; the padding is not kept.
+    """
+
+    def _restore(self, state: Sequence[Any]) -> None:
+        self.rows, self._ends = [TurboQuantKVCache.from_state(row) for row in state], None
 
 
 def _one(side: Side) -> SideData:

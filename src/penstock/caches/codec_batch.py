@@ -1,31 +1,32 @@
-"""Batches of sequences in a codec, for mlx-lm's loops."""
+"""The rows of a batch of sequences in a codec, each in a cache of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import mlx.core as mx
 
 from penstock.caches import masks
 from penstock.caches.base import agree, check_floating
-from penstock.caches.codec import TurboQuantKVCache
 from penstock.caches.codec_reading import TurboQuant
 from penstock.caches.masks import Mask
 from penstock.kv import columns as col
 from penstock.kv.checks import chosen_rows, ints
 from penstock.kv.segment import dequantized
 
+if TYPE_CHECKING:
+    from penstock.caches.codec import TurboQuantKVCache
+
 _ALL = 2**30
 """More tokens than any cache holds."""
 
 
-class BatchTurboQuantKVCache(TurboQuant):
-    """Sequences of a batch, each in a `TurboQuantKVCache` of its own: no row is padded in memory.
+class TurboQuantBatch(TurboQuant):
+    """Base of `BatchTurboQuantKVCache`, which adds the making of its rows from a state.
 
-    To a model it looks left-padded: all rows end in the same column. Prompts of different lengths
-    are padded on the right, and announced by `prepare`; the padding is not kept.
+    A row is a `TurboQuantKVCache`, which makes batches: its module imports this one.
     """
 
     def __init__(self, rows: Sequence[TurboQuantKVCache]) -> None:
@@ -157,7 +158,7 @@ class BatchTurboQuantKVCache(TurboQuant):
         self.rows = [self.rows[row] for row in chosen_rows(batch_indices, len(self.rows))]
         self._shape = None
 
-    def extend(self, other: BatchTurboQuantKVCache) -> None:
+    def extend(self, other: TurboQuantBatch) -> None:
         """Append the rows of `other`.
 
         Raises:
@@ -172,7 +173,7 @@ class BatchTurboQuantKVCache(TurboQuant):
         return deepcopy(self.rows[idx])
 
     @classmethod
-    def merge(cls, caches: Sequence[Any]) -> BatchTurboQuantKVCache:
+    def merge(cls, caches: Sequence[Any]) -> Self:
         """Return a batch of the sequences, in order; each is copied when it is written to first.
 
         Raises:
@@ -214,6 +215,3 @@ class BatchTurboQuantKVCache(TurboQuant):
 
     def _state(self) -> tuple[Any, ...]:
         return tuple(row.state for row in self.rows)
-
-    def _restore(self, state: Sequence[Any]) -> None:
-        self.rows, self._ends = [TurboQuantKVCache.from_state(row) for row in state], None

@@ -16,8 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from penstock.caches.base import LayerCache
-from penstock.caches.codec import TurboQuantKVCache
-from penstock.caches.codec_batch import BatchTurboQuantKVCache
+from penstock.caches.codec import BatchTurboQuantKVCache, TurboQuantKVCache
 from penstock.caches.growing import BatchKVCache, KVCache
 from penstock.caches.quantized import (
     BatchQuantizedKVCache,
