@@ -15,7 +15,7 @@ from penstock.errors import SettingError
 from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, root_hash
 from penstock.tiers.disk import HostArray, Record
 from penstock.tiers.record import TOKENS, Target, decode, encode
-from penstock.tiers.remote import RemoteStore, check_url, objects, shown
+from penstock.tiers.remote import RemoteStore, check_url, object_urls, shown
 from penstock.tiers.remote import remote_store as store_module
 from penstock.tiers.store import READERS
 
@@ -252,7 +252,7 @@ def test_a_url_that_names_no_store_is_refused_and_not_repeated(url: str, words: 
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "find_spec", lambda name: None)
+    monkeypatch.setattr(object_urls, "find_spec", lambda name: None)
     for url, package in (("redis://h", "redis"), ("s3://bucket/folder", "obstore")):
         with pytest.raises(SettingError, match=rf"{package}.*pip install 'penstock\[remote\]'"):
             check_url(url)

@@ -18,7 +18,7 @@ from penstock.tiers.disk.disk_store import SSDStore
 from penstock.tiers.disk.limits import payload_bytes
 from penstock.tiers.disk.tombstone import Tombstone
 from penstock.tiers.record import HEAD_BYTES
-from penstock.tiers.remote.objects import check_url, open_objects, shown
+from penstock.tiers.remote.object_urls import check_url, open_objects, shown
 from penstock.tiers.remote.remote_store import PIECE_BYTES, RemoteStore, buffer_bytes
 from penstock.tiers.store import Store
 
