@@ -41,7 +41,12 @@ RIVALS = f"{BENCHES}.rivals"
 
 def imported(module: str, source: str) -> Iterator[str]:
     """Yield the dotted name of everything that `source` imports, wherever in it."""
-    for node in ast.walk(ast.parse(source)):
+    yield from imported_in(module, ast.parse(source))
+
+
+def imported_in(module: str, tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted name of everything that a syntax tree imports, wherever in it."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -138,9 +143,22 @@ def imports_at_once(module: str, source: str) -> set[str]:
     return {name for node in top for name in imported(module, ast.unparse(node))}
 
 
+class WithoutTypes(ast.NodeTransformer):
+    """Takes out of a source the imports that a type checker alone follows."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+def imports_at_run_time(module: str, source: str) -> set[str]:
+    """Return what a module imports, at once or when one of its functions is called."""
+    return set(imported_in(module, WithoutTypes().visit(ast.parse(source))))
+
+
 def imports_among(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """Return the modules that each of these imports at once."""
-    known = {name: imports_at_once(name, text) for name, text in sources.items()}
+    """Return the modules that each of these imports at run time."""
+    known = {name: imports_at_run_time(name, text) for name, text in sources.items()}
     return {
         name: {one if one in known else one.rpartition(".")[0] for one in names} & known.keys()
         for name, names in known.items()
@@ -150,10 +168,26 @@ def imports_among(sources: Mapping[str, str]) -> dict[str, set[str]]:
 def test_no_import_is_a_circle() -> None:
     sources = {module: file.read_text() for module, file in modules()}
     TopologicalSorter(imports_among(sources)).prepare()
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import a.b",
+        "def late():\n    import a.b",
+        "class C:\n    def late(self):\n        from a import b",
+        "try:\n    from a.b import e\nexcept ImportError:\n    e = None",
+        "if TYPE_CHECKING:\n    import f\nelse:\n    import a.b",
+    ],
+)
+def test_a_circle_is_found(back: str) -> None:
     with pytest.raises(CycleError):
-        TopologicalSorter(
-            imports_among({"a.b": "from a.c import d", "a.c": "import a.b"})
-        ).prepare()
+        TopologicalSorter(imports_among({"a.b": "from a.c import d", "a.c": back})).prepare()
+
+
+def test_imports_for_types_alone_make_no_circle() -> None:
+    back = "if TYPE_CHECKING:\n    from a.b import E\ndef late():\n    import f"
+    TopologicalSorter(imports_among({"a.b": "from a.c import d", "a.c": back})).prepare()
 
 
 @pytest.mark.parametrize(
