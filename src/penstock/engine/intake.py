@@ -86,10 +86,10 @@ class Intake:
         self.check_tokens(request.prompt)
         self.check_tokens(request.prediction)
         samplers = self._samplers(handle)
-        first = self._sequence(handle, 0, samplers[0], list(request.prompt), [])
-        first.kv.hash_blocks()
         # One answer's sequence reads the logits of the prompt that all of them have.
-        first.kv.prompt_logprobs = handle.prompt_logprobs = self._prompt_logprobs(request)
+        handle.prompt_logprobs = logprobs = self._prompt_logprobs(request)
+        first = self._sequence(handle, 0, samplers[0], list(request.prompt), [], logprobs)
+        first.kv.hash_blocks()
         self._budget.check_fits(first)
         self._scheduler.check_room(request.n)
         # They share tokens and hashes until they are admitted.
@@ -172,6 +172,7 @@ class Intake:
         sampler: TokenSampler,
         tokens: list[int],
         block_hashes: list[bytes],
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> Sequence:
         request = handle.request
         text, deadline = None, None
@@ -203,9 +204,10 @@ class Intake:
                 salt=request.salt,
                 hold_tokens=request.held_tokens,
                 hold_seconds=request.hold_seconds,
+                transient=not request.cache_prompt,
+                prompt_logprobs=prompt_logprobs,
             ),
         )
-        sequence.kv.transient = not request.cache_prompt
         self.next_id += 1
         return sequence
 

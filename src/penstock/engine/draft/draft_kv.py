@@ -17,8 +17,9 @@ class DraftKV(SequenceKV):
     """
 
     def __init__(self, stores: KVStores, of: SequenceKV, salt: str) -> None:
-        super().__init__(stores, of.tokens, list(of.block_hashes), salt=salt)
-        self.transient = of.transient
+        super().__init__(
+            stores, of.tokens, list(of.block_hashes), salt=salt, transient=of.transient
+        )
         ledger = stores.prefixes.ledger
         self.hash_blocks()
         self.attach()

@@ -31,6 +31,8 @@ class CachedPath:
         salt: the tenant's.
         hold_tokens: first tokens that stay cached for a while after the end; 0 for none.
         hold_seconds: duration of that.
+        transient: whether its blocks are evicted at its end, and go to no tier without need.
+        prompt_logprobs: of the prompt, whose logits are then read; None if they are not.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class CachedPath:
         salt: str = "",
         hold_tokens: int = 0,
         hold_seconds: float | None = None,
+        transient: bool = False,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         self.tokens = tokens
         self.block_hashes = block_hashes
@@ -49,10 +53,8 @@ class CachedPath:
         self.num_cached_tokens = 0
         self.matched_tokens = 0
         """Tokens that the tree held at admission: other sequences may branch there, too."""
-        self.transient = False
-        """Whether its blocks are evicted at its end, and go to no tier without need."""
-        self.prompt_logprobs: PromptLogprobs | None = None
-        """Log-probabilities of the prompt, whose logits are read; None if they are not."""
+        self.transient = transient
+        self.prompt_logprobs = prompt_logprobs
         self._matched_version: tuple[int, int] | None = None
         """Version of the tree, and of scored blocks, in which its path was looked up; or None."""
         self._stores = stores

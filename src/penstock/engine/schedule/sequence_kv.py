@@ -17,6 +17,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
+from penstock.engine.model.prompt_logprobs import PromptLogprobs
 from penstock.engine.schedule.cached_path import CachedPath
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.partial_blocks import PartialBlock
@@ -47,6 +48,8 @@ class SequenceKV(CachedPath):
         salt: str = "",
         hold_tokens: int = 0,
         hold_seconds: float | None = None,
+        transient: bool = False,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         super().__init__(
             stores,
@@ -55,6 +58,8 @@ class SequenceKV(CachedPath):
             salt=salt,
             hold_tokens=hold_tokens,
             hold_seconds=hold_seconds,
+            transient=transient,
+            prompt_logprobs=prompt_logprobs,
         )
         self.own_spans: list[KVSpan] = []
         self.slot: int | None = None
