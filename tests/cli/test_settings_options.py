@@ -27,6 +27,20 @@ KINDS = {
 """All settings, with a command that has their flags."""
 
 
+CLIENT_KEY = "a client's key, which opens a server and is not shown to one"
+OWN_OPTIONS = {
+    ("agents", "--seed"): "of facts and questions, with a default of its own",
+    ("cache", "--ssd-cache-dir"): "must be there, and nothing is kept in it",
+    ("chat", "--api-key"): CLIENT_KEY,
+    ("launch", "--api-key"): CLIENT_KEY,
+    ("top", "--api-key"): CLIENT_KEY,
+    ("verify", "--max-tokens"): "short, whatever PENSTOCK_MAX_TOKENS says for other commands",
+}
+"""Options with the name of a setting and words of their own: command, flag, and the reason."""
+WITHOUT_VARIABLE = {("verify", "--max-tokens")}
+"""Those that do not read the setting's environment variable."""
+
+
 def fields() -> Iterator[tuple[type[Settings], str]]:
     for kind in KINDS:
         for name in kind.model_fields:
@@ -70,6 +84,70 @@ def test_every_setting_is_a_flag_with_its_text_and_variable(
     assert option.help == setting_of(kind, name).help
     assert option.envvar == f"PENSTOCK_{flag.upper().replace('-', '_')}"
     assert option.name == flag.replace("-", "_"), "its key in a TOML file"
+
+
+def own_options(
+    package: str, command: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield the first word of each command of a package, with each of its options."""
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from own_options(package, inner, (*path, name))
+    module = getattr(command.callback, "__module__", "")
+    if path and module.split(".")[: package.count(".") + 1] == package.split("."):
+        yield from ((path[0], one) for one in command.params if one.param_type_name == "option")
+
+
+def settings_with(flag: str) -> list[tuple[Setting, str]]:
+    """Return the settings that have a flag, each with its environment variable."""
+    return [
+        (setting_of(kind, name), f"PENSTOCK_{flag[2:].upper().replace('-', '_')}")
+        for kind, name in fields()
+        if setting_of(kind, name).is_flag and f"--{config.flag_of(kind, name)}" == flag
+    ]
+
+
+def twins(package: str, command: Any) -> set[tuple[str, str]]:
+    """Return the options that have a setting's name, but not its help, variable and unit."""
+    return {
+        (name, flag)
+        for name, option in own_options(package, command)
+        for flag in option.opts
+        if (known := settings_with(flag))
+        and not any(
+            (option.help, option.envvar, option.metavar) == (setting.help, variable, setting.unit)
+            for setting, variable in known
+        )
+    }
+
+
+def test_no_option_is_a_twin_of_a_setting() -> None:
+    assert twins("penstock.cli", get_command(app)) == set(OWN_OPTIONS)
+
+
+def test_options_with_words_of_their_own_have_the_variable_of_the_setting() -> None:
+    for name, option in own_options("penstock.cli", get_command(app)):
+        for flag in option.opts:
+            if (name, flag) in OWN_OPTIONS.keys() - WITHOUT_VARIABLE:
+                named = {(variable, setting.unit) for setting, variable in settings_with(flag)}
+                assert (option.envvar, option.metavar) in named, (name, flag)
+
+
+def test_a_twin_of_a_setting_is_found() -> None:
+    generated = Annotated[dict[str, Any], Fields(config.EngineSettings, "memory_limit")]
+
+    def first(*, given: Any, top_p: float = 1.0) -> None:
+        """Take one option of the settings, and one that is written by hand."""
+
+    def second(most: Annotated[str, typer.Option("--memory-limit", help="Most.")] = "1GB") -> None:
+        """Take an option that is written by hand."""
+
+    first.__annotations__["given"] = generated
+    made_up = typer.Typer(add_completion=False)
+    made_up.command()(with_settings(first))
+    made_up.command()(second)
+    command = get_command(made_up)
+    assert twins(__name__, command) == {("first", "--top-p"), ("second", "--memory-limit")}
+    assert twins("penstock.cli", command) == set()
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -176,3 +254,11 @@ def test_a_size_that_is_shown_is_the_size_that_is_read(count: int) -> None:
 def test_a_command_may_take_some_of_the_fields() -> None:
     assert Fields(config.EngineSettings, "memory_limit").names == ("memory_limit",)
     assert options.engine_size("owner/model", {"memory_limit": 5}) == {"memory_limit": 5}
+
+
+def test_a_command_may_have_a_default_of_its_own() -> None:
+    kept = Fields(Everything, "rooms", unset={"rooms": "as many as fit"})
+    (option,) = kept.options()
+    assert option.default is None
+    assert kept.take({"rooms": None}) == {}
+    assert kept.take({"rooms": 5}) == {"rooms": 5}

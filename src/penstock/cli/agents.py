@@ -15,7 +15,7 @@ from rich.text import Text
 from penstock import config
 from penstock.blas import load_blas
 from penstock.cli import options
-from penstock.cli.settings_options import with_settings
+from penstock.cli.settings_options import option_of, with_settings
 from penstock.memory import format_bytes
 from penstock.recall import MODEL_PATH
 
@@ -48,12 +48,7 @@ PromptTokens: TypeAlias = Annotated[
 ]
 Seed: TypeAlias = Annotated[
     int,
-    typer.Option(
-        help="Seed of the facts and of the questions.",
-        envvar="PENSTOCK_SEED",
-        metavar="NUMBER",
-        min=0,
-    ),
+    option_of(config.SamplingSettings, "seed", words="Seed of the facts and of the questions."),
 ]
 
 

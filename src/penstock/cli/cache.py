@@ -18,7 +18,7 @@ from rich.table import Table
 
 from penstock.cli import options
 from penstock.cli.help_groups import ListedCommands
-from penstock.cli.settings_options import Fields, size_bytes, with_settings
+from penstock.cli.settings_options import Fields, option_of, size_bytes, with_settings
 from penstock.config import EngineSettings
 from penstock.errors import CacheFileError, SettingError
 from penstock.memory import format_bytes
@@ -49,14 +49,13 @@ app = typer.Typer(
 
 Where: TypeAlias = Annotated[
     Path,
-    typer.Option(
-        "--ssd-cache-dir",
-        help="The folder, as penstock serve has it; a server may be using it.",
-        envvar="PENSTOCK_SSD_CACHE_DIR",
-        metavar="FOLDER",
+    option_of(
+        EngineSettings,
+        "ssd_cache_dir",
+        words="The folder, as penstock serve has it; a server may be using it.",
     ),
 ]
-Model: TypeAlias = Annotated[
+ModelPrefix: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--model",
@@ -201,7 +200,7 @@ def clear(
 
 @app.command("export")
 def export_command(
-    file: Tar, ssd_cache_dir: Where, model: Model = None, as_json: options.Json = False
+    file: Tar, ssd_cache_dir: Where, model: ModelPrefix = None, as_json: options.Json = False
 ) -> None:
     """Write the files of the blocks, as they are, into one new tar file that only you may read.
 

@@ -53,22 +53,11 @@ def chat(
     context: typer.Context,
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
-    draft_model: options.DraftModel = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="Talk to this server in place of a model here: any that speaks OpenAI's chat "
-            "completions. --model is then its name for the model, by default its first.",
-            envvar="PENSTOCK_URL",
-            metavar="URL",
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="Key for the server.", envvar="PENSTOCK_API_KEY", metavar="KEY"),
-    ] = None,
-    system: options.System = None,
     *,
+    draft: options.DraftModel,
+    url: options.PartnerURL = None,
+    api_key: options.ServerKey = None,
+    system: options.System = None,
     sampling: options.SamplingOptions,
     kv: options.KVOptions,
     history: Annotated[
@@ -94,7 +83,7 @@ def chat(
     options.check_text("--system", system or "")
     options.lenient_input()
     if url is None:
-        partner = _local(model, weights_dtype, kv_settings, system, draft_model)
+        partner = _local(model, weights_dtype, kv_settings, system, draft.get("draft_model"))
     else:
         partner = _remote(context, url, api_key, system)
     if sys.stdin.isatty():

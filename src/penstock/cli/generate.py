@@ -25,12 +25,12 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to answer; - reads standard input.")],
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
-    draft_model: options.DraftModel = None,
+    *,
+    draft: options.DraftModel,
     system: options.System = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
     ] = False,
-    *,
     sampling: options.SamplingOptions,
     kv: options.KVOptions,
     as_json: options.Json = False,
@@ -66,8 +66,8 @@ def generate(
     messages.append({"role": "user", "content": text})
     tokens = encode(loaded.tokenizer, text) if raw else render(loaded.tokenizer, messages)
     caches = make_caches(loaded, kv_settings, capacity=len(tokens) + sampling_settings.max_tokens)
-    draft = options.load_draft(draft_model, weights_dtype, loaded)
-    drafting = None if draft is None else Drafting(draft, kv_settings, caches)
+    draft_model = options.load_draft(draft.get("draft_model"), weights_dtype, loaded)
+    drafting = None if draft_model is None else Drafting(draft_model, kv_settings, caches)
     if drafting is None:
         pieces = stream(loaded, tokens, caches=caches, sampling=sampling_settings)
     else:

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli import options
 from penstock.cli.launch_setups import (
     MADE_UP_KEY,
     PROGRAMS,
@@ -24,8 +25,7 @@ from penstock.cli.launch_setups import (
     Setup,
     shell_lines,
 )
-from penstock.cli.options import Model
-from penstock.config import HOST, LOOPBACK_HOSTS, PORT
+from penstock.config import LOOPBACK_HOSTS
 from penstock.errors import PenstockError, SettingError
 from penstock.recall import MODEL_PATH
 
@@ -56,24 +56,9 @@ def launch(
         list[str] | None,
         typer.Argument(help="Arguments for it, behind --.", metavar="[-- ARGS]"),
     ] = None,
-    url: Annotated[
-        str,
-        typer.Option(
-            help="Address of the server; one is started there if none answers.",
-            envvar="PENSTOCK_URL",
-            metavar="URL",
-        ),
-    ] = f"http://{HOST}:{PORT}",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Key of the server.",
-            envvar="PENSTOCK_API_KEY",
-            metavar="KEY",
-            show_default="none",
-        ),
-    ] = None,
-    model: Model = str(MODEL_PATH),
+    url: options.ServerURL = options.SERVER_URL,
+    api_key: options.ServerKey = None,
+    model: options.Model = str(MODEL_PATH),
     only_print: Annotated[
         bool,
         typer.Option("--print", help="Print the lines for a shell, and start no program."),
@@ -83,8 +68,8 @@ def launch(
 
     Address, key, model and context size are set for this start alone: in the environment of the
     program, its arguments and a temporary folder. Its own configuration stays as it is. A program
-    that is not installed runs through npx. A server that is started here ends with the program;
-    its settings come from the environment, as PENSTOCK_MEMORY_LIMIT.
+    that is not installed runs through npx. If no server answers at --url, one is started there. It
+    ends with the program; its settings come from the environment, as PENSTOCK_MEMORY_LIMIT.
     """
     from penstock.cli.remote import base_url  # httpx takes a moment to import
 

@@ -15,7 +15,7 @@ import typer
 
 from penstock import config
 from penstock.blas import Blas
-from penstock.cli.settings_options import Fields, size_text
+from penstock.cli.settings_options import Fields, option_of, size_text
 from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
 
@@ -44,16 +44,7 @@ WeightsDtype: TypeAlias = Annotated[
         envvar="PENSTOCK_WEIGHTS_DTYPE",
     ),
 ]
-DraftModel: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help="Small model with the same tokenizer whose tokens are proposed, four at a time: a "
-        "folder, a .gguf file or a name.",
-        envvar="PENSTOCK_DRAFT_MODEL",
-        metavar="MODEL",
-        show_default="none",
-    ),
-]
+DraftModel: TypeAlias = Annotated[dict[str, Any], Fields(config.EngineSettings, "draft_model")]
 EngineSize: TypeAlias = Annotated[
     dict[str, Any], Fields(config.EngineSettings, "memory_limit", "block_size")
 ]
@@ -62,6 +53,26 @@ SamplingOptions: TypeAlias = Annotated[dict[str, Any], Fields(config.SamplingSet
 System: TypeAlias = Annotated[
     str | None,
     typer.Option(help="System prompt before the conversation.", metavar="TEXT"),
+]
+SERVER_URL = f"http://{config.HOST}:{config.PORT}"
+"""Address of a server that was started with the defaults."""
+
+
+def _url(words: str) -> Any:
+    return typer.Option(help=words, envvar="PENSTOCK_URL", metavar="URL")
+
+
+ServerURL: TypeAlias = Annotated[str, _url("Address of the server.")]
+PartnerURL: TypeAlias = Annotated[
+    str | None,
+    _url(
+        "Talk to this server in place of a model here: any that speaks OpenAI's chat completions. "
+        "--model is then its name for the model, by default its first."
+    ),
+]
+ServerKey: TypeAlias = Annotated[
+    str | None,
+    option_of(config.ServerSettings, "api_key", words="Key of the server.", unset="none"),
 ]
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output.")

@@ -84,24 +84,22 @@ PlannedModel: TypeAlias = Annotated[
         show_default="the embedded model",
     ),
 ]
-MemoryLimit: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--memory-limit",
-        help="Memory for weights and caches: 16GB is 16 x 10^9 bytes, 16GiB is 16 x 2^30.",
-        envvar="PENSTOCK_MEMORY_LIMIT",
-        metavar="BYTES",
-        show_default="the limit that penstock doctor shows",
+PlannedLimit: TypeAlias = Annotated[
+    dict[str, int],
+    Fields(
+        config.EngineSettings,
+        "memory_limit",
+        unset={"memory_limit": "the limit that penstock doctor shows"},
     ),
 ]
-MaxKVSize: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        help="Hold the keys and values of at most this many tokens a sequence.",
-        envvar="PENSTOCK_MAX_KV_SIZE",
-        metavar="TOKENS",
-        show_default=f"{config.MAX_KV_SIZE}, or the model's longest text",
-        min=2,
+PlannedKV: TypeAlias = Annotated[
+    dict[str, Any],
+    Fields(
+        config.KVSettings,
+        "max_kv_size",
+        "keep_kv_size",
+        "kv_bits",
+        unset={"max_kv_size": f"{config.MAX_KV_SIZE}, or the model's longest text"},
     ),
 ]
 Batch: TypeAlias = Annotated[
@@ -121,7 +119,7 @@ Measure: TypeAlias = Annotated[
         help="Load the model, and measure the largest request that penstock serve admits."
     ),
 ]
-Pipeline: TypeAlias = Annotated[
+PlannedPipeline: TypeAlias = Annotated[
     bool,
     typer.Option(
         help="With --hosts: whole layers for each machine, where mlx-lm's class has pipeline."
@@ -133,17 +131,16 @@ Pipeline: TypeAlias = Annotated[
 def plan(
     model: PlannedModel = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
-    memory_limit: MemoryLimit = None,
-    max_kv_size: MaxKVSize = None,
     *,
-    kv: Annotated[dict[str, Any], Fields(config.KVSettings, "keep_kv_size", "kv_bits")],
+    limit: PlannedLimit,
+    kv: PlannedKV,
     choice: Annotated[
         dict[str, Any], Fields(config.EngineSettings, "attend_tokens", "active_kv_size")
     ],
     batch: Batch = 1,
     hosts: Hosts = 1,
-    pipeline: Pipeline = False,
-    draft_model: options.DraftModel = None,
+    pipeline: PlannedPipeline = False,
+    draft: options.DraftModel,
     measure: Measure = False,
     as_json: options.Json = False,
 ) -> None:
@@ -152,6 +149,7 @@ def plan(
     Reads the config, and the headers of the weights if they are there; loads nothing, unless it is
     to measure. Exit code 0 if the batch fits, 1 if it does not.
     """
+    draft_model: str | None = draft.get("draft_model")
     if draft_model is not None and hosts > 1:
         raise SettingError("--draft-model is for one machine")
     if measure and (hosts > 1 or kv.get("kv_bits") is not None):
@@ -160,22 +158,20 @@ def plan(
         raise SettingError(
             "--attend-tokens and --active-kv-size change the largest request: add --measure"
         )
-    limit_bytes = _limit(memory_limit)
+    limit_bytes = _limit(limit.get("memory_limit"))
     spec = _read_spec(_find(model), weights_dtype, limit_bytes)
     if draft_model is not None:
         spec = _with_draft(spec, _read_spec(_find(draft_model), weights_dtype, limit_bytes))
     memory_plan = make_plan(
         memory.divided(spec, hosts, pipeline=pipeline),
         memory_bytes=limit_bytes,
-        max_kv_size=max_kv_size,
         batch=batch,
         **kv,
     )
     if measure:
-        window: dict[str, Any] = {"max_kv_size": max_kv_size, "keep": kv.get("keep_kv_size")}
-        window["draft_model"] = draft_model
-        given = {name: value for name, value in window.items() if value is not None}
-        largest = largest_request(model, weights_dtype, limit_bytes, **given, **choice)
+        names = {"max_kv_size": "max_kv_size", "keep_kv_size": "keep"}
+        window = {names[name]: value for name, value in kv.items()}
+        largest = largest_request(model, weights_dtype, limit_bytes, **window, **draft, **choice)
         memory_plan = replace(
             memory_plan, largest_request_tokens=largest.tokens, spilled=largest.spilled
         )
@@ -425,16 +421,12 @@ def _default_keep(window: int) -> int:
     return config.KEEP if window > config.KEEP else window // 2
 
 
-def _limit(text: str | None) -> int:
-    if text is None:
+def _limit(given_bytes: int | None) -> int:
+    if given_bytes is None:
         return _default_limit()
-    try:
-        limit = memory.parse_bytes(text)
-    except SettingError as error:
-        raise SettingError(f"--memory-limit {error}") from None
-    if limit == 0:
+    if given_bytes == 0:
         raise SettingError("--memory-limit is 0; give the memory for weights and caches, as 16GB")
-    return limit
+    return given_bytes
 
 
 def _default_limit() -> int:

@@ -5,13 +5,14 @@
     @with_settings
     def command(*, sampling: SamplingOptions, as_json: options.Json = False) -> None: ...
 
-has a flag for each field, and gets a dictionary of the fields that have a value.
+has a flag for each field, and gets a dictionary of the fields that have a value. A command to which
+a setting is a thing of its own takes `option_of` with words of its own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -35,17 +36,26 @@ class Fields:
         kind: the settings.
         names: fields; none takes all that have a flag.
         variables: whether an environment variable sets an option's default.
+        unset: words for the effect of leaving a flag out, by field, where a command has a default
+            of its own in place of the field's.
     """
 
-    def __init__(self, kind: type[Settings], *names: str, variables: bool = True) -> None:
+    def __init__(
+        self,
+        kind: type[Settings],
+        *names: str,
+        variables: bool = True,
+        unset: Mapping[str, str] | None = None,
+    ) -> None:
         self.kind = kind
         self.variables = variables
+        self.unset = unset or {}
         self.names = names or tuple(n for n in kind.model_fields if setting_of(kind, n).is_flag)
 
     def options(self) -> Iterator[inspect.Parameter]:
         """Yield an option for each field."""
         for name in self.names:
-            yield _option(self.kind, name, self.variables)
+            yield _option(self.kind, name, self.variables, self.unset.get(name))
 
     def take(self, values: dict[str, Any]) -> dict[str, Any]:
         """Take the values of these options out of a command's; leave out those without one.
@@ -133,25 +143,47 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _option(kind: type[Settings], name: str, has_variable: bool) -> inspect.Parameter:
-    """Return the option of a field as a parameter, in typer's form."""
+def option_of(
+    kind: type[Settings],
+    name: str,
+    *,
+    words: str | None = None,
+    unset: str | None = None,
+    has_variable: bool = True,
+) -> Any:
+    """Return a field's option in typer's form: flag, unit, environment variable and range.
+
+    Args:
+        kind: the settings.
+        name: the field.
+        words: help of a command to which it is a thing of its own; None takes the field's.
+        unset: words for the effect of leaving it out; None shows the default.
+        has_variable: whether an environment variable sets the default.
+    """
+    field, setting, flag = kind.model_fields[name], setting_of(kind, name), flag_of(kind, name)
+    return typer.Option(
+        f"--{flag}",
+        help=words or setting.help,
+        envvar=PREFIX + flag.upper().replace("-", "_") if has_variable else None,
+        metavar=setting.unit,
+        show_default=unset or True,
+        **_range(field, _typed(field, setting)),
+    )
+
+
+def _option(
+    kind: type[Settings], name: str, has_variable: bool, unset: str | None
+) -> inspect.Parameter:
+    """Return the option of a field as a parameter; `unset` as in `Fields`, or None."""
     field, setting = kind.model_fields[name], setting_of(kind, name)
-    flag = flag_of(kind, name)
-    is_switch = field.annotation is bool
+    unset = unset or setting.unset
     default = field.default
-    if setting.unset is not None or isinstance(default, tuple):
+    if unset is not None or isinstance(default, tuple):
         default = None
     elif setting.unit == "BYTES":
         default = size_text(default)
     read = _typed(field, setting)
-    option = typer.Option(
-        *([f"--{flag}"] if is_switch else []),
-        help=setting.help,
-        envvar=PREFIX + flag.upper().replace("-", "_") if has_variable else None,
-        metavar=setting.unit,
-        show_default=setting.unset or True,
-        **_range(field, read),
-    )
+    option = option_of(kind, name, unset=unset, has_variable=has_variable)
     return inspect.Parameter(
         _parameter_name(kind, name),
         inspect.Parameter.KEYWORD_ONLY,

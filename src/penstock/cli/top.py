@@ -16,26 +16,15 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from penstock.config import HOST, PORT
+from penstock.cli import options
 
 PLAIN_SECONDS = 1.0
 """Seconds between two printed lines where the terminal cannot redraw one."""
 
 
 def top(
-    url: Annotated[
-        str,
-        typer.Option(help="Where the server is.", envvar="PENSTOCK_URL", metavar="URL"),
-    ] = f"http://{HOST}:{PORT}",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="The server's key.",
-            envvar="PENSTOCK_API_KEY",
-            metavar="KEY",
-            show_default="none",
-        ),
-    ] = None,
+    url: options.ServerURL = options.SERVER_URL,
+    api_key: options.ServerKey = None,
     once: Annotated[bool, typer.Option("--once", help="Show it once and stop.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a line on standard output.")

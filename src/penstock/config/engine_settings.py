@@ -84,16 +84,16 @@ class EngineSettings(Settings):
         Field(ge=0, le=16),
         Setting(
             "Propose up to this many tokens a step, from text that followed the same tokens "
-            "before, and check them together where that is faster; 0 is off.",
+            "before, else from --draft-model, and check them together where that is faster; 0 is "
+            "off. With a draft model it is 4 unless it is set.",
             "TOKENS",
         ),
     ] = 0
     draft_model: Annotated[
         str | None,
         Setting(
-            "Small model with the same tokenizer whose tokens are proposed where text does not "
-            "repeat: a folder, a .gguf file or a name. Its memory counts in --memory-limit; "
-            "--speculative-tokens is 4 unless it is set.",
+            "Small model with the same tokenizer whose tokens are proposed, and checked together: "
+            "a folder, a .gguf file or a name.",
             "MODEL",
             unset="none",
         ),

@@ -40,7 +40,7 @@ class ServerSettings(Settings):
         Setting(
             "Key that clients must show, as a bearer token or in x-api-key. Other users of this "
             "machine can read flags, but not the environment.",
-            "TEXT",
+            "KEY",
             unset="none",
         ),
     ] = None
