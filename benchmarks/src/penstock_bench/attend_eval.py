@@ -18,11 +18,12 @@ import numpy as np
 
 from penstock.caches import SelectiveKVCache, make_kv_cache
 from penstock.errors import SettingError
+from penstock.kv.sign_products import Floats
 from penstock.models.layer_seams import attach
 from penstock.models.mlx_lm import load
 from penstock_bench.eval_load import EvalLoad
 from penstock_bench.eval_texts import EvalPiece, pieces
-from penstock_bench.forcing import Floats, log_probabilities
+from penstock_bench.forcing import log_probabilities
 from penstock_bench.report import Line, Notify, Report
 
 CLAIM = "Steps that read a choice of a text expect what those expect that read all"

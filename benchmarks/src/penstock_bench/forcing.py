@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
@@ -24,13 +23,13 @@ from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.codecs import Coded, Scheme
 from penstock.kv.columns import Side
 from penstock.kv.segment import Layer, Segment
+from penstock.kv.sign_products import Floats
 from penstock.kv.states import RecurrentState
 from penstock_bench.eval_load import KVSetting
 from penstock_bench.eval_texts import EvalPiece
 
 PASS_TOKENS = 512
 """Tokens that a pass of the model reads, at most."""
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from penstock.kv.attention import MASKED, Partial
 from penstock.kv.attention_plan import AttentionPlan
 from penstock.kv.backend import Backend
 from penstock.kv.codecs.coded import Coded
-from penstock.kv.columns import Side
 from penstock.kv.kernels import kernel_text
 from penstock.kv.kernels.dispatches import (
     THREADGROUPS,
@@ -26,8 +25,8 @@ from penstock.kv.kernels.dispatches import (
 )
 from penstock.kv.kernels.kernel_text import KernelText
 from penstock.kv.kernels.span_forms import LEAST_NUMBERS, form_of
+from penstock.kv.segment import Layer
 
-Sides: TypeAlias = tuple[Side, Side]
 Shape: TypeAlias = tuple[int, ...]
 
 
@@ -92,7 +91,7 @@ class LayerStep:
     reading: StepReading
     layout: AttentionPlan
     layer: int
-    tails: Sides
+    tails: Layer
     """Buffers of all slots, (slots, kv_heads, columns, dim), the new tokens written."""
     scale: float
     """Factor of the model's scores."""
