@@ -77,7 +77,7 @@ def ls(
 ) -> None:
     """List the blocks by model, those worth most first.
 
-    The last use is told in uses of other blocks since, as the tier counts it. --json has all.
+    A block's last use is counted in uses of other blocks since then. --json lists all blocks.
     """
     with _opened(ssd_cache_dir) as folder:
         entries, uses = folder.entries(), folder.index.uses
@@ -204,7 +204,7 @@ def export_command(
 ) -> None:
     """Write the files of the blocks, as they are, into one new tar file that only you may read.
 
-    Conversations can be told from it. A block that is damaged is left out.
+    The file reveals conversations. Damaged blocks are left out.
     """
     from penstock.tiers.disk.archive import export_blocks
 

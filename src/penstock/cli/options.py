@@ -39,8 +39,9 @@ Model: TypeAlias = Annotated[
 WeightsDtype: TypeAlias = Annotated[
     config.WeightsDtype,
     typer.Option(
-        help="Numbers of the weights: native leaves them; auto makes them float32 on a CPU, where "
-        "MLX multiplies anything else slowly, if a quarter of the memory limit stays free.",
+        help="Number type of the weights. native: as stored; float32: converted when loaded; auto: "
+        "float32 on a CPU, where MLX is slow with other types, if a quarter of the memory limit "
+        "stays free.",
         envvar="PENSTOCK_WEIGHTS_DTYPE",
     ),
 ]

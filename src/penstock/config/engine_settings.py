@@ -101,8 +101,8 @@ class EngineSettings(Settings):
     kernels: Annotated[
         Literal["auto", "off"],
         Setting(
-            "Attention kernels of decode steps on a GPU. auto: taken where a self-test finds "
-            "their numbers right and them quickest; off: MLX's operations alone."
+            "Attention kernels of decode steps on a GPU. auto: used where a self-test finds them "
+            "right and quickest; off: MLX's operations only."
         ),
     ] = "auto"
     attend_tokens: Annotated[
@@ -129,9 +129,9 @@ class EngineSettings(Settings):
         int | None,
         Field(ge=LEAST_ATTEND_TOKENS),
         Setting(
-            "Hold the exact keys and values of only this many last tokens of a sequence in memory, "
-            "and a cache of as many. The others are read from the tier where they are chosen. "
-            "Needs --attend-tokens and a cold tier.",
+            "Keep in memory the keys and values of only this many last tokens of a sequence, and a "
+            "cache of as many older ones. A step reads other older tokens from the cold tier. "
+            "Needs --attend-tokens, and --ssd-cache-dir or --remote-cache.",
             "TOKENS",
             unset="all stay in memory",
         ),
@@ -140,7 +140,7 @@ class EngineSettings(Settings):
         int,
         Field(ge=1),
         Setting(
-            "Share and name tokens by blocks of this many.",
+            "Tokens of a block. Prefixes are shared, looked up and evicted in whole blocks.",
             "TOKENS",
             unset=f"{BLOCK_SIZE}, or as many as the codec takes together",
         ),
@@ -148,17 +148,23 @@ class EngineSettings(Settings):
     max_queue: Annotated[
         int,
         Field(ge=1),
-        Setting("Answers that may wait for their place; more are refused with 429.", "NUMBER"),
+        Setting(
+            "Answers that may wait until others end; further requests are refused with 429.",
+            "NUMBER",
+        ),
     ] = MAX_QUEUE
     hot_cache_only: Annotated[
         bool,
-        Setting("Promise that prefixes are kept in memory alone: no folder, no thread, no file."),
+        Setting(
+            "Keep prefixes in memory only: no folder, no thread, no file. A setting of a cold "
+            "tier beside it is an error."
+        ),
     ] = False
     ssd_cache_dir: Annotated[
         Path | None,
         Setting(
             "Keep prefixes in this folder too, so that they survive eviction and restarts; it is "
-            "made if it is not there. Prompts can be told from its files.",
+            "made if it is not there. Its files reveal prompts.",
             "FOLDER",
             unset="none: memory only",
             is_local=True,
@@ -201,7 +207,11 @@ class EngineSettings(Settings):
     remote_cache_timeout_seconds: Annotated[
         float,
         Field(gt=0.0, allow_inf_nan=False),
-        Setting("Leave the store alone for half a minute if an answer takes longer.", "SECONDS"),
+        Setting(
+            "Wait at most this long for an answer of the store. If it takes longer, the store is "
+            "not asked again for half a minute.",
+            "SECONDS",
+        ),
     ] = 1.0
     kv_cache_quantization: KVCacheQuantization = None
     """The codec of the nodes of the prefix tree."""

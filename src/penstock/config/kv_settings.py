@@ -19,13 +19,19 @@ from penstock.config.setting import Setting, Settings
 WeightsDtype: TypeAlias = Literal["auto", "native", "float32"]
 """Numbers of a model's weights once it is loaded; see `--weights-dtype`."""
 MaxKVSize: TypeAlias = Annotated[
-    int, Field(ge=2), Setting("Hold the keys and values of at most this many tokens.", "TOKENS")
+    int,
+    Field(ge=2),
+    Setting(
+        "Hold the keys and values of at most this many tokens of a sequence. A longer sequence "
+        "drops its oldest tokens, except the first --keep-kv-size.",
+        "TOKENS",
+    ),
 ]
 KeepKVSize: TypeAlias = Annotated[
     int | None,
     Field(ge=0),
     Setting(
-        "Never drop this many first tokens.",
+        "First tokens of a sequence that are never dropped.",
         "TOKENS",
         unset=f"{KEEP}, less in a small window",
         flag="keep-kv-size",
@@ -34,7 +40,7 @@ KeepKVSize: TypeAlias = Annotated[
 KVCacheQuantization: TypeAlias = Annotated[
     str | None,
     Setting(
-        "Hold keys and values in fewer bits: 8 (meant where no CODEC follows), 4, k8v4, "
+        "Hold keys and values in fewer bits: 8 (also without a CODEC), 4, k8v4, "
         "kivi5/turbo3.5, ... (docs/codecs.md; penstock bench-kv-cache compares them).",
         "[CODEC]",
         unset="full precision",
@@ -45,8 +51,8 @@ RawFirstTokens: TypeAlias = Annotated[
     int,
     Field(ge=0),
     Setting(
-        "First tokens of every sequence that stay in full precision; a --keep-kv-size that is "
-        "more counts instead.",
+        "First tokens of every sequence that stay in full precision; --keep-kv-size counts "
+        "instead where it is larger.",
         "TOKENS",
     ),
 ]

@@ -144,7 +144,7 @@ class ServerSettings(Settings):
     request_timeout_seconds: Annotated[
         float,
         Field(gt=0.0, allow_inf_nan=False),
-        Setting("From a request's arrival to its last token, at most.", "SECONDS"),
+        Setting("Break off a request that has not ended this long after its arrival.", "SECONDS"),
     ] = 600.0
     drain_timeout_seconds: Annotated[
         float,
