@@ -426,7 +426,7 @@ def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
         (["agents", "--block-size", "0"], "--block-size"),
         (["agents", "--seed", "-1"], "--seed"),
         (["agents", "--memory-limit", "much"], "'much' is not a size"),
-        (["agents", "--memory-limit", "0"], "--memory-limit 0"),
+        (["agents", "--memory-limit", "0"], "--memory-limit is 0"),
         (["agents", "--memory-limit", "9MB"], "9.00 MB"),
         (["agents", "--model", "nosuch"], "there is no folder nosuch"),
         (["agents", "extra"], "extra"),

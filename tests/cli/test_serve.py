@@ -189,7 +189,7 @@ def test_the_command_line_of_vllm_mlx_serves() -> None:
         ),
         (("--kv-cache-min-quantize-tokens", "-1"), "--kv-cache-min-quantize-tokens"),
         (("--host", "0.0.0.0"), "api-key"),
-        (("--memory-limit", "0"), "nothing fits"),
+        (("--memory-limit", "0"), "--memory-limit is 0"),
         (("--memory-limit", "much"), "--memory-limit 'much' is not a size"),
         (("--memory-limit", "1MB", "--port", "0"), "raise it to"),
         (("--memory-limit", "20MB", "--port", "0"), "weights of 7.03 MB, tails of"),

@@ -175,7 +175,10 @@ def _started(http: httpx.Client, url: str, key: str | None, model: str) -> Itera
     """
     host, port = http.base_url.host, http.base_url.port or 80
     if host not in LOOPBACK_HOSTS:
-        raise SettingError(f"no server answers at {url}, and none can be started there from here")
+        raise SettingError(
+            f"no server answers at {url}, and none can be started there from here; start "
+            f"penstock serve on that machine, or leave --url out"
+        )
     print(f"penstock: no server answers at {url}; starting one", file=sys.stderr)
     command = [sys.executable, "-m", "penstock", "serve", model]
     command += ["--host", host, "--port", str(port)]

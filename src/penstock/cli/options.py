@@ -110,7 +110,7 @@ def engine_size(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
     limit = config.EMBEDDED_LIMIT if embedded else None
     if given.get("memory_limit", 1) < 1:
-        raise SettingError("--memory-limit 0: nothing fits in it")
+        raise SettingError("--memory-limit is 0; give the memory for weights and caches, as 16GB")
     return {"memory_limit": limit} | dict(given)
 
 

@@ -151,9 +151,9 @@ def plan(
     """
     draft_model: str | None = draft.get("draft_model")
     if draft_model is not None and hosts > 1:
-        raise SettingError("--draft-model is for one machine")
+        raise SettingError("--draft-model does not work with --hosts; leave one of the two out")
     if measure and (hosts > 1 or kv.get("kv_bits") is not None):
-        raise SettingError("--measure is for one machine, and without --kv-bits")
+        raise SettingError("--measure does not work with --hosts or --kv-bits; leave them out")
     if choice and not measure:
         raise SettingError(
             "--attend-tokens and --active-kv-size change the largest request: add --measure"

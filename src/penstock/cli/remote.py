@@ -189,7 +189,10 @@ class Remote:
         try:
             yield
         except httpx.ConnectError as error:
-            raise RemoteError(f"no server answers at {self.url}") from error
+            raise RemoteError(
+                f"no server answers at {self.url}; start one with penstock serve, or name another "
+                f"with --url"
+            ) from error
         except httpx.RemoteProtocolError as error:
             raise RemoteError(f"the server at {self.url} has ended") from error
         except httpx.HTTPError as error:
