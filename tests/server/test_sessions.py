@@ -107,6 +107,6 @@ def test_what_is_not_held_or_not_served_is_told(tmp_path: Path) -> None:
     with server(tmp_path / "one", tmp_path / "sessions") as http:
         nothing = http.post("/v1/sessions/a/save", json={"prompt": "never asked"})
         assert nothing.status_code == 400
-        assert "nothing is held" in nothing.json()["error"]["message"]
+        assert "no block of this prompt" in nothing.json()["error"]["message"]
     with server(tmp_path / "one", None) as http:
         assert "--session-dir" in http.get("/v1/sessions").json()["error"]["message"]

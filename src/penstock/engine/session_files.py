@@ -74,9 +74,9 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
             done = export_blocks(opened, aside, lambda _: None, block_hashes=wanted)
         if not done.blocks:
             raise SettingError(
-                f"nothing is held of a prompt of {len(tokens):,} tokens; whole blocks of "
-                f"{about.block_size} tokens are, after it was asked, of {about.least_tokens:,} "
-                f"tokens at least"
+                f"no block of this prompt of {len(tokens):,} tokens is cached. Only whole blocks "
+                f"of {about.block_size} tokens are, of prompts of at least {about.least_tokens:,} "
+                f"tokens. Ask the prompt first, then save it"
             )
         nbytes = aside.stat().st_size
         aside.replace(file)

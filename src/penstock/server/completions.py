@@ -74,7 +74,11 @@ class Completions:
         if body.suffix:
             raise BadRequest("suffix: text is continued at its end only", param="suffix")
         if body.best_of is not None and body.best_of != self.n:
-            raise BadRequest("best_of must be n: all that is generated is told", param="best_of")
+            raise BadRequest(
+                f"best_of {body.best_of} must equal n, which is {self.n}: every generated answer "
+                f"is returned",
+                param="best_of",
+            )
         check_scores(body.prompt_logprobs, stream=bool(body.stream))
         prompts = await until_gone(http, self.service.work(self._read))
         sampling = body.sampling(

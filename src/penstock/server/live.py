@@ -256,7 +256,11 @@ def router(service: Service) -> APIRouter:
     async def live(http: HttpRequest) -> Response:
         """Stream snapshots of the engine as server-sent events, without end."""
         if pulse.watchers >= MOST_WATCHERS:
-            raise Unavailable(f"{MOST_WATCHERS} look on already; close a page", code="too_many")
+            raise Unavailable(
+                f"{MOST_WATCHERS} pages and terminals watch this server, and no more may; close "
+                f"one of them",
+                code="too_many",
+            )
         if service.draining:
             raise Unavailable("the server is shutting down", code="shutting_down")
         if not service.alive:
