@@ -120,7 +120,7 @@ def _reason(
     if diverges is not None:
         return (
             f"token {diverges:,} differs from the nearest cached prompt: the part from there "
-            f"on is new. If it should not be, put the parts that change (a date, a name) last"
+            f"on is new. To reuse more, put text that changes (a date, a name) at the end"
         )
     if length // size == cached // size:
         return f"all whole blocks of {size} tokens are cached"

@@ -12,9 +12,10 @@ Why: TypeAlias = Literal["limit", "pressure", "cleared", "lost"]
 that was in a cold tier alone."""
 
 CAUSES: dict[Why, str] = {
-    "limit": "to stay inside the memory limit of {limit}; raise memory_limit to keep more",
-    "pressure": "because the machine ran short of memory; free some of it, or "
-    "raise memory_threshold",
+    "limit": "to stay inside the memory limit of {limit}; raise memory_limit (--memory-limit) to "
+    "keep more",
+    "pressure": "because the machine ran short of memory; close other programs, or "
+    "raise memory_threshold (--memory-threshold)",
     "cleared": "because the cache was cleared",
     "lost": "because its keys and values were in a cold tier alone, and could not be read back",
 }
