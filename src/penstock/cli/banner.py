@@ -114,7 +114,11 @@ def _room(view: EngineView) -> list[str]:
     return [
         f"memory   limit {format_bytes(stats.limit_bytes)}: weights {format_bytes(weights)}, "
         f"{format_bytes(free)} free for KV"
-        + (f"; more than this machine has: {format_bytes(machine_bytes)}" if over else ""),
+        + (
+            f"; more than this machine has: {format_bytes(machine_bytes)}; lower --memory-limit"
+            if over
+            else ""
+        ),
         f"fits     about {tokens:,} tokens of KV{held}; in sequences: "
         + (", ".join(fitting) or f"none of {lengths[0]:,}; raise --memory-limit for longer"),
         *_tiers(stats, limits),
