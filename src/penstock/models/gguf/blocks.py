@@ -16,10 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.kv.sign_products import Floats
 from penstock.models.gguf.header import GROUP, TensorInfo
 
 Bytes: TypeAlias = np.ndarray[Any, Any]
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
