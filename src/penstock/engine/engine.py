@@ -295,9 +295,8 @@ class Engine:
                 worked = False
                 while not self._closing:
                     self._serve(wait=core.view.idle and not worked)
-                    worked = core.step(
-                        send_later=True
-                    )  # with nothing to do it still evicts for other programs
+                    # With nothing to do a step still evicts for other programs.
+                    worked = core.step(send_later=True)
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
                 core.close(EngineStopped(f"the engine's thread has died: {fault}"))

@@ -138,7 +138,7 @@ def decode(raw: bytes) -> Record:
     """Read a file as a whole, with the library's own parser.
 
     Raises:
-        Damaged: it differs by a bit from the output of `encode`.
+        Damaged: some bit of it is not as `encode` has written it.
     """
     words = header(raw)
     try:
@@ -196,8 +196,8 @@ def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
         targets: by name, for all arrays that the file should have.
 
     Raises:
-        Damaged: it differs by a bit from the output of `encode`, or has other arrays. The content
-            of the targets is worth nothing then.
+        Damaged: some bit of it is not as `encode` has written it, or it has other arrays. The
+            content of the targets is worth nothing then.
         OSError: the source fails.
     """
     length, head = source.nbytes, _head(source)
