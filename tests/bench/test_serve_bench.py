@@ -137,6 +137,25 @@ def test_a_random_model_takes_no_text(capsys: pytest.CaptureFixture[str]) -> Non
     assert "name a model with real weights" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["serve", "speculate"])
+def test_a_model_that_is_not_there_is_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, why in (
+        (tmp_path / "nowhere", "there is no folder"),
+        (tmp_path, "it has no config.json"),
+        (tmp_path / "m.gguf", "there is no file"),
+        ("owner/model", "name a model folder"),
+    ):
+        assert main(["bench", command, "--model", str(name)]) == 2
+        assert why in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    for file in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / file).touch()
+    assert main(["bench", command, "--model", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
 def test_a_real_model_has_defaults_of_its_own() -> None:
     """All options of the command line arrive here, those that were left out with their defaults."""
     plain = serve_command.ServeSettings().model_dump()

@@ -20,6 +20,7 @@ from penstock.models import named
 from penstock.models.gguf import weights
 from penstock.models.gguf.header import is_gguf, read_header
 from penstock.models.mlx_lm import load
+from penstock.models.source import checked_source
 from penstock.recall import MODEL_PATH, count_tokens, dialogue, vocabulary
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 
@@ -73,7 +74,8 @@ def real_folder(name: str) -> Iterator[ServedFolder]:
     """
     file = model_source(name)
     if not is_gguf(file):
-        yield _real(file, file.name, None)
+        folder = Path(checked_source(file))
+        yield _real(folder, folder.name, None)
         return
     with TemporaryDirectory(prefix="penstock-bench-") as place:
         write_gguf(file, Path(place), wide=True)
@@ -99,7 +101,7 @@ def write_gguf(file: Path, folder: Path, *, wide: bool) -> None:
 
 def _real(folder: Path, name: str, file: Path | None) -> ServedFolder:
     """Describe a folder by its config and the sizes of its weights, which are not read."""
-    spec = memory.read_model_spec(json.loads((folder / "config.json").read_text()))
+    spec = memory.read_model_spec(folder)
     parts: list[Any] = [mx.load(str(part)) for part in sorted(folder.glob("*.safetensors"))]
     parameters = sum(array.size for part in parts for array in part.values())
     token_bytes = memory.bytes_per_token(spec)
