@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -287,14 +287,16 @@ def test_products_of_queries_with_keys(rows: int, columns: int, dtype: mx.Dtype)
 
 @pytest.mark.parametrize("unpacked", [True, False])
 @pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("outputs", [3, 640, 1001, 6144])
+@pytest.mark.parametrize("outputs", [3, 640, 1001, 1536, 6144])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (16, 1), (1, 40)], ids=str)
 def test_products_with_weights(
     shape: tuple[int, int], outputs: int, lanes: int, unpacked: bool, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_backend, "multiplies_unpacked", lambda: unpacked)
     x, weights = normal(*shape, 192, seed=1), normal(outputs, 192, seed=2)
-    with backend.using(CPUBackend(lanes=lanes)) as device:
+    device = CPUBackend(lanes=lanes)
+    threads = device.one_thread_of_blas() if device.divides(*shape) else nullcontext()
+    with backend.using(device), threads:
         products = device.multiply_weights(x, weights)
         mx.eval(products)
     assert products.shape == (*shape, outputs)
@@ -364,6 +366,14 @@ def test_the_cpu_alone_takes_threads_from_blas(monkeypatch: MonkeyPatch) -> None
         assert entered == []
     with CPU.one_thread_of_blas():
         assert entered == ["one thread"]
+
+
+def test_lanes_share_a_step_of_several_rows_and_one_of_a_wide_row() -> None:
+    for device in (CPU, CPUBackend(lanes=1), GPU):
+        wide = device is CPU
+        assert [device.divides(1, width) for width in (1, 7, 8)] == [False, False, wide]
+        assert [device.divides(2, width) for width in (1, 8)] == [True, True]
+    assert CPU.computes_ahead(1, 7) and not CPU.computes_ahead(1, 8)
 
 
 # ---- the choice

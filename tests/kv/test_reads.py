@@ -20,6 +20,7 @@ from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import AttentionPlan, DecodeRow, KVSpan, in_order, plan_attention
 from penstock.kv.backend import CPUBackend, GPUBackend
 from penstock.kv.chunk_reads import ChunkReads
+from penstock.kv.cpu_backend import WIDE_ROW
 from penstock.kv.joined_reads import JoinedReads
 from penstock.kv.reads import DecodeReads, DecodeStep
 from penstock.kv.segment import Segment
@@ -68,10 +69,10 @@ class Scene:
     def tails(self) -> Tails:
         """Return tails with a number in every column, whether it is of account or not."""
         shape = LayerShape(self.kv_heads, KEY_WIDTH, VALUE_WIDTH, mx.float32)
-        tails = Tails(len(self.rows), TAIL, [shape])
+        tails = Tails(len(self.rows), TAIL + WIDE_ROW, [shape])
         tails.ready()
         for slot in range(tails.slots):
-            for column in range(TAIL):
+            for column in range(TAIL + WIDE_ROW):
                 tails.write_block(0, slot, column, *self.sides(1, 1))
         return tails
 
@@ -207,7 +208,12 @@ def test_decode_steps(scene: Scene, window: int | None, with_sinks: bool) -> Non
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(scenes(tail=TAIL - 3), windows, st.booleans(), st.integers(2, 3))
+@given(
+    scenes(tail=TAIL - 3),
+    windows,
+    st.booleans(),
+    st.sampled_from((2, 3, WIDE_ROW - 1, WIDE_ROW)),
+)
 def test_decode_steps_of_several_tokens(
     scene: Scene, window: int | None, with_sinks: bool, width: int
 ) -> None:

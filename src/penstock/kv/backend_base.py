@@ -266,7 +266,14 @@ class Backend(ABC):
         """Let BLAS multiply on one thread in this context, where lanes share the cores with it."""
         return nullcontext()
 
-    def computes_ahead(self, rows: int) -> bool:
+    def divides(self, rows: int, width: int) -> bool:
+        """Tell whether lanes share a decode step of `rows`, each with `width` new tokens.
+
+        If not, one row is read in one product, by all threads of BLAS.
+        """
+        return rows > 1
+
+    def computes_ahead(self, rows: int, width: int) -> bool:
         """Tell whether a layer of a decode step is computed while Python still builds the next."""
         return False
 

@@ -6,7 +6,7 @@ import os
 import platform
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -37,7 +37,11 @@ CHUNK_BUFFERS = 2
 HALF_CHUNK_BUFFERS = 3
 """The same where products and weights are of half precision."""
 WEIGHTS_LANES_FROM = 2**20
-"""Weights from which it pays to divide them between two streams."""
+"""Weights from which it pays to divide them between two streams that both call threads of BLAS."""
+ONE_THREAD_LANES_FROM = 2**18
+"""The same where BLAS multiplies on one thread."""
+WIDE_ROW = 8
+"""New tokens from which lanes read and multiply one row more quickly than all threads of BLAS."""
 INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
 """Signed and unsigned integer types, by the bytes of a number."""
 HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
@@ -64,6 +68,8 @@ class _Lane(threading.local):
 
     stream: mx.Stream | None = None
     taken = False
+    one_thread = False
+    """Whether BLAS multiplies on one thread for this one meanwhile."""
     thread: cpu_rows.SecondThread | None = None
 
 
@@ -263,7 +269,8 @@ class CPUBackend(Backend):
 
     def _in_pieces(self, x: mx.array, pieces: mx.array) -> mx.array:
         """Return the products (rows, m) with the pieces, much of them in both lanes."""
-        if pieces.size < WEIGHTS_LANES_FROM or self.lanes == 1 or len(pieces) == 1:
+        least = ONE_THREAD_LANES_FROM if _second.one_thread else WEIGHTS_LANES_FROM
+        if pieces.size < least or self.lanes == 1 or len(pieces) == 1:
             return (x @ pieces).swapaxes(0, 1)
         half = len(pieces) // 2
         one = x @ pieces[:half]
@@ -368,17 +375,30 @@ class CPUBackend(Backend):
         finally:
             _second.taken = False
 
-    def one_thread_of_blas(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def one_thread_of_blas(self) -> Iterator[None]:
         """See `Backend`."""
-        return one_thread()
+        before, _second.one_thread = _second.one_thread, True
+        try:
+            with one_thread():
+                yield
+        finally:
+            _second.one_thread = before
 
-    def computes_ahead(self, rows: int) -> bool:
-        """See `Backend`: several rows run in lanes.
+    def divides(self, rows: int, width: int) -> bool:
+        """See `Backend`: several rows, or one with many new tokens.
 
-        One row would wait for Python in a third of its step. Several rows keep both cores busy;
-        BLAS must be on one thread first.
+        SmolLM2 behind 1,500 tokens, ms of a step in lanes and with all threads of BLAS: 5 new
+        tokens 88 and 87; 9: 98 and 136; 17: 122 and 197 (OpenBLAS 0.3.21, two cores).
         """
-        return rows == 1
+        return rows > 1 or (self.lanes > 1 and width >= WIDE_ROW)
+
+    def computes_ahead(self, rows: int, width: int) -> bool:
+        """See `Backend`: one row, which would wait for Python in a third of its step.
+
+        Lanes keep both cores busy; BLAS must be on one thread first.
+        """
+        return not self.divides(rows, width)
 
     def code_bytes(self, numbers: int) -> int:
         """See `Backend`."""

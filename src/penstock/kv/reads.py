@@ -59,6 +59,8 @@ class DecodeStep:
     """Whether all rows write to the same column of neighboring slots: one block."""
     neighbors: bool
     """Whether the rows' slots are one slice of the pool."""
+    divided: bool
+    """Whether lanes share the step; see `Backend.divides`."""
     ahead: bool
     """Whether a layer is computed while Python still builds the next ones."""
     layouts: dict[AttentionWindow, AttentionPlan]
@@ -85,7 +87,7 @@ class DecodeStep:
         most_joined: int | None = None,
     ) -> DecodeStep:
         """Prepare a step of `width` new tokens a row; nothing is computed yet."""
-        positions = [row.position for row in rows]
+        positions, device = [row.position for row in rows], backend.current()
         neighbors = all(row.slot == rows[0].slot + i for i, row in enumerate(rows))
         return cls(
             rows,
@@ -96,7 +98,8 @@ class DecodeStep:
             positions[0] if len(rows) == 1 else mx.array(positions),
             neighbors and all(row.tail == rows[0].tail for row in rows),
             neighbors,
-            backend.current().computes_ahead(len(rows)),
+            device.divides(len(rows), width),
+            device.computes_ahead(len(rows), width),
             {},
             ways,
             {},
@@ -243,7 +246,7 @@ class DecodeReads(Reads):
         if by_row:
             asked = queries.astype(mx.float32) * scale
             result = self._attend_by_row(in_base_2, asked, choosing, window, sunk)
-        elif len(self.step.rows) == 1:
+        elif not self.step.divided:
             layout = self.step.layout(window)
             result = self._attend_alone(in_base_2, self.step.rows[0], layout, sunk)
         else:

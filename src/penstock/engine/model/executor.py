@@ -135,8 +135,9 @@ class ModelExecutor:
         started = time.perf_counter()
         try:
             samplers = [s.sampler for s in sequences]
-            # Rows are computed on two streams; one multiplies better with all threads of BLAS.
-            with backend.current().one_thread_of_blas() if len(rows) > 1 else nullcontext():
+            device = backend.current()
+            divided = device.divides(len(rows), width)
+            with device.one_thread_of_blas() if divided else nullcontext():
                 decoded = self._runner.decode(new, rows, self._tails, before)
                 logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
                 if greedy_only(samplers) and _unruled(samplers, proposals):
