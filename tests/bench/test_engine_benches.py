@@ -25,8 +25,10 @@ from penstock.cli import main
 from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.schedule.partial_blocks import PartialBlock
 from penstock.errors import SettingError
+from penstock.kv.chunk_reads import ChunkReads
 from penstock.prefix.checkpoints import Checkpoints
 from penstock_bench import (
+    attend_steps,
     comparison,
     engine_runs,
     hit,
@@ -614,3 +616,27 @@ def test_the_command_refuses_before_it_measures(capsys: pytest.CaptureFixture[st
     ):
         assert main(command.split()) != 0
         assert message in capsys.readouterr().err
+
+
+def test_attend_times_both_sides_and_judges_by_the_median(tiny: Any) -> None:
+    load = attend_steps.AttendLoad(
+        shapes=((1, 400), (2, 400)), attend_tokens=128, rounds=1, llama=TINY
+    )
+    found = attend_steps.measure(load)
+    assert set(found.ratio) == {"1 x 400 tokens", "2 x 400 tokens"}
+    for steps in found.raw["step_ms"]:
+        assert len(steps[attend_steps.ALL]) == len(steps[attend_steps.CHOICE]) == attend_steps.STEPS
+    assert found.met, "these lengths have no goal"
+    times = {
+        (1, 8_192): {attend_steps.ALL: [20.0, 20.0, 1.0], attend_steps.CHOICE: [10.1, 10.1, 90.0]}
+    }
+    assert not attend_steps.report(load, tiny, times).met
+    times[1, 8_192][attend_steps.CHOICE] = [10.0, 9.0, 90.0]
+    assert attend_steps.report(load, tiny, times).met
+
+
+def test_prompts_attend_again_after_the_bench() -> None:
+    before = ChunkReads.attend
+    with attend_steps.prompts_unattended():
+        assert ChunkReads.attend is not before
+    assert ChunkReads.attend is before

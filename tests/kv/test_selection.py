@@ -14,11 +14,12 @@ from penstock.kv import selection as module
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.backend import Backend, CPUBackend, GPUBackend, using
+from penstock.kv.choice_loops import BLOCK_TOKENS
 from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.key_index import KeyIndex
 from penstock.kv.reads import DecodeReads, DecodeStep
 from penstock.kv.segment import Segment
-from penstock.kv.selection import BLOCK_TOKENS, FIRST_TOKENS, Selection
+from penstock.kv.selection import FIRST_TOKENS, Selection
 from penstock.kv.tails import LayerShape, Tails
 
 HEADS, KV_HEADS, DIM, VALUE_DIM, TAIL = 4, 2, 32, 24, 8
@@ -117,7 +118,11 @@ class Row:
 
 
 def attend(
-    rows: list[Row], tokens: int | None, sinks: mx.array | None = None
+    rows: list[Row],
+    tokens: int | None,
+    sinks: mx.array | None = None,
+    *,
+    compiled: bool = True,
 ) -> np.ndarray[Any, Any]:
     """Return what the rows read together, (rows, heads, value_dim)."""
     shape = LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32)
@@ -128,7 +133,7 @@ def attend(
         for column in range(row.tail):
             sides = (mx.array(s[None, :, start + column : start + column + 1]) for s in row.sides)
             tails.write_block(0, slot, column, *sides)
-    selection = None if tokens is None else Selection(tokens, INDEX)
+    selection = None if tokens is None else Selection(tokens, INDEX, compiled)
     own = [row.decode_row(slot) for slot, row in enumerate(rows)]
     step = DecodeStep.of(own, tails, selection=selection)
     reads = DecodeReads(step, 0, FAR)
@@ -161,6 +166,8 @@ def test_sinks_take_part_in_the_softmax_of_a_choice(device: Backend) -> None:
     sinks = np.array([-1.0, 0.5, 9.0, 2.0], np.float32)
     with using(device):
         out = attend(rows, 256, mx.array(sinks))
+        plain = attend(rows, 256, mx.array(sinks), compiled=False)
+        assert np.allclose(out, plain, atol=1e-5)
         for row, own in zip(rows, out, strict=True):
             assert np.allclose(own, row.exact(row.choice(256), sinks), atol=1e-4)
             assert not np.allclose(own, row.exact(row.choice(256)), atol=1e-2)
@@ -227,8 +234,9 @@ def test_a_shared_segment_is_chosen_from_by_each_row() -> None:
     assert rows[0].choice(160) != rows[1].choice(160)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 def test_scores_of_a_shared_segment_are_those_of_each_row_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [Row(5, [512, 600 + 40 * seed], 3) for seed in range(3)]
     for row in rows[1:]:
@@ -236,14 +244,14 @@ def test_scores_of_a_shared_segment_are_those_of_each_row_alone(
     decoded = [row.decode_row(slot) for slot, row in enumerate(rows)]
     draw = np.random.default_rng(1)
     queries = [draw.normal(size=(KV_HEADS, 2, DIM)).astype(np.float32) for _ in rows]
-    selection, counts = Selection(128, INDEX), []
-    best = KeyIndex.best_by_block
+    selection, counts = Selection(128, INDEX, compiled), []
+    best = Selection._best_by_block
 
-    def counted(self: KeyIndex, queries: Any, parts: Any, block: int) -> Any:
+    def counted(self: Selection, queries: Any, parts: Any) -> Any:
         counts.append(queries.shape[1])
-        return best(self, queries, parts, block)
+        return best(self, queries, parts)
 
-    monkeypatch.setattr(KeyIndex, "best_by_block", counted)
+    monkeypatch.setattr(Selection, "_best_by_block", counted)
     with using(CPUBackend()):
         together = selection.score_blocks(decoded, queries, 0)
         assert counts == [6, 2, 2, 2], "the shared segment once, the rest by each row"

@@ -21,7 +21,8 @@ from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.engine.schedule.sequence import Sequence
 from penstock.kv.attention_plan import ColumnRange, DecodeRow
-from penstock.kv.selection import BLOCK_TOKENS, FIRST_TOKENS, Scores, Selection, pieces
+from penstock.kv.choice_loops import BLOCK_TOKENS
+from penstock.kv.selection import FIRST_TOKENS, Scores, Selection, pieces
 from penstock.models.mlx_lm import load, render
 from penstock.recall import MODEL_PATH, Question, dialogue
 from penstock_bench.report import Line, Notify, Report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 from weakref import ref
@@ -16,6 +17,7 @@ from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.checks import whole
 from penstock.kv.codecs import Coded
 from penstock.kv.columns import Side
+from penstock.kv.kernels import OFF
 from penstock.kv.key_index import KeyIndex
 from penstock.kv.segment import Segment
 from penstock.kv.selection import LEAST_TOKENS, Selection
@@ -90,7 +92,8 @@ class SelectiveKVCache(SinkRotatingKVCache):
         given, self._given = self._given, None
         if given is None or keys is not given[0]() or values is not given[1]() or mask is not None:
             return None
-        selection = Selection(self.attend_tokens, _INDEX)
+        compiled = os.environ.get(OFF) != "off"
+        selection = Selection(self.attend_tokens, _INDEX, compiled)
         position = self.offset - 1
         held = self._held()
         mx.eval(queries, held)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock import config, memory
-from penstock.engine.model.attention_ways import OFF, try_ways, turned_off
+from penstock.engine.model.attention_ways import try_ways, turned_off
 from penstock.engine.model.model_probe import Way
 from penstock.engine.model.runner import Runner
 from penstock.errors import ModelError
+from penstock.kv.kernels import OFF
 from penstock.kv.kernels.selftest import SECONDS, WayChoice
 from penstock.kv.key_index import KeyIndex
 from penstock.kv.tails import token_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import EngineSettings
-from penstock.engine.model.attention_ways import chosen_ways
+from penstock.engine.model.attention_ways import chosen_ways, turned_off
 from penstock.engine.model.runner import Runner
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.budget import FixedReservations, reserve_fixed, weight_bytes
@@ -57,7 +57,8 @@ def lay_foundation(
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
     limits = fitting(limits, runner, room, ranks=group.size)
     if limits.attend_tokens is not None:
-        runner.select(limits.attend_tokens, limits.attend_full_layers)
+        compiled = not turned_off(limits)
+        runner.select(limits.attend_tokens, limits.attend_full_layers, compiled=compiled)
     runner.most_joined = limits.active_kv_size
     if limits.active_kv_size is None:  # kernels read memory alone
         runner.ways = chosen_ways(runner, limits, ledger)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +15,8 @@ from penstock.kv import attention, wide_codes
 from penstock.kv.attention import AttentionWindow, KVData, Partial
 from penstock.kv.sign_products import Floats
 
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
 SCORE_BUFFERS = 8
 """Arrays of float32 that are alive together while scores become weights: 7.7 at most, measured."""
 HALF_SCORE_BUFFERS = 10
@@ -272,6 +274,10 @@ class Backend(ABC):
         If not, one row is read in one product, by all threads of BLAS.
         """
         return rows > 1
+
+    def divide(self, function: Callable[[_Task], _Result], tasks: Sequence[_Task]) -> list[_Result]:
+        """Call a function for each of some tasks, on as many threads as there are lanes."""
+        return [function(task) for task in tasks]
 
     def computes_ahead(self, rows: int, width: int) -> bool:
         """Tell whether a layer of a decode step is computed while Python still builds the next."""

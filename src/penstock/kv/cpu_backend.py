@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,8 @@ from penstock.kv.backend_base import Backend, RowsRead, RowTails
 from penstock.kv.cpu_softmax import weigh_in_place
 from penstock.kv.sign_products import Floats
 
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
 LANES_FROM = 2**16
 """Scores from which it pays to divide them between two streams."""
 CODED_LANES_FROM = 2**12
@@ -392,6 +395,14 @@ class CPUBackend(Backend):
         tokens 88 and 87; 9: 98 and 136; 17: 122 and 197 (OpenBLAS 0.3.21, two cores).
         """
         return rows > 1 or (self.lanes > 1 and width >= WIDE_ROW)
+
+    def divide(self, function: Callable[[_Task], _Result], tasks: Sequence[_Task]) -> list[_Result]:
+        """See `Backend`: the second thread takes the second half."""
+        other, half = self._second_thread(), -(-len(tasks) // 2)
+        if other is None or len(tasks) < 2:
+            return Backend.divide(self, function, tasks)
+        later = other.submit(Backend.divide, self, function, tasks[half:])
+        return [*Backend.divide(self, function, tasks[:half]), *later.result()]
 
     def computes_ahead(self, rows: int, width: int) -> bool:
         """See `Backend`: one row, which would wait for Python in a third of its step.

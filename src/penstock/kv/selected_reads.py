@@ -7,6 +7,7 @@ A choice waits for the queries anyway. From then on MLX's operations take longer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import gcd, prod
 from typing import TypeAlias
 
@@ -16,18 +17,19 @@ import numpy as np
 from penstock.kv import attention, backend
 from penstock.kv.attention import LOG2_E
 from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.choice_loops import BLOCK_TOKENS, ArrayAddress, ChoiceLoops, SpanAddresses
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import Spilled
 from penstock.kv.columns import Side
 from penstock.kv.joined_reads import read_sides
 from penstock.kv.selection import (
-    BLOCK_TOKENS,
     Numbers,
     Scores,
     SelectedKV,
     Selection,
     best_blocks,
     gather,
+    halves,
     pieces,
 )
 from penstock.kv.spilled_reads import loaded
@@ -35,6 +37,8 @@ from penstock.kv.tails import Tails
 
 Scratch: TypeAlias = dict[int, Scores]
 """Memory for the copies of keys and of values, by side; fresh pages take longer than copying."""
+_Given: TypeAlias = tuple[int, DecodeRow, Numbers, Scores, int, Sequence[Scores], "Scores | None"]
+"""A row's number, and the arguments of `attend`."""
 ALONE = 2**17
 """Multiplications of a product that NumPy's BLAS does without threads, which would wait."""
 
@@ -78,14 +82,102 @@ def choose(
         below = np.array(sinks / LOG2_E).reshape(kv_heads, -1)
     chosen: dict[int, mx.array | SelectedKV] = {}
     scratch = {} if scratch is None else scratch
+    given: dict[int, Given] = {}
     for number, row, query, wanted, tail in zip(numbers, choosing, asked, blocks, own, strict=True):
-        if not _on_host(row, tails.shapes[layer].dtype, layer):
+        if _on_host(row, tails.shapes[layer].dtype, layer):
+            sides = [_held(side) for side in tail]
+            given[number] = Given(row, wanted, query, layer, sides, below)
+        else:
             chosen[number] = gather(selection, row, wanted, layer)
-            continue
-        sides = [_held(side) for side in tail]
-        read = attend(selection, row, wanted, query, layer, sides, below, scratch)
-        chosen[number] = mx.array(read.reshape(1, heads, 1, -1))
+    read = _read_all(selection, list(given.values()), scratch)
+    for number, mixed in zip(given, read, strict=True):
+        chosen[number] = mx.array(mixed.reshape(1, heads, 1, -1))
     return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A row that reads its choice in one layer, in memory, as float32."""
+
+    row: DecodeRow
+    blocks: Numbers
+    """Numbers of the blocks that each key head reads, (kv_heads, blocks)."""
+    queries: Scores
+    """(kv_heads, m, dim), scaled so that e^score is a weight."""
+    layer: int
+    tail: Sequence[Scores]
+    """Keys and values of the tail, the new token among them, (kv_heads, tokens, dim) each."""
+    sinks: Scores | None
+    """See `attention.merged`, in base e, (kv_heads, m)."""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether it reads blocks that were loaded from a tier."""
+        sides = (part.segment.layers[self.layer][0] for part in self.row.parts)
+        return any(isinstance(side, Coded) for side in sides)
+
+
+def _read_all(selection: Selection, given: Sequence[Given], scratch: Scratch) -> list[Scores]:
+    """Let rows read in both lanes: one row each, or half of the heads of a single one."""
+    if not given:
+        return []
+    loops = selection.loops(given[0].queries.shape[2], given[0].tail[1].shape[2])
+    if loops is None or any(one.loaded for one in given):
+        return [attend(selection, one, scratch) for one in given]
+    arrays: dict[int, tuple[ArrayAddress, ArrayAddress]] = {}
+    rows = [ChosenSpans.of(selection, one, arrays) for one in given]
+    device = backend.current()
+    if len(rows) > 1:
+        return device.divide(lambda row: row.attend(loops, slice(None)), rows)
+    parts = device.divide(lambda heads: rows[0].attend(loops, heads), halves(len(rows[0].blocks)))
+    return [np.concatenate(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSpans:
+    """All that one row reads in one layer, where it lies."""
+
+    queries: Scores
+    """(kv_heads, m, dim), scaled so that e^score is a weight."""
+    blocks: Numbers
+    """First, chosen and recent blocks, to the new token, (kv_heads, n)."""
+    keys: SpanAddresses
+    values: SpanAddresses
+    sinks: Scores | None
+    """Sinks of the heads in base e, (kv_heads, m)."""
+
+    @classmethod
+    def of(
+        cls,
+        selection: Selection,
+        given: Given,
+        arrays: dict[int, tuple[ArrayAddress, ArrayAddress]],
+    ) -> ChosenSpans:
+        """Find the arrays; those of segments that other rows read are in `arrays` already."""
+        row, stop = given.row, given.row.position - given.row.tail
+        first = selection.recent_start(row.position) // BLOCK_TOKENS
+        recent = np.arange(first, row.position // BLOCK_TOKENS + 1)
+        heads = len(given.blocks)
+        blocks = [np.zeros((heads, 1), np.int64), given.blocks, np.tile(recent, (heads, 1))]
+        held = []
+        for part in row.parts:
+            key = id(part.segment)
+            if key not in arrays:
+                both = part.segment.layers[given.layer]
+                arrays[key] = ArrayAddress.of(_held(both[0])), ArrayAddress.of(_held(both[1]))
+            held.append(arrays[key])
+        held.append((ArrayAddress.of(given.tail[0]), ArrayAddress.of(given.tail[1])))
+        starts = [*(part.start for part in row.parts), stop, row.position + 1]
+        keys, values = (SpanAddresses.of([one[side] for one in held], starts) for side in (0, 1))
+        return cls(given.queries, np.concatenate(blocks, axis=1), keys, values, given.sinks)
+
+    def attend(self, loops: ChoiceLoops, heads: slice) -> Scores:
+        """Attend with some key heads, (kv_heads, m, value_dim)."""
+        blocks = self.blocks[heads]
+        scores = loops.score(self.queries[heads], self.keys.of_heads(heads), blocks)
+        weights, total = _weights(scores, None if self.sinks is None else self.sinks[heads])
+        mixed: Scores = loops.mix(weights, self.values.of_heads(heads), blocks) / total
+        return mixed
 
 
 def attend_alone(
@@ -114,7 +206,7 @@ def attend_alone(
     if _on_host(row, tail[0].dtype, 0):
         sides = [_held(side) for side in tail]
         below = None if sinks is None else np.array(sinks.astype(mx.float32)).reshape(kv_heads, -1)
-        read = attend(selection, row, blocks, wide, 0, sides, below)
+        (read,) = _read_all(selection, [Given(row, blocks, wide, 0, sides, below)], {})
         return mx.array(read.reshape(1, heads, 1, -1))
     choice = gather(selection, row, blocks, 0)
     first, recent = (read_sides(pieces, 0) for pieces in (choice.first, choice.recent))
@@ -144,36 +236,27 @@ def _is_float32(side: Side) -> bool:
     return isinstance(side, mx.array) and side.dtype == mx.float32
 
 
-def attend(
-    selection: Selection,
-    row: DecodeRow,
-    blocks: Numbers,
-    queries: Scores,
-    layer: int,
-    tail: Sequence[Scores],
-    sinks: Scores | None = None,
-    scratch: Scratch | None = None,
-) -> Scores:
-    """Let the queries of a row read the first tokens, the blocks chosen, and the recent ones.
+def attend(selection: Selection, given: Given, scratch: Scratch | None = None) -> Scores:
+    """Let a row read the first tokens, the blocks chosen, and the recent ones, copied together.
 
     Args:
         selection: how much is read.
-        row: in memory, as float32.
-        blocks: numbers of the blocks that each key head reads, (kv_heads, blocks).
-        queries: (kv_heads, m, dim), scaled so that e^score is a weight.
-        layer: number of the layer.
-        tail: keys and values of the tail, the new token among them, (kv_heads, tokens, dim) each.
-        sinks: see `attention.merged`, in base e, (kv_heads, m).
+        given: the row.
         scratch: copies of the row before, which those of this one replace.
 
     Returns:
         (kv_heads, m, value_dim).
     """
     copies = {} if scratch is None else scratch
-    keys, values = (
-        _joined(selection, row, blocks, layer, side, tail[side], copies) for side in (0, 1)
-    )
-    scores = _by_columns(queries, keys)
+    keys, values = (_joined(selection, given, side, copies) for side in (0, 1))
+    queries, sinks = given.queries, given.sinks
+    weights, total = _weights(_by_columns(queries, keys), sinks)
+    mixed: Scores = _mixed(weights, values) / total
+    return mixed
+
+
+def _weights(scores: Scores, sinks: Scores | None) -> tuple[Scores, Scores]:
+    """Return weights in the place of scores (kv_heads, m, n), and their sums, (kv_heads, m, 1)."""
     top = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         top = np.maximum(top, sinks[..., None])
@@ -181,20 +264,12 @@ def attend(
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total += np.exp(sinks[..., None] - top)
-    mixed: Scores = _mixed(weights, values) / total
-    return mixed
+    return weights, total
 
 
-def _joined(
-    selection: Selection,
-    row: DecodeRow,
-    blocks: Numbers,
-    layer: int,
-    side: int,
-    tail: Scores,
-    scratch: Scratch,
-) -> Scores:
+def _joined(selection: Selection, given: Given, side: int, scratch: Scratch) -> Scores:
     """Copy all that a row reads of one side together, (kv_heads, tokens, dim)."""
+    row, blocks, layer, tail = given.row, given.blocks, given.layer, given.tail[side]
     stop = selection.recent_start(row.position)
     chosen = np.concatenate([np.zeros((len(blocks), 1), np.int64), blocks], axis=1)
     count = chosen.shape[1] * BLOCK_TOKENS

@@ -21,12 +21,17 @@ import numpy.typing as npt
 
 from penstock.kv import backend
 from penstock.kv.attention_plan import ColumnRange, DecodeRow, KVSpan
+from penstock.kv.choice_loops import (
+    BLOCK_TOKENS,
+    ArrayAddress,
+    ChoiceLoops,
+    SpanAddresses,
+    choice_loops,
+)
 from penstock.kv.codecs import Coded
 from penstock.kv.columns import Side
 from penstock.kv.key_index import KeyIndex
 
-BLOCK_TOKENS = 16
-"""Tokens that are chosen together."""
 FIRST_TOKENS = BLOCK_TOKENS
 """First tokens, which are always read: many heads rest on them."""
 LEAST_TOKENS = 128
@@ -49,6 +54,8 @@ class Selection:
     """Tokens that each key head reads, all parts together; at least `LEAST_TOKENS`."""
     index: KeyIndex
     """Rule of the index; its layers are those that read a choice."""
+    compiled: bool = True
+    """Whether compiled loops choose and read where there are any."""
 
     def recent_start(self, position: int) -> int:
         """Return the first of the recent tokens of a query at `position`."""
@@ -85,17 +92,39 @@ class Selection:
         transformed = [self.index.transform_query(query) for query in queries]
         together: list[Scores] = []
         if shared:
-            stacked = self.index.best_by_block(
-                np.concatenate(transformed, axis=1), shared, BLOCK_TOKENS
-            )
+            stacked = self._best_by_block(np.concatenate(transformed, axis=1), shared)
             together = np.split(stacked, len(rows), axis=1)
         scores = []
         for number, query in enumerate(transformed):
             sides, rest = together[number : number + 1], parts[number][count:]
             if rest:
-                sides.append(self.index.best_by_block(query, rest, BLOCK_TOKENS))
+                sides.append(self._best_by_block(query, rest))
             scores.append(sides[0] if len(sides) == 1 else np.concatenate(sides, axis=-1))
         return scores
+
+    def loops(self, key_dim: int, value_dim: int) -> ChoiceLoops | None:
+        """Return the compiled loops for keys and values of a size, None where there are none."""
+        compiled = self.compiled and backend.current().uses_numpy
+        return choice_loops(key_dim, value_dim) if compiled else None
+
+    def _best_by_block(self, x: Scores, parts: Sequence[tuple[Coded, int, int]]) -> Scores:
+        """Return the best score of each block; see `KeyIndex.best_by_block`."""
+        dim = parts[0][0].dim
+        loops = self.loops(dim, dim)
+        if loops is None:
+            return self.index.best_by_block(x, parts, BLOCK_TOKENS)
+        starts = [0, *np.cumsum([stop - start for _, start, stop in parts])]
+        codes, sizes = (
+            SpanAddresses.of(
+                [ArrayAddress.of(np.asarray(c.parts[side])[0, :, a:b]) for c, a, b in parts], starts
+            )
+            for side in (0, 1)
+        )
+
+        def best(heads: slice) -> Scores:
+            return loops.best_by_block(x[heads], codes.of_heads(heads), sizes.of_heads(heads))
+
+        return np.concatenate(backend.current().divide(best, halves(len(x))))
 
     def _indexed(self, row: DecodeRow, layer: int) -> Iterator[tuple[Coded, int, int]]:
         """Yield the index of the tokens to choose from, and its columns, in order."""
@@ -138,6 +167,12 @@ def _common(rows: Sequence[Sequence[tuple[Coded, int, int]]]) -> int:
         count, tokens = count + 1, tokens + stop - start
         whole = count if tokens % BLOCK_TOKENS == 0 else whole
     return whole
+
+
+def halves(count: int) -> list[slice]:
+    """Return two slices of so many heads; one of a single head."""
+    cut = count // 2
+    return [slice(0, cut), slice(cut, count)] if cut else [slice(0, count)]
 
 
 def pieces(parts: Sequence[KVSpan], start: int, stop: int) -> list[ColumnRange]:

@@ -32,6 +32,7 @@ BENCHES: tuple[Command, ...] = (
     ("bench", "hit", "--rounds", "2"),
     ("bench", "hybrid"),
     ("bench", "single"),
+    ("bench", "attend"),
     ("bench", "speculate"),
     ("bench", "ragged"),
     *(("bench-kv-cache", "--layers", "8", "--data", d) for d in ("gauss", "outliers", "biased")),

@@ -20,6 +20,7 @@ from penstock_bench.cli.bench_options import (
     Which,
     engine_shape,
     finish,
+    progress_bar,
 )
 
 
@@ -267,3 +268,35 @@ def speculate(
 
     report = measure(SpeculateLoad(model, proposed=tokens, rounds=rounds).for_real())
     finish(report, as_json=as_json, save=save)
+
+
+def attend(
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Length of the prompt of one sequence; may be given several times.",
+            metavar="TOKENS",
+            show_default="8192 and 32768, and eight sequences that share 8192",
+            min=64,
+        ),
+    ] = None,
+    attend_tokens: Annotated[
+        int, typer.Option(help="Tokens that a step reads.", metavar="TOKENS", min=128)
+    ] = 1_024,
+    rounds: Rounds = 5,
+    as_json: options.Json = False,
+    save: Save = None,
+) -> None:
+    """Time decode steps that read a choice of a long sequence.
+
+    The other side is the same engine, which reads all tokens. Prompts are read without attention,
+    which no step's time depends on. Exits with 1 if a goal is not met.
+    """
+    from penstock_bench.attend_steps import AttendLoad, measure
+
+    load = AttendLoad(attend_tokens=attend_tokens, rounds=rounds)
+    if tokens:
+        load = replace(load, shapes=tuple((1, length) for length in tokens))
+    with progress_bar("stepping") as notify:
+        measured = measure(load, notify)
+    finish(measured, as_json=as_json, save=save)

@@ -11,15 +11,13 @@ from penstock.errors import LedgerFull
 from penstock.kv import backend
 from penstock.kv.codecs import parse_scheme
 from penstock.kv.codecs.names import RAW
-from penstock.kv.kernels import selftest
+from penstock.kv.kernels import OFF, selftest
 from penstock.kv.kernels.attend import device_kernels
 from penstock.kv.kernels.selftest import WayChoice
 from penstock.kv.kernels.ways import AttentionForm, Ways
 from penstock.ledger import Kind, Ledger
 
 logger = logging.getLogger(__name__)
-OFF = "PENSTOCK_KERNELS"
-"""Variable of the environment that turns kernels off in a process, unless a setting names them."""
 
 
 def turned_off(limits: EngineSettings | None = None) -> bool:

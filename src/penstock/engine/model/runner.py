@@ -212,15 +212,20 @@ class Runner:
         windows = enumerate(self.layout.attention_windows)
         return frozenset(number for number, window in windows if window.window is None)
 
-    def select(self, tokens: int, full_layers: Collection[int] = ()) -> None:
+    def select(
+        self, tokens: int, full_layers: Collection[int] = (), *, compiled: bool = True
+    ) -> None:
         """Let decode steps read so many tokens of a sequence, and index its keys, from now on.
 
         Args:
             tokens: see `Selection`.
             full_layers: numbers of the layers that go on reading all.
+            compiled: see `Selection`.
         """
         index = KeyIndex(self.selectable_layers - set(full_layers))
-        self.selection = Selection(tokens, index)
+        self.selection = Selection(tokens, index, compiled)
+        for layer in sorted(index.layers):  # compiled now, not in a step
+            self.selection.loops(self.shapes[layer].key_dim, self.shapes[layer].value_dim)
 
     def indexed(self, segment: Segment) -> Segment:
         """Return a segment with the index of its keys, if decode steps choose by one."""

@@ -1,0 +1,141 @@
+"""`penstock bench attend`: decode steps that read a choice beside steps that read all."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.kv.chunk_reads import ChunkReads
+from penstock_bench.engine_sides import EngineShape, Ours
+from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
+from penstock_bench.report import Line, Notify, Report
+
+CLAIM = "A step that reads a choice of a long sequence is quicker than one that reads all of it"
+CHOICE, ALL = "a choice", "all tokens"
+GOALS = {(1, 8_192): 2.0, (1, 32_768): 5.0, (8, 8_192): 1.0}
+"""Goals, by sequences and the tokens that they share: times the speed of reading all."""
+STEPS = 8
+"""Steps of one side before it is the other one's turn."""
+OWN_TOKENS = 8
+"""Last tokens of a prompt that others do not share."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttendLoad:
+    """Sizes, in tokens and sequences."""
+
+    shapes: tuple[tuple[int, int], ...] = tuple(GOALS)
+    attend_tokens: int = 1_024
+    rounds: int = 5
+    model: ModelChoice = ModelChoice.RANDOM
+    llama: LlamaShape = field(default_factory=LlamaShape)
+
+
+def measure(load: AttendLoad, notify: Notify = lambda *_: None) -> Report:
+    """Time the steps of every shape, both sides alive and asked in turn."""
+    model, steps = bench_model(load.model, load.llama), {}
+    for number, shape in enumerate(load.shapes):
+        sequences, tokens = shape
+        notify(f"{sequences} x {tokens:,} tokens", number, len(load.shapes))
+        steps[shape] = _measure_one(load, model, sequences, tokens)
+    return report(load, model, steps)
+
+
+def _measure_one(
+    load: AttendLoad, model: BenchModel, sequences: int, tokens: int
+) -> dict[str, list[float]]:
+    sides = {
+        ALL: Ours(model, sequences, EngineShape()),
+        CHOICE: Ours(model, sequences, EngineShape(), attend_tokens=load.attend_tokens),
+    }
+    try:
+        for side in sides.values():
+            _read(side, model, sequences, tokens, (load.rounds + 1) * STEPS)
+        step_ms: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(load.rounds):
+            for name, side in sides.items():
+                for _ in range(STEPS):
+                    started = time.perf_counter()
+                    side.step()
+                    step_ms[name].append(1e3 * (time.perf_counter() - started))
+    finally:
+        for side in sides.values():
+            side.cancel()
+            side.close()
+    return step_ms
+
+
+def _read(side: Ours, model: BenchModel, sequences: int, tokens: int, steps: int) -> None:
+    """Read a prompt that all sequences share, and take steps until each has decoded some."""
+    shared = model.prompt(tokens - OWN_TOKENS, seed=0)
+    with prompts_unattended():
+        side.learn(shared)
+        own = [model.prompt(OWN_TOKENS, seed=number + 1) for number in range(sequences)]
+        side.submit([[*shared, *last] for last in own], 2 * steps)
+        decoded: dict[int, int] = {}
+        while len(decoded) < sequences or min(decoded.values()) < 3:
+            for place, _ in side.step():
+                decoded[place] = decoded.get(place, 0) + 1
+
+
+@contextmanager
+def prompts_unattended() -> Iterator[None]:
+    """Let chunks of prompts take their own values for attention, meanwhile.
+
+    Keys and values are others then, and as many: steps take as long, and a prompt of 32,768 tokens
+    takes seconds, not many minutes.
+    """
+    attend = ChunkReads.attend
+
+    def own_values(
+        self: ChunkReads, queries: mx.array, keys: mx.array, values: mx.array, *_: Any, **__: Any
+    ) -> mx.array:
+        return mx.repeat(values, queries.shape[1] // values.shape[1], axis=1)
+
+    ChunkReads.attend = own_values  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ChunkReads.attend = attend  # type: ignore[method-assign]
+
+
+def report(
+    load: AttendLoad, model: BenchModel, steps: dict[tuple[int, int], dict[str, list[float]]]
+) -> Report:
+    """Lay out the medians."""
+    lines, ours, theirs, ratios = [], {}, {}, {}
+    for (sequences, tokens), step_ms in steps.items():
+        name = f"{sequences} x {tokens:,} tokens"
+        ours[name], theirs[name] = (statistics.median(step_ms[side]) for side in (CHOICE, ALL))
+        ratios[name], goal = theirs[name] / ours[name], GOALS.get((sequences, tokens))
+        lines.append(Line(f"{name}: a step", f"{ours[name]:.1f} ms", f"{theirs[name]:.1f} ms"))
+        met = None if goal is None else ratios[name] >= goal
+        wanted = "" if goal is None else f">= {goal:g}x"
+        lines.append(Line(f"{name}: times as fast", f"{ratios[name]:.2f}x", "", wanted, met))
+    goals = {f"{b} x {tokens:,} tokens": goal for (b, tokens), goal in GOALS.items()}
+    return Report(
+        name="attend",
+        claim=CLAIM,
+        rival=ALL,
+        penstock={"step_ms": ours, "attend_tokens": load.attend_tokens},
+        rival_figures={"step_ms": theirs},
+        ratio=dict(ratios),
+        goal=goals,
+        met=all(ratio >= goals.get(name, 0) for name, ratio in ratios.items()),
+        lines=lines,
+        raw={
+            "load": asdict(load),
+            "model": model.as_object(),
+            "step_ms": [
+                {"sequences": b, "tokens": tokens, **step_ms}
+                for (b, tokens), step_ms in steps.items()
+            ],
+        },
+        dtype=model.dtype,
+    )
