@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from penstock.cli import main
 from penstock.errors import SettingError
 from penstock.kv import selection
+from penstock.models.layer_seams import attach
+from penstock.models.mlx_lm import load, plain_caches
 from penstock.recall import MODEL_PATH
-from penstock_bench import attend_eval
+from penstock_bench import attend_eval, attend_text, eval_texts
+from penstock_bench.attend_text import AttendText
 from penstock_bench.eval_load import EvalLoad
+from penstock_bench.forcing import log_probabilities
 
 LOAD = EvalLoad(text_tokens=900, piece_tokens=900)
 
 
 def test_more_tokens_cost_less_and_what_fits_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = attend_eval.measure(LOAD, (128, 512, 128))
+    report = attend_eval.measure(LOAD, (128, 512, 128), by_layer=True)
     kl = report.penstock["kl"]
     assert list(kl) == ["128", "512"]
     assert kl["128"] > kl["512"] >= 0
@@ -28,6 +34,47 @@ def test_more_tokens_cost_less_and_what_fits_is_proposed(monkeypatch: pytest.Mon
     monkeypatch.setattr(selection, "_wanted", lambda scores: -wanted(scores))
     worst = attend_eval.measure(LOAD, (128,)).penstock["kl"]["128"]
     assert worst > 2 * kl["128"], "negative control: the worst blocks"
+
+
+def test_a_window_of_as_many_bytes_loses_more() -> None:
+    report = attend_eval.measure(LOAD, (128,))
+    figures = report.penstock["figures"]["128"]
+    assert figures["kl"]["mean"] < figures["kl_over_window"]["mean"] < 1
+    own, theirs = figures["kl"]["mean"], figures["window_kl"]["mean"]
+    assert figures["kl_over_window"]["mean"] == pytest.approx(own / theirs)
+    assert report.rival_figures["tokens"] == {"128": 128 + report.raw["pieces"][0] * 10 // 512}
+    assert report.raw["kl_of_one_layer"] == {}, "no layer alone unless asked"
+
+
+def test_a_window_of_all_tokens_expects_what_all_expect() -> None:
+    model, tokenizer = load(MODEL_PATH)
+    attach(model)
+    read = AttendText(model, eval_texts.pieces(tokenizer, LOAD))
+    (loss,) = read.window(900).losses
+    assert loss == pytest.approx(read.whole.losses[0], abs=1e-4)
+    assert len(loss) == attend_text.STEP_TOKENS
+    assert attend_text.mean(read.window(200).kl) > 1e-3, "negative control: a window of fewer"
+
+
+def test_perplexity_is_that_of_the_tokens_that_follow() -> None:
+    """Compare with one pass of the model over the whole piece, by mlx-lm's own caches."""
+    model, tokenizer = load(MODEL_PATH)
+    (piece,) = eval_texts.pieces(tokenizer, LOAD)
+    logs = log_probabilities(model(mx.array([piece.tokens]), cache=plain_caches(model))[0])
+    steps = range(len(piece.tokens) - attend_text.STEP_TOKENS, len(piece.tokens))
+    wanted = [-float(logs[n - 1, piece.tokens[n]]) for n in steps]
+    attach(model)
+    (losses,) = AttendText(model, [piece]).whole.losses
+    assert losses == pytest.approx(wanted, abs=1e-3)
+
+
+def test_a_ratio_and_a_change_are_of_the_same_tokens() -> None:
+    ratio = attend_eval.over([[1.0, 2.0], [3.0]], [[2.0, 4.0], [6.0]])
+    assert (ratio.n, ratio.mean, ratio.standard_error) == (3, 0.5, 0.0)
+    assert attend_eval.over([[1.0, 2.0]], [[4.0, 2.0]]).standard_error > 0.1
+    change = attend_eval.change([[1.01, 5.01]], [[1.0, 5.0]])
+    assert change.mean == pytest.approx(100 * math.expm1(0.01))
+    assert change.standard_error == pytest.approx(0.0, abs=1e-9)
 
 
 class Layered:
@@ -46,7 +93,7 @@ def test_the_worst_layers_are_left_whole_before_more_is_read() -> None:
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"894 tokens.*1,057 tokens at least"):
+    with pytest.raises(SettingError, match=r"894 tokens.*1,090 tokens at least"):
         attend_eval.measure(LOAD, (1_024,))
 
 

@@ -1,95 +1,107 @@
 """`penstock eval --attend`: the loss of a model while a step reads a choice of a text.
 
-Each piece of the text is read whole but for its last tokens, which are given one by one. Their
-distributions are compared with the distributions of steps that read all tokens: for each number of
-tokens, and for each layer that alone chooses the fewest. The worst layers are left whole, one after
-the other, until the smallest number of tokens is enough.
+Each piece of the text is read whole but for its last tokens, which are given one by one. Steps that
+read a choice are compared with steps that read all tokens, for each number of tokens, and so is a
+window of as many bytes. On demand each layer chooses alone, and the worst layers are left whole,
+one after the other, until the smallest number of tokens is enough.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
-import mlx.core as mx
-import numpy as np
-
-from penstock.caches import SelectiveKVCache, make_kv_cache
 from penstock.errors import SettingError
-from penstock.kv.sign_products import Floats
 from penstock.models.layer_seams import attach
 from penstock.models.mlx_lm import load
+from penstock_bench.attend_text import KEPT_TOKENS, STEP_TOKENS, AttendText, mean
 from penstock_bench.eval_load import EvalLoad
 from penstock_bench.eval_texts import EvalPiece, pieces
-from penstock_bench.forcing import log_probabilities
+from penstock_bench.evaluate import Estimate, Progress
+from penstock_bench.forcing import Forced
 from penstock_bench.report import Line, Notify, Report
 
 CLAIM = "Steps that read a choice of a text expect what those expect that read all"
-STEP_TOKENS = 32
-"""Last tokens of each piece, which are given one by one."""
+RIVAL = "window"
 MOST_KL = 0.02
 """Goal: KL of the next token from full attention, in nats."""
+MOST_OF_WINDOW = 0.25
+"""Goal: that KL, as a share of the KL of a window of as many bytes."""
+MOST_PERPLEXITY = 1.0
+"""Goal: change of perplexity from that of full attention, in percent."""
 MOST_WHOLE = 4
 """One layer of so many may be left whole, at most."""
-PROMPT_TOKENS = 512
-"""Tokens of a prompt that are read together."""
+Proposal = tuple[int, tuple[int, ...], float]
+"""Tokens to read, layers to leave whole, and the KL of both."""
 
 
-class Text:
-    """The pieces of a text as a model has read them, and its predictions of their last tokens."""
-
-    def __init__(self, model: Any, text: Sequence[EvalPiece]) -> None:
-        self._model = model
-        self._read = [(piece, self._prompt(piece)) for piece in text]
-        everything = max(len(piece.tokens) for piece in text)
-        self._all = [self._steps(piece, read, everything, ()) for piece, read in self._read]
-
-    @property
-    def layers(self) -> list[int]:
-        """Numbers of the layers that can choose."""
-        caches = self._read[0][1]
-        return [n for n, cache in enumerate(caches) if isinstance(cache, SelectiveKVCache)]
+class ReadText(Protocol):
+    """A text that was read, of which steps read a choice."""
 
     def kl(self, tokens: int, whole: Collection[int] = ()) -> float:
-        """Return the mean KL of steps that read so many tokens, from steps that read all.
-
-        Args:
-            tokens: number of tokens that are read in each layer.
-            whole: numbers of the layers that read all.
-        """
-        divergences = []
-        for (piece, read), logs in zip(self._read, self._all, strict=True):
-            chosen = self._steps(piece, read, tokens, whole)
-            divergences += (np.exp(logs) * (logs - chosen)).sum(axis=-1).tolist()
-        return math.fsum(divergences) / len(divergences)
-
-    def _prompt(self, piece: EvalPiece) -> list[Any]:
-        caches = make_kv_cache(self._model, max_kv_size=len(piece.tokens), attend=len(piece.tokens))
-        prompt = list(piece.tokens[:-STEP_TOKENS])
-        for start in range(0, len(prompt), PROMPT_TOKENS):
-            logits = self._model(mx.array([prompt[start : start + PROMPT_TOKENS]]), cache=caches)
-            mx.eval(logits)
-        return caches
-
-    def _steps(
-        self, piece: EvalPiece, read: Sequence[Any], tokens: int, whole: Collection[int]
-    ) -> Floats:
-        """Return log-probabilities of the token behind each of the last ones."""
-        caches = copy.deepcopy(read)
-        for layer in self.layers:
-            if layer not in whole:
-                caches[layer].attend_tokens = tokens
-        steps = (
-            self._model(mx.array([[token]]), cache=caches)[0]
-            for token in piece.tokens[-STEP_TOKENS:]
-        )
-        return np.concatenate([log_probabilities(logits) for logits in steps])
+        """Return the mean KL of steps that read so many tokens."""
 
 
-def measure(load_: EvalLoad, attend: Sequence[int], notify: Notify = lambda *_: None) -> Report:
-    """Measure all numbers of tokens and all layers, and propose settings.
+@dataclass(frozen=True, slots=True)
+class ChoiceOutcome:
+    """Steps that read a choice, and a window of as many bytes, on the same tokens."""
+
+    choice: Forced
+    window: Forced
+    window_tokens: int
+    """Tokens of the window of the longest piece."""
+
+    def figures(self, whole: Forced) -> dict[str, Estimate]:
+        """Return the figures, by name; perplexity in percent of that of full attention."""
+        return {
+            "kl": Estimate.of(self.choice.kl),
+            "window_kl": Estimate.of(self.window.kl),
+            "kl_over_window": over(self.choice.kl, self.window.kl),
+            "perplexity": change(self.choice.losses, whole.losses),
+            "window_perplexity": change(self.window.losses, whole.losses),
+        }
+
+
+def over(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Estimate:
+    """Return the ratio of two means over the same tokens, with its standard error."""
+    below = mean(theirs)
+    ratio = mean(ours) / below if below else math.nan
+    rest = Estimate.of(_paired(ours, theirs, ratio))
+    return Estimate(rest.n, ratio, rest.standard_error / below if below else math.nan)
+
+
+def change(ours: Sequence[Sequence[float]], whole: Sequence[Sequence[float]]) -> Estimate:
+    """Return by how many percent one perplexity is above another's, by the tokens' losses."""
+    more = Estimate.of(_paired(ours, whole, 1.0))
+    ratio = math.exp(more.mean)
+    return Estimate(more.n, 100 * (ratio - 1), 100 * ratio * more.standard_error)
+
+
+def _paired(
+    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], times: float
+) -> list[list[float]]:
+    return [
+        [a - times * b for a, b in zip(one, other, strict=True)]
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+
+
+def measure(
+    load_: EvalLoad,
+    attend: Sequence[int],
+    notify: Notify = lambda *_: None,
+    *,
+    by_layer: bool = False,
+) -> Report:
+    """Measure all numbers of tokens, and propose settings.
+
+    Args:
+        load_: the model and its text.
+        attend: numbers of tokens that a step reads.
+        notify: takes a description of the measurement, the steps that are done, and their total.
+        by_layer: whether each layer is measured alone, and the worst ones may be left whole.
 
     Raises:
         SettingError: no layer can choose, or the pieces of the text are too short.
@@ -98,31 +110,36 @@ def measure(load_: EvalLoad, attend: Sequence[int], notify: Notify = lambda *_: 
     model, tokenizer = load(load_.model)
     attach(model)
     text = pieces(tokenizer, load_)
-    shortest = min(len(piece.tokens) for piece in text)
-    if shortest - STEP_TOKENS <= sizes[-1]:
-        raise SettingError(
-            f"--attend {sizes[-1]}: a piece of the text has {shortest:,} tokens, of which the last "
-            f"{STEP_TOKENS} are given one by one; make pieces longer (--piece, --text-tokens), "
-            f"{sizes[-1] + STEP_TOKENS + 1:,} tokens at least"
-        )
-    read = Text(model, text)
+    _check(text, sizes[-1])
+    progress = Progress(notify, len(text) * (1 + 2 * len(sizes)))
+    read = AttendText(model, text, progress.step)
     layers = read.layers
     if not layers:
         raise SettingError("--attend: no layer of this model sees all tokens, so none can choose")
-    steps = len(sizes) + len(layers)
-    by_size, alone = {}, {}
-    for number, size in enumerate(sizes):
-        notify(f"{size:,} tokens read", number, steps)
-        by_size[size] = read.kl(size)
-    for number, layer in enumerate(layers):
-        notify(f"layer {layer} chooses", len(sizes) + number, steps)
-        alone[layer] = read.kl(sizes[0], set(layers) - {layer})
-    return report(load_, by_size, alone, proposal(read, by_size, alone))
+    progress.of += len(text) * len(layers) * by_layer
+    outcomes = {
+        size: ChoiceOutcome(read.choice(size), read.window(size), max(read.window_tokens(size)))
+        for size in sizes
+    }
+    alone = {
+        layer: read.kl(sizes[0], set(layers) - {layer}) for layer in (layers if by_layer else ())
+    }
+    kl = {size: mean(outcome.choice.kl) for size, outcome in outcomes.items()}
+    return report(load_, text, read.whole, outcomes, alone, proposal(read, kl, alone))
 
 
-def proposal(
-    read: Text, by_size: dict[int, float], alone: dict[int, float]
-) -> tuple[int, tuple[int, ...], float] | None:
+def _check(text: Sequence[EvalPiece], attend: int) -> None:
+    """Refuse pieces of which a step would read everything."""
+    shortest = min(len(piece.tokens) for piece in text)
+    if shortest - STEP_TOKENS - 1 <= attend:
+        raise SettingError(
+            f"--attend {attend}: a piece of the text has {shortest:,} tokens, of which the last "
+            f"{STEP_TOKENS} are given one by one; make pieces longer (--piece, --text-tokens), "
+            f"{attend + STEP_TOKENS + 2:,} tokens at least"
+        )
+
+
+def proposal(read: ReadText, by_size: dict[int, float], alone: dict[int, float]) -> Proposal | None:
     """Return the fewest tokens that are enough, with layers left whole, and their KL.
 
     None if no number is enough, also with one layer in `MOST_WHOLE` left whole.
@@ -140,41 +157,103 @@ def proposal(
 
 def report(
     load_: EvalLoad,
-    by_size: dict[int, float],
+    text: Sequence[EvalPiece],
+    whole: Forced,
+    outcomes: dict[int, ChoiceOutcome],
     alone: dict[int, float],
-    proposed: tuple[int, tuple[int, ...], float] | None,
+    proposed: Proposal | None,
 ) -> Report:
     """Lay out the figures, and the flags that they propose."""
-    least = min(by_size)
-    goal = f"<= {MOST_KL}"
-    lines = [
-        Line(f"{size:,} tokens read: KL", f"{kl:.4f}", "0", goal, kl <= MOST_KL)
-        for size, kl in by_size.items()
-    ]
+    by_size = {size: outcome.figures(whole) for size, outcome in outcomes.items()}
+    perplexity = math.exp(mean(whole.losses))
+    lines = [Line("all tokens read: perplexity", f"{perplexity:.2f}", "")]
+    for size, figures in by_size.items():
+        lines += _lines(size, outcomes[size].window_tokens, figures)
     lines += [
-        Line(f"layer {layer} alone reads {least:,}: KL", f"{kl:.4f}", "0")
+        Line(f"layer {layer} alone reads {min(by_size):,}: KL", f"{kl:.4f}", "")
         for layer, kl in alone.items()
     ]
-    flags = ""
+    flags = _flags(proposed)
     if proposed is not None:
-        size, whole, kl = proposed
-        flags = f"--attend-tokens {size}"
-        if whole:
-            flags += f" --attend-full-layers {','.join(map(str, whole))}"
-        lines.append(Line(f"proposed: {flags}: KL", f"{kl:.4f}", "0", goal, True))
+        lines.append(Line(f"proposed: {flags}: KL", f"{proposed[2]:.4f}", "", _at_most(), True))
+    named = {str(size): _named(figures) for size, figures in by_size.items()}
     return Report(
         name="eval_attend",
         claim=CLAIM,
-        rival="all tokens",
-        penstock={"kl": {str(size): kl for size, kl in by_size.items()}, "proposed": flags},
-        rival_figures={},
+        rival=RIVAL,
+        penstock={
+            "kl": {size: figures["kl"]["mean"] for size, figures in named.items()},
+            "figures": named,
+            "perplexity_of_all": perplexity,
+            "proposed": flags,
+        },
+        rival_figures={
+            "tokens": {str(size): one.window_tokens for size, one in outcomes.items()},
+            "keep": KEPT_TOKENS,
+            "kl": {size: figures["window_kl"]["mean"] for size, figures in named.items()},
+        },
         ratio={},
-        goal={"kl": MOST_KL, "least_tokens": least},
+        goal={
+            "kl": MOST_KL,
+            "kl_over_window": MOST_OF_WINDOW,
+            "perplexity_percent": MOST_PERPLEXITY,
+            "least_tokens": min(by_size),
+        },
         met=proposed is not None,
         lines=lines,
         raw={
             "kl_of_one_layer": {str(layer): kl for layer, kl in alone.items()},
+            "pieces": [len(piece.tokens) for piece in text],
+            "step_tokens": STEP_TOKENS,
+            "losses_of_all": _means(whole.losses),
+            "by_piece": {str(size): _by_piece(one) for size, one in outcomes.items()},
             "load": load_.model_dump(mode="json", exclude={"settings", "texts", "model"}),
         },
         dtype="float32",
     )
+
+
+def _lines(size: int, window: int, figures: dict[str, Estimate]) -> Iterator[Line]:
+    kl, ratio, perplexity = (figures[name] for name in ("kl", "kl_over_window", "perplexity"))
+    name = f"{size:,} tokens read"
+    theirs = f"{_plain(figures['window_kl'], '.4f')} ({window:,} tokens)"
+    yield Line(f"{name}: KL", _plain(kl, ".4f"), theirs, _at_most(), kl.mean <= MOST_KL)
+    goal = f"<= {MOST_OF_WINDOW}"
+    met = ratio.mean <= MOST_OF_WINDOW
+    yield Line(f"{name}: KL over the window's", _plain(ratio, ".2f"), "1", goal, met)
+    theirs = _plain(figures["window_perplexity"], ".2f") + " %"
+    goal, met = f"+-{MOST_PERPLEXITY} %", abs(perplexity.mean) <= MOST_PERPLEXITY
+    yield Line(f"{name}: perplexity", _plain(perplexity, "+.2f") + " %", theirs, goal, met)
+
+
+def _at_most() -> str:
+    return f"<= {MOST_KL}"
+
+
+def _flags(proposed: Proposal | None) -> str:
+    if proposed is None:
+        return ""
+    size, whole, _ = proposed
+    layers = f" --attend-full-layers {','.join(map(str, whole))}" if whole else ""
+    return f"--attend-tokens {size}{layers}"
+
+
+def _named(figures: dict[str, Estimate]) -> dict[str, dict[str, Any]]:
+    return {name: asdict(estimate) for name, estimate in figures.items()}
+
+
+def _by_piece(outcome: ChoiceOutcome) -> dict[str, list[float]]:
+    return {
+        f"{side}_{what}": _means(groups)
+        for side, forced in (("choice", outcome.choice), ("window", outcome.window))
+        for what, groups in (("kl", forced.kl), ("losses", forced.losses), ("same", forced.same))
+    }
+
+
+def _means(groups: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean of each piece, for the record."""
+    return [round(mean([group]), 6) for group in groups]
+
+
+def _plain(estimate: Estimate, form: str) -> str:
+    return f"{estimate.mean:{form}}+-{estimate.standard_error:{form.lstrip('+')}}"

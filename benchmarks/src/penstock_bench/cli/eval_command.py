@@ -99,11 +99,19 @@ Attend: TypeAlias = Annotated[
     list[int] | None,
     typer.Option(
         help="Instead of codecs, measure steps that read so many tokens of each piece "
-        "(--attend-tokens of penstock serve). Proposes a number, and layers to leave whole. May be "
-        "given several times.",
+        "(--attend-tokens of penstock serve), and a window of as many bytes. Proposes a number. "
+        "May be given several times.",
         metavar="TOKENS",
         show_default=False,
         min=LEAST_ATTEND_TOKENS,
+    ),
+]
+AttendLayers: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--attend-layers",
+        help="With --attend, also measure each layer that alone chooses, and leave the worst ones "
+        "whole if that makes fewer tokens enough. Takes a reading for each layer.",
     ),
 ]
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -121,6 +129,7 @@ def evaluate(
     length: Lengths = None,
     task: Tasks = None,
     attend: Attend = None,
+    attend_layers: AttendLayers = False,
     *,
     sizes: Annotated[dict[str, Any], Fields(EvalSettings, variables=False)],
     engine_size: options.EngineSize,
@@ -154,7 +163,7 @@ def evaluate(
         from penstock_bench import attend_eval
 
         with progress_bar("reading the model") as progress:
-            report = attend_eval.measure(load, attend, progress)
+            report = attend_eval.measure(load, attend, progress, by_layer=attend_layers)
         finish(report, as_json=as_json, save=save)
     with progress_bar("reading the model") as progress:
         report = measure(load, progress)
