@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +18,7 @@ from penstock.kv import selection
 from penstock.models.layer_seams import attach
 from penstock.models.mlx_lm import load, plain_caches
 from penstock.recall import MODEL_PATH
-from penstock_bench import attend_eval, attend_text, eval_texts
+from penstock_bench import attend_eval, attend_tasks, attend_text, eval_texts
 from penstock_bench.attend_text import AttendText
 from penstock_bench.eval_load import EvalLoad
 from penstock_bench.forcing import log_probabilities
@@ -75,6 +78,26 @@ def test_a_ratio_and_a_change_are_of_the_same_tokens() -> None:
     change = attend_eval.change([[1.01, 5.01]], [[1.0, 5.0]])
     assert change.mean == pytest.approx(100 * math.expm1(0.01))
     assert change.standard_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_questions_are_answered_from_a_choice() -> None:
+    load_ = EvalLoad(lengths=(900,), questions=14)
+    report = attend_tasks.measure(load_, (128,))
+    assert report.met
+    assert report.penstock["choice"]["128"]["900"]["mean"] > 0.9
+    assert report.rival_figures["right"]["128"]["900"]["mean"] < 0.5, "a window has lost most"
+    assert attend_tasks.fewer([[1.0, 1.0]], [[1.0, 0.0]]).mean == 0.5
+
+
+def test_the_command_asks_with_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, folder)
+    sizes = ["--length", "400", "--questions", "1", "--memory-limit", "200MB"]
+    given = ["--attend", "128", "--task", "needle", "--text", argparse.__file__, *sizes, "--json"]
+    code = main(["eval", str(folder), *given])
+    printed = json.loads(capsys.readouterr().out)
+    assert code == (0 if printed["met"] else 1)
+    assert list(printed["penstock"]["choice"]["128"]) == ["needle 400"]
 
 
 class Layered:

@@ -27,11 +27,12 @@ CONTROL_POINTS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class KVSetting:
-    """A codec and a window of KV; None is the engine's default."""
+    """A codec, a window and a choice of KV; None is the engine's default."""
 
     codec: str
     max_kv_size: int | None = None
     keep: int | None = None
+    attend: int | None = None
 
     @property
     def scheme(self) -> Scheme:
@@ -40,7 +41,9 @@ class KVSetting:
 
     def __str__(self) -> str:
         window = "" if self.max_kv_size is None else f", window {self.max_kv_size:,}"
-        return f"{self.codec}{window}{'' if self.keep is None else f', keep {self.keep}'}"
+        keep = "" if self.keep is None else f", keep {self.keep}"
+        choice = "" if self.attend is None else f", {self.attend:,} tokens read"
+        return f"{self.codec}{window}{keep}{choice}"
 
 
 UNCHANGED = KVSetting(RAW)
@@ -82,6 +85,7 @@ class EvalLoad(EvalSettings):
             "block_size": self.block_size,
             "max_kv_size": setting.max_kv_size,
             "keep": setting.keep,
+            "attend_tokens": setting.attend,
             "max_batch_size": self.per_dialogue,
             "kv_cache_quantization": setting.codec,
             "kv_cache_min_quantize_tokens": 0,

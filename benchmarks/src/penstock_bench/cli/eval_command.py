@@ -100,7 +100,7 @@ Attend: TypeAlias = Annotated[
     typer.Option(
         help="Instead of codecs, measure steps that read so many tokens of each piece "
         "(--attend-tokens of penstock serve), and a window of as many bytes. Proposes a number. "
-        "May be given several times.",
+        "With --task the engine answers so, and no piece is read. May be given several times.",
         metavar="TOKENS",
         show_default=False,
         min=LEAST_ATTEND_TOKENS,
@@ -160,10 +160,13 @@ def evaluate(
     name = str(MODEL_PATH) if embedded else model
     load = EvalLoad(model=name, texts=texts, **sizes, **engine, **chosen)
     if attend:
-        from penstock_bench import attend_eval
+        from penstock_bench import attend_eval, attend_tasks
 
         with progress_bar("reading the model") as progress:
-            report = attend_eval.measure(load, attend, progress, by_layer=attend_layers)
+            if load.tasks:
+                report = attend_tasks.measure(load, attend, progress)
+            else:
+                report = attend_eval.measure(load, attend, progress, by_layer=attend_layers)
         finish(report, as_json=as_json, save=save)
     with progress_bar("reading the model") as progress:
         report = measure(load, progress)

@@ -1,0 +1,141 @@
+"""`penstock eval --attend --task`: answers about long texts while a step reads a choice of them.
+
+The engine answers with all tokens, with each choice, and with a window of as many bytes, which
+keeps its first tokens. An answer's first token reads all, as in every engine; the others choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from penstock.engine.model.runner import Runner
+from penstock.models.mlx_lm import load
+from penstock_bench.attend_text import KEPT_TOKENS, window_tokens
+from penstock_bench.eval_load import UNCHANGED, EvalLoad, KVSetting
+from penstock_bench.eval_texts import AskedDialogue, EvalTask, questions
+from penstock_bench.evaluate import Estimate, Progress, serve
+from penstock_bench.key_forms import KeyForm
+from penstock_bench.report import Line, Notify, Report
+
+CLAIM = "Answers that read a choice of a long text are as right as those that read all"
+RIVAL = "window"
+MOST_POINTS = 1.0
+"""Goal: right answers fewer than with full attention, in points."""
+Answers = dict[int | str, list[list[float]]]
+"""Scores of answers, from 0 to 1, by task and text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOutcome:
+    """Answers of a choice, and of a window of as many bytes."""
+
+    window_tokens: int
+    choice: Answers
+    window: Answers
+
+
+def measure(load_: EvalLoad, attend: Sequence[int], notify: Notify = lambda *_: None) -> Report:
+    """Ask everything with all tokens, with each choice and with each window."""
+    model, tokenizer = load(load_.model)
+    asked = questions(tokenizer, load_)
+    task = EvalTask(KeyForm.PLAIN, model, tokenizer, asked, [])
+    sizes = sorted(set(attend))
+    texts = sum(map(len, asked.values()))
+    progress = Progress(notify, texts * (1 + 2 * len(sizes)))
+
+    def answered(setting: KVSetting) -> Answers:
+        step = partial(progress.step, f"asking: {setting}")
+        return serve(task, load_, setting, step).right
+
+    whole = answered(UNCHANGED)
+    longest = _longest(asked)
+    outcomes: dict[int, TaskOutcome] = {}
+    for size in sizes:
+        window = _window(model, size, longest)
+        outcomes[size] = TaskOutcome(
+            window,
+            answered(KVSetting(UNCHANGED.codec, attend=size)),
+            answered(KVSetting(UNCHANGED.codec, window, KEPT_TOKENS)),
+        )
+    return report(load_, whole, outcomes)
+
+
+def _longest(asked: dict[int | str, list[AskedDialogue]]) -> int:
+    """Return the tokens of the longest prompt."""
+    texts = [text for group in asked.values() for text in group]
+    return max(len(prompt) for text in texts for prompt in text.prompts)
+
+
+def _window(model: Any, attend: int, length: int) -> int:
+    """Return the tokens of a window that takes the bytes of a choice and of its index."""
+    runner = Runner(model, max_kv_size=length, keep=0)
+    return window_tokens(runner.shapes, sorted(runner.selectable_layers), attend, length)
+
+
+def report(load_: EvalLoad, whole: Answers, outcomes: dict[int, TaskOutcome]) -> Report:
+    """Lay out the shares of right answers, and judge the choices."""
+    lines: list[Line] = []
+    met = True
+    for task, ours in whole.items():
+        lines.append(Line(f"{task}: all tokens read", _share(Estimate.of_shares(ours)), ""))
+        for size, outcome in outcomes.items():
+            below = fewer(ours, outcome.choice[task])
+            reached = below.mean <= MOST_POINTS / 100
+            met = met and reached
+            name = f"{task}: {size:,} tokens read"
+            window = _share(Estimate.of_shares(outcome.window[task]))
+            right = _share(Estimate.of_shares(outcome.choice[task]))
+            theirs = f"{window} ({outcome.window_tokens:,} tokens)"
+            lines.append(Line(name, right, theirs))
+            goal = f"<= {MOST_POINTS:g}"
+            lines.append(Line(f"{name}: points fewer", _share(below), "", goal, reached))
+    return Report(
+        name="eval_attend_tasks",
+        claim=CLAIM,
+        rival=RIVAL,
+        penstock={
+            "all": _shares(whole),
+            "choice": {str(size): _shares(one.choice) for size, one in outcomes.items()},
+        },
+        rival_figures={
+            "tokens": {str(size): one.window_tokens for size, one in outcomes.items()},
+            "keep": KEPT_TOKENS,
+            "right": {str(size): _shares(one.window) for size, one in outcomes.items()},
+        },
+        ratio={},
+        goal={"points_below_all": MOST_POINTS},
+        met=met,
+        lines=lines,
+        raw={
+            "all": _by_name(whole),
+            "choice": {str(size): _by_name(one.choice) for size, one in outcomes.items()},
+            "window": {str(size): _by_name(one.window) for size, one in outcomes.items()},
+            "load": load_.model_dump(mode="json", exclude={"settings", "texts", "model"}),
+        },
+        dtype="float32",
+    )
+
+
+def fewer(whole: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> Estimate:
+    """Return by how much answers are less right than others to the same questions."""
+    return Estimate.of_shares(
+        [
+            [a - b for a, b in zip(theirs, one, strict=True)]
+            for theirs, one in zip(whole, ours, strict=True)
+        ]
+    )
+
+
+def _shares(answers: Answers) -> dict[str, dict[str, Any]]:
+    return {str(task): asdict(Estimate.of_shares(groups)) for task, groups in answers.items()}
+
+
+def _by_name(answers: Answers) -> dict[str, list[list[float]]]:
+    return {str(task): groups for task, groups in answers.items()}
+
+
+def _share(estimate: Estimate) -> str:
+    return f"{100 * estimate.mean:.1f}+-{100 * estimate.standard_error:.1f} of {estimate.n}"
