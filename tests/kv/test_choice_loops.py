@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,7 +19,7 @@ from penstock.kv.choice_loops import BLOCK_TOKENS, ArrayAddress, ChoiceLoops, Sp
 from penstock.kv.selection import halves
 
 pytest.importorskip("numba")
-LOOPS = {dim: choice_loops.choice_loops(dim, dim // 2) for dim in (32, 64, 128)}
+LOOPS = {dim: choice_loops.choice_loops(dim, dim // 2) for dim in (32, 64, 96, 128)}
 
 
 def loops(dim: int) -> ChoiceLoops:
@@ -43,7 +45,7 @@ cuts = st.lists(st.integers(1, 300), max_size=5)
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([32, 64, 128]), st.integers(1, 3), st.integers(1, 9), st.integers(1, 15),
+    st.sampled_from([32, 64, 96, 128]), st.integers(1, 3), st.integers(1, 9), st.integers(1, 15),
     cuts, st.sampled_from(["finite", "size", "query"]), st.integers(0, 99),
 )  # fmt: skip
 def test_scores_of_blocks_have_the_bits_of_numpy(
@@ -83,7 +85,7 @@ def test_the_comparison_sees_a_sign_and_a_size() -> None:
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([32, 64, 128]), st.integers(1, 3), st.integers(1, 5), cuts,
+    st.sampled_from([32, 64, 96, 128]), st.integers(1, 3), st.integers(1, 5), cuts,
     st.integers(1, 300), st.integers(0, 99),
 )  # fmt: skip
 def test_blocks_are_read_exactly_where_they_lie(
@@ -109,9 +111,18 @@ def test_blocks_are_read_exactly_where_they_lie(
     assert np.allclose(mixed, weights.astype(np.float64) @ taken, atol=1e-4)
 
 
-def test_without_numba_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_loops, "find_spec", lambda name: None)
-    assert choice_loops.choice_loops(64, 64) is None
+def test_without_numba_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None in the place of a module is an import that fails."""
+    monkeypatch.setitem(sys.modules, "numba", None)
+    choice_loops._has_numba.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            assert choice_loops.choice_loops(64, 64) is None
+        assert "read by NumPy" in caplog.text
+    finally:
+        choice_loops._has_numba.cache_clear()
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

@@ -7,10 +7,10 @@ Numba is not installed (`penstock[cpu]` brings it); the scores of blocks are equ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from penstock.kv.codecs.turbo import padded
 from penstock.kv.sign_products import HIDDEN, LANES, LEVELS_BELOW, Floats, products, units_of
 
+logger = logging.getLogger(__name__)
 BLOCK_TOKENS = 16
 """Tokens that are chosen together."""
 Addresses: TypeAlias = npt.NDArray[np.int64]
@@ -69,9 +70,29 @@ class SpanAddresses:
 class ChoiceLoops:
     """The loops for keys of one size; all let Python's lock go."""
 
+    key_dim: int
+    value_dim: int
     _best: Any
     _score: Any
     _mix: Any
+
+    def compile(self) -> None:
+        """Compile all loops now, not in a step: two seconds, and 180 MB for the compiler."""
+        blocks = np.zeros((1, 1), np.int64)
+        codes, sizes, keys, values = (
+            SpanAddresses.of(
+                [ArrayAddress.of(np.zeros((1, BLOCK_TOKENS, *rest), kind))], [0, BLOCK_TOKENS]
+            )
+            for kind, rest in (
+                (np.uint32, [padded(self.key_dim) // 32]),
+                (np.float16, []),
+                (np.float32, [self.key_dim]),
+                (np.float32, [self.value_dim]),
+            )
+        )
+        self.best_by_block(np.zeros((1, 1, padded(self.key_dim)), np.float32), codes, sizes)
+        scores = self.score(np.zeros((1, 1, self.key_dim), np.float32), keys, blocks)
+        self.mix(scores, values, blocks)
 
     def best_by_block(self, x: Floats, codes: SpanAddresses, sizes: SpanAddresses) -> Floats:
         """Return the largest product of each block, (heads, m, blocks); see `sign_products`.
@@ -109,60 +130,114 @@ class ChoiceLoops:
 
     def mix(self, weights: Floats, values: SpanAddresses, blocks: Addresses) -> Floats:
         """Mix values of blocks by the weights of their tokens, (heads, m, dim); see `score`."""
-        dim = values.held[0].array.shape[2]
-        mixed = np.zeros((*weights.shape[:2], dim), np.float32)
+        mixed = np.zeros((*weights.shape[:2], self.value_dim), np.float32)
         self._mix(weights, values.addresses, values.starts, blocks, mixed)
         return mixed
 
 
 def choice_loops(key_dim: int, value_dim: int) -> ChoiceLoops | None:
-    """Return the loops for keys and values of a size; None where Numba is not installed.
-
-    The first call takes two seconds and 180 MB, for the compiler.
-    """
-    return None if find_spec("numba") is None else _compiled(key_dim, value_dim)
+    """Return the loops for keys and values of a size; None where Numba cannot be imported."""
+    if not _has_numba():
+        return None
+    loops = _best_loop(padded(key_dim) // 32), _score_loop(key_dim), _mix_loop(value_dim)
+    return ChoiceLoops(key_dim, value_dim, *loops)
 
 
 @cache
-def _compiled(key_dim: int, value_dim: int) -> ChoiceLoops:
-    from numba import carray, float32, int64, njit, types, uint16, uint32
+def _has_numba() -> bool:
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:  # it is not there, or does not go with this NumPy
+        logger.info("choices are read by NumPy, not by compiled loops: %s", error)
+        return False
+    return True
+
+
+@cache
+def _pointer() -> Any:
+    """Return a function for loops that takes a number for an address."""
+    from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
 
     @intrinsic  # type: ignore[untyped-decorator]
     def pointer(context: Any, address: Any) -> Any:
-        """Take a number for an address."""
-
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             return builder.inttoptr(values[0], cgutils.voidptr_t)
 
         return types.voidptr(types.int64), generate
 
-    hidden, last, lanes_of = int(HIDDEN), len(LEVELS_BELOW) - 1, LANES
-    words, block = padded(key_dim) // 32, BLOCK_TOKENS
+    return pointer
+
+
+@cache
+def _fill_loop() -> Any:
+    """Return the loop that fills the tables of one head's queries; see `sign_products`."""
+    from numba import int64, njit
+
+    lanes = LANES
+
+    @njit(nogil=True)
+    def fill(tables, x, units):  # type: ignore[no-untyped-def]
+        signed = np.empty(8, np.int64)
+        for query in range(tables.shape[0]):
+            for place in range(tables.shape[1]):
+                table = tables[query, place]
+                signed[:] = 0
+                for lane in range(min(lanes, x.shape[0] - lanes * query)):
+                    one = lanes * query + lane
+                    for bit in range(8):
+                        number = np.rint(x[one, 8 * place + bit] / units[one, 0])
+                        if not np.isnan(number):
+                            signed[bit] += int64(number) << int64(16 * lane)
+                table[0] = -signed.sum()
+                for bit in range(8):
+                    for known in range(1 << bit):
+                        table[(1 << bit) + known] = table[known] + 2 * signed[bit]
+
+    return fill
+
+
+@cache
+def _sum_loop(words: int) -> Any:
+    """Return the loop that sums some tokens of a block, by the table of four queries."""
+    from numba import int64, njit, uint32
+
+    hidden, last = int(HIDDEN), len(LEVELS_BELOW) - 1
+
+    @njit(nogil=True)
+    def sum_up(table, signs, held, top, levels, sums):  # type: ignore[no-untyped-def]
+        for token in range(len(held)):
+            total = int64(0)
+            for word in range(words):
+                code = signs[token, word]
+                total += (
+                    table[4 * word, code & uint32(255)]
+                    + table[4 * word + 1, (code >> uint32(8)) & uint32(255)]
+                    + table[4 * word + 2, (code >> uint32(16)) & uint32(255)]
+                    + table[4 * word + 3, code >> uint32(24)]
+                )
+            lower = min((int64(top) - int64(held[token])) >> 3, last)
+            sums[token] = total * levels[lower] + hidden
+
+    return sum_up
+
+
+@cache
+def _best_loop(words: int) -> Any:
+    """Return the loop over an index of so many words a token."""
+    from numba import carray, njit, uint16
+
+    pointer, fill, sum_up = _pointer(), _fill_loop(), _sum_loop(words)
+    block, lanes_of = BLOCK_TOKENS, LANES
 
     @njit(nogil=True)
     def best(x, units, codes, sizes, starts, levels, into, largest):  # type: ignore[no-untyped-def]
         sums = np.empty(block, np.int64)
-        lanes = sums.view(np.uint16).reshape(block, 4)
-        queries = into.shape[1] // lanes_of
-        tables = np.empty((queries, 4 * words, 256), np.int64)
-        signed = np.empty(8, np.int64)
+        lanes = sums.view(np.uint16).reshape(block, lanes_of)
+        tables = np.empty((into.shape[1] // lanes_of, 4 * words, 256), np.int64)
         for head in range(x.shape[0]):
-            for query in range(queries):
-                for place in range(4 * words):
-                    table = tables[query, place]
-                    signed[:] = 0
-                    for lane in range(min(lanes_of, x.shape[1] - lanes_of * query)):
-                        one, unit = lanes_of * query + lane, units[head, lanes_of * query + lane, 0]
-                        for bit in range(8):
-                            number = np.rint(x[head, one, 8 * place + bit] / unit)
-                            if not np.isnan(number):
-                                signed[bit] += int64(number) << int64(16 * lane)
-                    table[0] = -signed.sum()
-                    for bit in range(8):
-                        for known in range(1 << bit):
-                            table[(1 << bit) + known] = table[known] + 2 * signed[bit]
+            fill(tables, x[head], units[head])
             at = 0
             for number in range(into.shape[2]):
                 first = number * block
@@ -177,36 +252,31 @@ def _compiled(key_dim: int, value_dim: int) -> ChoiceLoops:
                         top = max(top, held[token])
                     span, done = span + 1, done + run
                 largest[head, number] = top
-                for query in range(queries):
-                    table = tables[query]
+                for query in range(len(tables)):
                     span, done = at, 0
                     while done < block:
                         column = first + done - starts[span]
                         run = min(block - done, starts[span + 1] - first - done)
                         held = carray(pointer(sizes[span, head] + 2 * column), run, np.uint16)
-                        signs = carray(
-                            pointer(codes[span, head] + 4 * words * column),
-                            (run, words),
-                            np.uint32,
-                        )
-                        for token in range(run):
-                            total = int64(0)
-                            for word in range(words):
-                                code = signs[token, word]
-                                total += (
-                                    table[4 * word, code & uint32(255)]
-                                    + table[4 * word + 1, (code >> uint32(8)) & uint32(255)]
-                                    + table[4 * word + 2, (code >> uint32(16)) & uint32(255)]
-                                    + table[4 * word + 3, code >> uint32(24)]
-                                )
-                            lower = min((int64(top) - int64(held[token])) >> 3, last)
-                            sums[done + token] = total * levels[lower] + hidden
+                        address = codes[span, head] + 4 * words * column
+                        signs = carray(pointer(address), (run, words), np.uint32)
+                        sum_up(tables[query], signs, held, top, levels, sums[done:])
                         span, done = span + 1, done + run
-                    for lane in range(4):
+                    for lane in range(lanes_of):
                         most = uint16(0)
                         for token in range(block):
                             most = max(most, lanes[token, lane])
-                        into[head, 4 * query + lane, number] = most
+                        into[head, lanes_of * query + lane, number] = most
+
+    return best
+
+
+@cache
+def _score_loop(key_dim: int) -> Any:
+    """Return the loop that multiplies queries with keys of this size."""
+    from numba import carray, float32, njit
+
+    pointer, block = _pointer(), BLOCK_TOKENS
 
     @njit(nogil=True, fastmath=_SUMS)
     def score(queries, keys, starts, blocks, scores):  # type: ignore[no-untyped-def]
@@ -227,6 +297,16 @@ def _compiled(key_dim: int, value_dim: int) -> ChoiceLoops:
                         for number in range(key_dim):
                             total += queries[head, query, number] * key[number]
                         scores[head, query, place * block + token - first] = total
+
+    return score
+
+
+@cache
+def _mix_loop(value_dim: int) -> Any:
+    """Return the loop that mixes values of this size."""
+    from numba import carray, njit
+
+    pointer, block = _pointer(), BLOCK_TOKENS
 
     @njit(nogil=True, fastmath=_SUMS)
     def mix(weights, values, starts, blocks, mixed):  # type: ignore[no-untyped-def]
@@ -262,23 +342,4 @@ def _compiled(key_dim: int, value_dim: int) -> ChoiceLoops:
                                     into[number] += own[one] * held[one, number]
                     token += count
 
-    loops = ChoiceLoops(best, score, mix)
-    _try(loops, key_dim, value_dim)
-    return loops
-
-
-def _try(loops: ChoiceLoops, key_dim: int, value_dim: int) -> None:
-    """Let the loops be compiled, for the types that they get."""
-    tokens, blocks = BLOCK_TOKENS, np.zeros((1, 1), np.int64)
-    codes, sizes, keys, values = (
-        SpanAddresses.of([ArrayAddress.of(np.zeros((1, tokens, *rest), kind))], [0, tokens])
-        for kind, rest in (
-            (np.uint32, [padded(key_dim) // 32]),
-            (np.float16, []),
-            (np.float32, [key_dim]),
-            (np.float32, [value_dim]),
-        )
-    )
-    loops.best_by_block(np.zeros((1, 1, padded(key_dim)), np.float32), codes, sizes)
-    scores = loops.score(np.zeros((1, 1, key_dim), np.float32), keys, blocks)
-    loops.mix(scores, values, blocks)
+    return mix

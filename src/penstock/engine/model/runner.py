@@ -224,8 +224,10 @@ class Runner:
         """
         index = KeyIndex(self.selectable_layers - set(full_layers))
         self.selection = Selection(tokens, index, compiled)
-        for layer in sorted(index.layers):  # compiled now, not in a step
-            self.selection.loops(self.shapes[layer].key_dim, self.shapes[layer].value_dim)
+        for sizes in {(self.shapes[n].key_dim, self.shapes[n].value_dim) for n in index.layers}:
+            loops = self.selection.loops(*sizes)
+            if loops is not None:
+                loops.compile()
 
     def indexed(self, segment: Segment) -> Segment:
         """Return a segment with the index of its keys, if decode steps choose by one."""
