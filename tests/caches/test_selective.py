@@ -15,10 +15,10 @@ import penstock
 from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.errors import ModelError, SettingError
-from penstock.kv import selection as module
 from penstock.kv.backend import GPUBackend, current, using
 from penstock.models.mlx_lm import load, render
 from penstock.recall import MODEL_PATH, dialogue
+from support.worst_blocks import choose_worst_blocks
 
 ANSWER_TOKENS = 8
 
@@ -83,8 +83,7 @@ def test_the_choice_is_that_of_the_engine_and_finds_what_a_window_loses(
             assert own == list(handle.result(0.0)[0].tokens)
     finally:
         core.close()
-    wanted = module._wanted
-    monkeypatch.setattr(module, "_wanted", lambda scores: -wanted(scores))
+    choose_worst_blocks(monkeypatch)
     assert known(asked, attend=128) <= 1, "it is the choice that finds them"
 
 

@@ -19,10 +19,10 @@ from penstock.engine.handle import Choice
 from penstock.engine.request import Request, Sampling
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
 from penstock.errors import SettingError
-from penstock.kv import selection as module
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import load, render
 from penstock.recall import MODEL_PATH, dialogue
+from support.worst_blocks import choose_worst_blocks
 
 SMALL: dict[str, Any] = {
     "memory_limit": "120MB",
@@ -275,7 +275,7 @@ def test_layers_can_be_left_whole() -> None:
         assert core.ledger.by_class()[Kind.KEY_INDEX] == 0
     with running(attend_tokens=LEAST, attend_full_layers=(1,)) as core:
         first = alone(core, LONG)
-        assert core.runner.index_token_bytes == 2 * (32 // 8 + 2), "16 numbers take a word of 32"
+        assert core.runner.index_token_bytes == 2 * (2 * 32 // 8 + 2), "16 numbers become 32"
     assert first != whole
 
 
@@ -340,8 +340,7 @@ def test_the_needles_are_found_and_a_window_of_the_size_loses_them(
 ) -> None:
     assert known({"attend_tokens": LEAST}) == 6
     assert known({"max_kv_size": LEAST, "keep": 16}) <= 1
-    wanted = module._wanted
-    monkeypatch.setattr(module, "_wanted", lambda scores: -wanted(scores))
+    choose_worst_blocks(monkeypatch)
     assert known({"attend_tokens": LEAST}) > 1, "a first token reads all, and says where to go on"
     monkeypatch.setattr(EngineSequence, "follows_prompt", False)
     assert known({"attend_tokens": LEAST}) <= 1, "it is the choice that finds them"

@@ -73,7 +73,7 @@ def test_it_takes_the_bytes_that_are_said_of_it() -> None:
         indexed = INDEX.indexed(segment(tokens))
         assert indexed.key_index_nbytes == tokens * INDEX.token_bytes(SHAPES)
         assert indexed.nbytes == indexed.kv_nbytes + indexed.key_index_nbytes
-    assert INDEX.token_bytes(SHAPES) == 2 * HEADS * 10, "a bit a number and two bytes, by head"
+    assert INDEX.token_bytes(SHAPES) == 2 * HEADS * 18, "two bits a number and two bytes, by head"
 
 
 def test_it_is_that_of_the_keys_however_they_come_together() -> None:

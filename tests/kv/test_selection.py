@@ -21,6 +21,7 @@ from penstock.kv.reads import DecodeReads, DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.selection import FIRST_TOKENS, Selection
 from penstock.kv.tails import LayerShape, Tails
+from support.worst_blocks import choose_worst_blocks
 
 HEADS, KV_HEADS, DIM, VALUE_DIM, TAIL = 4, 2, 32, 24, 8
 SCALE = DIM**-0.5
@@ -234,9 +235,8 @@ def test_a_shared_segment_is_chosen_from_by_each_row() -> None:
     assert rows[0].choice(160) != rows[1].choice(160)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_scores_of_a_shared_segment_are_those_of_each_row_alone(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [Row(5, [512, 600 + 40 * seed], 3) for seed in range(3)]
     for row in rows[1:]:
@@ -244,14 +244,14 @@ def test_scores_of_a_shared_segment_are_those_of_each_row_alone(
     decoded = [row.decode_row(slot) for slot, row in enumerate(rows)]
     draw = np.random.default_rng(1)
     queries = [draw.normal(size=(KV_HEADS, 2, DIM)).astype(np.float32) for _ in rows]
-    selection, counts = Selection(128, INDEX, compiled), []
-    best = Selection._best_by_block
+    selection, counts = Selection(128, INDEX), []
+    best = KeyIndex.best_by_block
 
-    def counted(self: Selection, queries: Any, parts: Any) -> Any:
+    def counted(self: KeyIndex, queries: Any, *parts: Any) -> Any:
         counts.append(queries.shape[1])
-        return best(self, queries, parts)
+        return best(self, queries, *parts)
 
-    monkeypatch.setattr(Selection, "_best_by_block", counted)
+    monkeypatch.setattr(KeyIndex, "best_by_block", counted)
     with using(CPUBackend()):
         together = selection.score_blocks(decoded, queries, 0)
         assert counts == [6, 2, 2, 2], "the shared segment once, the rest by each row"
@@ -303,7 +303,7 @@ def test_a_planted_key_is_found_and_a_window_does_not_find_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One token in the middle that a query asks for; others of the same size do not matter."""
-    found = dict.fromkeys(("chosen", "worst", "window"), 0)
+    found = dict.fromkeys(("chosen", "by NumPy", "worst", "window"), 0)
     for seed in range(10):
         row = Row(seed, [1_024, 2_048], 3)
         at = 100 + 173 * seed
@@ -317,14 +317,16 @@ def test_a_planted_key_is_found_and_a_window_does_not_find_it(
         ]
         whole = [set(range(row.position + 1))] * KV_HEADS
         expected = row.exact(whole)[0]
-        found["chosen"] += bool(np.abs(attend([row], 128)[0, 0] - expected).max() < 0.1)
+        for name, compiled in (("chosen", True), ("by NumPy", False)):
+            out = attend([row], 128, compiled=compiled)[0, 0]
+            found[name] += bool(np.abs(out - expected).max() < 0.1)
         window = [set(range(row.position - 127, row.position + 1))] * KV_HEADS
         found["window"] += bool(np.abs(row.exact(window)[0] - expected).max() < 0.1)
         with monkeypatch.context() as patched:
-            wanted = module._wanted
-            patched.setattr(module, "_wanted", lambda scores, wanted=wanted: -wanted(scores))
-            found["worst"] += bool(np.abs(attend([row], 128)[0, 0] - expected).max() < 0.1)
-    assert found == {"chosen": 10, "worst": 0, "window": 0}
+            choose_worst_blocks(patched)
+            out = attend([row], 128, compiled=False)[0, 0]
+            found["worst"] += bool(np.abs(out - expected).max() < 0.1)
+    assert found == {"chosen": 10, "by NumPy": 10, "worst": 0, "window": 0}
 
 
 def test_a_score_beyond_all_numbers_is_read() -> None:

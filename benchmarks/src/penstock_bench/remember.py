@@ -81,13 +81,16 @@ def _scoring(side: str) -> Iterator[None]:
     The answers have a few tokens. In an engine the first one reads all, and knows most of them.
     """
     by_index, of_prompts = Selection.score_blocks, Sequence.follows_prompt
+    loops = Selection.loops
     if side == "quest":
         Selection.score_blocks = quest_score  # type: ignore[method-assign]
+        Selection.loops = lambda *_: None  # type: ignore[method-assign]
     Sequence.follows_prompt = property(lambda _: False)  # type: ignore[assignment]
     try:
         yield
     finally:
         Selection.score_blocks = by_index  # type: ignore[method-assign]
+        Selection.loops = loops  # type: ignore[method-assign]
         Sequence.follows_prompt = of_prompts  # type: ignore[method-assign]
 
 

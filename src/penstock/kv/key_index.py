@@ -1,8 +1,8 @@
-"""Index of keys: the rotated key in one bit a number, by which the tokens worth reading are found.
+"""Index of keys: the rotated key in two bits a number, by which tokens worth reading are found.
 
-A score of a query with the index differs from the score with the key by about a quarter of its
-spread. That is enough to rank blocks by their best token, at a fiftieth of the bytes that keys and
-values take in float32.
+Two bits keep 88 % of the variance of normal numbers, where their signs keep 64 %. That ranks blocks
+by their best token nearly as the keys do, at a twenty-eighth of the bytes that keys and values take
+in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from penstock.kv.segment import Segment
 from penstock.kv.sign_products import Floats
 from penstock.kv.tails import LayerShape
 
-BITS = 1
+BITS = 2
+"""Bits of a number. Each stands for a sign: code - 1.5 is a half and a one, plus or minus."""
 PIECE_TOKENS = 256
 """Tokens of one layer that are indexed together."""
 
@@ -36,6 +37,10 @@ class KeyIndex:
     layers: frozenset[int]
     """Numbers of the layers whose keys have an index."""
     codec: Codec = field(default_factory=lambda: Turbo(BITS))
+
+    def signs(self, key_dim: int) -> int:
+        """Return how many signs a token's key has, each with a weight of a power of two."""
+        return BITS * padded(key_dim)
 
     def token_bytes(self, shapes: Sequence[LayerShape]) -> int:
         """Return the bytes of one token's index in all layers."""
@@ -111,18 +116,25 @@ class KeyIndex:
         rotated = rotate(keys, padded(keys.shape[-1]))
         mx.eval(rotated)
         z = np.asarray(rotated)
-        codes = np.packbits(z > 0, axis=-1, bitorder="little").view("<u4")
         with np.errstate(over="ignore", invalid="ignore"):
             # Sums of a row alone: its index does not depend on what is indexed with it.
-            along, over = np.abs(z).sum(axis=-1) * np.float32(STEPS[BITS] / 2), (z * z).sum(axis=-1)
+            over = (z * z).sum(axis=-1)
+            step = np.float32(STEPS[BITS]) * np.sqrt(over / z.shape[-1])[..., None]
+            plus, outer = z >= 0, np.abs(z) > step
+            signs = np.stack([plus == outer, plus], axis=-1)
+            along = (np.abs(z) * (outer + np.float32(0.5))).sum(axis=-1)
+            along *= np.float32(STEPS[BITS])
             sizes = np.where(over > 0, over / np.maximum(along, 1e-30), 0.0).astype(np.float16)
-        return Coded(self.codec, (mx.array(codes), mx.array(sizes)), keys.shape[-1])
+        codes = np.packbits(signs.reshape(*z.shape[:-1], -1), axis=-1, bitorder="little")
+        return Coded(self.codec, (mx.array(codes.view("<u4")), mx.array(sizes)), keys.shape[-1])
 
 
 @cache
 def _rotation(codec: Codec, dim: int) -> Floats:
-    """Return the matrix by which queries meet an index, (dim, numbers of a code)."""
-    return np.array(codec.transform_query(mx.eye(dim)[None])[0]) * np.float32(STEPS[BITS] / 2)
+    """Return the matrix by which queries meet an index, (dim, signs of a token)."""
+    rotation = np.array(codec.transform_query(mx.eye(dim)[None])[0])
+    weights = STEPS[BITS] * 2.0 ** np.arange(-1, BITS - 1)  # of a number's bits, the lowest first
+    return np.kron(rotation, weights).astype(np.float32)
 
 
 def _joined(pieces: Sequence[Coded]) -> Coded:

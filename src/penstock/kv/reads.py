@@ -73,8 +73,8 @@ class DecodeStep:
     """Numbers of the rows that choose, which all layers of a window that have an index share."""
     most_joined: int | None
     """Most tokens that a row reads at once of which some may be in a tier; None: none is there."""
-    scratch: selected_reads.Scratch = field(default_factory=dict)
-    """Memory for the tokens that one row after the other chooses, layer by layer."""
+    memory: selected_reads.StepMemory = field(default_factory=selected_reads.StepMemory)
+    """What is known of rows that choose, layer by layer."""
 
     @classmethod
     def of(
@@ -279,7 +279,7 @@ class DecodeReads(Reads):
             assert step.selection is not None
             chosen = selected_reads.choose(
                 *(step.selection, step.rows, numbers, asked),
-                *(self.layer, step.tails, sinks, step.scratch),
+                *(self.layer, step.tails, sinks, step.memory),
             )
         results = []
         for number, row in enumerate(self.step.rows):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 from penstock.kv import backend
 from penstock.kv import columns as col
+from penstock.kv.choice_loops import Addresses, side_addresses
 from penstock.kv.codecs import Codec, Coded, Cut, Scheme
 from penstock.kv.columns import Side
 from penstock.kv.states import Checkpoint
@@ -47,6 +49,7 @@ class Segment:
     index: tuple[Coded | None, ...] = ()
     """Index of each layer's keys, see `key_index`; None for a layer without one. Empty if no layer
     has one."""
+    _addresses: Addresses | None = field(default=None, init=False, compare=False, repr=False)
 
     @classmethod
     def cut(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
@@ -99,6 +102,23 @@ class Segment:
         if start < gone and start < stop:
             raise AssertionError(f"layer {layer} does not hold its first {gone} tokens any more")
         return start - gone, stop - gone
+
+    @property
+    def addresses(self) -> Addresses:
+        """Where compiled loops find each layer's float32 keys and values, and its index.
+
+        Addresses of keys, values, codes and sizes, (layers, 4, 2), see `side_addresses`; zeros for
+        what is held in another form. They are valid as long as the segment is.
+        """
+        if self._addresses is None:
+            index = self.index or (None,) * len(self.layers)
+            found = [
+                [*map(_address, layer), *_index_addresses(coded)]
+                for layer, coded in zip(self.layers, index, strict=True)
+            ]
+            object.__setattr__(self, "_addresses", np.array(found, np.int64).reshape(-1, 4, 2))
+        assert self._addresses is not None
+        return self._addresses
 
     @property
     def nbytes(self) -> int:
@@ -485,3 +505,13 @@ def dequantized(
 def bytes_per_token(layers: Sequence[Layer]) -> int:
     """Return the bytes of one token of these layers in a segment."""
     return sum(part.nbytes // part.shape[2] for layer in layers for part in col.arrays(*layer))
+
+
+def _address(side: Side) -> Addresses:
+    is_float32 = isinstance(side, mx.array) and side.dtype == mx.float32
+    return side_addresses(np.asarray(side)[0] if is_float32 else None)
+
+
+def _index_addresses(coded: Coded | None) -> list[Addresses]:
+    parts = (None, None) if coded is None else (np.asarray(part)[0] for part in coded.parts)
+    return [side_addresses(part) for part in parts]

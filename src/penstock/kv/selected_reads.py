@@ -6,8 +6,8 @@ A choice waits for the queries anyway. From then on MLX's operations take longer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from typing import TypeAlias
 
@@ -17,7 +17,13 @@ import numpy as np
 from penstock.kv import attention, backend
 from penstock.kv.attention import LOG2_E
 from penstock.kv.attention_plan import DecodeRow, KVSpan
-from penstock.kv.choice_loops import BLOCK_TOKENS, ArrayAddress, ChoiceLoops, SpanAddresses
+from penstock.kv.choice_loops import (
+    BLOCK_TOKENS,
+    Addresses,
+    ChoiceLoops,
+    SpanTable,
+    side_addresses,
+)
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import Spilled
 from penstock.kv.columns import Side
@@ -37,8 +43,6 @@ from penstock.kv.tails import Tails
 
 Scratch: TypeAlias = dict[int, Scores]
 """Memory for the copies of keys and of values, by side; fresh pages take longer than copying."""
-_Given: TypeAlias = tuple[int, DecodeRow, Numbers, Scores, int, Sequence[Scores], "Scores | None"]
-"""A row's number, and the arguments of `attend`."""
 ALONE = 2**17
 """Multiplications of a product that NumPy's BLAS does without threads, which would wait."""
 
@@ -51,7 +55,7 @@ def choose(
     layer: int,
     tails: Tails,
     sinks: mx.array | None = None,
-    scratch: Scratch | None = None,
+    memory: StepMemory | None = None,
 ) -> dict[int, mx.array | SelectedKV]:
     """Choose the blocks that rows read in a layer, and let them read those where that is quicker.
 
@@ -63,7 +67,7 @@ def choose(
         layer: number of the layer.
         tails: the pool, with the new tokens.
         sinks: see `attention.merged`, (heads,).
-        scratch: of the step, for the copies of one row and layer after the other.
+        memory: of the step.
 
     Returns:
         By the number of the row, its attention, (1, heads, 1, value_dim), or the KV that it is to
@@ -74,110 +78,147 @@ def choose(
     own = [tails.read_block(layer, row.slot, 1, row.tail + 1) for row in choosing]
     mx.eval(queries, own)
     by_row = np.asarray(queries).reshape(len(rows), kv_heads, heads // kv_heads, -1)
-    asked = [by_row[number] for number in numbers]
-    blocks = best_blocks(selection, choosing, asked, layer)
-    choosing = loaded(selection, choosing, blocks, layer)
     below: Scores | None = None
     if sinks is not None:
         below = np.array(sinks / LOG2_E).reshape(kv_heads, -1)
+    memory = StepMemory() if memory is None else memory
+    shape = tails.shapes[layer]
+    asked = [
+        Asked(row, number, by_row[number], layer, _on_host(tail), below)
+        for number, row, tail in zip(numbers, choosing, own, strict=True)
+    ]
     chosen: dict[int, mx.array | SelectedKV] = {}
-    scratch = {} if scratch is None else scratch
-    given: dict[int, Given] = {}
-    for number, row, query, wanted, tail in zip(numbers, choosing, asked, blocks, own, strict=True):
-        if _on_host(row, tails.shapes[layer].dtype, layer):
-            sides = [_held(side) for side in tail]
-            given[number] = Given(row, wanted, query, layer, sides, below)
+    loops = selection.loops(shape.key_dim, shape.value_dim)
+    looped = [one for one in asked if loops is not None and one.is_in_place]
+    for one, mixed in zip(looped, _read_all(selection, loops, looped, memory), strict=True):
+        chosen[one.number] = mx.array(mixed.reshape(1, heads, 1, -1))
+    apart = [one for one in asked if one.number not in chosen]
+    blocks = _blocks(selection, loops, apart, memory)
+    there = loaded(selection, [one.row for one in apart], blocks, layer)
+    for one, row, wanted in zip(apart, there, blocks, strict=True):
+        one = replace(one, row=row)
+        if one.is_readable:
+            mixed = attend(selection, one, wanted, memory.scratch)
+            chosen[one.number] = mx.array(mixed.reshape(1, heads, 1, -1))
         else:
-            chosen[number] = gather(selection, row, wanted, layer)
-    read = _read_all(selection, list(given.values()), scratch)
-    for number, mixed in zip(given, read, strict=True):
-        chosen[number] = mx.array(mixed.reshape(1, heads, 1, -1))
+            chosen[one.number] = gather(selection, row, wanted, layer)
     return chosen
 
 
+@dataclass(slots=True)
+class StepMemory:
+    """What the layers of one step hand on to each other."""
+
+    scratch: Scratch = field(default_factory=dict)
+    """For the copies of one row and layer after the other."""
+    spans: dict[int, tuple[Addresses, Addresses]] = field(default_factory=dict)
+    """Where the tokens of each row lie: starts, and sides of all layers; see `SpanTable`."""
+
+    def table(self, asked: Asked) -> SpanTable:
+        """Return where one layer of a row lies, its tail last."""
+        row = asked.row
+        if asked.number not in self.spans:
+            ends = [*(part.start for part in row.parts), row.position - row.tail, row.position + 1]
+            sides = [part.segment.addresses for part in row.parts]
+            self.spans[asked.number] = (
+                np.array(ends, np.int64),
+                np.stack([*sides, np.zeros_like(sides[0])], axis=1),
+            )
+        starts, layers = self.spans[asked.number]
+        sides = layers[asked.layer]
+        for side, tail in enumerate(asked.tail):
+            sides[-1, side] = side_addresses(tail)
+        return SpanTable(starts, sides)
+
+
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A row that reads its choice in one layer, in memory, as float32."""
+class Asked:
+    """A row that reads its choice in one layer."""
 
     row: DecodeRow
-    blocks: Numbers
-    """Numbers of the blocks that each key head reads, (kv_heads, blocks)."""
+    number: int
+    """Of the row in the step."""
     queries: Scores
     """(kv_heads, m, dim), scaled so that e^score is a weight."""
     layer: int
     tail: Sequence[Scores]
-    """Keys and values of the tail, the new token among them, (kv_heads, tokens, dim) each."""
+    """Keys and values of the tail, the new token among them, (kv_heads, tokens, dim) each; none if
+    NumPy is not to read them."""
     sinks: Scores | None
     """See `attention.merged`, in base e, (kv_heads, m)."""
 
     @property
-    def loaded(self) -> bool:
-        """Whether it reads blocks that were loaded from a tier."""
-        sides = (part.segment.layers[self.layer][0] for part in self.row.parts)
-        return any(isinstance(side, Coded) for side in sides)
+    def is_in_place(self) -> bool:
+        """Whether all that it reads lies in memory as arrays of float32."""
+        return bool(self.tail) and not any(isinstance(side, Coded) for side in self._sides())
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether NumPy is to read it: its numbers are float32, and there as they were computed."""
+        return bool(self.tail) and all(map(_is_float32, self._sides()))
+
+    def _sides(self) -> Iterator[Side]:
+        return (side for part in self.row.parts for side in part.segment.layers[self.layer])
+
+    def read(
+        self, selection: Selection, loops: ChoiceLoops, x: Scores, spans: SpanTable, heads: slice
+    ) -> Scores:
+        """Choose and attend with some key heads, (kv_heads, m, value_dim); see `blocks`."""
+        blocks = self.blocks(selection, loops, x, spans, heads)
+        recent = selection.recent_start(self.row.position) // BLOCK_TOKENS
+        sinks = None if self.sinks is None else self.sinks[heads]
+        return loops.attend(self.queries[heads], spans, blocks, recent, sinks, heads.start)
+
+    def blocks(
+        self, selection: Selection, loops: ChoiceLoops, x: Scores, spans: SpanTable, heads: slice
+    ) -> Numbers:
+        """Choose blocks with some key heads, (kv_heads, blocks).
+
+        Args:
+            selection: how much is read.
+            loops: for keys of this size.
+            x: queries of all heads as they meet the index.
+            spans: where the row lies.
+            heads: numbers of the key heads.
+        """
+        stop = selection.recent_start(self.row.position) // BLOCK_TOKENS
+        count = selection.blocks(self.row.position)
+        return loops.choose(x[heads], spans, stop, count, heads.start)
 
 
-def _read_all(selection: Selection, given: Sequence[Given], scratch: Scratch) -> list[Scores]:
-    """Let rows read in both lanes: one row each, or half of the heads of a single one."""
-    if not given:
+def _read_all(
+    selection: Selection, loops: ChoiceLoops | None, asked: Sequence[Asked], memory: StepMemory
+) -> list[Scores]:
+    """Let compiled loops choose and read: one row in each lane, or half of a single one's heads."""
+    if loops is None or not asked:
         return []
-    loops = selection.loops(given[0].queries.shape[2], given[0].tail[1].shape[2])
-    if loops is None or any(one.loaded for one in given):
-        return [attend(selection, one, scratch) for one in given]
-    arrays: dict[int, tuple[ArrayAddress, ArrayAddress]] = {}
-    rows = [ChosenSpans.of(selection, one, arrays) for one in given]
-    device = backend.current()
-    if len(rows) > 1:
-        return device.divide(lambda row: row.attend(loops, slice(None)), rows)
-    parts = device.divide(lambda heads: rows[0].attend(loops, heads), halves(len(rows[0].blocks)))
-    return [np.concatenate(parts)]
+    device, spans = backend.current(), [memory.table(one) for one in asked]
+    x = [selection.index.transform_query(one.queries) for one in asked]
+
+    def read(number: int, heads: slice) -> Scores:
+        return asked[number].read(selection, loops, x[number], spans[number], heads)
+
+    every = slice(0, len(asked[0].queries))
+    if len(asked) > 1:
+        return device.divide(lambda number: read(number, every), range(len(asked)))
+    return [np.concatenate(device.divide(lambda heads: read(0, heads), halves(every.stop)))]
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenSpans:
-    """All that one row reads in one layer, where it lies."""
-
-    queries: Scores
-    """(kv_heads, m, dim), scaled so that e^score is a weight."""
-    blocks: Numbers
-    """First, chosen and recent blocks, to the new token, (kv_heads, n)."""
-    keys: SpanAddresses
-    values: SpanAddresses
-    sinks: Scores | None
-    """Sinks of the heads in base e, (kv_heads, m)."""
-
-    @classmethod
-    def of(
-        cls,
-        selection: Selection,
-        given: Given,
-        arrays: dict[int, tuple[ArrayAddress, ArrayAddress]],
-    ) -> ChosenSpans:
-        """Find the arrays; those of segments that other rows read are in `arrays` already."""
-        row, stop = given.row, given.row.position - given.row.tail
-        first = selection.recent_start(row.position) // BLOCK_TOKENS
-        recent = np.arange(first, row.position // BLOCK_TOKENS + 1)
-        heads = len(given.blocks)
-        blocks = [np.zeros((heads, 1), np.int64), given.blocks, np.tile(recent, (heads, 1))]
-        held = []
-        for part in row.parts:
-            key = id(part.segment)
-            if key not in arrays:
-                both = part.segment.layers[given.layer]
-                arrays[key] = ArrayAddress.of(_held(both[0])), ArrayAddress.of(_held(both[1]))
-            held.append(arrays[key])
-        held.append((ArrayAddress.of(given.tail[0]), ArrayAddress.of(given.tail[1])))
-        starts = [*(part.start for part in row.parts), stop, row.position + 1]
-        keys, values = (SpanAddresses.of([one[side] for one in held], starts) for side in (0, 1))
-        return cls(given.queries, np.concatenate(blocks, axis=1), keys, values, given.sinks)
-
-    def attend(self, loops: ChoiceLoops, heads: slice) -> Scores:
-        """Attend with some key heads, (kv_heads, m, value_dim)."""
-        blocks = self.blocks[heads]
-        scores = loops.score(self.queries[heads], self.keys.of_heads(heads), blocks)
-        weights, total = _weights(scores, None if self.sinks is None else self.sinks[heads])
-        mixed: Scores = loops.mix(weights, self.values.of_heads(heads), blocks) / total
-        return mixed
+def _blocks(
+    selection: Selection, loops: ChoiceLoops | None, asked: Sequence[Asked], memory: StepMemory
+) -> list[Numbers]:
+    """Choose blocks for rows that compiled loops do not read, (kv_heads, blocks) each."""
+    if not asked:
+        return []
+    if loops is None:
+        rows, queries = [one.row for one in asked], [one.queries for one in asked]
+        return best_blocks(selection, rows, queries, asked[0].layer)
+    every = slice(0, len(asked[0].queries))
+    transformed = (selection.index.transform_query(one.queries) for one in asked)
+    return [
+        one.blocks(selection, loops, x, memory.table(one), every)
+        for one, x in zip(asked, transformed, strict=True)
+    ]
 
 
 def attend_alone(
@@ -201,13 +242,15 @@ def attend_alone(
     heads, kv_heads = queries.shape[1], tail[0].shape[1]
     asked = attention.grouped(queries.astype(mx.float32) * scale, kv_heads)
     mx.eval(asked, *tail)
-    wide = np.asarray(asked)
-    (blocks,) = best_blocks(selection, [row], [wide], 0)
-    if _on_host(row, tail[0].dtype, 0):
-        sides = [_held(side) for side in tail]
-        below = None if sinks is None else np.array(sinks.astype(mx.float32)).reshape(kv_heads, -1)
-        (read,) = _read_all(selection, [Given(row, blocks, wide, 0, sides, below)], {})
+    below = None if sinks is None else np.array(sinks.astype(mx.float32)).reshape(kv_heads, -1)
+    one = Asked(row, 0, np.asarray(asked), 0, _on_host(tail), below)
+    loops = selection.loops(queries.shape[-1], tail[1].shape[-1])
+    if loops is not None and one.is_in_place:
+        (read,) = _read_all(selection, loops, [one], StepMemory())
         return mx.array(read.reshape(1, heads, 1, -1))
+    (blocks,) = _blocks(selection, loops, [one], StepMemory())
+    if one.is_readable:
+        return mx.array(attend(selection, one, blocks).reshape(1, heads, 1, -1))
     choice = gather(selection, row, blocks, 0)
     first, recent = (read_sides(pieces, 0) for pieces in (choice.first, choice.recent))
     keys, values = (
@@ -221,12 +264,10 @@ def attend_alone(
     return merged.astype(queries.dtype)
 
 
-def _on_host(row: DecodeRow, dtype: mx.Dtype, layer: int) -> bool:
-    """Tell whether NumPy is to read a row: all that it reads is in memory as float32."""
-    if not backend.current().uses_numpy or dtype != mx.float32:
-        return False
-    sides = (side for part in row.parts for side in part.segment.layers[layer])
-    return all(_is_float32(side) for side in sides)
+def _on_host(tail: Sequence[mx.array]) -> list[Scores]:
+    """Return a tail as NumPy reads it, where it is to."""
+    by_numpy = backend.current().uses_numpy and tail[0].dtype == mx.float32
+    return [_held(side) for side in tail] if by_numpy else []
 
 
 def _is_float32(side: Side) -> bool:
@@ -236,21 +277,23 @@ def _is_float32(side: Side) -> bool:
     return isinstance(side, mx.array) and side.dtype == mx.float32
 
 
-def attend(selection: Selection, given: Given, scratch: Scratch | None = None) -> Scores:
+def attend(
+    selection: Selection, asked: Asked, blocks: Numbers, scratch: Scratch | None = None
+) -> Scores:
     """Let a row read the first tokens, the blocks chosen, and the recent ones, copied together.
 
     Args:
         selection: how much is read.
-        given: the row.
+        asked: the row.
+        blocks: numbers of the blocks that each key head reads, (kv_heads, blocks).
         scratch: copies of the row before, which those of this one replace.
 
     Returns:
         (kv_heads, m, value_dim).
     """
     copies = {} if scratch is None else scratch
-    keys, values = (_joined(selection, given, side, copies) for side in (0, 1))
-    queries, sinks = given.queries, given.sinks
-    weights, total = _weights(_by_columns(queries, keys), sinks)
+    keys, values = (_joined(selection, asked, blocks, side, copies) for side in (0, 1))
+    weights, total = _weights(_by_columns(asked.queries, keys), asked.sinks)
     mixed: Scores = _mixed(weights, values) / total
     return mixed
 
@@ -267,9 +310,11 @@ def _weights(scores: Scores, sinks: Scores | None) -> tuple[Scores, Scores]:
     return weights, total
 
 
-def _joined(selection: Selection, given: Given, side: int, scratch: Scratch) -> Scores:
+def _joined(
+    selection: Selection, asked: Asked, blocks: Numbers, side: int, scratch: Scratch
+) -> Scores:
     """Copy all that a row reads of one side together, (kv_heads, tokens, dim)."""
-    row, blocks, layer, tail = given.row, given.blocks, given.layer, given.tail[side]
+    row, layer, tail = asked.row, asked.layer, asked.tail[side]
     stop = selection.recent_start(row.position)
     chosen = np.concatenate([np.zeros((len(blocks), 1), np.int64), blocks], axis=1)
     count = chosen.shape[1] * BLOCK_TOKENS

@@ -23,16 +23,16 @@ from penstock.kv import backend
 from penstock.kv.attention_plan import ColumnRange, DecodeRow, KVSpan
 from penstock.kv.choice_loops import (
     BLOCK_TOKENS,
-    ArrayAddress,
+    CHOSEN,
+    FIRST_BLOCKS,
     ChoiceLoops,
-    SpanAddresses,
     choice_loops,
 )
 from penstock.kv.codecs import Coded
 from penstock.kv.columns import Side
 from penstock.kv.key_index import KeyIndex
 
-FIRST_TOKENS = BLOCK_TOKENS
+FIRST_TOKENS = FIRST_BLOCKS * BLOCK_TOKENS
 """First tokens, which are always read: many heads rest on them."""
 LEAST_TOKENS = 128
 """Fewest tokens to read: the first, the recent ones, and a few blocks."""
@@ -40,8 +40,6 @@ LEAST_RECENT_TOKENS = 33
 """Fewest recent tokens, which are always read: the longest tail and the new token."""
 RECENT_SHARE = 4
 """The recent tokens are this part of all that are read."""
-CHOSEN = 1e30
-"""Score of a block with a key too large for the index: above all others."""
 Numbers = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float32]
 
@@ -92,39 +90,22 @@ class Selection:
         transformed = [self.index.transform_query(query) for query in queries]
         together: list[Scores] = []
         if shared:
-            stacked = self._best_by_block(np.concatenate(transformed, axis=1), shared)
+            stacked = self.index.best_by_block(
+                np.concatenate(transformed, axis=1), shared, BLOCK_TOKENS
+            )
             together = np.split(stacked, len(rows), axis=1)
         scores = []
         for number, query in enumerate(transformed):
             sides, rest = together[number : number + 1], parts[number][count:]
             if rest:
-                sides.append(self._best_by_block(query, rest))
+                sides.append(self.index.best_by_block(query, rest, BLOCK_TOKENS))
             scores.append(sides[0] if len(sides) == 1 else np.concatenate(sides, axis=-1))
         return scores
 
     def loops(self, key_dim: int, value_dim: int) -> ChoiceLoops | None:
         """Return the compiled loops for keys and values of a size, None where there are none."""
         compiled = self.compiled and backend.current().uses_numpy
-        return choice_loops(key_dim, value_dim) if compiled else None
-
-    def _best_by_block(self, x: Scores, parts: Sequence[tuple[Coded, int, int]]) -> Scores:
-        """Return the best score of each block; see `KeyIndex.best_by_block`."""
-        dim = parts[0][0].dim
-        loops = self.loops(dim, dim)
-        if loops is None:
-            return self.index.best_by_block(x, parts, BLOCK_TOKENS)
-        starts = [0, *np.cumsum([stop - start for _, start, stop in parts])]
-        codes, sizes = (
-            SpanAddresses.of(
-                [ArrayAddress.of(np.asarray(c.parts[side])[0, :, a:b]) for c, a, b in parts], starts
-            )
-            for side in (0, 1)
-        )
-
-        def best(heads: slice) -> Scores:
-            return loops.best_by_block(x[heads], codes.of_heads(heads), sizes.of_heads(heads))
-
-        return np.concatenate(backend.current().divide(best, halves(len(x))))
+        return choice_loops(self.index.signs(key_dim), key_dim, value_dim) if compiled else None
 
     def _indexed(self, row: DecodeRow, layer: int) -> Iterator[tuple[Coded, int, int]]:
         """Yield the index of the tokens to choose from, and its columns, in order."""
@@ -192,11 +173,11 @@ def best_blocks(
         queries: of each row, (kv_heads, m, dim), scaled so that e^score is a weight.
         layer: number of the layer.
     """
-    first, best = FIRST_TOKENS // BLOCK_TOKENS, []
+    best = []
     for row, scores in zip(rows, selection.score_blocks(rows, queries, layer), strict=True):
         worth, count = _wanted(scores), selection.blocks(row.position)
         order = np.argpartition(-worth, count - 1, axis=-1)[:, :count]
-        best.append(np.sort(order, axis=-1).astype(np.int64) + first)
+        best.append(np.sort(order, axis=-1).astype(np.int64) + FIRST_BLOCKS)
     return best
 
 
