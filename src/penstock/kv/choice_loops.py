@@ -181,14 +181,17 @@ def _fill_loop() -> Any:
         for query in range(tables.shape[0]):
             for place in range(tables.shape[1]):
                 table = tables[query, place]
-                signed[:] = 0
+                for bit in range(8):
+                    signed[bit] = 0
                 for lane in range(min(lanes, x.shape[0] - lanes * query)):
                     one = lanes * query + lane
                     for bit in range(8):
                         number = np.rint(x[one, 8 * place + bit] / units[one, 0])
                         if not np.isnan(number):
                             signed[bit] += int64(number) << int64(16 * lane)
-                table[0] = -signed.sum()
+                table[0] = 0
+                for bit in range(8):
+                    table[0] -= signed[bit]
                 for bit in range(8):
                     for known in range(1 << bit):
                         table[(1 << bit) + known] = table[known] + 2 * signed[bit]
@@ -270,7 +273,7 @@ def _best_loop(words: int) -> Any:
 
 @cache
 def _exp_loop() -> Any:
-    """Return the loop that replaces numbers <= 0 by their exponentials, to 2e-7 of them.
+    """Return the loop that replaces numbers <= 0 by their exponentials, and returns the sum.
 
     In a form that the compiler can vectorize: a power of two by its bits, and a polynomial
     (Taylor's, up to x^6) for the rest of at most half a bit.
@@ -291,9 +294,11 @@ def _exp_loop() -> Any:
             for part in (float32(1 / 24), float32(1 / 6), float32(0.5), float32(1), float32(1)):
                 sum_ = sum_ * rest + part
             values[number] = sum_
-        scales = powers.view(np.float32)
+        scales, total = powers.view(np.float32), float32(0)
         for number in range(len(values)):
             values[number] *= scales[number]
+            total += values[number]
+        return total
 
     return exp
 
@@ -357,7 +362,8 @@ def _choose_loop(words: int) -> Any:
                 steps[number] = steps[number] * float32(2.0**112) / levels_of
                 if largest[number] >= 0x7C00:
                     steps[number] = np.inf
-            lacks[:] = np.inf
+            for number in range(blocks):
+                lacks[number] = np.inf
             for query in range(queries):
                 unit = units[head, query, 0]
                 top = float32(-np.inf)
@@ -368,8 +374,7 @@ def _choose_loop(words: int) -> Any:
                     top = max(top, score)
                 for number in range(blocks):
                     weights[number] = scores[number] - top
-                exp(weights)
-                total = top + np.log(weights.sum())
+                total = top + np.log(exp(weights))
                 for number in range(blocks):
                     lacks[number] = min(lacks[number], max(total - scores[number], float32(0)))
             select(lacks, first, chosen[head])
@@ -472,22 +477,25 @@ def _attend_loop(key_dim: int, value_dim: int) -> Any:
     def attend(queries, sides, starts, first_head, chosen, recent, sinks, mixed):  # type: ignore[no-untyped-def]
         heads, count, _ = queries.shape
         own = chosen.shape[1]
-        blocks = np.arange(first + own + (starts[-1] - 1) // block + 1 - recent)
-        blocks[first + own :] += recent - first - own
+        blocks = np.empty(first + own + (starts[-1] - 1) // block + 1 - recent, np.int64)
+        for place in range(len(blocks)):
+            blocks[place] = place if place < first else place - first - own + recent
         runs = np.empty((len(blocks) + len(starts), 4), np.int64)
         weights = np.empty((count, len(blocks) * block), np.float32)
         for head in range(heads):
-            blocks[first : first + own] = chosen[head]
+            for place in range(own):
+                blocks[first + place] = chosen[head, place]
             found = find(sides, starts, first_head + head, blocks, runs)
             columns = runs[found - 1, 2] + runs[found - 1, 3]
             score(queries[head], runs[:found], weights)
             for query in range(count):
                 scores = weights[query, :columns]
-                top = max(scores.max(), sinks[head, query])
+                top = sinks[head, query]
+                for column in range(columns):
+                    top = max(top, scores[column])
                 for column in range(columns):
                     scores[column] -= top
-                exp(scores)
-                total = scores.sum() + np.exp(sinks[head, query] - top)
+                total = exp(scores) + np.exp(sinks[head, query] - top)
                 for column in range(columns):
                     scores[column] /= total
             mix(weights, runs[:found], mixed[head])
