@@ -149,7 +149,7 @@ def test_it_says_from_when_a_choice_pays() -> None:
     arrays: Any = tree_flatten(inner.parameters())
     weights, tokens = sum(array.nbytes for _, array in arrays), fit.attend_halves_from
     assert tokens is not None
-    keys_and_values, index = 2_048, 2 * 2 * 10  # 2 layers of 2 key heads of 64 numbers
+    keys_and_values, index = 2_048, 2 * 2 * 18  # 2 layers of 2 key heads of 64 numbers
 
     def ratio(n: int) -> float:
         chosen = weights + 1_024 * keys_and_values + n * index

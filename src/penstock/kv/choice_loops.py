@@ -485,9 +485,9 @@ def _attend_loop(key_dim: int, value_dim: int) -> Any:
         for head in range(heads):
             for place in range(own):
                 blocks[first + place] = chosen[head, place]
-            found = find(sides, starts, first_head + head, blocks, runs)
-            columns = runs[found - 1, 2] + runs[found - 1, 3]
-            score(queries[head], runs[:found], weights)
+            run_count = find(sides, starts, first_head + head, blocks, runs)
+            columns = runs[run_count - 1, 2] + runs[run_count - 1, 3]
+            score(queries[head], runs[:run_count], weights)
             for query in range(count):
                 scores = weights[query, :columns]
                 top = sinks[head, query]
@@ -498,6 +498,6 @@ def _attend_loop(key_dim: int, value_dim: int) -> Any:
                 total = exp(scores) + np.exp(sinks[head, query] - top)
                 for column in range(columns):
                     scores[column] /= total
-            mix(weights, runs[:found], mixed[head])
+            mix(weights, runs[:run_count], mixed[head])
 
     return attend

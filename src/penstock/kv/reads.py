@@ -74,7 +74,7 @@ class DecodeStep:
     most_joined: int | None
     """Most tokens that a row reads at once of which some may be in a tier; None: none is there."""
     memory: selected_reads.StepMemory = field(default_factory=selected_reads.StepMemory)
-    """What is known of rows that choose, layer by layer."""
+    """Copies, and places of tokens, that all layers share for rows that choose."""
 
     @classmethod
     def of(

@@ -112,11 +112,11 @@ class Segment:
         """
         if self._addresses is None:
             index = self.index or (None,) * len(self.layers)
-            found = [
+            layers = [
                 [*map(_address, layer), *_index_addresses(coded)]
                 for layer, coded in zip(self.layers, index, strict=True)
             ]
-            object.__setattr__(self, "_addresses", np.array(found, np.int64).reshape(-1, 4, 2))
+            object.__setattr__(self, "_addresses", np.array(layers, np.int64).reshape(-1, 4, 2))
         assert self._addresses is not None
         return self._addresses
 

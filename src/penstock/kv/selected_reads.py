@@ -1,4 +1,4 @@
-"""Attention of a row to the blocks that it chose, with NumPy, on the CPU.
+"""Attention of a row to the blocks that it chose, on the CPU: by compiled loops, or by NumPy.
 
 A choice waits for the queries anyway. From then on MLX's operations take longer than their work:
 1,024 tokens chosen of 8,192 take 0.6 ms of CPU in a layer here, and 1.3 ms there.
@@ -110,9 +110,9 @@ class StepMemory:
     """What the layers of one step hand on to each other."""
 
     scratch: Scratch = field(default_factory=dict)
-    """For the copies of one row and layer after the other."""
+    """Memory for the copies of one row and layer after the other."""
     spans: dict[int, tuple[Addresses, Addresses]] = field(default_factory=dict)
-    """Where the tokens of each row lie: starts, and sides of all layers; see `SpanTable`."""
+    """Starts of each row's spans, and the sides of all layers, see `SpanTable`."""
 
     def table(self, asked: Asked) -> SpanTable:
         """Return where one layer of a row lies, its tail last."""
@@ -137,7 +137,7 @@ class Asked:
 
     row: DecodeRow
     number: int
-    """Of the row in the step."""
+    """Place of the row in the step."""
     queries: Scores
     """(kv_heads, m, dim), scaled so that e^score is a weight."""
     layer: int
