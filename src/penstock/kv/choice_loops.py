@@ -2,7 +2,8 @@
 
 They take addresses: a sequence has many segments, and a call for each would take longer than its
 work. Whoever calls keeps the arrays alive meanwhile. NumPy does the same in several passes where
-Numba is not installed (`penstock[cpu]` brings it); the scores of blocks are equal to the bit.
+Numba is not installed (`penstock[cpu]` brings it). The sums of an index are equal to the bit, and
+so is the choice, but for blocks that are wanted equally up to rounding.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class ChoiceLoops:
             first_head: number of the first of the heads.
         """
         chosen = np.empty((len(x), count), np.int64)
-        self._choose(x, units_of(x), spans.sides, spans.starts, first_head, stop, _LEVELS, chosen)
+        self._choose(
+            x, units_of(x), spans.sides, spans.starts, first_head, stop, LEVELS_BELOW, chosen
+        )
         return chosen
 
     def attend(
@@ -117,7 +120,6 @@ class ChoiceLoops:
         return mixed
 
 
-_LEVELS = LEVELS_BELOW.astype(np.int64)
 _NOWHERE = np.zeros(2, np.int64)
 
 

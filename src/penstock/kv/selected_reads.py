@@ -150,7 +150,10 @@ class Asked:
     @property
     def is_in_place(self) -> bool:
         """Whether all that it reads lies in memory as arrays of float32."""
-        return bool(self.tail) and not any(isinstance(side, Coded) for side in self._sides())
+        sides = self._sides()
+        return bool(self.tail) and all(
+            isinstance(side, mx.array) and side.dtype == mx.float32 for side in sides
+        )
 
     @property
     def is_readable(self) -> bool:
