@@ -13,16 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv import choice_loops, sign_products
+from penstock.kv import choice_loops, compiled, sign_products
 from penstock.kv.backend import CPUBackend
-from penstock.kv.choice_loops import (
-    BLOCK_TOKENS,
-    FIRST_BLOCKS,
-    Addresses,
-    ChoiceLoops,
-    SpanTable,
-    side_addresses,
-)
+from penstock.kv.choice_loops import Addresses, ChoiceLoops, SpanTable, side_addresses
+from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.kv.selection import _wanted, halves
 from penstock.kv.sign_products import Floats
 
@@ -170,10 +164,10 @@ def test_blocks_are_read_exactly_where_they_lie(
 def test_exponentials_are_those_of_numpy() -> None:
     values = np.concatenate([-np.geomspace(1e-6, 86, 5_000), [0.0]]).astype(np.float32)
     true = np.exp(values.astype(np.float64))
-    choice_loops._exp_loop()(values)
+    compiled.exp_loop()(values)
     assert np.abs(values / true - 1).max() < 2e-6
     ends = np.array([-88, -1e30, -np.inf], np.float32)
-    choice_loops._exp_loop()(ends)
+    compiled.exp_loop()(ends)
     assert np.all((ends >= 0) & (ends < 1e-37))
 
 
@@ -182,13 +176,13 @@ def test_without_numba_there_are_none(
 ) -> None:
     """None in the place of a module is an import that fails."""
     monkeypatch.setitem(sys.modules, "numba", None)
-    choice_loops._has_numba.cache_clear()
+    compiled.has_numba.cache_clear()
     try:
         with caplog.at_level(logging.INFO):
             assert choice_loops.choice_loops(128, 64, 64) is None
         assert "read by NumPy" in caplog.text
     finally:
-        choice_loops._has_numba.cache_clear()
+        compiled.has_numba.cache_clear()
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

@@ -14,7 +14,7 @@ from penstock.kv import selection as module
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.backend import Backend, CPUBackend, GPUBackend, using
-from penstock.kv.choice_loops import BLOCK_TOKENS
+from penstock.kv.choosing_loops import BLOCK_TOKENS
 from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.key_index import KeyIndex
 from penstock.kv.reads import DecodeReads, DecodeStep

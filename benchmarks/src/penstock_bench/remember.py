@@ -21,7 +21,7 @@ from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.engine.schedule.sequence import Sequence
 from penstock.kv.attention_plan import ColumnRange, DecodeRow
-from penstock.kv.choice_loops import BLOCK_TOKENS
+from penstock.kv.choosing_loops import BLOCK_TOKENS
 from penstock.kv.selection import FIRST_TOKENS, Scores, Selection, pieces
 from penstock.models.mlx_lm import load, render
 from penstock.recall import MODEL_PATH, Question, dialogue

@@ -17,13 +17,8 @@ import numpy as np
 from penstock.kv import attention, backend
 from penstock.kv.attention import LOG2_E
 from penstock.kv.attention_plan import DecodeRow, KVSpan
-from penstock.kv.choice_loops import (
-    BLOCK_TOKENS,
-    Addresses,
-    ChoiceLoops,
-    SpanTable,
-    side_addresses,
-)
+from penstock.kv.choice_loops import Addresses, ChoiceLoops, SpanTable, side_addresses
+from penstock.kv.choosing_loops import BLOCK_TOKENS
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import Spilled
 from penstock.kv.columns import Side

@@ -21,13 +21,8 @@ import numpy.typing as npt
 
 from penstock.kv import backend
 from penstock.kv.attention_plan import ColumnRange, DecodeRow, KVSpan
-from penstock.kv.choice_loops import (
-    BLOCK_TOKENS,
-    CHOSEN,
-    FIRST_BLOCKS,
-    ChoiceLoops,
-    choice_loops,
-)
+from penstock.kv.choice_loops import ChoiceLoops, choice_loops
+from penstock.kv.choosing_loops import BLOCK_TOKENS, CHOSEN, FIRST_BLOCKS
 from penstock.kv.codecs import Coded
 from penstock.kv.columns import Side
 from penstock.kv.key_index import KeyIndex

@@ -1,0 +1,132 @@
+"""The loop of attention to chosen blocks where they lie, compiled; see `choice_loops`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS
+from penstock.kv.compiled import SUMS, exp_loop, pointer
+
+
+@cache
+def _runs_loop(key_dim: int, value_dim: int) -> Any:
+    """Return the loop that finds where the tokens of blocks lie: runs of one span.
+
+    A run is the addresses of its keys and of its values, its column among all tokens read, and its
+    tokens.
+    """
+    from numba import njit
+
+    block = BLOCK_TOKENS
+
+    @njit(nogil=True)
+    def find(sides, starts, head, blocks, runs):  # type: ignore[no-untyped-def]
+        count = span = 0
+        for place in range(len(blocks)):
+            token = blocks[place] * block
+            stop = min(token + block, starts[-1])
+            while token < stop:
+                while starts[span + 1] <= token:
+                    span += 1
+                end, column = min(stop, starts[span + 1]), token - starts[span]
+                at = sides[span]
+                runs[count, 0] = at[0, 0] + head * at[0, 1] + column * (key_dim * 4)
+                runs[count, 1] = at[1, 0] + head * at[1, 1] + column * (value_dim * 4)
+                runs[count, 2] = place * block + token - blocks[place] * block
+                runs[count, 3] = end - token
+                count, token = count + 1, end
+        return count
+
+    return find
+
+
+@cache
+def _score_loop(key_dim: int) -> Any:
+    """Return the loop that multiplies queries with keys of this size."""
+    from numba import carray, float32, njit
+
+    address_of = pointer()
+
+    @njit(nogil=True, fastmath=SUMS)
+    def score(queries, runs, scores):  # type: ignore[no-untyped-def]
+        for address, _, column, tokens in runs:
+            keys = carray(address_of(address), (tokens, key_dim), np.float32)
+            for token in range(tokens):
+                for query in range(len(queries)):
+                    total = float32(0)
+                    for number in range(key_dim):
+                        total += queries[query, number] * keys[token, number]
+                    scores[query, column + token] = total
+
+    return score
+
+
+@cache
+def _mix_loop(value_dim: int) -> Any:
+    """Return the loop that mixes values of this size."""
+    from numba import carray, njit
+
+    address_of = pointer()
+
+    @njit(nogil=True, fastmath=SUMS)
+    def mix(weights, runs, mixed):  # type: ignore[no-untyped-def]
+        for _, address, column, tokens in runs:
+            held = carray(address_of(address), (tokens, value_dim), np.float32)
+            for query in range(len(weights)):
+                own, into = weights[query, column : column + tokens], mixed[query]
+                four = tokens - tokens % 4
+                for token in range(0, four, 4):
+                    for number in range(value_dim):
+                        into[number] += (
+                            own[token] * held[token, number]
+                            + own[token + 1] * held[token + 1, number]
+                            + own[token + 2] * held[token + 2, number]
+                            + own[token + 3] * held[token + 3, number]
+                        )
+                for token in range(four, tokens):
+                    for number in range(value_dim):
+                        into[number] += own[token] * held[token, number]
+
+    return mix
+
+
+@cache
+def attend_loop(key_dim: int, value_dim: int) -> Any:
+    """Return the loop of attention to first, chosen and recent tokens of these sizes."""
+    from numba import njit
+
+    find, exp = _runs_loop(key_dim, value_dim), exp_loop()
+    score, mix = _score_loop(key_dim), _mix_loop(value_dim)
+    block, first = BLOCK_TOKENS, FIRST_BLOCKS
+
+    @njit(nogil=True)
+    def attend(queries, sides, starts, first_head, chosen, recent, sinks, mixed):  # type: ignore[no-untyped-def]
+        heads, count, _ = queries.shape
+        own = chosen.shape[1]
+        blocks = np.empty(first + own + (starts[-1] - 1) // block + 1 - recent, np.int64)
+        for place in range(len(blocks)):
+            blocks[place] = place if place < first else place - first - own + recent
+        runs = np.empty((len(blocks) + len(starts), 4), np.int64)
+        weights = np.empty((count, len(blocks) * block), np.float32)
+        for head in range(heads):
+            for place in range(own):
+                blocks[first + place] = chosen[head, place]
+            run_count = find(sides, starts, first_head + head, blocks, runs)
+            columns = runs[run_count - 1, 2] + runs[run_count - 1, 3]
+            score(queries[head], runs[:run_count], weights)
+            for query in range(count):
+                scores = weights[query, :columns]
+                top = sinks[head, query]
+                for column in range(columns):
+                    top = max(top, scores[column])
+                for column in range(columns):
+                    scores[column] -= top
+                total = exp(scores) + np.exp(sinks[head, query] - top)
+                for column in range(columns):
+                    scores[column] /= total
+            mix(weights, runs[:run_count], mixed[head])
+
+    return attend
