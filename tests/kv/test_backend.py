@@ -21,6 +21,7 @@ from penstock.kv.attention_plan import DecodeRow, KVSpan, in_order
 from penstock.kv.backend import Backend, CPUBackend, GPUBackend
 from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.codecs import Coded, parse_scheme
+from penstock.kv.cpu_backend import LONG_ROW
 from penstock.kv.quantization import piece_bytes
 from penstock.kv.reads import DecodeStep
 from penstock.kv.segment import Segment
@@ -295,7 +296,7 @@ def test_products_with_weights(
     monkeypatch.setattr(cpu_backend, "multiplies_unpacked", lambda: unpacked)
     x, weights = normal(*shape, 192, seed=1), normal(outputs, 192, seed=2)
     device = CPUBackend(lanes=lanes)
-    threads = device.one_thread_of_blas() if device.divides(*shape) else nullcontext()
+    threads = device.one_thread_of_blas() if device.divides(*shape, 0) else nullcontext()
     with backend.using(device), threads:
         products = device.multiply_weights(x, weights)
         mx.eval(products)
@@ -368,12 +369,14 @@ def test_the_cpu_alone_takes_threads_from_blas(monkeypatch: MonkeyPatch) -> None
         assert entered == ["one thread"]
 
 
-def test_lanes_share_a_step_of_several_rows_and_one_of_a_wide_row() -> None:
+def test_lanes_share_a_step_of_several_rows_a_wide_row_and_a_long_row() -> None:
     for device in (CPU, CPUBackend(lanes=1), GPU):
         wide = device is CPU
-        assert [device.divides(1, width) for width in (1, 7, 8)] == [False, False, wide]
-        assert [device.divides(2, width) for width in (1, 8)] == [True, True]
-    assert CPU.computes_ahead(1, 7) and not CPU.computes_ahead(1, 8)
+        assert [device.divides(1, width, 0) for width in (1, 7, 8)] == [False, False, wide]
+        long = [device.divides(1, 1, tokens) for tokens in (LONG_ROW - 1, LONG_ROW)]
+        assert long == [False, wide]
+        assert [device.divides(2, width, 0) for width in (1, 8)] == [True, True]
+    assert CPU.computes_ahead(1, 7, 0) and not CPU.computes_ahead(1, 8, 0)
 
 
 # ---- the choice

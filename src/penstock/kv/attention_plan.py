@@ -47,6 +47,11 @@ class DecodeRow:
     whole: bool = False
     """Whether it reads all tokens where others read a choice: its step follows a prompt."""
 
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of its parts; a window sees fewer."""
+        return sum(part.columns for part in self.parts)
+
 
 ColumnRange = tuple[Segment, int, int]
 """Columns start..stop-1 of a segment."""

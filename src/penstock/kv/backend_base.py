@@ -268,10 +268,15 @@ class Backend(ABC):
         """Let BLAS multiply on one thread in this context, where lanes share the cores with it."""
         return nullcontext()
 
-    def divides(self, rows: int, width: int) -> bool:
+    def divides(self, rows: int, width: int, tokens: int) -> bool:
         """Tell whether lanes share a decode step of `rows`, each with `width` new tokens.
 
         If not, one row is read in one product, by all threads of BLAS.
+
+        Args:
+            rows: of the step.
+            width: new tokens of each.
+            tokens: that the first row's parts have.
         """
         return rows > 1
 
@@ -279,7 +284,7 @@ class Backend(ABC):
         """Call a function for each of some tasks, on as many threads as there are lanes."""
         return [function(task) for task in tasks]
 
-    def computes_ahead(self, rows: int, width: int) -> bool:
+    def computes_ahead(self, rows: int, width: int, tokens: int) -> bool:
         """Tell whether a layer of a decode step is computed while Python still builds the next."""
         return False
 

@@ -45,6 +45,8 @@ ONE_THREAD_LANES_FROM = 2**18
 """The same where BLAS multiplies on one thread."""
 WIDE_ROW = 8
 """New tokens from which lanes read and multiply one row more quickly than all threads of BLAS."""
+LONG_ROW = 4_096
+"""Tokens in front of a single row from which lanes read them more quickly."""
 INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
 """Signed and unsigned integer types, by the bytes of a number."""
 HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
@@ -388,13 +390,14 @@ class CPUBackend(Backend):
         finally:
             _second.one_thread = before
 
-    def divides(self, rows: int, width: int) -> bool:
-        """See `Backend`: several rows, or one with many new tokens.
+    def divides(self, rows: int, width: int, tokens: int) -> bool:
+        """See `Backend`: several rows, or one with many new tokens, or behind many.
 
         SmolLM2 behind 1,500 tokens, ms of a step in lanes and with all threads of BLAS: 5 new
-        tokens 88 and 87; 9: 98 and 136; 17: 122 and 197 (OpenBLAS 0.3.21, two cores).
+        tokens 88 and 87; 9: 98 and 136; 17: 122 and 197. One new token of it behind 4,096: 59 and
+        59; 6,000: 65 and 71; 8,000: 79 and 100 (OpenBLAS 0.3.21, two cores).
         """
-        return rows > 1 or (self.lanes > 1 and width >= WIDE_ROW)
+        return rows > 1 or (self.lanes > 1 and (width >= WIDE_ROW or tokens >= LONG_ROW))
 
     def divide(self, function: Callable[[_Task], _Result], tasks: Sequence[_Task]) -> list[_Result]:
         """See `Backend`: the second thread takes the second half."""
@@ -404,12 +407,12 @@ class CPUBackend(Backend):
         later = other.submit(Backend.divide, self, function, tasks[half:])
         return [*Backend.divide(self, function, tasks[:half]), *later.result()]
 
-    def computes_ahead(self, rows: int, width: int) -> bool:
+    def computes_ahead(self, rows: int, width: int, tokens: int) -> bool:
         """See `Backend`: one row, which would wait for Python in a third of its step.
 
         Lanes keep both cores busy; BLAS must be on one thread first.
         """
-        return not self.divides(rows, width)
+        return not self.divides(rows, width, tokens)
 
     def code_bytes(self, numbers: int) -> int:
         """See `Backend`."""

@@ -88,6 +88,7 @@ class DecodeStep:
     ) -> DecodeStep:
         """Prepare a step of `width` new tokens a row; nothing is computed yet."""
         positions, device = [row.position for row in rows], backend.current()
+        size = len(rows), width, rows[0].held_tokens
         neighbors = all(row.slot == rows[0].slot + i for i, row in enumerate(rows))
         return cls(
             rows,
@@ -98,8 +99,8 @@ class DecodeStep:
             positions[0] if len(rows) == 1 else mx.array(positions),
             neighbors and all(row.tail == rows[0].tail for row in rows),
             neighbors,
-            device.divides(len(rows), width),
-            device.computes_ahead(len(rows), width),
+            device.divides(*size),
+            device.computes_ahead(*size),
             {},
             ways,
             {},

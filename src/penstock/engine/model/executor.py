@@ -136,7 +136,7 @@ class ModelExecutor:
         try:
             samplers = [s.sampler for s in sequences]
             device = backend.current()
-            divided = device.divides(len(rows), width)
+            divided = device.divides(len(rows), width, rows[0].held_tokens)
             with device.one_thread_of_blas() if divided else nullcontext():
                 decoded = self._runner.decode(new, rows, self._tails, before)
                 logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
