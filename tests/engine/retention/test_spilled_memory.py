@@ -23,9 +23,11 @@ from spilled_engine import (
 from penstock.engine.core import Core
 from penstock.engine.offload.cold_blocks import RECORD_BYTES
 from penstock.engine.schedule.scheduler import State
+from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.kv.codecs import spilled
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import load
+from penstock.prefix.prefixes import InsertResult
 from penstock.recall import MODEL_PATH
 
 SHORT, LONG = (4_000, 128), (32_000, 1_024)
@@ -55,6 +57,33 @@ def test_a_prompt_leaves_memory_while_it_is_read(tmp_path: Path, records: int | 
             most = max(most, held)
         allowed = ACTIVE + core.budget.in_flight_tokens
         assert (most <= allowed) == (records is None), f"{most} tokens in memory"
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_blocks_that_the_tree_refused_are_committed_before_more_is_read(
+    tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt has reserved a few chunks; without a second try the rest would be in no account."""
+    if not again:  # a negative control
+        monkeypatch.setattr(SequenceKV, "commit_again", lambda self: True)
+    with running(tmp_path, prefill_chunk=256) as core:
+        insert, calls = core.prefixes.insert, []
+
+        def refusing(pin: Any, blocks_done: int, *given: Any) -> InsertResult:
+            calls.append(blocks_done)
+            if len(calls) == 3:
+                return InsertResult(blocks_done, 0, "there is no room")
+            return insert(pin, blocks_done, *given)
+
+        monkeypatch.setattr(core.prefixes, "insert", refusing)
+        handle = cold_engine.submit(core, prompt(3_000), max_tokens=1)
+        (sequence,) = core.admission.sequences.values()
+        most = 0
+        while core.step():
+            own = sum(span.columns for span in sequence.kv.own_spans)
+            most = max(most, own)
+        assert cold_engine.said(handle)
+        assert (most <= 2 * 256) is again, f"{most} tokens beside the tree"
 
 
 def held_bytes(core: Core) -> int:

@@ -99,6 +99,7 @@ class Admission:
     def spill(self, sequence: Sequence) -> None:
         """Let keys and values leave memory, and reserve the next tokens of a prompt in it.
 
+        Blocks that the tree had no room for are committed first: what is reserved is for few.
         Waits for the tiers where memory is short. A sequence that finds no room then is preempted;
         alone, it fails.
         """
@@ -107,10 +108,10 @@ class Admission:
             return
         paths = [other.kv for other in self.sequences.values()]
         spilling.work(paths)
-        if self._budget.top_up(sequence):
+        if sequence.kv.commit_again() and self._budget.top_up(sequence):
             return
         spilling.wait(paths)
-        if self._budget.top_up(sequence):
+        if sequence.kv.commit_again() and self._budget.top_up(sequence):
             return
         if self._scheduler.placed() != [sequence]:
             self.preempt(sequence)

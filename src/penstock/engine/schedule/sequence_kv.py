@@ -244,6 +244,24 @@ class SequenceKV(CachedPath):
         if (self._stores.by_block or prefilled) and self.pin is not None:
             self._stores.tidy(self.pin.node)  # chunks that were dealt out small make one part
 
+    def commit_again(self) -> bool:
+        """Commit whole blocks that the tree had no room for; return whether none is left."""
+        if not self._is_refused:
+            return True
+        self._commit_spans()
+        return not self._is_refused
+
+    @property
+    def _is_refused(self) -> bool:
+        """Whether the first own span has whole blocks that may lie in the tree, and do not."""
+        span = self.own_spans[0] if self.own_spans else None
+        return (
+            span is not None
+            and span.start == self.num_cached_tokens
+            and span.end % self._size == 0
+            and span.end <= self._stores.shared_tokens
+        )
+
     def splice(self, segment: Segment) -> bool:
         """Insert whole blocks behind the cached tokens into the tree; False without room."""
         assert self.reservation is not None
@@ -432,12 +450,7 @@ class SequenceKV(CachedPath):
     def _commit_spans(self) -> None:
         """Commit the own spans of whole blocks that continue the path."""
         self.hash_blocks()
-        while self.own_spans and self.own_spans[0].start == self.num_cached_tokens:
-            span = self.own_spans[0]
-            if span.end % self._size or span.end > self._stores.shared_tokens:
-                break
-            if not self._commit(span.segment):
-                break
+        while self._is_refused and self._commit(self.own_spans[0].segment):
             del self.own_spans[0]
         if self.pin is not None:
             self._stores.tidy(self.pin.node)
