@@ -153,6 +153,8 @@ class EngineView:
         """Return the memory that a sequence of `tokens` needs beside the fixed memory."""
         estimator = self._estimator
         index = self._prefixes.index_bytes(-(-tokens // self._prefixes.block_size) + 1)
+        if self._stores.spilling is not None:  # most of it is reserved
+            index = max(0, index - estimator.path_bytes(tokens))
         own = estimator.sequence_bytes(tokens) + estimator.decode_bytes(tokens) + index
         return SequenceBytes(own, estimator.prefill_bytes(tokens))
 

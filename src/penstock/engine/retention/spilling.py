@@ -21,12 +21,12 @@ from penstock.engine.offload.cold_blocks import ColdBlocks
 from penstock.engine.offload.engine_tier import LOOK_SECONDS
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.stats import SpillStats
-from penstock.kv.block_spans import Spans
+from penstock.kv.block_spans import Spans, span_tokens
 from penstock.kv.codecs import Coded
 from penstock.kv.codecs.spilled import BLOCK_TOKENS, Numbers, Spilled
 from penstock.kv.segment import Layer, Segment
 from penstock.kv.selection import Selection
-from penstock.prefix.node import Node
+from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Node
 from penstock.prefix.prefixes import Prefixes
 
 if TYPE_CHECKING:
@@ -229,6 +229,12 @@ class Spilling:
             held |= places_of(node.segment)
         self.blocks.retain(held)
         self._records = self.blocks.records
+
+
+def path_bytes(tokens: int, block_size: int) -> int:
+    """Return the bytes of the tree's index of so many tokens, in nodes of a span of blocks."""
+    blocks, nodes = -(-tokens // block_size), -(-tokens // span_tokens(block_size))
+    return NODE_BYTES * nodes + (BLOCK_BYTES + 4 * block_size) * blocks
 
 
 def is_spilled(segment: Segment) -> bool:

@@ -13,7 +13,7 @@ from penstock.engine.model.proposals import LEAST_PREDICTION
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.request import Sampling
-from penstock.engine.retention.spilling import SPILLED_MERGE_TOKENS
+from penstock.engine.retention.spilling import SPILLED_MERGE_TOKENS, path_bytes
 from penstock.engine.schedule.step_peaks import StepPeaks, measured_once
 from penstock.kv import backend
 from penstock.kv.attention_plan import DecodeRow, KVSpan
@@ -128,7 +128,15 @@ class MemoryEstimator:
             )
             own += min(tokens - window, ring + 2 * self._limits.step_tokens)
         own_bytes = own * self._runner.held_token_bytes + spilled * self.spilled_token_bytes
-        return own_bytes + self._runner.state_bytes
+        return own_bytes + self._runner.state_bytes + self.path_bytes(tokens - num_cached_tokens)
+
+    def path_bytes(self, tokens: int) -> int:
+        """Return the bytes of the tree's index of so many tokens to commit, where KV is spilled.
+
+        Elsewhere it takes the room of what can be evicted, or of the KV that is reserved whole.
+        """
+        spills = self._limits.active_kv_size is not None
+        return path_bytes(max(0, tokens), self._limits.block_size) if spills else 0
 
     @property
     def _most_resident(self) -> int:
@@ -169,7 +177,8 @@ class MemoryEstimator:
         """
         next_tokens = min(tokens, self.in_flight_tokens)
         spilled = tokens - next_tokens
-        return next_tokens * self._runner.held_token_bytes + spilled * self.spilled_token_bytes
+        own = next_tokens * self._runner.held_token_bytes + spilled * self.spilled_token_bytes
+        return own + self.path_bytes(tokens)
 
     def shared_tokens(self, tokens: int) -> int:
         """Return how many first tokens of a sequence may come to lie in the tree."""
