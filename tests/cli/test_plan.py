@@ -419,7 +419,7 @@ def test_the_parts_of_a_spilled_sequence_are_what_its_admission_reserves(
     model, _ = load(MODEL_PATH)
     core = Core(model, memory_limit="120MB", ssd_cache_dir=tmp_path, **choice)
     try:
-        parts = ("index_bytes", "place_bytes", "active_bytes")
+        parts = ("index_bytes", "place_bytes", "active_bytes", "tree_bytes")
         reserved = core.budget._estimator.sequence_bytes(tokens)
         assert sum(spilled[part] for part in parts) == reserved
         assert spilled["cache_bytes"] == core.stores.spilling.nbytes

@@ -62,14 +62,15 @@ def largest_request(
 
 def spilled_line(spilled: SpilledBytes, memory_bytes: int) -> str:
     """Write the bytes in memory of a sequence that is mostly in a cold tier."""
-    index, places, active, cache = (
+    index, places, active, tree, cache = (
         format_bytes(nbytes)
         for nbytes in (
             *(spilled.index_bytes, spilled.place_bytes),
-            *(spilled.active_bytes, spilled.cache_bytes),
+            *(spilled.active_bytes, spilled.tree_bytes, spilled.cache_bytes),
         )
     )
     return (
         f"spilled  {spilled.tokens:,} tokens in {format_bytes(memory_bytes)}: index {index}, "
-        f"places {places}, {spilled.active_tokens:,} tokens exactly {active}, cache {cache}"
+        f"places {places}, {spilled.active_tokens:,} tokens exactly {active}, tree {tree}, "
+        f"cache {cache}"
     )

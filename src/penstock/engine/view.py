@@ -63,6 +63,8 @@ class SpilledBytes:
     """Bytes of places and checksums, and of layers that stay in memory, of the other tokens."""
     active_bytes: int
     """Bytes of the keys and values in memory."""
+    tree_bytes: int
+    """Bytes of the prefix tree's index of all tokens."""
     cache_bytes: int
     """Bytes that are set aside for the cache of blocks and for reads, for all sequences."""
 
@@ -174,6 +176,7 @@ class EngineView:
             index_bytes=tokens * runner.index_token_bytes,
             place_bytes=gone * places,
             active_bytes=(tokens - gone) * runner.token_bytes,
+            tree_bytes=self._estimator.path_bytes(tokens),
             cache_bytes=spilling.nbytes,
         )
 

@@ -226,11 +226,6 @@ class CachedPath:
             self.pin, self.block_hashes, segment, start
         ):
             return False
-        index = 0
-        if stores.spilling is not None:  # it was reserved, and the tree finds it free
-            index = stores.prefixes.index_bytes(segment.tokens // size)
-            index = max(0, min(index, paid.nbytes - segment.nbytes))
-            paid.resize(paid.nbytes - index)
         inserted = stores.prefixes.insert(
             self.pin,
             start // size,
@@ -240,7 +235,6 @@ class CachedPath:
             paid,
         )
         if inserted.refused is not None:
-            paid.resize(paid.nbytes + index)
             return False
         if stores.requantizer is not None:
             stores.requantizer.changed()

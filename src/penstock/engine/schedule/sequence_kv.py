@@ -265,8 +265,11 @@ class SequenceKV(CachedPath):
     def splice(self, segment: Segment) -> bool:
         """Insert whole blocks behind the cached tokens into the tree; False without room."""
         assert self.reservation is not None
+        index = self._reserved_index(segment)
+        self.spare(index)  # where the tree finds it
         before, start = self.reservation.nbytes, self.num_cached_tokens
         if not self._insert(segment, self.reservation):
+            self.reservation.resize(before + index)
             return False
         # What the tree has taken over is off already; what others had committed is not needed.
         moved = before - self.reservation.nbytes
@@ -274,6 +277,13 @@ class SequenceKV(CachedPath):
         self.spare(restored * self._stores.runner.held_token_bytes - moved)
         self._index_path()
         return True
+
+    def _reserved_index(self, segment: Segment) -> int:
+        """Return the bytes, reserved beside a segment's, that the tree's index of it takes."""
+        if self._stores.spilling is None or self.reservation is None:
+            return 0
+        index = self._stores.prefixes.index_bytes(segment.tokens // self._size)
+        return max(0, min(index, self.reservation.nbytes - segment.nbytes))
 
     def resume(self) -> int:
         """Go back to the deepest cached token from which every layer can resume; return it."""
