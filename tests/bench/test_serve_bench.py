@@ -513,3 +513,13 @@ def test_each_other_side_has_lines_and_goals_are_for_mlx_lm() -> None:
     assert [line.figure for line in made.lines if line.goal] == ["errors"]
     assert set(serve.sides_of(load_)) == {OURS, RIVAL, LLAMA}
     assert set(serve.sides_of(load_.model_copy(update={"mlx_lm": False}))) == {OURS, LLAMA}
+
+
+@pytest.mark.parametrize(
+    ("command", "recorded"),
+    [("build/bin/llama-server -np 8", "llama-server -np 8"), ("llama-server", "llama-server")],
+)
+def test_a_record_has_the_name_of_a_program_and_not_its_folder(command: str, recorded: str) -> None:
+    load = serve.ServeLoad(model="smollm2", llama_server=command)
+    assert load.model_dump(mode="json")["llama_server"] == recorded
+    assert load.llama_server == command

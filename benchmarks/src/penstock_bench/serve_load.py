@@ -5,7 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from pydantic import field_serializer
 
 from penstock_bench.bench_settings import ServeSettings
 from penstock_bench.engine_sides import LLAMA, OURS, RIVAL, EngineShape
@@ -56,6 +59,14 @@ class ServeLoad(ServeSettings):
     connection_tokens: int = 16
     overhead_prompt_tokens: int = 200
     overhead_tokens: int = 256
+
+    @field_serializer("llama_server")
+    def _without_folder(self, command: str | None) -> str | None:
+        """Leave the program's folder out of records."""
+        if command is None:
+            return None
+        program, *settings = command.split(" ")
+        return " ".join([Path(program).name, *settings])
 
     @property
     def is_real(self) -> bool:
