@@ -15,7 +15,7 @@ from typing import Generic, Protocol
 from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes
 from penstock.prefix.explanation import EvictionLog, Why
-from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Match, Node, S, upwards
+from penstock.prefix.node import Match, Node, S, index_bytes, upwards
 from penstock.prefix.policy import REMEMBERED_NODES
 from penstock.prefix.tree import PrefixTree
 
@@ -141,7 +141,7 @@ class BoundedTree(Generic[S]):
 
     def index_bytes(self, blocks: int) -> int:
         """Return the index bytes of a node of so many blocks."""
-        return NODE_BYTES + (BLOCK_BYTES + 4 * self.block_size) * blocks
+        return index_bytes(blocks, self.block_size)
 
     def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
         """Find the longest prefix of a chain that is held. Valid until the tree changes.

@@ -50,6 +50,11 @@ NODE_BYTES = 900
 BLOCK_BYTES = 57
 
 
+def index_bytes(blocks: int, block_size: int, nodes: int = 1) -> int:
+    """Return the bytes of Python that so many blocks cost in so many nodes, beside segments."""
+    return NODE_BYTES * nodes + (BLOCK_BYTES + 4 * block_size) * blocks
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class Node(Generic[S]):
     """A run of whole blocks behind its parent's, or a partial block. Changed by the tree alone."""

@@ -26,7 +26,7 @@ from penstock.kv.codecs import Coded
 from penstock.kv.codecs.spilled import BLOCK_TOKENS, Numbers, Spilled
 from penstock.kv.segment import Layer, Segment
 from penstock.kv.selection import Selection
-from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Node
+from penstock.prefix.node import Node, index_bytes
 from penstock.prefix.prefixes import Prefixes
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class Spilling:
 def path_bytes(tokens: int, block_size: int) -> int:
     """Return the bytes of the tree's index of so many tokens, in nodes of a span of blocks."""
     blocks, nodes = -(-tokens // block_size), -(-tokens // span_tokens(block_size))
-    return NODE_BYTES * nodes + (BLOCK_BYTES + 4 * block_size) * blocks
+    return index_bytes(blocks, block_size, nodes)
 
 
 def is_spilled(segment: Segment) -> bool:

@@ -246,13 +246,13 @@ class SequenceKV(CachedPath):
 
     def commit_again(self) -> bool:
         """Commit whole blocks that the tree had no room for; return whether none is left."""
-        if not self._is_refused:
+        if not self._can_commit:
             return True
         self._commit_spans()
-        return not self._is_refused
+        return not self._can_commit
 
     @property
-    def _is_refused(self) -> bool:
+    def _can_commit(self) -> bool:
         """Whether the first own span has whole blocks that may lie in the tree, and do not."""
         span = self.own_spans[0] if self.own_spans else None
         return (
@@ -460,7 +460,7 @@ class SequenceKV(CachedPath):
     def _commit_spans(self) -> None:
         """Commit the own spans of whole blocks that continue the path."""
         self.hash_blocks()
-        while self._is_refused and self._commit(self.own_spans[0].segment):
+        while self._can_commit and self._commit(self.own_spans[0].segment):
             del self.own_spans[0]
         if self.pin is not None:
             self._stores.tidy(self.pin.node)
