@@ -87,38 +87,60 @@ def test_the_choice_is_that_of_the_engine_and_finds_what_a_window_loses(
     assert known(asked, attend=128) <= 1, "it is the choice that finds them"
 
 
-def test_both_back_ends_read_the_same(asked: Any) -> None:
+@pytest.mark.parametrize("rest", [False, True])
+def test_both_back_ends_read_the_same(asked: Any, rest: bool) -> None:
     model, _, prompts, _ = asked
     logits = []
     for device in (current(), GPUBackend()):
         with using(device):
-            caches = penstock.make_kv_cache(model, attend=128)
+            caches = penstock.make_kv_cache(model, attend=128, attend_rest=rest)
             model(mx.array([prompts[0]]), cache=caches)
             logits.append(model(mx.array([[5]]), cache=caches))
     assert mx.allclose(logits[0], logits[1], atol=0.3)
     assert int(mx.argmax(logits[0])) == int(mx.argmax(logits[1]))
 
 
-def test_it_goes_on_after_copies_trims_and_files(asked: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rest", [False, True])
+def test_it_goes_on_after_copies_trims_and_files(asked: Any, tmp_path: Path, rest: bool) -> None:
     model, _, prompts, _ = asked
-    caches = penstock.make_kv_cache(model, attend=128)
+    caches = penstock.make_kv_cache(model, attend=128, attend_rest=rest)
     tokens = said(model, prompts[0], caches)
     assert all(cache.nbytes > cache.keys.nbytes + cache.values.nbytes for cache in caches)
     whole = copy.deepcopy(caches)
     penstock.save_prompt_cache(tmp_path / "kept.safetensors", caches)
     back = penstock.load_prompt_cache(tmp_path / "kept.safetensors")
     assert [cache.attend_tokens for cache in back] == [128] * len(caches)
+    assert [cache.attend_rest for cache in back] == [rest] * len(caches)
     ends = [model(mx.array([[7]]), cache=held) for held in (caches, whole, back)]
     assert mx.array_equal(ends[0], ends[1]) and mx.array_equal(ends[0], ends[2])
     for cache in caches:
         assert cache.trim(len(tokens) + 40) == len(tokens) + 40
-    fresh = penstock.make_kv_cache(model, attend=128)
+    fresh = penstock.make_kv_cache(model, attend=128, attend_rest=rest)
     left = caches[0].offset
     model(mx.array([prompts[0][:left]]), cache=fresh)
     for held in (caches, fresh):
         model(mx.array([prompts[0][left:]]), cache=held)
     once, anew = (model(mx.array([[7]]), cache=held) for held in (caches, fresh))
     assert mx.allclose(once, anew, atol=1e-3)
+
+
+def test_the_rest_is_read_as_in_the_engine(asked: Any) -> None:
+    model, _, prompts, _ = asked
+    core = Core(model, memory_limit="200MB", max_batch_size=1, attend_tokens=128, attend_rest=True)
+    try:
+        for prompt in prompts:
+            handle = core.submit(
+                Request(prompt=tuple(prompt), max_tokens=ANSWER_TOKENS, ignore_eos=True)
+            )
+            while core.step():
+                pass
+            caches = penstock.make_kv_cache(model, attend=128, attend_rest=True)
+            assert said(model, prompt, caches) == list(handle.result(0.0)[0].tokens)
+            without = penstock.make_kv_cache(model, attend=128)
+            said(model, prompt, without)
+            assert caches[0].nbytes > without[0].nbytes, "it takes a larger index"
+    finally:
+        core.close()
 
 
 def test_a_batch_reads_all(asked: Any) -> None:

@@ -97,6 +97,8 @@ def test_with_as_many_tokens_as_there_are_the_text_is_that_of_today(
         assert answers(core, *prompts) == expected
         assert answers(core, *prompts) == again
         assert core.ledger.by_class()[Kind.KEY_INDEX] > 0
+    with running(family, **more, attend_tokens=512, attend_rest=True) as core:
+        assert answers(core, *prompts) == expected
     with running(family, **more, attend_tokens=LEAST) as core:
         assert core.runner.selection is not None
         differs = answers(core, *prompts) != expected
@@ -106,7 +108,15 @@ def test_with_as_many_tokens_as_there_are_the_text_is_that_of_today(
 
 @pytest.mark.parametrize(
     ("family", "more"),
-    [("llama", {}), ("llama", {"block_size": 24}), ("llama", ACTIVE), ("falcon_h1", {})],
+    [
+        ("llama", {}),
+        ("llama", {"block_size": 24}),
+        ("llama", ACTIVE),
+        ("falcon_h1", {}),
+        ("llama", {"attend_rest": True}),
+        ("llama", {**ACTIVE, "attend_rest": True}),
+        ("falcon_h1", {"attend_rest": True, "block_size": 24}),
+    ],
 )
 def test_the_text_does_not_depend_on_what_is_cached_or_runs_beside_it(
     family: str, more: dict[str, Any]
@@ -285,6 +295,7 @@ def test_layers_can_be_left_whole() -> None:
         ("llama", {"attend_tokens": 127}, "attend_tokens 127: .*greater than or equal to 128"),
         ("llama", {"attend_tokens": 128, "speculative_tokens": 2}, "speculative_tokens"),
         ("llama", {"attend_full_layers": (0,)}, "set both or neither"),
+        ("llama", {"attend_rest": True}, "set both or neither"),
         ("llama", {"attend_tokens": 128, "attend_full_layers": (7,)}, r"\[7\]: .* are \[0, 1\]"),
         ("gemma2", {"attend_tokens": 128}, "contiguous keys and values"),
     ],
@@ -296,9 +307,10 @@ def test_what_does_not_work_is_refused_at_the_start(
         Core(model_of(family), **SMALL, **settings)
 
 
-def test_all_bytes_are_counted_before_they_exist() -> None:
+@pytest.mark.parametrize("rest", [False, True])
+def test_all_bytes_are_counted_before_they_exist(rest: bool) -> None:
     """What MLX holds at its peak beside what it held before fits into the ledger's account."""
-    with running(attend_tokens=LEAST, max_kv_size=2_048) as core:
+    with running(attend_tokens=LEAST, attend_rest=rest, max_kv_size=2_048) as core:
         handle = core.submit(Request(prompt=prompt(1_200, 3), max_tokens=40, ignore_eos=True))
         core.step()
         mx.clear_cache()

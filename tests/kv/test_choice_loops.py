@@ -5,23 +5,31 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kv import choice_loops, compiled, sign_products
-from penstock.kv.backend import CPUBackend
-from penstock.kv.choice_loops import Addresses, ChoiceLoops, SpanTable, side_addresses
+from penstock.kv.backend import CPUBackend, using
+from penstock.kv.choice_loops import Addresses, ChoiceLoops, Sinks, SpanTable, side_addresses
 from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS
+from penstock.kv.key_index import KeyIndex
+from penstock.kv.rest_loops import HALF_NOISE
 from penstock.kv.selection import _wanted, halves
 from penstock.kv.sign_products import Floats
 
 pytest.importorskip("numba")
-LOOPS = {dim: choice_loops.choice_loops(2 * dim, dim, dim // 2) for dim in (32, 64, 96, 128)}
+LOOPS = {
+    dim: choice_loops.choice_loops(2 * dim, dim, dim // 2, with_values=True)
+    for dim in (32, 64, 96, 128)
+}
+WITH_VALUES = KeyIndex(frozenset({0}), with_values=True)
 Array = np.ndarray[Any, Any]
 
 
@@ -35,7 +43,7 @@ class Spans:
     """Tokens of one layer, cut into spans of which some are views of larger arrays.
 
     Args:
-        sides: keys, values, codes, sizes, (heads, tokens, ...) each, or None.
+        sides: keys, values, parts of an index, (heads, tokens, ...) each, or None.
         cuts: where spans begin.
     """
 
@@ -142,7 +150,8 @@ def test_blocks_are_read_exactly_where_they_lie(
     )
     blocks = chosen + FIRST_BLOCKS
     spans = Spans([keys, values, None, None], cuts)
-    out = loops(dim).attend(queries, spans.table, blocks, recent, sinks)
+    below = None if sinks is None else Sinks(sinks)
+    out = loops(dim).attend(queries, spans.table, blocks, recent, below)
     for head in range(heads):
         number = np.arange(tokens) // BLOCK_TOKENS
         seen = (number < FIRST_BLOCKS) | (number >= recent) | np.isin(number, blocks[head])
@@ -154,11 +163,82 @@ def test_blocks_are_read_exactly_where_they_lie(
     of_heads = [
         loops(dim).attend(
             queries[half], spans.table, blocks[half], recent,
-            None if sinks is None else sinks[half], half.start,
+            None if sinks is None else Sinks(sinks[half]), half.start,
         )
         for half in halves(heads)
     ]  # fmt: skip
     assert np.array_equal(np.concatenate(of_heads), out)
+
+
+@settings(max_examples=80)
+@given(
+    st.sampled_from([32, 64, 96, 128]), st.integers(1, 3), st.integers(1, 9), cuts,
+    st.integers(2, 150), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_blocks_that_were_not_chosen_are_read_from_the_index(
+    dim: int, heads: int, m: int, cuts: list[int], stop: int, odd: bool, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    tokens, value_dim = stop * BLOCK_TOKENS, dim // 2
+    keys = 3 * draw.normal(size=(1, heads, tokens, dim)).astype(np.float32)
+    values = draw.normal(size=(1, heads, tokens, value_dim)).astype(np.float32)
+    queries = draw.normal(size=(heads, m, dim)).astype(np.float32) / dim**0.5
+    with using(CPUBackend()):
+        coded = WITH_VALUES.of(mx.array(keys), mx.array(values))
+    parts = [np.array(part)[0] for part in coded.parts]
+    if odd:
+        parts[1][0, -1] = np.inf
+        coded = replace(coded, parts=tuple(mx.array(part)[None] for part in parts))
+    spans = Spans([None, None, *parts], cuts)
+    count = int(draw.integers(0, stop - FIRST_BLOCKS + 1))
+    blocks = FIRST_BLOCKS + np.stack(
+        [np.sort(draw.permutation(stop - FIRST_BLOCKS)[:count]) for _ in range(heads)]
+    )
+    squares = np.square(queries).sum(axis=-1)
+    x = WITH_VALUES.transform_query(queries)
+    sums, mean = loops(dim).rest(x, squares, spans.table, stop, blocks)
+    mean = WITH_VALUES.inverse_transform(mean, value_dim)
+    held_keys, held_values = WITH_VALUES.sides(coded, value_dim)
+    near = np.array(held_keys.score(mx.array(queries))).astype(np.float64)
+    sizes = parts[1].astype(np.float64)[:, None]
+    near -= HALF_NOISE * squares[..., None] * sizes**2
+    wide = np.array(held_values.dequantize())[0]
+    for head in range(heads):
+        number = np.arange(tokens) // BLOCK_TOKENS
+        seen = (number >= FIRST_BLOCKS) & ~np.isin(number, blocks[head])
+        seen &= np.isfinite(parts[1][head])
+        if not seen.any():
+            assert np.all(sums[head] < -1e20) and np.isfinite(mean).all()
+            continue
+        weights = np.exp(near[head][:, seen])
+        assert np.allclose(sums[head], np.log(weights.sum(axis=1)), atol=0.02)
+        true = weights @ wide[head, seen] / weights.sum(axis=1, keepdims=True)
+        assert np.allclose(mean[head], true, atol=0.02 * np.abs(wide[head]).max())
+    of_heads = [
+        loops(dim).rest(x[half], squares[half], spans.table, stop, blocks[half], half.start)
+        for half in halves(heads)
+    ]
+    assert np.array_equal(np.concatenate([part[0] for part in of_heads]), sums)
+
+
+def test_what_takes_part_beside_the_tokens_has_a_value() -> None:
+    draw = np.random.default_rng(3)
+    keys, values = draw.normal(size=(2, 2, 64, 64)).astype(np.float32)
+    queries = draw.normal(size=(2, 3, 64)).astype(np.float32) / 8
+    beside = Sinks(
+        draw.normal(size=(2, 3)).astype(np.float32),
+        draw.normal(size=(2, 3, 32)).astype(np.float32),
+    )
+    spans = Spans([keys, values[..., :32], None, None, None, None], [])
+    blocks = np.array([[1], [1]])
+    out = loops(64).attend(queries, spans.table, blocks, 2, beside)
+    weights = np.exp(queries @ keys.swapaxes(1, 2))
+    term = np.exp(beside.scores)[..., None]
+    assert beside.values is not None
+    mixed = weights @ values[..., :32] + term * beside.values
+    assert np.allclose(out, mixed / (weights.sum(axis=-1, keepdims=True) + term), atol=1e-5)
+    alone = loops(64).attend(queries, spans.table, blocks, 2, Sinks(beside.scores))
+    assert not np.allclose(out, alone, atol=1e-2)
 
 
 def test_exponentials_are_those_of_numpy() -> None:

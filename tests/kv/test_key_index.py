@@ -95,9 +95,9 @@ def test_on_the_cpu_it_is_that_of_the_codec(dim: int, dtype: mx.Dtype) -> None:
     keys[:, :, 7] = 0
     keys[:, :, 8, 0] = 3e38 if dtype != mx.float16 else 6e4
     with using(CPUBackend()):
-        codes, sizes = map(np.array, INDEX.of_keys(keys).parts)
+        codes, sizes = map(np.array, INDEX.of(keys, keys).parts)
         expected = [np.array(part) for part in INDEX.codec.encode(keys).parts]
-        apart = [INDEX.of_keys(keys[:, :, n : n + 1]).parts for n in range(16)]
+        apart = [INDEX.of(keys[:, :, n : n + 1], keys).parts for n in range(16)]
     assert codes.dtype == expected[0].dtype
     assert np.array_equal(*(np.delete(part, 8, axis=2) for part in (codes, expected[0])))
     assert np.array_equal(np.isfinite(sizes), np.isfinite(expected[1]))

@@ -90,7 +90,7 @@ def test_restored_from_the_disk(
         second.check()
     assert differing(restored, expected[-RESTORED:]) == []
     known = sum(map(in_records, asked[-RESTORED:], restored))
-    print(f"\n{stats.restored_tokens:,} tokens restored, {stats.hit_tokens:,} known; {known:,} lie in records")
+    print(f"\n{stats.restored_tokens:,} tokens restored, of {known:,} that lie in records")
     assert stats.restored_tokens > 0
     assert stats.hit_tokens >= 0.9 * known
 

@@ -76,6 +76,8 @@ class Kind:
     """Whether a draft model proposes tokens: a copy of the model, so that they are right."""
     attend_tokens: int | None = None
     """Tokens that a decode step reads; then the text is judged as far as it reads all."""
+    attend_rest: bool = False
+    """Whether it reads the other tokens from the index, where it chooses."""
     active_kv_size: int | None = None
     """Tokens of a sequence that stay in memory, beside a cold tier."""
     piece_blocks: int = 1
@@ -104,6 +106,7 @@ class Kind:
             "max_stall_ms": self.max_stall_ms,
             "speculative_tokens": self.speculative_tokens,
             "attend_tokens": self.attend_tokens,
+            "attend_rest": self.attend_rest and self.attend_tokens is not None,
             "active_kv_size": self.active_kv_size,
             "max_kv_size": self.max_kv_size,
             "keep": self.keep,
@@ -151,6 +154,7 @@ KINDS = [
     Kind("drafted", "llama", 16, 24, speculative_tokens=4, drafts=True),
     Kind("indexed", "llama", 16, 24, attend_tokens=256),
     Kind("choosing", "llama", 16, 24, attend_tokens=128, most_prompt=200),
+    Kind("reading the rest", "llama", 16, 24, attend_tokens=128, attend_rest=True, most_prompt=200),
     Kind("window", "llama", 8, 16, max_kv_size=48, keep=12),
     Kind("recurrent", "falcon_h1", 16, 24),
     Kind("coded", "llama", 16, 24, codec="turbo4", least_blocks=3, raw_blocks=0),
@@ -182,6 +186,7 @@ drawn_kinds = st.builds(
     speculative_tokens=st.sampled_from([0, 0, 2, 16]),
     drafts=st.booleans(),
     attend_tokens=st.sampled_from([None, None, 128, 256]),
+    attend_rest=st.booleans(),
     max_kv_size=st.sampled_from([8, 16, 48, 256]),
     keep=st.sampled_from([None, 0, 4, 12]),
     codec=st.sampled_from([None, None, "turbo4", "turbo8"]),
@@ -203,6 +208,7 @@ spilling_kinds = st.builds(
     prefill_chunk=st.sampled_from([8, 48, 64, 128]),
     max_stall_ms=st.sampled_from([0, 1]),
     attend_tokens=st.sampled_from([128, 128, 256, 700]),
+    attend_rest=st.booleans(),
     active_kv_size=st.sampled_from([None, 128, 128, 144, 256, 700]),
     max_kv_size=st.sampled_from([300, 1_024, 1_024]),
     keep=st.sampled_from([None, 0, 40]),

@@ -32,6 +32,7 @@ class AttendLoad:
 
     shapes: tuple[tuple[int, int], ...] = tuple(GOALS)
     attend_tokens: int = 1_024
+    attend_rest: bool = False
     rounds: int = 5
     model: ModelChoice = ModelChoice.RANDOM
     llama: LlamaShape = field(default_factory=LlamaShape)
@@ -50,9 +51,10 @@ def measure(load: AttendLoad, notify: Notify = lambda *_: None) -> Report:
 def _measure_one(
     load: AttendLoad, model: BenchModel, sequences: int, tokens: int
 ) -> dict[str, list[float]]:
+    choice = {"attend_tokens": load.attend_tokens, "attend_rest": load.attend_rest}
     sides = {
         ALL: Ours(model, sequences, EngineShape()),
-        CHOICE: Ours(model, sequences, EngineShape(), attend_tokens=load.attend_tokens),
+        CHOICE: Ours(model, sequences, EngineShape(), **choice),
     }
     try:
         for side in sides.values():
@@ -123,7 +125,11 @@ def report(
         name="attend",
         claim=CLAIM,
         rival=ALL,
-        penstock={"step_ms": ours, "attend_tokens": load.attend_tokens},
+        penstock={
+            "step_ms": ours,
+            "attend_tokens": load.attend_tokens,
+            "attend_rest": load.attend_rest,
+        },
         rival_figures={"step_ms": theirs},
         ratio=dict(ratios),
         goal=goals,

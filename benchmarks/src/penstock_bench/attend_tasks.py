@@ -54,7 +54,7 @@ def measure(load_: EvalLoad, attend: Sequence[int], notify: Notify = lambda *_: 
     longest = _longest(asked)
     outcomes: dict[int, TaskOutcome] = {}
     for size in sizes:
-        window = _window(model, size, longest)
+        window = _window(model, size, longest, rest=load_.attend_rest)
         outcomes[size] = TaskOutcome(
             window,
             answered(KVSetting(UNCHANGED.codec, attend=size)),
@@ -69,10 +69,11 @@ def _longest(asked: dict[int | str, list[AskedDialogue]]) -> int:
     return max(len(prompt) for text in texts for prompt in text.prompts)
 
 
-def _window(model: Any, attend: int, length: int) -> int:
+def _window(model: Any, attend: int, length: int, *, rest: bool) -> int:
     """Return the tokens of a window that takes the bytes of a choice and of its index."""
     runner = Runner(model, max_kv_size=length, keep=0)
-    return window_tokens(runner.shapes, sorted(runner.selectable_layers), attend, length)
+    layers = sorted(runner.selectable_layers)
+    return window_tokens(runner.shapes, layers, attend, length, rest=rest)
 
 
 def report(load_: EvalLoad, whole: Answers, outcomes: dict[int, TaskOutcome]) -> Report:

@@ -33,12 +33,19 @@ class AttendText:
         model: it must be known to `penstock.attach`.
         text: pieces, all longer than `STEP_TOKENS` + 1.
         step: called with a description before each piece that is read or measured.
+        rest: whether steps read the other tokens from the index.
     """
 
     def __init__(
-        self, model: Any, text: Sequence[EvalPiece], step: Callable[[str], None] = lambda _: None
+        self,
+        model: Any,
+        text: Sequence[EvalPiece],
+        step: Callable[[str], None] = lambda _: None,
+        *,
+        rest: bool = False,
     ) -> None:
         self._model = model
+        self._rest = rest
         self._text = text
         self._step = step
         self._read: list[list[Any]] = []
@@ -47,7 +54,7 @@ class AttendText:
         self._shapes = Runner(model, max_kv_size=most, keep=0).shapes
         for piece in text:
             step("reading all")
-            self._read.append(self._prompt(piece, make_kv_cache(model, most, attend=most)))
+            self._read.append(self._prompt(piece, self._caches(most)))
             self._all.append(self._steps(piece, copy.deepcopy(self._read[-1])))
         self.whole = self._figures(self._all)
         """Figures of steps that read all tokens."""
@@ -94,9 +101,12 @@ class AttendText:
     def window_tokens(self, tokens: int) -> list[int]:
         """Return the tokens of such a window, for each piece."""
         return [
-            window_tokens(self._shapes, self.layers, tokens, len(piece.tokens))
+            window_tokens(self._shapes, self.layers, tokens, len(piece.tokens), rest=self._rest)
             for piece in self._text
         ]
+
+    def _caches(self, attend: int) -> list[Any]:
+        return make_kv_cache(self._model, attend, attend=attend, attend_rest=self._rest)
 
     def _prompt(self, piece: EvalPiece, caches: list[Any]) -> list[Any]:
         """Return caches that have read a piece but for the tokens of steps."""
@@ -124,7 +134,12 @@ class AttendText:
 
 
 def window_tokens(
-    shapes: Sequence[LayerShape], layers: Sequence[int], attend: int, length: int
+    shapes: Sequence[LayerShape],
+    layers: Sequence[int],
+    attend: int,
+    length: int,
+    *,
+    rest: bool = False,
 ) -> int:
     """Return the tokens of a window that takes the bytes of a choice and of its index.
 
@@ -133,8 +148,9 @@ def window_tokens(
         layers: numbers of the layers that choose.
         attend: tokens that a step reads.
         length: tokens that have an index.
+        rest: whether it has values, too.
     """
-    index = KeyIndex(frozenset(layers)).token_bytes(shapes)
+    index = KeyIndex(frozenset(layers), rest).token_bytes(shapes)
     return attend + length * index // token_bytes([shapes[layer] for layer in layers])
 
 

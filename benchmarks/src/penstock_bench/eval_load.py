@@ -73,6 +73,8 @@ class EvalLoad(EvalSettings):
     """Most questions about a dialogue."""
     texts: tuple[str, ...] = ()
     """Texts that are read, a piece of each in turn; none: dialogues of the embedded model's."""
+    attend_rest: bool = False
+    """Whether steps of a choice read the other tokens from the index."""
     continued_tokens: int = 32
     """Tokens of a continuation, at most; an answer may end before."""
     block_size: int = EVALUATED_BLOCK_SIZE
@@ -86,6 +88,7 @@ class EvalLoad(EvalSettings):
             "max_kv_size": setting.max_kv_size,
             "keep": setting.keep,
             "attend_tokens": setting.attend,
+            "attend_rest": self.attend_rest and setting.attend is not None,
             "max_batch_size": self.per_dialogue,
             "kv_cache_quantization": setting.codec,
             "kv_cache_min_quantize_tokens": 0,

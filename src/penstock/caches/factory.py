@@ -32,6 +32,7 @@ def make_kv_cache(
     kv_cache_min_quantize_tokens: int = MIN_QUANTIZE_TOKENS,
     kv_cache_raw_first_tokens: int = RAW_FIRST_TOKENS,
     attend: int | None = None,
+    attend_rest: bool = False,
 ) -> list[Any]:
     """Make the caches of a model, one a layer, none of which ever holds more than `max_kv_size`.
 
@@ -58,6 +59,8 @@ def make_kv_cache(
         attend: Tokens that a single token reads of a longer sequence in full-attention layers,
             chosen by an index of the keys (`SelectiveKVCache`), at least 128; None reads all.
             Call `penstock.attach(model)` before.
+        attend_rest: With `attend`, read the other tokens, too, in two bits a number; the index
+            takes twice the bytes.
 
     Raises:
         TypeError, ValueError: a size that is no integer, or out of range.
@@ -75,8 +78,10 @@ def make_kv_cache(
     size = positive("max_kv_size", max_kv_size)
     if rule is not None or kv_bits is not None:
         _check_reads_all(attend)
-    kept = _kept(keep, size)
-    bound = Bound(size, kept, kv_bits, kv_group_size, _room(capacity), shared, rule, attend)
+    if attend_rest and attend is None:
+        raise SettingError("attend_rest says how tokens beside attend are read; set attend, too")
+    kept, room = _kept(keep, size), _room(capacity)
+    bound = Bound(size, kept, kv_bits, kv_group_size, room, shared, rule, attend, attend_rest)
     if hasattr(model, "make_cache"):
         return [bound.on(cache) for cache in model.make_cache()]
     return [bound.full() for _ in model.layers]
@@ -104,6 +109,7 @@ class Bound:
     shared: bool
     rule: QuantizationRule | None
     attend: int | None
+    rest: bool
 
     def on(self, cache: Any) -> Any:
         """Return the bounded cache that takes the place of one that the model made."""
@@ -137,8 +143,8 @@ class Bound:
         if self.bits is not None:
             return self._quantized(self.size, self.keep)
         if self.attend is not None:
-            cache = SelectiveKVCache(self.size, self.keep, self.room, attend=self.attend)
-            return self._of(cache)
+            given = self.size, self.keep, self.room
+            return self._of(SelectiveKVCache(*given, attend=self.attend, rest=self.rest))
         if self.keep:
             return self._of(SinkRotatingKVCache(self.size, self.keep, self.room))
         return self._of(RotatingKVCache(self.size, capacity=self.room))

@@ -22,7 +22,8 @@ from penstock.kv.key_index import KeyIndex
 from penstock.kv.segment import Segment
 from penstock.kv.selection import LEAST_TOKENS, Selection
 
-_INDEX = KeyIndex(frozenset({0}))
+_INDEX = {rest: KeyIndex(frozenset({0}), rest) for rest in (False, True)}
+"""Rules of the index, without and with the values."""
 
 
 class SelectiveKVCache(SinkRotatingKVCache):
@@ -37,19 +38,28 @@ class SelectiveKVCache(SinkRotatingKVCache):
         keep: see `RotatingKVCache`.
         capacity: see `RotatingKVCache`.
         attend: tokens that each key head reads, at least 128.
+        rest: whether it reads the other tokens in two bits a number.
     """
 
     attend_tokens: int
+    attend_rest: bool
     _index: Coded | None = None
-    """Index of the first keys."""
+    """Index of the first tokens."""
     _given: tuple[ref[mx.array], ref[mx.array]] | None = None
     """Keys and values that the model is to hand to `attend`."""
 
     def __init__(
-        self, max_size: int, keep: int = 0, capacity: int | None = None, *, attend: int
+        self,
+        max_size: int,
+        keep: int = 0,
+        capacity: int | None = None,
+        *,
+        attend: int,
+        rest: bool = False,
     ) -> None:
         super().__init__(max_size, keep, capacity)
         self.attend_tokens = whole("attend", attend, LEAST_TOKENS)
+        self.attend_rest = rest
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_given"}
@@ -93,7 +103,7 @@ class SelectiveKVCache(SinkRotatingKVCache):
         if given is None or keys is not given[0]() or values is not given[1]() or mask is not None:
             return None
         compiled = os.environ.get(OFF) != "off"
-        selection = Selection(self.attend_tokens, _INDEX, compiled)
+        selection = Selection(self.attend_tokens, _INDEX[self.attend_rest], compiled)
         position = self.offset - 1
         held = self._held()
         mx.eval(queries, held)
@@ -112,19 +122,19 @@ class SelectiveKVCache(SinkRotatingKVCache):
         return trimmed
 
     def _index_to(self, stop: int) -> None:
-        """Index the keys up to `stop`, which are in order of time."""
+        """Index the tokens up to `stop`, which are in order of time."""
         start = 0 if self._index is None else self._index.tokens
         if start >= stop:
             return
-        more = _INDEX.of_keys(col.take(self._held()[0], start, stop))
+        more = _INDEX[self.attend_rest].of(*(col.take(s, start, stop) for s in self._held()))
         self._index = more if self._index is None else self._index.join(more)
         mx.eval(self._index.parts)
 
     def _state(self) -> tuple[Any, ...]:
         self._given = None
-        return *super()._state(), self.attend_tokens
+        return *super()._state(), self.attend_tokens, self.attend_rest
 
     def _restore(self, state: Sequence[Any]) -> None:
-        *others, self.attend_tokens = state
+        *others, self.attend_tokens, self.attend_rest = state
         self._index = self._given = None
         super()._restore(others)

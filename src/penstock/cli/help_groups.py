@@ -12,8 +12,8 @@ GROUPS = {
     "keep-billing-header tool-parser reasoning-parser",
     "Answers": "max-tokens temperature top-p top-k min-p repetition-penalty seed",
     "Memory": "memory-limit memory-threshold max-kv-size keep-kv-size kv-bits max-batch-size "
-    "prefill-chunk max-stall-ms speculative-tokens draft-model attend-tokens attend-full-layers "
-    "active-kv-size kernels max-queue",
+    "prefill-chunk max-stall-ms speculative-tokens draft-model attend-tokens attend-rest "
+    "attend-full-layers active-kv-size kernels max-queue",
     "Cache": "block-size hot-cache-only kv-cache-quantization kv-cache-min-quantize-tokens "
     "kv-cache-raw-first-tokens kv-cache-skip-layers kv-cache-quantize-when remote-cache "
     "remote-cache-ttl remote-cache-timeout",

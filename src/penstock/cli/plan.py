@@ -135,7 +135,8 @@ def plan(
     limit: PlannedLimit,
     kv: PlannedKV,
     choice: Annotated[
-        dict[str, Any], Fields(config.EngineSettings, "attend_tokens", "active_kv_size")
+        dict[str, Any],
+        Fields(config.EngineSettings, "attend_tokens", "attend_rest", "active_kv_size"),
     ],
     batch: Batch = 1,
     hosts: Hosts = 1,
@@ -154,9 +155,10 @@ def plan(
         raise SettingError("--draft-model does not work with --hosts; leave one of the two out")
     if measure and (hosts > 1 or kv.get("kv_bits") is not None):
         raise SettingError("--measure does not work with --hosts or --kv-bits; leave them out")
-    if choice and not measure:
+    if any(choice.values()) and not measure:
         raise SettingError(
-            "--attend-tokens and --active-kv-size change the largest request: add --measure"
+            "--attend-tokens, --attend-rest and --active-kv-size change the largest request: add "
+            "--measure"
         )
     limit_bytes = _limit(limit.get("memory_limit"))
     spec = _read_spec(_find(model), weights_dtype, limit_bytes)

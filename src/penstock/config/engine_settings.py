@@ -116,6 +116,13 @@ class EngineSettings(Settings):
             unset="all are read",
         ),
     ] = None
+    attend_rest: Annotated[
+        bool,
+        Setting(
+            "With --attend-tokens, read the other tokens, too, in two bits a number: nothing is "
+            "left out. The index takes twice the memory, and a step some more time."
+        ),
+    ] = False
     attend_full_layers: Annotated[
         tuple[int, ...],
         Setting(
@@ -258,6 +265,11 @@ class EngineSettings(Settings):
     @model_validator(mode="after")
     def _attends_one_way(self) -> EngineSettings:
         if self.attend_tokens is None:
+            if self.attend_rest:
+                raise ValueError(
+                    "attend_rest (--attend-rest) says how tokens beside attend_tokens "
+                    "(--attend-tokens) are read, which is not set; set both or neither"
+                )
             if self.attend_full_layers:
                 raise ValueError(
                     "attend_full_layers (--attend-full-layers) says which layers read more than "

@@ -57,8 +57,12 @@ def lay_foundation(
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
     limits = fitting(limits, runner, room, ranks=group.size)
     if limits.attend_tokens is not None:
-        compiled = not turned_off(limits)
-        runner.select(limits.attend_tokens, limits.attend_full_layers, compiled=compiled)
+        runner.select(
+            limits.attend_tokens,
+            limits.attend_full_layers,
+            rest=limits.attend_rest,
+            compiled=not turned_off(limits),
+        )
     runner.most_joined = limits.active_kv_size
     if limits.active_kv_size is None:  # kernels read memory alone
         runner.ways = chosen_ways(runner, limits, ledger)

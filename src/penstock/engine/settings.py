@@ -177,7 +177,8 @@ def identity(
             fingerprint = with_settings(fingerprint, part=part)
     if limits.attend_tokens is not None:
         # What a token is computed from is part of its keys and values.
-        chosen = f"{limits.attend_tokens}:{limits.attend_full_layers}"
+        rest = ":rest" if limits.attend_rest else ""
+        chosen = f"{limits.attend_tokens}:{limits.attend_full_layers}{rest}"
         fingerprint = with_settings(fingerprint, attend=chosen)
     rule = QuantizationRule.of(
         limits.kv_cache_quantization,

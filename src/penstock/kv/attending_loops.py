@@ -65,7 +65,7 @@ def _score_loop(key_dim: int) -> Any:
 
 
 @cache
-def _mix_loop(value_dim: int) -> Any:
+def mix_loop(value_dim: int) -> Any:
     """Return the loop that mixes values of this size."""
     from numba import carray, njit
 
@@ -99,7 +99,7 @@ def attend_loop(key_dim: int, value_dim: int) -> Any:
     from numba import njit
 
     find, exp = _runs_loop(key_dim, value_dim), exp_loop()
-    score, mix = _score_loop(key_dim), _mix_loop(value_dim)
+    score, mix = _score_loop(key_dim), mix_loop(value_dim)
     block, first = BLOCK_TOKENS, FIRST_BLOCKS
 
     @njit(nogil=True)
@@ -127,6 +127,7 @@ def attend_loop(key_dim: int, value_dim: int) -> Any:
                 total = exp(scores) + np.exp(sinks[head, query] - top)
                 for column in range(columns):
                     scores[column] /= total
+                mixed[head, query] *= np.exp(sinks[head, query] - top) / total
             mix(weights, runs[:run_count], mixed[head])
 
     return attend

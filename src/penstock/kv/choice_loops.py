@@ -16,8 +16,10 @@ import numpy.typing as npt
 
 from penstock.kv.attending_loops import attend_loop
 from penstock.kv.choosing_loops import BLOCK_TOKENS, choose_loop
+from penstock.kv.codecs.turbo import padded
 from penstock.kv.compiled import has_numba
-from penstock.kv.sign_products import LEVELS_BELOW, Floats, units_of
+from penstock.kv.rest_loops import CODES, rest_loop
+from penstock.kv.sign_products import LEVELS_BELOW, MOST_ALONE, Floats, units_of
 
 Addresses: TypeAlias = npt.NDArray[np.int64]
 
@@ -29,7 +31,18 @@ class SpanTable:
     starts: Addresses
     """Position of the first token of each span, and of the token behind the last, (spans + 1,)."""
     sides: Addresses
-    """Addresses of each span's keys, values, and index, see `side_addresses`: (spans, 4, 2)."""
+    """Addresses of each span's keys and values, and of its index's parts, see `side_addresses`:
+    (spans, 6, 2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sinks:
+    """What takes part in a softmax beside the tokens that are read, one term a query."""
+
+    scores: Floats
+    """Logarithms of their weights, (heads, m)."""
+    values: Floats | None = None
+    """Values that have these weights, (heads, m, value_dim); None for zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,7 @@ class ChoiceLoops:
     value_dim: int
     _choose: Any
     _attend: Any
+    _rest: Any
 
     def compile(self) -> None:
         """Compile all loops now, not in a step: some seconds, and 200 MB for the compiler."""
@@ -52,12 +66,17 @@ class ChoiceLoops:
                 (self.value_dim, np.float32),
                 (self.signs // 32, np.uint32),
                 (1, np.float16),
+                (padded(self.value_dim) // CODES, np.uint32),
+                (1, np.float16),
             )
         ]
         sides = np.array([side_addresses(array) for array in held], np.int64)
         spans = SpanTable(np.array([0, 2 * BLOCK_TOKENS], np.int64), sides[None])
         blocks = self.choose(np.zeros((1, 1, self.signs), np.float32), spans, 2, 1)
         self.attend(np.zeros((1, 1, self.key_dim), np.float32), spans, blocks, 1, None)
+        if self._rest is not None:
+            squares = np.zeros((1, 1), np.float32)
+            self.rest(np.zeros((1, 1, self.signs), np.float32), squares, spans, 2, blocks)
 
     def choose(
         self, x: Floats, spans: SpanTable, stop: int, count: int, first_head: int = 0
@@ -83,7 +102,7 @@ class ChoiceLoops:
         spans: SpanTable,
         blocks: Addresses,
         recent: int,
-        sinks: Floats | None,
+        sinks: Sinks | None,
         first_head: int = 0,
     ) -> Floats:
         """Read the first tokens, blocks, and recent tokens: (heads, m, value_dim).
@@ -93,14 +112,50 @@ class ChoiceLoops:
             spans: float32; the last one is the tail, with the new token.
             blocks: numbers of the blocks that each head reads, in order, (heads, n).
             recent: number of the first block whose tokens are recent.
-            sinks: see `attention.merged`, in base e, (heads, m).
+            sinks: what takes part in the softmax besides.
             first_head: number of the first of the heads.
         """
         heads, m, _ = queries.shape
-        mixed = np.zeros((heads, m, self.value_dim), np.float32)
-        below = np.full((heads, m), -np.inf, np.float32) if sinks is None else sinks
-        self._attend(queries, spans.sides, spans.starts, first_head, blocks, recent, below, mixed)
+        if sinks is None or sinks.values is None:
+            mixed = np.zeros((heads, m, self.value_dim), np.float32)
+        else:
+            mixed = sinks.values.copy()
+        scores = np.full((heads, m), -np.inf, np.float32) if sinks is None else sinks.scores
+        self._attend(queries, spans.sides, spans.starts, first_head, blocks, recent, scores, mixed)
         return mixed
+
+    def rest(
+        self,
+        x: Floats,
+        squares: Floats,
+        spans: SpanTable,
+        stop: int,
+        blocks: Addresses,
+        first_head: int = 0,
+    ) -> tuple[Floats, Floats]:
+        """Read all blocks that were not chosen from the index, which has values.
+
+        Args:
+            x: see `choose`.
+            squares: sum of the squares of each query's numbers, (heads, m).
+            spans: see `choose`.
+            stop: see `choose`.
+            blocks: numbers of the blocks that are not read, in order, (heads, n).
+            first_head: number of the first of the heads.
+
+        Returns:
+            The logarithm of the sum of their weights, (heads, m), and their mean by these weights,
+            rotated as the values of the index are, (heads, m, n).
+        """
+        heads, m, _ = x.shape
+        tops, totals = np.full((heads, m), -np.inf, np.float32), np.zeros((heads, m), np.float32)
+        mixed = np.zeros((heads, m, padded(self.value_dim)), np.float32)
+        where = spans.sides, spans.starts, first_head, blocks, stop
+        self._rest(x, units_of(x, MOST_ALONE), squares, *where, tops, totals, mixed)
+        with np.errstate(divide="ignore"):
+            sums: Floats = tops + np.log(totals)
+        mixed /= np.maximum(totals, np.finfo(np.float32).tiny)[..., None]
+        return sums, mixed
 
 
 _NOWHERE = np.zeros(2, np.int64)
@@ -118,9 +173,13 @@ def side_addresses(array: npt.NDArray[Any] | None) -> Addresses:
     return np.array([array.__array_interface__["data"][0], array.strides[0]], np.int64)
 
 
-def choice_loops(signs: int, key_dim: int, value_dim: int) -> ChoiceLoops | None:
+def choice_loops(
+    signs: int, key_dim: int, value_dim: int, *, with_values: bool = False
+) -> ChoiceLoops | None:
     """Return the loops for keys and values of a size; None where Numba cannot be imported."""
     if not has_numba():
         return None
-    loops = choose_loop(signs // 32), attend_loop(key_dim, value_dim)
+    words = signs // 32
+    rest = rest_loop(words, padded(value_dim) // CODES) if with_values else None
+    loops = choose_loop(words), attend_loop(key_dim, value_dim), rest
     return ChoiceLoops(signs, key_dim, value_dim, *loops)

@@ -19,7 +19,7 @@ CHOSEN = 1e30
 
 
 @cache
-def _fill_loop() -> Any:
+def fill_loop() -> Any:
     """Return the loop that fills the tables of one head's queries; see `sign_products`."""
     from numba import int64, njit
 
@@ -50,28 +50,40 @@ def _fill_loop() -> Any:
 
 
 @cache
-def _sum_loop(words: int) -> Any:
-    """Return the loop that sums some tokens of a block, by the table of four queries."""
+def sum_loop(words: int) -> Any:
+    """Return the loop that sums one token's signs, by the table of four queries."""
     from numba import int64, njit, uint32
 
-    hidden, last = int(HIDDEN), len(LEVELS_BELOW) - 1
-
     @njit(nogil=True)
-    def sum_up(table, signs, held, top, levels, sums):  # type: ignore[no-untyped-def]
-        for token in range(len(held)):
-            total = int64(0)
-            for word in range(words):
-                code = signs[token, word]
-                total += (
-                    table[4 * word, code & uint32(255)]
-                    + table[4 * word + 1, (code >> uint32(8)) & uint32(255)]
-                    + table[4 * word + 2, (code >> uint32(16)) & uint32(255)]
-                    + table[4 * word + 3, code >> uint32(24)]
-                )
-            lower = min((int64(top) - int64(held[token])) >> 3, last)
-            sums[token] = total * levels[lower] + hidden
+    def sum_up(table, signs, token):  # type: ignore[no-untyped-def]
+        total = int64(0)
+        for word in range(words):
+            code = signs[token, word]
+            total += (
+                table[4 * word, code & uint32(255)]
+                + table[4 * word + 1, (code >> uint32(8)) & uint32(255)]
+                + table[4 * word + 2, (code >> uint32(16)) & uint32(255)]
+                + table[4 * word + 3, code >> uint32(24)]
+            )
+        return total
 
     return sum_up
+
+
+@cache
+def _level_loop(words: int) -> Any:
+    """Return the loop that sums some tokens of a block, each as far as its size says."""
+    from numba import int64, njit
+
+    sum_up, hidden, last = sum_loop(words), int(HIDDEN), len(LEVELS_BELOW) - 1
+
+    @njit(nogil=True)
+    def level(table, signs, held, top, levels, sums):  # type: ignore[no-untyped-def]
+        for token in range(len(held)):
+            lower = min((int64(top) - int64(held[token])) >> 3, last)
+            sums[token] = sum_up(table, signs, token) * levels[lower] + hidden
+
+    return level
 
 
 @cache
@@ -79,7 +91,7 @@ def _best_loop(words: int) -> Any:
     """Return the loop over an index of so many words a token, for one head."""
     from numba import carray, njit, uint16
 
-    address_of, sum_up = pointer(), _sum_loop(words)
+    address_of, level = pointer(), _level_loop(words)
     block, lanes_of = BLOCK_TOKENS, LANES
 
     @njit(nogil=True)
@@ -110,7 +122,7 @@ def _best_loop(words: int) -> Any:
                     held = carray(address_of(address), run, np.uint16)
                     address = sides[span, 2, 0] + head * sides[span, 2, 1] + 4 * words * column
                     signs = carray(address_of(address), (run, words), np.uint32)
-                    sum_up(tables[query], signs, held, top, levels, sums[done:])
+                    level(tables[query], signs, held, top, levels, sums[done:])
                     span, done = span + 1, done + run
                 for lane in range(lanes_of):
                     most = uint16(0)
@@ -156,7 +168,7 @@ def choose_loop(words: int) -> Any:
     """Return the loop that chooses blocks by an index of so many words a token."""
     from numba import float32, int32, njit
 
-    fill, best, exp, select = _fill_loop(), _best_loop(words), exp_loop(), _select_loop()
+    fill, best, exp, select = fill_loop(), _best_loop(words), exp_loop(), _select_loop()
     lanes, first, half = LANES, FIRST_BLOCKS, float32(2 ** (LANE_BITS - 1))
     most, levels_of = float32(CHOSEN), float32(LEVELS)
 

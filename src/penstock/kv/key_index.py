@@ -2,7 +2,8 @@
 
 Two bits keep 88 % of the variance of normal numbers, where their signs keep 64 %. That ranks blocks
 by their best token nearly as the keys do, at a twenty-eighth of the bytes that keys and values take
-in float32.
+in float32. With values in two bits, too, tokens that are not worth reading exactly can be read from
+the index; see `rest_reads`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ BITS = 2
 """Bits of a number. Each stands for a sign: code - 1.5 is a half and a one, plus or minus."""
 PIECE_TOKENS = 256
 """Tokens of one layer that are indexed together."""
+READ_TOKENS = 4_096
+"""Tokens whose values are read from an index together, where compiled loops do not read it."""
+READ_BUFFERS = 6
+"""Arrays of their scores that are alive together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,10 @@ class KeyIndex:
 
     layers: frozenset[int]
     """Numbers of the layers whose keys have an index."""
+    with_values: bool = False
+    """Whether it has the values, too, in as many bits: the third and fourth part of an index."""
     codec: Codec = field(default_factory=lambda: Turbo(BITS))
+    value_codec: Codec = field(default_factory=lambda: Turbo(BITS, unbiased=False))
 
     def signs(self, key_dim: int) -> int:
         """Return how many signs a token's key has, each with a weight of a power of two."""
@@ -44,15 +52,36 @@ class KeyIndex:
 
     def token_bytes(self, shapes: Sequence[LayerShape]) -> int:
         """Return the bytes of one token's index in all layers."""
-        indexed = (shapes[layer] for layer in self.layers)
-        return sum(s.kv_heads * self.codec.token_bits(s.key_dim) // 8 for s in indexed)
+        return sum(self._layer_bytes(shapes[layer]) for layer in self.layers)
+
+    def _layer_bytes(self, shape: LayerShape) -> int:
+        bits = self.codec.token_bits(shape.key_dim)
+        if self.with_values:
+            bits += self.value_codec.token_bits(shape.value_dim)
+        return shape.kv_heads * bits // 8
 
     def piece_bytes(self, shapes: Sequence[LayerShape]) -> int:
-        """Return the most bytes that are taken while the keys of one layer are indexed."""
-        numbers = max(
-            (shapes[n].kv_heads * padded(shapes[n].key_dim) for n in self.layers), default=0
-        )
+        """Return the most bytes that are taken while one layer is indexed, a side at a time."""
+        sides = [(shapes[n].kv_heads, shapes[n].key_dim) for n in self.layers]
+        if self.with_values:
+            sides += [(shapes[n].kv_heads, shapes[n].value_dim) for n in self.layers]
+        numbers = max((heads * padded(dim) for heads, dim in sides), default=0)
         return int(Codec.buffers * mx.float32.size * PIECE_TOKENS * numbers)
+
+    def read_bytes(self, shapes: Sequence[LayerShape], heads: int) -> int:
+        """Return the most bytes that are taken while values are read from an index.
+
+        Args:
+            shapes: of the layers.
+            heads: of the model's queries.
+        """
+        if not self.with_values:
+            return 0
+        sides = (
+            shapes[n].kv_heads * max(shapes[n].key_dim, shapes[n].value_dim) for n in self.layers
+        )
+        codes = backend.current().code_bytes(READ_TOKENS * max(sides, default=0))
+        return codes + READ_BUFFERS * mx.float32.size * READ_TOKENS * heads
 
     def complete(self, segment: Segment) -> bool:
         """Tell whether a segment has all of its index."""
@@ -68,7 +97,7 @@ class KeyIndex:
         index = list(segment.index or (None,) * len(segment.layers))
         for layer in sorted(self.layers):
             if index[layer] is None and not (segment.missing and segment.missing[layer]):
-                index[layer] = self.of_keys(segment.layers[layer][0])
+                index[layer] = self.of(*segment.layers[layer])
         return replace(segment, index=tuple(index))
 
     def transform_query(self, queries: Floats) -> Floats:
@@ -77,6 +106,10 @@ class KeyIndex:
         One row's at a time: how a product rounds depends on its shape, and so would the choice.
         """
         return queries @ _rotation(self.codec, queries.shape[-1])
+
+    def inverse_transform(self, mixed: Floats, dim: int) -> Floats:
+        """Return mixes of the index's values (kv_heads, m, n) as values, (kv_heads, m, dim)."""
+        return mixed @ _back_rotation(self.value_codec, mixed.shape[-1], dim)
 
     def best_by_block(
         self, x: Floats, parts: Iterable[tuple[Coded, int, int]], block: int
@@ -91,42 +124,69 @@ class KeyIndex:
         Returns:
             (kv_heads, m, blocks).
         """
-        pieces = [[part[0, :, start:stop] for part in coded.parts] for coded, start, stop in parts]
+        pieces = [
+            [part[0, :, start:stop] for part in coded.parts[:2]] for coded, start, stop in parts
+        ]
         codes, sizes = (
             side[0] if len(side) == 1 else mx.concatenate(list(side), axis=1)
             for side in zip(*pieces, strict=True)
         )
         return backend.current().best_by_block(x, codes, sizes, block)
 
-    def of_keys(self, keys: Side) -> Coded:
-        """Return the index of one layer's keys, some tokens at a time; evaluated."""
-        tokens, pieces = col.columns(keys), []
-        for start in range(0, tokens, PIECE_TOKENS):
-            piece = col.take(keys, start, min(start + PIECE_TOKENS, tokens))
-            wide = piece.dequantize() if isinstance(piece, Coded) else piece
-            assert isinstance(wide, mx.array)
-            pieces.append(self._encode(wide))
-            mx.eval(pieces[-1].parts)
-        return pieces[0] if len(pieces) == 1 else _joined(pieces)
+    def of(self, keys: Side, values: Side) -> Coded:
+        """Return the index of one layer's tokens, some of them at a time; evaluated.
 
-    def _encode(self, keys: mx.array) -> Coded:
-        """Encode keys as the codec does; on the CPU with NumPy, in a third of the time."""
-        if not backend.current().uses_numpy:
-            return self.codec.encode(keys)
-        rotated = rotate(keys, padded(keys.shape[-1]))
-        mx.eval(rotated)
-        z = np.asarray(rotated)
-        with np.errstate(over="ignore", invalid="ignore"):
-            # Sums of a row alone: its index does not depend on what is indexed with it.
-            over = (z * z).sum(axis=-1)
-            step = np.float32(STEPS[BITS]) * np.sqrt(over / z.shape[-1])[..., None]
-            plus, outer = z >= 0, np.abs(z) > step
-            signs = np.stack([plus == outer, plus], axis=-1)
-            along = (np.abs(z) * (outer + np.float32(0.5))).sum(axis=-1)
-            along *= np.float32(STEPS[BITS])
-            sizes = np.where(over > 0, over / np.maximum(along, 1e-30), 0.0).astype(np.float16)
-        codes = np.packbits(signs.reshape(*z.shape[:-1], -1), axis=-1, bitorder="little")
-        return Coded(self.codec, (mx.array(codes.view("<u4")), mx.array(sizes)), keys.shape[-1])
+        It is the keys' codes and sizes, and with `with_values` those of the values.
+        """
+        index = _encoded(self.codec, keys)
+        if not self.with_values:
+            return index
+        codes, sizes = _encoded(self.value_codec, values).parts
+        # A value too large for a float16 is held as the largest: a mix with it stays finite.
+        sizes = mx.minimum(sizes, mx.finfo(mx.float16).max)
+        mx.eval(sizes)
+        return replace(index, parts=(*index.parts, codes, sizes))
+
+    def sides(self, index: Coded, value_dim: int) -> tuple[Coded, Coded]:
+        """Return the keys and the values of an index that has both."""
+        keys, values = index.parts[:2], index.parts[2:]
+        return replace(index, parts=keys), Coded(self.value_codec, values, value_dim)
+
+
+def _encoded(codec: Codec, side: Side) -> Coded:
+    """Encode one side, some tokens at a time; evaluated."""
+    tokens, pieces = col.columns(side), []
+    for start in range(0, tokens, PIECE_TOKENS):
+        piece = col.take(side, start, min(start + PIECE_TOKENS, tokens))
+        wide = piece.dequantize() if isinstance(piece, Coded) else piece
+        assert isinstance(wide, mx.array)
+        pieces.append(_encode(codec, wide))
+        mx.eval(pieces[-1].parts)
+    return pieces[0] if len(pieces) == 1 else _joined(pieces)
+
+
+def _encode(codec: Codec, side: mx.array) -> Coded:
+    """Encode some tokens as the codec does; on the CPU with NumPy, in a third of the time."""
+    assert isinstance(codec, Turbo)
+    if not backend.current().uses_numpy:
+        return codec.encode(side)
+    rotated = rotate(side, padded(side.shape[-1]))
+    mx.eval(rotated)
+    z = np.asarray(rotated)
+    with np.errstate(over="ignore", invalid="ignore"):
+        # Sums of a row alone: its index does not depend on what is indexed with it.
+        over = (z * z).sum(axis=-1)
+        step = np.float32(STEPS[BITS]) * np.sqrt(over / z.shape[-1])[..., None]
+        plus, outer = z >= 0, np.abs(z) > step
+        signs = np.stack([plus == outer, plus], axis=-1)
+        levels, one = outer + np.float32(0.5), np.float32(STEPS[BITS])
+        along = (np.abs(z) * levels).sum(axis=-1) * one
+        under = along
+        if not codec.unbiased:
+            over, under = along, (levels * levels).sum(axis=-1) * one**2
+        sizes = np.where(over > 0, over / np.maximum(under, 1e-30), 0.0).astype(np.float16)
+    codes = np.packbits(signs.reshape(*z.shape[:-1], -1), axis=-1, bitorder="little")
+    return Coded(codec, (mx.array(codes.view("<u4")), mx.array(sizes)), side.shape[-1])
 
 
 @cache
@@ -135,6 +195,12 @@ def _rotation(codec: Codec, dim: int) -> Floats:
     rotation = np.array(codec.transform_query(mx.eye(dim)[None])[0])
     weights = STEPS[BITS] * 2.0 ** np.arange(-1, BITS - 1)  # of a number's bits, the lowest first
     return np.kron(rotation, weights).astype(np.float32)
+
+
+@cache
+def _back_rotation(codec: Codec, width: int, dim: int) -> Floats:
+    """Return the matrix that turns an index's values back, (width, dim)."""
+    return np.array(codec.inverse_transform(mx.eye(width)[None], dim)[0])
 
 
 def _joined(pieces: Sequence[Coded]) -> Coded:

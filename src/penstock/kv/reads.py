@@ -296,7 +296,9 @@ class DecodeReads(Reads):
                     for side, held in enumerate((choice.keys, choice.values))
                 )
                 sides = keys, values
-                results.append(self._attend_parts(own, row, sides, row.tail + 1, None, sinks))
+                results.append(
+                    self._attend_parts(own, row, sides, row.tail + 1, None, sinks, choice.rest)
+                )
         return results[0] if len(results) == 1 else mx.concatenate(results)
 
     def _attend_whole(
@@ -342,8 +344,9 @@ class DecodeReads(Reads):
         columns: int,
         seen: mx.array | None,
         sinks: mx.array | None,
+        rest: Partial | None = None,
     ) -> mx.array:
-        """Read parts and the tail of a row under one softmax."""
+        """Read parts and the tail of a row under one softmax, with the rest of its tokens."""
         keys, values = sides
         heads = queries.shape[1]
         tail = self.step.tails.read_block(self.layer, row.slot, 1, columns)
@@ -357,7 +360,8 @@ class DecodeReads(Reads):
                 stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
             )
         sunk = None if sinks is None else _sunk(sinks, stacked.shape[0], 1, self.step.width)
-        return attention.ungrouped(attention.merged([part], sunk), 1, heads)
+        parts = [part] if rest is None else [part, rest]
+        return attention.ungrouped(attention.merged(parts, sunk), 1, heads)
 
     def _attend_together(
         self, queries: mx.array, layout: AttentionPlan, sinks: mx.array | None

@@ -25,6 +25,8 @@ PIECE_TOKENS = 128
 as many more as take no more."""
 PIECE_STEP = 64
 """A multiple of every codec's span."""
+INDEX_PARTS = 4
+"""Parts of an index, at most: codes and sizes of keys, and of values."""
 Layer: TypeAlias = tuple[Side, Side]
 """Keys and values of one layer."""
 
@@ -107,8 +109,9 @@ class Segment:
     def addresses(self) -> Addresses:
         """Where compiled loops find each layer's float32 keys and values, and its index.
 
-        Addresses of keys, values, codes and sizes, (layers, 4, 2), see `side_addresses`; zeros for
-        what is held in another form. They are valid as long as the segment is.
+        Addresses of keys, values, and the parts of the index, (layers, 6, 2), see
+        `side_addresses`; zeros for what is not there, or held in another form. They are valid as
+        long as the segment is.
         """
         if self._addresses is None:
             index = self.index or (None,) * len(self.layers)
@@ -116,7 +119,8 @@ class Segment:
                 [*map(_address, layer), *_index_addresses(coded)]
                 for layer, coded in zip(self.layers, index, strict=True)
             ]
-            object.__setattr__(self, "_addresses", np.array(layers, np.int64).reshape(-1, 4, 2))
+            held = np.array(layers, np.int64).reshape(-1, 2 + INDEX_PARTS, 2)
+            object.__setattr__(self, "_addresses", held)
         assert self._addresses is not None
         return self._addresses
 
@@ -513,5 +517,5 @@ def _address(side: Side) -> Addresses:
 
 
 def _index_addresses(coded: Coded | None) -> list[Addresses]:
-    parts = (None, None) if coded is None else (np.asarray(part)[0] for part in coded.parts)
-    return [side_addresses(part) for part in parts]
+    parts = [] if coded is None else [np.asarray(part)[0] for part in coded.parts]
+    return [side_addresses(part) for part in (*parts, *[None] * (INDEX_PARTS - len(parts)))]

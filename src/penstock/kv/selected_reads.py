@@ -14,15 +14,16 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from penstock.kv import attention, backend
+from penstock.kv import attention, backend, rest_reads
 from penstock.kv.attention import LOG2_E
 from penstock.kv.attention_plan import DecodeRow, KVSpan
-from penstock.kv.choice_loops import Addresses, ChoiceLoops, SpanTable, side_addresses
+from penstock.kv.choice_loops import Addresses, ChoiceLoops, Sinks, SpanTable, side_addresses
 from penstock.kv.choosing_loops import BLOCK_TOKENS
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import Spilled
 from penstock.kv.columns import Side
 from penstock.kv.joined_reads import read_sides
+from penstock.kv.rest_reads import Rest
 from penstock.kv.selection import (
     Numbers,
     Scores,
@@ -91,12 +92,14 @@ def choose(
     blocks = _blocks(selection, loops, apart, memory)
     there = loaded(selection, [one.row for one in apart], blocks, layer)
     for one, row, wanted in zip(apart, there, blocks, strict=True):
+        rest = _rest(selection, loops, one, wanted, memory)
         one = replace(one, row=row)
         if one.is_readable:
-            mixed = attend(selection, one, wanted, memory.scratch)
+            mixed = attend(selection, one, wanted, rest, memory.scratch)
             chosen[one.number] = mx.array(mixed.reshape(1, heads, 1, -1))
         else:
-            chosen[one.number] = gather(selection, row, wanted, layer)
+            choice = gather(selection, row, wanted, layer)
+            chosen[one.number] = choice if rest is None else replace(choice, rest=rest.partial())
     return chosen
 
 
@@ -164,8 +167,34 @@ class Asked:
         """Choose and attend with some key heads, (kv_heads, m, value_dim); see `blocks`."""
         blocks = self.blocks(selection, loops, x, spans, heads)
         recent = selection.recent_start(self.row.position) // BLOCK_TOKENS
-        sinks = None if self.sinks is None else self.sinks[heads]
+        rest = self.rest(selection, loops, x, spans, blocks, heads)
+        sinks = self.all_sinks(rest, heads)
         return loops.attend(self.queries[heads], spans, blocks, recent, sinks, heads.start)
+
+    def rest(
+        self,
+        selection: Selection,
+        loops: ChoiceLoops,
+        x: Scores,
+        spans: SpanTable,
+        blocks: Numbers,
+        heads: slice,
+    ) -> Rest | None:
+        """Read what some key heads did not choose, if it is to be read; see `blocks`."""
+        if not selection.index.with_values:
+            return None
+        stop = selection.recent_start(self.row.position) // BLOCK_TOKENS
+        queries = self.queries[heads]
+        return rest_reads.read_by_loops(
+            selection.index, loops, queries, x[heads], spans, stop, blocks, heads.start
+        )
+
+    def all_sinks(self, rest: Rest | None, heads: slice = slice(None)) -> Sinks | None:
+        """Return what takes part in the softmax beside what some key heads read exactly."""
+        own = None if self.sinks is None else self.sinks[heads]
+        if rest is not None:
+            return rest.sinks(own)
+        return None if own is None else Sinks(own)
 
     def blocks(
         self, selection: Selection, loops: ChoiceLoops, x: Scores, spans: SpanTable, heads: slice
@@ -219,6 +248,26 @@ def _blocks(
     ]
 
 
+def _rest(
+    selection: Selection,
+    loops: ChoiceLoops | None,
+    asked: Asked,
+    blocks: Numbers,
+    memory: StepMemory,
+) -> Rest | None:
+    """Read what a row did not choose, if it is to be read."""
+    if not selection.index.with_values:
+        return None
+    if loops is None:
+        return rest_reads.read(selection, asked.row, asked.queries, blocks, asked.layer)
+    x, spans = selection.index.transform_query(asked.queries), memory.table(asked)
+    parts = backend.current().divide(
+        lambda heads: asked.rest(selection, loops, x, spans, blocks[heads], heads),
+        halves(len(blocks)),
+    )
+    return rest_reads.joined([part for part in parts if part is not None])
+
+
 def attend_alone(
     selection: Selection,
     row: DecodeRow,
@@ -247,8 +296,9 @@ def attend_alone(
         (read,) = _read_all(selection, loops, [one], StepMemory())
         return mx.array(read.reshape(1, heads, 1, -1))
     (blocks,) = _blocks(selection, loops, [one], StepMemory())
+    rest = _rest(selection, loops, one, blocks, StepMemory())
     if one.is_readable:
-        return mx.array(attend(selection, one, blocks).reshape(1, heads, 1, -1))
+        return mx.array(attend(selection, one, blocks, rest).reshape(1, heads, 1, -1))
     choice = gather(selection, row, blocks, 0)
     first, recent = (read_sides(pieces, 0) for pieces in (choice.first, choice.recent))
     keys, values = (
@@ -256,9 +306,10 @@ def attend_alone(
         for side, chosen in enumerate((choice.keys, choice.values))
     )
     stacked = attention.grouped(attention.in_base_2(queries, scale), kv_heads)
-    part = backend.current().attend_decode(stacked, keys, values)
+    exact = backend.current().attend_decode(stacked, keys, values)
+    parts = [exact] if rest is None else [exact, rest.partial()]
     sunk = None if sinks is None else sinks.astype(mx.float32).reshape(kv_heads, -1, 1) * LOG2_E
-    merged = attention.ungrouped(attention.merged([part], sunk), 1, heads)
+    merged = attention.ungrouped(attention.merged(parts, sunk), 1, heads)
     return merged.astype(queries.dtype)
 
 
@@ -276,7 +327,11 @@ def _is_float32(side: Side) -> bool:
 
 
 def attend(
-    selection: Selection, asked: Asked, blocks: Numbers, scratch: Scratch | None = None
+    selection: Selection,
+    asked: Asked,
+    blocks: Numbers,
+    rest: Rest | None = None,
+    scratch: Scratch | None = None,
 ) -> Scores:
     """Let a row read the first tokens, the blocks chosen, and the recent ones, copied together.
 
@@ -284,6 +339,7 @@ def attend(
         selection: how much is read.
         asked: the row.
         blocks: numbers of the blocks that each key head reads, (kv_heads, blocks).
+        rest: what else takes part, if it does.
         scratch: copies of the row before, which those of this one replace.
 
     Returns:
@@ -291,21 +347,19 @@ def attend(
     """
     copies = {} if scratch is None else scratch
     keys, values = (_joined(selection, asked, blocks, side, copies) for side in (0, 1))
-    weights, total = _weights(_by_columns(asked.queries, keys), asked.sinks)
-    mixed: Scores = _mixed(weights, values) / total
-    return mixed
-
-
-def _weights(scores: Scores, sinks: Scores | None) -> tuple[Scores, Scores]:
-    """Return weights in the place of scores (kv_heads, m, n), and their sums, (kv_heads, m, 1)."""
+    sinks = asked.all_sinks(rest)
+    scores = _by_columns(asked.queries, keys)
     top = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
-        top = np.maximum(top, sinks[..., None])
+        top = np.maximum(top, sinks.scores[..., None])
     weights = np.exp(np.subtract(scores, top, out=scores), out=scores)
-    total = weights.sum(axis=-1, keepdims=True)
+    total, mixed = weights.sum(axis=-1, keepdims=True), _mixed(weights, values)
     if sinks is not None:
-        total += np.exp(sinks[..., None] - top)
-    return weights, total
+        sunk = np.exp(sinks.scores[..., None] - top)
+        total += sunk
+        mixed += 0 if sinks.values is None else sunk * sinks.values
+    mixed /= total
+    return mixed
 
 
 def _joined(

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kv import backend
+from penstock.kv.attention import Partial
 from penstock.kv.attention_plan import ColumnRange, DecodeRow, KVSpan
 from penstock.kv.choice_loops import ChoiceLoops, choice_loops
 from penstock.kv.choosing_loops import BLOCK_TOKENS, CHOSEN, FIRST_BLOCKS
@@ -79,7 +80,7 @@ class Selection:
         A block has the score of its best token; it is not finite if a key of it is too large for
         the index.
         """
-        parts = [list(self._indexed(row, layer)) for row in rows]
+        parts = [list(self.indexed(row, layer)) for row in rows]
         count = _common(parts) if backend.current().independent_products else 0
         shared = parts[0][:count]
         transformed = [self.index.transform_query(query) for query in queries]
@@ -100,9 +101,12 @@ class Selection:
     def loops(self, key_dim: int, value_dim: int) -> ChoiceLoops | None:
         """Return the compiled loops for keys and values of a size, None where there are none."""
         compiled = self.compiled and backend.current().uses_numpy
-        return choice_loops(self.index.signs(key_dim), key_dim, value_dim) if compiled else None
+        if not compiled:
+            return None
+        signs, with_values = self.index.signs(key_dim), self.index.with_values
+        return choice_loops(signs, key_dim, value_dim, with_values=with_values)
 
-    def _indexed(self, row: DecodeRow, layer: int) -> Iterator[tuple[Coded, int, int]]:
+    def indexed(self, row: DecodeRow, layer: int) -> Iterator[tuple[Coded, int, int]]:
         """Yield the index of the tokens to choose from, and its columns, in order."""
         for segment, start, stop in pieces(
             row.parts, FIRST_TOKENS, self.recent_start(row.position)
@@ -128,6 +132,8 @@ class SelectedKV:
     keys: mx.array
     """Keys of the blocks chosen, (kv_heads, tokens, dim)."""
     values: mx.array
+    rest: Partial | None = None
+    """Attention to what was not chosen, if that is read."""
 
 
 def _common(rows: Sequence[Sequence[tuple[Coded, int, int]]]) -> int:

@@ -20,6 +20,8 @@ LEVELS = 31
 """A row's size is this part of the largest in its block, or less."""
 MOST = 2 ** (LANE_BITS - 1) // LEVELS
 """Largest sum of a row's numbers: multiplied by the levels it stays in its lane."""
+MOST_ALONE = 2 ** (LANE_BITS - 1) - 1
+"""The same where they are not multiplied."""
 HIDDEN = np.int64(-(2**63) + 2**47 + 2**31 + 2**15)
 """Half of the range of every lane, added so that lanes are compared as unsigned numbers."""
 STEP = 8
@@ -78,11 +80,16 @@ def products(best: Floats, largest: Halves, units: Floats) -> Floats:
     return scaled
 
 
-def units_of(x: Floats) -> Floats:
-    """Return the unit of each query's whole numbers, (heads, m, 1); x is (heads, m, n)."""
+def units_of(x: Floats, most: int = MOST) -> Floats:
+    """Return the unit of each query's whole numbers, (heads, m, 1).
+
+    Args:
+        x: (heads, m, n).
+        most: largest sum of a row's numbers.
+    """
     total = np.abs(x).sum(axis=-1, keepdims=True)
     # Rounded, each number may be half a unit more.
-    units: Floats = np.maximum(total, 1e-30) / np.float32(MOST - x.shape[-1] / 2)
+    units: Floats = np.maximum(total, 1e-30) / np.float32(most - x.shape[-1] / 2)
     return units
 
 

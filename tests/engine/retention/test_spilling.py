@@ -46,6 +46,8 @@ def whole(tmp_path: Path, family: str, *prompts: Sequence[int], **more: Any) -> 
         ("llama", {}),
         ("llama", {"attend_full_layers": (1,)}),
         ("llama", {"block_size": 48}),
+        ("llama", {"attend_rest": True}),
+        ("falcon_h1", {"attend_rest": True}),
         ("falcon_h1", {}),
         ("cohere2", {}),
     ],

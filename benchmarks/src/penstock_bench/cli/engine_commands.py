@@ -283,6 +283,10 @@ def attend(
     attend_tokens: Annotated[
         int, typer.Option(help="Tokens that a step reads.", metavar="TOKENS", min=128)
     ] = 1_024,
+    attend_rest: Annotated[
+        bool,
+        typer.Option("--attend-rest", help="A step reads the other tokens, too, in two bits."),
+    ] = False,
     rounds: Rounds = 5,
     as_json: options.Json = False,
     save: Save = None,
@@ -294,7 +298,7 @@ def attend(
     """
     from penstock_bench.attend_steps import AttendLoad, measure
 
-    load = AttendLoad(attend_tokens=attend_tokens, rounds=rounds)
+    load = AttendLoad(attend_tokens=attend_tokens, attend_rest=attend_rest, rounds=rounds)
     if tokens:
         load = replace(load, shapes=tuple((1, length) for length in tokens))
     with progress_bar("stepping") as notify:

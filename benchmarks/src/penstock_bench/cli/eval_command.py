@@ -106,6 +106,14 @@ Attend: TypeAlias = Annotated[
         min=LEAST_ATTEND_TOKENS,
     ),
 ]
+AttendRest: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--attend-rest",
+        help="With --attend, steps read the other tokens, too, in two bits a number (--attend-rest "
+        "of penstock serve).",
+    ),
+]
 AttendLayers: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -129,6 +137,7 @@ def evaluate(
     length: Lengths = None,
     task: Tasks = None,
     attend: Attend = None,
+    attend_rest: AttendRest = False,
     attend_layers: AttendLayers = False,
     *,
     sizes: Annotated[dict[str, Any], Fields(EvalSettings, variables=False)],
@@ -158,7 +167,9 @@ def evaluate(
 
     chosen = {**_settings(codec, window, keep), **_questions(form, length, task, embedded)}
     name = str(MODEL_PATH) if embedded else model
-    load = EvalLoad(model=name, texts=texts, **sizes, **engine, **chosen)
+    load = EvalLoad(model=name, texts=texts, attend_rest=attend_rest, **sizes, **engine, **chosen)
+    if attend_rest and not attend:
+        raise SettingError("--attend-rest: say how many tokens a step reads exactly (--attend)")
     if attend:
         from penstock_bench import attend_eval, attend_tasks
 

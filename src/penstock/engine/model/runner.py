@@ -213,16 +213,22 @@ class Runner:
         return frozenset(number for number, window in windows if window.window is None)
 
     def select(
-        self, tokens: int, full_layers: Collection[int] = (), *, compiled: bool = True
+        self,
+        tokens: int,
+        full_layers: Collection[int] = (),
+        *,
+        rest: bool = False,
+        compiled: bool = True,
     ) -> None:
         """Let decode steps read so many tokens of a sequence, and index its keys, from now on.
 
         Args:
             tokens: see `Selection`.
             full_layers: numbers of the layers that go on reading all.
+            rest: whether they read the other tokens from the index, which then has values, too.
             compiled: see `Selection`.
         """
-        index = KeyIndex(self.selectable_layers - set(full_layers))
+        index = KeyIndex(self.selectable_layers - set(full_layers), rest)
         self.selection = Selection(tokens, index, compiled)
         for sizes in {(self.shapes[n].key_dim, self.shapes[n].value_dim) for n in index.layers}:
             loops = self.selection.loops(*sizes)

@@ -266,6 +266,7 @@ class MemoryEstimator:
             *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),
             *(tails.columns, limits.speculative_tokens, type(self._device), runner.divided),
             *(self._compresses, limits.attend_tokens, limits.attend_full_layers),
+            limits.attend_rest,
             runner.ways is not None and bool(runner.ways.table),
         )
         peaks = measured_once(runner.model, run_as, lambda: self._run_steps(tails))
@@ -279,7 +280,9 @@ class MemoryEstimator:
             return int(max(taken, peaks.far) * SLACK) + folding
         folding = 2 * span_tokens(limits.block_size) * runner.held_token_bytes
         if runner.selection is not None:
-            folding += runner.selection.index.piece_bytes(runner.shapes)
+            index = runner.selection.index
+            folding += index.piece_bytes(runner.shapes)
+            folding += index.read_bytes(runner.shapes, runner.heads)
             folding += self._device.sign_bytes
         return int(taken * SLACK) + self._unmeasured_bytes() + folding
 

@@ -1,0 +1,162 @@
+"""The loop that reads blocks that were not chosen from their index, compiled; see `choice_loops`.
+
+Keys of the index meet the queries as in `choosing_loops`, by tables of sums. Its values are widened
+a few tokens at a time, and mixed as exact ones are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from penstock.kv.attending_loops import mix_loop
+from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS, fill_loop, sum_loop
+from penstock.kv.codecs.turbo import STEPS
+from penstock.kv.compiled import exp_loop, pointer
+from penstock.kv.sign_products import HIDDEN, LANE_BITS, LANES
+
+BLOCKS_AT_ONCE = 64
+"""Blocks whose weights are held at a time."""
+CODES = 16
+"""Codes of two bits in a word."""
+HALF_NOISE = 0.0518
+"""Half of the variance of a score, over the squares of its query and of its key's size.
+
+A code of two bits adds to normal numbers of variance 1 an error of 0.1331, and their size is then
+1 / 0.8825: 0.1331 * 0.8825^2 / 2. e^noise is 1 on average once half of its variance is taken off.
+"""
+
+
+@cache
+def _widen_loop(words: int) -> Any:
+    """Return the loop that makes numbers of the codes of some tokens; their sizes are left out."""
+    from numba import carray, njit, uint32
+
+    address_of = pointer()
+    codes = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3
+    numbers = ((codes - 1.5) * STEPS[2]).astype(np.float32)
+
+    @njit(nogil=True)
+    def widen(address, tokens, wide):  # type: ignore[no-untyped-def]
+        held = carray(address_of(address), (tokens, words), np.uint32)
+        for token in range(tokens):
+            into = wide[token]
+            for word in range(words):
+                code = held[token, word]
+                for octet in range(4):
+                    four = numbers[code & uint32(255)]
+                    place = CODES * word + 4 * octet
+                    for number in range(4):
+                        into[place + number] = four[number]
+                    code >>= uint32(8)
+
+    return widen
+
+
+@cache
+def _meet_loop(words: int, value_words: int) -> Any:
+    """Return the loop in which queries meet the keys of blocks that were not chosen.
+
+    It takes as many blocks as the arrays have room for. Of each token it writes the sums of all
+    queries, and the bits of the sizes of its key and of its value. Of each run of tokens it writes
+    the address of the values' codes, its first column, and its tokens.
+
+    `place` is the next block, how many of the chosen ones are in front of it, and its span.
+    """
+    from numba import carray, float32, int32, njit
+
+    address_of, sum_up = pointer(), sum_loop(words)
+    block, lanes_of, half = BLOCK_TOKENS, LANES, float32(2 ** (LANE_BITS - 1))
+    hidden = int(HIDDEN)
+
+    @njit(nogil=True)
+    def meet(tables, sides, starts, head, chosen, stop, place, sums, bits, runs):  # type: ignore[no-untyped-def]
+        number, own, at = place
+        word = np.empty(1, np.int64)
+        lanes = word.view(np.uint16)
+        queries, most = sums.shape
+        columns = count = 0
+        while number < stop and columns + block <= most:
+            if own < len(chosen) and chosen[own] == number:
+                own, number = own + 1, number + 1
+                continue
+            token, end = number * block, (number + 1) * block
+            while token < end:
+                while starts[at + 1] <= token:
+                    at += 1
+                side, column = sides[at], token - starts[at]
+                run = min(end, starts[at + 1]) - token
+                codes = side[:, 0] + head * side[:, 1]
+                signs = carray(address_of(codes[2] + 4 * words * column), (run, words), np.uint32)
+                sizes = carray(address_of(codes[3] + 2 * column), run, np.uint16)
+                own_sizes = carray(address_of(codes[5] + 2 * column), run, np.uint16)
+                for group in range(len(tables)):
+                    for one in range(run):
+                        word[0] = sum_up(tables[group], signs, one) + hidden
+                        for lane in range(min(lanes_of, queries - lanes_of * group)):
+                            query = lanes_of * group + lane
+                            sums[query, columns + one] = float32(lanes[lane]) - half
+                for one in range(run):  # float16 to float32: another place, another bias
+                    bits[0, columns + one] = int32(sizes[one]) << int32(13)
+                    bits[1, columns + one] = int32(own_sizes[one]) << int32(13)
+                runs[count, 0] = codes[4] + 4 * value_words * column
+                runs[count, 1] = columns
+                runs[count, 2] = run
+                count, columns, token = count + 1, columns + run, token + run
+            number += 1
+        return (number, own, at), columns, count
+
+    return meet
+
+
+@cache
+def rest_loop(words: int, value_words: int) -> Any:
+    """Return the loop that reads what was not chosen, by the words of a token's key and value."""
+    from numba import float32, njit
+
+    fill, exp, mix = fill_loop(), exp_loop(), mix_loop(CODES * value_words)
+    meet, widen = _meet_loop(words, value_words), _widen_loop(value_words)
+    lanes, block, first = LANES, BLOCK_TOKENS, FIRST_BLOCKS
+    most, dim = BLOCKS_AT_ONCE * BLOCK_TOKENS, CODES * value_words
+    noise, finite, bias = float32(HALF_NOISE), 0x7C00 << 13, float32(2.0**112)
+
+    @njit(nogil=True)
+    def rest(x, units, squares, sides, starts, first_head, chosen, stop, tops, totals, mixed):  # type: ignore[no-untyped-def]
+        heads, queries, _ = x.shape
+        tables = np.empty((-(-queries // lanes), 4 * words, 256), np.int64)
+        weights, bits = np.empty((queries, most), np.float32), np.empty((2, most), np.int32)
+        sizes, runs = bits.view(np.float32), np.empty((most, 3), np.int64)
+        wide, one = np.empty((block, dim), np.float32), np.empty((1, 4), np.int64)
+        one[0, 1] = wide.ctypes.data
+        for head in range(heads):
+            fill(tables, x[head], units[head])
+            place = (first, 0, 0)
+            while place[0] < stop:
+                place, columns, count = meet(
+                    *(tables, sides, starts, first_head + head, chosen[head], stop, place),
+                    *(weights, bits, runs),
+                )
+                for query in range(queries if columns else 0):
+                    own, unit = weights[query, :columns], units[head, query, 0]
+                    above, top = squares[head, query] * noise, tops[head, query]
+                    for column in range(columns):
+                        size = sizes[0, column] * bias
+                        score = size * (own[column] * unit - above * size)
+                        own[column] = score if bits[0, column] < finite else float32(-1e30)
+                        top = max(top, own[column])
+                    for column in range(columns):
+                        own[column] -= top
+                    shrunk = np.exp(tops[head, query] - top)
+                    tops[head, query] = top
+                    totals[head, query] = totals[head, query] * shrunk + exp(own)
+                    mixed[head, query] *= shrunk
+                    for column in range(columns):
+                        own[column] *= sizes[1, column] * bias
+                for number in range(count):
+                    widen(runs[number, 0], runs[number, 2], wide)
+                    one[0, 2:] = runs[number, 1:]
+                    mix(weights, one, mixed[head])
+
+    return rest

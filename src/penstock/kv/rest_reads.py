@@ -1,0 +1,145 @@
+"""Tokens that a row did not choose, read from an index that has their keys and values.
+
+They are read in two bits a number, and so roughly, where the best blocks are read exactly. That
+beats not to read them: most of what a choice leaves out is a little of everything. The result is
+one term more of the softmax of what is read exactly, a logarithm of its weight and a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kv import attention, backend
+from penstock.kv.attention import LOG2_E, MASKED, Partial
+from penstock.kv.attention_plan import DecodeRow
+from penstock.kv.choice_loops import ChoiceLoops, Sinks, SpanTable
+from penstock.kv.choosing_loops import BLOCK_TOKENS
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.columns import Side
+from penstock.kv.key_index import READ_TOKENS, KeyIndex
+from penstock.kv.rest_loops import HALF_NOISE
+from penstock.kv.selection import FIRST_TOKENS, Numbers, Scores, Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Attention to the tokens that some key heads of a row did not choose."""
+
+    sums: Scores
+    """Logarithms of the sums of their weights, (kv_heads, m); -inf where there are none."""
+    mean: Scores
+    """Their values' mean by these weights, (kv_heads, m, value_dim)."""
+
+    def sinks(self, sinks: Scores | None) -> Sinks:
+        """Return it as what takes part in a softmax, together with a model's own sinks."""
+        if sinks is None:
+            return Sinks(self.sums, self.mean)
+        both = np.logaddexp(sinks, self.sums)
+        return Sinks(both, self.mean * np.exp(self.sums - both)[..., None])
+
+    def partial(self) -> Partial:
+        """Return it as a partial result in base 2."""
+        top = mx.maximum(mx.array(self.sums)[..., None] * LOG2_E, MASKED)
+        return Partial(top, mx.ones(top.shape), mx.array(self.mean))
+
+
+def joined(parts: Sequence[Rest]) -> Rest:
+    """Return the key heads of all, in order."""
+    sums, means = zip(*((part.sums, part.mean) for part in parts), strict=True)
+    return Rest(np.concatenate(sums), np.concatenate(means))
+
+
+def read_by_loops(
+    index: KeyIndex,
+    loops: ChoiceLoops,
+    queries: Scores,
+    x: Scores,
+    spans: SpanTable,
+    stop: int,
+    blocks: Numbers,
+    first_head: int,
+) -> Rest:
+    """Let compiled loops read the rest.
+
+    Args:
+        index: it has values.
+        loops: for keys and values of this size.
+        queries: of these heads, (kv_heads, m, dim), scaled so that e^score is a weight.
+        x: the same as they meet the index.
+        spans: where the row lies.
+        stop: number of the first block whose tokens are recent.
+        blocks: numbers of the blocks chosen, (kv_heads, blocks).
+        first_head: number of the first of the heads.
+    """
+    sums, mean = loops.rest(x, _squares(queries), spans, stop, blocks, first_head)
+    return Rest(sums, index.inverse_transform(mean, loops.value_dim))
+
+
+def read(
+    selection: Selection, row: DecodeRow, queries: Scores, blocks: Numbers, layer: int
+) -> Rest:
+    """Read the rest with MLX's operations, some thousand tokens at a time.
+
+    Args:
+        selection: its index has values.
+        row: whose tokens are read.
+        queries: (kv_heads, m, dim), scaled so that e^score is a weight.
+        blocks: numbers of the blocks chosen, (kv_heads, blocks).
+        layer: number of the layer.
+    """
+    asked, index = mx.array(queries), selection.index
+    dim = _dim(row.parts[0].segment.layers[layer][1])
+    transformed = index.codec.transform_query(asked)
+    above = HALF_NOISE * mx.array(_squares(queries))[..., None]
+    hidden = _hidden(selection, row, blocks)
+    whole: Partial | None = None
+    start = 0
+    for coded, first, last in _pieces(selection, row, layer):
+        keys, values = index.sides(coded.take(first, last), dim)
+        sizes = keys.parts[1].astype(mx.float32).swapaxes(0, 1)
+        scores = index.codec.score(transformed, keys) - above * (sizes * sizes)
+        seen = ~mx.array(hidden[:, None, start : start + last - first]) & mx.isfinite(scores)
+        scores = mx.where(seen, scores * LOG2_E, MASKED)
+        top, weights, total = attention.weigh(scores, backend.current())
+        part = Partial(top, total, index.value_codec.mix(weights, values).astype(mx.float32))
+        whole = part if whole is None else attention.together(whole, part)
+        mx.eval(whole.top, whole.total, whole.mixed)
+        start += last - first
+    assert whole is not None
+    mean = index.value_codec.inverse_transform(whole.mixed / whole.total, dim)
+    sums = (whole.top + mx.log2(whole.total)) / LOG2_E
+    return Rest(np.array(sums.squeeze(-1)), np.array(mean))
+
+
+def _pieces(selection: Selection, row: DecodeRow, layer: int) -> list[tuple[Coded, int, int]]:
+    return [
+        (coded, start, min(start + READ_TOKENS, stop))
+        for coded, first, stop in selection.indexed(row, layer)
+        for start in range(first, stop, READ_TOKENS)
+    ]
+
+
+def _hidden(selection: Selection, row: DecodeRow, blocks: Numbers) -> npt.NDArray[np.bool_]:
+    """Tell of each token to choose from whether it is read exactly, (kv_heads, tokens)."""
+    count = (selection.recent_start(row.position) - FIRST_TOKENS) // BLOCK_TOKENS
+    hidden = np.zeros((len(blocks), count), np.bool_)
+    np.put_along_axis(hidden, blocks - FIRST_TOKENS // BLOCK_TOKENS, True, axis=1)
+    return hidden.repeat(BLOCK_TOKENS, axis=1)
+
+
+def _dim(side: Side) -> int:
+    """Return the numbers of a head."""
+    if isinstance(side, Coded):
+        return side.dim
+    assert isinstance(side, mx.array)
+    return side.shape[-1]
+
+
+def _squares(queries: Scores) -> Scores:
+    squares: Scores = np.square(queries).sum(axis=-1)
+    return squares
