@@ -184,7 +184,7 @@ def test_blocks_that_were_not_chosen_are_read_from_the_index(
     values = draw.normal(size=(1, heads, tokens, value_dim)).astype(np.float32)
     queries = draw.normal(size=(heads, m, dim)).astype(np.float32) / dim**0.5
     with using(CPUBackend()):
-        coded = WITH_VALUES.of(mx.array(keys), mx.array(values))
+        coded = WITH_VALUES.of(mx.array(keys), mx.array(values), 0, 0)
     parts = [np.array(part)[0] for part in coded.parts]
     if odd:
         parts[1][0, -1] = np.inf

@@ -28,6 +28,10 @@ def segment(tokens: int, seed: int = 0, dim: int = DIM, dtype: mx.Dtype = mx.flo
     return Segment(layers)
 
 
+def indexed(segment: Segment, start: int = 0) -> Segment:
+    return INDEX.indexed(segment, start)
+
+
 def raw_keys(segment: Segment, layer: int) -> mx.array:
     keys = segment.layers[layer][0]
     assert isinstance(keys, mx.array)
@@ -46,9 +50,9 @@ def same(index: tuple[Coded | None, ...], other: tuple[Coded | None, ...]) -> bo
 @pytest.mark.parametrize("dim", [16, 64, 96, 128])
 def test_scores_follow_those_of_the_keys(dim: int, dtype: mx.Dtype) -> None:
     """Of normal keys a sign keeps 2 / pi of the variance: a correlation of 0.8."""
-    indexed = INDEX.indexed(segment(700, dim=dim, dtype=dtype))
+    held = indexed(segment(700, dim=dim, dtype=dtype))
     queries = mx.random.normal((HEADS, 3, dim), key=mx.random.key(9))
-    keys, index = raw_keys(indexed, 2).astype(mx.float32), indexed.index[2]
+    keys, index = raw_keys(held, 2).astype(mx.float32), held.index[2]
     assert index is not None
     exact, scores = np.array(queries @ keys.swapaxes(-1, -2)), np.array(index.score(queries))
     assert scores.shape == exact.shape
@@ -61,8 +65,8 @@ def test_scores_follow_those_of_the_keys(dim: int, dtype: mx.Dtype) -> None:
 
 
 def test_a_key_meets_itself_rightly() -> None:
-    indexed = INDEX.indexed(segment(50))
-    keys, index = raw_keys(indexed, 0), indexed.index[0]
+    held = indexed(segment(50))
+    keys, index = raw_keys(held, 0), held.index[0]
     assert index is not None
     own = np.einsum("htt->ht", np.array(index.score(keys)))
     assert np.allclose(own, np.array((keys * keys).sum(-1)), rtol=2e-3)
@@ -70,21 +74,21 @@ def test_a_key_meets_itself_rightly() -> None:
 
 def test_it_takes_the_bytes_that_are_said_of_it() -> None:
     for tokens in (1, 37, 2 * PIECE_TOKENS + 5):
-        indexed = INDEX.indexed(segment(tokens))
-        assert indexed.key_index_nbytes == tokens * INDEX.token_bytes(SHAPES)
-        assert indexed.nbytes == indexed.kv_nbytes + indexed.key_index_nbytes
+        held = indexed(segment(tokens))
+        assert held.key_index_nbytes == tokens * INDEX.token_bytes(SHAPES)
+        assert held.nbytes == held.kv_nbytes + held.key_index_nbytes
     assert INDEX.token_bytes(SHAPES) == 2 * HEADS * 18, "two bits a number and two bytes, by head"
 
 
 def test_it_is_that_of_the_keys_however_they_come_together() -> None:
     whole = segment(300)
-    expected = INDEX.indexed(whole).index
+    expected = indexed(whole).index
     first, second = whole.split(130)
-    joined = INDEX.indexed(first).join(INDEX.indexed(second))
+    joined = indexed(first).join(indexed(second))
     assert same(joined.index, expected)
-    head, tail = INDEX.indexed(whole).split(40)
-    assert same(head.index, INDEX.indexed(whole.part(0, 40)).index)
-    assert same(tail.join(head).index, INDEX.indexed(whole.split(40)[1].join(head)).index)
+    head, tail = indexed(whole).split(40)
+    assert same(head.index, indexed(whole.part(0, 40)).index)
+    assert same(tail.join(head).index, indexed(whole.split(40)[1].join(head)).index)
     assert not same(tail.join(head).index, expected), "the order counts"
 
 
@@ -95,9 +99,9 @@ def test_on_the_cpu_it_is_that_of_the_codec(dim: int, dtype: mx.Dtype) -> None:
     keys[:, :, 7] = 0
     keys[:, :, 8, 0] = 3e38 if dtype != mx.float16 else 6e4
     with using(CPUBackend()):
-        codes, sizes = map(np.array, INDEX.of(keys, keys).parts)
+        codes, sizes = map(np.array, INDEX.of(keys, keys, 0, 0).parts)
         expected = [np.array(part) for part in INDEX.codec.encode(keys).parts]
-        apart = [INDEX.of(keys[:, :, n : n + 1], keys).parts for n in range(16)]
+        apart = [INDEX.of(keys[:, :, n : n + 1], keys, 0, 0).parts for n in range(16)]
     assert codes.dtype == expected[0].dtype
     assert np.array_equal(*(np.delete(part, 8, axis=2) for part in (codes, expected[0])))
     assert np.array_equal(np.isfinite(sizes), np.isfinite(expected[1]))
@@ -113,16 +117,16 @@ def test_on_the_cpu_it_is_that_of_the_codec(dim: int, dtype: mx.Dtype) -> None:
 
 def test_a_part_that_has_none_leaves_none_behind() -> None:
     first, second = segment(64).split(32)
-    assert INDEX.indexed(first).join(second).index == ()
-    assert not INDEX.indexed(first).joins(second)
-    assert INDEX.indexed(first).joins(INDEX.indexed(second))
+    assert indexed(first).join(second).index == ()
+    assert not indexed(first).joins(second)
+    assert indexed(first).joins(indexed(second))
 
 
 def test_split_parts_do_not_keep_the_whole_alive() -> None:
-    indexed = INDEX.indexed(segment(4_096))
+    held = indexed(segment(4_096))
     mx.clear_cache()
-    half, rest = indexed.split(2_048)
-    del indexed, rest
+    half, rest = held.split(2_048)
+    del held, rest
     mx.clear_cache()
     before = mx.get_active_memory()
     nbytes = half.nbytes
@@ -132,10 +136,10 @@ def test_split_parts_do_not_keep_the_whole_alive() -> None:
 
 @pytest.mark.parametrize("codec", ["turbo4", "kivi4", "affine8"])
 def test_it_stays_when_keys_are_quantized_and_can_be_made_of_codes(codec: str) -> None:
-    raw = INDEX.indexed(segment(256))
+    raw = indexed(segment(256))
     coded = raw.encoded(parse_scheme(codec))
     assert same(coded.index, raw.index)
-    anew = INDEX.indexed(segment(256).encoded(parse_scheme(codec)))
+    anew = indexed(segment(256).encoded(parse_scheme(codec)))
     assert INDEX.complete(anew)
     for layer in (0, 2):
         codes, before = arrays(anew.index[layer])[0], arrays(raw.index[layer])[0]
@@ -147,7 +151,7 @@ def test_it_stays_when_keys_are_quantized_and_can_be_made_of_codes(codec: str) -
 def test_thinned_layers_are_not_indexed() -> None:
     """A layer that dropped its first tokens reads a window; it has nothing to choose from."""
     thinned = segment(64).thinned({2: 32})
-    index = INDEX.indexed(thinned).index
+    index = indexed(thinned).index
     assert index[0] is not None and index[1] is None and index[2] is None
 
 
@@ -162,7 +166,7 @@ def test_a_sign_is_one_bit() -> None:
 
 def test_both_back_ends_give_the_same_scores() -> None:
     """The GPU's makes floats of signs; the CPU's looks sums of eight up."""
-    index = INDEX.indexed(segment(3_000)).index[0]
+    index = indexed(segment(3_000)).index[0]
     assert index is not None
     queries = mx.random.normal((HEADS, 3, DIM), key=mx.random.key(9))
     scores = []

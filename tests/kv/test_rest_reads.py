@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.backend import Backend, CPUBackend, GPUBackend, using
 from penstock.kv.choosing_loops import BLOCK_TOKENS
+from penstock.kv.key_centers import KeyCenters, Rotation
 from penstock.kv.key_index import KeyIndex
 from penstock.kv.rest_loops import HALF_NOISE
 from penstock.kv.segment import Segment
@@ -33,6 +34,7 @@ class Row:
     tail: int
     seed: int
     rest: bool = True
+    centered: bool = True
     dtype: mx.Dtype = mx.float32
 
     @property
@@ -47,15 +49,24 @@ class Row:
         queries = draw.normal(size=(1, HEADS, 1, DIM))
         return keys.astype(np.float32), values.astype(np.float32), queries.astype(np.float32)
 
+    def index(self, with_values: bool) -> KeyIndex:
+        """Return the rule of its index; the keys need not lie around the centers."""
+        draw = np.random.default_rng(self.seed + 1)
+        vectors = draw.normal(size=(KV_HEADS, DIM)).astype(np.float32)
+        turns = 10.0 ** -draw.uniform(0, 4, DIM // 2)
+        rotation = Rotation(np.concatenate([-turns, turns]), np.roll(np.arange(DIM), DIM // 2))
+        centers = {0: KeyCenters(vectors, rotation)} if self.centered else {}
+        return KeyIndex(frozenset({0}), with_values, centers)
+
     def attention(self, device: Backend, sinks: Numbers | None, *, compiled: bool) -> Numbers:
         """Return what penstock makes of it."""
-        index = KeyIndex(frozenset({0}), self.rest)
+        index = self.index(self.rest)
         selection = Selection(TOKENS, index, compiled)
         keys, values, queries = (mx.array(side).astype(self.dtype) for side in self.arrays)
         with using(device):
             spans = [
                 KVSpan(
-                    index.indexed(Segment(((keys[:, :, a:b], values[:, :, a:b]),)).owned()),
+                    index.indexed(Segment(((keys[:, :, a:b], values[:, :, a:b]),)).owned(), a),
                     *(a, b - a),
                 )
                 for a, b in zip((0, *self.cuts), self.cuts, strict=False)
@@ -74,19 +85,21 @@ class Row:
         The device says what is chosen: of blocks that are wanted almost equally each takes another.
         """
         keys, values, queries = self.arrays
-        index = KeyIndex(frozenset({0}), with_values=True)
+        index = self.index(True)
         selection = Selection(TOKENS, index)
         position, out = self.count - 1, []
         asked = queries.reshape(KV_HEADS, HEADS // KV_HEADS, DIM) * DIM**-0.5
         recent = selection.recent_start(position)
         with using(device):
-            whole = index.indexed(Segment(((mx.array(keys), mx.array(values)),)))
+            whole = index.indexed(Segment(((mx.array(keys), mx.array(values)),)), 0)
             row = DecodeRow((KVSpan(whole, 0, position),), position, 0, 0)
             (chosen,) = best_blocks(selection, [row], [asked], 0)
             held = whole.index[0]
             assert held is not None
             near_keys, near_values = index.sides(held, VALUE_DIM)
             near = np.array(near_keys.score(mx.array(asked)))
+            if self.centered:
+                near += asked @ index.centers[0].at(0, self.count).swapaxes(1, 2)
             sizes = np.array(near_keys.parts[1])[0].astype(np.float32)
             wide = np.array(near_values.dequantize())[0]
         at = np.arange(self.count)
@@ -115,12 +128,12 @@ WAYS: list[tuple[Backend, bool]] = [
 @settings(max_examples=40)
 @given(
     st.sampled_from(WAYS), st.lists(st.integers(1, 700), min_size=1, max_size=4, unique=True),
-    st.integers(1, 20), st.booleans(), st.integers(0, 99),
+    st.integers(1, 20), st.booleans(), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
 def test_it_is_attention_by_the_index(
-    way: tuple[Backend, bool], cuts: list[int], tail: int, sunk: bool, seed: int
+    way: tuple[Backend, bool], cuts: list[int], tail: int, sunk: bool, centered: bool, seed: int
 ) -> None:
-    row = Row((*sorted(cuts), max(cuts) + 200), tail, seed)
+    row = Row((*sorted(cuts), max(cuts) + 200), tail, seed, centered=centered)
     sinks = np.random.default_rng(seed).normal(size=HEADS).astype(np.float32) if sunk else None
     device, compiled = way
     out = row.attention(device, sinks, compiled=compiled)

@@ -55,7 +55,7 @@ class Row:
 
     def segment(self, start: int, stop: int) -> Segment:
         keys, values = (mx.array(side[None, :, start:stop]) for side in self.sides)
-        return INDEX.indexed(Segment(((keys, values),)))
+        return INDEX.indexed(Segment(((keys, values),)), start)
 
     def decode_row(self, slot: int) -> DecodeRow:
         return DecodeRow(tuple(self.spans), self.position, slot, self.tail)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+from weakref import finalize
+
+import mlx.core as mx
+import numpy as np
 
 from penstock.caches.base import LayerCache
 from penstock.caches.codec import TurboQuantKVCache
@@ -17,7 +22,9 @@ from penstock.caches.sinks import SinkRotatingKVCache
 from penstock.config import KEEP, MAX_KV_SIZE, MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import SettingError
 from penstock.kv.checks import positive, whole
+from penstock.kv.key_centers import RUN_TOKENS, KeyCenters, centers_of, run_of_tokens
 from penstock.kv.quantization import QuantizationRule
+from penstock.kv.sign_products import Floats
 
 
 def make_kv_cache(
@@ -82,9 +89,52 @@ def make_kv_cache(
         raise SettingError("attend_rest says how tokens beside attend are read; set attend, too")
     kept, room = _kept(keep, size), _room(capacity)
     bound = Bound(size, kept, kv_bits, kv_group_size, room, shared, rule, attend, attend_rest)
-    if hasattr(model, "make_cache"):
-        return [bound.on(cache) for cache in model.make_cache()]
-    return [bound.full() for _ in model.layers]
+    caches = _bounded(model, bound)
+    if attend is not None:
+        for cache, centers in zip(_with_keys(caches), _centers(model, bound), strict=True):
+            if isinstance(cache, SelectiveKVCache):
+                cache.centers = centers
+    return caches
+
+
+def _bounded(model: Any, bound: Bound) -> list[Any]:
+    if not hasattr(model, "make_cache"):
+        return [bound.full() for _ in model.layers]
+    return [bound.on(cache) for cache in model.make_cache()]
+
+
+_known: dict[int, list[KeyCenters | None]] = {}
+"""Centers of a model's layers with keys, by its identity."""
+
+
+def _centers(model: Any, bound: Bound) -> list[KeyCenters | None]:
+    """Return what the keys of each layer have in common; the model runs for it once."""
+    if id(model) not in _known:
+        finalize(model, _known.pop, id(model), None)
+        caches = _bounded(model, replace(bound, size=2 * RUN_TOKENS, keep=0))
+        size = model(mx.array([[0]]), cache=_bounded(model, bound)).shape[-1]  # not computed
+        mx.eval(model(mx.array([run_of_tokens(size)]), cache=caches))
+        keys = [_keys(cache) for cache in _with_keys(caches)]
+        centers = centers_of(model, keys)
+        _known[id(model)] = [centers.get(number) for number in range(len(keys))]
+    return _known[id(model)]
+
+
+def _keys(cache: Any) -> Floats | None:
+    """Return the keys of the run, (kv_heads, tokens, dim), if the cache holds them all."""
+    keys = cache.keys
+    if not isinstance(keys, mx.array) or keys.shape[2] < RUN_TOKENS:
+        return None
+    return np.array(keys[0, :, :RUN_TOKENS].astype(mx.float32))
+
+
+def _with_keys(caches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the caches that hold keys: not those of recurrent layers."""
+    for cache in caches:
+        if hasattr(cache, "caches"):  # CacheList
+            yield from _with_keys(cache.caches)
+        elif hasattr(cache, "keys"):
+            yield cache
 
 
 def _check_reads_all(attend: int | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import ref
 
 import mlx.core as mx
+import numpy as np
 
 from penstock.caches.sinks import SinkRotatingKVCache
 from penstock.errors import ModelError
@@ -18,12 +19,10 @@ from penstock.kv.checks import whole
 from penstock.kv.codecs import Coded
 from penstock.kv.columns import Side
 from penstock.kv.kernels import OFF
+from penstock.kv.key_centers import KeyCenters
 from penstock.kv.key_index import KeyIndex
 from penstock.kv.segment import Segment
 from penstock.kv.selection import LEAST_TOKENS, Selection
-
-_INDEX = {rest: KeyIndex(frozenset({0}), rest) for rest in (False, True)}
-"""Rules of the index, without and with the values."""
 
 
 class SelectiveKVCache(SinkRotatingKVCache):
@@ -45,6 +44,9 @@ class SelectiveKVCache(SinkRotatingKVCache):
     attend_rest: bool
     _index: Coded | None = None
     """Index of the first tokens."""
+    centers: KeyCenters | None = None
+    """Vectors that the index leaves out of the keys; None makes it less precise. To be set while
+    the cache is empty."""
     _given: tuple[ref[mx.array], ref[mx.array]] | None = None
     """Keys and values that the model is to hand to `attend`."""
 
@@ -103,7 +105,7 @@ class SelectiveKVCache(SinkRotatingKVCache):
         if given is None or keys is not given[0]() or values is not given[1]() or mask is not None:
             return None
         compiled = os.environ.get(OFF) != "off"
-        selection = Selection(self.attend_tokens, _INDEX[self.attend_rest], compiled)
+        selection = Selection(self.attend_tokens, self._rule, compiled)
         position = self.offset - 1
         held = self._held()
         mx.eval(queries, held)
@@ -126,15 +128,23 @@ class SelectiveKVCache(SinkRotatingKVCache):
         start = 0 if self._index is None else self._index.tokens
         if start >= stop:
             return
-        more = _INDEX[self.attend_rest].of(*(col.take(s, start, stop) for s in self._held()))
+        keys, values = (col.take(side, start, stop) for side in self._held())
+        more = self._rule.of(keys, values, 0, start)
         self._index = more if self._index is None else self._index.join(more)
         mx.eval(self._index.parts)
 
+    @property
+    def _rule(self) -> KeyIndex:
+        centers = {} if self.centers is None else {0: self.centers}
+        return KeyIndex(frozenset({0}), self.attend_rest, centers)
+
     def _state(self) -> tuple[Any, ...]:
         self._given = None
-        return *super()._state(), self.attend_tokens, self.attend_rest
+        known = None if self.centers is None else mx.array(self.centers.table)
+        return *super()._state(), self.attend_tokens, self.attend_rest, known
 
     def _restore(self, state: Sequence[Any]) -> None:
-        *others, self.attend_tokens, self.attend_rest = state
+        *others, self.attend_tokens, self.attend_rest, known = state
+        self.centers = None if known is None else KeyCenters.of_table(np.array(known))
         self._index = self._given = None
         super()._restore(others)

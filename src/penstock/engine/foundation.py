@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.config import EngineSettings
 from penstock.engine.model.attention_ways import chosen_ways, turned_off
+from penstock.engine.model.choosing import selection
 from penstock.engine.model.runner import Runner
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.budget import FixedReservations, reserve_fixed, weight_bytes
@@ -56,13 +57,7 @@ def lay_foundation(
     )
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
     limits = fitting(limits, runner, room, ranks=group.size)
-    if limits.attend_tokens is not None:
-        runner.select(
-            limits.attend_tokens,
-            limits.attend_full_layers,
-            rest=limits.attend_rest,
-            compiled=not turned_off(limits),
-        )
+    runner.selection = selection(runner, limits, compiled=not turned_off(limits))
     runner.most_joined = limits.active_kv_size
     if limits.active_kv_size is None:  # kernels read memory alone
         runner.ways = chosen_ways(runner, limits, ledger)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kv.attending_loops import attend_loop
-from penstock.kv.choosing_loops import BLOCK_TOKENS, choose_loop
+from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS, choose_loop
 from penstock.kv.codecs.turbo import padded
 from penstock.kv.compiled import has_numba
 from penstock.kv.rest_loops import CODES, rest_loop
@@ -79,7 +79,13 @@ class ChoiceLoops:
             self.rest(np.zeros((1, 1, self.signs), np.float32), squares, spans, 2, blocks)
 
     def choose(
-        self, x: Floats, spans: SpanTable, stop: int, count: int, first_head: int = 0
+        self,
+        x: Floats,
+        spans: SpanTable,
+        stop: int,
+        count: int,
+        first_head: int = 0,
+        centers: Floats | None = None,
     ) -> Addresses:
         """Choose the best blocks of each head: their numbers, in order, (heads, count).
 
@@ -89,11 +95,11 @@ class ChoiceLoops:
             stop: number of the block behind those to choose from; the first are always read.
             count: blocks that are chosen.
             first_head: number of the first of the heads.
+            centers: what the index leaves out of the scores of each block, (heads, m, blocks).
         """
-        chosen = np.empty((len(x), count), np.int64)
-        self._choose(
-            x, units_of(x), spans.sides, spans.starts, first_head, stop, LEVELS_BELOW, chosen
-        )
+        chosen, beside = np.empty((len(x), count), np.int64), _centers(x, stop, centers)
+        where = spans.sides, spans.starts, first_head, stop
+        self._choose(x, units_of(x), beside, *where, LEVELS_BELOW, chosen)
         return chosen
 
     def attend(
@@ -132,6 +138,7 @@ class ChoiceLoops:
         stop: int,
         blocks: Addresses,
         first_head: int = 0,
+        centers: Floats | None = None,
     ) -> tuple[Floats, Floats]:
         """Read all blocks that were not chosen from the index, which has values.
 
@@ -142,6 +149,7 @@ class ChoiceLoops:
             stop: see `choose`.
             blocks: numbers of the blocks that are not read, in order, (heads, n).
             first_head: number of the first of the heads.
+            centers: see `choose`.
 
         Returns:
             The logarithm of the sum of their weights, (heads, m), and their mean by these weights,
@@ -150,12 +158,20 @@ class ChoiceLoops:
         heads, m, _ = x.shape
         tops, totals = np.full((heads, m), -np.inf, np.float32), np.zeros((heads, m), np.float32)
         mixed = np.zeros((heads, m, padded(self.value_dim)), np.float32)
+        given = x, units_of(x, MOST_ALONE), squares, _centers(x, stop, centers)
         where = spans.sides, spans.starts, first_head, blocks, stop
-        self._rest(x, units_of(x, MOST_ALONE), squares, *where, tops, totals, mixed)
+        self._rest(*given, *where, (tops, totals), mixed)
         with np.errstate(divide="ignore"):
             sums: Floats = tops + np.log(totals)
         mixed /= np.maximum(totals, np.finfo(np.float32).tiny)[..., None]
         return sums, mixed
+
+
+def _centers(x: Floats, stop: int, centers: Floats | None) -> Floats:
+    """Return what is added to the scores of blocks."""
+    if centers is not None:
+        return centers
+    return np.zeros((*x.shape[:2], stop - FIRST_BLOCKS), np.float32)
 
 
 _NOWHERE = np.zeros(2, np.int64)

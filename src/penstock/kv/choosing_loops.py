@@ -173,7 +173,7 @@ def choose_loop(words: int) -> Any:
     most, levels_of = float32(CHOSEN), float32(LEVELS)
 
     @njit(nogil=True)
-    def choose(x, units, sides, starts, first_head, stop, levels, chosen):  # type: ignore[no-untyped-def]
+    def choose(x, units, centers, sides, starts, first_head, stop, levels, chosen):  # type: ignore[no-untyped-def]
         heads, queries, _ = x.shape
         blocks, groups = stop - first, -(-queries // lanes)
         tables = np.empty((groups, 4 * words, 256), np.int64)
@@ -199,6 +199,7 @@ def choose_loop(words: int) -> Any:
                 top = float32(-np.inf)
                 for number in range(blocks):
                     score = (float32(sums[query, number]) - half) * steps[number] * unit
+                    score += centers[head, query, number]
                     score = score if np.isfinite(score) else most
                     scores[number] = score
                     top = max(top, score)

@@ -8,7 +8,7 @@ the index; see `rest_reads`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -21,6 +21,7 @@ from penstock.kv.codecs import Codec, Coded
 from penstock.kv.codecs.rotation import rotate
 from penstock.kv.codecs.turbo import STEPS, Turbo, padded
 from penstock.kv.columns import Side
+from penstock.kv.key_centers import KeyCenters
 from penstock.kv.segment import Segment
 from penstock.kv.sign_products import Floats
 from penstock.kv.tails import LayerShape
@@ -43,6 +44,8 @@ class KeyIndex:
     """Numbers of the layers whose keys have an index."""
     with_values: bool = False
     """Whether it has the values, too, in as many bits: the third and fourth part of an index."""
+    centers: Mapping[int, KeyCenters] = field(default_factory=dict, compare=False)
+    """Vectors that are taken off the keys of a layer before; nothing where there are none."""
     codec: Codec = field(default_factory=lambda: Turbo(BITS))
     value_codec: Codec = field(default_factory=lambda: Turbo(BITS, unbiased=False))
 
@@ -68,6 +71,11 @@ class KeyIndex:
         numbers = max((heads * padded(dim) for heads, dim in sides), default=0)
         return int(Codec.buffers * mx.float32.size * PIECE_TOKENS * numbers)
 
+    def table_bytes(self, tokens: int) -> int:
+        """Return the bytes of the tables by which centers turn, for so many tokens."""
+        tables = {id(one.rotation): one.rotation for one in self.centers.values()}
+        return sum(rotation.table_bytes(tokens) for rotation in tables.values())
+
     def read_bytes(self, shapes: Sequence[LayerShape], heads: int) -> int:
         """Return the most bytes that are taken while values are read from an index.
 
@@ -87,17 +95,21 @@ class KeyIndex:
         """Tell whether a segment has all of its index."""
         return bool(segment.index) and all(segment.index[n] is not None for n in self.layers)
 
-    def indexed(self, segment: Segment) -> Segment:
+    def indexed(self, segment: Segment, start: int) -> Segment:
         """Return a segment with its index, evaluated; keys and values are shared.
 
         Keys that are held in a codec are indexed as the codes stand for them.
+
+        Args:
+            segment: without an index in some layers, or without any.
+            start: position of its first token.
         """
         if not self.layers or self.complete(segment) or not segment.tokens:
             return segment
         index = list(segment.index or (None,) * len(segment.layers))
         for layer in sorted(self.layers):
             if index[layer] is None and not (segment.missing and segment.missing[layer]):
-                index[layer] = self.of(*segment.layers[layer])
+                index[layer] = self.of(*segment.layers[layer], layer, start)
         return replace(segment, index=tuple(index))
 
     def transform_query(self, queries: Floats) -> Floats:
@@ -133,12 +145,30 @@ class KeyIndex:
         )
         return backend.current().best_by_block(x, codes, sizes, block)
 
-    def of(self, keys: Side, values: Side) -> Coded:
+    def center_scores(self, layer: int, queries: Floats, first: int, stop: int) -> Floats | None:
+        """Return what the index of a layer leaves out of scores, (kv_heads, m, blocks).
+
+        Args:
+            layer: number of the layer.
+            queries: of all key heads, (kv_heads, m, dim).
+            first: number of the first block.
+            stop: number of the block behind the last.
+        """
+        centers = self.centers.get(layer)
+        return None if centers is None else centers.scores(queries, first, stop)
+
+    def of(self, keys: Side, values: Side, layer: int, start: int) -> Coded:
         """Return the index of one layer's tokens, some of them at a time; evaluated.
 
         It is the keys' codes and sizes, and with `with_values` those of the values.
+
+        Args:
+            keys: of consecutive tokens.
+            values: of the same.
+            layer: number of the layer.
+            start: position of the first of them.
         """
-        index = _encoded(self.codec, keys)
+        index = _encoded(self.codec, keys, self.centers.get(layer), start)
         if not self.with_values:
             return index
         codes, sizes = _encoded(self.value_codec, values).parts
@@ -153,13 +183,18 @@ class KeyIndex:
         return replace(index, parts=keys), Coded(self.value_codec, values, value_dim)
 
 
-def _encoded(codec: Codec, side: Side) -> Coded:
-    """Encode one side, some tokens at a time; evaluated."""
+def _encoded(
+    codec: Codec, side: Side, centers: KeyCenters | None = None, position: int = 0
+) -> Coded:
+    """Encode one side from a position on, some tokens at a time; evaluated."""
     tokens, pieces = col.columns(side), []
     for start in range(0, tokens, PIECE_TOKENS):
         piece = col.take(side, start, min(start + PIECE_TOKENS, tokens))
         wide = piece.dequantize() if isinstance(piece, Coded) else piece
         assert isinstance(wide, mx.array)
+        if centers is not None:
+            at = position + start
+            wide = wide.astype(mx.float32) - mx.array(centers.at(at, at + wide.shape[2]))
         pieces.append(_encode(codec, wide))
         mx.eval(pieces[-1].parts)
     return pieces[0] if len(pieces) == 1 else _joined(pieces)

@@ -61,7 +61,7 @@ def _meet_loop(words: int, value_words: int) -> Any:
 
     It takes as many blocks as the arrays have room for. Of each token it writes the sums of all
     queries, and the bits of the sizes of its key and of its value. Of each run of tokens it writes
-    the address of the values' codes, its first column, and its tokens.
+    the address of the values' codes, its first column, and its tokens; of each block its number.
 
     `place` is the next block, how many of the chosen ones are in front of it, and its span.
     """
@@ -72,7 +72,7 @@ def _meet_loop(words: int, value_words: int) -> Any:
     hidden = int(HIDDEN)
 
     @njit(nogil=True)
-    def meet(tables, sides, starts, head, chosen, stop, place, sums, bits, runs):  # type: ignore[no-untyped-def]
+    def meet(tables, sides, starts, head, chosen, stop, place, sums, bits, runs, blocks):  # type: ignore[no-untyped-def]
         number, own, at = place
         word = np.empty(1, np.int64)
         lanes = word.view(np.uint16)
@@ -82,6 +82,7 @@ def _meet_loop(words: int, value_words: int) -> Any:
             if own < len(chosen) and chosen[own] == number:
                 own, number = own + 1, number + 1
                 continue
+            blocks[columns // block] = number
             token, end = number * block, (number + 1) * block
             while token < end:
                 while starts[at + 1] <= token:
@@ -123,11 +124,13 @@ def rest_loop(words: int, value_words: int) -> Any:
     noise, finite, bias = float32(HALF_NOISE), 0x7C00 << 13, float32(2.0**112)
 
     @njit(nogil=True)
-    def rest(x, units, squares, sides, starts, first_head, chosen, stop, tops, totals, mixed):  # type: ignore[no-untyped-def]
+    def rest(x, units, squares, centers, sides, starts, first_head, chosen, stop, done, mixed):  # type: ignore[no-untyped-def]
+        tops, totals = done
         heads, queries, _ = x.shape
         tables = np.empty((-(-queries // lanes), 4 * words, 256), np.int64)
         weights, bits = np.empty((queries, most), np.float32), np.empty((2, most), np.int32)
         sizes, runs = bits.view(np.float32), np.empty((most, 3), np.int64)
+        blocks = np.empty(most // block, np.int64)
         wide, one = np.empty((block, dim), np.float32), np.empty((1, 4), np.int64)
         one[0, 1] = wide.ctypes.data
         for head in range(heads):
@@ -136,7 +139,7 @@ def rest_loop(words: int, value_words: int) -> Any:
             while place[0] < stop:
                 place, columns, count = meet(
                     *(tables, sides, starts, first_head + head, chosen[head], stop, place),
-                    *(weights, bits, runs),
+                    *(weights, bits, runs, blocks),
                 )
                 for query in range(queries if columns else 0):
                     own, unit = weights[query, :columns], units[head, query, 0]
@@ -144,6 +147,7 @@ def rest_loop(words: int, value_words: int) -> Any:
                     for column in range(columns):
                         size = sizes[0, column] * bias
                         score = size * (own[column] * unit - above * size)
+                        score += centers[head, query, blocks[column // block] - first]
                         own[column] = score if bits[0, column] < finite else float32(-1e30)
                         top = max(top, own[column])
                     for column in range(columns):

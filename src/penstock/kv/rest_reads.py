@@ -63,6 +63,7 @@ def read_by_loops(
     stop: int,
     blocks: Numbers,
     first_head: int,
+    centers: Scores | None = None,
 ) -> Rest:
     """Let compiled loops read the rest.
 
@@ -75,8 +76,9 @@ def read_by_loops(
         stop: number of the first block whose tokens are recent.
         blocks: numbers of the blocks chosen, (kv_heads, blocks).
         first_head: number of the first of the heads.
+        centers: what the index leaves out of the scores of each block.
     """
-    sums, mean = loops.rest(x, _squares(queries), spans, stop, blocks, first_head)
+    sums, mean = loops.rest(x, _squares(queries), spans, stop, blocks, first_head, centers)
     return Rest(sums, index.inverse_transform(mean, loops.value_dim))
 
 
@@ -97,12 +99,16 @@ def read(
     transformed = index.codec.transform_query(asked)
     above = HALF_NOISE * mx.array(_squares(queries))[..., None]
     hidden = _hidden(selection, row, blocks)
+    centers = selection.center_scores(row, queries, layer)
+    beside = None if centers is None else centers.repeat(BLOCK_TOKENS, axis=-1)
     whole: Partial | None = None
     start = 0
     for coded, first, last in _pieces(selection, row, layer):
         keys, values = index.sides(coded.take(first, last), dim)
         sizes = keys.parts[1].astype(mx.float32).swapaxes(0, 1)
         scores = index.codec.score(transformed, keys) - above * (sizes * sizes)
+        if beside is not None:
+            scores = scores + mx.array(beside[..., start : start + last - first])
         seen = ~mx.array(hidden[:, None, start : start + last - first]) & mx.isfinite(scores)
         scores = mx.where(seen, scores * LOG2_E, MASKED)
         top, weights, total = attention.weigh(scores, backend.current())

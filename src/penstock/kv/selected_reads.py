@@ -161,33 +161,22 @@ class Asked:
     def _sides(self) -> Iterator[Side]:
         return (side for part in self.row.parts for side in part.segment.layers[self.layer])
 
-    def read(
-        self, selection: Selection, loops: ChoiceLoops, x: Scores, spans: SpanTable, heads: slice
-    ) -> Scores:
+    def read(self, selection: Selection, loops: ChoiceLoops, met: Met, heads: slice) -> Scores:
         """Choose and attend with some key heads, (kv_heads, m, value_dim); see `blocks`."""
-        blocks = self.blocks(selection, loops, x, spans, heads)
+        blocks = self.blocks(selection, loops, met, heads)
         recent = selection.recent_start(self.row.position) // BLOCK_TOKENS
-        rest = self.rest(selection, loops, x, spans, blocks, heads)
-        sinks = self.all_sinks(rest, heads)
-        return loops.attend(self.queries[heads], spans, blocks, recent, sinks, heads.start)
+        sinks = self.all_sinks(self.rest(selection, loops, met, blocks, heads), heads)
+        return loops.attend(self.queries[heads], met.spans, blocks, recent, sinks, heads.start)
 
     def rest(
-        self,
-        selection: Selection,
-        loops: ChoiceLoops,
-        x: Scores,
-        spans: SpanTable,
-        blocks: Numbers,
-        heads: slice,
+        self, selection: Selection, loops: ChoiceLoops, met: Met, blocks: Numbers, heads: slice
     ) -> Rest | None:
         """Read what some key heads did not choose, if it is to be read; see `blocks`."""
         if not selection.index.with_values:
             return None
         stop = selection.recent_start(self.row.position) // BLOCK_TOKENS
-        queries = self.queries[heads]
-        return rest_reads.read_by_loops(
-            selection.index, loops, queries, x[heads], spans, stop, blocks, heads.start
-        )
+        given = loops, self.queries[heads], met.x[heads], met.spans, stop, blocks
+        return rest_reads.read_by_loops(selection.index, *given, heads.start, met.centers_of(heads))
 
     def all_sinks(self, rest: Rest | None, heads: slice = slice(None)) -> Sinks | None:
         """Return what takes part in the softmax beside what some key heads read exactly."""
@@ -196,21 +185,41 @@ class Asked:
             return rest.sinks(own)
         return None if own is None else Sinks(own)
 
-    def blocks(
-        self, selection: Selection, loops: ChoiceLoops, x: Scores, spans: SpanTable, heads: slice
-    ) -> Numbers:
+    def blocks(self, selection: Selection, loops: ChoiceLoops, met: Met, heads: slice) -> Numbers:
         """Choose blocks with some key heads, (kv_heads, blocks).
 
         Args:
             selection: how much is read.
             loops: for keys of this size.
-            x: queries of all heads as they meet the index.
-            spans: where the row lies.
+            met: the row as it meets its index.
             heads: numbers of the key heads.
         """
         stop = selection.recent_start(self.row.position) // BLOCK_TOKENS
-        count = selection.blocks(self.row.position)
-        return loops.choose(x[heads], spans, stop, count, heads.start)
+        given = met.x[heads], met.spans, stop, selection.blocks(self.row.position)
+        return loops.choose(*given, heads.start, met.centers_of(heads))
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A row as it meets its index."""
+
+    x: Scores
+    """Queries of all key heads as `ChoiceLoops.choose` takes them."""
+    spans: SpanTable
+    """Places of the row's tokens."""
+    centers: Scores | None
+    """Parts of the scores of each block that the index leaves out, (kv_heads, m, blocks)."""
+
+    @classmethod
+    def of(cls, selection: Selection, asked: Asked, memory: StepMemory) -> Met:
+        """Prepare a row."""
+        x = selection.index.transform_query(asked.queries)
+        centers = selection.center_scores(asked.row, asked.queries, asked.layer)
+        return cls(x, memory.table(asked), centers)
+
+    def centers_of(self, heads: slice) -> Scores | None:
+        """Return those of some key heads."""
+        return None if self.centers is None else self.centers[heads]
 
 
 def _read_all(
@@ -219,11 +228,10 @@ def _read_all(
     """Let compiled loops choose and read: one row in each lane, or half of a single one's heads."""
     if loops is None or not asked:
         return []
-    device, spans = backend.current(), [memory.table(one) for one in asked]
-    x = [selection.index.transform_query(one.queries) for one in asked]
+    device, met = backend.current(), [Met.of(selection, one, memory) for one in asked]
 
     def read(number: int, heads: slice) -> Scores:
-        return asked[number].read(selection, loops, x[number], spans[number], heads)
+        return asked[number].read(selection, loops, met[number], heads)
 
     every = slice(0, len(asked[0].queries))
     if len(asked) > 1:
@@ -241,11 +249,7 @@ def _blocks(
         rows, queries = [one.row for one in asked], [one.queries for one in asked]
         return best_blocks(selection, rows, queries, asked[0].layer)
     every = slice(0, len(asked[0].queries))
-    transformed = (selection.index.transform_query(one.queries) for one in asked)
-    return [
-        one.blocks(selection, loops, x, memory.table(one), every)
-        for one, x in zip(asked, transformed, strict=True)
-    ]
+    return [one.blocks(selection, loops, Met.of(selection, one, memory), every) for one in asked]
 
 
 def _rest(
@@ -260,9 +264,9 @@ def _rest(
         return None
     if loops is None:
         return rest_reads.read(selection, asked.row, asked.queries, blocks, asked.layer)
-    x, spans = selection.index.transform_query(asked.queries), memory.table(asked)
+    met = Met.of(selection, asked, memory)
     parts = backend.current().divide(
-        lambda heads: asked.rest(selection, loops, x, spans, blocks[heads], heads),
+        lambda heads: asked.rest(selection, loops, met, blocks[heads], heads),
         halves(len(blocks)),
     )
     return rest_reads.joined([part for part in parts if part is not None])

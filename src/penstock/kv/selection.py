@@ -95,8 +95,15 @@ class Selection:
             sides, rest = together[number : number + 1], parts[number][count:]
             if rest:
                 sides.append(self.index.best_by_block(query, rest, BLOCK_TOKENS))
-            scores.append(sides[0] if len(sides) == 1 else np.concatenate(sides, axis=-1))
+            own = sides[0] if len(sides) == 1 else np.concatenate(sides, axis=-1)
+            beside = self.center_scores(rows[number], queries[number], layer)
+            scores.append(own if beside is None else own + beside)
         return scores
+
+    def center_scores(self, row: DecodeRow, query: Scores, layer: int) -> Scores | None:
+        """Return what the index leaves out of the scores of the blocks to choose from."""
+        stop = self.recent_start(row.position) // BLOCK_TOKENS
+        return self.index.center_scores(layer, query, FIRST_BLOCKS, stop)
 
     def loops(self, key_dim: int, value_dim: int) -> ChoiceLoops | None:
         """Return the compiled loops for keys and values of a size, None where there are none."""

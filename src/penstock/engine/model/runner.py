@@ -6,7 +6,7 @@ Lives in the thread that owns the arrays; nothing here knows requests, trees or 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from penstock.kv.codecs import Scales, Squares
 from penstock.kv.compressed import RowReads
 from penstock.kv.joined_reads import JoinedReads
 from penstock.kv.kernels.ways import Ways
-from penstock.kv.key_index import KeyIndex
 from penstock.kv.reads import DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.selection import Selection
@@ -212,32 +211,11 @@ class Runner:
         windows = enumerate(self.layout.attention_windows)
         return frozenset(number for number, window in windows if window.window is None)
 
-    def select(
-        self,
-        tokens: int,
-        full_layers: Collection[int] = (),
-        *,
-        rest: bool = False,
-        compiled: bool = True,
-    ) -> None:
-        """Let decode steps read so many tokens of a sequence, and index its keys, from now on.
-
-        Args:
-            tokens: see `Selection`.
-            full_layers: numbers of the layers that go on reading all.
-            rest: whether they read the other tokens from the index, which then has values, too.
-            compiled: see `Selection`.
-        """
-        index = KeyIndex(self.selectable_layers - set(full_layers), rest)
-        self.selection = Selection(tokens, index, compiled)
-        for sizes in {(self.shapes[n].key_dim, self.shapes[n].value_dim) for n in index.layers}:
-            loops = self.selection.loops(*sizes)
-            if loops is not None:
-                loops.compile()
-
-    def indexed(self, segment: Segment) -> Segment:
-        """Return a segment with the index of its keys, if decode steps choose by one."""
-        return segment if self.selection is None else self.selection.index.indexed(segment)
+    def indexed(self, segment: Segment, start: int) -> Segment:
+        """Return a segment with its index, if decode steps choose by one; it begins at `start`."""
+        if self.selection is None:
+            return segment
+        return self.selection.index.indexed(segment, start)
 
     def nearest(self, position: int) -> int:
         """Return the first position beyond the kept ones that any layer sees from `position`."""
@@ -321,7 +299,7 @@ class Runner:
         caches, kept = self.layout.caches(readers, _row(recurrent_state), position)
         logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
         mx.eval(logits)
-        return logits, self._left(readers, kept, len(tokens))
+        return logits, self._left(readers, kept, len(tokens), position)
 
     def key_scales(self) -> tuple[Scales, ...]:
         """Return the best scales for the channels of each layer's keys (`codecs.scales`).
@@ -342,7 +320,7 @@ class Runner:
                 cache.squares = into
             caches, kept = self.layout.caches(reads, None)
             self.model(mx.array([tokens]), cache=caches)
-            self._left(reads, kept, len(tokens))  # also what goes to another process
+            self._left(reads, kept, len(tokens), 0)  # also what goes to another process
         return tuple(layer_squares.scales() for layer_squares in squares)
 
     def chunk(
@@ -358,7 +336,7 @@ class Runner:
         caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
         # Its logits are not kept, which would keep all that they are computed from.
         self.model(mx.array([list(tokens)]), cache=caches)
-        return self._left(reads, kept, len(tokens))
+        return self._left(reads, kept, len(tokens), position)
 
     def _chunk_reads(
         self, parts: Sequence[KVSpan], position: int, way: Way, *, read_whole: bool = False
@@ -375,7 +353,11 @@ class Runner:
         ]
 
     def _left(
-        self, reads: Sequence[ChunkReads | JoinedReads | RowReads], kept: Sequence[Any], tokens: int
+        self,
+        reads: Sequence[ChunkReads | JoinedReads | RowReads],
+        kept: Sequence[Any],
+        tokens: int,
+        position: int,
     ) -> PrefillOutput:
         """Return the KV and the states that a chunk of so many tokens has left, evaluated."""
         layers, states = [], seam.states_of(kept)
@@ -387,7 +369,7 @@ class Runner:
                 raise ModelError(f"layer {cache.layer} did not cache anything")
             layers.append((cache.keys, cache.values))
         mx.eval(layers)
-        segment = self.indexed(Segment(tuple(layers), length=tokens))
+        segment = self.indexed(Segment(tuple(layers), length=tokens), position)
         return PrefillOutput(segment, copied(states))
 
     def _joined_reads(

@@ -283,6 +283,7 @@ class MemoryEstimator:
             index = runner.selection.index
             folding += index.piece_bytes(runner.shapes)
             folding += index.read_bytes(runner.shapes, runner.heads)
+            folding += index.table_bytes(limits.max_kv_size + limits.step_tokens)
             folding += self._device.sign_bytes
         return int(taken * SLACK) + self._unmeasured_bytes() + folding
 

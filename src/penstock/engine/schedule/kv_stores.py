@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 
 from penstock.engine.model.prompt_logprobs import ScoredBlocks
 from penstock.engine.model.runner import Runner
@@ -155,17 +156,25 @@ class KVStores:
             if coded is segment:
                 return segment
             # The index is that of the codes, as it is where they were read from a tier.
-            return self.runner.indexed(replace(coded, index=()))
+            return self.runner.indexed(replace(coded, index=()), start)
         except (MemoryError, RuntimeError):
             self.counters.out_of_memory += 1
             return segment
 
-    def cut_tail(self, slot: int, stop: int, behind: Segment | None = None) -> Segment:
-        """Copy the first columns of a slot of the pool, behind a segment if there is one."""
+    def cut_tail(self, slot: int, stop: int, start: int, behind: Segment | None = None) -> Segment:
+        """Copy the first columns of a slot of the pool, behind a segment if there is one.
+
+        Args:
+            slot: of the sequence.
+            stop: columns to copy.
+            start: position of the first of them, or of the segment.
+            behind: what they come behind.
+        """
         if self.runner.selection is None:
             return self.tails.cut(slot, stop, behind)
-        tail = self.runner.indexed(self.tails.cut(slot, stop))
-        return tail if behind is None else self.runner.indexed(behind).join(tail)
+        own = start + (0 if behind is None else behind.tokens)
+        tail = self.runner.indexed(self.tails.cut(slot, stop), own)
+        return tail if behind is None else self.runner.indexed(behind, start).join(tail)
 
     def index(self, path: Path) -> None:
         """Index the keys of nodes that came without: from a tier, or before there was an index.
@@ -181,7 +190,8 @@ class KVStores:
             nbytes = len(node.tokens) * runner.index_token_bytes
             with suppress(MemoryError, RuntimeError):
                 if self.prefixes.make_room(nbytes):
-                    self.prefixes.exchange(node, runner.indexed, nbytes)
+                    indexed = partial(runner.indexed, start=node.start)
+                    self.prefixes.exchange(node, indexed, nbytes)
 
     def tidy(self, node: Node[Segment] | None) -> None:
         """Merge small nodes of a path that a sequence has left; a failure loses nothing."""

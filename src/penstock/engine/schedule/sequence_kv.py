@@ -376,7 +376,8 @@ class SequenceKV(CachedPath):
         segment = self.own_spans[0].segment if self.own_spans else None
         if self.tail:
             assert self.slot is not None
-            segment = self._stores.cut_tail(self.slot, self.tail, segment)
+            begin = self.own_spans[0].start if self.own_spans else self.num_cached_tokens
+            segment = self._stores.cut_tail(self.slot, self.tail, begin, segment)
         assert segment is not None and self.pin is not None and self.reservation is not None
         whole = tokens // self._size * self._size
         if whole:
@@ -431,7 +432,8 @@ class SequenceKV(CachedPath):
         if self.own_spans and not self._is_span_end(start):  # an unfinished one goes on growing
             last = self.own_spans.pop()
             start = last.start
-        grown = self._stores.cut_tail(self.slot, self.tail, last.segment if last else None)
+        behind = last.segment if last else None
+        grown = self._stores.cut_tail(self.slot, self.tail, start, behind)
         self.own_spans.append(KVSpan(grown, start, grown.tokens))
         self.tail = 0
         if self._is_span_end(self.position):
