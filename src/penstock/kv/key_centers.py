@@ -92,28 +92,23 @@ class KeyCenters:
         """Return what is taken off the keys from `start` to `stop`, (kv_heads, tokens, dim)."""
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         partners = self.vectors[:, None, self.rotation.partners]
-        runs = [
-            self.vectors[:, None] * cosines + partners * sines
-            for _, cosines, sines in self.rotation.of_blocks(first, last)
-        ]
-        by_token: Floats = np.concatenate(runs, axis=1).repeat(BLOCK_TOKENS, axis=1)
+        cosines, sines = self.rotation.of_blocks(first, last)
+        by_block = self.vectors[:, None] * cosines + partners * sines
+        by_token: Floats = by_block.repeat(BLOCK_TOKENS, axis=1)
         return by_token[:, start - first * BLOCK_TOKENS : stop - first * BLOCK_TOKENS]
 
-    def scores(self, queries: Floats, first: int, stop: int) -> Floats:
+    def scores(self, queries: Floats, heads: slice, first: int, stop: int) -> Floats:
         """Return the products of queries with it in the blocks first..stop-1.
 
         Args:
-            queries: (kv_heads, m, dim).
+            queries: of some key heads, (heads, m, dim).
+            heads: numbers of these.
             first: number of the first block.
             stop: number of the block behind the last.
 
         Returns:
-            (kv_heads, m, blocks).
+            (heads, m, blocks).
         """
-        vectors = self.vectors[:, None]
+        vectors = self.vectors[heads, None]
         along, across = queries * vectors, queries * vectors[..., self.rotation.partners]
-        scores = np.empty((*queries.shape[:2], stop - first), np.float32)
-        for start, cosines, sines in self.rotation.of_blocks(first, stop):
-            into = scores[..., start - first : start - first + len(cosines)]
-            into[:] = along @ cosines.T + across @ sines.T
-        return scores
+        return self.rotation.sums(along, across, first, stop)

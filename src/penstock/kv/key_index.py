@@ -145,17 +145,20 @@ class KeyIndex:
         )
         return backend.current().best_by_block(x, codes, sizes, block)
 
-    def center_scores(self, layer: int, queries: Floats, first: int, stop: int) -> Floats | None:
-        """Return what the index of a layer leaves out of scores, (kv_heads, m, blocks).
+    def center_scores(
+        self, layer: int, queries: Floats, heads: slice, first: int, stop: int
+    ) -> Floats | None:
+        """Return what the index of a layer leaves out of scores, (heads, m, blocks).
 
         Args:
             layer: number of the layer.
-            queries: of all key heads, (kv_heads, m, dim).
+            queries: of some key heads, (heads, m, dim).
+            heads: numbers of these.
             first: number of the first block.
             stop: number of the block behind the last.
         """
         centers = self.centers.get(layer)
-        return None if centers is None else centers.scores(queries, first, stop)
+        return None if centers is None else centers.scores(queries, heads, first, stop)
 
     def of(self, keys: Side, values: Side, layer: int, start: int) -> Coded:
         """Return the index of one layer's tokens, some of them at a time; evaluated.

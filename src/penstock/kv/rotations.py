@@ -27,7 +27,7 @@ class Rotation:
 
     angles: npt.NDArray[np.float64]
     partners: npt.NDArray[np.int64]
-    _tables: list[tuple[Floats, Floats]] = field(default_factory=list, init=False, repr=False)
+    _tables: dict[int, Floats] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def none(cls, dim: int) -> Rotation:
@@ -41,6 +41,9 @@ class Rotation:
         partners = others.argmax(axis=0)
         sines = matrix[partners, np.arange(len(matrix))]
         angles = np.arctan2(sines, matrix.diagonal()).astype(np.float32)  # as files hold them
+        in_pairs = (partners[partners] == np.arange(len(matrix))) & (angles[partners] == -angles)
+        if not np.all(in_pairs | (angles == 0)):
+            return cls.none(len(matrix))
         return cls(angles.astype(np.float64), partners)
 
     def turned(
@@ -58,32 +61,58 @@ class Rotation:
             self.partners, other.partners
         )
 
-    def of_blocks(self, first: int, stop: int) -> Iterator[tuple[int, Floats, Floats]]:
-        """Yield runs of blocks: the first, and mean cosines and sines of the positions inside.
-
-        The means are (blocks, dim) each. They are kept in tables for all blocks up to there.
-        """
-        while len(self._tables) * TABLE_BLOCKS < stop:
-            self._tables.append(self._table(len(self._tables) * TABLE_BLOCKS))
-        while first < stop:
-            number, start = divmod(first, TABLE_BLOCKS)
-            last = min(TABLE_BLOCKS, start + stop - first)
-            cosines, sines = self._tables[number]
-            yield first, cosines[start:last], sines[start:last]
-            first += last - start
-
-    def _table(self, first: int) -> tuple[Floats, Floats]:
+    def of_blocks(self, first: int, stop: int) -> tuple[Floats, Floats]:
+        """Return mean cosines and sines of the positions in blocks, (blocks, dim) each."""
         around = np.arange(BLOCK_TOKENS) - (BLOCK_TOKENS - 1) / 2
-        middles = np.arange(first, first + TABLE_BLOCKS) * BLOCK_TOKENS - around[0]
-        turns = np.outer(middles, self.angles)
+        turns = np.outer(np.arange(first, stop) * BLOCK_TOKENS - around[0], self.angles)
         mean = np.cos(np.outer(self.angles, around)).mean(axis=1)
         cosines, sines = ((part(turns) * mean).astype(np.float32) for part in (np.cos, np.sin))
         return cosines, sines
 
+    def sums(self, along: Floats, across: Floats, first: int, stop: int) -> Floats:
+        """Return sums of along * cosines + across * sines over the numbers, for each block.
+
+        Two numbers that turn with each other have one cosine, and opposite sines: they share a row
+        of the tables, which are kept for all blocks up to there.
+
+        Args:
+            along: (kv_heads, m, dim).
+            across: the same.
+            first: number of the first block.
+            stop: number of the block behind the last.
+
+        Returns:
+            (kv_heads, m, blocks).
+        """
+        one, other = self._pairs
+        factors = np.concatenate(
+            [along[..., one] + along[..., other], across[..., one] - across[..., other]], axis=-1
+        )
+        sums = np.empty((*along.shape[:2], stop - first), np.float32)
+        at = first
+        while at < stop:
+            number, start = divmod(at, TABLE_BLOCKS)
+            last = min(TABLE_BLOCKS, start + stop - at)
+            # One head's at a time: how a product rounds depends on its shape.
+            if number not in self._tables:  # two threads may make the same one
+                parts = self.of_blocks(number * TABLE_BLOCKS, (number + 1) * TABLE_BLOCKS)
+                self._tables[number] = np.concatenate([part[:, one].T for part in parts])
+            into = sums[..., at - first : at - first + last - start]
+            np.matmul(factors, self._tables[number][:, start:last], out=into)
+            at += last - start
+        sums += along[..., self.angles == 0].sum(axis=-1, keepdims=True)
+        return sums
+
+    @property
+    def _pairs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Numbers that turn, and their partners, each pair once."""
+        one = np.flatnonzero((self.angles != 0) & (self.partners > np.arange(len(self.angles))))
+        return one, self.partners[one]
+
     def table_bytes(self, tokens: int) -> int:
         """Return the most bytes of the tables for so many tokens, while the last is made, too."""
         tables = -(-tokens // (BLOCK_TOKENS * TABLE_BLOCKS))
-        return (8 * tables + 3 * 8) * TABLE_BLOCKS * len(self.angles)
+        return (4 * tables + 4 * 8) * TABLE_BLOCKS * len(self.angles)
 
 
 def rotations(model: Any, dims: Sequence[int]) -> list[Rotation]:

@@ -175,8 +175,8 @@ class Asked:
         if not selection.index.with_values:
             return None
         stop = selection.recent_start(self.row.position) // BLOCK_TOKENS
-        given = loops, self.queries[heads], met.x[heads], met.spans, stop, blocks
-        return rest_reads.read_by_loops(selection.index, *given, heads.start, met.centers_of(heads))
+        given = loops, self.queries[heads], met.x, met.spans, stop, blocks
+        return rest_reads.read_by_loops(selection.index, *given, heads.start, met.centers)
 
     def all_sinks(self, rest: Rest | None, heads: slice = slice(None)) -> Sinks | None:
         """Return what takes part in the softmax beside what some key heads read exactly."""
@@ -191,35 +191,31 @@ class Asked:
         Args:
             selection: how much is read.
             loops: for keys of this size.
-            met: the row as it meets its index.
+            met: these heads as they meet the index.
             heads: numbers of the key heads.
         """
         stop = selection.recent_start(self.row.position) // BLOCK_TOKENS
-        given = met.x[heads], met.spans, stop, selection.blocks(self.row.position)
-        return loops.choose(*given, heads.start, met.centers_of(heads))
+        given = met.x, met.spans, stop, selection.blocks(self.row.position)
+        return loops.choose(*given, heads.start, met.centers)
 
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A row as it meets its index."""
+    """Some key heads of a row as they meet its index."""
 
     x: Scores
-    """Queries of all key heads as `ChoiceLoops.choose` takes them."""
+    """Queries as `ChoiceLoops.choose` takes them."""
     spans: SpanTable
     """Places of the row's tokens."""
     centers: Scores | None
-    """Parts of the scores of each block that the index leaves out, (kv_heads, m, blocks)."""
+    """Parts of the scores of each block that the index leaves out, (heads, m, blocks)."""
 
     @classmethod
-    def of(cls, selection: Selection, asked: Asked, memory: StepMemory) -> Met:
-        """Prepare a row."""
-        x = selection.index.transform_query(asked.queries)
-        centers = selection.center_scores(asked.row, asked.queries, asked.layer)
-        return cls(x, memory.table(asked), centers)
-
-    def centers_of(self, heads: slice) -> Scores | None:
-        """Return those of some key heads."""
-        return None if self.centers is None else self.centers[heads]
+    def of(cls, selection: Selection, asked: Asked, spans: SpanTable, heads: slice) -> Met:
+        """Prepare some key heads of a row."""
+        x = selection.index.transform_query(asked.queries[heads])
+        centers = selection.center_scores(asked.row, asked.queries, asked.layer, heads)
+        return cls(x, spans, centers)
 
 
 def _read_all(
@@ -228,10 +224,11 @@ def _read_all(
     """Let compiled loops choose and read: one row in each lane, or half of a single one's heads."""
     if loops is None or not asked:
         return []
-    device, met = backend.current(), [Met.of(selection, one, memory) for one in asked]
+    device, spans = backend.current(), [memory.table(one) for one in asked]
 
     def read(number: int, heads: slice) -> Scores:
-        return asked[number].read(selection, loops, met[number], heads)
+        met = Met.of(selection, asked[number], spans[number], heads)
+        return asked[number].read(selection, loops, met, heads)
 
     every = slice(0, len(asked[0].queries))
     if len(asked) > 1:
@@ -249,7 +246,8 @@ def _blocks(
         rows, queries = [one.row for one in asked], [one.queries for one in asked]
         return best_blocks(selection, rows, queries, asked[0].layer)
     every = slice(0, len(asked[0].queries))
-    return [one.blocks(selection, loops, Met.of(selection, one, memory), every) for one in asked]
+    met = [Met.of(selection, one, memory.table(one), every) for one in asked]
+    return [one.blocks(selection, loops, m, every) for one, m in zip(asked, met, strict=True)]
 
 
 def _rest(
@@ -264,11 +262,13 @@ def _rest(
         return None
     if loops is None:
         return rest_reads.read(selection, asked.row, asked.queries, blocks, asked.layer)
-    met = Met.of(selection, asked, memory)
-    parts = backend.current().divide(
-        lambda heads: asked.rest(selection, loops, met, blocks[heads], heads),
-        halves(len(blocks)),
-    )
+    spans = memory.table(asked)
+
+    def read(heads: slice) -> Rest | None:
+        met = Met.of(selection, asked, spans, heads)
+        return asked.rest(selection, loops, met, blocks[heads], heads)
+
+    parts = backend.current().divide(read, halves(len(blocks)))
     return rest_reads.joined([part for part in parts if part is not None])
 
 

@@ -100,10 +100,12 @@ class Selection:
             scores.append(own if beside is None else own + beside)
         return scores
 
-    def center_scores(self, row: DecodeRow, query: Scores, layer: int) -> Scores | None:
-        """Return what the index leaves out of the scores of the blocks to choose from."""
+    def center_scores(
+        self, row: DecodeRow, query: Scores, layer: int, heads: slice = slice(None)
+    ) -> Scores | None:
+        """Return what the index leaves out of the scores of some key heads; see `KeyIndex`."""
         stop = self.recent_start(row.position) // BLOCK_TOKENS
-        return self.index.center_scores(layer, query, FIRST_BLOCKS, stop)
+        return self.index.center_scores(layer, query[heads], heads, FIRST_BLOCKS, stop)
 
     def loops(self, key_dim: int, value_dim: int) -> ChoiceLoops | None:
         """Return the compiled loops for keys and values of a size, None where there are none."""
