@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 import penstock
+from penstock.caches import factory
 from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.errors import ModelError, SettingError
@@ -38,6 +39,21 @@ def said(model: Any, prompt: Sequence[int], caches: list[Any]) -> list[int]:
         mx.array(list(prompt)), model, max_tokens=ANSWER_TOKENS, prompt_cache=caches
     )
     return [int(token) for token, _ in steps]
+
+
+def engine_says(model: Any, prompts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
+    core = Core(model, memory_limit="200MB", max_batch_size=1, attend_tokens=128, **more)
+    answers = []
+    try:
+        for prompt in prompts:
+            asked = Request(prompt=tuple(prompt), max_tokens=ANSWER_TOKENS, ignore_eos=True)
+            handle = core.submit(asked)
+            while core.step():
+                pass
+            answers.append(list(handle.result(0.0)[0].tokens))
+    finally:
+        core.close()
+    return answers
 
 
 def known(asked: Any, **settings: Any) -> int:
@@ -71,18 +87,8 @@ def test_the_choice_is_that_of_the_engine_and_finds_what_a_window_loses(
     model, _, prompts, _ = asked
     assert known(asked, attend=128) == 3
     assert known(asked, max_kv_size=128, keep=16) <= 1
-    core = Core(model, memory_limit="200MB", max_batch_size=1, attend_tokens=128)
-    try:
-        for prompt in prompts:
-            handle = core.submit(
-                Request(prompt=tuple(prompt), max_tokens=ANSWER_TOKENS, ignore_eos=True)
-            )
-            while core.step():
-                pass
-            own = said(model, prompt, penstock.make_kv_cache(model, attend=128))
-            assert own == list(handle.result(0.0)[0].tokens)
-    finally:
-        core.close()
+    for prompt, expected in zip(prompts, engine_says(model, prompts), strict=True):
+        assert said(model, prompt, penstock.make_kv_cache(model, attend=128)) == expected
     choose_worst_blocks(monkeypatch)
     assert known(asked, attend=128) <= 1, "it is the choice that finds them"
 
@@ -126,21 +132,25 @@ def test_it_goes_on_after_copies_trims_and_files(asked: Any, tmp_path: Path, res
 
 def test_the_rest_is_read_as_in_the_engine(asked: Any) -> None:
     model, _, prompts, _ = asked
-    core = Core(model, memory_limit="200MB", max_batch_size=1, attend_tokens=128, attend_rest=True)
-    try:
-        for prompt in prompts:
-            handle = core.submit(
-                Request(prompt=tuple(prompt), max_tokens=ANSWER_TOKENS, ignore_eos=True)
-            )
-            while core.step():
-                pass
-            caches = penstock.make_kv_cache(model, attend=128, attend_rest=True)
-            assert said(model, prompt, caches) == list(handle.result(0.0)[0].tokens)
-            without = penstock.make_kv_cache(model, attend=128)
-            said(model, prompt, without)
-            assert caches[0].nbytes > without[0].nbytes, "it takes a larger index"
-    finally:
-        core.close()
+    expected = engine_says(model, prompts, attend_rest=True)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        caches = penstock.make_kv_cache(model, attend=128, attend_rest=True)
+        assert said(model, prompt, caches) == tokens
+        without = penstock.make_kv_cache(model, attend=128)
+        said(model, prompt, without)
+        assert caches[0].nbytes > without[0].nbytes, "it takes a larger index"
+
+
+def test_a_model_runs_for_its_centers_in_little_memory(asked: Any) -> None:
+    """Caches that allocate a whole window at once do so for what they hold, not for that run."""
+    model, _, _, _ = asked
+    factory._known.pop(id(model), None)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    made = penstock.make_kv_cache(model, max_kv_size=2**20, attend=128, capacity="window")
+    assert made[0].centers is not None
+    assert mx.get_peak_memory() - before < 2**26, "a window of these tokens takes 2 GiB"
 
 
 def test_a_batch_reads_all(asked: Any) -> None:

@@ -65,7 +65,7 @@ def make_kv_cache(
         kv_cache_raw_first_tokens: First tokens that a codec leaves in full precision.
         attend: Tokens that a single token reads of a longer sequence in full-attention layers,
             chosen by an index of the keys (`SelectiveKVCache`), at least 128; None reads all.
-            Call `penstock.attach(model)` before.
+            Call `penstock.attach(model)` before. The model reads 256 tokens for it, once.
         attend_rest: With `attend`, read the other tokens, too, in two bits a number; the index
             takes twice the bytes.
 
@@ -111,8 +111,9 @@ def _centers(model: Any, bound: Bound) -> list[KeyCenters | None]:
     """Return what the keys of each layer have in common; the model runs for it once."""
     if id(model) not in _known:
         finalize(model, _known.pop, id(model), None)
-        caches = _bounded(model, replace(bound, size=2 * RUN_TOKENS, keep=0))
-        size = model(mx.array([[0]]), cache=_bounded(model, bound)).shape[-1]  # not computed
+        small = replace(bound, size=2 * RUN_TOKENS, keep=0, room=RUN_TOKENS)
+        size = model(mx.array([[0]]), cache=_bounded(model, small)).shape[-1]
+        caches = _bounded(model, small)
         mx.eval(model(mx.array([run_of_tokens(size)]), cache=caches))
         keys = [_keys(cache) for cache in _with_keys(caches)]
         centers = centers_of(model, keys)

@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
-from penstock.kv.key_centers import RUN_TOKENS, KeyCenters, centers_of, run_of_tokens
+from penstock.kv.key_centers import KeyCenters, centers_of, run_of_tokens
 from penstock.kv.key_index import KeyIndex
 from penstock.kv.selection import Selection
 
@@ -36,12 +36,8 @@ def _centers(runner: Runner) -> dict[int, KeyCenters]:
     """Return what the keys of each layer have in common."""
     tokens = run_of_tokens(runner.vocabulary_size)
     output = runner.chunk(tokens, [], 0, runner.fresh_state(), runner.fitness.way)
-    keys = [side for side, _ in output.segment.layers]
-    assert len(tokens) == RUN_TOKENS
-    return centers_of(
-        runner.model,
-        [
-            np.array(side.astype(mx.float32))[0] if isinstance(side, mx.array) else None
-            for side in keys
-        ],
-    )
+    keys = [
+        np.array(side.astype(mx.float32))[0] if isinstance(side, mx.array) else None
+        for side, _ in output.segment.layers
+    ]
+    return centers_of(runner.model, keys)
