@@ -1,7 +1,8 @@
 """`penstock bench weights`: weights as they come, and in float32 as `--weights-dtype auto` loads.
 
 Weights as they come are so slow on a Linux CPU that few tokens are timed: by default 8 of a prompt
-and 2 steps. In float32 the same tokens are timed, and besides a whole question.
+and 2 steps. In float32 the same tokens are timed, and besides a whole question. With texts,
+both also read beginnings of them, to see whether they say the same.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import mlx.core as mx
 
 from penstock import Engine, Request
 from penstock.models.gguf.header import is_gguf
-from penstock.models.mlx_lm import Loaded, load_all, render
+from penstock.models.mlx_lm import Loaded, load_all, load_tokenizer, render
+from penstock_bench import weights_text
 from penstock_bench.comparison import least, ratio_line, speed
-from penstock_bench.report import Line, Report
+from penstock_bench.report import Line, Notify, Report
 from penstock_bench.rivals import make_caches
 from penstock_bench.serve_model import model_source, write_gguf
+from penstock_bench.weights_text import TextRun
 
 CLAIM = "Weights that auto turns into float32 answer where the same weights as they come do not"
 AUTO, NATIVE = "--weights-dtype auto", "--weights-dtype native"
@@ -48,6 +51,8 @@ class WeightsLoad:
     """Steps that are timed on both sides."""
     rounds: int = 3
     """Runs in float32. Weights as they come run once."""
+    texts: int = 0
+    """Beginnings of texts that both sides read, of `prompt_tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +63,25 @@ class WeightsRun:
     step_seconds: list[float]
 
 
-def measure(load: WeightsLoad) -> Report:
-    """Load every form of the model both ways, one after the other, and time each."""
+def measure(load: WeightsLoad, notify: Notify = lambda *_: None) -> Report:
+    """Load every form of the model both ways, one after the other, and time each.
+
+    Raises:
+        ModelError: the model cannot be read, or be fetched.
+        SettingError: there are not so many texts.
+    """
     with model_forms(load.model) as forms:
+        folder = forms[FOLDER]  # all forms have the same codes
+        tokenizer = load_tokenizer(folder)
+        prompts = weights_text.beginnings(tokenizer, load.texts, load.prompt_tokens)
         timed = {name: _measure_one(load, path) for name, path in forms.items()}
-    return report(load, timed)
+        read = _read_both(folder, prompts, notify) if prompts else []
+    return report(load, timed, read)
+
+
+def _read_both(folder: Path, prompts: list[list[int]], notify: Notify) -> list[TextRun]:
+    wide, native = load_all(folder).model, load_all(folder, weights_dtype="native").model
+    return weights_text.read_both(wide, native, prompts, notify)
 
 
 @contextmanager
@@ -128,23 +147,28 @@ def _first_token_seconds(loaded: Loaded, question: Sequence[int]) -> float:
         return time.perf_counter() - began
 
 
-def report(load: WeightsLoad, timed: dict[str, FormRuns]) -> Report:
+def report(load: WeightsLoad, timed: dict[str, FormRuns], read: Sequence[TextRun] = ()) -> Report:
     """Set both ways of each form against each other and against the goals."""
     auto = {name: {**_figures(load, runs.auto), **_question(runs)} for name, runs in timed.items()}
     native = {name: _figures(load, runs.native) for name, runs in timed.items()}
     ratios = {name: _ratios(auto[name], native[name]) for name in timed}
     lines = [line for name in timed for line in _lines(name, auto[name], native[name])]
+    lines += weights_text.lines(read) if read else []
     return Report(
         name="weights",
         claim=CLAIM,
         rival=NATIVE,
-        penstock=auto,
+        penstock=auto | ({"texts": weights_text.figures(read)} if read else {}),
         rival_figures=native,
         ratio=least(ratios),
         goal={**GOALS, "first_token_seconds": FIRST_TOKEN_SECONDS},
         met=all(line.met for line in lines if line.met is not None),
         lines=lines,
-        raw={"load": asdict(load), "runs": {name: asdict(runs) for name, runs in timed.items()}},
+        raw={
+            "load": asdict(load),
+            "runs": {name: asdict(runs) for name, runs in timed.items()},
+            "texts": [asdict(run) for run in read],
+        },
         dtype="float32",
     )
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options
-from penstock_bench.cli.bench_options import Save, finish
+from penstock_bench.cli.bench_options import Save, finish, progress_bar
 
 
 def weights(
@@ -23,6 +23,14 @@ def weights(
     rounds: Annotated[
         int, typer.Option(help="How often float32 runs; weights as they come run once.", min=1)
     ] = 3,
+    texts: Annotated[
+        int,
+        typer.Option(
+            help="Beginnings of texts, of --tokens each, that both sides read and continue, to see "
+            "whether they say the same. About a minute each.",
+            min=0,
+        ),
+    ] = 0,
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:
@@ -34,5 +42,7 @@ def weights(
     """
     from penstock_bench.weights_speed import WeightsLoad, measure
 
-    load = WeightsLoad(model, prompt_tokens=tokens, decode_tokens=steps, rounds=rounds)
-    finish(measure(load), as_json=as_json, save=save)
+    load = WeightsLoad(model, prompt_tokens=tokens, decode_tokens=steps, rounds=rounds, texts=texts)
+    with progress_bar("timing") as notify:
+        measured = measure(load, notify)
+    finish(measured, as_json=as_json, save=save)

@@ -1,0 +1,156 @@
+"""Whether weights as they come say what they say in float32, on beginnings of a real text.
+
+Both read the same tokens: the beginning of a paragraph, and what float32 says behind it. So the
+first token that differs is where a greedy text of the weights as they come would part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.errors import SettingError
+from penstock.models.mlx_lm import encode
+from penstock_bench.long_tasks import PARAGRAPH
+from penstock_bench.report import Line, Notify
+from penstock_bench.rivals import make_caches
+from penstock_bench.serve_words import MODULES
+
+ANSWER_TOKENS = 4
+"""Greedy tokens behind each prompt."""
+NOISE = 0.01
+"""Goal: share of its logit by which float32's likeliest token leads where both differ, at most.
+
+Half precision rounds a number to 2^-11, and thirty layers add up what they round.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRun:
+    """One prompt and the greedy tokens behind it, read by both."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    same: list[bool]
+    """Whether the likeliest next token is the same, behind each token but the last."""
+    leads: list[float]
+    """Lead of float32's likeliest token over the other side's; 0 where both agree."""
+    logits: list[float]
+    """Float32's logits of its likeliest tokens."""
+
+    @property
+    def says_the_same(self) -> bool:
+        """Return whether the greedy text is the same."""
+        return all(self.same[self.prompt_tokens - 1 :])
+
+
+def beginnings(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
+    """Return the first tokens of so many paragraphs of sources that every Python has.
+
+    Raises:
+        SettingError: there are not so many.
+    """
+    prompts = list(islice(_beginnings(tokenizer, tokens), count))
+    if len(prompts) < count:
+        raise SettingError(f"--texts {count}: only {len(prompts)} texts are at hand")
+    return prompts
+
+
+def _beginnings(tokenizer: Any, tokens: int) -> Iterator[list[int]]:
+    known = set()
+    for module in MODULES:
+        for part in PARAGRAPH.split(Path(str(module.__file__)).read_text()):
+            begun = tuple(encode(tokenizer, part.strip())[:tokens])
+            if len(begun) == tokens and begun not in known:
+                known.add(begun)
+                yield list(begun)
+
+
+def greedy(model: Any, prompt: Sequence[int], steps: int = ANSWER_TOKENS) -> list[int]:
+    """Return a prompt and the likeliest tokens behind it."""
+    caches, tokens = make_caches(model).caches, list(prompt)
+    given = tokens
+    for _ in range(steps):
+        logits = model(mx.array(given)[None], cache=caches)[0, -1]
+        given = [int(np.argmax(np.array(logits.astype(mx.float32))))]
+        tokens = [*tokens, *given]
+    return tokens
+
+
+def next_logits(model: Any, tokens: Sequence[int]) -> np.ndarray:
+    """Return the logits behind each token but the last: float32, (tokens, vocabulary)."""
+    logits = model(mx.array(list(tokens[:-1]))[None], cache=make_caches(model).caches)
+    return np.array(logits[0].astype(mx.float32))
+
+
+def read_both(
+    wide: Any, native: Any, prompts: Sequence[Sequence[int]], notify: Notify
+) -> list[TextRun]:
+    """Read each prompt and float32's greedy tokens behind it with both models."""
+    runs: list[TextRun] = []
+    for number, prompt in enumerate(prompts):
+        notify("reading texts", number, len(prompts))
+        tokens = greedy(wide, prompt)
+        runs.append(
+            compare_logits(
+                tokens, len(prompt), next_logits(wide, tokens), next_logits(native, tokens)
+            )
+        )
+    return runs
+
+
+def compare_logits(
+    tokens: Sequence[int], prompt_tokens: int, wide: np.ndarray, native: np.ndarray
+) -> TextRun:
+    """Return where the likeliest tokens differ. Logits: (tokens, vocabulary) each."""
+    rows, best, other = np.arange(len(wide)), wide.argmax(axis=-1), native.argmax(axis=-1)
+    logits = wide[rows, best]
+    return TextRun(
+        tokens=list(tokens),
+        prompt_tokens=prompt_tokens,
+        same=(best == other).tolist(),
+        leads=[round(float(lead), 5) for lead in logits - wide[rows, other]],
+        logits=[round(float(logit), 3) for logit in logits],
+    )
+
+
+def figures(runs: Sequence[TextRun]) -> dict[str, float]:
+    """Return counts of texts and tokens, and the largest lead of a token that differs."""
+    return {
+        "texts": len(runs),
+        "same_texts": sum(run.says_the_same for run in runs),
+        "tokens": sum(len(run.same) for run in runs),
+        "same_tokens": sum(map(sum, (run.same for run in runs))),
+        "largest_lead": max(lead for run in runs for lead in run.leads),
+        "largest_lead_of_logit": round(
+            max(
+                lead / abs(logit) if logit else 0.0
+                for run in runs
+                for lead, logit in zip(run.leads, run.logits, strict=True)
+            ),
+            5,
+        ),
+    }
+
+
+def lines(runs: Sequence[TextRun]) -> list[Line]:
+    """Return the lines of the table."""
+    counts = figures(runs)
+    share = counts["largest_lead_of_logit"]
+    return [
+        Line("same greedy text", f"{counts['same_texts']:.0f}", f"of {counts['texts']:.0f}"),
+        Line("same likeliest token", f"{counts['same_tokens']:.0f}", f"of {counts['tokens']:.0f}"),
+        Line(
+            "largest lead where not",
+            f"{counts['largest_lead']:.3f}",
+            f"{share:.2%} of the logit",
+            f"<= {NOISE:.0%}",
+            share <= NOISE,
+        ),
+    ]

@@ -1,0 +1,81 @@
+"""Texts read by weights as they come and in float32: what differs, and by how much."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.cli import main
+from penstock.models.mlx_lm import load_all
+from penstock_bench import weights_text
+from support.gguf_files import small_model, write_model
+
+LOGITS = np.array([[0.0, 8.0, 7.5], [4.0, 1.0, 3.9], [2.0, 5.0, 1.0]], np.float32)
+"""Behind each of three tokens, of a vocabulary of three."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    model, config = small_model("llama")
+    written = tmp_path / "small.gguf"
+    write_model(written, "llama", model, config, "Q4_1")
+    return written
+
+
+def test_a_lead_is_that_of_the_token_the_other_side_prefers() -> None:
+    other = LOGITS.copy()
+    other[1] = [3.0, 1.0, 3.1]
+    run = weights_text.compare_logits([0, 1, 0, 1], 2, LOGITS, other)
+    assert run.same == [True, False, True]
+    assert run.leads == pytest.approx([0, 0.1, 0], abs=1e-5)
+    assert run.logits == [8, 4, 5]
+    assert not run.says_the_same, "the second token is the last of the prompt: an answer's first"
+
+
+def test_a_prompt_that_is_read_otherwise_is_no_other_text() -> None:
+    other = LOGITS.copy()
+    other[0] = [0.0, 7.0, 7.5]
+    run = weights_text.compare_logits([0, 1, 0, 1], 2, LOGITS, other)
+    assert run.same == [False, True, True] and run.says_the_same
+
+
+@pytest.mark.parametrize(("lead", "met"), [(0.03, True), (0.05, False)])
+def test_a_lead_beyond_what_rounding_does_is_a_goal_not_met(lead: float, met: bool) -> None:
+    wide = np.array([[4.0, 4.0 - lead]], np.float32)
+    run = weights_text.compare_logits([0, 0], 1, wide, wide[:, ::-1])
+    *_, line = weights_text.lines([run])
+    assert (line.figure, line.met) == ("largest lead where not", met)
+    assert weights_text.figures([run])["same_texts"] == 0
+
+
+def test_beginnings_are_distinct_and_of_the_length(file: Path) -> None:
+    tokenizer = load_all(file).tokenizer
+    begun = weights_text.beginnings(tokenizer, 50, 6)
+    assert {len(tokens) for tokens in begun} == {6}
+    assert len({tuple(tokens) for tokens in begun}) == 50
+
+
+def test_both_read_the_texts(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(file), "--tokens", "3", "--rounds", "1", "--texts", "4"]
+    assert main(["bench", "weights", *given, "--json", "--save", str(tmp_path)]) in (0, 1)
+    shown = json.loads(capsys.readouterr().out)["penstock"]["texts"]
+    (record,) = tmp_path.glob("weights-*.json")
+    raw = json.loads(record.read_text())["raw"]["texts"]
+    assert shown["texts"] == len(raw) == 4
+    assert shown["tokens"] == 4 * (3 + weights_text.ANSWER_TOKENS - 1)
+    wide = load_all(file, weights_dtype="float32").model
+    for run in raw:
+        assert run["tokens"] == weights_text.greedy(wide, run["tokens"][:3])
+
+
+def test_more_texts_than_there_are_is_an_error(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(file), "--rounds", "1", "--texts", "99999"]
+    assert main(["bench", "weights", *given]) == 2
+    assert "--texts 99999: only" in capsys.readouterr().err
