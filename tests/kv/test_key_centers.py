@@ -18,7 +18,7 @@ from penstock.engine.core import Core
 from penstock.kv.choosing_loops import BLOCK_TOKENS
 from penstock.kv.key_centers import RUN_TOKENS, KeyCenters, centers_of, run_of_tokens
 from penstock.kv.key_index import KeyIndex
-from penstock.kv.rotations import TABLE_BLOCKS, Rotation, rotation_of
+from penstock.kv.rotations import TABLE_BLOCKS, Rotation, rotation_of, rotations
 from penstock.models.mlx_lm import load
 from penstock.recall import MODEL_PATH
 
@@ -56,6 +56,27 @@ def test_a_rotation_is_that_of_the_model(name: str) -> None:
 def test_a_rotation_of_another_size_is_none() -> None:
     assert rotation_of(nn.RoPE(2 * DIM), DIM).same(Rotation.none(DIM))
     assert rotation_of(None, DIM).same(Rotation.none(DIM))
+
+
+@pytest.mark.parametrize(
+    ("family", "turning"),
+    [
+        ("llama", [True, True, True, True]),
+        ("qwen", [True, True, True, True]),
+        ("llama4_text", [True, False, True, False]),
+        ("gpt2", [False, False, False, False]),
+    ],
+)
+def test_turns_are_found_layer_by_layer(family: str, turning: list[bool]) -> None:
+    model = build(family)
+    dims = [cache.keys.shape[-1] for cache in filled_caches(model)]
+    assert [bool(one.angles.any()) for one in rotations(model, dims)] == turning
+
+
+def filled_caches(model: Any) -> list[Any]:
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[1, 2]]), cache=caches))
+    return caches
 
 
 @pytest.mark.parametrize("name", [*ropes(), "none"])

@@ -16,6 +16,8 @@ from penstock.kv.sign_products import Floats
 
 TABLE_BLOCKS = 1_024
 """Blocks of one table of turns."""
+NAMES = "rope", "rotary_emb"
+"""What attention calls the module that turns its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,9 @@ def rotations(model: Any, dims: Sequence[int]) -> list[Rotation]:
     A layer of which that is not found has keys that do not turn. That costs an index some
     precision, and nothing else.
     """
-    turning = list(_turning(model))
+    turning = _turning(model)
+    if len(turning) != len(dims):  # layers with states have no keys, and mostly nothing that turns
+        turning = [rope for rope in turning if rope is not None]
     if len(turning) != len(dims):
         return [Rotation.none(dim) for dim in dims]
     held: list[Rotation] = []
@@ -132,7 +136,7 @@ def rotations(model: Any, dims: Sequence[int]) -> list[Rotation]:
 
 
 def rotation_of(rope: Any, dim: int) -> Rotation:
-    """Return how a module of a model turns keys of a size."""
+    """Return how a module of a model turns keys of a size; None turns nothing."""
     try:
         turned = rope(mx.eye(dim)[None, :, None], offset=1)
         matrix = np.array(turned.astype(mx.float32))[0, :, 0]
@@ -141,11 +145,12 @@ def rotation_of(rope: Any, dim: int) -> Rotation:
     return Rotation.of(matrix)
 
 
-def _turning(model: Any) -> Iterator[Any]:
-    """Yield what turns keys in each layer that has something of the kind."""
-    for layer in getattr(model, "layers", ()):
-        modules: list[Any] = layer.modules() if isinstance(layer, nn.Module) else []  # type: ignore[no-untyped-call]
-        ropes = (module.get("rope") for module in modules)
-        rope = next(filter(callable, ropes), None)
-        if rope is not None:
-            yield rope
+def _turning(model: Any) -> list[Any]:
+    """Return what turns keys in each layer, None for a layer that has nothing of the kind."""
+    return [next(_ropes(layer), None) for layer in getattr(model, "layers", ())]
+
+
+def _ropes(layer: Any) -> Iterator[Any]:
+    modules: list[Any] = layer.modules() if isinstance(layer, nn.Module) else []  # type: ignore[no-untyped-call]
+    for module in modules:
+        yield from filter(callable, map(module.get, NAMES))
