@@ -242,12 +242,14 @@ def test_what_takes_part_beside_the_tokens_has_a_value() -> None:
 
 
 def test_exponentials_are_those_of_numpy() -> None:
-    values = np.concatenate([-np.geomspace(1e-6, 86, 5_000), [0.0]]).astype(np.float32)
-    true = np.exp(values.astype(np.float64))
-    compiled.exp_loop()(values)
+    top = np.float32(3)
+    values = 3 + np.concatenate([-np.geomspace(1e-6, 86, 5_000), [0.0]]).astype(np.float32)
+    true = np.exp((values - top).astype(np.float64))
+    total = compiled.exp_loop()(values, top)
     assert np.abs(values / true - 1).max() < 2e-6
+    assert total == pytest.approx(true.sum(), rel=1e-5)
     ends = np.array([-88, -1e30, -np.inf], np.float32)
-    compiled.exp_loop()(ends)
+    compiled.exp_loop()(ends, np.float32(0))
     assert np.all((ends >= 0) & (ends < 1e-37))
 
 

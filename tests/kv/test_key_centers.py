@@ -95,16 +95,24 @@ def test_the_vector_is_found_and_taken_off(name: str) -> None:
     assert rope is None or np.square(rest).mean() < 0.8 * np.square(wrong).mean()
 
 
-def test_scores_are_the_products_with_what_is_taken_off() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["halves", "a part", "none"])
+@pytest.mark.parametrize("m", [1, 3, 4, 7])
+def test_scores_are_the_products_with_what_is_taken_off(m: int, name: str, compiled: bool) -> None:
+    if compiled:
+        pytest.importorskip("numba")
     draw = np.random.default_rng(3)
-    rotation = rotation_of(ropes()["halves"], DIM)
+    rotation = rotation_of(ropes().get(name), DIM)
     centers = KeyCenters(draw.normal(size=(HEADS, DIM)).astype(np.float32), rotation)
-    queries = draw.normal(size=(HEADS, 3, DIM)).astype(np.float32)
+    queries = draw.normal(size=(HEADS, m, DIM)).astype(np.float32)
     first, stop = TABLE_BLOCKS - 3, TABLE_BLOCKS + 5
     taken = centers.at(first * BLOCK_TOKENS, stop * BLOCK_TOKENS)
-    scores = centers.scores(queries, slice(None), first, stop)
+    scores = centers.scores(queries, slice(None), first, stop, compiled=compiled)
     by_token = queries @ taken.swapaxes(1, 2)
     assert np.allclose(scores.repeat(BLOCK_TOKENS, axis=-1), by_token, atol=1e-4)
+    if compiled:  # lanes share the heads of a row
+        alone = centers.scores(queries[1:], slice(1, None), first, stop, compiled=True)
+        assert np.array_equal(alone, scores[1:]), "a head's scores depend on another's"
     inside = centers.at(first * BLOCK_TOKENS + 7, first * BLOCK_TOKENS + 40)
     assert np.array_equal(inside, taken[:, 7:40])
     held = sum(table.nbytes for table in rotation._tables.values())

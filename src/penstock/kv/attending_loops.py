@@ -10,6 +10,8 @@ import numpy as np
 from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.kv.compiled import SUMS, exp_loop, pointer
 
+QUERIES_AT_ONCE = 4
+
 
 @cache
 def _runs_loop(key_dim: int, value_dim: int) -> Any:
@@ -45,21 +47,33 @@ def _runs_loop(key_dim: int, value_dim: int) -> Any:
 
 @cache
 def _score_loop(key_dim: int) -> Any:
-    """Return the loop that multiplies queries with keys of this size."""
+    """Return the loop that multiplies queries with keys of this size, four queries at a time."""
     from numba import carray, float32, njit
 
-    address_of = pointer()
+    address_of, together = pointer(), QUERIES_AT_ONCE
 
     @njit(nogil=True, fastmath=SUMS)
     def score(queries, runs, scores):  # type: ignore[no-untyped-def]
+        count = len(queries)
+        four = count - count % together
         for address, _, column, tokens in runs:
             keys = carray(address_of(address), (tokens, key_dim), np.float32)
             for token in range(tokens):
-                for query in range(len(queries)):
+                key, place = keys[token], column + token
+                for query in range(0, four, together):
+                    first = second = third = fourth = float32(0)
+                    for number in range(key_dim):
+                        first += queries[query, number] * key[number]
+                        second += queries[query + 1, number] * key[number]
+                        third += queries[query + 2, number] * key[number]
+                        fourth += queries[query + 3, number] * key[number]
+                    scores[query, place], scores[query + 1, place] = first, second
+                    scores[query + 2, place], scores[query + 3, place] = third, fourth
+                for query in range(four, count):
                     total = float32(0)
                     for number in range(key_dim):
-                        total += queries[query, number] * keys[token, number]
-                    scores[query, column + token] = total
+                        total += queries[query, number] * key[number]
+                    scores[query, place] = total
 
     return score
 
@@ -111,6 +125,7 @@ def attend_loop(key_dim: int, value_dim: int) -> Any:
             blocks[place] = place if place < first else place - first - own + recent
         runs = np.empty((len(blocks) + len(starts), 4), np.int64)
         weights = np.empty((count, len(blocks) * block), np.float32)
+        totals = np.empty(count, np.float32)
         for head in range(heads):
             for place in range(own):
                 blocks[first + place] = chosen[head, place]
@@ -122,12 +137,11 @@ def attend_loop(key_dim: int, value_dim: int) -> Any:
                 top = sinks[head, query]
                 for column in range(columns):
                     top = max(top, scores[column])
-                for column in range(columns):
-                    scores[column] -= top
-                total = exp(scores) + np.exp(sinks[head, query] - top)
-                for column in range(columns):
-                    scores[column] /= total
-                mixed[head, query] *= np.exp(sinks[head, query] - top) / total
+                sink = np.exp(sinks[head, query] - top)
+                totals[query] = exp(scores, top) + sink
+                mixed[head, query] *= sink
             mix(weights, runs[:run_count], mixed[head])
+            for query in range(count):
+                mixed[head, query] /= totals[query]
 
     return attend

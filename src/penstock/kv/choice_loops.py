@@ -19,6 +19,7 @@ from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS, choose_loop
 from penstock.kv.codecs.turbo import padded
 from penstock.kv.compiled import has_numba
 from penstock.kv.rest_loops import CODES, rest_loop
+from penstock.kv.rotations import Rotation
 from penstock.kv.sign_products import LEVELS_BELOW, MOST_ALONE, Floats, units_of
 
 Addresses: TypeAlias = npt.NDArray[np.int64]
@@ -73,7 +74,9 @@ class ChoiceLoops:
         sides = np.array([side_addresses(array) for array in held], np.int64)
         spans = SpanTable(np.array([0, 2 * BLOCK_TOKENS], np.int64), sides[None])
         blocks = self.choose(np.zeros((1, 1, self.signs), np.float32), spans, 2, 1)
-        self.attend(np.zeros((1, 1, self.key_dim), np.float32), spans, blocks, 1, None)
+        query = np.zeros((1, 1, self.key_dim), np.float32)
+        self.attend(query, spans, blocks, 1, None)
+        Rotation.none(self.key_dim).sums(query, query[0], 0, 1, compiled=True)
         if self._rest is not None:
             squares = np.zeros((1, 1), np.float32)
             self.rest(np.zeros((1, 1, self.signs), np.float32), squares, spans, 2, blocks)

@@ -201,11 +201,9 @@ def choose_loop(words: int) -> Any:
                     score = (float32(sums[query, number]) - half) * steps[number] * unit
                     score += centers[head, query, number]
                     score = score if np.isfinite(score) else most
-                    scores[number] = score
+                    scores[number] = weights[number] = score
                     top = max(top, score)
-                for number in range(blocks):
-                    weights[number] = scores[number] - top
-                total = top + np.log(exp(weights))
+                total = top + np.log(exp(weights, top))
                 for number in range(blocks):
                     lacks[number] = min(lacks[number], max(total - scores[number], float32(0)))
             select(lacks, first, chosen[head])

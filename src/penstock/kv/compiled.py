@@ -47,8 +47,9 @@ def pointer() -> Any:
 
 @cache
 def exp_loop() -> Any:
-    """Return the loop that replaces numbers <= 0 by their exponentials, and returns the sum.
+    """Return the loop that replaces numbers by their exponentials, and returns the sum.
 
+    They are taken less the largest of them, which is given: no exponential is above 1.
     In a form that the compiler can vectorize: a power of two by its bits, and a polynomial
     (Taylor's, up to x^6) for the rest of at most half a bit.
     """
@@ -57,10 +58,10 @@ def exp_loop() -> Any:
     most, log2_e, log_2 = float32(-87), float32(1 / math.log(2)), float32(math.log(2))
 
     @njit(nogil=True, fastmath=SUMS)
-    def exp(values):  # type: ignore[no-untyped-def]
+    def exp(values, top):  # type: ignore[no-untyped-def]
         powers = np.empty(len(values), np.int32)
         for number in range(len(values)):
-            x = max(values[number], most)
+            x = max(values[number] - top, most)
             power = np.rint(x * log2_e)
             powers[number] = (int32(power) + int32(127)) << int32(23)
             rest = x - power * log_2

@@ -97,7 +97,9 @@ class KeyCenters:
         by_token: Floats = by_block.repeat(BLOCK_TOKENS, axis=1)
         return by_token[:, start - first * BLOCK_TOKENS : stop - first * BLOCK_TOKENS]
 
-    def scores(self, queries: Floats, heads: slice, first: int, stop: int) -> Floats:
+    def scores(
+        self, queries: Floats, heads: slice, first: int, stop: int, *, compiled: bool = False
+    ) -> Floats:
         """Return the products of queries with it in the blocks first..stop-1.
 
         Args:
@@ -105,10 +107,9 @@ class KeyCenters:
             heads: numbers of these.
             first: number of the first block.
             stop: number of the block behind the last.
+            compiled: see `Rotation.sums`.
 
         Returns:
             (heads, m, blocks).
         """
-        vectors = self.vectors[heads, None]
-        along, across = queries * vectors, queries * vectors[..., self.rotation.partners]
-        return self.rotation.sums(along, across, first, stop)
+        return self.rotation.sums(queries, self.vectors[heads], first, stop, compiled=compiled)

@@ -146,7 +146,14 @@ class KeyIndex:
         return backend.current().best_by_block(x, codes, sizes, block)
 
     def center_scores(
-        self, layer: int, queries: Floats, heads: slice, first: int, stop: int
+        self,
+        layer: int,
+        queries: Floats,
+        heads: slice,
+        first: int,
+        stop: int,
+        *,
+        compiled: bool = False,
     ) -> Floats | None:
         """Return what the index of a layer leaves out of scores, (heads, m, blocks).
 
@@ -156,9 +163,12 @@ class KeyIndex:
             heads: numbers of these.
             first: number of the first block.
             stop: number of the block behind the last.
+            compiled: see `Rotation.sums`.
         """
         centers = self.centers.get(layer)
-        return None if centers is None else centers.scores(queries, heads, first, stop)
+        if centers is None:
+            return None
+        return centers.scores(queries, heads, first, stop, compiled=compiled)
 
     def of(self, keys: Side, values: Side, layer: int, start: int) -> Coded:
         """Return the index of one layer's tokens, some of them at a time; evaluated.

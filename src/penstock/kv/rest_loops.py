@@ -150,11 +150,9 @@ def rest_loop(words: int, value_words: int) -> Any:
                         score += centers[head, query, blocks[column // block] - first]
                         own[column] = score if bits[0, column] < finite else float32(-1e30)
                         top = max(top, own[column])
-                    for column in range(columns):
-                        own[column] -= top
                     shrunk = np.exp(tops[head, query] - top)
                     tops[head, query] = top
-                    totals[head, query] = totals[head, query] * shrunk + exp(own)
+                    totals[head, query] = totals[head, query] * shrunk + exp(own, top)
                     mixed[head, query] *= shrunk
                     for column in range(columns):
                         own[column] *= sizes[1, column] * bias

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from penstock.kv.center_loops import center_loop
 from penstock.kv.choosing_loops import BLOCK_TOKENS
 from penstock.kv.sign_products import Floats
 
@@ -30,6 +31,14 @@ class Rotation:
     angles: npt.NDArray[np.float64]
     partners: npt.NDArray[np.int64]
     _tables: dict[int, Floats] = field(default_factory=dict, init=False, repr=False)
+    _places: tuple[npt.NDArray[np.int64], ...] = field(init=False, repr=False)
+    """Numbers that turn, each pair once; their partners; and those that do not turn."""
+
+    def __post_init__(self) -> None:
+        turning, numbers = self.angles != 0, np.arange(len(self.angles))
+        one = np.flatnonzero(turning & (self.partners > numbers))
+        places = one, self.partners[one], np.flatnonzero(~turning)
+        object.__setattr__(self, "_places", places)
 
     @classmethod
     def none(cls, dim: int) -> Rotation:
@@ -71,45 +80,54 @@ class Rotation:
         cosines, sines = ((part(turns) * mean).astype(np.float32) for part in (np.cos, np.sin))
         return cosines, sines
 
-    def sums(self, along: Floats, across: Floats, first: int, stop: int) -> Floats:
-        """Return sums of along * cosines + across * sines over the numbers, for each block.
+    def sums(
+        self, queries: Floats, vectors: Floats, first: int, stop: int, *, compiled: bool = False
+    ) -> Floats:
+        """Return the products of queries with vectors that are turned to each block.
 
         Two numbers that turn with each other have one cosine, and opposite sines: they share a row
         of the tables, which are kept for all blocks up to there.
 
         Args:
-            along: (kv_heads, m, dim).
-            across: the same.
+            queries: (kv_heads, m, dim).
+            vectors: not turned, (kv_heads, dim).
             first: number of the first block.
             stop: number of the block behind the last.
+            compiled: whether a compiled loop does it, which lets Python's lock go.
 
         Returns:
             (kv_heads, m, blocks).
         """
-        one, other = self._pairs
+        sums = np.empty((*queries.shape[:2], stop - first), np.float32)
+        if compiled:
+            for run in self._runs(first, stop):
+                center_loop()(queries, vectors, *self._places, *run, sums)
+            return sums
+        one, other, still = self._places
+        along = queries * vectors[:, None]
+        across = queries * vectors[:, None, self.partners]
         factors = np.concatenate(
             [along[..., one] + along[..., other], across[..., one] - across[..., other]], axis=-1
         )
-        sums = np.empty((*along.shape[:2], stop - first), np.float32)
+        for table, start, at, count in self._runs(first, stop):
+            # One head's at a time: how a product rounds depends on its shape.
+            np.matmul(factors, table[:, start : start + count], out=sums[..., at : at + count])
+        sums += along[..., still].sum(axis=-1, keepdims=True)
+        return sums
+
+    def _runs(self, first: int, stop: int) -> Iterator[tuple[Floats, int, int, int]]:
+        """Yield tables, and of each the first column, the place of its sums, and their number."""
         at = first
         while at < stop:
             number, start = divmod(at, TABLE_BLOCKS)
-            last = min(TABLE_BLOCKS, start + stop - at)
-            # One head's at a time: how a product rounds depends on its shape.
+            count = min(TABLE_BLOCKS - start, stop - at)
             if number not in self._tables:  # two threads may make the same one
                 parts = self.of_blocks(number * TABLE_BLOCKS, (number + 1) * TABLE_BLOCKS)
-                self._tables[number] = np.concatenate([part[:, one].T for part in parts])
-            into = sums[..., at - first : at - first + last - start]
-            np.matmul(factors, self._tables[number][:, start:last], out=into)
-            at += last - start
-        sums += along[..., self.angles == 0].sum(axis=-1, keepdims=True)
-        return sums
-
-    @property
-    def _pairs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Numbers that turn, and their partners, each pair once."""
-        one = np.flatnonzero((self.angles != 0) & (self.partners > np.arange(len(self.angles))))
-        return one, self.partners[one]
+                one = self._places[0]
+                table = np.concatenate([part[:, one].T for part in parts])
+                self._tables[number] = np.ascontiguousarray(table)
+            yield self._tables[number], start, at - first, count
+            at += count
 
     def table_bytes(self, tokens: int) -> int:
         """Return the most bytes of the tables for so many tokens, while the last is made, too."""

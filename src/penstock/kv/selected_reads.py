@@ -212,9 +212,10 @@ class Met:
 
     @classmethod
     def of(cls, selection: Selection, asked: Asked, spans: SpanTable, heads: slice) -> Met:
-        """Prepare some key heads of a row."""
+        """Prepare some key heads of a row for compiled loops."""
         x = selection.index.transform_query(asked.queries[heads])
-        centers = selection.center_scores(asked.row, asked.queries, asked.layer, heads)
+        given = asked.row, asked.queries, asked.layer, heads
+        centers = selection.center_scores(*given, compiled=True)
         return cls(x, spans, centers)
 
 

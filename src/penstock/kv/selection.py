@@ -101,11 +101,17 @@ class Selection:
         return scores
 
     def center_scores(
-        self, row: DecodeRow, query: Scores, layer: int, heads: slice = slice(None)
+        self,
+        row: DecodeRow,
+        query: Scores,
+        layer: int,
+        heads: slice = slice(None),
+        *,
+        compiled: bool = False,
     ) -> Scores | None:
         """Return what the index leaves out of the scores of some key heads; see `KeyIndex`."""
-        stop = self.recent_start(row.position) // BLOCK_TOKENS
-        return self.index.center_scores(layer, query[heads], heads, FIRST_BLOCKS, stop)
+        blocks = FIRST_BLOCKS, self.recent_start(row.position) // BLOCK_TOKENS
+        return self.index.center_scores(layer, query[heads], heads, *blocks, compiled=compiled)
 
     def loops(self, key_dim: int, value_dim: int) -> ChoiceLoops | None:
         """Return the compiled loops for keys and values of a size, None where there are none."""
