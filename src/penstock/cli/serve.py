@@ -24,6 +24,7 @@ from penstock.cli import serve_options as flags
 from penstock.cli.group import check_same, joined
 from penstock.cli.settings_options import with_settings
 from penstock.errors import ModelError, SettingError
+from penstock.heap import give_back_freed_memory
 from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
@@ -302,6 +303,7 @@ def _run(
         sys.stdout.flush()
         gc.collect()
         gc.freeze()  # the model stays: no collection need look at it again
+        give_back_freed_memory()  # of loading, and of the trials that tell an engine its bytes
         server.run(sockets=[listener])
     if server.dead:
         print("penstock: the engine has died; see above", file=sys.stderr)

@@ -18,7 +18,7 @@ from penstock.kv.sign_products import Floats
 TABLE_BLOCKS = 1_024
 """Blocks of one table of turns."""
 NAMES = "rope", "rotary_emb"
-"""What attention calls the module that turns its keys."""
+"""Names of the module that turns the keys of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
