@@ -72,10 +72,25 @@ def _meet_loop(words: int, value_words: int) -> Any:
     hidden = int(HIDDEN)
 
     @njit(nogil=True)
+    def add(table, signs, held):  # type: ignore[no-untyped-def]
+        for token in range(len(signs)):
+            held[token] = sum_up(table, signs, token) + hidden
+
+    @njit(nogil=True)
+    def spread(lanes, into):  # type: ignore[no-untyped-def]
+        for token in range(len(into)):
+            into[token] = float32(lanes[lanes_of * token]) - half
+
+    @njit(nogil=True)
+    def bits_of(sizes, into):  # type: ignore[no-untyped-def]
+        for token in range(len(sizes)):  # float16 to float32: another place, another bias
+            into[token] = int32(sizes[token]) << int32(13)
+
+    @njit(nogil=True)
     def meet(tables, sides, starts, head, chosen, stop, place, sums, bits, runs, blocks):  # type: ignore[no-untyped-def]
         number, own, at = place
-        word = np.empty(1, np.int64)
-        lanes = word.view(np.uint16)
+        held = np.empty(block, np.int64)
+        lanes = held.view(np.uint16)
         queries, most = sums.shape
         columns = count = 0
         while number < stop and columns + block <= most:
@@ -94,14 +109,11 @@ def _meet_loop(words: int, value_words: int) -> Any:
                 sizes = carray(address_of(codes[3] + 2 * column), run, np.uint16)
                 own_sizes = carray(address_of(codes[5] + 2 * column), run, np.uint16)
                 for group in range(len(tables)):
-                    for one in range(run):
-                        word[0] = sum_up(tables[group], signs, one) + hidden
-                        for lane in range(min(lanes_of, queries - lanes_of * group)):
-                            query = lanes_of * group + lane
-                            sums[query, columns + one] = float32(lanes[lane]) - half
-                for one in range(run):  # float16 to float32: another place, another bias
-                    bits[0, columns + one] = int32(sizes[one]) << int32(13)
-                    bits[1, columns + one] = int32(own_sizes[one]) << int32(13)
+                    add(tables[group], signs, held)
+                    for lane in range(min(lanes_of, queries - lanes_of * group)):
+                        spread(lanes[lane:], sums[lanes_of * group + lane, columns : columns + run])
+                bits_of(sizes, bits[0, columns : columns + run])
+                bits_of(own_sizes, bits[1, columns : columns + run])
                 runs[count, 0] = codes[4] + 4 * value_words * column
                 runs[count, 1] = columns
                 runs[count, 2] = run
@@ -121,7 +133,18 @@ def rest_loop(words: int, value_words: int) -> Any:
     meet, widen = _meet_loop(words, value_words), _widen_loop(value_words)
     lanes, block, first = LANES, BLOCK_TOKENS, FIRST_BLOCKS
     most, dim = BLOCKS_AT_ONCE * BLOCK_TOKENS, CODES * value_words
-    noise, finite, bias = float32(HALF_NOISE), 0x7C00 << 13, float32(2.0**112)
+    noise, bias = float32(HALF_NOISE), float32(2.0**112)
+    infinite = float32(2.0**16)  # what the bits of an infinite float16 are by then
+
+    @njit(nogil=True)
+    def score(sums, sizes, unit, above, center):  # type: ignore[no-untyped-def]
+        top = float32(-np.inf)
+        for token in range(len(sums)):
+            size = sizes[token] * bias
+            scored = size * (sums[token] * unit - above * size) + center
+            sums[token] = scored if size < infinite else float32(-1e30)
+            top = max(top, sums[token])
+        return top
 
     @njit(nogil=True)
     def rest(x, units, squares, centers, sides, starts, first_head, chosen, stop, done, mixed):  # type: ignore[no-untyped-def]
@@ -144,12 +167,10 @@ def rest_loop(words: int, value_words: int) -> Any:
                 for query in range(queries if columns else 0):
                     own, unit = weights[query, :columns], units[head, query, 0]
                     above, top = squares[head, query] * noise, tops[head, query]
-                    for column in range(columns):
-                        size = sizes[0, column] * bias
-                        score = size * (own[column] * unit - above * size)
-                        score += centers[head, query, blocks[column // block] - first]
-                        own[column] = score if bits[0, column] < finite else float32(-1e30)
-                        top = max(top, own[column])
+                    for number in range(columns // block):
+                        center = centers[head, query, blocks[number] - first]
+                        at = slice(block * number, block * (number + 1))
+                        top = max(top, score(own[at], sizes[0, at], unit, above, center))
                     shrunk = np.exp(tops[head, query] - top)
                     tops[head, query] = top
                     totals[head, query] = totals[head, query] * shrunk + exp(own, top)
