@@ -22,6 +22,8 @@ ALWAYS = (
     "test_engine_says_what_the_model_says_alone",
     "test_engine_says_what_the_model_says_alone_whatever_the_disk_does",
     "test_tree_says_what_a_dict_of_prefixes_says",
+    "test_with_as_many_tokens_as_there_are_the_text_is_that_of_today",
+    "test_blocks_are_read_exactly_where_they_lie",
     "test_many_sequences_share_one_tree_inside_one_ledger",
     "test_the_limit_holds_at_every_moment",
     "test_a_server_serves_and_drains_on_sigterm",
