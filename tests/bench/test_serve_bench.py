@@ -359,7 +359,7 @@ def found(folder_like: Any, ours: serve.Phase, theirs: serve.Phase) -> serve.Ser
     return serve.ServerRuns({OURS: [ours], RIVAL: [theirs]}, {}, None, None, folder_like)
 
 
-FOLDER = serve_model.ServedFolder(Path(), "none", 64, 1, 1)
+FOLDER = serve_model.ServedFolder(Path(), "none", 1, 1)
 THEIRS = phase(30.0, [reply(5.0, 0.2)] * 4, 400)
 
 
@@ -429,7 +429,7 @@ RECORD = Path(__file__).parents[2] / "benchmarks/results/serve-2026-11-21T081951
 def test_the_expected_time_is_that_of_a_recorded_run(side: str) -> None:
     raw = json.loads(RECORD.read_text())["raw"]
     parameters, kv_bytes = raw["model"]["parameters"], raw["model"]["kv_bytes_per_token"]
-    of = serve_model.ServedFolder(Path(), "recorded", 64, parameters, kv_bytes)
+    of = serve_model.ServedFolder(Path(), "recorded", parameters, kv_bytes)
     load_ = serve.ServeLoad(**{n: raw["load"][n] for n in ("sessions", "turns", "system_tokens")})
     took = raw["sessions"][side][0]["seconds"]
     expected = serve_time.expected_seconds(load_, of, side, serve_time.RECORDED_GFLOPS)

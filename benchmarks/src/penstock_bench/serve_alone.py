@@ -1,6 +1,6 @@
 """The engine without a server.
 
-    python -m penstock_bench.serve_alone FOLDER BLOCK_SIZE JSON
+    python -m penstock_bench.serve_alone FOLDER JSON
 
 The JSON holds settings of codecs.
 
@@ -21,9 +21,9 @@ from penstock.engine.request import Request
 from penstock.models.mlx_lm import load
 
 
-def main(folder: str, block_size: int, codec_settings: dict[str, Any]) -> None:
+def main(folder: str, codec_settings: dict[str, Any]) -> None:
     """Serve batches until the input ends."""
-    with Engine(*load(folder), block_size=block_size, **codec_settings) as engine:
+    with Engine(*load(folder), **codec_settings) as engine:
         run(engine, [[1, 2, 3]], 4)  # the first step of all pays for what the others find
         for line in sys.stdin:
             batch = json.loads(line)
@@ -42,4 +42,4 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> di
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -42,8 +42,6 @@ class ServedFolder:
     path: Path
     """The folder that mlx-lm's server loads, and ours where there is no GGUF file."""
     name: str
-    block_size: int
-    """Block size of our engine, in tokens."""
     parameters: int
     kv_bytes_per_token: int
     dtype: str = "float32"
@@ -105,7 +103,7 @@ def _real(folder: Path, name: str, file: Path | None) -> ServedFolder:
     parts: list[Any] = [mx.load(str(part)) for part in sorted(folder.glob("*.safetensors"))]
     parameters = sum(array.size for part in parts for array in part.values())
     token_bytes = memory.bytes_per_token(spec)
-    return ServedFolder(folder, name, config.BLOCK_SIZE, parameters, token_bytes, gguf=file)
+    return ServedFolder(folder, name, parameters, token_bytes, gguf=file)
 
 
 @contextmanager
@@ -160,9 +158,7 @@ def _word_mask(tokenizer: Any, vocabulary_size: int) -> list[float]:
 
 def _described(path: Path, choice: ModelChoice, shape: LlamaShape | None) -> ServedFolder:
     model = bench_model(choice, shape)
-    return ServedFolder(
-        path, model.name, config.BLOCK_SIZE, model.parameters, model.kv_bytes_per_token
-    )
+    return ServedFolder(path, model.name, model.parameters, model.kv_bytes_per_token)
 
 
 # ---------------------------------------------------------------- messages

@@ -55,7 +55,7 @@ class ServerCommand:
 
 def ours(folder: ServedFolder, port: int) -> ServerCommand:
     """Return penstock's server with its defaults, and the codec that is measured."""
-    flags = ["--host", HOST, "--port", str(port), "--block-size", str(folder.block_size)]
+    flags = ["--host", HOST, "--port", str(port)]
     for name, value in folder.codec_settings.items():
         flags += [f"--{name.replace('_', '-')}", str(value)]
     return ServerCommand(
@@ -311,7 +311,6 @@ def engine_alone(folder: ServedFolder) -> Iterator[EngineProcess]:
         "-m",
         "penstock_bench.serve_alone",
         str(folder.path),
-        str(folder.block_size),
         json.dumps(folder.codec_settings),
     ]
     with ExitStack() as held:
