@@ -19,6 +19,7 @@ from penstock.engine.handle import Choice
 from penstock.engine.request import Request, Sampling
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
 from penstock.errors import SettingError
+from penstock.kv.center_loops import center_loop
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import load, render
 from penstock.recall import MODEL_PATH, dialogue
@@ -129,6 +130,22 @@ def test_the_text_does_not_depend_on_what_is_cached_or_runs_beside_it(
         together = answers(core, *prompts, tokens=40)
     assert hit == expected
     assert together == expected
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_no_loop_is_compiled_in_a_step(rest: bool) -> None:
+    """That takes a second, and 200 MB: arrays are laid out as those a loop was compiled with."""
+    pytest.importorskip("numba")
+    with running(attend_tokens=LEAST, attend_rest=rest) as core:
+        assert core.runner.selection is not None
+        shape = core.runner.shapes[0]
+        loops = core.runner.selection.loops(shape.key_dim, shape.value_dim)
+        assert loops is not None
+        compiled = [loops._choose, loops._attend, center_loop(), *filter(None, [loops._rest])]
+        before = [loop.signatures for loop in compiled]
+        answers(core, LONG, OTHER)
+        assert [loop.signatures for loop in compiled] == before
+        assert len(compiled) == 3 + rest and all(before)
 
 
 def test_several_answers_to_one_prompt_are_those_of_one() -> None:

@@ -26,7 +26,8 @@ from penstock.kv.sign_products import Floats
 
 pytest.importorskip("numba")
 DIMS = 64, 96
-"""Sizes of a head: compiled loops are made for each, in seconds. The second is held padded."""
+"""Sizes of a key: compiled loops are made for each, in seconds. Values have half, and 48 of the
+second are held as 64."""
 LOOPS = {dim: choice_loops.choice_loops(2 * dim, dim, dim // 2, with_values=True) for dim in DIMS}
 WITH_VALUES = KeyIndex(frozenset({0}), with_values=True)
 Array = np.ndarray[Any, Any]

@@ -54,8 +54,9 @@ def test_a_rotation_is_that_of_the_model(name: str) -> None:
 
 
 def test_a_rotation_of_another_size_is_none() -> None:
-    assert rotation_of(nn.RoPE(2 * DIM), DIM).same(Rotation.none(DIM))
-    assert rotation_of(None, DIM).same(Rotation.none(DIM))
+    assert rotation_of(nn.RoPE(2 * DIM), DIM) is Rotation.none(DIM)
+    assert rotation_of(None, DIM) is Rotation.none(DIM)
+    assert rotation_of(lambda x, offset: x, 0) is Rotation.none(0)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_the_vector_is_found_and_taken_off(name: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["halves", "a part", "none"])
+@pytest.mark.parametrize("name", ["halves", "neighbors", "a part", "none"])
 @pytest.mark.parametrize("m", [1, 3, 4, 7])
 def test_scores_are_the_products_with_what_is_taken_off(m: int, name: str, compiled: bool) -> None:
     if compiled:
@@ -115,8 +116,13 @@ def test_scores_are_the_products_with_what_is_taken_off(m: int, name: str, compi
         assert np.array_equal(alone, scores[1:]), "a head's scores depend on another's"
     inside = centers.at(first * BLOCK_TOKENS + 7, first * BLOCK_TOKENS + 40)
     assert np.array_equal(inside, taken[:, 7:40])
-    held = sum(table.nbytes for table in rotation._tables.values())
-    assert held <= rotation.table_bytes(stop * BLOCK_TOKENS)
+    tables = dict(rotation._tables)
+    centers.scores(queries, slice(None), first, stop, compiled=compiled)
+    again = rotation._tables
+    assert all(again[number] is table for number, table in tables.items()), "one is made twice"
+    made = 4 * 8 * TABLE_BLOCKS * 2 * len(rotation._places[0])
+    held = sum(table.nbytes for table in tables.values())
+    assert held + made == rotation.table_bytes(stop * BLOCK_TOKENS)
 
 
 def test_an_index_has_less_noise_and_the_same_bytes() -> None:

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS
-from penstock.kv.compiled import SUMS, exp_loop, pointer
-
-QUERIES_AT_ONCE = 4
+from penstock.kv.compiled import FOUR, SUMS, exp_loop, pointer
 
 
 @cache
@@ -50,7 +48,7 @@ def _score_loop(key_dim: int) -> Any:
     """Return the loop that multiplies queries with keys of this size, four queries at a time."""
     from numba import carray, float32, njit
 
-    address_of, together = pointer(), QUERIES_AT_ONCE
+    address_of, together = pointer(), FOUR
 
     @njit(nogil=True, fastmath=SUMS)
     def score(queries, runs, scores):  # type: ignore[no-untyped-def]
@@ -141,7 +139,7 @@ def attend_loop(key_dim: int, value_dim: int) -> Any:
                 totals[query] = exp(scores, top) + sink
                 mixed[head, query] *= sink
             mix(weights, runs[:run_count], mixed[head])
-            for query in range(count):
+            for query in range(count):  # weights have the sum 1 from here on
                 mixed[head, query] /= totals[query]
 
     return attend

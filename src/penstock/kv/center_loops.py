@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-QUERIES_AT_ONCE = 4
+from penstock.kv.compiled import FOUR
 
 
 @cache
@@ -61,20 +61,22 @@ def center_loop() -> Any:
     """
     from numba import njit
 
-    factor, turn, together = _factor_loop(), _turn_loop(), QUERIES_AT_ONCE
+    factor, turn, together = _factor_loop(), _turn_loop(), FOUR
 
     @njit(nogil=True)
     def score(queries, vectors, one, other, still, table, start, at, count, scores):  # type: ignore[no-untyped-def]
         heads, m, _ = queries.shape
         factors = np.zeros((together, 2 * len(one)), np.float32)
-        sums = np.empty((together, count), np.float32)
-        for head in range(heads):
-            for group in range(0, m, together):
-                for lane in range(min(together, m - group)):
-                    query = queries[head, group + lane]
-                    sums[lane] = factor(query, vectors[head], one, other, still, factors[lane])
-                turn(factors, table, start, sums)
-                for lane in range(min(together, m - group)):
-                    scores[head, group + lane, at : at + count] = sums[lane]
+        sums = np.zeros((together, count), np.float32)
+        for group in range(0, heads * m, together):  # of all heads: they have one table
+            queries_here = min(together, heads * m - group)
+            for lane in range(queries_here):
+                head, number = divmod(group + lane, m)
+                query, vector = queries[head, number], vectors[head]
+                sums[lane] = factor(query, vector, one, other, still, factors[lane])
+            turn(factors, table, start, sums)
+            for lane in range(queries_here):
+                head, number = divmod(group + lane, m)
+                scores[head, number, at : at + count] = sums[lane]
 
     return score

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.kv.compiled import exp_loop, pointer
+from penstock.kv.compiled import exp_loop, half_bits_loop, pointer
 from penstock.kv.sign_products import HIDDEN, LANE_BITS, LANES, LEVELS, LEVELS_BELOW
 
 BLOCK_TOKENS = 16
@@ -166,9 +166,10 @@ def _select_loop() -> Any:
 @cache
 def choose_loop(words: int) -> Any:
     """Return the loop that chooses blocks by an index of so many words a token."""
-    from numba import float32, int32, njit
+    from numba import float32, njit
 
     fill, best, exp, select = fill_loop(), _best_loop(words), exp_loop(), _select_loop()
+    write_bits = half_bits_loop()
     lanes, first, half = LANES, FIRST_BLOCKS, float32(2 ** (LANE_BITS - 1))
     most, levels_of = float32(CHOSEN), float32(LEVELS)
 
@@ -186,8 +187,7 @@ def choose_loop(words: int) -> Any:
         for head in range(heads):
             fill(tables, x[head], units[head])
             best(tables, sides, starts, first_head + head, levels, first, sums, largest)
-            for number in range(blocks):  # float16 to float32: another place, another bias
-                bits[number] = int32(largest[number]) << int32(13)
+            write_bits(largest, bits)
             for number in range(blocks):
                 steps[number] = steps[number] * float32(2.0**112) / levels_of
                 if largest[number] >= 0x7C00:

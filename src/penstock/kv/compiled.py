@@ -15,6 +15,8 @@ import numpy as np
 logger = logging.getLogger(__name__)
 SUMS = {"reassoc", "contract"}
 """Liberties of the compiler: sums in any order, and products added without rounding."""
+FOUR = 4
+"""Queries that a loop takes together. Its body has a sum for each: they cannot be more or fewer."""
 
 
 @cache
@@ -46,10 +48,23 @@ def pointer() -> Any:
 
 
 @cache
+def half_bits_loop() -> Any:
+    """Return the loop that writes float16 where float32 has its bits: 2^112 times too small."""
+    from numba import int32, njit
+
+    @njit(nogil=True)
+    def write(halves, bits):  # type: ignore[no-untyped-def]
+        for number in range(len(halves)):
+            bits[number] = int32(halves[number]) << int32(13)
+
+    return write
+
+
+@cache
 def exp_loop() -> Any:
     """Return the loop that replaces numbers by their exponentials, and returns the sum.
 
-    They are taken less the largest of them, which is given: no exponential is above 1.
+    They are taken less a number that none of them exceeds, so that no exponential is above 1.
     In a form that the compiler can vectorize: a power of two by its bits, and a polynomial
     (Taylor's, up to x^6) for the rest of at most half a bit.
     """

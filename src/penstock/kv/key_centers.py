@@ -72,7 +72,7 @@ class KeyCenters:
     def of_table(cls, table: Floats) -> KeyCenters:
         """Return those whose `table` this is."""
         *vectors, angles, partners = table
-        rotation = Rotation(angles.astype(np.float64), partners.astype(np.int64))
+        rotation = Rotation.shared(angles.astype(np.float64), partners.astype(np.int64))
         return cls(np.stack(vectors), rotation)
 
     @classmethod

@@ -73,8 +73,8 @@ class KeyIndex:
 
     def table_bytes(self, tokens: int) -> int:
         """Return the bytes of the tables by which centers turn, for so many tokens."""
-        tables = {id(one.rotation): one.rotation for one in self.centers.values()}
-        return sum(rotation.table_bytes(tokens) for rotation in tables.values())
+        used = [one.rotation for layer, one in self.centers.items() if layer in self.layers]
+        return sum(one.table_bytes(tokens) for one in {id(one): one for one in used}.values())
 
     def read_bytes(self, shapes: Sequence[LayerShape], heads: int) -> int:
         """Return the most bytes that are taken while values are read from an index.

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.kv.attending_loops import mix_loop
 from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS, fill_loop, sum_loop
 from penstock.kv.codecs.turbo import STEPS
-from penstock.kv.compiled import exp_loop, pointer
+from penstock.kv.compiled import exp_loop, half_bits_loop, pointer
 from penstock.kv.sign_products import HIDDEN, LANE_BITS, LANES
 
 BLOCKS_AT_ONCE = 64
@@ -65,16 +65,16 @@ def _meet_loop(words: int, value_words: int) -> Any:
 
     `place` is the next block, how many of the chosen ones are in front of it, and its span.
     """
-    from numba import carray, float32, int32, njit
+    from numba import carray, float32, njit
 
-    address_of, sum_up = pointer(), sum_loop(words)
+    address_of, sum_up, write_bits = pointer(), sum_loop(words), half_bits_loop()
     block, lanes_of, half = BLOCK_TOKENS, LANES, float32(2 ** (LANE_BITS - 1))
     hidden = int(HIDDEN)
 
     @njit(nogil=True)
-    def add(table, signs, held):  # type: ignore[no-untyped-def]
+    def add(table, signs, totals):  # type: ignore[no-untyped-def]
         for token in range(len(signs)):
-            held[token] = sum_up(table, signs, token) + hidden
+            totals[token] = sum_up(table, signs, token) + hidden
 
     @njit(nogil=True)
     def spread(lanes, into):  # type: ignore[no-untyped-def]
@@ -82,15 +82,10 @@ def _meet_loop(words: int, value_words: int) -> Any:
             into[token] = float32(lanes[lanes_of * token]) - half
 
     @njit(nogil=True)
-    def bits_of(sizes, into):  # type: ignore[no-untyped-def]
-        for token in range(len(sizes)):  # float16 to float32: another place, another bias
-            into[token] = int32(sizes[token]) << int32(13)
-
-    @njit(nogil=True)
     def meet(tables, sides, starts, head, chosen, stop, place, sums, bits, runs, blocks):  # type: ignore[no-untyped-def]
         number, own, at = place
-        held = np.empty(block, np.int64)
-        lanes = held.view(np.uint16)
+        totals = np.empty(block, np.int64)
+        lanes = totals.view(np.uint16)
         queries, most = sums.shape
         columns = count = 0
         while number < stop and columns + block <= most:
@@ -109,11 +104,11 @@ def _meet_loop(words: int, value_words: int) -> Any:
                 sizes = carray(address_of(codes[3] + 2 * column), run, np.uint16)
                 own_sizes = carray(address_of(codes[5] + 2 * column), run, np.uint16)
                 for group in range(len(tables)):
-                    add(tables[group], signs, held)
+                    add(tables[group], signs, totals)
                     for lane in range(min(lanes_of, queries - lanes_of * group)):
                         spread(lanes[lane:], sums[lanes_of * group + lane, columns : columns + run])
-                bits_of(sizes, bits[0, columns : columns + run])
-                bits_of(own_sizes, bits[1, columns : columns + run])
+                write_bits(sizes, bits[0, columns : columns + run])
+                write_bits(own_sizes, bits[1, columns : columns + run])
                 runs[count, 0] = codes[4] + 4 * value_words * column
                 runs[count, 1] = columns
                 runs[count, 2] = run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,13 +18,15 @@ from penstock.kv.sign_products import Floats
 
 TABLE_BLOCKS = 1_024
 """Blocks of one table of turns."""
-NAMES = "rope", "rotary_emb"
+ROPE_NAMES = "rope", "rotary_emb"
 """Names of the module that turns the keys of a layer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Rotation:
     """How keys are rotated by their position: number i of a key turns with one other.
+
+    Make it with `shared`, so that all that turn alike share its tables.
 
     k'[i] = k[i] * cos(p * angles[i]) + k[partners[i]] * sin(p * angles[i]) at the position p.
     """
@@ -41,9 +44,18 @@ class Rotation:
         object.__setattr__(self, "_places", places)
 
     @classmethod
+    def shared(cls, angles: npt.NDArray[np.float64], partners: npt.NDArray[np.int64]) -> Rotation:
+        """Return the one with these angles and partners that is in use, or a new one."""
+        key = angles.tobytes() + partners.tobytes()
+        known = _in_use.get(key)
+        if known is None:
+            known = _in_use[key] = cls(angles, partners)
+        return known
+
+    @classmethod
     def none(cls, dim: int) -> Rotation:
         """Return the rotation of keys that do not turn."""
-        return cls(np.zeros(dim), np.arange(dim))
+        return cls.shared(np.zeros(dim), np.arange(dim))
 
     @classmethod
     def of(cls, matrix: Floats) -> Rotation:
@@ -55,7 +67,7 @@ class Rotation:
         in_pairs = (partners[partners] == np.arange(len(matrix))) & (angles[partners] == -angles)
         if not np.all(in_pairs | (angles == 0)):
             return cls.none(len(matrix))
-        return cls(angles.astype(np.float64), partners)
+        return cls.shared(angles.astype(np.float64), partners)
 
     def turned(
         self, keys: npt.NDArray[np.float64], positions: npt.NDArray[np.int64]
@@ -66,19 +78,9 @@ class Rotation:
         turned += keys[..., self.partners] * np.sin(turns)
         return turned
 
-    def same(self, other: Rotation) -> bool:
-        """Tell whether keys turn alike."""
-        return np.array_equal(self.angles, other.angles) and np.array_equal(
-            self.partners, other.partners
-        )
-
     def of_blocks(self, first: int, stop: int) -> tuple[Floats, Floats]:
         """Return mean cosines and sines of the positions in blocks, (blocks, dim) each."""
-        around = np.arange(BLOCK_TOKENS) - (BLOCK_TOKENS - 1) / 2
-        turns = np.outer(np.arange(first, stop) * BLOCK_TOKENS - around[0], self.angles)
-        mean = np.cos(np.outer(self.angles, around)).mean(axis=1)
-        cosines, sines = ((part(turns) * mean).astype(np.float32) for part in (np.cos, np.sin))
-        return cosines, sines
+        return _mean_turns(self.angles, first, stop)
 
     def sums(
         self, queries: Floats, vectors: Floats, first: int, stop: int, *, compiled: bool = False
@@ -122,17 +124,29 @@ class Rotation:
             number, start = divmod(at, TABLE_BLOCKS)
             count = min(TABLE_BLOCKS - start, stop - at)
             if number not in self._tables:  # two threads may make the same one
-                parts = self.of_blocks(number * TABLE_BLOCKS, (number + 1) * TABLE_BLOCKS)
-                one = self._places[0]
-                table = np.concatenate([part[:, one].T for part in parts])
-                self._tables[number] = np.ascontiguousarray(table)
+                blocks = number * TABLE_BLOCKS, (number + 1) * TABLE_BLOCKS
+                turns = _mean_turns(self.angles[self._places[0]], *blocks)
+                self._tables[number] = np.ascontiguousarray(np.hstack(turns).T)
             yield self._tables[number], start, at - first, count
             at += count
 
     def table_bytes(self, tokens: int) -> int:
-        """Return the most bytes of the tables for so many tokens, while the last is made, too."""
+        """Return the most bytes of the tables for so many tokens, and of two that are made."""
         tables = -(-tokens // (BLOCK_TOKENS * TABLE_BLOCKS))
-        return (4 * tables + 4 * 8) * TABLE_BLOCKS * len(self.angles)
+        numbers = TABLE_BLOCKS * 2 * len(self._places[0])
+        return (4 * tables + 4 * 8) * numbers
+
+
+_in_use: WeakValueDictionary[bytes, Rotation] = WeakValueDictionary()
+
+
+def _mean_turns(angles: npt.NDArray[np.float64], first: int, stop: int) -> tuple[Floats, Floats]:
+    """Return mean cosines and sines of angles over the positions of blocks, (blocks, n) each."""
+    around = np.arange(BLOCK_TOKENS) - (BLOCK_TOKENS - 1) / 2
+    turns = np.outer(np.arange(first, stop) * BLOCK_TOKENS - around[0], angles)
+    mean = np.cos(np.outer(angles, around)).mean(axis=1)
+    cosines, sines = ((part(turns) * mean).astype(np.float32) for part in (np.cos, np.sin))
+    return cosines, sines
 
 
 def rotations(model: Any, dims: Sequence[int]) -> list[Rotation]:
@@ -146,15 +160,13 @@ def rotations(model: Any, dims: Sequence[int]) -> list[Rotation]:
         turning = [rope for rope in turning if rope is not None]
     if len(turning) != len(dims):
         return [Rotation.none(dim) for dim in dims]
-    held: list[Rotation] = []
-    for rope, dim in zip(turning, dims, strict=True):
-        one = rotation_of(rope, dim)
-        held.append(next((other for other in held if other.same(one)), one))
-    return held
+    return [rotation_of(rope, dim) for rope, dim in zip(turning, dims, strict=True)]
 
 
 def rotation_of(rope: Any, dim: int) -> Rotation:
     """Return how a module of a model turns keys of a size; None turns nothing."""
+    if not dim:
+        return Rotation.none(0)
     try:
         turned = rope(mx.eye(dim)[None, :, None], offset=1)
         matrix = np.array(turned.astype(mx.float32))[0, :, 0]
@@ -171,4 +183,4 @@ def _turning(model: Any) -> list[Any]:
 def _ropes(layer: Any) -> Iterator[Any]:
     modules: list[Any] = layer.modules() if isinstance(layer, nn.Module) else []  # type: ignore[no-untyped-call]
     for module in modules:
-        yield from filter(callable, map(module.get, NAMES))
+        yield from filter(callable, map(module.get, ROPE_NAMES))
