@@ -80,7 +80,7 @@ def measure(load: WeightsLoad, notify: Notify = lambda *_: None) -> Report:
 
 
 def _read_both(folder: Path, prompts: list[list[int]], notify: Notify) -> list[TextRun]:
-    wide, native = load_all(folder).model, load_all(folder, weights_dtype="native").model
+    wide, native = (load_all(folder, weights_dtype=dtype).model for dtype in ("float32", "native"))
     return weights_text.read_both(wide, native, prompts, notify)
 
 
