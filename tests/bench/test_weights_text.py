@@ -32,22 +32,26 @@ def test_a_lead_is_that_of_the_token_the_other_side_prefers() -> None:
     assert run.same == [True, False, True]
     assert run.leads == pytest.approx([0, 0.1, 0], abs=1e-5)
     assert run.logits == [8, 4, 5]
-    assert not run.says_the_same, "the second token is the last of the prompt: an answer's first"
+    assert run.difference == 1, "the second token is the last of the prompt: an answer's first"
+    assert run.share(1) == pytest.approx(0.1 / 4, abs=1e-5)
+    assert run.noise == pytest.approx(np.sqrt((1 + 0.8**2) / 9), abs=1e-5)
 
 
 def test_a_prompt_that_is_read_otherwise_is_no_other_text() -> None:
     other = LOGITS.copy()
     other[0] = [0.0, 7.0, 7.5]
     run = weights_text.compare_logits([0, 1, 0, 1], 2, LOGITS, other)
-    assert run.same == [False, True, True] and run.says_the_same
+    assert run.same == [False, True, True] and run.difference is None
+    assert weights_text.figures([run])["same_texts"] == 1
+    assert all(line.met is not False for line in weights_text.lines([run]))
 
 
 @pytest.mark.parametrize(("lead", "met"), [(0.03, True), (0.05, False)])
 def test_a_lead_beyond_what_rounding_does_is_a_goal_not_met(lead: float, met: bool) -> None:
     wide = np.array([[4.0, 4.0 - lead]], np.float32)
     run = weights_text.compare_logits([0, 0], 1, wide, wide[:, ::-1])
-    *_, line = weights_text.lines([run])
-    assert (line.figure, line.met) == ("largest lead where not", met)
+    (line,) = [line for line in weights_text.lines([run]) if line.goal]
+    assert (line.figure, line.met) == ("lead where it differs first", met)
     assert weights_text.figures([run])["same_texts"] == 0
 
 
