@@ -190,14 +190,19 @@ class ColdMachine(EngineMachine):
         """Ask, and see that what is held is read, and perhaps more from the disk."""
         # The last token is always computed: states behind it do not help.
         found = self.core.prefixes.find(prompt[:-1]).tokens
-        evicted = self.core.view.stats().evicted_nodes
+        gone = self.gone
         asked = self.ask(Request(prompt=prompt, max_tokens=2))
         if asked is None:
             return
         self.run_out()
         (usage,) = [finish.usage for finish in asked.ended]
-        if self.core.view.stats().evicted_nodes == evicted:
+        if self.gone == gone:
             assert usage.cached_tokens >= found
+
+    @property
+    def gone(self) -> int:
+        """What has left the tree so far: while this stays, what is found is read."""
+        return self.core.view.stats().evicted_nodes
 
     @invariant()
     def folder_is_within_its_limit(self) -> None:

@@ -70,6 +70,12 @@ class SpillMachine(ColdMachine):
         return self.core.stores.spilling
 
     @property
+    def gone(self) -> int:
+        """Nodes of blocks that the disk has lost leave the tree, too."""
+        spilling = self.spilling
+        return super().gone + (0 if spilling is None else spilling.blocks.counts.lost_blocks)
+
+    @property
     def fixed(self) -> int:
         """Bytes that are always held, and those of the places, which are looked through rarely."""
         spilling = self.spilling
