@@ -100,12 +100,22 @@ class Intake:
         sequences = [first, *others]
         self._admission.add(sequences)
         if self._stores.tiers is not None and first.block_hashes and request.cache_prompt:
-            lookup = self._stores.tiers.ask(first.block_hashes)
+            lookup = self._stores.tiers.ask(self._restorable(first.block_hashes, request.prompt))
             for sequence in sequences:
                 # A tier has no logits: where they are read, tokens are computed.
                 sequence.tier_lookup = None if sequence.reads_logits else lookup
         self._stores.counters.requests += len(sequences)
         return first.block_hashes
+
+    def _restorable(self, block_hashes: Items[bytes], prompt: Items[int]) -> Items[bytes]:
+        """Return the blocks of a prompt that a tier is asked for.
+
+        States behind its last token are of no use: that token is computed.
+        """
+        if self._stores.checkpoints is None:
+            return block_hashes
+        most = self._stores.readable_tokens(len(prompt)) // self._stores.block_size
+        return block_hashes[:most]
 
     def check_tokens(self, tokens: Items[int]) -> None:
         """Raise SettingError if the model does not know all of these tokens."""
