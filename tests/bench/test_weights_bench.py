@@ -19,17 +19,14 @@ from penstock_bench.weights_speed import (
     model_forms,
     report,
 )
-from support.gguf_files import small_model, write_model
+from support.gguf_files import small_file
 
 TOKENS = mx.array([[5, 9, 40, 3]])
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    model, config = small_model("llama")
-    written = tmp_path / "small.gguf"
-    write_model(written, "llama", model, config, "Q4_1")
-    return written
+    return small_file(tmp_path)
 
 
 def test_a_file_and_its_folder_are_timed(

@@ -11,7 +11,7 @@ import pytest
 from penstock.cli import main
 from penstock.models.mlx_lm import load_all
 from penstock_bench import weights_text
-from support.gguf_files import small_model, write_model
+from support.gguf_files import small_file
 
 LOGITS = np.array([[0.0, 8.0, 7.5], [4.0, 1.0, 3.9], [2.0, 5.0, 1.0]], np.float32)
 """Behind each of three tokens, of a vocabulary of three."""
@@ -19,10 +19,7 @@ LOGITS = np.array([[0.0, 8.0, 7.5], [4.0, 1.0, 3.9], [2.0, 5.0, 1.0]], np.float3
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    model, config = small_model("llama")
-    written = tmp_path / "small.gguf"
-    write_model(written, "llama", model, config, "Q4_1")
-    return written
+    return small_file(tmp_path)
 
 
 def test_a_lead_is_that_of_the_token_the_other_side_prefers() -> None:

@@ -81,6 +81,14 @@ def small_model(name: str) -> tuple[Any, dict[str, Any]]:
     return model, config
 
 
+def small_file(folder: Path) -> Path:
+    """Write a small llama of 4-bit codes as one file, and return its path."""
+    model, config = small_model("llama")
+    path = folder / "small.gguf"
+    write_model(path, "llama", model, config, "Q4_1")
+    return path
+
+
 def write_model(
     path: Path,
     name: str,

@@ -156,6 +156,6 @@ def lines(runs: Sequence[TextRun]) -> list[Line]:
         Line("same greedy text", f"{counts['same_texts']:.0f}", f"of {counts['texts']:.0f}"),
         Line("lead where it differs first", *lead, f"<= {NOISE:.0%}", share <= NOISE),
         Line("same likeliest token", f"{counts['same_tokens']:.0f}", f"of {counts['tokens']:.0f}"),
-        Line("largest lead of any other", f"{counts['largest_lead']:.3f}", ""),
+        Line("largest lead of all tokens", f"{counts['largest_lead']:.3f}", ""),
         Line("how far logits are apart", f"{counts['noise']:.3f}", ""),
     ]

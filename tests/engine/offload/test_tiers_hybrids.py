@@ -76,6 +76,18 @@ def test_a_flipped_bit_is_a_miss_and_nothing_else(folder: Path) -> None:
     assert restored(folder) == (64, expected), "it was written again"
 
 
+def test_states_behind_the_last_token_are_not_read(folder: Path) -> None:
+    """A prompt of whole blocks computes its last token: states at its very end are of no use."""
+    whole = PROMPT[: 4 * BLOCK]
+    with running(None, FAMILY) as core:
+        expected = ask(core, whole)
+    with running(folder, FAMILY) as core:
+        assert checkpoint_file(folder, core, 4).exists()
+        assert ask(core, whole) == expected
+        assert core.view.stats().restored_tokens < len(whole)
+        assert core.view.stats().tiers["disk"].counts.read_blocks == 0
+
+
 def test_a_checkpoint_that_is_gone_is_a_miss(folder: Path) -> None:
     with running(folder, FAMILY) as core:
         checkpoint_file(folder, core, 4).unlink()
