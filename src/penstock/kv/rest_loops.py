@@ -56,20 +56,12 @@ def _widen_loop(words: int) -> Any:
 
 
 @cache
-def _meet_loop(words: int, value_words: int) -> Any:
-    """Return the loop in which queries meet the keys of blocks that were not chosen.
+def _lane_loops(words: int) -> tuple[Any, Any]:
+    """Return the loops that sum tokens' signs for four queries, and take one query's sums out."""
+    from numba import float32, njit
 
-    It takes as many blocks as the arrays have room for. Of each token it writes the sums of all
-    queries, and the bits of the sizes of its key and of its value. Of each run of tokens it writes
-    the address of the values' codes, its first column, and its tokens; of each block its number.
-
-    `place` is the next block, how many of the chosen ones are in front of it, and its span.
-    """
-    from numba import carray, float32, njit
-
-    address_of, sum_up, write_bits = pointer(), sum_loop(words), half_bits_loop()
-    block, lanes_of, half = BLOCK_TOKENS, LANES, float32(2 ** (LANE_BITS - 1))
-    hidden = int(HIDDEN)
+    sum_up, hidden = sum_loop(words), int(HIDDEN)
+    lanes_of, half = LANES, float32(2 ** (LANE_BITS - 1))
 
     @njit(nogil=True)
     def add(table, signs, totals):  # type: ignore[no-untyped-def]
@@ -80,6 +72,24 @@ def _meet_loop(words: int, value_words: int) -> Any:
     def spread(lanes, into):  # type: ignore[no-untyped-def]
         for token in range(len(into)):
             into[token] = float32(lanes[lanes_of * token]) - half
+
+    return add, spread
+
+
+@cache
+def _meet_loop(words: int, value_words: int) -> Any:
+    """Return the loop in which queries meet the keys of blocks that were not chosen.
+
+    It takes as many blocks as the arrays have room for. Of each token it writes the sums of all
+    queries, and the bits of the sizes of its key and of its value. Of each run of tokens it writes
+    the address of the values' codes, its first column, and its tokens; of each block its number.
+
+    `place` is the next block, how many of the chosen ones are in front of it, and its span.
+    """
+    from numba import carray, njit
+
+    address_of, write_bits = pointer(), half_bits_loop()
+    (add, spread), block, lanes_of = _lane_loops(words), BLOCK_TOKENS, LANES
 
     @njit(nogil=True)
     def meet(tables, sides, starts, head, chosen, stop, place, sums, bits, runs, blocks):  # type: ignore[no-untyped-def]
