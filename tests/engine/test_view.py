@@ -114,3 +114,21 @@ def test_held_bytes_are_the_arrays() -> None:
         core.clear()
         mx.clear_cache()
         assert core.view.held_bytes == held - nodes
+
+
+def test_an_end_that_several_go_on_from_is_held_once() -> None:
+    """They resume inside a block, and its leaf is evicted while they read it."""
+    with running(None) as core:
+        half = PROMPT[: BLOCK // 2]
+        end = (*half, *ask(core, half, max_tokens=4))
+        handle = core.submit(Request(prompt=end, max_tokens=3, n=3, ignore_eos=True))
+        core.step()
+        before = core.view.held_bytes
+        leaf_bytes = core.prefixes.tree.nbytes
+        core.prefixes.clear()
+        spans = [s.kv.own_spans for s in core.admission.sequences.values()]
+        assert [len(own) for own in spans] == [1, 1, 1]
+        assert len({id(own[0].segment.layers) for own in spans}) == 1 < len(spans)
+        assert 0 < leaf_bytes == spans[0][0].segment.nbytes
+        assert core.view.held_bytes == before
+        handle.cancel()

@@ -319,14 +319,22 @@ class EngineMachine(RuleBasedStateMachine):
         found = explanation.held_tokens
         if explanation.reusable_tokens is not None:
             found = explanation.reusable_tokens
-        evicted = self.core.view.stats().evicted_nodes
+        gone = self.gone
         asked = self.ask(Request(prompt=prompt, max_tokens=2))
         if asked is None:
             return
         self.run_out()
         (usage,) = [finish.usage for finish in asked.ended]
-        if self.core.view.stats().evicted_nodes == evicted:
-            assert usage.cached_tokens == min(found, len(prompt) - 1)
+        if self.gone == gone:
+            self.judge_cached(usage.cached_tokens, min(found, len(prompt) - 1))
+
+    @property
+    def gone(self) -> int:
+        """What has left the tree so far: while this stays, what is found is read."""
+        return self.core.view.stats().evicted_nodes
+
+    def judge_cached(self, tokens: int, found: int) -> None:
+        assert tokens == found
 
     # ---- time, and what happens in it
 

@@ -81,9 +81,15 @@ class KVStores:
         return self.block_size if single else span_tokens(self.block_size)
 
     def own_bytes(self, spans: Iterable[KVSpan]) -> int:
-        """Return the bytes of sequences' own spans, but those that are a leaf of the tree, too."""
-        shared = {id(node.segment.layers) for node in self.prefixes.tree if node.partial}
-        return sum(span.segment.nbytes for span in spans if id(span.segment.layers) not in shared)
+        """Return the bytes of sequences' own spans, but those that are a leaf of the tree, too.
+
+        What several sequences resumed from counts once, also when its leaf has been evicted.
+        """
+        nbytes_by_id = {id(span.segment.layers): span.segment.nbytes for span in spans}
+        for node in self.prefixes.tree:
+            if node.partial:
+                nbytes_by_id.pop(id(node.segment.layers), None)
+        return sum(nbytes_by_id.values())
 
     def resume(self, path: Path, max_kv_tokens: int) -> tuple[int, RecurrentState | None]:
         """Return the last position of a path at which a sequence can resume, and its states.
