@@ -112,6 +112,18 @@ def test_a_restart_changes_nothing(model: Any, tmp_path: Path, codec: str) -> No
         assert sum(node.segment.nbytes for node in path(core, asked)) == nbytes
 
 
+def test_the_block_of_the_last_token_is_not_read(model: Any, tmp_path: Path) -> None:
+    """That token is computed, and so is its block: others would read it as codes."""
+    asked = prompt()[: 10 * BLOCK]
+    with running(model, tmp_path, "turbo4") as core:
+        ask(core, asked)
+        warm, cached = ask(core, asked)
+        assert cached == 9 * BLOCK
+    with running(model, tmp_path, "turbo4") as core:
+        assert ask(core, asked) == (warm, 9 * BLOCK)
+        assert ssd(core).counts.read_blocks == 9
+
+
 @pytest.mark.parametrize("codec", ["turbo4", "turbo2.5", "k8v4"])
 def test_a_restart_changes_nothing_of_scaled_keys(
     large: Any, tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
