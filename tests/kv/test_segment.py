@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv.block_format import BlockFormats
+from penstock.kv.code_pieces import dequantized
 from penstock.kv.codecs import parse_scheme
 from penstock.kv.columns import arrays, columns
 from penstock.kv.joined_reads import read_sides
 from penstock.kv.quantization import piece_bytes
-from penstock.kv.segment import Segment, dequantized
+from penstock.kv.segment import Segment
 from penstock.kv.states import Checkpoint
 from penstock.kv.tails import LayerShape
 

@@ -25,11 +25,12 @@ from penstock.errors import SettingError
 from penstock.kv import attention, backend
 from penstock.kv import columns as col
 from penstock.kv.checks import positive, whole
+from penstock.kv.code_pieces import dequantized
 from penstock.kv.codecs import Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
 from penstock.kv.joined_reads import SideData
 from penstock.kv.quantization import FORMAT, QuantizationRule
-from penstock.kv.segment import Layer, dequantized
+from penstock.kv.segment import Layer
 
 
 class TurboQuantKVCache(TurboQuant):

@@ -14,7 +14,7 @@ from penstock.caches.codec_reading import TurboQuant
 from penstock.caches.masks import Mask
 from penstock.kv import columns as col
 from penstock.kv.checks import chosen_rows, ints
-from penstock.kv.segment import dequantized
+from penstock.kv.code_pieces import dequantized
 
 if TYPE_CHECKING:
     from penstock.caches.codec import TurboQuantKVCache

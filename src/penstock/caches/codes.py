@@ -7,9 +7,9 @@ import mlx.core as mx
 from penstock.caches.growing import Growing
 from penstock.errors import SettingError
 from penstock.kv import columns as col
+from penstock.kv.code_pieces import PIECE_TOKENS
 from penstock.kv.codecs import Codec, Coded, Scheme
 from penstock.kv.columns import Side
-from penstock.kv.segment import PIECE_TOKENS
 
 BLOCK_TOKENS = 64
 """Tokens that are encoded together; a multiple of every codec's span."""

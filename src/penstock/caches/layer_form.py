@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from penstock.caches.base import LayerCache
 from penstock.kv import columns as col
+from penstock.kv.code_pieces import placed
 from penstock.kv.columns import Side
-from penstock.kv.segment import placed
 from penstock.kv.states import Place
 
 

@@ -15,9 +15,10 @@ import mlx.core as mx
 from penstock.kv import columns as col
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import ColumnRange, KVSpan, visible_ranges
+from penstock.kv.code_pieces import dequantized
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.columns import Side
-from penstock.kv.segment import Segment, dequantized
+from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 
 SideData: TypeAlias = mx.array | Coded

@@ -12,9 +12,10 @@ import mlx.core as mx
 from penstock.config import BLOCK_SIZE
 from penstock.errors import SettingError
 from penstock.kv import backend
+from penstock.kv.code_pieces import PIECE_TOKENS
 from penstock.kv.codecs import Scales, Scheme, parse_scheme
 from penstock.kv.codecs.scales import digest
-from penstock.kv.segment import PIECE_TOKENS, Segment
+from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 
 FORMAT = 2
