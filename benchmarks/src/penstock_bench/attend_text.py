@@ -112,8 +112,8 @@ class AttendText:
         """Return caches that have read a piece but for the tokens of steps."""
         prompt = list(piece.tokens[: -STEP_TOKENS - 1])
         for start in range(0, len(prompt), PROMPT_TOKENS):
-            logits = self._model(mx.array([prompt[start : start + PROMPT_TOKENS]]), cache=caches)
-            mx.eval(logits)
+            self._model(mx.array([prompt[start : start + PROMPT_TOKENS]]), cache=caches)
+            mx.eval([cache.state for cache in caches])  # the head is not computed
         return caches
 
     def _steps(self, piece: EvalPiece, caches: list[Any]) -> Floats:
