@@ -1,7 +1,7 @@
 """The engine without a thread: one step at a time, on the caller's thread.
 
     enqueue ──> intake ──> the queue
-    step    ──> plan = schedule: time out, preempt, admit, restore, choose chunks
+    step    ──> plan = schedule: time out, preempt, restore, admit, choose chunks
                 output = run: decode rows, prefill chunks, sample
                 postprocess: commit, emit, requantize, offload
 

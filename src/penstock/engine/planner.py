@@ -1,6 +1,6 @@
 """First of the three calls of a step: everything that happens before the model runs.
 
-time out ──> evict under pressure ──> grow, preempt, admit ──> take in restores, share
+time out ──> evict under pressure ──> grow, preempt ──> take in restores ──> admit, share
 ──> begin restores ──> the plan: sequences that decode, chunks to prefill
 """
 
@@ -48,13 +48,13 @@ class StepPlanner:
         """Time for prompts between two decode steps; None is no bound."""
 
     def schedule(self, now_seconds: float) -> StepPlan[Sequence]:
-        """Time out, grow, admit, restore, and return the chunks and rows of the next step."""
+        """Time out, grow, restore, admit, and return the chunks and rows of the next step."""
         self._admission.drop_overdue(now_seconds)
         self._pressure.relieve(now_seconds)
         self._admission.grow()
-        self._admission.admit()
         if self._restoring is not None:
-            self._restoring.take()
+            self._restoring.take()  # one that finds no room for the rest is admitted anew at once
+        self._admission.admit()
         self._admission.catch_up()
         if self._restoring is not None:
             self._restoring.begin()

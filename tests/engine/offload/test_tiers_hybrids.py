@@ -67,13 +67,30 @@ def test_blocks_of_any_size_are_read_back(block_size: int, tmp_path: Path) -> No
 
 def test_a_flipped_bit_is_a_miss_and_nothing_else(folder: Path) -> None:
     expected = fresh()
+    flip(folder)
+    assert restored(folder) == (0, expected)
+    assert restored(folder) == (64, expected), "it was written again"
+
+
+def flip(folder: Path) -> None:
+    """Flip a bit of the states at which the prompt goes on."""
     with running(folder, FAMILY) as core:
         file = checkpoint_file(folder, core, 4)
     raw = bytearray(file.read_bytes())
     raw[-100] ^= 4
     file.write_bytes(raw)
-    assert restored(folder) == (0, expected)
-    assert restored(folder) == (64, expected), "it was written again"
+
+
+def test_without_room_for_what_was_not_restored_it_is_admitted_anew(folder: Path) -> None:
+    """It is preempted when its blocks have come, and no step does nothing while it waits."""
+    expected = fresh()
+    flip(folder)
+    with running(folder, FAMILY) as core, pytest.MonkeyPatch.context() as patch:
+        handle = submit(core, PROMPT)
+        patch.setattr(core.budget, "reserve_anew", lambda sequence: False)  # others took the room
+        settle(core)
+        assert core.view.stats().preemptions == 1
+        assert said(handle) == expected
 
 
 def test_states_behind_the_last_token_are_not_read(folder: Path) -> None:
