@@ -45,6 +45,15 @@ def checkpoint_file(folder: Path, core: Core, blocks: int) -> Path:
     return block_file(folder / FORMAT / BLOCKS_NAME, checkpoint_hash(key))
 
 
+def flip(folder: Path) -> None:
+    """Flip a bit of the states at which the prompt goes on."""
+    with running(folder, FAMILY) as core:
+        file = checkpoint_file(folder, core, 4)
+    raw = bytearray(file.read_bytes())
+    raw[-100] ^= 4
+    file.write_bytes(raw)
+
+
 def restored(folder: Path) -> tuple[int, tuple[int, ...]]:
     with running(folder, FAMILY) as core:
         answer = ask(core, PROMPT)
@@ -70,15 +79,6 @@ def test_a_flipped_bit_is_a_miss_and_nothing_else(folder: Path) -> None:
     flip(folder)
     assert restored(folder) == (0, expected)
     assert restored(folder) == (64, expected), "it was written again"
-
-
-def flip(folder: Path) -> None:
-    """Flip a bit of the states at which the prompt goes on."""
-    with running(folder, FAMILY) as core:
-        file = checkpoint_file(folder, core, 4)
-    raw = bytearray(file.read_bytes())
-    raw[-100] ^= 4
-    file.write_bytes(raw)
 
 
 def test_without_room_for_what_was_not_restored_it_is_admitted_anew(folder: Path) -> None:
