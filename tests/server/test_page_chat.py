@@ -132,9 +132,14 @@ def test_on_a_phone_the_end_of_an_answer_is_in_sight(browser: Any) -> None:
         expect(page.locator(".message .cost").nth(1)).to_contain_text("prompt tokens")
         page.get_by_label("Your message").fill("A draft of several lines. " * 8)
         left = (
-            "(({scrollHeight, scrollTop, clientHeight}) => scrollHeight - scrollTop - clientHeight)"
+            "({scrollHeight, scrollTop, clientHeight}) => scrollHeight - scrollTop - clientHeight"
         )
-        page.wait_for_function(f"{left}(document.getElementById('log')) < 2")
+        log = page.locator("#log")
+        for _ in range(100):  # the page's policy forbids what `wait_for_function` would evaluate
+            if log.evaluate(left) < 2:
+                break
+            page.wait_for_timeout(50)
+        assert log.evaluate(left) < 2
         running.server.should_exit = True
         expect(page.locator("#state")).to_have_text("server not reachable")
         edge = "(name) => document.querySelector(name).getBoundingClientRect()"
