@@ -18,7 +18,8 @@ BOUND = 4e-7
 
 
 def drawn(n: int, m: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=(2, 3, n, m)).astype(np.float32) * 9
+    spread = (9, 60)[seed % 2]  # of the second, most weights are zero
+    return np.random.default_rng(seed).normal(size=(2, 3, n, m)).astype(np.float32) * spread
 
 
 def exact(scores: np.ndarray, causal: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -45,6 +46,17 @@ def test_weights_are_those_of_float64(causal: bool, n: int, before: int, seed: i
     rounded = 2.0**-24 * np.maximum(1.0, wanted[0] - scores) + BOUND
     assert (np.abs(weights - wanted[1]) <= rounded * wanted[1] + 2.0**-126).all()
     assert np.allclose(total, wanted[2], rtol=2.0**-24 * (before + n) + BOUND)
+
+
+def test_what_is_not_seen_has_no_weight() -> None:
+    """To the bit: what lies there may be any number."""
+    scores = mx.random.normal((1, 1, 8, 40))
+    _, weights, _ = weigh_in_place(scores, causal=True)
+    own = np.array(weights)[0, 0, :, 32:]
+    assert not own[np.triu_indices(8, 1)].any()
+    assert own[np.tril_indices(8)].all()
+    far = mx.array([[[[0.0, -126.5, MASKED, -1e9]]]])
+    assert np.array(weigh_in_place(far, causal=False)[1]).tolist() == [[[[1.0, 0.0, 0.0, 0.0]]]]
 
 
 def test_it_takes_no_memory_beside_the_scores() -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from penstock.blas import multiplies_unpacked
 from penstock.kv.attention import MASKED
+from penstock.kv.cpu_softmax import exp2_in_place
 from penstock.kv.sign_products import Floats
 
 Booleans: TypeAlias = npt.NDArray[np.bool_]
@@ -134,7 +135,7 @@ def sums(queries: Floats, pieces: Sequence[ColumnArrays], seen: Booleans | None)
         np.copyto(scores, MASKED, where=~seen)
     top = scores.max(axis=-1, keepdims=True)
     scores -= top
-    np.exp2(scores, out=scores)
+    exp2_in_place(scores)
     mixed, start = None, 0
     for _, values in pieces:
         stop = start + values.shape[-2]
