@@ -11,6 +11,7 @@ from concurrent.futures import wait
 
 import pytest
 
+from penstock.tiers import readers as module
 from penstock.tiers.readers import Readers
 
 SOON = 10.0
@@ -83,6 +84,7 @@ def test_what_was_to_be_read_into_is_let_go_when_it_fails_though_nobody_asks() -
 
 HANGS = """
 import threading
+from penstock.tiers import readers as module
 from penstock.tiers.readers import Readers
 Readers(2, "test").submit(threading.Event().wait)
 """
@@ -90,3 +92,32 @@ Readers(2, "test").submit(threading.Event().wait)
 
 def test_a_process_ends_while_a_disk_hangs() -> None:
     subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=30)
+
+
+def test_short_calls_are_shared_out_and_quick_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readers, here = Readers(2, "test"), threading.current_thread().name
+    numbers = [(number,) for number in range(5)]
+
+    def named(number: int) -> tuple[str, int]:
+        if number == 3:
+            raise ValueError("the third")
+        return threading.current_thread().name, number
+
+    def mapped() -> list[str]:
+        answers = readers.map(named, numbers)
+        assert isinstance(answers.pop(3).exception(0.0), ValueError)
+        names, given = zip(*(answer.result(0.0) for answer in answers), strict=True)
+        assert given == (0, 1, 2, 4)
+        return list(names)
+
+    assert readers.map(named, []) == []
+    monkeypatch.setattr(module, "QUICK_SECONDS", 0.0)
+    names = mapped()
+    assert len(set(names[:3])) == 1 and here not in names, "the first share is one thread's"
+    assert here not in mapped()
+    monkeypatch.setattr(module, "QUICK_SECONDS", SOON)
+    assert here not in mapped(), "it is not known yet"
+    assert mapped() == [here] * 4
+    readers.close(SOON)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from test_remote_store import opened
 
 from penstock.tiers.disk import SSDStore
 from penstock.tiers.disk.block_files import block_file
+from penstock.tiers.disk.block_files import opened as opened_file
+from penstock.tiers.record import Damaged, FileSource, array_offsets, encode
 from penstock.tiers.record_parts import ArrayPart
 from penstock.tiers.store import Store
 
@@ -73,3 +76,36 @@ def test_a_record_with_a_wrong_part_can_be_dropped(store: Store) -> None:
     store.drop_damaged(record.key)
     assert not store.holds(record.key)
     assert store.counts.damaged_blocks == 1
+
+
+def test_a_header_is_read_wherever_its_words_stand(tmp_path: Path) -> None:
+    """As another version of the library may write it; what makes no sense is damage."""
+    (record,) = chain(1)
+    raw = encode(record, "a model")
+    size = 8 + int.from_bytes(raw[:8], "little")
+    fields = json.loads(raw[8:size])
+
+    def offsets(head: str) -> dict[str, int]:
+        file = tmp_path / "record"
+        file.write_bytes(len(head).to_bytes(8, "little") + head.encode() + raw[size:])
+        with opened_file(file) as descriptor:
+            return dict(array_offsets(FileSource(descriptor)))
+
+    wanted = {
+        name: size + array["data_offsets"][0]
+        for name, array in fields.items()
+        if name != "__metadata__"
+    }
+    assert offsets(raw[8:size].decode()) == wanted
+    words = fields.pop("__metadata__")
+    head = json.dumps({**fields, "__metadata__": words})
+    moved = {name: at - size + 8 + len(head) for name, at in wanted.items()}
+    assert offsets(head) == moved
+    old = json.dumps(
+        {"__metadata__": {**words, "format": "another"}, **fields}, separators=(",", ":")
+    )
+    wrong = [old, head.replace("penstock-block", "another"), '{"__metadata__":{', "[" * 9_000, "7"]
+    wrong += ['{"__metadata__":7}', '{"__metadata__":{"format":"penstock-block-1"},"0.keys":{}}']
+    for damaged in wrong:
+        with pytest.raises(Damaged):
+            offsets(damaged)

@@ -5,7 +5,7 @@ The caller knows the bytes that it wrote, by checksums of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,20 +36,20 @@ def read_parts(source: Source, parts: Sequence[ArrayPart]) -> list[NDArray[np.ui
     buffers = [np.empty(part.nbytes, np.uint8) for part in parts]
     placed = sorted((_place(offsets, part), number) for number, part in enumerate(parts))
     together: list[NDArray[np.uint8]] = []
-    start, end = 0, 0
+    start, end, nbytes = 0, 0, source.nbytes
     for at, number in placed:
         if at != end:
             source.fill(together, start)
             start, end, together = at, at, []
         end += parts[number].nbytes
-        if end > source.nbytes:
+        if end > nbytes:
             raise Damaged("it ends before its arrays do")
         together.append(buffers[number])
     source.fill(together, start)
     return buffers
 
 
-def _place(offsets: dict[str, int], part: ArrayPart) -> int:
+def _place(offsets: Mapping[str, int], part: ArrayPart) -> int:
     """Return the first byte of a part in the file."""
     if part.name not in offsets:
         raise Damaged(f"it does not hold {part.name}")

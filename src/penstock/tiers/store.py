@@ -183,9 +183,9 @@ class Store(ABC):
         Raises:
             OSError: the store fails; a record that is not there is only a miss.
         """
-        reads = {key: self._readers.submit(self._read_parts, key, of) for key, of in wanted.items()}
-        wait(reads.values())
-        return {key: read.result() for key, read in reads.items() if self._is_whole(key, read)}
+        reads = self._readers.map(self._read_parts, list(wanted.items()))
+        whole = zip(wanted, reads, strict=True)
+        return {key: read.result() for key, read in whole if self._is_whole(key, read)}
 
     def drop_damaged(self, key: bytes) -> None:
         """Remove a record of which a part was not as written."""

@@ -29,6 +29,7 @@ from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, is_hash_o
 from penstock.tiers.disk.block_files import (
     SUFFIX,
     block_file,
+    block_path,
     file_size,
     listed,
     opened,
@@ -453,7 +454,7 @@ class SSDStore(Store):
             return os.fstat(file).st_size
 
     def _read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
-        with opened(self._path(key)) as file:
+        with opened(block_path(str(self._blocks), key)) as file:
             return read_parts(FileSource(file), parts)
 
 
