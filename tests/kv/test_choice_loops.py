@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kv import choice_loops, compiled, sign_products
+from penstock.kv.attending_loops import PLACES
 from penstock.kv.backend import CPUBackend, using
 from penstock.kv.choice_loops import Addresses, ChoiceLoops, Sinks, SpanTable, side_addresses
 from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS
@@ -53,6 +54,7 @@ class Spans:
         self._held: list[Array] = []
         rows = [
             [side_addresses(self._cut(side, *ends, number)) for side in sides]
+            + [side_addresses(None)] * (PLACES + 1 - len(sides))
             for number, ends in enumerate(pairwise(self.starts))
         ]
         self.table = SpanTable(np.array(self.starts, np.int64), np.array(rows, np.int64))
@@ -168,6 +170,52 @@ def test_blocks_are_read_exactly_where_they_lie(
         for half in halves(heads)
     ]  # fmt: skip
     assert np.array_equal(np.concatenate(of_heads), out)
+    below = None if sinks is None else Sinks(sinks)
+    check_spilled(loops(dim), queries, keys, values, cuts, blocks, recent, below)
+
+
+def check_spilled(
+    loops: ChoiceLoops, queries: Floats, keys: Array, values: Array, cuts: Sequence[int],
+    blocks: Addresses, recent: int, sinks: Sinks | None,
+) -> None:  # fmt: skip
+    """See that blocks of every other span are read from where they were fetched to."""
+    aligned = [cut // BLOCK_TOKENS * BLOCK_TOKENS for cut in cuts]
+    spans, own = Spans([keys, values], aligned), []
+    count, (heads, tokens, _) = -(-keys.shape[1] // BLOCK_TOKENS), keys.shape
+    expected = loops.attend(queries, spans.table, blocks, recent, sinks)
+    numbers = np.arange(heads * count, dtype=np.uint64).reshape(heads, count)
+    checksums = np.stack([~numbers, numbers + np.uint64(7)], axis=-1)
+    for number, (first, last) in enumerate(pairwise(spans.starts)):
+        if number % 2 == 0:
+            inside = slice(first // BLOCK_TOKENS, -(-last // BLOCK_TOKENS))
+            parts = [np.ascontiguousarray(checksums[:, inside, side]) for side in (0, 1)]
+            places = np.tile(np.arange(count, dtype=np.int32)[inside], (heads, 1))
+            own.append([*parts, places])
+            spans.table.sides[number] = 0
+            for row, part in zip((0, 1, PLACES), own[-1], strict=True):
+                spans.table.sides[number, row] = side_addresses(part)
+    assert spans.table.is_spilled
+    located = loops.locate(spans.table, blocks, recent)
+    recents = np.tile(np.arange(recent, count), (heads, 1))
+    read = np.concatenate([np.tile(np.arange(FIRST_BLOCKS), (heads, 1)), blocks, recents], axis=1)
+    at = np.searchsorted(spans.starts, read * BLOCK_TOKENS, "right") - 1
+    assert np.array_equal(located.places, np.where(at % 2 == 0, read, -1))
+    gone, of = at % 2 == 0, np.arange(heads)[:, None]
+    assert np.array_equal(located.checksums[gone], checksums[of, read][gone])
+    # Where they were fetched to, each block alone; what is behind the last token is never read.
+    behind = ((0, 0), (0, count * BLOCK_TOKENS - tokens), (0, 0))
+    fetched = [np.pad(side, behind, constant_values=np.nan) for side in (keys, values)]
+    addresses = np.zeros((*read.shape, 2), np.int64)
+    for side, padded in enumerate(fetched):
+        start, stride = side_addresses(padded)
+        addresses[..., side] = start + of * stride + read * BLOCK_TOKENS * padded.strides[1]
+    addresses[~gone] = 1  # nowhere
+    out = loops.attend(queries, spans.table, blocks, recent, sinks, 0, addresses)
+    assert np.array_equal(out, expected)
+    addresses[..., 1] = np.where(gone, addresses[..., 1].min(where=gone, initial=2**62), 1)
+    wrong = loops.attend(queries, spans.table, blocks, recent, sinks, 0, addresses)
+    same = len({int(block) for block in read[gone]}) <= 1 and heads == 1
+    assert same or not np.array_equal(wrong, expected), "negative control"
 
 
 @settings(max_examples=80)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from cold_machine import SOON
 from engine_machine import Asked
@@ -19,17 +19,18 @@ from test_engine_machine import examples
 from test_machines import causes
 
 from penstock.engine.offload import cold_blocks
-from penstock.engine.offload.cold_blocks import Block, ColdBlocks
+from penstock.engine.offload.cold_blocks import ColdBlocks, _Slice
 from penstock.engine.offload.engine_tier import EngineTier
+from penstock.engine.offload.pair_cache import PairCache, Slots
 from penstock.engine.request import Finish, Request
 from penstock.engine.schedule.admission import Admission
 from penstock.errors import SpilledLost, StepFailed
 from penstock.kv import block_spans
 from penstock.kv import columns as col
+from penstock.kv.choice_loops import Addresses
 from penstock.kv.codecs.coded import Coded
-from penstock.kv.codecs.spilled import BlockList, RawBlocks
+from penstock.kv.codecs.spilled import Checksums, HeldPairs, RawBlocks
 from penstock.kv.segment import Segment
-from penstock.kv.spilled_reads import LoadedBlocks
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ class SpillsMachine(SpillMachine):
             self.rest()
         assert self.spilling is not None and self.spilling.spilled_tokens >= SPILLED
         if how is not None:
-            self.spilling.blocks._cache.clear()
+            self.spilling.blocks.forget_cached()
             for pick in range(len(self.files())):
                 self._damage(0 if how == "gone" else pick, how, 0)
 
@@ -98,42 +99,55 @@ def compares_no_checksums(patch: pytest.MonkeyPatch) -> None:
     """Takes whatever it reads for what was written."""
 
     class Equal:
-        def __ne__(self, other: object) -> bool:
-            return False
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return True
 
     patch.setattr(cold_blocks, "xxhash", SimpleNamespace(xxh3_64_intdigest=lambda data: Equal()))
 
 
-def caches_a_block_as_that_of_another_head(patch: pytest.MonkeyPatch) -> None:
-    """Notes the wrong head of what it keeps."""
-    real = ColdBlocks._keep
+def caches_a_block_as_another_one(patch: pytest.MonkeyPatch) -> None:
+    """Confuses what it keeps."""
+    real = PairCache.keep
 
-    def keep(self: ColdBlocks, block: Block, raw: RawBlocks) -> None:
-        layer, side, head, *rest = block
-        real(self, (layer, side, head ^ 1, *rest), raw)  # type: ignore[arg-type]
+    def keep(self: PairCache, slots: Slots, checksums: Checksums, raw: Sequence[RawBlocks]) -> None:
+        real(self, slots, checksums[::-1], raw)
 
-    patch.setattr(ColdBlocks, "_keep", keep)
+    patch.setattr(PairCache, "keep", keep)
+
+
+def overwrites_what_the_step_reads(patch: pytest.MonkeyPatch) -> None:
+    """Makes room where other blocks of the same request lie."""
+
+    def make_room(self: PairCache, count: int) -> Slots:
+        return np.arange(min(count, len(self.room)))
+
+    patch.setattr(PairCache, "make_room", make_room)
 
 
 def gives_a_block_of_another_place(patch: pytest.MonkeyPatch) -> None:
     """Confuses what was read for a layer."""
-    real = LoadedBlocks._fetch
+    real = HeldPairs.addresses
 
-    def fetch(self: LoadedBlocks, of: BlockList) -> RawBlocks:
-        return real(self, of)[::-1]
+    def addresses(self: HeldPairs, number: int) -> Addresses:
+        right = real(self, number)  # in another order they would give the same
+        return right[np.zeros(len(right), np.int64)]
 
-    patch.setattr(LoadedBlocks, "_fetch", fetch)
+    patch.setattr(HeldPairs, "addresses", addresses)
 
 
 def takes_a_loss_for_something(patch: pytest.MonkeyPatch) -> None:
     """Goes on with whatever is in memory where a block should be."""
-    real = ColdBlocks._read
+    real = ColdBlocks._read_from
 
-    def read(self: ColdBlocks, missing: cold_blocks.Missing, tiers: Iterable[EngineTier]) -> None:
-        with suppress(SpilledLost):
-            real(self, missing, tiers)
+    def read(
+        self: ColdBlocks, tier: EngineTier, by_record: dict[bytes, list[_Slice]]
+    ) -> list[_Slice]:
+        real(self, tier, by_record)
+        return []
 
-    patch.setattr(ColdBlocks, "_read", read)
+    patch.setattr(ColdBlocks, "_read_from", read)
 
 
 def fails_for_a_loss(patch: pytest.MonkeyPatch) -> None:
@@ -165,7 +179,8 @@ def counts_no_places(patch: pytest.MonkeyPatch) -> None:
     "broken",
     [
         compares_no_checksums,
-        caches_a_block_as_that_of_another_head,
+        caches_a_block_as_another_one,
+        overwrites_what_the_step_reads,
         gives_a_block_of_another_place,
         takes_a_loss_for_something,
         fails_for_a_loss,

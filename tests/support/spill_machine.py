@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -16,10 +17,19 @@ from hypothesis.stateful import initialize, invariant, rule
 from penstock.engine.offload.cold_blocks import RECORD_BYTES, ColdBlocks
 from penstock.engine.retention.spilling import Spilling, places_of
 from penstock.kv.codecs.coded import Coded
-from penstock.kv.codecs.spilled import BlockList, BlockReader, Numbers, RawBlocks, Spilled
+from penstock.kv.codecs.spilled import (
+    BlockList,
+    BlockPairs,
+    BlockReader,
+    HeldPairs,
+    Numbers,
+    RawBlocks,
+    Spilled,
+)
 from penstock.kv.spilled_reads import LoadedBlocks
 
 Fetch: TypeAlias = Callable[..., list[RawBlocks]]
+Hold: TypeAlias = Callable[..., HeldPairs]
 ROOM = 4
 """Times the room of other machines: prompts are as much longer."""
 
@@ -34,6 +44,7 @@ class SpillMachine(ColdMachine):
         self.patch.setattr(Spilled, "spilled", self.noting(Spilled.spilled))
         self.patch.setattr(ColdBlocks, "fetch", self.comparing(ColdBlocks.fetch))
         self.patch.setattr(LoadedBlocks, "fetch", self.comparing(LoadedBlocks.fetch))
+        self.patch.setattr(ColdBlocks, "hold", self.comparing_held(ColdBlocks.hold))
 
     def noting(self, spilled: Callable[..., Coded]) -> Callable[..., Coded]:
         """Remember what leaves memory."""
@@ -52,18 +63,35 @@ class SpillMachine(ColdMachine):
     def comparing(self, fetch: Fetch) -> Fetch:
         """See that what is read is what has left memory."""
 
-        def compares(
-            blocks: BlockReader, wanted: Sequence[BlockList], **how: bool
-        ) -> list[RawBlocks]:
-            raw = fetch(blocks, wanted, **how)
+        def compares(blocks: BlockReader, wanted: Sequence[BlockList]) -> list[RawBlocks]:
+            raw = fetch(blocks, wanted)
             for of, rows in zip(wanted, raw, strict=True):
-                lists = (of.heads.tolist(), of.places.tolist(), of.checksums.tolist())
-                for row, block in zip(rows, zip(*lists, strict=True), strict=True):
-                    left = self.left[of.layer, of.side, *block]
-                    assert row.tobytes() == left, "another block than the one that left"
+                self.compare(of, rows)
             return raw
 
         return compares
+
+    def comparing_held(self, hold: Hold) -> Hold:
+        """See that what lies in the cache is what has left memory."""
+
+        def compares(blocks: ColdBlocks, wanted: Sequence[BlockPairs]) -> HeldPairs:
+            held = hold(blocks, wanted)
+            for number, pairs in enumerate(wanted):
+                addresses = held.addresses(number)
+                for side, rows in enumerate(held.copied(number)):
+                    self.compare(pairs.side(side), rows)
+                    for address, row in zip(addresses[:, side].tolist(), rows, strict=True):
+                        assert ctypes.string_at(address, len(row)) == row.tobytes()
+            return held
+
+        return compares
+
+    def compare(self, of: BlockList, rows: RawBlocks) -> None:
+        """See that blocks that were read are those that have left memory."""
+        lists = (of.heads.tolist(), of.places.tolist(), of.checksums.tolist())
+        for row, block in zip(rows, zip(*lists, strict=True), strict=True):
+            left = self.left[of.layer, of.side, *block]
+            assert row.tobytes() == left, "another block than the one that left"
 
     @property
     def spilling(self) -> Spilling | None:
@@ -104,7 +132,7 @@ class SpillMachine(ColdMachine):
     def lose(self, chosen: list[int], how: str, seed: int, times: int) -> None:
         """Damage what is read, of which nothing is in memory, and go on."""
         if self.spilling is not None:
-            self.spilling.blocks._cache.clear()
+            self.spilling.blocks.forget_cached()
         for pick in chosen:
             self._damage(pick, how, seed)
         for _ in range(times):
@@ -118,10 +146,12 @@ class SpillMachine(ColdMachine):
         blocks = spilling.blocks
         places = RECORD_BYTES * blocks.records
         assert blocks.nbytes == blocks._fixed_bytes + places, "places that are not counted"
-        assert blocks.nbytes > blocks._room.nbytes + places, "a cache that is not counted"
-        assert len(blocks._cache) <= blocks._most
-        slots = list(blocks._cache.values())
-        assert len(set(slots)) == len(slots), "two blocks in one place of the cache"
+        caches = list(blocks._caches.values())
+        room = sum(cache.room.nbytes for cache in caches)
+        assert blocks.nbytes > blocks.cache_bytes + places > room, "a cache that is not counted"
+        for cache in caches:
+            pairs = [tuple(pair) for pair in cache.held_checksums().tolist()]
+            assert len(set(pairs)) == len(pairs) == len(cache), "a pair in two places of the cache"
         for node in self.core.prefixes.tree:
             numbers = {place // blocks.record_blocks for place in places_of(node.segment)}
             assert numbers <= set(blocks._keys), "blocks without a place"

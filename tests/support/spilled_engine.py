@@ -65,7 +65,7 @@ def others_bytes(model: Any) -> int:
 
 def check_peak(core: Core, others: int) -> None:
     """See that what MLX took since the last look fits into the limit, with what is not MLX's."""
-    room = spilling_of(core).blocks._room.nbytes + core.ledger.by_class()[Kind.INDEX]
+    room = spilling_of(core).blocks.cache_bytes + core.ledger.by_class()[Kind.INDEX]
     taken = mx.get_peak_memory() - others + room
     assert taken <= core.ledger.limit_bytes, f"{taken} bytes of {core.ledger.limit_bytes}"
     mx.reset_peak_memory()

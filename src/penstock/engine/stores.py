@@ -23,6 +23,11 @@ from penstock.prefix.bounded_tree import remembered_nodes
 from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
 
+SPARE_SHARE = 4
+"""Part of a choice that the cache of blocks has room for beside the active tokens: what one step
+leaves out, the next but one wants again. In a dialogue of 32,000 tokens, with 1,024 read and
+active, 31 of a step's 177 pairs of blocks are read from the tier, and 48 without it."""
+
 
 def open_stores(
     base: Foundation, model: Any, fingerprint: str, prefill_rate: PrefillRate
@@ -73,7 +78,7 @@ def _spilling(
         base.runner.shapes,
         record_tokens=spans.blocks * prefixes.block_size,
         ledger=base.ledger,
-        cached_tokens=active,
+        cached_tokens=active + selection.tokens // SPARE_SHARE,
         layers=selection.index.layers,
     )
     return Spilling(

@@ -10,20 +10,76 @@ import numpy as np
 from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS
 from penstock.kv.compiled import FOUR, SUMS, exp_loop, pointer
 
+PLACES = 6
+"""Row of a span's addresses that has those of its blocks' places; zero if they are in memory."""
+
+
+@cache
+def _list_loop() -> Any:
+    """Return the loop that lists the blocks that a head reads: first, chosen and recent ones."""
+    from numba import njit
+
+    first = FIRST_BLOCKS
+
+    @njit(nogil=True)
+    def list_all(chosen, recent, blocks):  # type: ignore[no-untyped-def]
+        own = len(chosen)
+        for place in range(len(blocks)):
+            blocks[place] = place if place < first else place - first - own + recent
+        for place in range(own):
+            blocks[first + place] = chosen[place]
+
+    return list_all
+
+
+@cache
+def locate_loop() -> Any:
+    """Return the loop that finds the places and checksums of blocks that are spilled.
+
+    The place of one in memory is -1.
+    """
+    from numba import carray, njit
+
+    address_of, list_all = pointer(), _list_loop()
+    block, row = BLOCK_TOKENS, PLACES
+
+    @njit(nogil=True)
+    def locate(sides, starts, first_head, chosen, recent, places, checksums):  # type: ignore[no-untyped-def]
+        heads, count = places.shape
+        blocks = np.empty(count, np.int64)
+        for head in range(heads):
+            list_all(chosen[head], recent, blocks)
+            span = 0
+            for place in range(count):
+                token = blocks[place] * block
+                while starts[span + 1] <= token:
+                    span += 1
+                places[head, place] = -1
+                if sides[span, row, 0] == 0:
+                    continue
+                of = sides[span, :, 0] + (first_head + head) * sides[span, :, 1]
+                column = (token - starts[span]) // block
+                places[head, place] = carray(address_of(of[row] + 4 * column), 1, np.int32)[0]
+                for side in range(2):
+                    held = carray(address_of(of[side] + 8 * column), 1, np.uint64)
+                    checksums[head, place, side] = held[0]
+
+    return locate
+
 
 @cache
 def _runs_loop(key_dim: int, value_dim: int) -> Any:
     """Return the loop that finds where the tokens of blocks lie: runs of one span.
 
     A run is the addresses of its keys and of its values, its column among all tokens read, and its
-    tokens.
+    tokens. Those of a block that is spilled are given.
     """
     from numba import njit
 
-    block = BLOCK_TOKENS
+    block, row = BLOCK_TOKENS, PLACES
 
     @njit(nogil=True)
-    def find(sides, starts, head, blocks, runs):  # type: ignore[no-untyped-def]
+    def find(sides, starts, head, blocks, spilled, runs):  # type: ignore[no-untyped-def]
         count = span = 0
         for place in range(len(blocks)):
             token = blocks[place] * block
@@ -33,8 +89,12 @@ def _runs_loop(key_dim: int, value_dim: int) -> Any:
                     span += 1
                 end, column = min(stop, starts[span + 1]), token - starts[span]
                 at = sides[span]
-                runs[count, 0] = at[0, 0] + head * at[0, 1] + column * (key_dim * 4)
-                runs[count, 1] = at[1, 0] + head * at[1, 1] + column * (value_dim * 4)
+                keys, values = at[0, 0] + head * at[0, 1], at[1, 0] + head * at[1, 1]
+                if at[row, 0] != 0:
+                    keys, values = spilled[place, 0], spilled[place, 1]
+                    column = token - blocks[place] * block
+                runs[count, 0] = keys + column * (key_dim * 4)
+                runs[count, 1] = values + column * (value_dim * 4)
                 runs[count, 2] = place * block + token - blocks[place] * block
                 runs[count, 3] = end - token
                 count, token = count + 1, end
@@ -110,24 +170,21 @@ def attend_loop(key_dim: int, value_dim: int) -> Any:
     """Return the loop of attention to first, chosen and recent tokens of these sizes."""
     from numba import njit
 
-    find, exp = _runs_loop(key_dim, value_dim), exp_loop()
+    list_all, find, exp = _list_loop(), _runs_loop(key_dim, value_dim), exp_loop()
     score, mix = _score_loop(key_dim), mix_loop(value_dim)
     block, first = BLOCK_TOKENS, FIRST_BLOCKS
 
     @njit(nogil=True)
-    def attend(queries, sides, starts, first_head, chosen, recent, sinks, mixed):  # type: ignore[no-untyped-def]
+    def attend(queries, sides, starts, first_head, chosen, recent, sinks, spilled, mixed):  # type: ignore[no-untyped-def]
         heads, count, _ = queries.shape
-        own = chosen.shape[1]
-        blocks = np.empty(first + own + (starts[-1] - 1) // block + 1 - recent, np.int64)
-        for place in range(len(blocks)):
-            blocks[place] = place if place < first else place - first - own + recent
+        read = first + chosen.shape[1] + (starts[-1] - 1) // block + 1 - recent
+        blocks = np.empty(read, np.int64)
         runs = np.empty((len(blocks) + len(starts), 4), np.int64)
         weights = np.empty((count, len(blocks) * block), np.float32)
         totals = np.empty(count, np.float32)
         for head in range(heads):
-            for place in range(own):
-                blocks[first + place] = chosen[head, place]
-            run_count = find(sides, starts, first_head + head, blocks, runs)
+            list_all(chosen[head], recent, blocks)
+            run_count = find(sides, starts, first_head + head, blocks, spilled[head], runs)
             columns = runs[run_count - 1, 2] + runs[run_count - 1, 3]
             score(queries[head], runs[:run_count], weights)
             for query in range(count):

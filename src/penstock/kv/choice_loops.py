@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kv.attending_loops import attend_loop
+from penstock.kv.attending_loops import PLACES, attend_loop, locate_loop
 from penstock.kv.choosing_loops import BLOCK_TOKENS, FIRST_BLOCKS, choose_loop
 from penstock.kv.codecs.turbo import padded
 from penstock.kv.compiled import has_numba
@@ -32,8 +32,29 @@ class SpanTable:
     starts: Addresses
     """Position of the first token of each span, and of the token behind the last, (spans + 1,)."""
     sides: Addresses
-    """Addresses of each span's keys and values, and of its index's parts, see `side_addresses`:
-    (spans, 6, 2)."""
+    """Addresses of each span's keys and values, or their checksums if they are spilled; of its
+    index's parts, and of the places of what is spilled, see `side_addresses`: (spans, 7, 2)."""
+
+    @property
+    def is_spilled(self) -> bool:
+        """Whether keys and values of some tokens are in a tier."""
+        return bool(self.sides[:, PLACES, 0].any())
+
+    def read_blocks(self, chosen: Addresses, recent: int) -> int:
+        """Return how many blocks a head reads: first, chosen and recent ones."""
+        last = (int(self.starts[-1]) - 1) // BLOCK_TOKENS
+        return FIRST_BLOCKS + int(chosen.shape[1]) + last + 1 - recent
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Blocks that some key heads read: first, chosen and recent ones, and where they lie."""
+
+    first_head: int
+    places: npt.NDArray[np.int32]
+    """Place of each block in the tiers, -1 for one in memory, (heads, blocks)."""
+    checksums: npt.NDArray[np.uint64]
+    """Checksums of its keys and its values, if it has a place, (heads, blocks, 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +76,7 @@ class ChoiceLoops:
     key_dim: int
     value_dim: int
     _choose: Any
+    _locate: Any
     _attend: Any
     _rest: Any
 
@@ -71,10 +93,11 @@ class ChoiceLoops:
                 (1, np.float16),
             )
         ]
-        sides = np.array([side_addresses(array) for array in held], np.int64)
+        sides = np.array([side_addresses(array) for array in (*held, None)], np.int64)
         spans = SpanTable(np.array([0, 2 * BLOCK_TOKENS], np.int64), sides[None])
         blocks = self.choose(np.zeros((1, 1, self.signs), np.float32), spans, 2, 1)
         query = np.zeros((1, 1, self.key_dim), np.float32)
+        self.locate(spans, blocks, 1)
         self.attend(query, spans, blocks, 1, None)
         Rotation.none(self.key_dim).sums(query, query[0], 0, 1, compiled=True)
         if self._rest is not None:
@@ -105,6 +128,16 @@ class ChoiceLoops:
         self._choose(x, units_of(x), beside, *where, LEVELS_BELOW, chosen)
         return chosen
 
+    def locate(
+        self, spans: SpanTable, blocks: Addresses, recent: int, first_head: int = 0
+    ) -> Located:
+        """Find the blocks that `attend` reads, and that are spilled; see there."""
+        shape = len(blocks), spans.read_blocks(blocks, recent)
+        located = Located(first_head, np.empty(shape, np.int32), np.empty((*shape, 2), np.uint64))
+        given = spans.sides, spans.starts, first_head, blocks, recent
+        self._locate(*given, located.places, located.checksums)
+        return located
+
     def attend(
         self,
         queries: Floats,
@@ -113,6 +146,7 @@ class ChoiceLoops:
         recent: int,
         sinks: Sinks | None,
         first_head: int = 0,
+        spilled: Addresses | None = None,
     ) -> Floats:
         """Read the first tokens, blocks, and recent tokens: (heads, m, value_dim).
 
@@ -123,14 +157,19 @@ class ChoiceLoops:
             recent: number of the first block whose tokens are recent.
             sinks: what takes part in the softmax besides.
             first_head: number of the first of the heads.
+            spilled: addresses of the keys and values of blocks that are spilled, in the order of
+                `locate`, (heads, blocks, 2). Whoever has them there keeps them.
         """
         heads, m, _ = queries.shape
+        if spilled is None:
+            spilled = np.zeros((heads, 0, 2), np.int64)
         if sinks is None or sinks.values is None:
             mixed = np.zeros((heads, m, self.value_dim), np.float32)
         else:
             mixed = sinks.values.copy()
         scores = np.full((heads, m), -np.inf, np.float32) if sinks is None else sinks.scores
-        self._attend(queries, spans.sides, spans.starts, first_head, blocks, recent, scores, mixed)
+        where = spans.sides, spans.starts, first_head, blocks, recent
+        self._attend(queries, *where, scores, spilled, mixed)
         return mixed
 
     def rest(
@@ -200,5 +239,5 @@ def choice_loops(
         return None
     words = signs // 32
     rest = rest_loop(words, padded(value_dim) // CODES) if with_values else None
-    loops = choose_loop(words), attend_loop(key_dim, value_dim), rest
+    loops = choose_loop(words), locate_loop(), attend_loop(key_dim, value_dim), rest
     return ChoiceLoops(signs, key_dim, value_dim, *loops)

@@ -12,9 +12,11 @@ import numpy as np
 
 from penstock.kv import backend
 from penstock.kv import columns as col
+from penstock.kv.attending_loops import PLACES
 from penstock.kv.choice_loops import Addresses, side_addresses
 from penstock.kv.code_pieces import code_buffers, encode
 from penstock.kv.codecs import Codec, Coded, Scheme
+from penstock.kv.codecs.spilled import is_spilled
 from penstock.kv.columns import Side
 from penstock.kv.states import Checkpoint
 
@@ -104,17 +106,18 @@ class Segment:
     def addresses(self) -> Addresses:
         """Where compiled loops find each layer's float32 keys and values, and its index.
 
-        Addresses of keys, values, and the parts of the index, (layers, 6, 2), see
-        `side_addresses`; zeros for what is not there, or held in another form. They are valid as
-        long as the segment is.
+        Addresses of keys, values, the parts of the index, and the places of what is spilled,
+        (layers, 7, 2), see `side_addresses`; zeros for what is not there, or held in another form.
+        Spilled keys and values have those of their checksums. They are valid as long as the
+        segment is.
         """
         if self._addresses is None:
             index = self.index or (None,) * len(self.layers)
             layers = [
-                [*map(_address, layer), *_index_addresses(coded)]
+                [*map(_address, layer), *_index_addresses(coded), _place_address(layer[0])]
                 for layer, coded in zip(self.layers, index, strict=True)
             ]
-            held = np.array(layers, np.int64).reshape(-1, 2 + INDEX_PARTS, 2)
+            held = np.array(layers, np.int64).reshape(-1, PLACES + 1, 2)
             object.__setattr__(self, "_addresses", held)
         assert self._addresses is not None
         return self._addresses
@@ -369,8 +372,14 @@ def bytes_per_token(layers: Sequence[Layer]) -> int:
 
 
 def _address(side: Side) -> Addresses:
+    if is_spilled(side):
+        return side_addresses(np.asarray(side.parts[0])[0])
     is_float32 = isinstance(side, mx.array) and side.dtype == mx.float32
     return side_addresses(np.asarray(side)[0] if is_float32 else None)
+
+
+def _place_address(side: Side) -> Addresses:
+    return side_addresses(np.asarray(side.parts[1])[0] if is_spilled(side) else None)
 
 
 def _index_addresses(coded: Coded | None) -> list[Addresses]:

@@ -6,7 +6,7 @@ A choice waits for the queries anyway. From then on MLX's operations take longer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from typing import TypeAlias
@@ -17,7 +17,14 @@ import numpy as np
 from penstock.kv import attention, backend, rest_reads
 from penstock.kv.attention import LOG2_E
 from penstock.kv.attention_plan import DecodeRow, KVSpan
-from penstock.kv.choice_loops import Addresses, ChoiceLoops, Sinks, SpanTable, side_addresses
+from penstock.kv.choice_loops import (
+    Addresses,
+    ChoiceLoops,
+    Located,
+    Sinks,
+    SpanTable,
+    side_addresses,
+)
 from penstock.kv.choosing_loops import BLOCK_TOKENS
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import Spilled
@@ -34,7 +41,7 @@ from penstock.kv.selection import (
     halves,
     pieces,
 )
-from penstock.kv.spilled_reads import loaded
+from penstock.kv.spilled_reads import addresses, loaded
 from penstock.kv.tails import Tails
 
 Scratch: TypeAlias = dict[int, Scores]
@@ -85,7 +92,7 @@ def choose(
     ]
     chosen: dict[int, mx.array | SelectedKV] = {}
     loops = selection.loops(shape.key_dim, shape.value_dim)
-    looped = [one for one in asked if loops is not None and one.is_in_place]
+    looped = [one for one in asked if loops is not None and one.is_readable]
     for one, mixed in zip(looped, _read_all(selection, loops, looped, memory), strict=True):
         chosen[one.number] = mx.array(mixed.reshape(1, heads, 1, -1))
     apart = [one for one in asked if one.number not in chosen]
@@ -146,27 +153,19 @@ class Asked:
     """See `attention.merged`, in base e, (kv_heads, m)."""
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether all that it reads lies in memory as arrays of float32."""
-        sides = self._sides()
-        return bool(self.tail) and all(
-            isinstance(side, mx.array) and side.dtype == mx.float32 for side in sides
-        )
-
-    @property
     def is_readable(self) -> bool:
-        """Whether NumPy is to read it: its numbers are float32, and there as they were computed."""
-        return bool(self.tail) and all(map(_is_float32, self._sides()))
+        """Whether loops or NumPy are to read it: all of its numbers are float32, as computed."""
+        sides = (side for part in self.row.parts for side in part.segment.layers[self.layer])
+        return bool(self.tail) and all(map(_is_float32, sides))
 
-    def _sides(self) -> Iterator[Side]:
-        return (side for part in self.row.parts for side in part.segment.layers[self.layer])
-
-    def read(self, selection: Selection, loops: ChoiceLoops, met: Met, heads: slice) -> Scores:
-        """Choose and attend with some key heads, (kv_heads, m, value_dim); see `blocks`."""
+    def choose(
+        self, selection: Selection, loops: ChoiceLoops, met: Met, heads: slice
+    ) -> ChosenBlocks:
+        """Choose with some key heads, and read the rest if it is to be read; see `blocks`."""
         blocks = self.blocks(selection, loops, met, heads)
         recent = selection.recent_start(self.row.position) // BLOCK_TOKENS
         sinks = self.all_sinks(self.rest(selection, loops, met, blocks, heads), heads)
-        return loops.attend(self.queries[heads], met.spans, blocks, recent, sinks, heads.start)
+        return ChosenBlocks(self, met.spans, heads, blocks, recent, sinks)
 
     def rest(
         self, selection: Selection, loops: ChoiceLoops, met: Met, blocks: Numbers, heads: slice
@@ -219,6 +218,30 @@ class Met:
         return cls(x, spans, centers)
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenBlocks:
+    """Blocks that some key heads of a row have chosen, for compiled loops to read."""
+
+    asked: Asked
+    spans: SpanTable
+    heads: slice
+    blocks: Numbers
+    """(kv_heads, blocks)."""
+    recent: int
+    """Number of the first block whose tokens are recent."""
+    sinks: Sinks | None
+
+    def located(self, loops: ChoiceLoops) -> Located:
+        """Find the blocks that it reads, and that are spilled."""
+        return loops.locate(self.spans, self.blocks, self.recent, self.heads.start)
+
+    def read(self, loops: ChoiceLoops, spilled: Addresses | None = None) -> Scores:
+        """Attend, (kv_heads, m, value_dim); see `ChoiceLoops.attend`."""
+        queries, first_head = self.asked.queries[self.heads], self.heads.start
+        given = self.spans, self.blocks, self.recent, self.sinks
+        return loops.attend(queries, *given, first_head, spilled)
+
+
 def _read_all(
     selection: Selection, loops: ChoiceLoops | None, asked: Sequence[Asked], memory: StepMemory
 ) -> list[Scores]:
@@ -226,15 +249,24 @@ def _read_all(
     if loops is None or not asked:
         return []
     device, spans = backend.current(), [memory.table(one) for one in asked]
-
-    def read(number: int, heads: slice) -> Scores:
-        met = Met.of(selection, asked[number], spans[number], heads)
-        return asked[number].read(selection, loops, met, heads)
-
     every = slice(0, len(asked[0].queries))
-    if len(asked) > 1:
-        return device.divide(lambda number: read(number, every), range(len(asked)))
-    return [np.concatenate(device.divide(lambda heads: read(0, heads), halves(every.stop)))]
+    parts = [every] if len(asked) > 1 else halves(every.stop)
+    tasks = [(number, heads) for number in range(len(asked)) for heads in parts]
+
+    def choose(task: tuple[int, slice]) -> ChosenBlocks:
+        number, heads = task
+        met = Met.of(selection, asked[number], spans[number], heads)
+        return asked[number].choose(selection, loops, met, heads)
+
+    if any(table.is_spilled for table in spans):
+        choices = device.divide(choose, tasks)
+        located = [choice.located(loops) for choice in choices]
+        there = addresses([one.row for one in asked], located, asked[0].layer)
+        pairs = list(zip(choices, there, strict=True))
+        read = device.divide(lambda pair: pair[0].read(loops, pair[1]), pairs)
+    else:
+        read = device.divide(lambda task: choose(task).read(loops), tasks)
+    return read if len(parts) == 1 else [np.concatenate(read)]
 
 
 def _blocks(
@@ -297,7 +329,7 @@ def attend_alone(
     below = None if sinks is None else np.array(sinks.astype(mx.float32)).reshape(kv_heads, -1)
     one = Asked(row, 0, np.asarray(asked), 0, _on_host(tail), below)
     loops = selection.loops(queries.shape[-1], tail[1].shape[-1])
-    if loops is not None and one.is_in_place:
+    if loops is not None and one.is_readable:
         (read,) = _read_all(selection, loops, [one], StepMemory())
         return mx.array(read.reshape(1, heads, 1, -1))
     (blocks,) = _blocks(selection, loops, [one], StepMemory())
@@ -438,7 +470,7 @@ def _gather_loaded(into: Scores, span: KVSpan, side: Coded, blocks: Numbers) -> 
     assert isinstance(codec, Spilled)
     heads, at = np.nonzero((own >= 0) & (own < span.columns // BLOCK_TOKENS))
     of = codec.blocks(side, heads.astype(np.int32), own[heads, at].astype(np.int32))
-    (raw,) = codec.reader.fetch([of], chosen=True)
+    (raw,) = codec.reader.fetch([of])
     by_block = into.reshape(len(blocks), -1, BLOCK_TOKENS, into.shape[-1])
     by_block[heads, at] = raw.view(np.float32).reshape(-1, *by_block.shape[2:])
 

@@ -1,13 +1,14 @@
 """Keys and values that rows of a step read, and that lie in a cold tier: one request a layer.
 
-All that the rows choose of a layer's spilled sides is fetched together. These rows are then read as
-others are, but their spilled sides are read from the bytes that were fetched. A row that reads all
-of its tokens has a request of its own, and they are arrays then.
+All that the rows choose of a layer's spilled sides is fetched together. Compiled loops read it
+where the cache of blocks has it. Without them these rows are read as others are, but their spilled
+sides are read from copies of those bytes. A row that reads all of its tokens has a request of its
+own, and they are arrays then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -15,8 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.choice_loops import Addresses, Located
 from penstock.kv.codecs.coded import Coded
-from penstock.kv.codecs.spilled import BLOCK_TOKENS, BlockList, RawBlocks, Spilled
+from penstock.kv.codecs.spilled import (
+    BLOCK_TOKENS,
+    BlockList,
+    BlockPairs,
+    BlockReader,
+    RawBlocks,
+    Spilled,
+)
 from penstock.kv.columns import Side
 from penstock.kv.selection import FIRST_TOKENS, Numbers, Selection
 
@@ -24,8 +33,8 @@ SIDES = (0, 1)
 """Keys and values."""
 
 
-class LoadedBlocks:
-    """Blocks of a row that were read; a `BlockReader` of just these.
+class LoadedBlocks(BlockReader):
+    """Blocks of a row that were read.
 
     Args:
         lists: blocks of each side.
@@ -37,7 +46,7 @@ class LoadedBlocks:
         self._order = [np.argsort(_keys(of)) for of in lists]
         self._keys = [_keys(of)[order] for of, order in zip(lists, self._order, strict=True)]
 
-    def fetch(self, wanted: Sequence[BlockList], *, chosen: bool) -> list[RawBlocks]:
+    def fetch(self, wanted: Sequence[BlockList]) -> list[RawBlocks]:
         """Return the bytes of blocks; see `BlockReader`."""
         return [self._fetch(of) for of in wanted]
 
@@ -55,28 +64,35 @@ def _keys(of: BlockList) -> Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
-    """Spilled spans of a row, and the blocks that it reads of them."""
+class _SpilledSides:
+    """Keys and values of a span in one layer, which are spilled."""
 
-    number: int
-    row: DecodeRow
-    spans: list[KVSpan]
-    read: list[npt.NDArray[np.bool_]]
-    """Whether each block of a span is read, (kv_heads, blocks)."""
+    span: KVSpan
+    keys: Coded
+    values: Coded
 
-    def listed(self, layer: int, side: int) -> BlockList:
-        """List the blocks of one side."""
-        lists = []
-        for span, read in zip(self.spans, self.read, strict=True):
-            held = span.segment.layers[layer][side]
-            assert isinstance(held, Coded) and isinstance(held.codec, Spilled)
-            heads, columns = (at.astype(np.int32) for at in np.nonzero(read))
-            lists.append(held.codec.blocks(held, heads, columns))
-        joined = (
-            np.concatenate([getattr(of, name) for of in lists])
-            for name in ("heads", "places", "checksums")
-        )
-        return BlockList(lists[0].layer, lists[0].side, *joined)
+    @property
+    def codecs(self) -> tuple[Spilled, Spilled]:
+        """How both are held."""
+        keys, values = self.keys.codec, self.values.codec
+        assert isinstance(keys, Spilled) and isinstance(values, Spilled)
+        return keys, values
+
+    def pairs(self, read: npt.NDArray[np.bool_]) -> BlockPairs:
+        """List those blocks of each head that are read, (kv_heads, blocks)."""
+        heads, columns = (at.astype(np.int32) for at in np.nonzero(read))
+        sides = zip(self.codecs, (self.keys, self.values), strict=True)
+        return BlockPairs.of(*(codec.blocks(side, heads, columns) for codec, side in sides))
+
+
+def _spilled(row: DecodeRow, layer: int) -> Iterator[_SpilledSides]:
+    """Yield what a row has of a layer in a tier."""
+    for span in row.parts:
+        keys, values = span.segment.layers[layer]
+        if not (isinstance(keys, Coded) and isinstance(values, Coded)):
+            continue
+        if isinstance(keys.codec, Spilled):
+            yield _SpilledSides(span, keys, values)
 
 
 def loaded(
@@ -93,29 +109,20 @@ def loaded(
     Raises:
         SpilledLost: see `BlockReader`.
     """
-    choices = [
-        _Choice(number, row, spans, [_read(selection, row, span, chosen) for span in spans])
-        for number, (row, chosen) in enumerate(zip(rows, blocks, strict=True))
-        if (spans := [span for span in row.parts if _codec(span, layer) is not None])
-    ]
-    if not choices:
-        return list(rows)
-    codec = _codec(choices[0].spans[0], layer)
-    assert codec is not None
-    lists = [choice.listed(layer, side) for choice in choices for side in SIDES]
-    raw = codec.reader.fetch(lists, chosen=True)
     with_them = list(rows)
-    for at, choice in enumerate(choices):
-        own = slice(2 * at, 2 * at + 2)
-        reader = LoadedBlocks(lists[own], raw[own])
-        with_them[choice.number] = _with(choice.row, layer, _by(reader))
+    sides = {number: own for number, row in enumerate(rows) if (own := list(_spilled(row, layer)))}
+    if not sides:
+        return with_them
+    pairs = []
+    for number, own in sides.items():
+        read = (_read(selection, rows[number], one.span, blocks[number]) for one in own)
+        parts = [one.pairs(own_read) for one, own_read in zip(own, read, strict=True)]
+        pairs.append(BlockPairs.joined(parts))
+    held = own[0].codecs[0].cache.hold(pairs)
+    for at, number in enumerate(sides):
+        reader = LoadedBlocks([pairs[at].side(side) for side in SIDES], held.copied(at))
+        with_them[number] = _with(rows[number], layer, _by(reader))
     return with_them
-
-
-def _codec(span: KVSpan, layer: int) -> Spilled | None:
-    """Return how a layer of a span is spilled; None if it is in memory."""
-    keys = span.segment.layers[layer][0]
-    return keys.codec if isinstance(keys, Coded) and isinstance(keys.codec, Spilled) else None
 
 
 def _read(
@@ -131,6 +138,40 @@ def _read(
     return read
 
 
+def addresses(rows: Sequence[DecodeRow], located: Sequence[Located], layer: int) -> list[Addresses]:
+    """Have all in memory that compiled loops are to read of a layer; return where.
+
+    Args:
+        rows: of which some parts are spilled.
+        located: blocks that some key heads of them read, in any order.
+        layer: number of the layer.
+
+    Returns:
+        Addresses as `ChoiceLoops.attend` takes them. They hold until the next layer asks.
+
+    Raises:
+        SpilledLost: see `BlockReader`.
+    """
+    cache = next(one.codecs[0].cache for row in rows for one in _spilled(row, layer))
+    inside = [one.places >= 0 for one in located]
+    held = cache.hold(
+        [
+            BlockPairs(
+                layer,
+                (np.nonzero(own)[0] + one.first_head).astype(np.int32),
+                one.places[own],
+                one.checksums[own],
+            )
+            for one, own in zip(located, inside, strict=True)
+        ]
+    )
+    where = []
+    for number, own in enumerate(inside):
+        where.append(np.zeros((*own.shape, 2), np.int64))
+        where[-1][own] = held.addresses(number)
+    return where
+
+
 def whole(row: DecodeRow, layer: int) -> DecodeRow:
     """Read all of a row that is in a tier of a layer, in one request; return the row with it.
 
@@ -139,16 +180,19 @@ def whole(row: DecodeRow, layer: int) -> DecodeRow:
     Raises:
         SpilledLost: see `BlockReader`.
     """
-    sides = [
-        (side.codec, side.take(0, -(-span.columns // BLOCK_TOKENS) * BLOCK_TOKENS))
-        for span in row.parts
-        for side in span.segment.layers[layer]
-        if isinstance(side, Coded) and isinstance(side.codec, Spilled)
-    ]
-    if not sides:
+    taken = []
+    for one in _spilled(row, layer):
+        stop = -(-one.span.columns // BLOCK_TOKENS) * BLOCK_TOKENS
+        taken.append(replace(one, keys=one.keys.take(0, stop), values=one.values.take(0, stop)))
+    if not taken:
         return row
-    lists = [codec.all_blocks(side) for codec, side in sides]
-    raw = sides[0][0].reader.fetch(lists, chosen=not row.whole)
+    sides = [pair for one in taken for pair in zip(one.codecs, (one.keys, one.values), strict=True)]
+    if row.whole:
+        raw = sides[0][0].reader.fetch([codec.all_blocks(side) for codec, side in sides])
+    else:
+        pairs = [one.pairs(np.ones(one.keys.parts[0].shape[1:], np.bool_)) for one in taken]
+        held = sides[0][0].cache.hold(pairs)
+        raw = [side for number in range(len(pairs)) for side in held.copied(number)]
     wide = (codec.wide(side, read) for (codec, side), read in zip(sides, raw, strict=True))
     return _with(row, layer, lambda side, codec: next(wide))
 
@@ -181,5 +225,5 @@ def wide_sides(keys: Coded, values: Coded) -> tuple[mx.array, mx.array]:
     if not (isinstance(codecs[0], Spilled) and isinstance(codecs[1], Spilled)):
         return keys.dequantize(), values.dequantize()
     lists = [codecs[0].all_blocks(keys), codecs[1].all_blocks(values)]
-    raw = codecs[0].reader.fetch(lists, chosen=False)
+    raw = codecs[0].reader.fetch(lists)
     return codecs[0].wide(keys, raw[0]), codecs[1].wide(values, raw[1])

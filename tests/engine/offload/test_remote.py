@@ -106,7 +106,7 @@ def test_spilled_blocks_that_the_folder_has_lost_are_read_from_the_other(
             assert ask(core, asked, max_tokens=40) == expected
             for path in files(tmp_path):
                 harm(path)
-            blocks._cache.clear()
+            blocks.forget_cached()
             streamed = blocks.counts.streamed_blocks
         assert ask(core, asked, max_tokens=40) == expected
         assert blocks.counts.streamed_blocks > streamed

@@ -23,7 +23,6 @@ from spilled_engine import (
 from penstock.engine.core import Core
 from penstock.engine.offload.cold_blocks import RECORD_BYTES
 from penstock.engine.schedule.sequence_kv import SequenceKV
-from penstock.kv.codecs import spilled
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import load
 from penstock.prefix.prefixes import InsertResult
@@ -88,8 +87,8 @@ def test_blocks_that_the_tree_refused_are_committed_before_more_is_read(
 def held_bytes(core: Core) -> int:
     """Return the bytes of keys and values in memory, of index and places, and of the cache."""
     by_class, blocks = core.ledger.by_class(), spilling_of(core).blocks
-    cache = blocks._most * spilled.ENTRY_BYTES + blocks._room.nbytes
-    return by_class[Kind.NODES] + by_class[Kind.KEY_INDEX] + cache + RECORD_BYTES * blocks.records
+    records = RECORD_BYTES * blocks.records
+    return by_class[Kind.NODES] + by_class[Kind.KEY_INDEX] + blocks.cache_bytes + records
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """Blocks of keys and values that lie in a cold tier alone: their places, a cache, checked reads.
 
-    fetch ──> in the cache? ──no──> all others in one request: parts of records, in the order of
+    hold ───> in the cache? ──no──> all others in one request: parts of records, in the order of
               their bytes, neighbors together ──> checksums
-          ──> damaged, missing or late: the next tier, or `SpilledLost`
+         ───> damaged, missing or late: the next tier, or `SpilledLost`
+    fetch ──> the same past the cache, for what is read once
 
 A place is the number of a block of `BLOCK_TOKENS` in the records that were spilled.
 """
@@ -10,26 +11,27 @@ A place is the number of a block of `BLOCK_TOKENS` in the records that were spil
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise
-from typing import TypeAlias
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
 
 from penstock.engine.offload.engine_tier import EngineTier
+from penstock.engine.offload.pair_cache import SLOT_BYTES, PairCache
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.stats import SpillCounts
 from penstock.errors import LedgerFull, SpilledLost
 from penstock.kv.codecs.spilled import (
     BLOCK_TOKENS,
-    ENTRY_BYTES,
     PIECE_TOKENS,
+    BlockCache,
     BlockList,
+    BlockPairs,
+    HeldPairs,
     RawBlocks,
 )
 from penstock.kv.tails import LayerShape
@@ -46,16 +48,12 @@ RECORD_BYTES = 400
 STREAMED_COPIES = 6
 """Copies of a piece that is read whole: as read, in order, and as MLX has it; in two lanes."""
 SIDES = ("keys", "values")
-Block: TypeAlias = tuple[int, int, int, int, int]
-"""Layer, side, head, place and checksum."""
-Missing: TypeAlias = dict[Block, list[RawBlocks]]
-"""Rows of bytes that each block is copied to."""
 Wanted: TypeAlias = dict[bytes, list[ArrayPart]]
 Parts: TypeAlias = dict[bytes, list[RawBlocks]]
 
 
-class ColdBlocks:
-    """Reads spilled blocks; a `BlockReader`. Not thread-safe: the engine's thread.
+class ColdBlocks(BlockCache):
+    """Reads spilled blocks. Not thread-safe: the engine's thread.
 
     Args:
         tiers: of the engine.
@@ -83,15 +81,15 @@ class ColdBlocks:
         self.record_blocks = record_tokens // BLOCK_TOKENS
         self._tiers = tiers
         self._shapes = shapes
-        own = [shapes[layer] for layer in layers]
-        sides = sum(2 * shape.kv_heads for shape in own)
-        self._most = cached_tokens // BLOCK_TOKENS * sides
-        largest = max(max(self._block_bytes(n, side) for side in (0, 1)) for n in layers)
-        streamed = STREAMED_COPIES * PIECE_TOKENS * max(shape.nbytes for shape in own)
-        self._fixed_bytes = self._most * (largest + ENTRY_BYTES) + streamed
+        pairs = {n: cached_tokens // BLOCK_TOKENS * shapes[n].kv_heads for n in layers}
+        streamed = STREAMED_COPIES * PIECE_TOKENS * max(shapes[n].nbytes for n in layers)
+        self.cache_bytes = sum(
+            count * (sum(self._sizes(n)) + SLOT_BYTES) for n, count in pairs.items()
+        )
+        """Bytes of the cache."""
+        self._fixed_bytes = self.cache_bytes + streamed
         self._reserved = ledger.reserve(Kind.BUFFERS, self._fixed_bytes)
-        self._cache: OrderedDict[Block, int] = OrderedDict()
-        self._room = np.empty((self._most, largest), np.uint8)
+        self._caches = {n: PairCache(count, sum(self._sizes(n))) for n, count in pairs.items()}
         self._numbers: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         self._next = 0
@@ -108,10 +106,11 @@ class ColdBlocks:
         """Records with a place."""
         return len(self._keys)
 
-    def _block_bytes(self, layer: int, side: int) -> int:
+    def _sizes(self, layer: int) -> tuple[int, int]:
+        """Return the bytes of a block of keys, and of one of values."""
         shape = self._shapes[layer]
-        dim = (shape.key_dim, shape.value_dim)[side]
-        return int(BLOCK_TOKENS * dim * shape.dtype.size)
+        token_bytes = BLOCK_TOKENS * shape.dtype.size
+        return shape.key_dim * token_bytes, shape.value_dim * token_bytes
 
     # ---- places
 
@@ -164,116 +163,102 @@ class ColdBlocks:
 
     # ---- reading
 
-    def fetch(self, wanted: Sequence[BlockList], *, chosen: bool) -> list[RawBlocks]:
-        """Return the bytes of blocks, (blocks, bytes) for each list; see `BlockReader`."""
-        sizes = [self._block_bytes(of.layer, of.side) for of in wanted]
-        raw = [np.empty((len(of.places), n), np.uint8) for of, n in zip(wanted, sizes, strict=True)]
-        if not chosen:  # read once, for a chunk: they would drive out what is chosen
-            self._stream(wanted, raw)
-            return raw
-        missing: Missing = {}
-        for of, rows in zip(wanted, raw, strict=True):
-            for block, row in zip(_listed(of), rows, strict=True):
-                slot = self._cache.get(block)
-                if slot is None:
-                    missing.setdefault(block, []).append(row)
-                else:
-                    self._cache.move_to_end(block)
-                    row[:] = self._room[slot, : len(row)]
-        self._read(dict(missing), self._tiers)
-        self.counts.cached_blocks += sum(map(len, raw)) - len(missing)
-        self.counts.read_blocks += len(missing)
-        for block, (row, *_) in missing.items():
-            self._keep(block, row)
+    def hold(self, wanted: Sequence[BlockPairs]) -> HeldPairs:
+        """Have blocks of one layer in memory; see `BlockCache`."""
+        pairs = BlockPairs.joined(wanted)
+        cache, split = self._caches[pairs.layer], self._sizes(pairs.layer)[0]
+        rows, memory, new = cache.find(pairs.checksums), [cache.room], 0
+        lacking = np.flatnonzero(rows < 0)
+        if len(lacking):
+            records, at = np.divmod(pairs.places[lacking], self.record_blocks)
+            lacking = lacking[np.lexsort((at, pairs.heads[lacking], records))]
+            numbers: dict[tuple[int, ...], int] = {}
+            checksums = map(tuple, pairs.checksums[lacking].tolist())
+            same = [numbers.setdefault(pair, len(numbers)) for pair in checksums]
+            _, firsts = np.unique(same, return_index=True)
+            own, new = pairs.some(lacking[firsts]), len(numbers)
+            slots = cache.make_room(new)
+            raw = self._read([own.side(0), own.side(1)])
+            memory.append(np.concatenate([part[len(slots) :] for part in raw], axis=1))
+            cache.keep(slots, own.checksums[: len(slots)], raw)
+            beside = np.arange(len(cache.room), len(cache.room) + len(memory[1]))
+            rows[lacking] = np.concatenate([slots, beside])[same]
+        self.counts.cached_blocks += 2 * (len(rows) - new)
+        self.counts.read_blocks += 2 * new
+        ends = np.cumsum([len(of.places) for of in wanted])
+        return HeldPairs(memory, np.split(rows, ends[:-1]), split)
+
+    def fetch(self, wanted: Sequence[BlockList]) -> list[RawBlocks]:
+        """Return the bytes of blocks, read past the cache; see `BlockReader`.
+
+        In the cache they would drive out what is chosen.
+        """
+        raw = self._read(wanted)
+        self.counts.streamed_blocks += sum(map(len, raw))
         return raw
 
-    def _stream(self, wanted: Sequence[BlockList], raw: Sequence[RawBlocks]) -> None:
-        """Read blocks past the cache: neighbors in a list are neighbors in a record, most often.
+    def forget_cached(self) -> None:
+        """Empty the cache."""
+        for cache in self._caches.values():
+            cache.clear()
+
+    def _read(self, wanted: Sequence[BlockList]) -> list[RawBlocks]:
+        """Read blocks from the nearest tier that has them unharmed, (blocks, bytes) each.
 
         Raises:
             SpilledLost: no tier has all of them.
         """
-        by_record: dict[bytes, list[_Slice]] = {}
-        for of, rows in zip(wanted, raw, strict=True):
-            for one in self._slices(of, rows):
+        sizes = [self._sizes(of.layer)[of.side] for of in wanted]
+        raw = [np.empty((len(of.places), n), np.uint8) for of, n in zip(wanted, sizes, strict=True)]
+        pairs = zip(wanted, raw, strict=True)
+        missing = [one for of, rows in pairs for one in self._slices(of, rows)]
+        for tier in self._tiers:
+            if not missing:
+                break
+            by_record: dict[bytes, list[_Slice]] = {}
+            for one in missing:
                 by_record.setdefault(one.key, []).append(one)
+            missing = self._read_from(tier, by_record)
+        if missing:
+            lost = {place for one in missing for place in one.places}
+            self.counts.lost_blocks += sum(len(one.raw) for one in missing)
+            raise SpilledLost(tuple(lost))
+        return raw
+
+    def _read_from(self, tier: EngineTier, by_record: dict[bytes, list[_Slice]]) -> list[_Slice]:
+        """Read from a tier what it has unharmed; return the others."""
         for own in by_record.values():
             own.sort(key=lambda one: one.part)
-        self.counts.streamed_blocks += sum(map(len, raw))
         self.counts.requests += 1
-        tier, *others = self._tiers
-        parts = {key: [one.part for one in own] for key, own in by_record.items()}
-        missing: Missing = {}
-        read = self._asked(tier, parts)
+        read = self._asked(tier, {key: [one.part for one in own] for key, own in by_record.items()})
+        missing = []
         for key, own in by_record.items():
-            for one in self._wrong(tier, own, read.get(key)):
-                for block, row in zip(_listed(one.blocks), one.raw, strict=True):
-                    missing.setdefault(block, []).append(row)
-        self._read(missing, others)
-
-    def _wrong(
-        self, tier: EngineTier, slices: list[_Slice], read: Sequence[RawBlocks] | None
-    ) -> list[_Slice]:
-        """Copy a record that a tier has read; return the slices that are not as written."""
-        if read is None:
-            return slices
-        wrong = [one for one, data in zip(slices, read, strict=True) if not one.takes(data)]
-        if wrong:
-            tier.tier.call(partial(_drop_damaged, key=slices[0].key), None)
-        self.counts.read_bytes += sum(one.raw.nbytes for one in slices)
-        return wrong
+            parts = read.get(key)
+            if parts is None:
+                missing += own
+                continue
+            wrong = [one for one, data in zip(own, parts, strict=True) if not one.takes(data)]
+            if wrong:
+                tier.tier.call(partial(_drop_damaged, key=key), None)
+            missing += wrong
+            self.counts.read_bytes += sum(one.part.nbytes for one in own)
+        return missing
 
     def _slices(self, of: BlockList, raw: RawBlocks) -> Iterator[_Slice]:
         """Yield the blocks of a list, those together that lie behind each other in a record."""
         numbers, at = np.divmod(of.places, self.record_blocks)
         starts = of.heads * self.record_blocks + at
         ends = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(starts) != 1)) + 1
+        firsts = np.concatenate([[0], ends])
         name, nbytes = f"{of.layer}.{SIDES[of.side]}", raw.shape[1]
-        for first, last in pairwise([0, *ends.tolist(), len(starts)]):
-            part = ArrayPart(name, int(starts[first]) * nbytes, (last - first) * nbytes)
-            key = self._keys[int(numbers[first])]
-            yield _Slice(key, part, of.part(first, last), raw[first:last])
-
-    def _keep(self, block: Block, raw: RawBlocks) -> None:
-        """Cache a block, in place of the one that was used longest ago."""
-        full = len(self._cache) >= self._most
-        slot = self._cache.popitem(last=False)[1] if full else len(self._cache)
-        self._room[slot, : len(raw)] = raw
-        self._cache[block] = slot
-
-    def _read(self, missing: Missing, tiers: Iterable[EngineTier]) -> None:
-        """Read blocks to where they belong, from the nearest tier that has them unharmed.
-
-        Raises:
-            SpilledLost: no tier has all of them.
-        """
-        for tier in tiers:
-            if not missing:
-                return
-            by_record = {
-                key: list(runs) for key, runs in groupby(self._runs(missing), lambda run: run.key)
-            }
-            wanted = {key: [run.part for run in runs] for key, runs in by_record.items()}
-            self.counts.requests += 1
-            for key, parts in self._asked(tier, wanted).items():
-                if not self._take(missing, by_record[key], parts):
-                    tier.tier.call(partial(_drop_damaged, key=key), None)
-        if missing:
-            self.counts.lost_blocks += len(missing)
-            raise SpilledLost(tuple({block[3] for block in missing}))
-
-    def _take(self, missing: Missing, runs: Sequence[_Run], parts: Sequence[RawBlocks]) -> bool:
-        """Copy blocks that were read and are as they were written; tell whether all of them are."""
-        whole = True
-        for run, data in zip(runs, parts, strict=True):
-            for block, raw in zip(run.blocks, data.reshape(len(run.blocks), -1), strict=True):
-                if xxhash.xxh3_64_intdigest(raw.data) != block[4]:
-                    whole = False
-                    continue
-                for row in missing.pop(block):
-                    row[:] = raw
-                self.counts.read_bytes += raw.nbytes
-        return whole
+        places, checksums = of.places.tolist(), of.checksums.tolist()
+        records = (self._keys[number] for number in numbers[firsts].tolist())
+        begin = starts[firsts].tolist()
+        runs = pairwise([*firsts.tolist(), len(starts)])
+        for (first, last), start, key in zip(runs, begin, records, strict=True):
+            part = ArrayPart(name, start * nbytes, (last - first) * nbytes)
+            own = slice(first, last)
+            yield _Slice(key, part, places[own], checksums[own], raw[own])
 
     def _asked(self, tier: EngineTier, wanted: Wanted) -> Parts:
         """Return the parts that a tier has in time."""
@@ -289,42 +274,6 @@ class ColdBlocks:
             logger.debug("its error", exc_info=error)
             return none
 
-    def _runs(self, missing: Missing) -> Iterator[_Run]:
-        """Yield the parts of records to read, neighbors together, by record and their bytes."""
-        run: list[Block] = []
-        for block in sorted(missing, key=lambda block: (self._keys[self._number(block)], block)):
-            if run and not self._is_next(run[-1], block):
-                yield self._run(run)
-                run = []
-            run.append(block)
-        if run:
-            yield self._run(run)
-
-    def _number(self, block: Block) -> int:
-        return block[3] // self.record_blocks
-
-    def _start(self, block: Block) -> int:
-        """Return the number of a block in its array."""
-        return block[2] * self.record_blocks + block[3] % self.record_blocks
-
-    def _is_next(self, block: Block, following: Block) -> bool:
-        """Tell whether a block lies behind another in the same array of the same record."""
-        same = block[:2] == following[:2] and self._number(block) == self._number(following)
-        return same and self._start(following) == self._start(block) + 1
-
-    def _run(self, blocks: Sequence[Block]) -> _Run:
-        layer, side = blocks[0][:2]
-        nbytes = self._block_bytes(layer, side)
-        name, start = f"{layer}.{SIDES[side]}", self._start(blocks[0])
-        part = ArrayPart(name, start * nbytes, len(blocks) * nbytes)
-        return _Run(self._keys[self._number(blocks[0])], part, tuple(blocks))
-
-
-def _listed(of: BlockList) -> Iterator[Block]:
-    """Yield the blocks of a list."""
-    columns = of.heads.tolist(), of.places.tolist(), of.checksums.tolist()
-    yield from ((of.layer, of.side, *block) for block in zip(*columns, strict=True))
-
 
 def _held(store: Store, keys: Sequence[bytes]) -> list[bytes]:
     return [key for key in keys if store.holds(key)]
@@ -334,27 +283,17 @@ def _drop_damaged(store: Store, key: bytes) -> None:
     store.drop_damaged(key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
+class _Slice(NamedTuple):
     """Consecutive blocks of a list that are consecutive in an array of a record, too."""
 
     key: bytes
     part: ArrayPart
-    blocks: BlockList
+    places: list[int]
+    checksums: list[int]
     raw: RawBlocks
     """Rows that the bytes are copied to, (blocks, bytes)."""
 
     def takes(self, data: RawBlocks) -> bool:
         """Copy bytes that were read to where they belong; tell whether they are as written."""
-        np.copyto(self.raw.reshape(-1), data)
-        checksums = [xxhash.xxh3_64_intdigest(block.data) for block in self.raw]
-        return bool(checksums == self.blocks.checksums.tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Consecutive blocks of one array of a record."""
-
-    key: bytes
-    part: ArrayPart
-    blocks: tuple[Block, ...]
+        self.raw.reshape(-1)[:] = data
+        return [xxhash.xxh3_64_intdigest(block.data) for block in self.raw] == self.checksums

@@ -6,9 +6,10 @@ computed, to the bit: a reader fetches the blocks, and compares each with its ch
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeGuard
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +21,7 @@ from penstock.kv.codecs.coded import Codec, Coded
 BLOCK_TOKENS = 16
 """Tokens that are read, and checked, together: those that are chosen together."""
 ENTRY_BYTES = 300
-"""Python overhead of one block that is asked for, or that a cache holds."""
+"""Python overhead of one block that is asked for."""
 PIECE_TOKENS = 640
 """Most tokens of a side that are read together where all of them are."""
 Numbers = NDArray[np.int32]
@@ -53,18 +54,97 @@ class BlockList:
         )
 
 
-class BlockReader(Protocol):
-    """Fetches blocks, wherever they lie."""
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockPairs:
+    """Blocks of keys, and of values of the same tokens, of one layer, in any order."""
 
-    def fetch(self, wanted: Sequence[BlockList], *, chosen: bool) -> list[RawBlocks]:
+    layer: int
+    heads: Numbers
+    """See `BlockList`, (pairs,)."""
+    places: Numbers
+    """See `BlockList`, (pairs,)."""
+    checksums: Checksums
+    """Checksums of each pair's keys and values, (pairs, 2)."""
+
+    @classmethod
+    def of(cls, keys: BlockList, values: BlockList) -> BlockPairs:
+        """Return blocks of both sides in pairs; they have the same heads and places."""
+        checksums = np.stack([keys.checksums, values.checksums], axis=1)
+        return cls(keys.layer, keys.heads, keys.places, checksums)
+
+    @classmethod
+    def joined(cls, parts: Sequence[BlockPairs]) -> BlockPairs:
+        """Return the pairs of all parts, which are of one layer, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        heads, places = (
+            np.concatenate([getattr(p, n) for p in parts]) for n in ("heads", "places")
+        )
+        return cls(parts[0].layer, heads, places, np.concatenate([p.checksums for p in parts]))
+
+    def some(self, numbers: NDArray[np.int64]) -> BlockPairs:
+        """Return the pairs with these numbers."""
+        heads, places = self.heads[numbers], self.places[numbers]
+        return BlockPairs(self.layer, heads, places, self.checksums[numbers])
+
+    def side(self, side: int) -> BlockList:
+        """Return the blocks of keys, 0, or of values, 1."""
+        return BlockList(self.layer, side, self.heads, self.places, self.checksums[:, side])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldPairs:
+    """Where pairs of blocks lie in memory. They lie there until the next ones are asked for."""
+
+    memory: Sequence[RawBlocks]
+    """Rows of bytes, each the keys and then the values of a pair, (rows, bytes)."""
+    rows: Sequence[NDArray[np.int64]]
+    """Row of each pair, list by list; counted through all of the memory, (pairs,) each."""
+    key_bytes: int
+
+    def addresses(self, number: int) -> NDArray[np.int64]:
+        """Return the addresses of keys and values of a list's pairs, (pairs, 2)."""
+        rows, first = self.rows[number], 0
+        keys = np.empty(len(rows), np.int64)
+        for part in self.memory:
+            inside = (rows >= first) & (rows < first + len(part))
+            start = part.__array_interface__["data"][0] - first * part.strides[0]
+            keys[inside] = start + rows[inside] * part.strides[0]
+            first += len(part)
+        return np.stack([keys, keys + self.key_bytes], axis=1)
+
+    def copied(self, number: int) -> tuple[RawBlocks, RawBlocks]:
+        """Return copies of the bytes of a list's keys and values, (pairs, bytes) each."""
+        rows, first = self.rows[number], 0
+        copies = np.empty((len(rows), self.memory[0].shape[1]), np.uint8)
+        for part in self.memory:
+            inside = (rows >= first) & (rows < first + len(part))
+            copies[inside] = part[rows[inside] - first]
+            first += len(part)
+        return copies[:, : self.key_bytes], copies[:, self.key_bytes :]
+
+
+class BlockReader(ABC):
+    """Reads blocks, wherever they lie."""
+
+    @abstractmethod
+    def fetch(self, wanted: Sequence[BlockList]) -> list[RawBlocks]:
         """Return the bytes of blocks, (blocks, bytes) for each list, in one request.
-
-        Args:
-            wanted: the blocks; some may be in several lists.
-            chosen: whether the next step may want them again.
 
         Raises:
             SpilledLost: not all of them can be had, unharmed and in time.
+        """
+
+
+class BlockCache(BlockReader):
+    """Reads blocks, and keeps those in memory that the next step may want again."""
+
+    @abstractmethod
+    def hold(self, wanted: Sequence[BlockPairs]) -> HeldPairs:
+        """Have blocks of one layer in memory, those of all lists together, in one request.
+
+        Raises:
+            SpilledLost: see `fetch`.
         """
 
 
@@ -117,6 +197,12 @@ class Spilled(Codec):
         mx.eval(parts)
         return Coded(self, parts, dim)
 
+    @property
+    def cache(self) -> BlockCache:
+        """The reader, which keeps what is read, as that of all segments of a tree does."""
+        assert isinstance(self.reader, BlockCache)
+        return self.reader
+
     def blocks(self, coded: Coded, heads: Numbers, columns: Numbers) -> BlockList:
         """List blocks of a side by their heads and columns, (blocks,) each."""
         checksums, places = (np.asarray(part)[0, heads, columns] for part in coded.parts)
@@ -135,7 +221,7 @@ class Spilled(Codec):
 
     def dequantize(self, coded: Coded) -> mx.array:
         """Return the keys or values as they were computed, (1, heads, tokens, dim)."""
-        (raw,) = self.reader.fetch([self.all_blocks(coded)], chosen=False)
+        (raw,) = self.reader.fetch([self.all_blocks(coded)])
         return self.wide(coded, raw)
 
     def score(self, queries: mx.array, coded: Coded) -> mx.array:
@@ -143,3 +229,8 @@ class Spilled(Codec):
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         return weights @ coded.dequantize().squeeze(0).astype(mx.float32)
+
+
+def is_spilled(side: object) -> TypeGuard[Coded]:
+    """Tell whether keys or values lie in a tier."""
+    return isinstance(side, Coded) and isinstance(side.codec, Spilled)

@@ -1,0 +1,102 @@
+"""Cache of the spilled blocks of one layer that were read last: keys and values in pairs.
+
+A pair is known by its checksums alone, whatever sequence, head or place it is of. All memory is
+set aside at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kv.codecs.spilled import Checksums, RawBlocks
+
+Slots: TypeAlias = NDArray[np.int64]
+SLOT_BYTES = 64
+"""Bytes of a pair beside its keys and values: checksums, request, name, and order of the names."""
+MIXER = np.uint64(0x9E3779B97F4A7C15)
+"""Odd factor of the second checksum in a name."""
+FREE = -1
+
+
+class PairCache:
+    """Keeps the pairs of one layer. Not thread-safe.
+
+    Args:
+        count: pairs that there is room for.
+        nbytes: of one pair.
+    """
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.room = np.empty((count, nbytes), np.uint8)
+        self._checksums = np.zeros((count, 2), np.uint64)
+        self._requests = np.full(count, FREE, np.int64)
+        """Number of the last request for each pair."""
+        self._request = 0
+        self._order = np.arange(count)
+        self._names = np.zeros(count, np.uint64)
+        """In order."""
+
+    def __len__(self) -> int:
+        """Pairs that are held."""
+        return len(self.held_checksums())
+
+    def held_checksums(self) -> Checksums:
+        """Return the checksums of the pairs that are held, (pairs, 2)."""
+        held: Checksums = self._checksums[self._requests != FREE]
+        return held
+
+    def find(self, checksums: Checksums) -> Slots:
+        """Begin a request: return the slot of each pair, -1 for those that are not held.
+
+        Args:
+            checksums: of keys and values, (pairs, 2).
+        """
+        self._request += 1
+        at = np.searchsorted(self._names, _names(checksums))
+        slots = self._order[np.minimum(at, len(self._order) - 1)]
+        equal = (self._checksums[slots] == checksums).all(axis=1)
+        held = equal & (self._requests[slots] != FREE)
+        self._requests[slots[held]] = self._request
+        return np.where(held, slots, -1)
+
+    def make_room(self, count: int) -> Slots:
+        """Forget the pairs asked for longest ago; return the slots of up to `count`, free now.
+
+        Those of this request stay.
+        """
+        oldest = np.argsort(self._requests, kind="stable")[:count]
+        slots = oldest[self._requests[oldest] < self._request]
+        self._requests[slots] = FREE
+        return slots
+
+    def keep(self, slots: Slots, checksums: Checksums, raw: Sequence[RawBlocks]) -> None:
+        """Copy pairs to free slots.
+
+        Args:
+            slots: as `make_room` has returned them.
+            checksums: of the pairs, (slots, 2).
+            raw: their keys and their values, and perhaps those of more pairs, (pairs, bytes) each.
+        """
+        start = 0
+        for side in raw:
+            self.room[slots, start : start + side.shape[1]] = side[: len(slots)]
+            start += side.shape[1]
+        self._checksums[slots] = checksums
+        self._requests[slots] = self._request
+        names = _names(self._checksums)
+        self._order = np.argsort(names, kind="stable")
+        self._names = names[self._order]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._requests[:] = FREE
+
+
+def _names(checksums: Checksums) -> NDArray[np.uint64]:
+    """Return a number for each pair; two that have one are told apart by their checksums."""
+    names: NDArray[np.uint64] = checksums[:, 0] + MIXER * checksums[:, 1]
+    return names
