@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 from rounding import product_error
@@ -9,9 +11,10 @@ from rounding import product_error
 from penstock.kv import streamed_reads
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan
-from penstock.kv.backend import current
+from penstock.kv.backend import CPUBackend, current
 from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.key_index import KeyIndex
+from penstock.kv.piece_reads import CPUPieceReads, PieceReads
 from penstock.kv.reads import DecodeStep, MaskRequest
 from penstock.kv.segment import Segment
 from penstock.kv.selection import Selection
@@ -54,6 +57,17 @@ def test_the_result_is_that_of_joined_columns(
     assert mx.array_equal(attended(10_000, sinks), joined), "few columns are joined"
 
 
+def doubling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Double all values that are read in pieces."""
+    kind = CPUPieceReads if isinstance(current(), CPUBackend) else PieceReads
+    real = kind.read
+
+    def read(self: PieceReads, keys: Any, values: Any, *more: Any) -> None:
+        real(self, keys, [2 * side for side in values], *more)
+
+    monkeypatch.setattr(kind, "read", read)
+
+
 def decoded(
     most_joined: int | None, count: int, tail: int, sinks: mx.array | None = None
 ) -> mx.array:
@@ -88,19 +102,12 @@ def test_a_row_that_reads_all_reads_as_pieces_what_it_would_read_at_once(
     most = product_error(mx.ones((1, tokens)), mx.ones((tokens, 1)))
     assert float(mx.abs(decoded(32, count, tail, sinks) - whole).max()) <= most
     assert mx.array_equal(decoded(10_000, count, tail, sinks), whole), "few are read at once"
-    read = streamed_reads._Queries.read
-    monkeypatch.setattr(
-        streamed_reads._Queries, "read", lambda self, k, v, own=None: read(self, k, v * 2, own)
-    )
+    doubling(monkeypatch)
     assert float(mx.abs(decoded(32, count, tail, sinks) - whole).max()) > 0.1, "negative control"
 
 
 def test_it_is_the_pieces_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_reads, "STREAMED_TOKENS", 32)
-    joined, read = attended(None), streamed_reads._Queries.read
-    monkeypatch.setattr(
-        streamed_reads._Queries,
-        "read",
-        lambda self, keys, values, own=None: read(self, keys, values * 2, own),
-    )
+    joined = attended(None)
+    doubling(monkeypatch)
     assert float(mx.abs(attended(32) - 2 * joined).max()) < 1e-4

@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.kv import attention, wide_codes
 from penstock.kv.attention import AttentionWindow, KVData, Partial
+from penstock.kv.piece_reads import PieceReads
 from penstock.kv.sign_products import Floats
 
 _Task = TypeVar("_Task")
@@ -127,18 +128,13 @@ class Backend(ABC):
             (1, heads, n, value_dim).
         """
 
-    def attend_piece(
-        self, stacked: mx.array, keys: mx.array, values: mx.array, seen: mx.array | None
-    ) -> Partial:
-        """Let queries of a chunk read a piece of its own columns or of the ones in front of it.
+    def piece_reads(self, stacked: Sequence[mx.array]) -> AbstractContextManager[PieceReads]:
+        """Let groups of queries read pieces of keys and values in this context.
 
         Args:
-            stacked: as `attention.grouped` has them, in base 2, (kv_heads, rows, d).
-            keys: (kv_heads, columns, d).
-            values: (kv_heads, columns, value_dim).
-            seen: (rows, columns), which columns are seen; None is all.
+            stacked: see `PieceReads`.
         """
-        return attention.attend(stacked, [keys], [values], seen, None, self)
+        return nullcontext(PieceReads(self, stacked))
 
     def attend_decode(
         self,
@@ -280,8 +276,21 @@ class Backend(ABC):
         """
         return rows > 1
 
-    def divide(self, function: Callable[[_Task], _Result], tasks: Sequence[_Task]) -> list[_Result]:
-        """Call a function for each of some tasks, on as many threads as there are lanes."""
+    def divide(
+        self,
+        function: Callable[[_Task], _Result],
+        tasks: Sequence[_Task],
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[_Result]:
+        """Call a function for each of some tasks, on as many threads as there are lanes.
+
+        Args:
+            function: may run in another thread, and must not use MLX then.
+            tasks: what it is called with.
+            meanwhile: called once in this thread, while others begin.
+        """
+        if meanwhile is not None:
+            meanwhile()
         return [function(task) for task in tasks]
 
     def computes_ahead(self, rows: int, width: int, tokens: int) -> bool:

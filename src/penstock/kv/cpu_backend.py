@@ -6,7 +6,8 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from penstock.kv import attention, cpu_rows, sign_products, wide_codes
 from penstock.kv.attention import LOG2_E, MASKED, AttentionWindow, KVData, Partial
 from penstock.kv.backend_base import Backend, RowsRead, RowTails
 from penstock.kv.cpu_softmax import weigh_in_place
+from penstock.kv.piece_reads import CPUPieceReads, PieceReads
 from penstock.kv.sign_products import Floats
 
 _Task = TypeVar("_Task")
@@ -182,15 +184,12 @@ class CPUBackend(Backend):
         )
         return Partial(top, total, flat.reshape(*top.shape[:-1], values.shape[-1]))
 
-    def attend_piece(
-        self, stacked: mx.array, keys: mx.array, values: mx.array, seen: mx.array | None
-    ) -> Partial:
-        """See `Backend`: computed at once, with the weights in the scores' place."""
-        scores = attention.score(stacked, [keys], self)
-        if seen is not None:
-            scores = mx.where(seen, scores, MASKED)
-        top, weights, total = weigh_in_place(scores, causal=False)
-        return Partial(top, total, attention.mix(weights, total, [values]))
+    @contextmanager
+    def piece_reads(self, stacked: Sequence[mx.array]) -> Iterator[PieceReads]:
+        """See `Backend`: in lanes, unless BLAS keeps more cores busy."""
+        divided = _cores() <= self.lanes
+        with self.one_thread_of_blas() if divided else nullcontext():
+            yield CPUPieceReads(self, stacked, divided=divided)
 
     def attend_decode(
         self,
@@ -399,13 +398,31 @@ class CPUBackend(Backend):
         """
         return rows > 1 or (self.lanes > 1 and (width >= WIDE_ROW or tokens >= LONG_ROW))
 
-    def divide(self, function: Callable[[_Task], _Result], tasks: Sequence[_Task]) -> list[_Result]:
-        """See `Backend`: the second thread takes the second half."""
-        other, half = self._second_thread(), -(-len(tasks) // 2)
-        if other is None or len(tasks) < 2:
-            return Backend.divide(self, function, tasks)
-        later = other.submit(Backend.divide, self, function, tasks[half:])
-        return [*Backend.divide(self, function, tasks[:half]), *later.result()]
+    def divide(
+        self,
+        function: Callable[[_Task], _Result],
+        tasks: Sequence[_Task],
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[_Result]:
+        """See `Backend`: a second thread and this one take one task after the other."""
+        other = self._second_thread()
+        if other is None or len(tasks) < (2 if meanwhile is None else 1):
+            return Backend.divide(self, function, tasks, meanwhile)
+        left, results = iter(list(enumerate(tasks))), dict[int, _Result]()
+
+        def work() -> None:
+            while (own := next(left, None)) is not None:
+                results[own[0]] = function(own[1])
+
+        later = other.submit(work)
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            work()
+        finally:
+            wait([later])
+        later.result()
+        return [results[number] for number in range(len(tasks))]
 
     def computes_ahead(self, rows: int, width: int, tokens: int) -> bool:
         """See `Backend`: one row, which would wait for Python in a third of its step.

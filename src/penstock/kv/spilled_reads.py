@@ -27,6 +27,7 @@ from penstock.kv.codecs.spilled import (
     Spilled,
 )
 from penstock.kv.columns import Side
+from penstock.kv.joined_reads import SideData
 from penstock.kv.selection import FIRST_TOKENS, Numbers, Selection
 
 SIDES = (0, 1)
@@ -219,11 +220,33 @@ def _by(reader: LoadedBlocks) -> Callable[[Coded, Spilled], Side]:
     return lambda side, codec: replace(side, codec=replace(codec, reader=reader))
 
 
-def wide_sides(keys: Coded, values: Coded) -> tuple[mx.array, mx.array]:
-    """Dequantize keys and values of the same tokens; spilled ones are read in one request."""
-    codecs = keys.codec, values.codec
-    if not (isinstance(codecs[0], Spilled) and isinstance(codecs[1], Spilled)):
-        return keys.dequantize(), values.dequantize()
-    lists = [codecs[0].all_blocks(keys), codecs[1].all_blocks(values)]
-    raw = codecs[0].reader.fetch(lists)
-    return codecs[0].wide(keys, raw[0]), codecs[1].wide(values, raw[1])
+def wide_sides(
+    keys: Sequence[SideData], values: Sequence[SideData]
+) -> tuple[list[mx.array], list[mx.array]]:
+    """Return consecutive keys and values as numbers; spilled ones are read in one request.
+
+    Args:
+        keys: (kv_heads, tokens, dim) each, or coded.
+        values: of these keys.
+    """
+    sides = [*keys, *values]
+    spilled = [
+        (side.codec, side)
+        for side in sides
+        if isinstance(side, Coded) and isinstance(side.codec, Spilled)
+    ]
+    read: Iterator[mx.array] = iter(())
+    if spilled:
+        mx.eval([side.parts for _, side in spilled])
+        raw = spilled[0][0].reader.fetch([codec.all_blocks(side) for codec, side in spilled])
+        pairs = zip(spilled, raw, strict=True)
+        read = iter([codec.wide(side, own) for (codec, side), own in pairs])
+
+    def wide(side: SideData) -> mx.array:
+        if not isinstance(side, Coded):
+            return side
+        held = next(read) if isinstance(side.codec, Spilled) else side.dequantize()
+        return held.squeeze(0)
+
+    arrays = [wide(side) for side in sides]
+    return arrays[: len(keys)], arrays[len(keys) :]

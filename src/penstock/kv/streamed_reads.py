@@ -6,20 +6,23 @@ softmax. So only one piece of the keys and values in a cold tier is in memory at
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TypeAlias
 
 import mlx.core as mx
+import numpy as np
 
 from penstock.kv import attention, backend
 from penstock.kv.attention import Partial
 from penstock.kv.attention_plan import KVSpan
-from penstock.kv.codecs.coded import Coded
-from penstock.kv.joined_reads import SideData, read_sides
+from penstock.kv.joined_reads import read_sides
+from penstock.kv.selection import pieces as ranges_of
 from penstock.kv.spilled_reads import wide_sides
 
-STREAMED_TOKENS = 512
-"""Tokens of a piece."""
+STREAMED_TOKENS = 640
+"""Tokens of a piece: those of two records of a tier, which begin where it does."""
 Sides: TypeAlias = tuple[mx.array, mx.array]
 """Keys and values of a piece, (kv_heads, tokens, dim)."""
 
@@ -42,80 +45,46 @@ def attend_streamed(
     """
     heads, n = queries.shape[1:3]
     kv_heads, tokens = own[0].shape[1:3]
+    device = backend.current()
     # As many queries as have the scores that any chunk computes at a time.
-    step = max(1, backend.current().scores_at_once // (heads * STREAMED_TOKENS))
-    slices = [
-        _Queries(queries[:, :, at : at + step], tokens - n + at, kv_heads)
-        for at in range(0, n, step)
-    ]
-    for keys, values in _pieces(parts, layer):
-        for part in slices:
-            part.read(keys, values)
-    for at in range(0, tokens, STREAMED_TOKENS):
-        keys, values = (side.squeeze(0)[:, at : at + STREAMED_TOKENS] for side in own)
-        for part in slices:
-            part.read(keys, values, at)
+    step = max(1, device.scores_at_once // (heads * STREAMED_TOKENS))
+    count = -(-n // step)
+    step = -(-n // (count + count % 2)) if count > 1 else n  # an even number, for two lanes
+    groups = [slice(at, min(at + step, n)) for at in range(0, n, step)]
+    stacked = [attention.grouped(queries[:, :, group], kv_heads) for group in groups]
     sunk = None if sinks is None else sinks.reshape(kv_heads, -1, 1, 1)
-    return mx.concatenate([part.result(sunk) for part in slices], axis=2)
+    with device.piece_reads(stacked) as reads:
+        every, pieces = dict.fromkeys(range(len(groups))), _pieces(parts, layer)
+        queue = deque([next(pieces)])
+        while queue:
+            piece = queue.popleft()
+            reads.read(*piece, every, lambda: queue.extend(islice(pieces, 1)))
+        for at in range(0, tokens, STREAMED_TOKENS):
+            keys, values = (side.squeeze(0)[:, at : at + STREAMED_TOKENS] for side in own)
+            seen = {}
+            for number, group in enumerate(groups):
+                positions = np.arange(group.start, group.stop) + tokens - n
+                if at <= positions[-1]:
+                    columns = np.arange(at, at + keys.shape[1])
+                    seen[number] = np.tile(columns <= positions[:, None], (heads // kv_heads, 1))
+            reads.read([keys], [values], seen)
+        results = [
+            _merged(reads.result(number), heads // kv_heads, sunk) for number in range(len(groups))
+        ]
+    return mx.concatenate(results, axis=2)
 
 
-class _Queries:
-    """Some consecutive queries, and their results so far.
-
-    Args:
-        queries: in base 2, (1, heads, n, dim).
-        at: number of the first of them among the own tokens.
-        kv_heads: of the layer.
-    """
-
-    def __init__(self, queries: mx.array, at: int, kv_heads: int) -> None:
-        self._at = at
-        _, self._heads, self._count, _ = queries.shape
-        self._groups = self._heads // kv_heads
-        self._stacked = attention.grouped(queries, kv_heads)
-        self._read: Partial | None = None
-
-    def read(self, keys: mx.array, values: mx.array, own: int | None = None) -> None:
-        """Read a piece; computed at once.
-
-        Args:
-            keys: (kv_heads, tokens, dim).
-            values: of these keys.
-            own: number of the piece's first token among the own ones, where it is of these.
-        """
-        seen = None
-        if own is not None:
-            if own >= self._at + self._count:
-                return
-            rows = mx.arange(self._at, self._at + self._count)[:, None]
-            seen = mx.arange(own, own + keys.shape[1]) <= rows
-            seen = mx.tile(seen, (self._groups, 1))
-        part = backend.current().attend_piece(self._stacked, keys, values, seen)
-        self._read = part if self._read is None else attention.together(self._read, part)
-        mx.eval(self._read.top, self._read.total, self._read.mixed)
-
-    def result(self, sunk: mx.array | None) -> mx.array:
-        """Return the attention's result, (1, heads, n, value_dim), float32."""
-        read = self._read
-        assert read is not None
-        shape = (-1, self._groups, self._count)
-        split = Partial(
-            *(x.reshape(*shape, x.shape[-1]) for x in (read.top, read.total, read.mixed))
-        )
-        return attention.merged([split], sunk).reshape(1, self._heads, self._count, -1)
+def _merged(read: Partial, heads_each: int, sunk: mx.array | None) -> mx.array:
+    """Return the attention of a group, (1, heads, n, value_dim), float32."""
+    parts = (read.top, read.total, read.mixed)
+    kv_heads, rows = read.top.shape[:2]
+    shape = kv_heads, heads_each, rows // heads_each
+    split = Partial(*(part.reshape(*shape, part.shape[-1]) for part in parts))
+    return attention.merged([split], sunk).reshape(1, kv_heads * heads_each, shape[2], -1)
 
 
-def _pieces(parts: Sequence[KVSpan], layer: int) -> Iterator[Sides]:
+def _pieces(parts: Sequence[KVSpan], layer: int) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
     """Yield keys and values of the parts, so many tokens at a time."""
-    for part in parts:
-        for start in range(0, part.columns, STREAMED_TOKENS):
-            stop = min(start + STREAMED_TOKENS, part.columns)
-            (keys,), (values,) = read_sides([(part.segment, start, stop)], layer)
-            if isinstance(keys, Coded) and isinstance(values, Coded):
-                keys, values = (side.squeeze(0) for side in wide_sides(keys, values))
-            yield _as_array(keys), _as_array(values)
-
-
-def _as_array(side: SideData) -> mx.array:
-    """Return keys or values as an array."""
-    return side.dequantize().squeeze(0) if isinstance(side, Coded) else side
+    for start in range(parts[0].start, parts[-1].end, STREAMED_TOKENS):
+        ranges = ranges_of(parts, start, start + STREAMED_TOKENS)
+        yield wide_sides(*read_sides(ranges, layer))

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from penstock.engine.offload.engine_tier import EngineTier
 from penstock.engine.offload.pair_cache import SLOT_BYTES, PairCache
@@ -208,10 +209,18 @@ class ColdBlocks(BlockCache):
         Raises:
             SpilledLost: no tier has all of them.
         """
-        sizes = [self._sizes(of.layer)[of.side] for of in wanted]
-        raw = [np.empty((len(of.places), n), np.uint8) for of, n in zip(wanted, sizes, strict=True)]
-        pairs = zip(wanted, raw, strict=True)
-        missing = [one for of, rows in pairs for one in self._slices(of, rows)]
+        raw: dict[int, RawBlocks] = {}
+        missing: list[_Slice] = []
+        ends = dict.fromkeys((of.side for of in wanted), 0)
+        places = []
+        for side in ends:  # all lists of a side together: what they want may be neighbors
+            own = BlockList.joined([of for of in wanted if of.side == side])
+            raw[side] = np.empty((len(own.places), self._sizes(own.layer)[side]), np.uint8)
+            missing += self._slices(own, raw[side])
+        for of in wanted:
+            start = ends[of.side]
+            ends[of.side] += len(of.places)
+            places.append((of.side, slice(start, ends[of.side])))
         for tier in self._tiers:
             if not missing:
                 break
@@ -221,9 +230,9 @@ class ColdBlocks(BlockCache):
             missing = self._read_from(tier, by_record)
         if missing:
             lost = {place for one in missing for place in one.places}
-            self.counts.lost_blocks += sum(len(one.raw) for one in missing)
+            self.counts.lost_blocks += sum(len(one.rows) for one in missing)
             raise SpilledLost(tuple(lost))
-        return raw
+        return [raw[side][own] for side, own in places]
 
     def _read_from(self, tier: EngineTier, by_record: dict[bytes, list[_Slice]]) -> list[_Slice]:
         """Read from a tier what it has unharmed; return the others."""
@@ -248,17 +257,19 @@ class ColdBlocks(BlockCache):
         """Yield the blocks of a list, those together that lie behind each other in a record."""
         numbers, at = np.divmod(of.places, self.record_blocks)
         starts = of.heads * self.record_blocks + at
+        order = np.lexsort((starts, numbers))
+        numbers, starts = numbers[order], starts[order]
         ends = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(starts) != 1)) + 1
         firsts = np.concatenate([[0], ends])
         name, nbytes = f"{of.layer}.{SIDES[of.side]}", raw.shape[1]
-        places, checksums = of.places.tolist(), of.checksums.tolist()
+        places, checksums = of.places[order].tolist(), of.checksums[order].tolist()
         records = (self._keys[number] for number in numbers[firsts].tolist())
         begin = starts[firsts].tolist()
         runs = pairwise([*firsts.tolist(), len(starts)])
         for (first, last), start, key in zip(runs, begin, records, strict=True):
             part = ArrayPart(name, start * nbytes, (last - first) * nbytes)
             own = slice(first, last)
-            yield _Slice(key, part, places[own], checksums[own], raw[own])
+            yield _Slice(key, part, places[own], checksums[own], raw, order[own])
 
     def _asked(self, tier: EngineTier, wanted: Wanted) -> Parts:
         """Return the parts that a tier has in time."""
@@ -291,9 +302,13 @@ class _Slice(NamedTuple):
     places: list[int]
     checksums: list[int]
     raw: RawBlocks
-    """Rows that the bytes are copied to, (blocks, bytes)."""
+    """Where the bytes are copied to, (blocks of the list, bytes)."""
+    rows: NDArray[np.int64]
 
     def takes(self, data: RawBlocks) -> bool:
-        """Copy bytes that were read to where they belong; tell whether they are as written."""
-        self.raw.reshape(-1)[:] = data
-        return [xxhash.xxh3_64_intdigest(block.data) for block in self.raw] == self.checksums
+        """Copy bytes that were read to where they belong, if they are as written; else False."""
+        blocks = data.reshape(len(self.rows), -1)
+        if [xxhash.xxh3_64_intdigest(block.data) for block in blocks] != self.checksums:
+            return False
+        self.raw[self.rows] = blocks
+        return True

@@ -43,15 +43,14 @@ class BlockList:
     checksums: Checksums
     """Checksum of each block's bytes, (blocks,)."""
 
-    def part(self, start: int, stop: int) -> BlockList:
-        """Return the blocks start..stop-1."""
-        own = slice(start, stop)
-        return replace(
-            self,
-            heads=self.heads[own],
-            places=self.places[own],
-            checksums=self.checksums[own],
-        )
+    @classmethod
+    def joined(cls, lists: Sequence[BlockList]) -> BlockList:
+        """Return the blocks of all lists, which are of one side, in order."""
+        if len(lists) == 1:
+            return lists[0]
+        columns = ("heads", "places", "checksums")
+        joined = (np.concatenate([getattr(of, name) for of in lists]) for name in columns)
+        return cls(lists[0].layer, lists[0].side, *joined)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
