@@ -316,7 +316,7 @@ def test_the_error_of_a_damaged_record_keeps_nothing_that_was_read_into(tmp_path
             store._read_into(record.key, {})
         assert caught.value.__context__ is not None
         asked.set_exception(caught.value)
-        assert not store._is_whole(record.key, asked)
+        assert not store.is_whole(record.key, asked)
         assert caught.value.__traceback__ is caught.value.__context__ is None
 
 

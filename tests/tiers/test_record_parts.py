@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,24 +16,46 @@ from test_disk_store import chain
 from test_remote_store import opened
 
 from penstock.tiers.disk import SSDStore
-from penstock.tiers.disk.block_files import block_file
 from penstock.tiers.disk.block_files import opened as opened_file
-from penstock.tiers.record import Damaged, FileSource, array_offsets, encode
+from penstock.tiers.record import Damaged, FileSource, Record, array_offsets, encode
 from penstock.tiers.record_parts import ArrayPart
 from penstock.tiers.store import Store
+from penstock.tiers.worker import ColdTier
+
+SOON = 10.0
 
 
 @pytest.fixture(params=["disk", "remote"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "disk":
-        return SSDStore(tmp_path, 10**9, fingerprint="a model", floor_bytes=0)
-    return opened(InMemory())
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ColdTier]:
+    def make() -> Store:
+        if request.param == "disk":
+            return SSDStore(tmp_path, 10**9, fingerprint="a model", floor_bytes=0)
+        return opened(InMemory())
+
+    opened_tier = ColdTier(make)
+    yield opened_tier
+    opened_tier.close()
 
 
-def test_parts_are_the_bytes_that_were_written(store: Store) -> None:
-    records = chain(3)
+def write(tier: ColdTier, *records: Record) -> None:
     for record in records:
-        store.write(record)
+        tier.call(lambda store, record=record: store.write(record), None).result(SOON)
+
+
+def read(tier: ColdTier, wanted: dict[bytes, list[ArrayPart]]) -> dict[bytes, list[Any]]:
+    """Return the parts of records, once those that are not whole are noted."""
+    parts = tier.read_parts(wanted).result(SOON)
+    assert tier.flush(SOON)
+    return parts
+
+
+def holds(tier: ColdTier, key: bytes) -> bool:
+    return tier.call(lambda store: store.holds(key), False).result(SOON)
+
+
+def test_parts_are_the_bytes_that_were_written(tier: ColdTier) -> None:
+    records = chain(3)
+    write(tier, *records)
     wanted = {
         record.key: [
             ArrayPart(name, start, nbytes)
@@ -38,44 +64,71 @@ def test_parts_are_the_bytes_that_were_written(store: Store) -> None:
         ]
         for record in records
     }
-    read = store.read_parts({**wanted, b"unknown".ljust(32): [ArrayPart("0.keys", 0, 4)]})
-    assert set(read) == set(wanted), "a record that is not there is a miss"
-    assert store.counts.missing_blocks == 1
+    parts = read(tier, {**wanted, b"unknown".ljust(32): [ArrayPart("0.keys", 0, 4)]})
+    assert set(parts) == set(wanted), "a record that is not there is a miss"
+    assert tier.stats().counts.missing_blocks == 1
     for record in records:
-        for part, data in zip(wanted[record.key], read[record.key], strict=True):
+        for part, data in zip(wanted[record.key], parts[record.key], strict=True):
             held = record.arrays[part.name].data[part.start : part.start + part.nbytes]
             assert np.array_equal(data, held)
 
 
-def test_a_part_that_no_record_has_is_damage(store: Store) -> None:
+def test_a_part_that_no_record_has_is_damage(tier: ColdTier) -> None:
     (record,) = chain(1)
-    store.write(record)
-    assert store.holds(record.key)
-    assert store.read_parts({record.key: [ArrayPart("99.keys", 0, 4)]}) == {}
-    assert store.counts.damaged_blocks == 1
-    assert not store.holds(record.key), "it is removed, to be written anew"
+    write(tier, record)
+    assert holds(tier, record.key)
+    assert read(tier, {record.key: [ArrayPart("99.keys", 0, 4)]}) == {}
+    assert tier.stats().counts.damaged_blocks == 1
+    assert not holds(tier, record.key), "it is removed, to be written anew"
 
 
-def test_a_file_that_was_cut_short_is_damage(tmp_path: Path) -> None:
-    store = SSDStore(tmp_path, 10**9, fingerprint="a model", floor_bytes=0)
+@pytest.mark.parametrize("tier", ["disk"], indirect=True)
+def test_a_file_that_was_cut_short_is_damage(tier: ColdTier, tmp_path: Path) -> None:
     (record,) = chain(1)
-    store.write(record)
-    path = block_file(store._blocks, record.key)
+    write(tier, record)
+    (path,) = tmp_path.rglob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-8])
     name = max(record.arrays)
     nbytes = record.arrays[name].data.nbytes
     parts = [ArrayPart(one, 0, record.arrays[one].data.nbytes) for one in record.arrays]
-    assert nbytes and store.read_parts({record.key: parts}) == {}
-    assert store.counts.damaged_blocks == 1
-    store.close()
+    assert nbytes and read(tier, {record.key: parts}) == {}
+    assert tier.stats().counts.damaged_blocks == 1
 
 
-def test_a_record_with_a_wrong_part_can_be_dropped(store: Store) -> None:
+def test_a_record_with_a_wrong_part_can_be_dropped(tier: ColdTier) -> None:
     (record,) = chain(1)
-    store.write(record)
-    store.drop_damaged(record.key)
-    assert not store.holds(record.key)
-    assert store.counts.damaged_blocks == 1
+    write(tier, record)
+    tier.call(lambda store: store.drop_damaged(record.key), None).result(SOON)
+    assert not holds(tier, record.key)
+    assert tier.stats().counts.damaged_blocks == 1
+
+
+@pytest.mark.parametrize("tier", ["disk"], indirect=True)
+def test_parts_are_read_while_the_thread_is_writing(tier: ColdTier) -> None:
+    """A write waits for the disk, and a step of an answer would wait for the write."""
+    (record,) = chain(1)
+    write(tier, record)
+    written = threading.Event()
+    tier.call(lambda store: written.wait(SOON), None)
+    part = ArrayPart("0.keys", 0, 4)
+    assert set(tier.read_parts({record.key: [part]}).result(SOON)) == {record.key}
+    assert not written.is_set()
+    written.set()
+    tier.close()
+    assert tier.read_parts({record.key: [part]}).result(SOON) == {}, "it has ended"
+
+
+def test_a_disk_that_cannot_be_read_switches_the_tier_off(tmp_path: Path) -> None:
+    class Broken(SSDStore):
+        def read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[Any]:
+            raise OSError(errno.EIO, "a disk's bad day")
+
+    tier = ColdTier(lambda: Broken(tmp_path, 10**9, fingerprint="a model", floor_bytes=0))
+    (record,) = chain(1)
+    write(tier, record)
+    assert read(tier, {record.key: [ArrayPart("0.keys", 0, 4)]}) == {}
+    assert tier.stats().faults == 1
+    tier.close()
 
 
 def test_a_header_is_read_wherever_its_words_stand(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ class _ReadCall(Generic[T]):
 
     def run(self) -> None:
         answer = self.answer
+        if not answer.set_running_or_notify_cancel():
+            return
         try:
             answer.set_result(self._call(*self._arguments))
         # A boundary: what is wrong with it is its caller's.

@@ -160,7 +160,7 @@ class Store(ABC):
             wait(reads)
         count = 0
         for (key, _), read in zip(whole, reads, strict=True):
-            if not self._is_whole(key, read):
+            if not self.is_whole(key, read):
                 break
             self.counts.read_blocks += 1
             self.counts.read_bytes += read.result()
@@ -172,20 +172,51 @@ class Store(ABC):
         """Tell whether a record could be read."""
         return self._first([key]) == 1
 
-    def read_parts(
-        self, wanted: Mapping[bytes, Sequence[ArrayPart]]
-    ) -> dict[bytes, list[NDArray[np.uint8]]]:
-        """Read parts of records, unchecked; without those that are damaged or not there.
-
-        Args:
-            wanted: parts of arrays, by the key of the record.
+    @abstractmethod
+    def read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
+        """Read parts of a record's arrays, unchecked. Any thread may.
 
         Raises:
-            OSError: the store fails; a record that is not there is only a miss.
+            Damaged: it has no such parts.
+            FileNotFoundError: it is not there.
+            OSError: the store fails.
         """
-        reads = self._readers.map(self._read_parts, list(wanted.items()))
-        whole = zip(wanted, reads, strict=True)
-        return {key: read.result() for key, read in whole if self._is_whole(key, read)}
+
+    def is_whole(self, key: bytes, read: Future[Any]) -> bool:
+        """Tell whether a block was read; one that is damaged or gone is a miss, and removed.
+
+        Raises:
+            OSError: the store fails; a block that a disk could not read is removed, too.
+        """
+        try:
+            read.result()
+        except (OSError, Damaged) as error:
+            # A future keeps its error, whose frames would keep the memory that was read into; so
+            # would those of the error that it was raised for.
+            error.__traceback__ = error.__context__ = None
+            if isinstance(error, FileNotFoundError):
+                self.counts.missing_blocks += 1
+            elif isinstance(error, Damaged):
+                self.counts.damaged_blocks += 1
+                logger.warning(
+                    "block %s of the %s cache is damaged (%s); it is removed, and computed again",
+                    key.hex()[:12],
+                    self.tier_name,
+                    error,
+                )
+            else:
+                if error.errno == errno.EIO:  # of a file that cannot be read, once is enough
+                    with suppress(OSError, sqlite3.Error):
+                        self._forget([key])
+                raise type(error)(*error.args) from None
+            self._forget([key])
+            return False
+        return True
+
+    def _check_is(self, words: Mapping[str, str], key: bytes) -> None:
+        """Raise Damaged if the words of a record are another's."""
+        if (words.get("key"), words.get("fingerprint")) != (key.hex(), self.fingerprint):
+            raise Damaged("it is another block")
 
     def drop_damaged(self, key: bytes) -> None:
         """Remove a record of which a part was not as written."""
@@ -236,51 +267,5 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def _read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
-        """Read parts of a record's arrays. Any thread may.
-
-        Raises:
-            Damaged: it has no such parts.
-            FileNotFoundError: it is not there.
-            OSError: the store fails.
-        """
-
-    @abstractmethod
     def _forget(self, block_hashes: Sequence[bytes]) -> None:
         """Remove blocks, or their remains."""
-
-    def _is_whole(self, key: bytes, read: Future[Any]) -> bool:
-        """Tell whether a block was read; one that is damaged or gone is a miss, and removed.
-
-        Raises:
-            OSError: the store fails; a block that a disk could not read is removed, too.
-        """
-        try:
-            read.result()
-        except (OSError, Damaged) as error:
-            # A future keeps its error, whose frames would keep the memory that was read into; so
-            # would those of the error that it was raised for.
-            error.__traceback__ = error.__context__ = None
-            if isinstance(error, FileNotFoundError):
-                self.counts.missing_blocks += 1
-            elif isinstance(error, Damaged):
-                self.counts.damaged_blocks += 1
-                logger.warning(
-                    "block %s of the %s cache is damaged (%s); it is removed, and computed again",
-                    key.hex()[:12],
-                    self.tier_name,
-                    error,
-                )
-            else:
-                if error.errno == errno.EIO:  # of a file that cannot be read, once is enough
-                    with suppress(OSError, sqlite3.Error):
-                        self._forget([key])
-                raise type(error)(*error.args) from None
-            self._forget([key])
-            return False
-        return True
-
-    def _check_is(self, words: Mapping[str, str], key: bytes) -> None:
-        """Raise Damaged if the words of a record are another's."""
-        if (words.get("key"), words.get("fingerprint")) != (key.hex(), self.fingerprint):
-            raise Damaged("it is another block")

@@ -19,13 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.tiers.disk.tombstone import Tombstone
+from penstock.tiers.readers import Readers
 from penstock.tiers.record import Record, Target
-from penstock.tiers.store import Store, TierCounts
+from penstock.tiers.record_parts import ArrayPart
+from penstock.tiers.store import READERS, Store, TierCounts
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,8 @@ RETRY_SECONDS = 30.0
 CLOSE_SECONDS = 30.0
 FAULTS = (OSError, sqlite3.Error)
 T = TypeVar("T")
+Parts: TypeAlias = dict[bytes, list[NDArray[np.uint8]]]
+"""Bytes of parts of arrays, by the key of the record."""
 
 
 @dataclass(slots=True)
@@ -116,7 +122,11 @@ class ColdTier:
         """Work for idle times."""
         self._closing = False
         self._busy = False
+        self._store: Store | None = None
+        """The store, while it is open."""
         thread_name = f"penstock-{name.split()[0].lower()}"
+        self._asked = Readers(1, f"{thread_name}-parts")
+        self._readers = Readers(READERS, f"{thread_name}-parts-read")
         self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
 
@@ -179,6 +189,32 @@ class ColdTier:
             make_targets,
         )
 
+    def read_parts(self, wanted: Mapping[bytes, Sequence[ArrayPart]]) -> Future[Parts]:
+        """Read parts of records, unchecked, while the thread may be writing; one caller's thread.
+
+        Those that are damaged or not there are missing in the answer; the thread counts and
+        removes them.
+
+        Args:
+            wanted: parts of arrays, by the key of the record.
+        """
+        with self._changed:
+            store = None if self.is_off else self._store
+        if store is None:
+            none: Future[Parts] = Future()
+            none.set_result({})
+            return none
+        return self._asked.submit(self._read_parts, store, wanted)
+
+    def _read_parts(self, store: Store, wanted: Mapping[bytes, Sequence[ArrayPart]]) -> Parts:
+        answers = self._readers.map(store.read_parts, list(wanted.items()))
+        reads = dict(zip(wanted, answers, strict=True))
+        wrong = {key: read for key, read in reads.items() if read.exception() is not None}
+        if wrong:
+            none: list[bool] = []
+            self.call(lambda store: [store.is_whole(*read) for read in wrong.items()], none)
+        return {key: read.result() for key, read in reads.items() if key not in wrong}
+
     def clear(self, *, all_models: bool = True) -> Future[int | None]:
         """Remove all blocks, or this model's, and return how many; None while the store is off.
 
@@ -222,6 +258,8 @@ class ColdTier:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout_seconds)
+        for readers in (self._asked, self._readers):
+            readers.close(timeout_seconds)
 
     # ---- the thread
 
@@ -307,17 +345,19 @@ class ColdTier:
                     self._stats.held_bytes = store.nbytes
                     self._stats.limit_bytes = store.limit_bytes
                     self._switch(None)
+                    self._store = store
                     if self._unnoted:  # asked for while the store came back
                         self._clear(store)
                     self._note_full(store.full)
                 working = self._wait() and self._work(store)
             except FAULTS as error:
-                self._chores = None
+                self._chores = self._store = None
                 if store is not None:
                     store.abandon(error)
                     store = None
                 self._switch(f"{type(error).__name__}: {error}")
                 working = self._rest()
+        self._store = None
         if store is not None:
             with suppress(*FAULTS):
                 store.close()

@@ -28,8 +28,9 @@ from penstock.kv import selected_reads, selection, spilled_reads
 from penstock.kv.codecs import spilled
 from penstock.ledger import Kind
 from penstock.server.metrics import EngineMetrics
+from penstock.tiers.disk import SSDStore
 from penstock.tiers.record_parts import ArrayPart
-from penstock.tiers.store import Store
+from penstock.tiers.worker import ColdTier
 
 LONG, OTHER = prompt(900), prompt(700, 1)
 
@@ -174,13 +175,13 @@ class Requests:
     def __init__(self, core: Core, patch: pytest.MonkeyPatch) -> None:
         self.core = core
         self.asked: list[Mapping[bytes, Sequence[ArrayPart]]] = []
-        read = Store.read_parts
+        read = ColdTier.read_parts
 
-        def noting(store: Store, wanted: Mapping[bytes, Sequence[ArrayPart]]) -> Any:
+        def noting(tier: ColdTier, wanted: Mapping[bytes, Sequence[ArrayPart]]) -> Any:
             self.asked.append(wanted)
-            return read(store, wanted)
+            return read(tier, wanted)
 
-        patch.setattr(Store, "read_parts", noting)
+        patch.setattr(ColdTier, "read_parts", noting)
 
     def of_decode_steps(self) -> Iterator[list[Mapping[bytes, Sequence[ArrayPart]]]]:
         """Take all steps; yield the requests of those that read no prompt, and no first token."""
@@ -324,7 +325,7 @@ def test_an_error_of_a_store_keeps_nothing_of_the_step(
     """Its frames would keep the arrays of the step as long as a log, or an answer, keeps it."""
     errors: list[ValueError] = []
 
-    def fails(store: Store, wanted: object) -> None:
+    def fails(store: SSDStore, key: bytes, parts: object) -> None:
         errors.append(ValueError("a store's bug"))
         raise errors[-1]
 
@@ -334,7 +335,7 @@ def test_an_error_of_a_store_keeps_nothing_of_the_step(
             core.step()
         spilling_of(core).blocks.forget_cached()
         with monkeypatch.context() as patch:
-            patch.setattr(Store, "read_parts", fails)
+            patch.setattr(SSDStore, "read_parts", fails)
             while not errors:
                 core.step()
         cold_engine.settle(core)

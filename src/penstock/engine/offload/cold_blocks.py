@@ -273,8 +273,7 @@ class ColdBlocks(BlockCache):
 
     def _asked(self, tier: EngineTier, wanted: Wanted) -> Parts:
         """Return the parts that a tier has in time."""
-        none: Parts = {}
-        answer = tier.tier.call(lambda store: store.read_parts(wanted), none)
+        answer = tier.tier.read_parts(wanted)
         try:
             return answer.result(LATE_SECONDS)
         # A boundary: an error of a store is as good as no answer; the blocks count as lost.
@@ -283,7 +282,7 @@ class ColdBlocks(BlockCache):
             answer.cancel()
             logger.warning("no blocks of %s records came: %s", len(wanted), type(error).__name__)
             logger.debug("its error", exc_info=error)
-            return none
+            return {}
 
 
 def _held(store: Store, keys: Sequence[bytes]) -> list[bytes]:
@@ -302,8 +301,9 @@ class _Slice(NamedTuple):
     places: list[int]
     checksums: list[int]
     raw: RawBlocks
-    """Where the bytes are copied to, (blocks of the list, bytes)."""
+    """Rows of the list's blocks, (blocks, bytes)."""
     rows: NDArray[np.int64]
+    """Numbers of those that the bytes are copied to."""
 
     def takes(self, data: RawBlocks) -> bool:
         """Copy bytes that were read to where they belong, if they are as written; else False."""

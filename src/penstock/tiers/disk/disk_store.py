@@ -453,7 +453,7 @@ class SSDStore(Store):
             self._check_is(words, key)
             return os.fstat(file).st_size
 
-    def _read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
+    def read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
         with opened(block_path(str(self._blocks), key)) as file:
             return read_parts(FileSource(file), parts)
 

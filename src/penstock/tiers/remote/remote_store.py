@@ -206,7 +206,7 @@ class RemoteStore(Store):
             raise Damaged("its key is not that of its tokens")
         return value.nbytes
 
-    def _read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
+    def read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
         largest = max(part.nbytes for part in parts)
         return read_parts(self._value(key, min(self._piece_bytes, max(HEAD_BYTES, largest))), parts)
 
