@@ -10,7 +10,7 @@ from penstock import config
 from penstock.engine.core import Core
 from penstock.engine.model.runner import Runner
 from penstock.engine.schedule.budget import weight_bytes
-from penstock.engine.settings import LONG_CHUNK, LONG_CHUNK_ROOM, checked, fitting
+from penstock.engine.settings import LONG_CHUNK, LONG_CHUNK_ROOM, SPILLED_CHUNK, checked, fitting
 from penstock.kv import backend
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import KVSpan
@@ -102,3 +102,18 @@ def test_layers_of_a_chunk_take_turns_with_what_is_joined() -> None:
             assert joined_peak(held=True) > LAYERS
     finally:
         mx.set_cache_limit(kept)
+
+
+@pytest.mark.parametrize(
+    ("active", "given", "expected"),
+    [(SPILLED_CHUNK, None, SPILLED_CHUNK), (SPILLED_CHUNK - 1, None, 512), (4_096, 300, 300)],
+)
+def test_chunks_that_read_from_a_tier_are_longer(
+    active: int, given: int | None, expected: int
+) -> None:
+    """A chunk reads all that has left memory again; as many tokens as stay there have room."""
+    model = build({**BASE, "model_type": "llama", "head_dim": 64})
+    runner = Runner(model, max_kv_size=8_192, keep=0)
+    settings = {"attend_tokens": 256, "active_kv_size": active, "ssd_cache_dir": "somewhere"}
+    limits = checked({"memory_limit": 10**9, "prefill_chunk": given, **settings})
+    assert fitting(limits, runner, 10**9).prefill_chunk == expected

@@ -22,6 +22,8 @@ from penstock.models.fingerprint import with_settings
 LONG_CHUNK = 2_048
 """Tokens of a prefill chunk on a GPU: each chunk joins the parts of every layer anew, so that a
 quarter of the chunks copies a quarter of the bytes."""
+SPILLED_CHUNK = 1_024
+"""Tokens of a prefill chunk where as many stay in memory: each chunk reads all that has left it."""
 LONG_CHUNK_ROOM = 8 * 10**9
 """Bytes of a memory limit beside the weights in which the buffers of such a chunk are little."""
 
@@ -88,8 +90,11 @@ def fitting(
         )
     if runner.fitness.whole:
         limits = limits.model_copy(update={"prefill_chunk": WHOLE_CHUNK})
-    elif "prefill_chunk" not in limits.model_fields_set and _takes_long_chunks(runner, room_bytes):
-        limits = limits.model_copy(update={"prefill_chunk": LONG_CHUNK})
+    elif "prefill_chunk" not in limits.model_fields_set:
+        if _takes_long_chunks(runner, room_bytes):
+            limits = limits.model_copy(update={"prefill_chunk": LONG_CHUNK})
+        elif (limits.active_kv_size or 0) >= SPILLED_CHUNK:
+            limits = limits.model_copy(update={"prefill_chunk": SPILLED_CHUNK})
     # Ranks would not measure the same.
     if limits.speculative_tokens and (ranks > 1 or not reads_several(runner)):
         limits = limits.model_copy(update={"speculative_tokens": 0})

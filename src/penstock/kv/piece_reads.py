@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from penstock.kv.backend_base import Backend
 
 Seen: TypeAlias = npt.NDArray[np.bool_]
-Arrays: TypeAlias = Sequence[mx.array]
+HostSide: TypeAlias = mx.array | Floats
+"""Keys or values, (kv_heads, columns, dim)."""
+Arrays: TypeAlias = Sequence[HostSide]
 
 
 class PieceReads:
@@ -59,7 +61,8 @@ class PieceReads:
         for number, columns in seen.items():
             mask = None if columns is None else mx.array(columns)
             asked = self._stacked[number]
-            part = attention.attend(asked, keys, values, mask, None, self._device)
+            wide = [[mx.array(side) for side in own] for own in (keys, values)]
+            part = attention.attend(asked, wide[0], wide[1], mask, None, self._device)
             held = self._read.get(number)
             both = part if held is None else attention.together(held, part)
             mx.eval(both.top, both.total, both.mixed)
@@ -129,7 +132,7 @@ class CPUPieceReads(PieceReads):
 
 def _joined(device: Backend, sides: Arrays) -> Floats:
     """Copy consecutive parts together as float32: short products are slow ones."""
-    wide = [device.as_float32(side) for side in sides]
-    mx.eval(*wide)
+    wide = [device.as_float32(s) if isinstance(s, mx.array) else s for s in sides]
+    mx.eval([side for side in wide if isinstance(side, mx.array)])
     held = [np.asarray(side) for side in wide]
     return held[0] if len(held) == 1 else np.concatenate(held, axis=1)

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.attention_plan import ColumnRange, DecodeRow, KVSpan
 from penstock.kv.choice_loops import Addresses, Located
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import (
@@ -27,7 +26,8 @@ from penstock.kv.codecs.spilled import (
     Spilled,
 )
 from penstock.kv.columns import Side
-from penstock.kv.joined_reads import SideData
+from penstock.kv.joined_reads import read_sides
+from penstock.kv.piece_reads import HostSide
 from penstock.kv.selection import FIRST_TOKENS, Numbers, Selection
 
 SIDES = (0, 1)
@@ -220,33 +220,29 @@ def _by(reader: LoadedBlocks) -> Callable[[Coded, Spilled], Side]:
     return lambda side, codec: replace(side, codec=replace(codec, reader=reader))
 
 
-def wide_sides(
-    keys: Sequence[SideData], values: Sequence[SideData]
-) -> tuple[list[mx.array], list[mx.array]]:
-    """Return consecutive keys and values as numbers; spilled ones are read in one request.
+def wide_sides(ranges: Sequence[ColumnRange], layer: int) -> tuple[list[HostSide], list[HostSide]]:
+    """Return keys and values of consecutive columns as numbers, (kv_heads, columns, dim) each.
 
-    Args:
-        keys: (kv_heads, tokens, dim) each, or coded.
-        values: of these keys.
+    Spilled ones are read in one request, and are NumPy's if they are float32.
     """
-    sides = [*keys, *values]
-    spilled = [
-        (side.codec, side)
-        for side in sides
-        if isinstance(side, Coded) and isinstance(side.codec, Spilled)
-    ]
-    read: Iterator[mx.array] = iter(())
-    if spilled:
-        mx.eval([side.parts for _, side in spilled])
-        raw = spilled[0][0].reader.fetch([codec.all_blocks(side) for codec, side in spilled])
-        pairs = zip(spilled, raw, strict=True)
-        read = iter([codec.wide(side, own) for (codec, side), own in pairs])
-
-    def wide(side: SideData) -> mx.array:
-        if not isinstance(side, Coded):
-            return side
-        held = next(read) if isinstance(side.codec, Spilled) else side.dequantize()
-        return held.squeeze(0)
-
-    arrays = [wide(side) for side in sides]
-    return arrays[: len(keys)], arrays[len(keys) :]
+    wanted, spilled = [], []
+    sides: tuple[list[HostSide], list[HostSide]] = ([], [])
+    for segment, start, stop in ranges:
+        pair = segment.layers[layer]
+        if not isinstance(pair[0], Coded) or not isinstance(pair[0].codec, Spilled):
+            for into, (held,) in zip(
+                sides, read_sides([(segment, start, stop)], layer), strict=True
+            ):
+                into.append(held.dequantize().squeeze(0) if isinstance(held, Coded) else held)
+            continue
+        for into, side in zip(sides, pair, strict=True):
+            assert isinstance(side, Coded) and isinstance(side.codec, Spilled)
+            wanted.append(side.codec.run(side, start, stop))
+            own = slice(start % BLOCK_TOKENS, start % BLOCK_TOKENS + stop - start)
+            spilled.append((into, len(into), side, side.codec, own))
+            into.append(np.empty(0, np.float32))
+    if wanted:
+        raw = spilled[0][3].reader.fetch(wanted)
+        for (into, at, side, codec, own), blocks in zip(spilled, raw, strict=True):
+            into[at] = codec.numbers(side, blocks)[:, own]
+    return sides

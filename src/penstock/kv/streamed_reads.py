@@ -17,7 +17,7 @@ import numpy as np
 from penstock.kv import attention, backend
 from penstock.kv.attention import Partial
 from penstock.kv.attention_plan import KVSpan
-from penstock.kv.joined_reads import read_sides
+from penstock.kv.piece_reads import Arrays
 from penstock.kv.selection import pieces as ranges_of
 from penstock.kv.spilled_reads import wide_sides
 
@@ -83,8 +83,8 @@ def _merged(read: Partial, heads_each: int, sunk: mx.array | None) -> mx.array:
     return attention.merged([split], sunk).reshape(1, kv_heads * heads_each, shape[2], -1)
 
 
-def _pieces(parts: Sequence[KVSpan], layer: int) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
+def _pieces(parts: Sequence[KVSpan], layer: int) -> Iterator[tuple[Arrays, Arrays]]:
     """Yield keys and values of the parts, so many tokens at a time."""
     for start in range(parts[0].start, parts[-1].end, STREAMED_TOKENS):
         ranges = ranges_of(parts, start, start + STREAMED_TOKENS)
-        yield wide_sides(*read_sides(ranges, layer))
+        yield wide_sides(ranges, layer)

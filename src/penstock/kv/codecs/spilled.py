@@ -210,8 +210,21 @@ class Spilled(Codec):
 
     def all_blocks(self, coded: Coded) -> BlockList:
         """List all blocks of a side, head by head."""
-        heads, columns = np.indices(coded.parts[0].shape[1:], np.int32)
-        return self.blocks(coded, heads.reshape(-1), columns.reshape(-1))
+        return self.run(coded, 0, coded.tokens)
+
+    def run(self, coded: Coded, start: int, stop: int) -> BlockList:
+        """List the blocks of a side's columns start..stop-1, head by head."""
+        first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
+        shape = coded.parts[0].shape[1], last - first
+        heads, columns = np.indices(shape, np.int32).reshape(2, -1)
+        return self.blocks(coded, heads, columns + np.int32(first))
+
+    def numbers(self, coded: Coded, raw: RawBlocks) -> NDArray[np.float32] | mx.array:
+        """Return the numbers of a run of blocks, (heads, tokens, dim); NumPy's if float32."""
+        heads = coded.parts[0].shape[1]
+        if self.dtype == mx.float32:
+            return raw.view(np.float32).reshape(heads, -1, coded.dim)
+        return mx.array(raw.reshape(-1)).view(self.dtype).reshape(heads, -1, coded.dim)
 
     def wide(self, coded: Coded, raw: RawBlocks) -> mx.array:
         """Return the numbers of all blocks, (1, heads, tokens, dim), by their bytes."""
