@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -322,3 +323,25 @@ def test_tasks_are_divided_and_keep_their_order(lanes: int) -> None:
         assert device.divide(lambda x: x * x, range(count)) == [x * x for x in range(count)]
     with pytest.raises(ZeroDivisionError):
         device.divide(lambda x: 1 // x, [1, 0])
+
+
+@pytest.mark.parametrize("device", [CPUBackend(lanes=2), CPUBackend(lanes=1)])
+def test_a_lane_computes_while_its_caller_does_something_else(device: CPUBackend) -> None:
+    """All tasks, if the caller takes that long; and an error of either waits for the other."""
+    begun, caller = threading.Event(), threading.current_thread()
+    threads: list[threading.Thread] = []
+
+    def note(number: int) -> int:
+        threads.append(threading.current_thread())
+        begun.set()
+        return number
+
+    def meanwhile() -> None:
+        assert device.lanes == 1 or begun.wait(10.0)
+
+    assert device.divide(note, [7], meanwhile) == [7]
+    assert (threads == [caller]) is (device.lanes == 1)
+    threads.clear()
+    with pytest.raises(ZeroDivisionError):
+        device.divide(note, range(40), lambda: 1 // 0)
+    assert len(threads) == (40 if device.lanes == 2 else 0), "it is done with what it was given"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from rounding import product_error
 from penstock.kv import streamed_reads
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan
-from penstock.kv.backend import CPUBackend, current
+from penstock.kv.backend import CPUBackend, GPUBackend, current, using
 from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.key_index import KeyIndex
 from penstock.kv.piece_reads import CPUPieceReads, PieceReads
@@ -21,6 +22,12 @@ from penstock.kv.selection import Selection
 from penstock.kv.tails import LayerShape, Tails
 
 HEADS, KV_HEADS, DIM, BEFORE, CHUNK = 4, 2, 16, (48, 70, 7), 40
+
+
+@pytest.fixture(autouse=True, params=[CPUBackend, GPUBackend])
+def device(request: pytest.FixtureRequest) -> Iterator[None]:
+    with using(request.param()):
+        yield
 
 
 def scene() -> tuple[list[KVSpan], mx.array, mx.array, mx.array]:
