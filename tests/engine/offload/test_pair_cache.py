@@ -28,11 +28,17 @@ def raw(numbers: list[int]) -> list[np.ndarray]:
 
 @given(
     count=st.integers(1, 8),
-    requests=st.lists(st.lists(st.integers(0, 14), max_size=12, unique=True), max_size=20),
+    requests=st.lists(
+        st.tuples(st.lists(st.integers(0, 14), max_size=12, unique=True), st.booleans()),
+        max_size=20,
+    ),
 )
-def test_it_holds_the_pairs_that_were_asked_for_last(count: int, requests: list[list[int]]) -> None:
+def test_it_holds_the_pairs_that_were_asked_for_last(
+    count: int, requests: list[tuple[list[int], bool]]
+) -> None:
+    """Of some requests the read fails, once there is room for it."""
     cache, held = PairCache(count, NBYTES), OrderedDict[int, int]()
-    for number, asked in enumerate(requests):
+    for number, (asked, fails) in enumerate(requests):
         slots = cache.find(checksums(asked))
         assert [pair for pair, slot in zip(asked, slots, strict=True) if slot >= 0] == [
             pair for pair in asked if pair in held
@@ -45,14 +51,16 @@ def test_it_holds_the_pairs_that_were_asked_for_last(count: int, requests: list[
         free = cache.make_room(len(lacking))
         others = [pair for pair, last in held.items() if last < number]
         assert len(free) == min(len(lacking), count - len(held) + len(others))
-        cache.keep(free, checksums(lacking[: len(free)]), raw(lacking))
+        kept = [] if fails else lacking[: len(free)]
+        if not fails:
+            cache.keep(free, checksums(kept), raw(lacking))
         before = min(held.values(), default=0)
         now = {tuple(pair) for pair in cache.held_checksums().tolist()}
         gone = [pair for pair in held if tuple(checksums([pair])[0].tolist()) not in now]
         assert all(held[pair] < number for pair in gone), "what the request found stays"
         ages = sorted(held.values())[: len(gone)]
         assert sorted(held.pop(pair) for pair in gone) == ages, f"not the oldest since {before}"
-        held.update(dict.fromkeys(lacking[: len(free)], number))
+        held.update(dict.fromkeys(kept, number))
         assert len(cache) == len(held) <= count
     cache.clear()
     assert len(cache) == 0 and (cache.find(checksums([1, 2])) == -1).all()

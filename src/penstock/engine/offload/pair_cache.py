@@ -70,7 +70,7 @@ class PairCache:
         """
         oldest = np.argsort(self._requests, kind="stable")[:count]
         slots = oldest[self._requests[oldest] < self._request]
-        self._requests[slots] = FREE
+        self._forget(slots)
         return slots
 
     def keep(self, slots: Slots, checksums: Checksums, raw: Sequence[RawBlocks]) -> None:
@@ -93,7 +93,11 @@ class PairCache:
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._requests[:] = FREE
+        self._forget(slice(None))
+
+    def _forget(self, slots: Slots | slice) -> None:
+        self._requests[slots] = FREE
+        self._checksums[slots] = 0  # a name that is still in order would hide the pair's next slot
 
 
 def _names(checksums: Checksums) -> NDArray[np.uint64]:
