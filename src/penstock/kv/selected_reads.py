@@ -41,7 +41,7 @@ from penstock.kv.selection import (
     halves,
     pieces,
 )
-from penstock.kv.spilled_reads import addresses, loaded
+from penstock.kv.spilled_reads import held_for, loaded
 from penstock.kv.tails import Tails
 
 Scratch: TypeAlias = dict[int, Scores]
@@ -261,9 +261,9 @@ def _read_all(
     if any(table.is_spilled for table in spans):
         choices = device.divide(choose, tasks)
         located = [choice.located(loops) for choice in choices]
-        there = addresses([one.row for one in asked], located, asked[0].layer)
-        pairs = list(zip(choices, there, strict=True))
-        read = device.divide(lambda pair: pair[0].read(loops, pair[1]), pairs)
+        with held_for([one.row for one in asked], located, asked[0].layer) as there:
+            pairs = list(zip(choices, there, strict=True))
+            read = device.divide(lambda pair: pair[0].read(loops, pair[1]), pairs)
     else:
         read = device.divide(lambda task: choose(task).read(loops), tasks)
     return read if len(parts) == 1 else [np.concatenate(read)]

@@ -9,6 +9,7 @@ own, and they are arrays then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -139,15 +140,20 @@ def _read(
     return read
 
 
-def addresses(rows: Sequence[DecodeRow], located: Sequence[Located], layer: int) -> list[Addresses]:
-    """Have all in memory that compiled loops are to read of a layer; return where.
+@contextmanager
+def held_for(
+    rows: Sequence[DecodeRow], located: Sequence[Located], layer: int
+) -> Iterator[list[Addresses]]:
+    """Have all in memory that compiled loops are to read of a layer in this context; tell where.
+
+    The addresses keep nothing. What the cache has no room for is let go behind the context.
 
     Args:
         rows: of which some parts are spilled.
         located: blocks that some key heads of them read, in any order.
         layer: number of the layer.
 
-    Returns:
+    Yields:
         Addresses as `ChoiceLoops.attend` takes them. They hold until the next layer asks.
 
     Raises:
@@ -170,7 +176,8 @@ def addresses(rows: Sequence[DecodeRow], located: Sequence[Located], layer: int)
     for number, own in enumerate(inside):
         where.append(np.zeros((*own.shape, 2), np.int64))
         where[-1][own] = held.addresses(number)
-    return where
+    yield where
+    del held
 
 
 def whole(row: DecodeRow, layer: int) -> DecodeRow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from spilled_engine import ACTIVE, SPILLED, check_peak, others_bytes, prompt, ru
 from penstock.cli import top_screen
 from penstock.engine.core import Core
 from penstock.engine.offload import cold_blocks
+from penstock.engine.offload.cold_blocks import ColdBlocks
 from penstock.engine.request import Request, Sampling
 from penstock.engine.retention.spilling import is_spilled, places_of
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
 from penstock.errors import NeverFits, SettingError
 from penstock.kv import selected_reads, selection, spilled_reads
 from penstock.kv.codecs import spilled
+from penstock.kv.codecs.spilled import BlockPairs, HeldPairs
 from penstock.ledger import Kind
 from penstock.server.metrics import EngineMetrics
 from penstock.tiers.disk import SSDStore
@@ -202,12 +205,15 @@ def test_a_layer_of_a_step_waits_for_the_tier_at_most_once(
 ) -> None:
     """Whatever rows, key heads, sides and nodes want blocks, which are read once, in order."""
     if not joined:  # a negative control
-        together = selected_reads.addresses
+        together = selected_reads.held_for
 
-        def one_by_one(rows: Any, located: Any, layer: int) -> list[Any]:
-            return [together(rows, [one], layer)[0] for one in located]
+        @contextmanager
+        def one_by_one(rows: Any, located: Any, layer: int) -> Iterator[list[Any]]:
+            with ExitStack() as stack:
+                given = [(rows, [one], layer) for one in located]
+                yield [stack.enter_context(together(*one))[0] for one in given]
 
-        monkeypatch.setattr(selected_reads, "addresses", one_by_one)
+        monkeypatch.setattr(selected_reads, "held_for", one_by_one)
         monkeypatch.setattr(selected_reads, "loaded", lambda choice, rows, blocks, layer: rows)
     prompts = [OTHER, (*OTHER[:500], 5, 6, 7)]
     with running(tmp_path) as core:
@@ -413,6 +419,31 @@ def test_the_figures_are_shown(tmp_path: Path) -> None:
     (line, *_) = top_screen._spilled(asdict(stats))
     step = counts.read_blocks / stats.decode.count
     assert f"{step:,.0f} blocks read a step, {stats.spilling.hit_rate:.0%} found" in line
+
+
+def test_nothing_is_read_of_blocks_that_were_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loops read addresses, which keep nothing: what has no room in the cache is only held."""
+    (expected,) = whole(tmp_path, "llama", LONG)
+    memory: list[Any] = []
+
+    class Watched(HeldPairs):
+        def __del__(self) -> None:
+            for part in self.memory:
+                part.fill(255)  # no number
+
+    hold = ColdBlocks.hold
+
+    def copied(blocks: ColdBlocks, wanted: Sequence[BlockPairs]) -> HeldPairs:
+        held = hold(blocks, wanted)
+        memory.append([part.copy() for part in held.memory])
+        return Watched(memory[-1], held.rows, held.key_bytes)
+
+    monkeypatch.setattr(ColdBlocks, "hold", copied)
+    with running(tmp_path / "spilled") as core:
+        assert cold_engine.ask(core, LONG, max_tokens=40) == expected
+    assert len(memory) > 20
 
 
 def test_a_choice_of_a_single_key_head_is_cached(tmp_path: Path) -> None:
