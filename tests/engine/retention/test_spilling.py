@@ -24,8 +24,9 @@ from penstock.engine.offload import cold_blocks
 from penstock.engine.offload.cold_blocks import ColdBlocks
 from penstock.engine.request import Request, Sampling
 from penstock.engine.retention.spilling import is_spilled, places_of
+from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
-from penstock.errors import NeverFits, SettingError
+from penstock.errors import LedgerFull, NeverFits, SettingError
 from penstock.kv import selected_reads, selection, spilled_reads
 from penstock.kv.codecs import spilled
 from penstock.kv.codecs.spilled import BlockPairs, HeldPairs
@@ -419,6 +420,30 @@ def test_the_figures_are_shown(tmp_path: Path) -> None:
     (line, *_) = top_screen._spilled(asdict(stats))
     step = counts.read_blocks / stats.decode.count
     assert f"{step:,.0f} blocks read a step, {stats.spilling.hit_rate:.0%} found" in line
+
+
+@pytest.mark.parametrize("refused", [2, 99])
+def test_a_prompt_that_finds_no_room_alone_begins_again_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """The tree may hold more of it than it reads, in a node that it keeps there."""
+    (expected,) = whole(tmp_path, "llama", LONG)
+    top_up, calls = MemoryBudget.top_up, []
+
+    def tops_up(budget: MemoryBudget, sequence: EngineSequence) -> bool:
+        calls.append(sequence)
+        return len(calls) > refused and top_up(budget, sequence)
+
+    monkeypatch.setattr(MemoryBudget, "top_up", tops_up)
+    with running(tmp_path / "spilled") as core:
+        handle = cold_engine.submit(core, LONG, max_tokens=40)
+        cold_engine.settle(core)
+        assert core.counters.preemptions == 1
+        if refused == 2:
+            assert cold_engine.said(handle) == expected
+            return
+        with pytest.raises(LedgerFull, match="the cold tiers did not take the tokens"):
+            handle.result(0.0)
 
 
 def test_nothing_is_read_of_blocks_that_were_let_go(

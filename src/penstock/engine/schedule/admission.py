@@ -101,7 +101,7 @@ class Admission:
 
         Blocks that the tree had no room for are committed first: what is reserved is for few.
         Waits for the tiers where memory is short. A sequence that finds no room then is preempted;
-        alone, it fails.
+        alone, once, for the tree may hold more of it than it reads. If that is not it, it fails.
         """
         spilling = self._stores.spilling
         if spilling is None or sequence.kv.reservation is None:
@@ -113,7 +113,9 @@ class Admission:
         spilling.wait(paths)
         if sequence.kv.commit_again() and self._budget.top_up(sequence):
             return
-        if self._scheduler.placed() != [sequence]:
+        alone = self._scheduler.placed() == [sequence]
+        if not (alone and sequence.stuck):
+            sequence.stuck = sequence.stuck or alone
             self.preempt(sequence)
             return
         why = "the cold tiers did not take the tokens that have to leave memory in time"
