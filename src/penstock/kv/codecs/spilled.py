@@ -228,8 +228,7 @@ class Spilled(Codec):
 
     def wide(self, coded: Coded, raw: RawBlocks) -> mx.array:
         """Return the numbers of all blocks, (1, heads, tokens, dim), by their bytes."""
-        numbers = mx.array(raw.reshape(-1)).view(self.dtype)
-        return numbers.reshape(1, coded.parts[0].shape[1], coded.tokens, coded.dim)
+        return mx.array(self.numbers(coded, raw))[None]
 
     def dequantize(self, coded: Coded) -> mx.array:
         """Return the keys or values as they were computed, (1, heads, tokens, dim)."""
