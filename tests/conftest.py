@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import penstock  # noqa: F401 - the import is what loads it
 
 import mlx.core as mx  # isort: skip
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
-from patience import patient, reads_all  # noqa: F401 - fixtures
+from patience import SOON, patient, reads_all  # noqa: F401 - fixtures
 from process_state import own_state
 from quick import left_out, read_costs
 from threads_left import (  # noqa: F401 - hooks and a fixture
@@ -34,6 +35,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell: what tests start would not hear Ctrl-C either.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# httpx waits 5 seconds by itself: too few where fifty processes want the same core. The object is
+# the default of all its functions, and there is no setting for it.
+for phase in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, phase, SOON)
 
 FIRST = "test_step_peaks.py"
 """Opens most engines: it comes first, in a process that holds nothing of other tests yet."""

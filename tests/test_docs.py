@@ -34,6 +34,12 @@ def test_cli_page_shows_the_help_as_it_is() -> None:
     assert TOOL["written"](page) == page, "make docs brings docs/cli.md up to date"
 
 
+def test_the_names_of_other_programs_are_those_that_are_taken() -> None:
+    page = TOOL["NAMES_PAGE"].read_text()
+    assert TOOL["with_names"](page) == page, "make docs brings docs/compare.md up to date"
+    assert TOOL["with_names"](page.replace("`--max-num-seqs`", "`--max`")) == page
+
+
 def test_a_changed_help_is_noticed() -> None:
     page = TOOL["PAGE"].read_text()
     assert TOOL["written"](page.replace("Answer one prompt.", "Answer no prompt.")) == page
@@ -57,8 +63,8 @@ def test_commands_in_the_docs_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_in_the_docs_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
-    assert set(typed_in(page, "make ([a-z]+)")) <= targets
+    targets = set(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[0].split())
+    assert set(typed_in(page, "make ([a-z]+(?:-[a-z]+)*)")) <= targets
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -66,6 +72,45 @@ def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+READ = {".py", ".md", ".yml", ".toml", ".sh", ".html", ".js", "", ".c"}
+TEXTS = [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), ROOT / "Makefile"]
+for name in ("src", "docs", "benchmarks", "examples", "tools", "tests", ".github", ".ci"):
+    TEXTS += [path for path in (ROOT / name).rglob("*") if path.is_file() and path.suffix in READ]
+# A command and its arguments up to one that is ours by name; a path is none of an index.
+INSTALLS_OURS = re.compile(r"""pip["']? install(?: +["']?[-\w.,=<>\[\]]+["']?)*? +["']?penstock""")
+EXTRA_OF_OURS = re.compile(r"(?<!\.)\bpenstock\[[a-z]+\]")
+
+
+def test_nobody_is_told_to_install_penstock_from_an_index() -> None:
+    """The name is a stranger's there; a checkout has a path, and what is missing its own name."""
+    named = {
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in TEXTS
+        for pattern in (INSTALLS_OURS, EXTRA_OF_OURS)
+        for match in pattern.finditer(path.read_text(encoding="utf-8"))
+    }
+    assert len(TEXTS) > 700
+    assert named == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("run `pip" + " install penstock`", True),
+        ("pip" + " install 'penstock-mlx[cpu]'", True),
+        ("pip" + " install --quiet gguf 'penstock'", True),
+        ("uv pip" + " install penstock_mlx_bench", True),
+        ("the extra `penstock" + "[ray]`", True),
+        ("pip install ./benchmarks in a checkout of penstock", False),
+        ("`pip install gguf` and penstock", False),
+        ("pip install '.[cpu]'  # penstock", False),
+        ("small.penstock['rows']", False),
+    ],
+)
+def test_a_command_that_installs_penstock_from_an_index_is_seen(text: str, ours: bool) -> None:
+    assert bool(INSTALLS_OURS.search(text) or EXTRA_OF_OURS.search(text)) is ours
 
 
 def test_readme_opens_with_the_two_commands() -> None:
@@ -102,6 +147,16 @@ def test_links_lead_to_headings(page: Path) -> None:
         for target, heading in links
         if heading not in headings(page.parent / target if target else page)
     ] == []
+
+
+TIMES = re.compile(r"^\|.*\d ?(?:ms|s|tokens/s|x) *\|", re.MULTILINE)
+DATED = re.compile(r"benchmarks/results/[\w-]*20\d\d-\d\d-\d\d|Figures as of 20\d\d-\d\d-\d\d")
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.name)
+def test_a_page_with_measured_times_says_of_when_they_are(page: Path) -> None:
+    text = page.read_text()
+    assert not TIMES.search(text) or DATED.search(text), "name a record, or say: Figures as of DATE"
 
 
 def headings(page: Path) -> set[str]:

@@ -76,7 +76,7 @@ def test_the_core_is_seen_by_the_engine_alone(module: str, file: Path) -> None:
         ("penstock.cli.made_up", "from penstock.engine import core"),
         ("penstock.server.made_up", "service.engine._later(lambda core: core.clear())"),
         ("penstock.server.made_up", "self._engine._core"),
-        ("penstock.serve_ray.made_up", "ask(lambda core: core.prefixes.fingerprint)"),
+        ("penstock.plugins.ray.made_up", "ask(lambda core: core.prefixes.fingerprint)"),
         ("penstock_bench.made_up", "self._core.counters.hit_tokens"),
         ("penstock_bench.made_up", "core.executor.runner = watch"),
     ],

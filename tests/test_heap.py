@@ -14,8 +14,8 @@ import resource, sys
 import penstock
 import mlx.core as mx
 from penstock.heap import keep_freed_memory
-from penstock.kv import backend
-exp2 = backend.current().exp2
+from penstock.attention import devices
+exp2 = devices.current().exp2
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 faults = 0

@@ -14,7 +14,7 @@ import penstock.errors
 
 def test_every_public_name_is_there() -> None:
     assert {name for name in penstock.__all__ if not hasattr(penstock, name)} == set()
-    assert set(penstock.__all__) <= set(dir(penstock))
+    assert dir(penstock) == sorted(penstock.__all__)
 
 
 def test_the_caches_and_errors_are_public() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import SOON
 
 SUPPORT = Path(__file__).parent / "support"
 STARTS = """
@@ -93,3 +94,22 @@ def test_a_run_ends_though_an_engine_hangs(tmp_path: Path) -> None:
 def test_a_run_that_leaves_nothing_passes(tmp_path: Path) -> None:
     status, text = run(tmp_path, GOOD, AFTER)
     assert (status, "2 passed" in text) == (0, True), text
+
+
+HANGS = """
+import threading
+
+def test_hangs():
+    threading.Event().wait()
+"""
+
+
+def test_a_test_that_hangs_ends_its_process_with_all_stacks(tmp_path: Path) -> None:
+    """By the project's settings, but sooner; no plugin of pytest takes part."""
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    settings = Path(__file__).parent.parent / "pyproject.toml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(settings)]
+    sooner = ["-o", "faulthandler_timeout=1", f"--rootdir={tmp_path}", str(tmp_path)]
+    ran = subprocess.run([*command, *sooner], capture_output=True, text=True, timeout=SOON)
+    assert ran.returncode == 1
+    assert "Timeout (0:00:01)!" in ran.stderr and "in test_hangs" in ran.stderr

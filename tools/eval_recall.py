@@ -27,7 +27,8 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
-from penstock.recall import MODEL_PATH, UNKNOWN, Dialogue, Question, dialogue, without
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import UNKNOWN, Dialogue, Question, dialogue, without
 
 GOALS = {1000: 0.99, 4000: 0.95, 8000: 0.90}
 FIRST_SEED = 10_000_000
@@ -162,7 +163,7 @@ def main() -> None:
             "system": f"{platform.system()} {platform.machine()}",
             "device": str(mx.default_device()),
             "dtype": "float32",
-            "blas": load_blas().name,
+            "blas": Path(load_blas().name).name,
         }
         met = all(row["goal"] is None or row["exact"] >= row["goal"] for row in rows)
         result = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -54,11 +55,12 @@ def free_port() -> int:
 def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
     """Wait until the server takes requests in; exit if it does not come up."""
     until = time.monotonic() + START_SECONDS
+    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < until:
         if server.poll() is not None:
             sys.exit(server.returncode or 1)
         try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=5):
+            with without_proxy.open(f"{url}/ready", timeout=5):
                 return
         except OSError:  # not there yet, or busy with the model: URLError and timeouts are these
             time.sleep(0.1)
@@ -81,8 +83,11 @@ def talk(url: str) -> None:
     """Show and run each example: curl, the official Python client, and our own chat."""
     command = example("chat.sh", url)
     show("curl", command)
-    run(["sh", "-c", command], quiet=True)
-    print()
+    if shutil.which("curl") is None:
+        print("(not run: curl is not installed)")
+    else:
+        run(["sh", "-c", command], quiet=True)
+        print()
     snippet = example("openai_client.py", url)
     show("Python, with the openai package (pip install openai)", snippet)
     run([sys.executable, "-c", snippet])

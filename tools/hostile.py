@@ -150,7 +150,7 @@ def attack(url: str, seed: int, until: float) -> Counter[str]:
     os.nice(10)  # senders would be other machines: they give way to the server
     random, statuses = Random(seed), Counter[str]()
     address = urlsplit(url)
-    with httpx.Client(base_url=url, timeout=20.0) as http:
+    with httpx.Client(base_url=url, timeout=20.0, trust_env=False) as http:
         while time.monotonic() < until:
             body, path = random.choice(BODIES)(random), random.choice(PATHS)
             if random.random() < 0.1:
@@ -183,7 +183,7 @@ def _half(host: str, port: int, path: str, body: bytes) -> None:
 
 def ask_short(url: str, until: float, seen: Seen) -> None:
     """Ask a short question once a second, and note how long its answer takes."""
-    with httpx.Client(base_url=url, timeout=60.0) as http:
+    with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as http:
         while time.monotonic() < until:
             seen.short_seconds.append(short_seconds(http))
             time.sleep(1.0)
@@ -236,7 +236,7 @@ def _run(server: subprocess.Popen[str], seconds: float, seed: int) -> list[str]:
         return ["the server did not start"]
     threading.Thread(target=server.stdout.read, daemon=True).start()
     url, seen = found[0], Seen()
-    with httpx.Client(base_url=url, timeout=60.0) as http:
+    with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as http:
         alone = sorted(short_seconds(http) for _ in range(10))[-1]
         until = time.monotonic() + seconds
         threads = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.recall import END, PIECE, ROLES, START, vocabulary
+from penstock_bench.recall import END, PIECE, ROLES, START, vocabulary
 
 PAD = "<|pad|>"
 SPECIAL = (PAD, START, END, *ROLES.values())

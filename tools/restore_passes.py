@@ -15,7 +15,16 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from penstock.tiers.record import HostArray, Record, Target, decode, encode, header, read_into
+from penstock.tiers.record import (
+    FileSource,
+    HostArray,
+    Record,
+    Target,
+    decode,
+    encode,
+    header,
+    read_from,
+)
 
 ARRAYS, HEADS, TOKENS, ROW_BYTES = 16, 4, 256, 256
 """Arrays of a record, and their shape; 8 layers of float32 with heads of 64."""
@@ -34,7 +43,9 @@ def main() -> None:
         ways: dict[str, Callable[[int, int], object]] = {
             "into one buffer, again and again": lambda file, n: os.preadv(file, [buffer], 0),
             "each to a place of its own": lambda file, n: os.preadv(file, [*place[n]], 0),
-            "to its place, as a restore does": lambda file, n: read_into(file, _targets(place[n])),
+            "to its place, as a restore does": lambda file, n: read_from(
+                FileSource(file), _targets(place[n])
+            ),
         }
         seconds = {
             way: min(_seconds(paths, read) for _ in range(ROUNDS)) for way, read in ways.items()

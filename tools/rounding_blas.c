@@ -9,6 +9,7 @@
    ROUNDING_SEED   draws other numbers (0)
    ROUNDING_UNITS  how far they are moved at most, in units in the last place of a float32 (2)
 */
+#define _GNU_SOURCE
 #include <dlfcn.h>
 #include <math.h>
 #include <stddef.h>
@@ -27,8 +28,7 @@ static float most;
 
 __attribute__((constructor)) static void open_library(void) {
     const char *given = getenv("ROUNDING_SEED"), *units = getenv("ROUNDING_UNITS");
-    void *library = dlopen("libopenblas.so.0", RTLD_NOW);
-    multiply = library ? (sgemm)dlsym(library, "cblas_sgemm") : NULL;
+    multiply = (sgemm)dlsym(RTLD_NEXT, "cblas_sgemm"); /* of the library that this one is linked to */
     if (!multiply) {
         fprintf(stderr, "rounding_blas: %s\n", dlerror());
         exit(2);

@@ -38,7 +38,8 @@ from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
 from penstock.errors import NeverFits, PenstockError, SettingError
 from penstock.memory import format_bytes, parse_bytes
-from penstock.recall import MODEL_PATH, Dialogue, dialogue
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import Dialogue, dialogue
 from penstock_bench.rivals import random_falcon
 
 SYSTEM_PROMPTS = 8

@@ -12,8 +12,8 @@ It gets them at initialization (`build_in`), and they are then trained like ever
   context, and copy that value. They use RoPE frequencies too slow to notice the distance.
 
 The loss is on the assistant's tokens only, so layer 1 asks its queries only there: that makes 8,192
-tokens of context cheap. Data come from `penstock.recall`, seeded by the step. So a resumed run sees
-the same data as an uninterrupted one.
+tokens of context cheap. Data come from `penstock_bench.recall`, seeded by the step. So a resumed
+run sees the same data as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from penstock.recall import (
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import (
     ADJECTIVES,
     ATTRIBUTES,
     END,
-    MODEL_PATH,
     NOUNS,
     ROLES,
     START,

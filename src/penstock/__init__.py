@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 from penstock import blas as _blas
+from penstock import errors as _errors
 
 _blas.load_blas()
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.engine.request import Request, Sampling
     from penstock.errors import (
         CacheFileError,
+        Displaced,
         EngineStopped,
         GrammarFailed,
         LedgerFull,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
         StepFailed,
         StepTooLarge,
         UnknownSequence,
+        WrongType,
     )
     from penstock.models.layer_seams import attach
     from penstock.models.mlx_lm import load
@@ -66,6 +69,7 @@ __all__ = [
     "BatchSinkRotatingKVCache",
     "BatchTurboQuantKVCache",
     "CacheFileError",
+    "Displaced",
     "Engine",
     "EngineStopped",
     "GrammarFailed",
@@ -91,6 +95,7 @@ __all__ = [
     "StepTooLarge",
     "TurboQuantKVCache",
     "UnknownSequence",
+    "WrongType",
     "__version__",
     "attach",
     "load",
@@ -106,32 +111,18 @@ _HOMES = {
     "Engine": "penstock.engine.engine",
     "Request": "penstock.engine.request",
     "Sampling": "penstock.engine.request",
-    "CacheFileError": "penstock.errors",
-    "EngineStopped": "penstock.errors",
-    "GrammarFailed": "penstock.errors",
-    "LedgerFull": "penstock.errors",
-    "ModelError": "penstock.errors",
-    "NeverFits": "penstock.errors",
-    "PenstockError": "penstock.errors",
-    "PoolFull": "penstock.errors",
-    "QueueFull": "penstock.errors",
-    "SequenceOverflow": "penstock.errors",
-    "SettingError": "penstock.errors",
-    "StepFailed": "penstock.errors",
-    "StepTooLarge": "penstock.errors",
-    "UnknownSequence": "penstock.errors",
 }
-"""Modules of the names that are not in penstock.caches."""
+"""Modules of the names that are neither in penstock.errors nor in penstock.caches."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    home = _HOMES.get(name, "penstock.caches")
+    home = _HOMES.get(name, "penstock.errors" if hasattr(_errors, name) else "penstock.caches")
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

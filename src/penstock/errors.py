@@ -21,6 +21,10 @@ class SettingError(PenstockError, ValueError):
     status = 400
 
 
+class WrongType(SettingError, TypeError):
+    """A setting is of another type than it should be."""
+
+
 class CacheFileError(PenstockError, ValueError):
     """A file does not hold a prompt cache that this version can read."""
 
@@ -40,18 +44,29 @@ class PoolFull(PenstockError, MemoryError):
 
 
 class QueueFull(PenstockError):
-    """More sequences wait for a place in the batch than may."""
+    """More sequences wait for a place in the batch than allowed."""
 
     status = 429
 
     def __init__(self, waiting: int, added: int, max_queue: int) -> None:
         super().__init__(
-            f"{waiting} sequences are waiting and {added} more do not fit in the queue of "
-            f"{max_queue}; try again later, or raise max_queue"
+            f"the queue is full: {waiting} waiting, {added} more asked for, max_queue {max_queue}; "
+            f"try again later, or raise max_queue"
         )
         self.waiting = waiting
         self.added = added
         self.max_queue = max_queue
+
+
+class Displaced(QueueFull):
+    """A waiting request was displaced by one of a client with fewer in the queue."""
+
+    def __init__(self, waiting: int, max_queue: int) -> None:
+        super().__init__(waiting, 0, max_queue)
+        self.args = (
+            f"the queue is full (max_queue {max_queue}), and this request's client has the most in "
+            f"it ({waiting} waiting): it made way for another client; try again later",
+        )
 
 
 class SequenceOverflow(PenstockError, ValueError):
@@ -85,10 +100,7 @@ class EngineStopped(PenstockError, RuntimeError):
 
 
 class SpilledLost(Exception):
-    """Keys and values that had left memory for a cold tier cannot be read back.
-
-    No request sees it: they are computed again.
-    """
+    """Keys and values in a cold tier are lost, and computed again: no request sees this."""
 
     def __init__(self, places: tuple[int, ...]) -> None:
         super().__init__(
@@ -100,13 +112,13 @@ class SpilledLost(Exception):
 
 
 class StepFailed(PenstockError, RuntimeError):
-    """A step of the model raised; the requests that were in it fail, all others go on."""
+    """A step of the model raised; the requests in it fail, all others continue."""
 
     status = 500
 
 
 class GrammarFailed(StepFailed):
-    """A grammar is too complex to be followed further, or leads nowhere; to ask again is no use."""
+    """A grammar is too complex to be followed further, or leads nowhere; retrying does not help."""
 
     status = 400
 
@@ -136,4 +148,4 @@ class NeverFits(PenstockError, ValueError):
 
 
 class StepTooLarge(NeverFits):
-    """One step of the size that the settings ask for would be over the memory limit."""
+    """One step of the configured size would exceed the memory limit."""

@@ -1,13 +1,13 @@
 """The C heap on a Linux CPU: memory that MLX frees is kept for its next array.
 
-MLX's CPU back end takes every array from malloc and gives it back. By default glibc returns memory
-to the system whenever the top of its heap is free. It also takes arrays of some sizes from the
-system one by one. Each page is then zeroed again at its first use.
+MLX's CPU back end takes every array from malloc and frees it. By default glibc returns memory to
+the system whenever the top of its heap is free, and takes arrays of some sizes from the system one
+by one. Each page is then zeroed again at its first use.
 
 A softmax in a dozen passes over 1 MiB spends more time there than in computing: 1.1 to 2.9 ms where
 0.44 are needed (MLX 0.32.4, glibc 2.36, one core). On a virtual machine a page costs 2.5 to 14 us.
-A join of nodes with 2,048 tokens, 34 MB of keys and values, took 53 ms in new memory. In memory
-that had been used before it took 5 ms.
+A join of nodes with 2,048 tokens, 34 MB of keys and values, took 53 ms in new memory, and 5 ms in
+used memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 LEAST_KEPT_BYTES = 64 * 2**20
 MOST_KEPT_BYTES = 2**31 - 1
-"""Largest C int, the type mallopt takes."""
+"""Largest C int, the type that mallopt takes."""
 
 # mallopt's parameters, from glibc's malloc.h; 32 MiB is the largest threshold that it takes.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -26,10 +26,10 @@ _MMAP_BYTES = 32 * 2**20
 
 
 def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
-    """Let the heap keep freed memory, for the whole process; tell whether it will.
+    """Let the heap keep freed memory, for the whole process; return whether it will.
 
-    Arrays over 32 MiB still go back to the system at once. One arena for all threads: in those
-    that glibc gives to other threads than the first, none of this holds.
+    Arrays over 32 MiB still go back to the system at once. All threads get one arena, since the
+    settings do not apply to glibc's others.
 
     Args:
         most_bytes: free memory at the top of the heap that is not given back to the system;
@@ -48,13 +48,13 @@ def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Give the system all whole pages that are free in the heap; tell whether there were any."""
+    """Return all free whole pages of the heap to the system; return whether there were any."""
     malloc_trim = _function("malloc_trim")
     return malloc_trim is not None and malloc_trim(0) == 1
 
 
 def _function(name: str) -> Any:
-    """Return a function of glibc; None under another system or another C library."""
+    """Return a function of glibc; None on another system or C library."""
     if sys.platform != "linux":
         return None
     return getattr(ctypes.CDLL(None), name, None)

@@ -1,17 +1,16 @@
-"""The one account of bytes: those in use, by kind, and the limit that is never passed.
+"""The one account of bytes: those in use, by kind, and the limit that is never exceeded.
 
-Room is made first, then taken: `reserve` counts the bytes before they are allocated, or raises.
-Nothing here measures; `check` compares the account with a recount of the caller.
+Make room, then take it: `reserve` counts the bytes before they are allocated, or raises. Nothing
+here measures; `check` compares the account with a recount of the caller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from types import TracebackType
 
 from penstock.errors import LedgerFull, NeverFits
-from penstock.memory import format_bytes
+from penstock.memory.sizes import format_bytes
 
 
 class Kind(Enum):
@@ -20,24 +19,23 @@ class Kind(Enum):
     WEIGHTS = "weights"
     NODES = "nodes"
     KEY_INDEX = "key_index"
-    """Index of the nodes' keys, by which the tokens worth reading are found."""
+    """Index of the nodes' keys, which finds the tokens worth reading."""
     TAILS = "tails"
     CHECKPOINTS = "checkpoints"
     BUFFERS = "buffers"
     """Buffers of the step in flight."""
     PROMPTS = "prompts"
-    """Texts and tokens of requests, and the memory to read them."""
+    """Texts and tokens of requests, and the memory to parse them."""
+    GRAMMARS = "grammars"
+    """Compiled grammars, and their future states."""
     INDEX = "index"
     """Bytes of the prefix tree itself: tokens, hashes, nodes."""
     DRAFT = "draft"
-    """All that a draft model takes: its weights, buffers, keys and values."""
+    """All of a draft model: its weights, buffers, keys and values."""
 
 
 class Reservation:
-    """Bytes counted in a ledger, until they are released.
-
-    Leaving a `with` block releases them.
-    """
+    """Bytes counted in a ledger until they are released, at the latest at the end of a `with`."""
 
     __slots__ = ("_ledger", "kind", "nbytes")
 
@@ -47,36 +45,20 @@ class Reservation:
         self.nbytes = nbytes
 
     def resize(self, nbytes: int) -> None:
-        """Count `nbytes` from now on.
-
-        Raises:
-            LedgerFull, NeverFits: more than was reserved, and the rest does not fit. Nothing
-                is changed then.
-            ValueError: released before, or `nbytes` is negative.
-        """
+        """Change the reserved bytes, or raise LedgerFull or NeverFits, changing nothing."""
         self._ledger._resize(self, nbytes)
 
     def pass_on(self, to: Reservation, nbytes: int) -> None:
-        """Count `nbytes` of these as the other's from now on. Never fails for want of room.
-
-        Raises:
-            ValueError: it has not so many, or one of the two was released.
-        """
+        """Move `nbytes` to another reservation. Never fails for lack of room."""
         self._ledger._pass_on(self, to, nbytes)
 
     def release(self) -> None:
-        """Give the bytes back. Again does nothing."""
         self._ledger._release(self)
 
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __repr__(self) -> str:
@@ -86,8 +68,8 @@ class Reservation:
 class Ledger:
     """Bytes by kind, and their limit. Not thread-safe: one owner, the thread with the arrays.
 
-    `used_bytes <= limit_bytes` holds at every instant, except after `set_limit` was told a
-    smaller one: then nothing more is let in until enough has been released.
+    `used_bytes <= limit_bytes` holds at every instant, except after `set_limit` lowered it: then
+    nothing more fits until enough has been released.
 
     >>> ledger = Ledger(1_000)
     >>> nodes = ledger.reserve(Kind.NODES, 600)
@@ -106,30 +88,27 @@ class Ledger:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes reserved and not released."""
         return self._used_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that a reservation may take now; never negative."""
+        """Bytes free for reservations; never negative."""
         return max(0, self.limit_bytes - self._used_bytes)
 
     @property
     def room_bytes(self) -> int:
-        """Bytes up to the limit; negative after `set_limit` was told a smaller one."""
+        """Bytes up to the limit; negative after `set_limit` lowered it."""
         return self.limit_bytes - self._used_bytes
 
     def by_class(self) -> dict[Kind, int]:
-        """Return the bytes of every kind, zeros too."""
         return dict(self._by_kind)
 
     def reserve(self, kind: Kind, nbytes: int) -> Reservation:
-        """Count `nbytes` as held, before they are allocated: all of them or none.
+        """Reserve `nbytes`, before they are allocated: all of them or none.
 
         Raises:
             NeverFits: they would not fit if everything but the weights were evicted.
             LedgerFull: they do not fit now.
-            ValueError: `nbytes` is negative.
         """
         reservation = Reservation(self, kind, 0)
         self._held.add(reservation)
@@ -141,25 +120,23 @@ class Ledger:
         return reservation
 
     def set_limit(self, limit_bytes: int) -> int:
-        """Change the limit and return the bytes in use beyond it: 0 if they fit."""
+        """Change the limit and return the bytes in use beyond it."""
         self.limit_bytes = _count("limit_bytes", limit_bytes)
         return max(0, self._used_bytes - self.limit_bytes)
 
     def check(self, recount: Mapping[Kind, int]) -> None:
-        """Raise AssertionError unless the account agrees to the byte with `recount`.
-
-        A kind that `recount` lacks must be empty. The sums are taken again, too.
-        """
-        held = dict.fromkeys(Kind, 0)
+        """Raise AssertionError unless the account equals `recount`, 0 where that lacks a kind."""
+        reserved = dict.fromkeys(Kind, 0)
         for reservation in self._held:
-            held[reservation.kind] += reservation.nbytes
+            reserved[reservation.kind] += reservation.nbytes
         wrong = [
-            f"{kind.value}: {counted} counted, {held[kind]} reserved, {recount.get(kind, 0)} found"
+            f"{kind.value}: {counted} counted, {reserved[kind]} reserved, "
+            f"{recount.get(kind, 0)} found"
             for kind, counted in self._by_kind.items()
-            if not counted == held[kind] == recount.get(kind, 0)
+            if not counted == reserved[kind] == recount.get(kind, 0)
         ]
-        if sum(held.values()) != self._used_bytes:
-            wrong.append(f"{self._used_bytes} used, {sum(held.values())} reserved")
+        if sum(reserved.values()) != self._used_bytes:
+            wrong.append(f"{self._used_bytes} used, {sum(reserved.values())} reserved")
         if wrong:
             raise AssertionError("; ".join(wrong))
 
@@ -191,8 +168,8 @@ class Ledger:
 
     def _check_room(self, reservation: Reservation, nbytes: int, added: int) -> None:
         what = reservation.kind.value
-        own = reservation.nbytes if reservation.kind is Kind.WEIGHTS else 0
-        weights = self._by_kind[Kind.WEIGHTS] - own
+        own_bytes = reservation.nbytes if reservation.kind is Kind.WEIGHTS else 0
+        weights = self._by_kind[Kind.WEIGHTS] - own_bytes
         room = max(0, self.limit_bytes - weights)
         if nbytes > room:
             beside = f" beside weights of {format_bytes(weights)}" if weights else ""
@@ -227,12 +204,10 @@ class PartLedger(Ledger):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that the whole ledger has free."""
         return self._whole.free_bytes
 
     @property
     def room_bytes(self) -> int:
-        """Bytes up to the limit of the whole ledger."""
         return self._whole.room_bytes
 
     def _add(self, reservation: Reservation, nbytes: int) -> None:

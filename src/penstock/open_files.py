@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ENOUGH = (65_536, 10_240)
-"""Tried in turn where the hard limit is none, or more than the system takes (macOS)."""
+"""Limits tried in turn where the hard limit is infinite, or more than the system takes (macOS)."""
 
 
 @contextmanager
 def unchanged_limit() -> Iterator[None]:
-    """Keep the limit of open files as it is while a library is imported, then raise it.
+    """Keep the limit of open files while a library is imported, then raise it.
 
-    mlx-lm sets it to 2,048 of at most 4,096. Under a hard limit below that its import fails, and
-    a higher one would be lost for good.
+    mlx-lm sets it to 2,048 of at most 4,096. Under a hard limit below that its import fails, and a
+    higher one would be lost for good.
     """
     theirs = resource.setrlimit
 
@@ -32,14 +32,14 @@ def unchanged_limit() -> Iterator[None]:
 
 
 def raise_limit() -> int:
-    """Raise the limit of open files to the hard one, and return the new limit."""
+    """Raise the limit of open files to the hard one, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (hard,) if hard != resource.RLIM_INFINITY else ()
-    for most in (*wanted, *ENOUGH):
-        if soft == resource.RLIM_INFINITY or most <= soft:
+    limits = (hard,) if hard != resource.RLIM_INFINITY else ()
+    for candidate in (*limits, *ENOUGH):
+        if soft == resource.RLIM_INFINITY or candidate <= soft:
             continue
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (candidate, hard))
         except (ValueError, OSError):  # more than the system takes
             continue
         break
@@ -47,6 +47,6 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """Return how many files this process may have open; a large number where that is no limit."""
+    """Return this process's limit of open files; a large number if infinite."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ENOUGH[0] if soft == resource.RLIM_INFINITY else soft

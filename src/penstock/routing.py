@@ -1,4 +1,4 @@
-"""Which of many replicas gets a prompt: pure, no clock, no thread, no arrays of a model.
+"""Choice of a replica for a prompt: pure, no clock, no thread, no arrays of a model.
 
     replica's tree --Summary--> Router.update      the blocks it holds, every few seconds
     prompt's keys  --Router.choose--> Routed       the chosen replica
@@ -8,11 +8,10 @@
 real code.
 
 A summary is the first 32 bits of the key of every block that a replica holds: 4 bytes a block. A
-replica with n blocks seems to hold a block that it does not hold, with a probability of n / 2^32.
-That is 2 in a million at 10,000 blocks, 2 in 10,000 at a million. A Bloom filter of 10 bits a block
-is wrong in 1 of 100 and cannot forget a block that was evicted; this one can be sent by its
-changes. A false block costs one prompt a worse place, and never a wrong answer: the replica looks
-its own tree up by whole keys.
+replica with n blocks seems to hold a missing block with a probability of n / 2^32. That is 2 in a
+million at 10,000 blocks, 2 in 10,000 at a million. A Bloom filter of 10 bits a block is wrong in 1
+of 100 and cannot forget an evicted block; this one can be sent by its changes. A false block costs
+one prompt a worse place, and never a wrong answer: the replica looks up whole keys.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 SHORT_BYTES = 4
 """Bytes of a block hash in a summary."""
 HASH_BLOCKS = 2
-"""Blocks by which a prompt without a cache key of its own is known to a hash."""
+"""Blocks that identify a prompt without a cache key to a hash."""
 RECENT = 256
-"""Prompts of which the router remembers the blocks."""
+"""Prompts whose blocks the router remembers."""
 COMMON = 16
-"""A block in so many of those is wanted in more than one place: it counts as one."""
+"""Prompts among those whose common block is needed in several places: it costs as one block."""
 MOST_ASKED = 16
 """Replicas of equal knowledge that are compared by load; of more, two are drawn."""
 
@@ -57,16 +56,10 @@ class Summary:
 
     @classmethod
     def of(cls, block_hashes: Iterable[bytes]) -> Summary:
-        """Sum up block keys, in any order."""
         return cls(frozenset(short(key) for key in block_hashes))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Summary:
-        """Read the result of `to_bytes`.
-
-        Raises:
-            ValueError: not a multiple of 4 bytes.
-        """
         if len(raw) % SHORT_BYTES:
             raise ValueError(f"a summary has {SHORT_BYTES} bytes a block; {len(raw)} are none")
         return cls(frozenset(np.frombuffer(raw, "<u4").tolist()))
@@ -79,7 +72,6 @@ class Summary:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `to_bytes`."""
         return SHORT_BYTES * len(self.blocks)
 
 
@@ -90,18 +82,14 @@ def short(key: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """A prompt as a router knows it."""
+    """A prompt to be routed."""
 
     block_hashes: Sequence[bytes]
-    """Hashes of its whole blocks, as `hash_blocks` computes them."""
     cache_key: str | None = None
-    """The client's `prompt_cache_key`, if it gave one."""
+    """The client's `prompt_cache_key`, if any."""
 
     def identity(self, blocks: int = HASH_BLOCKS) -> bytes:
-        """Return the bytes to hash: the cache key, or the prompt's first blocks.
-
-        A prompt without either is known by nothing, and all such go to the same place.
-        """
+        """Return the bytes to hash: the cache key, the prompt's first blocks, or none."""
         if self.cache_key is not None:
             return self.cache_key.encode()
         return (
@@ -123,22 +111,20 @@ class _ReplicaState:
     """A replica as the router sees it."""
 
     bit: int
-    """Place of the replica in the masks of the index."""
+    """Bit of the replica in the masks of the index."""
     seed: int
     reported: set[int] = field(default_factory=set)
     """Blocks in its last report."""
     sent: set[int] = field(default_factory=set)
-    """Other blocks, of prompts that were sent there since its last report."""
+    """Other blocks, of prompts sent there since its last report."""
     sent_before: set[int] = field(default_factory=set)
-    """Blocks that were in `sent` when the replica last reported."""
+    """Content of `sent` at its last report."""
 
     def holds(self, block: int) -> bool:
-        """Tell whether a block is believed to be there."""
         return block in self.reported or block in self.sent or block in self.sent_before
 
     @property
     def size(self) -> int:
-        """Blocks believed to be there, about: one may have been sent twice."""
         return len(self.reported) + len(self.sent) + len(self.sent_before)
 
 
@@ -203,18 +189,17 @@ class Router:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Names of the replicas that may be chosen, in the order of their joining."""
         return self._replicas
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of Python that the index takes, about: it grows with all replicas' blocks."""
+        """Approximate Python size of the index: it grows with all replicas' blocks."""
         return sys.getsizeof(self._index) + sum(
             sys.getsizeof(block) + sys.getsizeof(mask) for block, mask in self._index.items()
         )
 
     def known(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return how many of a prompt's first blocks each replica seems to hold; zeros left out."""
+        """Return how many of a prompt's first blocks each replica seems to hold, zeros left out."""
         lengths: dict[str, int] = {}
         for blocks, mask in self._levels(block_hashes):
             for name in self._named(mask):
@@ -229,16 +214,9 @@ class Router:
         return [*accumulate(reversed(block_prices), initial=0.0)][::-1]
 
     def choose(self, prompt: RoutedPrompt, loads: Mapping[str, float]) -> Routed:
-        """Choose a replica for a prompt.
+        """Choose a replica by its waiting blocks, `loads`, too; LookupError without any.
 
-        Advances the turn of `round-robin` and the random draw; the replicas' summaries stay as they
-        are.
-
-        Args:
-            loads: blocks that wait to be computed, of each replica; none where it is not named.
-
-        Raises:
-            LookupError: no replica has joined.
+        Advances the turn of `round-robin` and the random draw, and leaves the summaries alone.
         """
         if not self._places:
             raise LookupError("no replica has joined")
@@ -255,7 +233,6 @@ class Router:
     # ---- acts
 
     def join(self, replica: str) -> None:
-        """Let a replica be chosen; it holds nothing until it is told. Again does nothing."""
         if not replica:
             raise ValueError("a replica needs a name")
         if replica in self._places:
@@ -269,7 +246,6 @@ class Router:
         self._recount()
 
     def leave(self, replica: str) -> None:
-        """Choose a replica no more and forget its blocks. Again does nothing."""
         place = self._places.get(replica)
         if place is None:
             return
@@ -280,23 +256,15 @@ class Router:
         self._recount()
 
     def update(self, replica: str, summary: Summary) -> None:
-        """Replace the blocks a replica is known to hold by its summary.
+        """Replace the blocks of a replica by its summary; KeyError if it has not joined.
 
         Blocks sent there since its last summary are believed once more: they may not have been
         computed when it was made.
-
-        Raises:
-            KeyError: it has not joined.
         """
         place = self._places[replica]
         self.change(replica, summary.blocks - place.reported, place.reported - summary.blocks)
 
     def change(self, replica: str, added: Iterable[int], removed: Iterable[int]) -> None:
-        """As `update`, by the changes since the last time.
-
-        Raises:
-            KeyError: it has not joined.
-        """
         place = self._places[replica]
         added, removed = set(added), set(removed)
         place.reported |= added
@@ -307,11 +275,6 @@ class Router:
             self._mark(block, place.bit, held=place.holds(block))
 
     def sent(self, replica: str, block_hashes: Sequence[bytes]) -> None:
-        """Believe that a replica will soon hold a prompt that was sent there.
-
-        Raises:
-            KeyError: it has not joined.
-        """
         place = self._places[replica]
         blocks = [short(key) for key in block_hashes]
         self._use(blocks)
@@ -321,7 +284,6 @@ class Router:
         place.sent |= new
 
     def check(self) -> None:
-        """Raise AssertionError unless the index is equal to the replicas' own sets."""
         recount: dict[int, int] = {}
         for place in self._places.values():
             for block in place.reported | place.sent | place.sent_before:
@@ -332,7 +294,6 @@ class Router:
     # ---- inside
 
     def _use(self, blocks: list[int]) -> None:
-        """Remember a prompt, and forget the oldest of too many."""
         self._recent.append(blocks)
         for block in blocks:
             self._uses[block] = self._uses.get(block, 0) + 1
@@ -381,7 +342,7 @@ class Router:
             mask ^= lowest
 
     def _some(self, mask: int) -> list[str]:
-        """Return the replicas of a mask, or two that are drawn if they are many."""
+        """Return the replicas of a mask, or two drawn from many."""
         if mask.bit_count() <= MOST_ASKED:
             return list(self._named(mask))
         drawn: list[str] = []
@@ -392,7 +353,7 @@ class Router:
         return drawn
 
     def _hashed(self, prompt: RoutedPrompt, among: Sequence[str] | None = None) -> str:
-        """Return the replica whose hash together with the prompt's is the highest."""
+        """Return the replica with the highest hash of its name and the prompt's."""
         names = self.replicas if among is None else among
         seeds = self._seeds
         if among is not None:
@@ -429,7 +390,7 @@ class Router:
         return best[1]
 
     def _busy(self, name: str, loads: Mapping[str, float]) -> tuple[float, int, float]:
-        """Order replicas that know the same: by load, by blocks held, by chance."""
+        """Order equal replicas: by load, by blocks held, by chance."""
         return loads.get(name, 0.0), self._places[name].size, self._random.random()
 
     def _routed(self, prompt: RoutedPrompt, name: str) -> Routed:

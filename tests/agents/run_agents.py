@@ -1,10 +1,12 @@
 """Run coding agents through ten turns and a subagent's, and print what of them was cached.
 
-    python tests/agents/run_agents.py FOLDER [PROGRAM...]      (make test-agents)
+    PYTHONPATH=tests/support python tests/agents/run_agents.py FOLDER [PROGRAM...]
+                                                               (make test-agents)
 
 The programs are installed from npm into FOLDER. Server and program then run in a network namespace
 with loopback alone, the program with an empty home, an environment of its own and a made-up key.
-The model follows the script of `scenarios.py`; files are checked after every turn.
+The model follows the script of `scenarios.py`; files are checked after every turn. Some programs
+then write and edit files while the model writes calls in other families' formats.
 """
 
 from __future__ import annotations
@@ -25,8 +27,22 @@ from typing import Any
 
 import httpx
 from newest_node import npm_install, use_node
-from scenarios import AGENTS, BEFORE, LONG, NOTES, SUBAGENT, TEXT, TURNS, Turn, script_of
+from scenarios import (
+    AGENTS,
+    BEFORE,
+    FORMATS,
+    LONG,
+    NOTES,
+    SUBAGENT,
+    TEXT,
+    TURNS,
+    Turn,
+    format_script,
+    format_turns,
+    script_of,
+)
 from scripted_model import CONTEXT, PAGES, write_model
+from written_answers import written_call
 
 from penstock.cli.launch_setups import PROGRAMS, Endpoint, Setup
 
@@ -79,7 +95,12 @@ def main() -> int:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     columns = f"{'requests':>10}{'prompt tokens':>15}{'cached':>10}{'least share':>13}"
     print(f"{'agent':<10}{'turn':>5} {'':<15}{columns}", flush=True)
-    wrong = [line for agent in chosen or AGENTS for line in Run(agent, Path(folder)).all()]
+    wrong = [
+        line
+        for agent in chosen or AGENTS
+        for family in (None, *(family for program, family in FORMATS if program == agent))
+        for line in Run(agent, Path(folder), family).all()
+    ]
     print("\n".join(wrong) or "all files and answers are right")
     return 1 if wrong else 0
 
@@ -97,10 +118,11 @@ class Run:
     Args:
         name: the program's command.
         folder: where it is installed.
+        family: format of the model's calls, with files that hold its marks; None is JSON.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.agent = name, AGENTS[name]
+    def __init__(self, name: str, folder: Path, family: str | None = None) -> None:
+        self.name, self.agent, self._family = name, AGENTS[name], family
         self._program = folder.resolve() / "node_modules" / ".bin" / name
         self._setup = self._setup_for(MODEL_CONTEXT)
         self._seen: set[str] = set()
@@ -119,6 +141,8 @@ class Run:
                 (Path(name) / file).write_text(text)
             (work / NOTES).write_text(TEXT.format(BEFORE))
             (work / LONG).write_text(_pages(LONG_CHARACTERS))
+            if self._family is not None:
+                return [*self._formatted(self._family, home, model)]
             script = script_of(self.agent.tools, work)
             write_model(model, script)
             with _server(model):
@@ -127,6 +151,15 @@ class Run:
             with _server(model):
                 wrong += self._crowd(home)
         return [f"{self.name}: {line}" for line in wrong]
+
+    def _formatted(self, family: str, home: Path, model: Path) -> Iterator[str]:
+        """Run the turns in which the model writes another format of calls."""
+        script = format_script(self.agent.tools, home / "work", family, written_call)
+        write_model(model, script, family=family)
+        with _server(model):
+            for number, turn in enumerate(format_turns(family), 1):
+                for line in self._turn(number, turn, home, script[number][-1]):
+                    yield f"{self.name}: {family}: {line}"
 
     def _turn(self, number: int, turn: Turn, home: Path, last: str) -> Iterator[str]:
         first = number == 1
@@ -157,8 +190,9 @@ class Run:
             yield f"turn {number}: its request is {records[-1]['state']}, not cancelled"
         for file, text in turn.files:
             path = home / "work" / file
-            if not path.exists() or path.read_text() != text:
-                yield f"turn {number}: {file} is not {text!r}"
+            content = path.read_bytes() if path.exists() else None
+            if content != text.encode():
+                yield f"turn {number}: {file} is not {text!r} but {content!r}"
 
     def _crowd(self, home: Path) -> Iterator[str]:
         """Start several programs at once on one long prompt, which is computed once."""
@@ -279,7 +313,7 @@ def _server(model: Path) -> Iterator[None]:
         yield
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)
 
 
 def _wait(server: subprocess.Popen[bytes]) -> None:

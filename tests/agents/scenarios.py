@@ -5,11 +5,15 @@ Every program has tools of its own; the answers call them by their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scripted_model import ENDLESS, Script, call
+
+from penstock.server.parsing.formats import CALL_FORMATS
 
 NOTES, COPY, COUNT, LONG = "notes.txt", "copy.txt", "count.txt", "long.txt"
 BEFORE, AFTER, LAST = "4821", "1793", "2048"
@@ -54,16 +58,28 @@ SUBAGENT = 15
 """Task of the subagent, whose conversation is its own."""
 
 
+Call = tuple[str, Mapping[str, Any]]
+"""Name of a tool, and the arguments of a call."""
+
+
+def use(name: str, **arguments: Any) -> Call:
+    """Return a call of a tool."""
+    return name, arguments
+
+
 @dataclass(frozen=True)
 class Tools:
     """Calls of a program's tools, each of a file's whole path or of a command."""
 
-    read: Callable[[str], str]
-    edit: Callable[[str, str, str], str]
-    run: Callable[[str], str]
-    delegate: Callable[[str], str] | None = None
+    read: Callable[[str], Call]
+    edit: Callable[[str, str, str], Call]
+    """Call that puts a line in the place of another."""
+    run: Callable[[str], Call]
+    write: Callable[[str, str], Call] | None = None
+    """Call that writes a file of this content; None where a command does."""
+    delegate: Callable[[str], Call] | None = None
     """Call that has a subagent do a task; None where there is none."""
-    wait: str | None = None
+    wait: Call | None = None
     """Call that waits for the subagent; None where the first call does."""
 
 
@@ -91,12 +107,12 @@ class Agent:
     """Way in which the program is brought to compact; None where it is not."""
 
 
-def _patch(path: str, old: str, new: str) -> str:
+def _patch(path: str, old: str, new: str) -> Call:
     lines = (
         *("apply_patch <<'EOF'", "*** Begin Patch", f"*** Update File: {path}", "@@"),
-        *(f"-{TEXT.format(old).strip()}", f"+{TEXT.format(new).strip()}", "*** End Patch", "EOF"),
+        *(f"-{old}", f"+{new}", "*** End Patch", "EOF"),
     )
-    return call("exec_command", cmd="\n".join(lines))
+    return use("exec_command", cmd="\n".join(lines))
 
 
 _CODEX = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
@@ -106,10 +122,11 @@ AGENTS = {
         _CLAUDE,
         (*_CLAUDE, "--continue"),
         Tools(
-            lambda path: call("Read", file_path=path),
-            lambda path, old, new: call("Edit", file_path=path, old_string=old, new_string=new),
-            lambda command: call("Bash", command=command, description="As it was asked"),
-            lambda task: call("Agent", description="Greeting", prompt=task),
+            lambda path: use("Read", file_path=path),
+            lambda path, old, new: use("Edit", file_path=path, old_string=old, new_string=new),
+            lambda command: use("Bash", command=command, description="As it was asked"),
+            lambda path, content: use("Write", file_path=path, content=content),
+            lambda task: use("Agent", description="Greeting", prompt=task),
         ),
         (("IS_SANDBOX", "1"),),  # it refuses to skip permissions as root otherwise
         Compaction(command="/compact Keep the codes."),
@@ -118,12 +135,12 @@ AGENTS = {
         _CODEX,
         (*_CODEX, "resume", "--last"),
         Tools(
-            lambda path: call("exec_command", cmd=f"cat {path}"),
+            lambda path: use("exec_command", cmd=f"cat {path}"),
             _patch,
-            lambda command: call("exec_command", cmd=command),
-            lambda task: call("multi_agent_v1__spawn_agent", message=task),
+            lambda command: use("exec_command", cmd=command),
+            delegate=lambda task: use("multi_agent_v1__spawn_agent", message=task),
             # Waiting for a subagent takes its name, a random number that no script can know.
-            call("exec_command", cmd="sleep 9.5", yield_time_ms=20_000),
+            wait=use("exec_command", cmd="sleep 9.5", yield_time_ms=20_000),
         ),
         compact=Compaction(("-c", "model_auto_compact_token_limit=2000")),
     ),
@@ -131,10 +148,11 @@ AGENTS = {
         ("run",),
         ("run", "-c"),
         Tools(
-            lambda path: call("read", filePath=path),
-            lambda path, old, new: call("edit", filePath=path, oldString=old, newString=new),
-            lambda command: call("bash", command=command),
-            lambda task: call("task", description="Greeting", prompt=task, subagent_type="general"),
+            lambda path: use("read", filePath=path),
+            lambda path, old, new: use("edit", filePath=path, oldString=old, newString=new),
+            lambda command: use("bash", command=command),
+            lambda path, content: use("write", filePath=path, content=content),
+            lambda task: use("task", description="Greeting", prompt=task, subagent_type="general"),
         ),
         compact=Compaction(context_tokens=30_000),
     ),
@@ -142,35 +160,106 @@ AGENTS = {
         ("-p",),
         ("-p", "--continue"),
         Tools(
-            lambda path: call("read", path=path),
-            lambda path, old, new: call(
-                "edit", path=path, edits=[{"oldText": old, "newText": new}]
-            ),
-            lambda command: call("bash", command=command),
+            lambda path: use("read", path=path),
+            lambda path, old, new: use("edit", path=path, edits=[{"oldText": old, "newText": new}]),
+            lambda command: use("bash", command=command),
         ),
     ),
     "qwen": Agent(
         ("--yolo", "-p"),
         ("--yolo", "--continue", "-p"),
         Tools(
-            lambda path: call("read_file", file_path=path),
-            lambda path, old, new: call("edit", file_path=path, old_string=old, new_string=new),
-            lambda command: call("run_shell_command", command=command, is_background=False),
+            lambda path: use("read_file", file_path=path),
+            lambda path, old, new: use("edit", file_path=path, old_string=old, new_string=new),
+            lambda command: use("run_shell_command", command=command, is_background=False),
         ),
     ),
 }
+
+
+FORMATS = (
+    ("claude", "glm47"),
+    ("claude", "minimax_m2"),
+    ("codex", "qwen3_coder"),
+    ("opencode", "kimi_k2"),
+)
+"""Programs, and formats of calls in which the model then writes to them."""
+MARKED, EDITED, NULL = "marked.md", "edited.md", "null.txt"
+"""Files of these turns; Claude Code strips the ends of lines in all files but Markdown."""
+INDENTED = "    return x  \t "
+"""Line whose blanks must stay, at both ends."""
+
+
+def marked(family: str) -> str:
+    """Return a text with the marks of a format, blanks and line ends of both kinds."""
+    calls = CALL_FORMATS[family]
+    shape = calls.shape
+    assert shape is not None
+    marks = [*calls.openings, shape.closing.strip(), shape.after.strip()]
+    marks += [shape.tags.end.strip()] if shape.tags is not None else []
+    lines = [f"So {mark} ends none of it, and {mark}" for mark in dict.fromkeys(marks) if mark]
+    return "\r\n".join((*lines, " \u65e5\u672c \U0001f9ab null None true", "")) + f"{INDENTED}\n \n"
+
+
+def format_turns(family: str) -> tuple[Turn, ...]:
+    """Return turns that write and edit files whose texts hold the marks of a format."""
+    text = marked(family)
+    edited = f"{TEXT.format(family)}{_edit_of(family)}\nlast\n"
+    return (
+        Turn("write", f"Write {MARKED}.", ((MARKED, text),)),
+        Turn("write null", f"Write {NULL}.", ((NULL, "null"),)),
+        Turn("edit", f"Edit {EDITED}.", ((EDITED, edited), (MARKED, text), (NULL, "null"))),
+    )
+
+
+def _edit_of(family: str) -> str:
+    """Return a line that begins with blanks and ends with them, with marks between."""
+    return f"    {marked(family).split(chr(13))[0]} {INDENTED}"
+
+
+def format_script(tools: Tools, work: Path, family: str, write: Callable[..., str]) -> Script:
+    """Return the answers of those turns, with calls as the format has them.
+
+    Args:
+        tools: of the program.
+        work: folder in which it works.
+        family: the format.
+        write: returns a call's text, of the format, the arguments and the tool's name.
+    """
+    edited, null, text = (str(work / name) for name in (EDITED, NULL, MARKED))
+
+    def written(path: str, content: str) -> Call:
+        if tools.write is not None:
+            return tools.write(path, content)
+        return tools.run(f"printf %s {shlex.quote(content)} > {path}")
+
+    before = f"{TEXT.format(family)}{INDENTED}\nlast\n"
+    script: dict[int, list[str | Call]] = {
+        1: [written(text, marked(family)), "The marked text is in its file."],
+        2: [written(null, "null"), "Four letters are in the other one."],
+        3: [
+            written(edited, before),
+            tools.read(edited),
+            tools.edit(edited, INDENTED, _edit_of(family)),
+            "One line is another one now.",
+        ],
+    }
+    return {
+        task: [one if isinstance(one, str) else write(family, dict(one[1]), one[0]) for one in all_]
+        for task, all_ in script.items()
+    }
 
 
 def script_of(tools: Tools, work: Path) -> Script:
     """Return the answers of every turn, the last of which is said to the user."""
     notes, copy, count, long = (str(work / name) for name in (NOTES, COPY, COUNT, LONG))
     delegated = f"Greet the user. (task {SUBAGENT})"
-    script = {
+    script: dict[int, list[str | Call]] = {
         1: ["Good morning, what shall I do?"],
         2: [tools.read(notes), f"Your notes hold the code {BEFORE}."],
         3: [
             tools.read(notes),
-            tools.edit(notes, BEFORE, AFTER),
+            tools.edit(notes, TEXT.format(BEFORE).strip(), TEXT.format(AFTER).strip()),
             f"From now on, {AFTER} is the code.",
         ],
         4: [tools.run(f"cp {notes} {copy}"), "There are two files of it now."],
@@ -178,7 +267,11 @@ def script_of(tools: Tools, work: Path) -> Script:
         6: [f"Once upon a time a king had a daughter, and she had a garden. {ENDLESS}"],
         7: ["We had counted words before that story."],
         8: [tools.read(copy), "The second file says the same as the first."],
-        9: [tools.read(copy), tools.edit(copy, AFTER, LAST), f"Only the second file has {LAST}."],
+        9: [
+            tools.read(copy),
+            tools.edit(copy, TEXT.format(AFTER).strip(), TEXT.format(LAST).strip()),
+            f"Only the second file has {LAST}.",
+        ],
         10: ["All ten are through; goodbye."],
     }
     if tools.delegate is not None:
@@ -188,4 +281,7 @@ def script_of(tools: Tools, work: Path) -> Script:
         script[12] = [tools.read(long), "That was a long text about caches."]
         script[13] = ["The codes are known, and I carry on from here."]
         script[14] = ["Afterwards there is nothing left."]
-    return script
+    return {
+        task: [one if isinstance(one, str) else call(one[0], **one[1]) for one in answers]
+        for task, answers in script.items()
+    }

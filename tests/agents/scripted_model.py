@@ -42,9 +42,7 @@ TEMPLATE = (
     "{{ '<|end|>' }}{% endif %}"
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}{% set at.step = at.step + 1 %}"
-    "{{ '<|assistant|>' + message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) }}"
-    "{{ '</tool_call>' }}{% endfor %}"
+    "{{ '<|assistant|>' + message.content }}CALLS"
     "{% else %}"
     "{% if message.role == 'user' %}{% for task in range(1, 21) %}"
     "{% if '(task ' ~ task ~ ')' in message.content and task != at.task %}"
@@ -56,6 +54,32 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
+_EACH = "{% for call in message.tool_calls or [] %}"
+_NAME = "{{ call.function.name }}"
+_EACH_ARGUMENT = "{% for key, value in call.function.arguments.items() %}"
+_VALUE = "{{ value if value is string else value | tojson }}"
+CALLS = {
+    "json_tools": f"{_EACH}<tool_call>{{{{ call.function | tojson }}}}</tool_call>{{% endfor %}}",
+    "glm47": (
+        f"{_EACH}<tool_call>{_NAME}\n{_EACH_ARGUMENT}<arg_key>{{{{ key }}}}</arg_key>\n"
+        f"<arg_value>{_VALUE}</arg_value>\n{{% endfor %}}</tool_call>{{% endfor %}}"
+    ),
+    "minimax_m2": (
+        f'{{% if message.tool_calls %}}<minimax:tool_call>\n{_EACH}<invoke name="{_NAME}">\n'
+        f'{_EACH_ARGUMENT}<parameter name="{{{{ key }}}}">{_VALUE}</parameter>\n{{% endfor %}}'
+        "</invoke>\n{% endfor %}</minimax:tool_call>{% endif %}"
+    ),
+    "qwen3_coder": (
+        f"{_EACH}<tool_call>\n<function={_NAME}>\n{_EACH_ARGUMENT}<parameter={{{{ key }}}}>\n"
+        f"{_VALUE}\n</parameter>\n{{% endfor %}}</function>\n</tool_call>{{% endfor %}}"
+    ),
+    "kimi_k2": (
+        f"{{% if message.tool_calls %}}<|tool_calls_section_begin|>{_EACH}<|tool_call_begin|>"
+        "{{ call.id }}<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}"
+        "<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}"
+    ),
+}
+"""Parts of the template that write calls into the history, in the formats of the script's."""
 Script = Mapping[int, Sequence[str]]
 """Answers of every task, in their order; one that ends with `ENDLESS` begins again."""
 
@@ -65,17 +89,32 @@ def call(name: str, **arguments: object) -> str:
     return f"{CALL}{json.dumps({'name': name, 'arguments': arguments})}{CALL_END}"
 
 
-def write_model(folder: Path, script: Script, aside: str = "What we did, in short.") -> None:
-    """Write a folder that mlx-lm loads: tokenizer, template and weights that follow a script."""
+def write_model(
+    folder: Path,
+    script: Script,
+    aside: str = "What we did, in short.",
+    *,
+    family: str = "json_tools",
+) -> None:
+    """Write a folder that mlx-lm loads: tokenizer, template and weights that follow a script.
+
+    Args:
+        folder: is there.
+        script: the answers.
+        aside: the answer to requests without tools.
+        family: format of the script's calls, one of `CALLS`.
+    """
     answers = _answers(script, aside)
     words = Words(answers)
     raw = Tokenizer.from_str(_byte_pairs())
     raw.add_special_tokens(list(SPECIAL))
     raw.add_tokens([AddedToken(text, normalized=False) for text in words.texts])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<|start|>", eos_token=END, chat_template=TEMPLATE
+        tokenizer_object=raw,
+        bos_token="<|start|>",
+        eos_token=END,
+        chat_template=TEMPLATE.replace("CALLS", CALLS[family]),
     )
-    tokenizer.init_kwargs["tool_parser_type"] = "json_tools"
     tokenizer.save_pretrained(folder)
     config = {
         **{"model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": 1},
@@ -153,7 +192,7 @@ class Words:
             if len(piece) >= PIECE and piece not in self._texts and piece not in pieces:
                 pieces.append(piece)
                 piece = ""
-        while not piece or piece in self._texts:
+        while not piece or piece in self._texts or piece in pieces:
             if not pieces:
                 raise ValueError(f"{text!r} stands in another answer; reword it")
             piece = pieces.pop() + piece

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenarios import AGENTS, script_of
-from scripted_model import END, ENDLESS, write_model
+from scenarios import AGENTS, FORMATS, format_script, format_turns, marked, script_of
+from scripted_model import CALLS, END, ENDLESS, Words, write_model
+from written_answers import written_call
 
 from penstock import Engine, Request, load
+from penstock.models.mlx_lm import load_tokenizer
+from penstock.server.parsing.formats import CALL_FORMATS, answer_format
 
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
 
@@ -59,6 +62,12 @@ def said_and_done(answer: str) -> list[dict[str, Any]]:
     return [said, {"role": "tool", "content": "Done."}]
 
 
+def test_no_piece_stands_twice_in_an_answer() -> None:
+    words = Words({"<|place 1.0|>": "abcdefghi123456789abcdefghi"})
+    pieces = [piece for piece, _ in words.follows]
+    assert len({*pieces}) == len(pieces) and "".join(pieces).endswith("abcdefghi")
+
+
 def test_a_request_without_tools_is_none_of_the_turns(scripted: Any) -> None:
     asked = [{"role": "user", "content": "Name this talk: Say hello. (task 1)"}]
     assert ask(scripted, asked, tools=None)[0] == "What we did, in short."
@@ -72,3 +81,30 @@ def test_a_program_that_goes_on_behind_its_script_is_told_that_a_task_is_over(
     for answer in (*script[10], "Task 10 is over.", "Task 10 is over."):
         assert ask(scripted, messages)[0] == answer
         messages += [*said_and_done(answer), {"role": "user", "content": "And?"}]
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_calls_in_the_history_are_as_the_script_writes_them(family: str, tmp_path: Path) -> None:
+    """So the format follows from the template, as a real model's does."""
+    write_model(tmp_path, {1: ["So."]}, family=family)
+    tokenizer = load_tokenizer(tmp_path)
+    form = answer_format(tokenizer)
+    assert form.calls == CALL_FORMATS["hermes" if family == "json_tools" else family]
+    arguments = {"path": "a b", "content": " x\r\n"}
+    function = {"name": "look_up", "arguments": arguments}
+    call = {"type": "function", "id": "functions.look_up:0", "function": function}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    rendered = tokenizer.apply_chat_template([said], tokenize=False)
+    written = written_call(family, arguments).replace("<tool_call>\n{", "<tool_call>{")
+    assert written.replace("}\n</tool_call>", "}</tool_call>") in rendered
+
+
+@pytest.mark.parametrize(("program", "family"), FORMATS)
+def test_a_script_of_a_format_holds_its_marks(program: str, family: str, tmp_path: Path) -> None:
+    """In texts with blanks at their ends, line ends of both kinds, and `null`."""
+    script = format_script(AGENTS[program].tools, Path("/work"), family, written_call)
+    write_model(tmp_path, script, family=family)
+    text = marked(family)
+    assert text.count("\r\n") > 2 and text.endswith("  \t \n \n") and "null" in text
+    marks = [mark for mark in CALL_FORMATS[family].openings if mark in text]
+    assert marks and len(format_turns(family)) == len(script)

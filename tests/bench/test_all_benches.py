@@ -12,7 +12,15 @@ from typer.main import get_command
 
 from penstock.cli import main
 from penstock_bench.cli import all_command, bench_commands, kv_cache_command
-from penstock_bench.cli.all_command import BENCHES, LEFT_OUT, PAGES, PICTURES, drawing, run_all
+from penstock_bench.cli.all_command import (
+    BENCHES,
+    LEFT_OUT,
+    PAGES,
+    PICTURES,
+    BenchEnd,
+    drawing,
+    run_all,
+)
 
 KERNELS = ("bench", "kernels", "--heads", "4", "--head-size", "64", "--kv-heads", "2")
 SMALL = (*KERNELS, "--tokens", "128", "--rows", "2")
@@ -84,6 +92,18 @@ def test_the_end_names_each_record_and_says_where_they_go(
     (record,) = (tmp_path / "records").iterdir()
     lines = capfd.readouterr().out.splitlines()
     assert f"    {record}" in lines and "benchmarks/results/" in lines[-1]
+
+
+def test_a_bench_that_fails_is_more_than_a_goal_that_is_not_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses = iter((0, 1, 0, -9, 1))
+    monkeypatch.setattr(
+        all_command, "_run", lambda command, *_: BenchEnd(command, next(statuses), ())
+    )
+    for commands, status in ((1, 0), (1, 1), (3, 2)):
+        monkeypatch.setattr(all_command, "BENCHES", (SMALL,) * commands)
+        assert main(["bench", "all", "--save", str(tmp_path)]) == status
 
 
 def test_the_folder_is_asked_for_and_checked_first(tmp_path: Path) -> None:

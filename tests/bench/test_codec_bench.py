@@ -10,7 +10,7 @@ import pytest
 import tiny_families
 
 from penstock.cli import main
-from penstock.kv.codecs import parse_scheme
+from penstock.kv.codecs.names import parse_scheme
 from penstock_bench import codecs as bench
 from penstock_bench import vllm_mlx
 from penstock_bench.codecs import CacheShape, CodecRow, Table

@@ -21,11 +21,11 @@ from mlx_lm.generate import (
 )
 from mlx_lm.models.cache import LRUPromptCache
 
+from penstock.attention.chunk_reads import ChunkReads
 from penstock.cli import main
-from penstock.engine.offload.prefill_rate import PrefillRate
+from penstock.engine.prefill_rate import PrefillRate
 from penstock.engine.schedule.partial_blocks import PartialBlock
 from penstock.errors import SettingError
-from penstock.kv.chunk_reads import ChunkReads
 from penstock.prefix.checkpoints import Checkpoints
 from penstock_bench import (
     attend_steps,

@@ -14,15 +14,16 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import ModelError
-from penstock.kv.codecs import parse_scheme
+from penstock.kv.codecs.names import parse_scheme
 from penstock.models.mlx_lm import encode, load, plain_caches, render
-from penstock.recall import MODEL_PATH, dialogue
+from penstock.recall import MODEL_PATH
 from penstock_bench import attention_error, eval_load, eval_texts, long_tasks
 from penstock_bench import evaluate as bench
 from penstock_bench.eval_load import EvalLoad, KVSetting
 from penstock_bench.evaluate import Estimate
 from penstock_bench.key_forms import KeyForm, reform
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
+from penstock_bench.recall import dialogue
 from penstock_bench.report import Report
 
 SMALL = EvalLoad(

@@ -11,15 +11,16 @@ import pytest
 
 from penstock.engine.core import Core
 from penstock.engine.request import Request, Sampling
-from penstock.kv.sign_products import Floats
+from penstock.kv.numpy_arrays import Floats
 from penstock.models.mlx_lm import load, plain_caches, render
-from penstock.recall import MODEL_PATH, dialogue
+from penstock.recall import MODEL_PATH
 from penstock_bench import evaluate as bench
 from penstock_bench import forcing
 from penstock_bench.cli.bench_options import ProgressLines
 from penstock_bench.eval_load import EvalLoad, KVSetting
 from penstock_bench.eval_texts import EvalPiece
 from penstock_bench.forcing import BlockReads, Reading, Way
+from penstock_bench.recall import dialogue
 from support.engine_faults import model_of
 
 BLOCK = 64

@@ -9,11 +9,11 @@ import mlx.core as mx
 import pytest
 from lockstep import COMPILER, Lockstep
 
+from penstock.attention import devices
+from penstock.attention.mlx_backend import GPUBackend
 from penstock.cli import main
-from penstock.kv import backend
-from penstock.kv.backend import GPUBackend
-from penstock.kv.kernels.selftest import Timing, WayChoice
-from penstock.kv.kernels.ways import AttentionForm, AttentionWay, Situation, Ways
+from penstock.plugins.kernels.selftest import Timing, WayChoice
+from penstock.plugins.kernels.ways import AttentionForm, AttentionWay, Situation, Ways
 from penstock_bench.kernels import KernelsLoad, layer_form, measure, report
 
 SIZES = ["--heads", "4", "--kv-heads", "2", "--head-size", "64", "--tokens", "128", "--rows", "2"]
@@ -32,7 +32,7 @@ def test_a_cpu_measures_what_it_has(capsys: pytest.CaptureFixture[str], tmp_path
 
 @pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
 def test_all_three_ways_are_measured(tmp_path: Path) -> None:
-    with backend.using(GPUBackend(call_kernel=Lockstep(folder=tmp_path))):
+    with devices.using(GPUBackend(call_kernel=Lockstep(folder=tmp_path))):
         found = measure(KernelsLoad((LAYER,), (2,), (128,)))
     assert found.raw["kernels_off"] is None
     ways = found.raw["ways"].values()

@@ -22,7 +22,6 @@ from stand_in_server import stand_in
 from penstock.cli import main
 from penstock.errors import SettingError
 from penstock.models.mlx_lm import load, render
-from penstock.recall import count_tokens
 from penstock_bench import (
     serve_figures,
     serve_held,
@@ -35,6 +34,7 @@ from penstock_bench import serve_load as serve
 from penstock_bench.cli import serve_command
 from penstock_bench.engine_sides import LLAMA, OURS, RIVAL
 from penstock_bench.models import LlamaShape, ModelChoice
+from penstock_bench.recall import count_tokens
 from penstock_bench.report import publish
 from penstock_bench.serve_client import (
     Client,

@@ -22,7 +22,8 @@ from penstock import (
     load_prompt_cache,
     save_prompt_cache,
 )
-from penstock.kv.codecs import parse_scheme
+from penstock.attention import devices
+from penstock.kv.codecs.names import parse_scheme
 
 HEADS, KV_HEADS, DIM, SCALE = 8, 2, 64, 64**-0.5
 TOKEN = 2 * KV_HEADS * DIM * 4
@@ -478,7 +479,7 @@ def test_heads_rows_and_numbers_that_cannot_be() -> None:
 
 
 def roundtrip(side: mx.array, codec: Any) -> mx.array:
-    return codec.encode(side).dequantize().astype(side.dtype)
+    return codec.encode(side, devices.current()).dequantize(devices.current()).astype(side.dtype)
 
 
 def forms(cache: TurboQuantKVCache, whole: tuple[mx.array, mx.array], codec: str) -> str:

@@ -20,7 +20,8 @@ from mlx_lm.models import cache as theirs
 from penstock import KVCache, PrefixCache, QuantizedKVCache, RotatingKVCache, make_kv_cache
 from penstock.errors import SettingError
 from penstock.prefix import PrefixCounts
-from penstock.recall import MODEL_PATH, dialogue
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import dialogue
 
 BLOCK = 16
 

@@ -24,13 +24,16 @@ from penstock import (
     attach,
     load,
 )
+from penstock.attention import devices
 from penstock.kv import columns as col
-from penstock.kv.codecs import Coded, parse_scheme
-from penstock.kv.quantization import piece_bytes
-from penstock.kv.tails import LayerShape
-from penstock.prefix.bounded_tree import BYTES_PER_REMEMBERED
-from penstock.recall import MODEL_PATH, dialogue
+from penstock.kv.codecs.code_ops import CodeOps
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.names import parse_scheme
+from penstock.kv.tails import LayerShape, piece_bytes
+from penstock.prefix.prefixes import BYTES_PER_REMEMBERED
+from penstock.recall import MODEL_PATH
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
+from penstock_bench.recall import dialogue
 
 SHAPE = LlamaShape(
     layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64
@@ -195,10 +198,10 @@ def test_only_what_is_used_is_encoded_and_only_once(monkeypatch: pytest.MonkeyPa
     encoded: list[int] = []
     encode = type(parse_scheme("4").keys).encode  # type: ignore[arg-type]
 
-    def counted(self: Any, x: mx.array) -> Coded:
+    def counted(self: Any, x: mx.array, ops: CodeOps) -> Coded:
         if x.shape[2] > 1:  # else it is asked for its shapes
             encoded.append(x.shape[2])
-        return encode(self, x)
+        return encode(self, x, ops)
 
     monkeypatch.setattr(type(parse_scheme("4").keys), "encode", counted)
     prefix.store(range(400), noise(900, layers=1))  # mlx-lm's buffers are longer than what is used
@@ -254,7 +257,10 @@ def test_what_stays_because_it_is_too_large_needs_room() -> None:
 
 def limit_for(kv_bytes: int) -> int:
     """Return a limit with room for so much, what is encoded beside it, and the index."""
-    return int((kv_bytes + piece_bytes([SHAPE_OF_NOISE])) / (1 - 500 / BYTES_PER_REMEMBERED))
+    return int(
+        (kv_bytes + piece_bytes([SHAPE_OF_NOISE], devices.current().lanes))
+        / (1 - 500 / BYTES_PER_REMEMBERED)
+    )
 
 
 def test_what_is_given_up_counts_its_true_bytes() -> None:
@@ -290,7 +296,7 @@ def test_storing_takes_little_more_than_what_is_stored(codec: str) -> None:
     mx.reset_peak_memory()
     prefix.store(range(4_096), caches)
     peak = mx.get_peak_memory() - before
-    assert peak <= 1.1 * kv_bytes(prefix) + piece_bytes([SHAPE_OF_NOISE])
+    assert peak <= 1.1 * kv_bytes(prefix) + piece_bytes([SHAPE_OF_NOISE], devices.current().lanes)
 
 
 # ---- what is fetched
@@ -305,7 +311,7 @@ def test_it_is_widened_a_piece_at_a_time_and_may_be_written_to() -> None:
     caches, rest = prefix.fetch(range(4_097), capacity=4_096)
     peak = mx.get_peak_memory() - before
     assert mx.get_active_memory() - before == 4_096 * WIDE
-    assert peak <= 4_096 * WIDE + piece_bytes([SHAPE_OF_NOISE])
+    assert peak <= 4_096 * WIDE + piece_bytes([SHAPE_OF_NOISE], devices.current().lanes)
     assert rest == [4_096]
     for cache in caches or []:
         cache.keys[...] = 7.0
@@ -322,10 +328,14 @@ def test_only_what_matched_is_widened() -> None:
     caches, rest = prefix.fetch([*range(450), 1, 1], capacity=452)
     assert rest == [448, 449, 1, 1]
     assert mx.get_active_memory() - before == 452 * WIDE
-    assert mx.get_peak_memory() - before <= 452 * WIDE + piece_bytes([SHAPE_OF_NOISE])
+    assert mx.get_peak_memory() - before <= 452 * WIDE + piece_bytes(
+        [SHAPE_OF_NOISE], devices.current().lanes
+    )
     codec = parse_scheme("kivi4").keys
     assert codec is not None
-    wanted = codec.encode(noise(2_048, layers=1)[0].keys[:, :, FIRST:448]).dequantize()
+    wanted = codec.encode(
+        noise(2_048, layers=1)[0].keys[:, :, FIRST:448], devices.current()
+    ).dequantize(devices.current())
     found = (caches or [])[0].keys[:, :, FIRST:448]
     assert mx.array_equal(found, wanted)
 
@@ -379,7 +389,7 @@ def test_it_is_fetched_without_being_widened(codec: str) -> None:
     held = FIRST * WIDE + coded_bytes(codec, 2_048 - FIRST) + tail
     assert sum(cache.nbytes for cache in caches) == held
     assert mx.get_active_memory() - before == held
-    assert peak <= held + piece_bytes([SHAPE_OF_NOISE])
+    assert peak <= held + piece_bytes([SHAPE_OF_NOISE], devices.current().lanes)
     wide, _ = prefix.fetch(range(2_000))
     for cache, plain in zip(caches, wide or [], strict=True):
         assert (type(cache), cache.codec) == (TurboQuantKVCache, parse_scheme(codec).name)
@@ -474,7 +484,7 @@ def test_first_tokens_in_the_tail_are_stored_as_they_are(
     assert prefix.store(range(total), caches).new_tokens == blocks
     raw = FIRST * 2 * HEADS * 2 * DIM * 4
     assert mx.get_peak_memory() - before <= kv_bytes(prefix) + max(
-        raw, piece_bytes([SHAPE_OF_NOISE])
+        raw, piece_bytes([SHAPE_OF_NOISE], devices.current().lanes)
     )
     plainly.store(range(total), whole)
     found, wanted = (each.fetch(range(total + 1))[0] or [] for each in (prefix, plainly))

@@ -12,13 +12,15 @@ import pytest
 from mlx_lm.generate import generate_step
 
 import penstock
+from penstock.attention.devices import current, using
+from penstock.attention.mlx_backend import GPUBackend
 from penstock.caches import factory
 from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.errors import ModelError, SettingError
-from penstock.kv.backend import GPUBackend, current, using
 from penstock.models.mlx_lm import load, render
-from penstock.recall import MODEL_PATH, dialogue
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import dialogue
 from support.worst_blocks import choose_worst_blocks
 
 ANSWER_TOKENS = 8

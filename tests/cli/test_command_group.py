@@ -30,10 +30,10 @@ def greet() -> None:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of all installed packages but penstock-bench."""
+    """A folder of all installed packages but that of the benches."""
     folder = tmp_path_factory.mktemp("packages")
     for package in Path(sysconfig.get_path("purelib")).iterdir():
-        if not package.name.startswith("penstock_bench"):
+        if not package.name.startswith(("penstock_bench", "penstock_mlx_bench")):
             (folder / package.name).symlink_to(package)
     return folder
 
@@ -65,17 +65,26 @@ def test_without_the_package_one_line_says_how_to_install_it(bare: Path, command
         assert (done.returncode, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
         assert line == (
-            f"penstock: penstock {command} is in a package of its own: pip install penstock-bench "
-            "(from a checkout: pip install ./benchmarks)"
+            f"penstock: penstock {command} is in a package of its own: in a checkout of penstock "
+            "run pip install ./benchmarks"
         )
 
 
 def test_without_the_package_all_other_commands_are_there(bare: Path) -> None:
     done = run("--help", packages=[bare])
     assert done.returncode == 0
-    assert {"serve", "agents", "cache"} <= listed(done.stdout)
+    assert {"serve", "generate", "cache"} <= listed(done.stdout)
     assert not set(BENCH_COMMANDS) & listed(done.stdout)
-    assert run("agents", "--help", packages=[bare]).returncode == 0
+    assert run("generate", "--help", packages=[bare]).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["agents", "verify"])
+def test_a_command_that_went_to_the_benches_says_so(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "--json"]) == 2
+    line = f"penstock: penstock {command} is gone: run penstock bench {command}\n"
+    assert capsys.readouterr().err == line
 
 
 def test_the_package_has_the_commands_that_the_line_names() -> None:

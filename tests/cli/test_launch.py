@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from redis_server import free_port
-from servers import Running, serving
+from servers import Running, serving, wait_until
 
-from penstock.cli import main
+from penstock import children
+from penstock.cli import launch, main
 from penstock.cli.launch_setups import PROGRAMS, Endpoint
+from penstock.cli.remote import Remote
 
 KEY = "a-key-for-tests"
 OWN = ["--resume", "two words", "it's"]
@@ -236,3 +243,80 @@ def test_refusals_are_one_line(
     assert main(["launch", *arguments, *given]) == 2
     said = capfd.readouterr().err
     assert words in said and said.count("\n") == 1
+
+
+PROXIES = {"http_proxy": "http://127.0.0.1:9", "ALL_PROXY": "socks5://127.0.0.1:9"}
+SLEEPER = """#!{python}
+import os, pathlib, time
+pathlib.Path(os.environ["RECORD"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_no_proxy_stands_between_programs_and_this_machine(
+    proxy: str, recall_server: Running, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.install("claude")
+    monkeypatch.setenv("LOOK_AT", recall_server.url)
+    monkeypatch.setenv(proxy, PROXIES[proxy])
+    assert main(["launch", "claude", "--url", recall_server.url]) == 7
+    assert desk.read()["health"] == 200, "the program asks past the proxy, too"
+    assert main(["top", "--once", "--url", recall_server.url]) == 0
+    remote = Remote(recall_server.url)
+    remote._http.close()
+    assert remote.model == "recall"
+
+
+def test_what_listens_and_says_nothing_is_waited_for_a_minute_at_most(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.SILENT_SECONDS <= 60
+    monkeypatch.setattr(launch, "SILENT_SECONDS", 0.2)
+    desk.install("claude")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert main(["launch", "claude", "--url", url]) == 2
+    said = capfd.readouterr().err
+    assert f"the server at {url} has said nothing" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("work", "lives"), [("time.sleep(60)", False), ("print(1)", True)])
+def test_a_server_that_gives_no_sign_of_life_is_not_waited_for(
+    work: str, lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(launch, "START_SECONDS", 3.0)
+    code = f"import time\nwhile True: {work}; time.sleep(0.1)"
+    with tempfile.TemporaryFile() as output, httpx.Client(base_url="http://127.0.0.1:9") as http:
+        server = children.start([sys.executable, "-uc", code], stdout=output, stderr=output)
+        with server, pytest.raises(launch.LaunchFailed) as refused:
+            try:
+                launch._wait(server, http, output)
+            finally:
+                children.end(server)
+    found = re.search(r"for (\d+) s, (\d+) s of them without", str(refused.value))
+    assert found and (found[1] != found[2]) == lives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_server_and_program_end_with_launch(sig: signal.Signals, desk: Desk) -> None:
+    (desk.programs / "claude").write_text(SLEEPER.format(python=sys.executable))
+    (desk.programs / "claude").chmod(0o755)
+    url = f"http://127.0.0.1:{free_port()}"
+    launched = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "launch", "claude", "--url", url],
+        env={**os.environ, "PENSTOCK_MEMORY_LIMIT": "200MB"},
+    )
+    with launched:
+        try:
+            wait_until(lambda: desk.record.exists() and desk.record.read_text(), 120)
+            started = psutil.Process(launched.pid).children(recursive=True)
+            assert int(desk.record.read_text()) in [process.pid for process in started]
+            assert len(started) == 2
+        finally:
+            launched.send_signal(sig)
+        assert launched.wait(60) == (-sig if sig == signal.SIGKILL else 128 + sig)
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert not alive

@@ -19,18 +19,23 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from patience import SOON
 from servers import serving, settings, wait_until
 from typer.main import get_command
 
-from penstock.cli import app, main
+from penstock.cli import app, main, start_progress
 from penstock.cli.banner import banner
 from penstock.cli.engines import make_engine
+from penstock.cli.serve import _name
 from penstock.cli.settings_file import read_toml
 from penstock.engine.view import EngineView
 from penstock.errors import SettingError
 from penstock.models.mlx_lm import load_all
-from penstock.recall import MODEL_PATH, Dialogue
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import Dialogue
 
+PROGRESS = re.compile(r"penstock: .* \(\d+ s\)\n")
+"""Line of a start that takes a second, as on a busy machine."""
 SERVE = (sys.executable, "-m", "penstock", "serve")
 
 
@@ -170,11 +175,14 @@ def test_a_flag_that_may_stand_alone_is_a_switch_in_a_file(
 
 
 def test_the_command_line_of_vllm_mlx_serves() -> None:
-    flags = ("--kv-cache-quantization", "--kv-cache-min-quantize-tokens", "256")
-    with started(*flags) as (process, _):
+    line = (
+        "--kv-cache-quantization --kv-cache-quantization-bits 4 --kv-cache-quantization-group-size "
+        "64 --kv-cache-min-quantize-tokens 256 --continuous-batching"
+    )
+    with started(*line.split()) as (process, _):
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(4)]
-        assert "held as affine8" in "".join(lines)
+        assert "held as affine4" in "".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -219,16 +227,46 @@ def test_the_command_line_of_vllm_mlx_serves() -> None:
         (("--remote-cache-timeout", "0"), "--remote-cache-timeout"),
         (("--max-kv-size", "100", "--keep-kv-size", "100"), "--keep-kv-size"),
         (("--pipeline",), "mlx.launch -n 2"),
+        (("--chat-template", "/nowhere.jinja"), "--chat-template /nowhere.jinja: there is no such"),
+        (("--chat-template", "chatml", "--ray"), "--chat-template does not work with --ray"),
         (("/nowhere/at/all", "--port", "0"), "/nowhere/at/all"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
 def test_wrong_flags_are_one_line(
-    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    says: str,
 ) -> None:
+    monkeypatch.setattr(start_progress, "QUIET_SECONDS", 600.0)  # a busy machine is slow to load
     assert main(["serve", *flags]) == 2
     told = capsys.readouterr().err
     assert says in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/models/a/SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"),
+        ("~/b.gguf", "b"),
+        ("owner/model", "owner/model"),
+        (str(MODEL_PATH), MODEL_PATH.name),
+    ],
+)
+def test_a_models_name_is_no_path(model: str, name: str) -> None:
+    assert _name(model) == name
+
+
+def test_without_a_template_the_banner_offers_completions() -> None:
+    loaded = load_all(MODEL_PATH)
+    with make_engine(loaded, memory_limit="100MB") as engine:
+        chatting, continuing = (
+            "\n".join(banner(engine, "recall", settings(), 1, chats=chats))
+            for chats in (True, False)
+        )
+    assert "/v1/chat/completions" in chatting and "--chat-template" not in chatting
+    assert "/v1/completions -H" in continuing and "--chat-template" in continuing
 
 
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,9 +282,9 @@ def test_the_limit_that_is_proposed_is_enough(capsys: pytest.CaptureFixture[str]
     assert found
     with started("--memory-limit", f"{found[1]}MB") as (_, url):
         body = {"prompt": [1] * 1_023, "max_tokens": 1}
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=SOON).status_code == 200
         body["prompt"] = [1] * 1_623  # nor is it far more than enough
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 400
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=SOON).status_code == 400
 
 
 def test_a_server_serves_and_drains_on_sigterm() -> None:
@@ -267,7 +305,8 @@ def test_a_server_serves_and_drains_on_sigterm() -> None:
         assert rest[-1].choices[0].finish_reason == "length"
         assert process.wait(20) == 0
         assert process.stderr is not None
-        assert process.stderr.read() == "", "nothing is said of a server that ends as it was told"
+        said = [line for line in process.stderr if not PROGRESS.fullmatch(line)]
+        assert said == [], "nothing is said of a server that ends as it was told"
 
 
 def test_the_second_signal_ends_it_at_once() -> None:
@@ -278,7 +317,7 @@ def test_the_second_signal_ends_it_at_once() -> None:
             "logit_bias": {"300": 100},
             "stream": True,
         }
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as answer:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=SOON) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGINT)
@@ -388,6 +427,8 @@ def test_the_banner_says_what_fits_and_how_to_ask() -> None:
         told = "\n".join(lines)
         assert "limit 200.0 MB" in told and "tokens of KV" in told and "of 4,096" in told
         assert "secret" not in told
+        if shutil.which("curl") is None:
+            pytest.skip("the command that the banner shows needs curl")
         curl = lines[-1].split(maxsplit=1)[1]
         done = subprocess.run(
             ["bash", "-c", f"{curl} --silent"],

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from patience import SOON
 from servers import Running, serving
 
 from penstock.cli import main
-from penstock.recall import Dialogue
+from penstock_bench.recall import Dialogue
 
 SCRIPT = Path(sys.executable).parent / "penstock"
 KEY = "a-key-for-tests"
@@ -45,7 +46,7 @@ def top(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         env=clean | {"COLUMNS": "100", "LINES": "40"} | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SOON,
     )
 
 
@@ -91,7 +92,7 @@ def test_a_pipe_gets_a_line_a_second_until_the_server_goes() -> None:
         first = process.stdout.readline()
         assert first.startswith("0 running, 0 waiting; ")
         assert "\x1b" not in first
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=SOON)
     assert process.returncode == 2
     (line,) = errors.splitlines()
     assert line == f"penstock: the server at {running.url} has ended"

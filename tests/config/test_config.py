@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from penstock.config import MLX_LM_MINOR, EngineSettings, KVSettings, SamplingSettings, parse
+from penstock.config import MLX_LM_MINOR, EngineSettings, SamplingSettings, parse
 from penstock.errors import SettingError
 
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError):
-        KVSettings().max_kv_size = 1  # type: ignore[misc]
+        SamplingSettings().max_tokens = 1  # type: ignore[misc]
 
 
 def test_what_may_hold_a_secret_is_not_repeated() -> None:
@@ -25,17 +25,17 @@ def test_what_may_hold_a_secret_is_not_repeated() -> None:
 
 @pytest.mark.parametrize("keep", [0, 15])
 def test_keep_may_leave_one_token(keep: int) -> None:
-    assert parse(KVSettings, max_kv_size=16, keep_kv_size=keep).keep_kv_size == keep
+    assert parse(EngineSettings, memory_limit=1, max_kv_size=16, keep=keep).keep_tokens == keep
 
 
 @pytest.mark.parametrize("keep", [16, 17])
 def test_keep_must_leave_room(keep: int) -> None:
-    with pytest.raises(SettingError, match=f"--keep-kv-size {keep} leaves no room .* 16 tokens"):
-        parse(KVSettings, max_kv_size=16, keep_kv_size=keep)
+    with pytest.raises(SettingError, match=rf"--keep-kv-size\) {keep} leaves no room .* 16 tokens"):
+        parse(EngineSettings, memory_limit=1, max_kv_size=16, keep=keep)
 
 
 def test_the_default_keep_fits_a_small_window() -> None:
-    assert parse(KVSettings, max_kv_size=16).keep_kv_size is None
+    assert parse(EngineSettings, memory_limit=1, max_kv_size=16).keep_tokens == 8
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_a_bad_number_names_its_flag(name: str, value: float) -> None:
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(SettingError, match="--nonsense"):
-        parse(KVSettings, nonsense=1)
+    with pytest.raises(SettingError, match="nonsense is no setting"):
+        parse(SamplingSettings, nonsense=1)
 
 
 def test_the_minor_version_is_the_one_the_package_asks_for() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,19 @@ import pytest
 from engine_faults import model_of
 from tiny_families import build
 
+from penstock.attention.attention_plan import DecodeRow
 from penstock.engine.core import Core
 from penstock.engine.handle import Choice
+from penstock.engine.model.step_costs import StepCosts
 from penstock.engine.request import Request, Sampling
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
 from penstock.errors import SettingError
-from penstock.kv.center_loops import center_loop
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import load, render
-from penstock.recall import MODEL_PATH, dialogue
+from penstock.plugins.cpu.center_loops import center_loop
+from penstock.plugins.cpu.choice_reader import LoopReader
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import dialogue
 from support.worst_blocks import choose_worst_blocks
 
 SMALL: dict[str, Any] = {
@@ -139,13 +145,38 @@ def test_no_loop_is_compiled_in_a_step(rest: bool) -> None:
     with running(attend_tokens=LEAST, attend_rest=rest) as core:
         assert core.runner.selection is not None
         shape = core.runner.shapes[0]
-        loops = core.runner.selection.loops(shape.key_dim, shape.value_dim)
-        assert loops is not None
+        sizes = shape.key_dim, shape.value_dim
+        reader = core.runner.device.choice_reader(core.runner.selection, *sizes)
+        assert isinstance(reader, LoopReader)
+        loops = reader.loops
         compiled = [loops._choose, loops._attend, center_loop(), *filter(None, [loops._rest])]
         before = [loop.signatures for loop in compiled]
         answers(core, LONG, OTHER)
         assert [loop.signatures for loop in compiled] == before
         assert len(compiled) == 3 + rest and all(before)
+
+
+@pytest.mark.parametrize("more", [{}, {"speculative_tokens": 4}, ACTIVE, AT_REST])
+def test_log_probabilities_of_a_prompt_are_those_of_full_attention(more: dict[str, Any]) -> None:
+    """Bit for bit, cold and cached, and while others choose: prompts are read whole."""
+    asked = {"max_tokens": 2, "ignore_eos": True, "prompt_logprobs": 2}
+    told = []
+    for attend in ({}, {"attend_tokens": LEAST}):
+        with running(**more, **attend) as core:
+            for state in ("cold", "cached"):
+                if state == "cached":
+                    beside = core.submit(Request(prompt=OTHER, max_tokens=60, ignore_eos=True))
+                    while core.counters.decode_steps < 8:
+                        core.step()
+                handle = core.submit(Request(prompt=LONG, **asked))
+                while core.step():
+                    core.view.check()
+                scores = handle.prompt_logprobs
+                assert scores is not None and scores.done
+                told.append(list(scores))
+            assert len(beside.result(0.0)[0].tokens) == 60
+    cold, cached = told[:2], told[2:]
+    assert cold == cached and len(cold[0]) == len(LONG)
 
 
 def test_several_answers_to_one_prompt_are_those_of_one() -> None:
@@ -216,8 +247,7 @@ def test_a_choice_does_not_depend_on_what_windows_have_dropped() -> None:
         core = Core(build("cohere2"), **settings)
         (answer,) = answers(core, asked)
         if dropped:
-            assert core.prefixes.relief is not None
-            assert core.prefixes.relief.relieve(10**9) > 0
+            assert core.prefixes._beside.relief.relieve(10**9) > 0
             assert any(node.segment.missing for node in core.prefixes.tree)
         told.append(answers(core, [*asked, *answer, 7, 8, 9], tokens=20))
         core.close()
@@ -294,6 +324,73 @@ def test_the_first_token_reads_all_beside_others_that_choose() -> None:
             assert differences(found, expected[0])[0] < ROUNDING
 
 
+@pytest.fixture
+def proposals_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check as many tokens whatever a busy machine measures."""
+    monkeypatch.setattr(StepCosts, "ratio", lambda *_: 1.0)
+
+
+def drafted(family: str) -> dict[str, Any]:
+    """Return settings of proposals that are mostly right: those of the same model, reading all."""
+    if family == "falcon_h1":  # recurrent layers cannot draft
+        return {"speculative_tokens": 4}
+    return {"speculative_tokens": 4, "draft_model": (deepcopy(model_of(family)), None)}
+
+
+REPEATS = prompt(60, 4) * 4
+"""Answers to it repeat, too, so that text proposes."""
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"attend_rest": True, "block_size": 24}),
+        ("llama", {"attend_full_layers": (1,)}),
+        ("llama", ACTIVE),
+        ("llama", AT_REST),
+        ("falcon_h1", {}),
+    ],
+)
+def test_tokens_that_are_checked_together_make_a_choice_each(
+    family: str, more: dict[str, Any], proposals_pay: None
+) -> None:
+    begins = prompt(120, 5)  # to choose in its answer
+    with running(family, **more, attend_tokens=LEAST) as core:
+        expected = alone(core, LONG, SHORT, REPEATS, begins, tokens=24)
+        plain = core.counters.decode_steps
+    with running(family, **more, **drafted(family), attend_tokens=LEAST) as core:
+        together = answers(core, LONG, SHORT, tokens=24)
+        assert together + alone(core, REPEATS, begins, tokens=24) == expected
+        assert core.counters.accepted_tokens > 3 and core.counters.failed_proposals == 0
+        assert core.counters.decode_steps < plain
+
+
+def test_proposed_tokens_that_read_all_would_say_something_else(
+    monkeypatch: pytest.MonkeyPatch, proposals_pay: None
+) -> None:
+    """Negative control."""
+    with running(attend_tokens=LEAST) as core:
+        expected = alone(core, LONG, tokens=24)
+    ahead = DecodeRow.ahead
+    monkeypatch.setattr(DecodeRow, "ahead", lambda row, n: replace(ahead(row, n), whole=n > 0))
+    with running(**drafted("llama"), attend_tokens=LEAST) as core:
+        assert alone(core, LONG, tokens=24) != expected
+
+
+def test_with_as_many_tokens_as_there_are_proposals_are_checked_as_ever(
+    proposals_pay: None,
+) -> None:
+    with running() as core:
+        expected = answers(core, LONG, tokens=20)[0]
+    found = []
+    for attend in ({}, {"attend_tokens": 512}):
+        with running(speculative_tokens=4, **attend) as core:
+            found += scored(core, LONG, tokens=20, prediction=tuple(expected))
+            assert core.counters.accepted_tokens > 10
+    assert differences(*found) == [0.0] * 20, "bit for bit"
+
+
 def test_layers_can_be_left_whole() -> None:
     with running() as core:
         whole = alone(core, LONG)
@@ -310,7 +407,6 @@ def test_layers_can_be_left_whole() -> None:
     ("family", "settings", "says"),
     [
         ("llama", {"attend_tokens": 127}, "attend_tokens 127: .*greater than or equal to 128"),
-        ("llama", {"attend_tokens": 128, "speculative_tokens": 2}, "speculative_tokens"),
         ("llama", {"attend_full_layers": (0,)}, "set both or neither"),
         ("llama", {"attend_rest": True}, "set both or neither"),
         ("llama", {"attend_tokens": 128, "attend_full_layers": (7,)}, r"\[7\]: .* are \[0, 1\]"),
@@ -324,10 +420,10 @@ def test_what_does_not_work_is_refused_at_the_start(
         Core(model_of(family), **SMALL, **settings)
 
 
-@pytest.mark.parametrize("rest", [False, True])
-def test_all_bytes_are_counted_before_they_exist(rest: bool) -> None:
+@pytest.mark.parametrize("more", [{}, {"attend_rest": True}, {"speculative_tokens": 16}, AT_REST])
+def test_all_bytes_are_counted_before_they_exist(more: dict[str, Any], proposals_pay: None) -> None:
     """What MLX holds at its peak beside what it held before fits into the ledger's account."""
-    with running(attend_tokens=LEAST, attend_rest=rest, max_kv_size=2_048) as core:
+    with running(attend_tokens=LEAST, max_kv_size=2_048, **more) as core:
         handle = core.submit(Request(prompt=prompt(1_200, 3), max_tokens=40, ignore_eos=True))
         core.step()
         mx.clear_cache()

@@ -21,18 +21,20 @@ import tiny_families
 from combinations import SOAK
 from small_models import BASE, build
 
-from penstock.engine import foundation
+from penstock.attention import devices
+from penstock.attention.mlx_backend import GPUBackend
+from penstock.engine import fixed_memory
 from penstock.engine import parts as parts_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.model import step_trials
 from penstock.engine.request import Request, Sampling
-from penstock.engine.schedule import costs as needs_module
+from penstock.engine.run import measured_steps
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.view import EngineView
-from penstock.kv import backend
-from penstock.kv.tails import Tails
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import load
+from penstock.plugins.cpu.cpu_backend import CPUBackend
 from penstock.recall import MODEL_PATH
 
 EVERYTHING = Sampling(
@@ -325,25 +327,25 @@ def test_what_was_freed_before_does_not_count_in_what_a_step_takes() -> None:
     before = mx.set_cache_limit(10_000_000)  # an engine that was closed may have left less
     try:
         mx.clear_cache()
-        taken, _ = needs_module._peak(run)
+        taken, _ = step_trials.peak_of(run)
         mx.eval([mx.ones((60_000 + number,), mx.uint8) for number in range(4)])
         assert mx.get_cache_memory() >= 240_000
-        assert needs_module._peak(run)[0] == taken
+        assert step_trials.peak_of(run)[0] == taken
     finally:
         mx.set_cache_limit(before)
 
 
-@pytest.mark.parametrize(("limit_seconds", "rounds"), [(1e-9, 1), (math.inf, needs_module.ROUNDS)])
+@pytest.mark.parametrize(("limit_seconds", "rounds"), [(1e-9, 1), (math.inf, step_trials.ROUNDS)])
 def test_ranks_run_a_measured_step_as_often_however_long_it_takes(
     limit_seconds: float, rounds: int
 ) -> None:
     """One that ran it once more would wait for the others for ever."""
     runs: list[None] = []
-    needs_module._peak(lambda: runs.append(mx.eval(mx.zeros(8))), limit_seconds)
+    step_trials.peak_of(lambda: runs.append(mx.eval(mx.zeros(8))), limit_seconds)
     assert len(runs) == rounds
 
 
-@pytest.mark.parametrize(("ranks", "rounds"), [(1, 1), (2, needs_module.RANK_ROUNDS)])
+@pytest.mark.parametrize(("ranks", "rounds"), [(1, 1), (2, step_trials.RANK_ROUNDS)])
 def test_a_slow_step_of_ranks_is_measured_a_few_times(
     monkeypatch: pytest.MonkeyPatch, ranks: int, rounds: int
 ) -> None:
@@ -353,14 +355,15 @@ def test_a_slow_step_of_ranks_is_measured_a_few_times(
     prefill = core.runner.prefill
 
     def noting(tokens: Sequence[int], *given: Any) -> Any:
-        runs.append(len(tokens))
+        if len(tokens) > step_trials.TRIAL_TOKENS:
+            runs.append(len(tokens))
         return prefill(tokens, *given)
 
     monkeypatch.setattr(core.runner, "prefill", noting)
     monkeypatch.setattr(core.runner, "ranks", ranks)
-    monkeypatch.setattr(needs_module, "ROUNDS_SECONDS", 1e-9)
+    monkeypatch.setattr(step_trials, "ROUNDS_SECONDS", 1e-9)
     try:
-        core.budget._estimator._run_steps(core.stores.tails)
+        measured_steps.run_steps(core.runner, core.limits, core.stores.tails)
     finally:
         core.close()
     assert len(runs) == rounds
@@ -401,7 +404,7 @@ def test_the_limit_holds_where_the_scores_of_one_token_are_many(
     """As of 32 heads and 100,000 tokens; with less computed at once, 2,500 tokens do."""
     sizes = {"num_attention_heads": 32, "num_key_value_heads": 1, "num_hidden_layers": 2}
     long = case("long", 2_500, torch_dtype=dtype, PREFILL_CHUNK=64, MAX_BATCH_SIZE=1, **sizes)
-    with backend.using(backend.CPUBackend(scores_at_once=2**12)), watched(long) as watch:
+    with devices.using(CPUBackend(scores_at_once=2**12)), watched(long) as watch:
         watch.tighten(long.request(0))
         handle = watch.core.submit(long.request(0))
         watch.drain()
@@ -413,7 +416,7 @@ def test_the_limit_holds_where_attention_is_not_divided(tokens: int) -> None:
     """As on a GPU for heads of a size that no kernel is there for: all scores of a chunk are alive
     together."""
     fused = case("fused", tokens, num_attention_heads=8, num_hidden_layers=2)
-    with backend.using(backend.GPUBackend()), watched(fused) as watch:
+    with devices.using(GPUBackend()), watched(fused) as watch:
         watch.tighten(fused.request(0))
         handle = watch.core.submit(fused.request(0))
         watch.drain()
@@ -422,7 +425,7 @@ def test_the_limit_holds_where_attention_is_not_divided(tokens: int) -> None:
 
 def test_the_limit_holds_far_behind_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where layers compress; measured further to the front, 900 tokens are far."""
-    monkeypatch.setattr(needs_module, "FAR_TOKENS", 128)
+    monkeypatch.setattr(measured_steps, "FAR_TOKENS", 128)
     far = Case("compressed, far", 900, family="deepseek_v41")
     with watched(far) as watch:
         watch.tighten(far.request(0))
@@ -516,8 +519,9 @@ def test_answers_that_wait_share_their_prompt_and_then_have_their_own() -> None:
 class MeasuresThird(MemoryEstimator):
     """Thinks that a step takes a third of what it does."""
 
-    def measure_step(self, tails: Tails) -> int:
-        return super().measure_step(tails) // 3
+    @property
+    def step_bytes(self) -> int:
+        return super().step_bytes // 3
 
 
 class CountsHalfTheTree(EngineView):
@@ -535,7 +539,7 @@ def test_a_step_that_is_not_counted_is_seen(
     """In chunks of 512, whose measured bytes are most of what a step of theirs can take."""
     large = next(case for case in CASES if "large blocks" in case.name)
     case = replace(large, prompt_tokens=1_000, sampling=sampling)
-    monkeypatch.setattr(foundation, "MemoryEstimator", MeasuresThird)
+    monkeypatch.setattr(fixed_memory, "MemoryEstimator", MeasuresThird)
     with watched(case) as watch:
         watch.tighten(case.request(0))
         watch.core.submit(case.request(0))

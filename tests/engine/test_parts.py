@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from engine_faults import model_of
 
+from penstock.attention.attention_plan import DecodeRow
 from penstock.engine.core import Core
+from penstock.engine.fixed_memory import POOL_SHARE
 from penstock.engine.model.runner import Runner
 from penstock.engine.request import Request
-from penstock.engine.schedule.budget import POOL_SHARE
-from penstock.kv.reads import DecodeRow
 
 AGENTS, TURNS, SYSTEM_TOKENS = 4, 3, 1_500
 PARTS_OF_LARGE_BLOCKS = 5.24

@@ -7,15 +7,17 @@ import pytest
 from small_models import BASE, build
 
 from penstock import config
+from penstock.attention import devices
+from penstock.attention.attention_backend import AttentionBackend
+from penstock.attention.chunk_reads import ChunkReads
+from penstock.attention.mlx_backend import GPUBackend
+from penstock.attention.span_attention import AttentionWindow
 from penstock.engine.core import Core
+from penstock.engine.model.model_probe import weight_bytes
 from penstock.engine.model.runner import Runner
-from penstock.engine.schedule.budget import weight_bytes
 from penstock.engine.settings import LONG_CHUNK, LONG_CHUNK_ROOM, SPILLED_CHUNK, checked, fitting
-from penstock.kv import backend
-from penstock.kv.attention import AttentionWindow
-from penstock.kv.attention_plan import KVSpan
-from penstock.kv.chunk_reads import ChunkReads
-from penstock.kv.segment import Segment
+from penstock.kv.segment import KVSpan, Segment
+from penstock.plugins.cpu.cpu_backend import CPUBackend
 
 HEADS_OF_256 = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256}
 """A model for whose heads MLX has no fused attention: all scores of a chunk are held."""
@@ -24,32 +26,32 @@ HEADS_OF_256 = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 
 @pytest.mark.parametrize(
     ("device", "heads", "room", "given", "expected"),
     [
-        (backend.GPUBackend(), {}, LONG_CHUNK_ROOM, None, LONG_CHUNK),
-        (backend.GPUBackend(), {}, LONG_CHUNK_ROOM - 1, None, config.PREFILL_CHUNK),
-        (backend.GPUBackend(), {}, LONG_CHUNK_ROOM, 300, 300),
-        (backend.GPUBackend(), {}, LONG_CHUNK_ROOM, config.PREFILL_CHUNK, config.PREFILL_CHUNK),
-        (backend.GPUBackend(), HEADS_OF_256, LONG_CHUNK_ROOM, None, config.PREFILL_CHUNK),
-        (backend.GPUBackend(), HEADS_OF_256, LONG_CHUNK_ROOM, LONG_CHUNK, LONG_CHUNK),
-        (backend.CPUBackend(), {}, LONG_CHUNK_ROOM, None, config.PREFILL_CHUNK),
+        (GPUBackend(), {}, LONG_CHUNK_ROOM, None, LONG_CHUNK),
+        (GPUBackend(), {}, LONG_CHUNK_ROOM - 1, None, config.PREFILL_CHUNK),
+        (GPUBackend(), {}, LONG_CHUNK_ROOM, 300, 300),
+        (GPUBackend(), {}, LONG_CHUNK_ROOM, config.PREFILL_CHUNK, config.PREFILL_CHUNK),
+        (GPUBackend(), HEADS_OF_256, LONG_CHUNK_ROOM, None, config.PREFILL_CHUNK),
+        (GPUBackend(), HEADS_OF_256, LONG_CHUNK_ROOM, LONG_CHUNK, LONG_CHUNK),
+        (CPUBackend(), {}, LONG_CHUNK_ROOM, None, config.PREFILL_CHUNK),
     ],
 )
 def test_prefill_chunk(
-    device: backend.Backend,
+    device: AttentionBackend,
     heads: dict[str, int],
     room: int,
     given: int | None,
     expected: int,
 ) -> None:
     config_of_model = {**BASE, "model_type": "llama", "head_dim": 64, **heads}
-    with backend.using(device):
-        runner = Runner(build(config_of_model), max_kv_size=4_096, keep=0)
+    with devices.using(device):
+        runner = Runner(build(config_of_model), devices.current(), max_kv_size=4_096, keep=0)
         limits = checked({"memory_limit": room, "prefill_chunk": given})
         assert fitting(limits, runner, room).prefill_chunk == expected
 
 
 def test_room_for_a_long_chunk_is_what_weights_leave() -> None:
     """An engine tells how much that is: a limit that weights fill has no room for one."""
-    with backend.using(backend.GPUBackend()):
+    with devices.using(GPUBackend()):
         model = build({**BASE, "model_type": "llama", "head_dim": 64})
         beside = weight_bytes(model)
         for limit, expected in (
@@ -82,7 +84,7 @@ def joined_peak(*, held: bool = False) -> float:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     for layer in range(LAYERS):
-        reads.append(ChunkReads(layer, AttentionWindow(), parts, PREFIX))
+        reads.append(ChunkReads(layer, AttentionWindow(), parts, PREFIX, devices.current()))
         keys, values = reads[-1].update_and_fetch(queries + 1, queries + 2)
         if held:
             kept.append(reads[-1].joined(AttentionWindow())[:2])
@@ -97,7 +99,7 @@ def test_layers_of_a_chunk_take_turns_with_what_is_joined() -> None:
     """On a GPU's back end no layer's copy of the prefix is there when the next one's is made."""
     kept = mx.set_cache_limit(0)
     try:
-        with backend.using(backend.GPUBackend()):
+        with devices.using(GPUBackend()):
             assert 1 <= joined_peak() < 2
             assert joined_peak(held=True) > LAYERS
     finally:
@@ -113,7 +115,7 @@ def test_chunks_that_read_from_a_tier_are_longer(
 ) -> None:
     """A chunk reads all that has left memory again; as many tokens as stay there have room."""
     model = build({**BASE, "model_type": "llama", "head_dim": 64})
-    runner = Runner(model, max_kv_size=8_192, keep=0)
+    runner = Runner(model, devices.current(), max_kv_size=8_192, keep=0)
     settings = {"attend_tokens": 256, "active_kv_size": active, "ssd_cache_dir": "somewhere"}
     limits = checked({"memory_limit": 10**9, "prefill_chunk": given, **settings})
     assert fitting(limits, runner, 10**9).prefill_chunk == expected

@@ -25,7 +25,7 @@ from penstock.engine.request import Token
 from penstock.models.gguf.header import read_header
 from penstock.models.gguf.tokenizer import write_tokenizer
 from penstock.recall import MODEL_PATH
-from penstock.server.logprobs import Logprobs
+from penstock.server.openai.logprobs import Logprobs
 
 KINDS = ("embedded", "metaspace", "gguf bytes", "gguf sentencepiece")
 SAMPLE = "The code of the amber falcon is 4821.\n    def f(x):\n\treturn [x, -1]  é 日本 🦫\n\n"

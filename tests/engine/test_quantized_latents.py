@@ -15,8 +15,9 @@ from tiny_families import prompt_of
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
+from penstock.engine.retention.requantize import Requantizer
 from penstock.errors import SettingError
-from penstock.kv.codecs import Coded
+from penstock.kv.codecs.coded import Coded
 
 STEADY = ["deepseek_v2", "deepseek_v3", "kimi_linear"]
 PICKING = ["deepseek_v32"]
@@ -145,7 +146,8 @@ def test_a_latent_of_the_size_of_real_ones(codec: str, monkeypatch: pytest.Monke
         drain(core)
         assert tokens(first) == tokens(again)
         assert coded(core) == 3 * BLOCK
-        assert core.requantizer is not None
+        requantizer = core.stores.of(Requantizer)
+        assert requantizer is not None
         nodes = [n for n in core.prefixes.tree if isinstance(n.segment.layers[0][0], Coded)]
         held = sum(node.segment.nbytes for node in nodes)
-        assert held == pytest.approx(3 * BLOCK * core.requantizer.token_bytes)
+        assert held == pytest.approx(3 * BLOCK * requantizer.token_bytes)

@@ -494,7 +494,7 @@ from pathlib import Path
 sys.path.append(sys.argv[2])
 from cold_setup import *
 from cold_engine import SOON
-from penstock.engine.offload import restoring
+from penstock.engine.schedule import restoring
 from penstock.engine.offload import engine_tier as tier_module
 tier_module.LEAST_PATIENCE_SECONDS = restoring.ASK_SECONDS = SOON  # others use the machine as well
 SSDStore.__init__.__kwdefaults__["floor_bytes"] = 0
@@ -734,7 +734,7 @@ def test_two_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
 def test_two_processes_write_nothing_twice(tmp_path: Path) -> None:
     """With room for all of it: what both have written together is what is there."""
     both = [child(tmp_path, seed, 3, 10**9) for seed in (1, 2)]
-    written = [int(process.communicate(timeout=60)[0].split()[-1]) for process in both]
+    written = [int(process.communicate(timeout=SOON)[0].split()[-1]) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert min(written) > 0
     assert sum(written) == len(files(tmp_path))

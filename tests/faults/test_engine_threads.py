@@ -18,6 +18,8 @@ import mlx.core as mx
 import pytest
 from engine_faults import Alphabet, Faulty, fails, model_of
 from fault_setup import SETTINGS, assert_begins_right, assert_right, end_of, error_of, prompt_of
+from patience import SOON
+from servers import wait_until
 
 from penstock.engine import engine as engine_module
 from penstock.engine.core import Core
@@ -26,8 +28,6 @@ from penstock.engine.handle import Handle
 from penstock.engine.request import Event, Finish, Request
 from penstock.errors import EngineStopped, NeverFits, SettingError, StepFailed
 
-SOON = 20.0
-"""Seconds within which things happen, on a busy machine."""
 ENDLESS = 100_000
 """Tokens of an answer that does not end by itself."""
 
@@ -458,6 +458,36 @@ def stall(engine: Engine) -> threading.Event:
     return go_on
 
 
+def test_an_engine_that_hangs_in_a_step_counts_as_dead(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it for ever: neither answers, nor a call that it has begun, nor `close`."""
+    handle = ask(engine, max_tokens=400)
+    go_on = stall(engine)
+    try:
+        assert engine.alive and not engine.hangs
+        monkeypatch.setattr(engine_module, "STEP_SECONDS", 0.2)
+        with pytest.raises(EngineStopped, match="before this request ended"):
+            handle.result(SOON)
+        assert engine.hangs and not engine.alive
+    finally:
+        go_on.set()
+    wait_until(lambda: engine.alive)  # it was only slow
+    monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 0.2)
+    ends = threading.Event()
+    try:
+        begun = engine.ask(lambda view: ends.wait(SOON))
+        with pytest.raises(TimeoutError, match=r"within 0 s; a step may be hung"):
+            engine._wait(begun)
+        wait_until(lambda: engine.hangs)
+        monkeypatch.setattr(engine_module, "ANSWER_SECONDS", SOON)
+        started = time.monotonic()
+        engine.close()
+        assert time.monotonic() - started < SOON / 2
+    finally:
+        ends.set()
+
+
 def test_a_call_that_is_not_answered_in_time_is_never_made(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -573,7 +603,7 @@ def test_a_process_that_forgets_to_close_ends_as_it_would_without(end: str, code
         [sys.executable, "-c", SCRIPT.format(end=end)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SOON,
         check=False,
         cwd=Path(__file__).parent,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Self
 
 import mlx.core as mx
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import product_error
 
-from penstock.kv.backend import CPUBackend
-from penstock.kv.codecs import Codec, parse_scheme
-from penstock.kv.codecs.coded import pack, quantized, unpack
-from penstock.kv.codecs.names import AUTO
+from penstock.attention import devices
+from penstock.kv.codecs import names
+from penstock.kv.codecs.affine import Affine
+from penstock.kv.codecs.coded import Codec, pack, quantized, unpack
+from penstock.kv.codecs.names import AUTO, parse_scheme
 from penstock.kv.codecs.rotation import rotate, rotate_back
+from penstock.plugins.cpu.cpu_backend import CPUBackend
 
 CPU = CPUBackend()
 HEADS, TOKENS = 4, 256
@@ -63,35 +66,43 @@ def test_it_takes_what_the_formula_says_and_is_read_as_what_it_stands_for(
     codec: Codec, dim: int
 ) -> None:
     x = normal(1, HEADS, TOKENS, dim)
-    coded = codec.encode(x)
+    coded = codec.encode(x, devices.current())
     assert 8 * coded.nbytes == codec.token_bits(dim) * HEADS * TOKENS
     assert coded.tokens == TOKENS
-    wide = coded.dequantize()
+    wide = coded.dequantize(devices.current())
     assert wide.shape == x.shape
     assert wide.dtype == mx.float32
     queries = normal(HEADS, 3, dim, seed=1)
     keys = wide[0].swapaxes(-1, -2)
-    assert off(coded.score(queries), queries @ keys) < product_error(queries, keys)
+    assert off(coded.score(queries, devices.current()), queries @ keys) < product_error(
+        queries, keys
+    )
     weights = mx.softmax(normal(HEADS, 3, TOKENS, seed=2), axis=-1)
-    assert off(coded.mix(weights), weights @ wide[0]) < product_error(weights, wide[0])
+    assert off(coded.mix(weights, devices.current()), weights @ wide[0]) < product_error(
+        weights, wide[0]
+    )
 
 
 @pytest.mark.parametrize(("codec", "dim"), [case for case in CASES if "128" in str(case.id)])
 def test_every_way_encodes_a_vector_to_the_same_bits(codec: Codec, dim: int) -> None:
     """In a block, with other sequences, alone, or behind others: what was restored fits."""
     x = normal(3, HEADS, TOKENS, dim)
-    together = codec.encode(x)
+    together = codec.encode(x, devices.current())
     span = codec.span
     for row in range(3):
-        alone = codec.encode(x[row : row + 1])
+        alone = codec.encode(x[row : row + 1], devices.current())
         for part, own in zip(together.parts, alone.parts, strict=True):
             assert mx.array_equal(part[row : row + 1], own)
-    one = codec.encode(x[:1, :, span : 2 * span])
-    cut = codec.encode(x[:1]).take(span, 2 * span)
-    whole = codec.encode(x[:1]).take(0, span).join(cut, codec.encode(x[:1]).take(2 * span, TOKENS))
+    one = codec.encode(x[:1, :, span : 2 * span], devices.current())
+    cut = codec.encode(x[:1], devices.current()).take(span, 2 * span)
+    whole = (
+        codec.encode(x[:1], devices.current())
+        .take(0, span)
+        .join(cut, codec.encode(x[:1], devices.current()).take(2 * span, TOKENS))
+    )
     for piece, again in zip(one.parts, cut.parts, strict=True):
         assert mx.array_equal(piece, again)
-    for piece, again in zip(whole.parts, codec.encode(x[:1]).parts, strict=True):
+    for piece, again in zip(whole.parts, codec.encode(x[:1], devices.current()).parts, strict=True):
         assert mx.array_equal(piece, again)
 
 
@@ -100,14 +111,14 @@ def test_every_way_encodes_a_vector_to_the_same_bits(codec: Codec, dim: int) -> 
 )
 def test_the_even_grid_loses_little_more(name: str, most: float) -> None:
     x = normal(1, 16, 1_024, 128)
-    lost = x - side(name, keys=False).encode(x).dequantize()
+    lost = x - side(name, keys=False).encode(x, devices.current()).dequantize(devices.current())
     assert float((lost * lost).sum() / (x * x).sum()) < most
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("turbo")])
 def test_products_of_keys_with_themselves_are_right(name: str) -> None:
     x = normal(1, 16, 1_024, 128)
-    wide = side(name).encode(x).dequantize()
+    wide = side(name).encode(x, devices.current()).dequantize(devices.current())
     along = (x * wide).sum(axis=-1) / (x * x).sum(axis=-1)
     assert abs(float(along.mean()) - 1) < 0.002
     assert off(along, mx.ones(along.shape)) < 0.01
@@ -118,7 +129,9 @@ def test_products_of_keys_with_themselves_are_right(name: str) -> None:
 def test_half_precision_is_encoded_as_its_numbers(name: str, dtype: mx.Dtype) -> None:
     x = normal(1, HEADS, TOKENS, 64).astype(dtype)
     for part, same in zip(
-        side(name).encode(x).parts, side(name).encode(x.astype(mx.float32)).parts, strict=True
+        side(name).encode(x, devices.current()).parts,
+        side(name).encode(x.astype(mx.float32), devices.current()).parts,
+        strict=True,
     ):
         assert mx.array_equal(part, same)
 
@@ -126,26 +139,26 @@ def test_half_precision_is_encoded_as_its_numbers(name: str, dtype: mx.Dtype) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_zeros_stay_zeros(name: str) -> None:
     for keys in (True, False):
-        coded = side(name, keys=keys).encode(mx.zeros((1, HEADS, TOKENS, 64)))
+        coded = side(name, keys=keys).encode(mx.zeros((1, HEADS, TOKENS, 64)), devices.current())
         assert coded.is_finite()
-        assert off(coded.dequantize(), mx.zeros((1, HEADS, TOKENS, 64))) == 0
+        assert off(coded.dequantize(devices.current()), mx.zeros((1, HEADS, TOKENS, 64))) == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_too_large_for_a_scale_is_seen(name: str) -> None:
     x = normal(1, HEADS, TOKENS, 64)
-    assert side(name).encode(x).is_finite()
+    assert side(name).encode(x, devices.current()).is_finite()
     # 255 steps of 8 bits reach further than the others' scales.
     x[0, 1, 2, 3] = 1e9 if name in ("affine8", "rot8", "kivi8") else 1e7
-    assert not side(name).encode(x).is_finite()
+    assert not side(name).encode(x, devices.current()).is_finite()
 
 
 def test_spans_are_not_cut() -> None:
-    coded = side("kivi4").encode(normal(1, HEADS, TOKENS, 64))
+    coded = side("kivi4").encode(normal(1, HEADS, TOKENS, 64), devices.current())
     with pytest.raises(ValueError, match="cut every 64 tokens"):
         coded.take(0, 65)
     with pytest.raises(ValueError, match="encodes 64 tokens together, not 65"):
-        side("kivi4").encode(normal(1, HEADS, 65, 64))
+        side("kivi4").encode(normal(1, HEADS, 65, 64), devices.current())
 
 
 @pytest.mark.parametrize(
@@ -267,7 +280,7 @@ def test_bytes_lose_no_more_than_those_of_mlx(kind: str, dtype: mx.Dtype, group_
 
     theirs = mx.quantize(x.astype(mx.float16), **form)
     rounded = 1e-6 * float(mx.abs(wide).max()) + 5e-8  # far below what float16 tells apart
-    assert lost(*quantized(x, **form)) <= 1.01 * lost(*theirs) + rounded**2
+    assert lost(*quantized(x, **form, ops=devices.current())) <= 1.01 * lost(*theirs) + rounded**2
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
@@ -278,8 +291,8 @@ def test_bytes_of_half_precision_are_those_of_the_same_numbers(dtype: mx.Dtype) 
     every = mx.where(fits, every, 0)
     mixed = every[mx.random.permutation(every.size, key=mx.random.key(0))]
     for x in (every.reshape(-1, 64), mixed.reshape(-1, 64), mixed.reshape(-1, 128)[:, :96]):
-        found = quantized(x, group_size=32, bits=8)
-        wanted = quantized(x.astype(mx.float32), group_size=32, bits=8)
+        found = quantized(x, group_size=32, bits=8, ops=devices.current())
+        wanted = quantized(x.astype(mx.float32), group_size=32, bits=8, ops=devices.current())
         assert all(map(mx.array_equal, found, wanted))
 
 
@@ -291,7 +304,7 @@ def test_bytes_of_what_is_no_number_have_a_scale_that_is_none(
     for others in (normal(2, 64), mx.abs(normal(2, 64)), -mx.abs(normal(2, 64))):
         x = others.astype(dtype)
         x[0, 5] = number
-        _, scales, _ = quantized(x, group_size=64, bits=8)
+        _, scales, _ = quantized(x, group_size=64, bits=8, ops=devices.current())
         assert mx.isfinite(scales).tolist() == [[False], [True]]
 
 
@@ -302,7 +315,7 @@ def test_bytes_of_what_is_no_number_have_a_scale_that_is_none(
 @settings(max_examples=300, deadline=None)
 def test_no_byte_is_off_by_more_than_a_step(numbers: list[float], times: float) -> None:
     x = mx.array([numbers], mx.float32) * times
-    codes, scales, offsets = quantized(x, group_size=32, bits=8)
+    codes, scales, offsets = quantized(x, group_size=32, bits=8, ops=devices.current())
     found = CPU.dequantize_codes(codes, scales, offsets, group_size=32, bits=8)
     largest, span = float(mx.abs(x).max()), float(x.max() - x.min())
     # A step, and what an offset far from zero is rounded by.
@@ -347,17 +360,20 @@ def test_products_with_codes_are_those_of_mlx(
 @pytest.mark.parametrize("tokens", [4_096, 16_384])
 def test_few_codes_are_floats_at_the_same_time(name: str, tokens: int) -> None:
     codec, heads, rows = side(name), 8, 8
-    coded = codec.encode(normal(1, heads, tokens, 64))
+    coded = codec.encode(normal(1, heads, tokens, 64), devices.current())
     queries, weights = normal(heads, rows, 64), normal(heads, rows, tokens)
     mx.eval(coded.parts, queries, weights)
     scores = weights.nbytes
-    for read in (lambda: coded.score(queries), lambda: coded.mix(weights)):
+    for read in (
+        lambda: coded.score(queries, devices.current()),
+        lambda: coded.mix(weights, devices.current()),
+    ):
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         mx.eval(read())
         taken = mx.get_peak_memory() - before
         # One lane; the sums of what is scored are counted with the scores.
-        assert taken <= CPUBackend(lanes=1).code_bytes(heads * tokens * 64) + 5 * scores
+        assert taken <= CPUBackend(lanes=1).memory.code_bytes(heads * tokens * 64) + 5 * scores
         if tokens > 4_096:
             assert taken < heads * tokens * 64 * 4  # what all of it would take
 
@@ -389,3 +405,28 @@ def test_a_rotation_is_the_same_in_every_process() -> None:
 @pytest.mark.parametrize("name", AUTO)
 def test_auto_takes_as_much_less_as_its_name_says(name: str, dim: int) -> None:
     assert parse_scheme(name).ratio(dim, dim) >= float(name.removeprefix("auto").removesuffix("x"))
+
+
+def test_a_codec_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of settings, pairs with another codec, and the list of an error follow."""
+
+    class Doubled(Affine):
+        FORMS = "doubled4"
+
+        @classmethod
+        def parse(cls, word: str, *, keys: bool) -> Self | None:
+            return cls(4) if word == "doubled4" else None
+
+        @property
+        def name(self) -> str:
+            return "doubled4"
+
+    monkeypatch.setattr(names, "CODECS", (*names.CODECS, Doubled))
+    scheme = parse_scheme("doubled4/turbo3")
+    assert scheme.name == "doubled4/turbo3" and isinstance(scheme.keys, Doubled)
+    assert parse_scheme("doubled4").values == Doubled(4)
+
+
+@pytest.mark.parametrize("kind", names.CODECS)
+def test_each_codec_is_in_the_list_of_an_error(kind: type[Codec]) -> None:
+    assert kind.FORMS and kind.FORMS in names.FORMS

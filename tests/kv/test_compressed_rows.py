@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.attention_plan import KVSpan
 from penstock.kv.compressed import CompressedReads, RowReads, Rows, completed
-from penstock.kv.segment import Segment
+from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.states import RecurrentState
 
 RATIO = 4

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from rounding import product_error
 
-from penstock.kv import backend
-from penstock.kv.attention import merged
+from penstock.attention import devices
+from penstock.attention.span_attention import merged
 from penstock.kv.block_format import BlockFormat
-from penstock.kv.codecs import Codec, Scales, Scheme, parse_scheme
+from penstock.kv.codecs.coded import Codec, Scales
+from penstock.kv.codecs.names import parse_scheme
 from penstock.kv.codecs.scales import Squares, digest
+from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
@@ -61,7 +63,11 @@ def off(found: mx.array, wanted: mx.array) -> float:
 def lost(held: Codec, keys: mx.array, queries: mx.array) -> float:
     """Return the mean squared error of the scores."""
     wanted = queries @ keys[0].swapaxes(-1, -2)
-    return float(((held.encode(keys).score(queries) - wanted) ** 2).mean())
+    return float(
+        (
+            (held.encode(keys, devices.current()).score(queries, devices.current()) - wanted) ** 2
+        ).mean()
+    )
 
 
 # ---- which
@@ -125,26 +131,35 @@ def test_several_looks_are_one() -> None:
 def test_scores_are_those_of_what_the_codes_stand_for(name: str) -> None:
     keys, queries = outliers()
     held = codec(name).scaled(measured(keys, queries))
-    coded = held.encode(keys)
-    wide = coded.dequantize()[0]
+    coded = held.encode(keys, devices.current())
+    wide = coded.dequantize(devices.current())[0]
     columns = wide.swapaxes(-1, -2)
-    assert off(coded.score(queries), queries @ columns) < product_error(queries, columns)
+    assert off(coded.score(queries, devices.current()), queries @ columns) < product_error(
+        queries, columns
+    )
     weights = mx.softmax(normal(HEADS, 3, TOKENS, seed=2), axis=-1)
-    assert off(coded.mix(weights), weights @ wide) < product_error(weights, wide)
+    assert off(coded.mix(weights, devices.current()), weights @ wide) < product_error(weights, wide)
     for start, stop in ((0, 2), (2, 4), (1, 2)):
         some = coded.of_heads(start, stop)
-        assert mx.array_equal(some.dequantize()[0], wide[start:stop])
-        assert off(some.score(queries[start:stop]), coded.score(queries)[start:stop]) < 1e-5
+        assert mx.array_equal(some.dequantize(devices.current())[0], wide[start:stop])
+        assert (
+            off(
+                some.score(queries[start:stop], devices.current()),
+                coded.score(queries, devices.current())[start:stop],
+            )
+            < 1e-5
+        )
 
 
 def test_attention_by_codes_is_that_by_what_they_stand_for() -> None:
     keys, queries = outliers()
-    held = codec("turbo4").scaled(measured(keys, queries)).encode(keys)
+    held = codec("turbo4").scaled(measured(keys, queries)).encode(keys, devices.current())
     values = normal(HEADS, TOKENS, DIM, seed=3)
-    found = merged([backend.current().attend_decode(queries, [held], [values])])
+    found = merged([devices.current().attend_decode(queries, [held], [values])])
     # In float64: scores of 40 have an error of 1e-5 in float32 already.
     wide, asked, mixed = (
-        np.array(each, np.float64) for each in (held.dequantize()[0], queries, values)
+        np.array(each, np.float64)
+        for each in (held.dequantize(devices.current())[0], queries, values)
     )
     scores = asked @ wide.swapaxes(-1, -2)
     weights = np.exp2(scores - scores.max(axis=-1, keepdims=True))
@@ -174,10 +189,12 @@ def test_keys_do_not_tell_alone() -> None:
 def test_every_way_encodes_a_vector_to_the_same_bits(name: str) -> None:
     keys, queries = outliers()
     held = codec(name).scaled(measured(keys, queries))
-    both = held.encode(mx.concatenate([keys, outliers(1)[0]]))
-    for part, own in zip(both.parts, held.encode(keys).parts, strict=True):
+    both = held.encode(mx.concatenate([keys, outliers(1)[0]]), devices.current())
+    for part, own in zip(both.parts, held.encode(keys, devices.current()).parts, strict=True):
         assert mx.array_equal(part[:1], own)
-    for part, own in zip(both.parts, held.encode(keys[:, :, 70:71]).parts, strict=True):
+    for part, own in zip(
+        both.parts, held.encode(keys[:, :, 70:71], devices.current()).parts, strict=True
+    ):
         assert mx.array_equal(part[:1, :, 70:71], own)
 
 
@@ -208,8 +225,8 @@ def test_each_layer_has_its_own() -> None:
     assert scheme == layered((), measured(*outliers()))
     assert scheme != layered(some, ())
     assert layered((), ()) == parse_scheme("turbo4")
-    held = segment().encoded(scheme)
-    bare = segment().encoded(parse_scheme("turbo4"))
+    held = segment().encoded(scheme, devices.current())
+    bare = segment().encoded(parse_scheme("turbo4"), devices.current())
     same = [
         [mx.array_equal(a, b) for a, b in zip(one.parts, other.parts, strict=True)]  # type: ignore[union-attr]
         for ours, theirs in zip(held.layers, bare.layers, strict=True)
@@ -221,21 +238,21 @@ def test_each_layer_has_its_own() -> None:
 def test_what_is_encoded_by_heads_has_the_scales_of_its_heads() -> None:
     scheme = layered(measured(*outliers()))
     keys = normal(1, HEADS, 1_024, DIM)  # of which one head is encoded at a time
-    held = Segment(((keys, keys),)).encoded(scheme).layers[0][0]
+    held = Segment(((keys, keys),)).encoded(scheme, devices.current()).layers[0][0]
     own = scheme.of_layer(0).keys
     assert own is not None and own.takes_scales
     assert own != codec("turbo4")
-    assert all(map(mx.array_equal, held.parts, own.encode(keys).parts))  # type: ignore[union-attr]
+    assert all(map(mx.array_equal, held.parts, own.encode(keys, devices.current()).parts))  # type: ignore[union-attr]
 
 
 def test_only_what_has_the_same_scales_is_joined() -> None:
     some = measured(*outliers())
-    held = segment().encoded(layered((), some))
-    again = segment(1).encoded(layered((), measured(*outliers())))
+    held = segment().encoded(layered((), some), devices.current())
+    again = segment(1).encoded(layered((), measured(*outliers())), devices.current())
     assert held.joins(again)
     assert held.join(again).tokens == 2 * TOKENS
-    assert not held.joins(segment().encoded(parse_scheme("turbo4")))
-    assert not held.joins(segment().encoded(layered(some, some)))
+    assert not held.joins(segment().encoded(parse_scheme("turbo4"), devices.current()))
+    assert not held.joins(segment().encoded(layered(some, some), devices.current()))
     shapes = [LayerShape(HEADS, DIM, DIM, mx.float32)] * 2
     assert BlockFormat.of(shapes, layered((), some)).holds(held)
     assert not BlockFormat.of(shapes, parse_scheme("turbo4")).holds(held)

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.attention import devices
+from penstock.attention.joined_reads import read_sides
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.code_pieces import dequantized
-from penstock.kv.codecs import parse_scheme
+from penstock.kv.codecs.names import parse_scheme
 from penstock.kv.columns import arrays, columns
-from penstock.kv.joined_reads import read_sides
-from penstock.kv.quantization import piece_bytes
 from penstock.kv.segment import Segment
 from penstock.kv.states import Checkpoint
-from penstock.kv.tails import LayerShape
+from penstock.kv.tails import LayerShape, piece_bytes
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -127,9 +127,9 @@ def test_it_is_cut_anywhere_and_joined_again(data: st.DataObject) -> None:
         for layer in range(2):
             if start < gone[layer]:
                 with pytest.raises(AssertionError, match="any more"):
-                    read_sides([(thin, start, tokens)], layer)
+                    read_sides([(thin, start, tokens)], layer, devices.current())
             else:
-                ((keys,), _) = read_sides([(thin, start, tokens)], layer)
+                ((keys,), _) = read_sides([(thin, start, tokens)], layer, devices.current())
                 assert keys.tolist() == (numbered(start, tokens).layers[layer][0][0]).tolist()  # type: ignore[index,union-attr]
 
 
@@ -176,8 +176,8 @@ def test_codes_of_some_tokens_are_held_alike(name: str) -> None:
     scheme = parse_scheme(name)
     keys = mx.random.normal((1, 2, 192, 64), key=mx.random.key(1))
     whole = Segment(((keys, -keys), (keys, keys + 1), (keys, keys)))
-    coded = whole.encoded(scheme).thinned(gone(64, 192, 0))
-    other = whole.thinned(gone(64, 192, 0)).encoded(scheme)
+    coded = whole.encoded(scheme, devices.current()).thinned(gone(64, 192, 0))
+    other = whole.thinned(gone(64, 192, 0)).encoded(scheme, devices.current())
     assert coded.missing == other.missing == (64, 192, 0)
     assert coded.joins(other.split(64)[0]) is False
     for one, another in zip(coded.layers, other.layers, strict=True):
@@ -216,13 +216,13 @@ def test_it_is_encoded_in_what_is_set_aside(
     heads, tokens = size
     side = mx.random.normal((1, heads, tokens, 64), key=mx.random.key(1)).astype(dtype)
     segment = Segment(((side, side + 1), (side + 2, side + 3))).owned()
-    aside = piece_bytes([LayerShape(heads, 64, 64, dtype)])
+    aside = piece_bytes([LayerShape(heads, 64, 64, dtype)], devices.current().lanes)
     most = 0
     for _ in range(3):
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        made = segment.encoded(parse_scheme(name))
+        made = segment.encoded(parse_scheme(name), devices.current())
         held = mx.get_active_memory()
         most = max(most, mx.get_peak_memory() - held)
         assert held - before < segment.nbytes
@@ -242,13 +242,13 @@ def test_it_is_encoded_to_the_bits_of_its_parts(tokens: int, dtype: mx.Dtype) ->
     segment = Segment(((side, side + 1), (huge, side), (side, -huge), (view, view)))
     for name in ("affine8", "kivi8/turbo4", "raw/affine4"):
         scheme = parse_scheme(name)
-        made = segment.encoded(scheme)
+        made = segment.encoded(scheme, devices.current())
         for layer, before in zip(made.layers, segment.layers, strict=True):
             for held, raw, codec in zip(layer, before, (scheme.keys, scheme.values), strict=True):
                 if codec is None or float(mx.abs(raw).max()) > 1e6:
                     assert held is raw
                     continue
-                wanted = codec.encode(raw)
+                wanted = codec.encode(raw, devices.current())
                 assert all(map(mx.array_equal, arrays(held), wanted.parts))
 
 
@@ -257,13 +257,15 @@ def test_tokens_that_make_no_whole_spans_are_refused(tokens: int) -> None:
     side = mx.zeros((1, 2, tokens, 64))
     for name in ("kivi8", "kivi4/affine8"):
         with pytest.raises(ValueError, match="64 tokens together"):
-            Segment(((side, side),)).encoded(parse_scheme(name))
+            Segment(((side, side),)).encoded(parse_scheme(name), devices.current())
 
 
 @pytest.mark.parametrize("name", ["rot8", "turbo4", "affine8", "kivi4"])
 def test_a_layer_that_holds_nothing_is_encoded_and_widened_beside_others(name: str) -> None:
     sides = [mx.random.normal((1, 2, tokens, 64), key=mx.random.key(1)) for tokens in (0, 64)]
     scheme = parse_scheme(name)
-    parts = [Segment(((side, side),)).encoded(scheme).layers[0][0] for side in sides]
-    wide = dequantized([(0, 0, parts[0]), (0, 0, parts[1])], 1, 64, mx.float32)
-    assert mx.array_equal(wide, parts[1].dequantize())
+    parts = [
+        Segment(((side, side),)).encoded(scheme, devices.current()).layers[0][0] for side in sides
+    ]
+    wide = dequantized([(0, 0, parts[0]), (0, 0, parts[1])], 1, 64, mx.float32, devices.current())
+    assert mx.array_equal(wide, parts[1].dequantize(devices.current()))

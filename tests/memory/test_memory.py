@@ -18,7 +18,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from small_models import BASE, build
 
 from penstock import memory
-from penstock.caches import make_kv_cache
 from penstock.errors import ModelError, SettingError
 from penstock.memory import families
 
@@ -311,64 +310,6 @@ def test_each_family_agrees_with_the_caches_mlx_lm_makes(name: str) -> None:
     assert computed == measured
     windows = [getattr(cache, "max_size", None) for cache in caches]
     assert [layer.window_tokens for layer in spec.layers] == windows
-
-
-def with_wide_heads(config: dict[str, Any]) -> dict[str, Any]:
-    """Give a small config heads that `mx.quantize` has groups for."""
-    wide = {**config, "hidden_size": 256}
-    wide |= {key: 64 for key in ("head_dim", "global_head_dim") if key in config}
-    if "kv_lora_rank" in config:
-        wide |= {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32}
-        wide |= {"v_head_dim": 32}
-    if config["model_type"] == "mamba2":
-        wide |= {"num_heads": 16, "head_dim": 16}
-    if config["model_type"] == "phi":
-        wide |= {"partial_rotary_factor": 0.5}
-    if "block_dim" in config:
-        wide |= {"block_dim": 256}
-    if config["model_type"] == "phimoe":
-        factors = {"short_factor": [1.0] * 32, "long_factor": [1.0] * 32}
-        wide |= {"rope_scaling": config["rope_scaling"] | factors}
-    if "text_config" in config:
-        wide |= {"text_config": with_wide_heads(config["text_config"])}
-    return wide
-
-
-def runs_quantized(model: Any, group_size: int) -> bool:
-    """Tell whether a model reads a prompt, a token and a chunk past the bound at 8 bits."""
-    caches = make_kv_cache(model, 64, keep=4, kv_bits=8, kv_group_size=group_size)
-    try:
-        for tokens in (5, 1, 40, 40):
-            mx.eval(model(mx.zeros((1, tokens), mx.int32), cache=caches))
-    except (ValueError, TypeError, AttributeError):
-        return False
-    return True
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_quantized_caches_are_refused_just_where_mlx_lm_fails_on_them(name: str) -> None:
-    config = with_wide_heads(config_of(name))
-    spec = memory.read_model_spec(config)
-    group_size = memory.group_size_for(replace(spec, unquantizable=None))
-    assert runs_quantized(build(config), group_size) == (spec.unquantizable is None)
-    if spec.unquantizable is not None:
-        with pytest.raises(SettingError, match=f"{spec.unquantizable}; leave the cache in full"):
-            memory.group_size_for(spec)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "key"),
-    [
-        ("mimo_v2_flash", "add_swa_attention_sink_bias"),
-        ("gear", "attn_logit_softcapping"),
-        ("gemma4_text", "num_kv_shared_layers"),
-    ],
-)
-def test_some_models_can_be_quantized_without_one_of_their_parts(model_type: str, key: str) -> None:
-    config = {**config_of("qwen3"), "model_type": model_type, "sliding_window": 8}
-    config["sliding_window_pattern"] = 2
-    assert memory.read_model_spec({**config, key: 2}).unquantizable is not None
-    assert memory.read_model_spec({**config, key: 0}).unquantizable is None
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text", "cohere2", "gpt_oss"])

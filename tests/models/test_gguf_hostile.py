@@ -11,10 +11,9 @@ from gguf import GGUFValue, GGUFValueType
 
 from penstock.cli import main
 from penstock.errors import ModelError
-from penstock.models.gguf import template_trial
+from penstock.models import template_trial
 from penstock.models.gguf.architectures import ARCHITECTURES, module_of
 from penstock.models.gguf.header import Header
-from penstock.models.gguf.template_trial import check_template
 from penstock.models.gguf.tokenizer import LONGEST_PIECE, write_tokenizer
 from penstock.models.mlx_lm import load_all, render
 from support.gguf_files import small_model, write_model
@@ -73,37 +72,6 @@ def test_more_tokens_than_the_embedding_has_rows_are_refused(tmp_path: Path) -> 
 def test_sizes_that_the_tensors_have_are_taken(tmp_path: Path) -> None:
     file = file_with(tmp_path, "llama.block_count", 4, HUGE)
     assert len(load_all(file).model.layers) == 4
-
-
-def template(source: str) -> Header:
-    return Header("bad.gguf", {"tokenizer.chat_template": source}, {})
-
-
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("{{ 9 ** (9 ** 9) }}", "does not end within 1 s"),
-        ("{% if messages|length > 1 %}" + LOOP + "{% endif %}", "does not end within 1 s"),
-        ("{{ 'a' * 20000000000 }}", "takes more than 1,024 MiB"),
-    ],
-    ids=["power", "loop", "memory"],
-)
-def test_a_template_that_never_ends_is_refused(source: str, words: str) -> None:
-    with pytest.raises(ModelError, match=words) as raised:
-        check_template(template(source), cpu_seconds=1)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["{{ messages[0]['content'] }}", "{{ raise_exception('no') }}", "{% for %}", "{{ 1 / 0 }}"],
-)
-def test_any_other_template_is_taken(source: str) -> None:
-    """An error of the template is told where it is used."""
-    check_template(template(source), cpu_seconds=1)
 
 
 def test_a_model_with_such_a_template_is_not_loaded(

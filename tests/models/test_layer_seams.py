@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from penstock.kv import backend
-from penstock.kv.backend import CPUBackend
+from penstock.attention import devices
 from penstock.models.layer_seams import attach, decoding
+from penstock.plugins.cpu.cpu_backend import CPUBackend
 
 
 class Counting(CPUBackend):
@@ -56,10 +56,10 @@ def test_the_back_end_is_asked_in_decode_steps_alone() -> None:
     assert parameters.keys() == again.keys()
     assert repr(model) == name, "the fingerprint of a model is made of it"
     assert all(again[name] is array for name, array in parameters.items())
-    with backend.using(Counting()):
+    with devices.using(Counting()):
         assert mx.array_equal(model(tokens), expected)
         assert Counting.asked == 0
-        with decoding():
+        with decoding(devices.current()):
             assert mx.allclose(model(tokens), expected, atol=1e-5)
             assert Counting.asked == 3  # two layers and the embedding; codes have their own way
             other = threading.Thread(target=lambda: mx.eval(model(tokens)))
@@ -73,8 +73,8 @@ def test_the_back_end_is_asked_in_decode_steps_alone() -> None:
 def test_it_ends_with_an_error_too() -> None:
     model = Model()
     attach(model)
-    with backend.using(Counting()):
-        with pytest.raises(ValueError), decoding():
+    with devices.using(Counting()):
+        with pytest.raises(ValueError), decoding(devices.current()):
             model(mx.zeros((1, 2, 3)))
         model(mx.array([1]))
     assert Counting.asked == 0

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from patience import SOON
 
 from penstock.errors import ModelError
 from penstock.models import named
@@ -110,7 +111,7 @@ def test_the_command_line_asks_nobody_with_offline(model: str, tmp_path: Path) -
         [sys.executable, "-m", "penstock", "--offline", "generate", "Hello", "--model", model],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SOON,
         env={
             **os.environ,
             "XDG_CACHE_HOME": str(tmp_path),

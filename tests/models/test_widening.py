@@ -11,16 +11,19 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from penstock.attention import devices
+from penstock.attention.attention_memory import DeviceFacts
+from penstock.attention.mlx_backend import GPUBackend
 from penstock.errors import SettingError
-from penstock.kv import backend
-from penstock.models.mlx_lm import load_all
+from penstock.models.mlx_lm import load_all, load_within
 from penstock.models.widening import Widening, model_bytes
-from penstock.models.within_limit import load_within
 from penstock.recall import MODEL_PATH
 from support.gguf_files import MODELS, SIZES
 from support.small_models import build
 
-on_cpu = pytest.mark.skipif(not backend.current().slow_half, reason="auto widens on a CPU alone")
+on_cpu = pytest.mark.skipif(
+    not devices.current().facts.slow_half, reason="auto widens on a CPU alone"
+)
 
 
 def folder(path: Path, name: str, *, bits: int | None, dtype: str) -> Path:
@@ -92,7 +95,7 @@ def test_a_limit_is_a_text_or_bytes_or_the_machines(tmp_path: Path) -> None:
 
 
 def test_a_gpu_takes_weights_as_they_come() -> None:
-    with backend.using(backend.GPUBackend(True)):
+    with devices.using(GPUBackend(DeviceFacts(own_memory=True))):
         choice = Widening("auto", 10, 80, None)
         assert not choice.widens
         assert choice.note is None

@@ -18,7 +18,6 @@ from penstock.engine.core import Core
 from penstock.engine.offload import conversation_ends
 from penstock.kv import block_spans
 
-SOON = 20.0
 TURN = (*BASE, *prompt_of(30, 5))
 """Goes on where `BASE` ends: six of its blocks are whole."""
 FORK = (*BASE[:40], *prompt_of(20, 3))

@@ -16,11 +16,12 @@ from asking import ask, cached, drain
 from cold_engine import running, settle
 from tiny_families import plain_greedy, prompt_of
 
+from penstock.attention import devices
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.model.runner import Runner
-from penstock.engine.offload import restoring as restoring_module
-from penstock.engine.schedule import sequence_kv
+from penstock.engine.retention import compressed_rows
+from penstock.engine.schedule import restoring as restoring_module
 from penstock.errors import NeverFits, SettingError
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState, StateForm
@@ -176,7 +177,7 @@ def test_a_token_takes_its_share_of_a_row() -> None:
 
 def test_states_take_no_more_than_is_promised() -> None:
     """Beside mlx-lm's own caches after as many tokens."""
-    runner = Runner(model(), max_kv_size=128, keep=0)
+    runner = Runner(model(), devices.current(), max_kv_size=128, keep=0)
     for tokens in (1, 3, 11, 12, 13, 64, 66, 127):
         caches = seam.plain_caches(model())
         model()(mx.array([prompt_of(tokens)]), cache=caches)
@@ -222,7 +223,7 @@ def test_rows_that_do_not_reach_their_block_are_noticed(monkeypatch: pytest.Monk
             states[each.state][each.place] = None
         return segment, RecurrentState(tuple(map(tuple, states)), own=live.own)
 
-    monkeypatch.setattr(sequence_kv, "completed", forgotten)
+    monkeypatch.setattr(compressed_rows, "completed", forgotten)
     with engine() as core:
         first = ask(core, BASE, 45)
         drain(core)

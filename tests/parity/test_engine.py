@@ -25,6 +25,10 @@ from parity_models import (
     prompt_of,
 )
 
+from penstock.attention import devices, span_attention
+from penstock.attention.attention_backend import AttentionBackend, DecodeStep
+from penstock.attention.mlx_backend import GPUBackend
+from penstock.attention.span_attention import AttentionWindow
 from penstock.caches import SinkRotatingKVCache
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -34,18 +38,15 @@ from penstock.engine.request import Sampling
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.scheduler import State
 from penstock.errors import PenstockError
-from penstock.kv import attention, backend
-from penstock.kv.attention import AttentionWindow
-from penstock.kv.attention_plan import KVSpan
-from penstock.kv.reads import DecodeStep
-from penstock.kv.segment import Segment
+from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.tails import Tails
 from penstock.models.layer_seams import attach
 from penstock.models.mlx_lm import load
 from penstock.prefix import prefixes
 from penstock.prefix.prefixes import InsertResult
 from penstock.prefix.tree import PrefixTree
-from penstock.recall import MODEL_PATH, dialogue
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import dialogue
 
 FAMILIES = (*SHARED_FAMILIES, *JOINED_FAMILIES)
 KINDS = ("llama", "gemma3", "gpt_oss", "gemma2")
@@ -140,7 +141,7 @@ def test_a_prompt_that_is_held_to_its_end_is_not_computed(family: str) -> None:
         assert [cached(handle) for handle in again] == [63, 63, 64]
 
 
-def answers_on(device: backend.Backend, family: str, codec: str | None = None) -> list[Handle]:
+def answers_on(device: AttentionBackend, family: str, codec: str | None = None) -> list[Handle]:
     """Ask one question alone on a back end, and then three of the same conversation at once."""
     prompts = [(*BASE[:64], *prompt_of(20, seed)) for seed in range(4)]
     if family == "embedded":
@@ -154,7 +155,7 @@ def answers_on(device: backend.Backend, family: str, codec: str | None = None) -
     if codec is not None:
         settings |= {"kv_cache_quantization": codec, "kv_cache_quantize_when": "active"}
         settings |= {"kv_cache_min_quantize_tokens": 0}
-    with backend.using(device), engine(model_of(family), **settings) as core:
+    with devices.using(device), engine(model_of(family), **settings) as core:
         way = "joined" if family in JOINED_FAMILIES else "shared"
         assert core.runner.fitness.way == way, core.runner.fitness.why
         handles = [ask(core, prompts[0], 12)]
@@ -170,20 +171,18 @@ def answers_on(device: backend.Backend, family: str, codec: str | None = None) -
 )
 def test_the_back_end_of_a_gpu_says_the_same(family: str, codec: str | None) -> None:
     """It is chosen on purpose, on any device: fused chunks, no lanes, no slices computed early."""
-    check(family, *answers_on(backend.GPUBackend(), family, codec))
+    check(family, *answers_on(GPUBackend(), family, codec))
 
 
-class MisreadChunks(backend.GPUBackend):
+class MisreadChunks(GPUBackend):
     """Turns what a chunk attends to around; not where the engine tries the model, and would see."""
 
-    def attend_prefill(
-        self, queries: mx.array, keys: mx.array, values: mx.array, **how: Any
-    ) -> mx.array:
-        found = super().attend_prefill(queries, keys, values, **how)
+    def prefill(self, queries: mx.array, keys: mx.array, values: mx.array, **how: Any) -> mx.array:
+        found = super().prefill(queries, keys, values, **how)
         return found if queries.shape[2] <= len(PROBE) else -found
 
 
-class MisreadCodes(backend.GPUBackend):
+class MisreadCodes(GPUBackend):
     """Turns what is multiplied by codes around."""
 
     def multiply_codes(self, x: mx.array, *parts: mx.array, **how: Any) -> mx.array:
@@ -191,7 +190,7 @@ class MisreadCodes(backend.GPUBackend):
 
 
 @pytest.mark.parametrize(("wrong", "codec"), [(MisreadChunks(), None), (MisreadCodes(), "8")])
-def test_a_back_end_that_is_wrong_is_seen(wrong: backend.Backend, codec: str | None) -> None:
+def test_a_back_end_that_is_wrong_is_seen(wrong: AttentionBackend, codec: str | None) -> None:
     with pytest.raises(AssertionError, match="which led by"):
         check("embedded", *answers_on(wrong, "embedded", codec))
 
@@ -345,6 +344,22 @@ def test_after_parking(family: str, steps: int) -> None:
         check(family, low, high)
         assert core.view.stats().preemptions == 1
         assert cached(low) == 0, "its own work was counted as a hit"
+
+
+@every_kind
+def test_after_making_way_for_another_request(family: str) -> None:
+    """Four answers have both places when somebody else comes; then a third has no place at all."""
+    with engine(model_of(family), **SMALL, max_batch_size=2) as core:
+        four = ask(core, BASE, 40, n=4)
+        drain(core, 5)
+        others = [ask(core, prompt_of(9, seed), tokens) for seed, tokens in ((3, 60), (4, 5))]
+        core.step()
+        assert [core.admission.sequences[n].state for n in (0, 4)] == [State.RUNNING] * 2
+        drain(core)
+        check(family, four, *others)
+        for choice in range(1, 4):
+            assert answer(four, choice) == answer(four)
+        assert 2 <= core.view.stats().preemptions <= 6
 
 
 # ---- beside one that fails
@@ -706,11 +721,11 @@ def a_window_too_long_by_one(patch: pytest.MonkeyPatch) -> None:
 def the_tail_dropped(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
-    def of(rows: Any, tails: Any, *settings: Any) -> DecodeStep:
+    def of(device: Any, rows: Any, tails: Any, *settings: Any) -> DecodeStep:
         for row in rows:
             if row.tail:
                 tails.wipe(row.slot)
-        return real(rows, tails, *settings)
+        return real(device, rows, tails, *settings)
 
     patch.setattr(DecodeStep, "of", of)
 
@@ -728,15 +743,15 @@ def a_part_one_token_short(patch: pytest.MonkeyPatch) -> None:
     def pieces(part: KVSpan, nearest: int, keep: int) -> list[tuple[int, int]]:
         return [(part.start, part.end - 1)]
 
-    patch.setattr("penstock.kv.attention_plan.visible_ranges", pieces)
-    patch.setattr("penstock.kv.joined_reads.visible_ranges", pieces)
+    patch.setattr("penstock.attention.attention_plan.visible_ranges", pieces)
+    patch.setattr("penstock.attention.joined_reads.visible_ranges", pieces)
 
 
 def slots_mixed_up(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
-    def of(rows: Any, tails: Any, *settings: Any) -> DecodeStep:
-        step = real(rows, tails, *settings)
+    def of(device: Any, rows: Any, tails: Any, *settings: Any) -> DecodeStep:
+        step = real(device, rows, tails, *settings)
         step.slots = step.slots[::-1]
         return step
 
@@ -746,8 +761,8 @@ def slots_mixed_up(patch: pytest.MonkeyPatch) -> None:
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
-    def of(rows: Any, tails: Any, *settings: Any) -> DecodeStep:
-        step = real(rows, tails, *settings)
+    def of(device: Any, rows: Any, tails: Any, *settings: Any) -> DecodeStep:
+        step = real(device, rows, tails, *settings)
         step.offset = step.offset + 1
         return step
 
@@ -780,8 +795,8 @@ def keys_without_what_is_in_front(patch: pytest.MonkeyPatch) -> None:
 
 
 def sinks_forgotten(patch: pytest.MonkeyPatch) -> None:
-    real = attention.merged
-    patch.setattr(attention, "merged", lambda parts, sinks=None: real(parts))
+    real = span_attention.merged
+    patch.setattr(span_attention, "merged", lambda parts, sinks=None: real(parts))
 
 
 @pytest.mark.parametrize(

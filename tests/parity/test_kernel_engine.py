@@ -12,15 +12,16 @@ from asking import answer, ask, drain
 from lockstep import COMPILER, Lockstep
 from small_models import BASE, build
 
+from penstock.attention import devices
+from penstock.attention.mlx_backend import GPUBackend
 from penstock.cli.fitness import try_model
 from penstock.engine.core import Core
-from penstock.engine.model.attention_ways import layer_forms
-from penstock.kv import backend
-from penstock.kv.backend import GPUBackend
-from penstock.kv.kernels import selftest
-from penstock.kv.kernels.ways import AttentionWay, Situation
 from penstock.models.mlx_lm import load, load_all
-from penstock.recall import MODEL_PATH, dialogue
+from penstock.plugins.kernels import selftest
+from penstock.plugins.kernels.attention_ways import layer_forms
+from penstock.plugins.kernels.ways import AttentionWay, Situation, Ways
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import dialogue
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
 SETTINGS: dict[str, Any] = {"memory_limit": "400MB", "max_batch_size": 3, "prefill_chunk": 128}
@@ -48,11 +49,11 @@ def texts(
     **settings: Any,
 ) -> list[tuple[int, ...]]:
     """Answer one question alone and then three at once, on a GPU's back end."""
-    with backend.using(GPUBackend(call_kernel=run)):
+    with devices.using(GPUBackend(call_kernel=run)):
         core = Core(load(MODEL_PATH)[0], **{**SETTINGS, **settings})
         try:
             if way is not None:
-                assert core.runner.ways is not None
+                assert isinstance(core.runner.ways, Ways)
                 forms = layer_forms(core.runner)
                 core.runner.ways.table = {
                     (form, situation, coded): way
@@ -122,7 +123,7 @@ def test_off_in_the_environment_calls_none_of_a_library_either(
     monkeypatch.setenv("PENSTOCK_KERNELS", "off")
     run = Lockstep(folder=folder)
     assert texts(run, prompts) == plain
-    with backend.using(GPUBackend(call_kernel=run)):
+    with devices.using(GPUBackend(call_kernel=run)):
         fit = try_model("embedded", load_all(str(MODEL_PATH)))
     assert fit.kernels_off == "PENSTOCK_KERNELS=off" and run.calls == 0
     assert texts(run, prompts, kernels="auto") == plain
@@ -170,9 +171,10 @@ def test_a_codec_that_no_kernel_reads_costs_one_line(
     model = build({**BASE, **heads, "model_type": "llama", "torch_dtype": "float32"})
     codec = {"kv_cache_quantization": "kivi4/raw", "block_size": 64, "max_batch_size": 1}
     device = GPUBackend(call_kernel=Lockstep(folder=folder))
-    with caplog.at_level(logging.WARNING), backend.using(device):
+    with caplog.at_level(logging.WARNING), devices.using(device):
         core = Core(model, **{**SETTINGS, **codec})
-        kernels = core.runner.ways is not None and core.runner.ways.kernels is not None
+        ways = core.runner.ways
+        kernels = isinstance(ways, Ways) and ways.kernels is not None
         core.close()
     assert kernels
     (line,) = [one.getMessage() for one in caplog.records if "kernel" in one.getMessage()]

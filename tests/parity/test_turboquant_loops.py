@@ -29,8 +29,9 @@ from penstock import (
     load_prompt_cache,
     save_prompt_cache,
 )
-from penstock.recall import MODEL_PATH, dialogue
+from penstock.recall import MODEL_PATH
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
+from penstock_bench.recall import dialogue
 
 family = pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt_oss", "phi3"])
 LENGTHS, TOKENS = (150, 61, 17, 200), (40, 9, 52, 23)

@@ -35,13 +35,14 @@ from test_engine import (
 )
 from whole_blocks import drop_partial_blocks
 
+from penstock.attention.span_attention import AttentionWindow
 from penstock.engine.core import Core
 from penstock.engine.offload import conversation_ends
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload.tier_group import TierGroup
+from penstock.engine.retention.requantize import Requantizer
 from penstock.engine.retention.windows import Windows, resume, windows_of
 from penstock.errors import PenstockError
-from penstock.kv.attention import AttentionWindow
 from penstock.kv.segment import Segment
 
 FAMILIES = ("gemma3", "gpt_oss", "gear")
@@ -55,20 +56,19 @@ ALL = 10**12
 
 def thin(core: Core) -> int:
     """Drop all that nobody needs; return the bytes."""
-    assert core.prefixes.relief is not None
-    freed = core.prefixes.relief.relieve(ALL)
+    freed = core.prefixes._beside.relief.relieve(ALL)
     core.view.check()
-    assert core.prefixes.relief.relieve(ALL) == 0
+    assert core.prefixes._beside.relief.relieve(ALL) == 0
     return freed
 
 
 def needed_bytes(core: Core, end: int, first: int | None = None) -> int:
     """Return what the nodes of one conversation hold that goes on at its end, and from `first` on;
     both in whole blocks."""
-    assert core.prefixes.relief is not None
     stays = end - max(0, (first or end) - SLIDING_WINDOW) // BLOCK * BLOCK
-    shapes = enumerate(core.runner.shapes)
-    return sum(shape.nbytes * (stays if i in core.windows.windows else end) for i, shape in shapes)
+    windows, shapes = core.stores.of(Windows), enumerate(core.runner.shapes)
+    assert windows is not None
+    return sum(shape.nbytes * (stays if i in windows.windows else end) for i, shape in shapes)
 
 
 def node_bytes(core: Core) -> int:
@@ -124,13 +124,12 @@ def test_the_last_turn_can_be_said_again_while_there_is_room_for_that(family: st
     """Another answer, or a next turn that leaves out some of this one: where the newest prompt of
     a branch ends is evicted after all else, and before a node is."""
     with engine(model_of(family), **SMALL) as core:
-        assert core.prefixes.relief is not None
         first = ask(core, BASE, 40)
         drain(core)
         drop_partial_blocks(core)
         assert core.prefixes.tree.tokens == 96
         excess = node_bytes(core) - needed_bytes(core, 96, 64)
-        assert core.prefixes.relief.relieve(excess) == excess
+        assert core.prefixes._beside.relief.relieve(excess) == excess
         again = ask(core, BASE, 40)
         drain(core)
         drop_partial_blocks(core)
@@ -142,7 +141,9 @@ def test_the_last_turn_can_be_said_again_while_there_is_room_for_that(family: st
         drop_partial_blocks(core)
         assert core.prefixes.tree.tokens == 144, "150 tokens and an answer"
         excess = node_bytes(core) - needed_bytes(core, 144)
-        assert core.prefixes.relief.relieve(excess) == excess, "of its first prompt nothing is left"
+        assert core.prefixes._beside.relief.relieve(excess) == excess, (
+            "of its first prompt nothing is left"
+        )
         assert core.view.explain(list(turn.request.prompt)).reusable_tokens is None
         assert core.view.explain(list(BASE)).reusable_tokens == 0
 
@@ -201,8 +202,7 @@ def test_a_crowd_while_everything_is_dropped_all_the_time(
         make_room, step = core.prefixes.make_room, core.step
 
         def drop_first(*given: Any) -> bool:
-            assert core.prefixes.relief is not None
-            core.prefixes.relief.relieve(ALL)
+            core.prefixes._beside.relief.relieve(ALL)
             return make_room(*given)
 
         def step_and_drop() -> bool:
@@ -286,12 +286,11 @@ def test_what_runs_gives_way_to_who_waits() -> None:
     """Nodes that are read are thinned as well, and what that frees is promised before."""
     prompts = [tuple(prompt_of(150, seed)) for seed in range(2)]
     with engine(model_of("gemma3"), **SMALL, max_batch_size=2) as core:
-        assert core.prefixes.relief is not None
         first = ask(core, prompts[0], 20)
         drain(core, 7)
         assert core.view.stats().running == 1
         own = core.estimator.sequence_bytes(159) + core.estimator.decode_bytes(159)
-        frees = core.prefixes.relief.pinned_bytes
+        frees = core.prefixes._beside.relief.pinned_bytes
         assert frees > 100 * core.runner.token_bytes / 3
         core.set_limit(core.ledger.used_bytes + own - frees // 2)
         second = ask(core, prompts[1], 10)
@@ -362,7 +361,7 @@ def test_in_codecs(scheme: str) -> None:
     }
     prompt = (*prompt_of(200, 7), *BASE)
     with engine(model_of("gemma3"), **settings, kv_cache_min_quantize_tokens=64) as core:
-        assert core.requantizer is not None
+        assert core.stores.of(Requantizer) is not None
 
         def said(prompt: Sequence[int], hits: int) -> list[int]:
             handle = ask(core, prompt, 24)
@@ -392,7 +391,7 @@ def test_windows_and_states_together(name: str) -> None:
         base = tiny_families.prompt_of(70)
         fork, other = ([*base[:50], *tiny_families.prompt_of(20, seed)] for seed in (3, 5))
         with engine(model, **SMALL) as core:
-            assert core.prefixes.relief is not None and core.checkpoints is not None
+            assert core.checkpoints is not None
             first = ask(core, base, 12)
             drain(core)
             # Its last block is full now: where a conversation went on before, nobody goes on.
@@ -441,7 +440,7 @@ def test_what_waits_to_be_written_is_dropped_last(
         monkeypatch.setattr(TierGroup, "waiting_nodes", lambda self: set())
     model, other = model_of("gemma3"), tuple(reversed(BASE))
     with with_disk(model, tmp_path, record_tokens=16) as core:
-        assert core.tiers is not None and core.prefixes.relief is not None
+        assert core.tiers is not None
         ask(core, other, 24)
         drain(core)
         work = core.tiers.work
@@ -450,7 +449,7 @@ def test_what_waits_to_be_written_is_dropped_last(
         drain(core)
         ask(core, other, 24)  # is used last, and written
         drain(core)
-        assert core.prefixes.relief.relieve(1)
+        assert core.prefixes._beside.relief.relieve(1)
         thinned = [node for node in core.prefixes.tree if node.segment.missing]
         keys = core.prefixes.match(core.prefixes.block_hashes(BASE)).path
         assert any(node in keys for node in thinned) is not waits
@@ -572,9 +571,8 @@ def test_a_block_too_many_is_noticed(family: str, monkeypatch: pytest.MonkeyPatc
     core = Core(model_of(family), memory_limit="400MB", **SMALL)
     handle = ask(core, BASE[:65], 12)
     drain(core, 2)  # all but the last token are read
-    assert core.prefixes.relief is not None
     with one_block_too_many(monkeypatch):
-        core.prefixes.relief.relieve(ALL)
+        core.prefixes._beside.relief.relieve(ALL)
     with pytest.raises(AssertionError, match="is seen from"):
         core.view.check()
     with monkeypatch.context() as patch:
@@ -600,9 +598,8 @@ def test_a_read_that_did_not_look_would_say_something_else(
     monkeypatch.setattr(Windows, "check", lambda *_: None)
     handle = ask(core, BASE[:65], 24)
     drain(core, 2)
-    assert core.prefixes.relief is not None
     with one_block_too_many(monkeypatch):
-        core.prefixes.relief.relieve(ALL)
+        core.prefixes._beside.relief.relieve(ALL)
     drain(core)
     with pytest.raises((AssertionError, PenstockError), match=r"which led by|broadcast"):
         check(family, handle)

@@ -17,6 +17,8 @@ from mlx_lm.tokenizer_utils import load
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from penstock.models.template_renderer import TemplateRenderer
+from penstock.server.history import fit
 from penstock.server.prompt_memory import PromptMemory
 from penstock.server.prompts import REWRITTEN, Prompts
 from penstock.server.remembered_answers import RememberedAnswers, openings_of
@@ -35,6 +37,7 @@ TOOL = {
         },
     },
 }
+RENDERER = TemplateRenderer()
 MERGES = (("e", "r"), ("e", "a"), ("o", "n"), ("i", "n"), ("t", "h"))
 """Pairs that are read as one token; an answer is generated without them."""
 _MARK = re.compile(r"\s*(<[^<>\s]{2,40}>|\[/?[A-Z_]{2,20}\]|\[e~\[|</s>)")
@@ -133,10 +136,13 @@ def _generated(prompts: Prompts, talk: Sequence[Message], answer: Message, tools
     """Return an answer's text as a model would have generated it, by its template."""
 
     def rendered(messages: Sequence[Message], *, opened: bool) -> str:
-        fitting = prompts.traits.fit(messages)
+        fitting = fit(prompts.traits, messages, tools)
         return str(
             prompts.tokenizer.apply_chat_template(
-                fitting, tools=tools, tokenize=False, add_generation_prompt=opened
+                fitting.messages,
+                tools=fitting.tools,
+                tokenize=False,
+                add_generation_prompt=opened,
             )
         )
 
@@ -176,7 +182,7 @@ def _behind_opening(prompts: Prompts, prompt: str, written: str) -> str:
     another text in front of the answer, it is the prompt's last mark, or the first difference.
     """
     marks = prompts.format.reasoning
-    for opening in openings_of(prompts.tokenizer, prompts.traits):
+    for opening in openings_of(prompts.tokenizer, prompts.traits, RENDERER):
         bares = [opening.bare, *([opening.text.partition(marks.start)[0]] if marks else [])]
         for bare in (prompt.removesuffix(opening.text) + bare for bare in bares):
             if prompt.endswith(opening.text) and written.startswith(bare):
@@ -208,10 +214,11 @@ def _ends(template: str, talk: Sequence[Message], folder: Path) -> tuple[str, ..
     made = _tokenizer(template, (), folder)
     turns = [talk[0], dict(_TOLD), talk[0]]  # some end an answer with the next turn's mark alone
     tools, called = _tools(made, talk), talk[1].get("tool_calls")
-    fit = TemplateTraits.of(made).fit
+    traits = TemplateTraits.of(made, RENDERER)
 
     def rendered(messages: Sequence[Message]) -> str:
-        return str(made.apply_chat_template(fit(messages), tools=tools, tokenize=False))
+        fitted = fit(traits, messages, tools)
+        return str(made.apply_chat_template(fitted.messages, tools=fitted.tools, tokenize=False))
 
     behind = [rendered(turns).rpartition(_TOLD["content"])[2]]
     behind.append(rendered(turns[:2]).rpartition(_TOLD["content"])[2])

@@ -5,8 +5,9 @@
 A folder is searched for files that end with `.jinja`. None of them is part of this project. Exit
 code 0: whatever a template does with later system messages, what `fit` makes of a conversation is
 rendered with every message in its place, where the template renders it without them. 1: not so.
-2: there are fewer than 40 templates. Conversations of three turns show what history does to the
-tokens of earlier turns (`real_histories.py`).
+2: there are fewer than 40 templates. Calls that a template writes into history are read back equal,
+or are text (`real_calls.py`). Conversations of three turns show what history does to the tokens of
+earlier turns (`real_histories.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import load
+from real_calls import round_trips
 from real_histories import Outcome, histories
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from penstock.cli.agent_report import AgentReport
+from penstock.models.template_renderer import TemplateRenderer
+from penstock.server.history import fit
 from penstock.server.templates import LATER, LATER_SYSTEMS, TemplateTraits, talk_of
 
+RENDERER = TemplateRenderer()
 LEAST = 40
 MARKS = ("<think>", "</think>")
 
@@ -61,11 +66,11 @@ def misplaced(made: Any) -> dict[str, str]:
 
     Those that the template does not render without the later message are none of them.
     """
-    traits, wrong = TemplateTraits.of(made), {}
+    traits, wrong = TemplateTraits.of(made, RENDERER), {}
     for what, texts in LATER_SYSTEMS:
         without = [text for text in texts if text != LATER]
         try:
-            control = places(made, traits.fit(talk_of(*without)), without)
+            control = places(made, fit(traits, talk_of(*without)).messages, without)
         except Exception as error:  # noqa: BLE001 - a template raises anything
             wrong[what] = f"cannot be rendered at all: {error}"
             continue
@@ -75,7 +80,7 @@ def misplaced(made: Any) -> dict[str, str]:
         first_moves = control != sorted(control)  # to the last turn, as Mistral Nemo's does
         wanted = texts[1:] if first_moves else texts
         try:
-            seen = places(made, traits.fit(talk_of(*texts)), wanted)
+            seen = places(made, fit(traits, talk_of(*texts)).messages, wanted)
         except Exception as error:  # noqa: BLE001 - as above
             wrong[what] = f"raises {error}"
             continue
@@ -91,12 +96,13 @@ def outcome(text: str) -> str:
 
 def run(files: list[Path]) -> dict[str, Any]:
     """Probe templates; return the table, its counts, and what `fit` does not mend."""
-    table, wrong, turns = {}, {}, {}
+    table, wrong, turns, calls = {}, {}, {}, {}
     for file in files:
         with tempfile.TemporaryDirectory() as folder:
             text = file.read_text(encoding="utf-8")
             made = tokenizer(text, Path(folder))
             turns[file.stem] = histories(text, Path(folder))
+            calls[file.stem] = round_trips(made)
         table[file.stem] = AgentReport.of(made).as_json()
         if faults := misplaced(made):
             wrong[file.stem] = faults
@@ -110,7 +116,13 @@ def run(files: list[Path]) -> dict[str, Any]:
         for what, found in outcomes.items():
             counts.setdefault(f"three turns: {what}", Counter())[kind_of(found)] += 1
             table[name].setdefault("histories", {})[what] = told(found)
-    return {"templates": len(files), "counts": counts, "table": table, "not_rendered": wrong}
+    return {
+        "templates": len(files),
+        "counts": counts,
+        "table": table,
+        "not_rendered": wrong,
+        "calls": calls,
+    }
 
 
 def kind_of(found: Outcome | str) -> str:
@@ -164,7 +176,19 @@ def main() -> int:
         print(f"  {what:33}" + ", ".join(f"{text} {n}" for text, n in counted.most_common()))
     for fault in [*faults, *reasons(result["table"])]:
         print(fault)
-    print("not ok" if moved else "ok: every later system message is rendered in its place")
+    read: Counter[str] = sum(result["calls"].values(), Counter())
+    misread = [
+        f"{name}: {what}"
+        for name, outcomes in result["calls"].items()
+        for what in outcomes
+        if what.startswith("WRONG")
+    ]
+    drawn = {what: count for what, count in read.items() if not what.startswith("WRONG")}
+    print(f"calls: {', '.join(f'{what} {count}' for what, count in drawn.items())}")
+    for fault in misread:
+        print(fault)
+    moved = [*moved, *misread]
+    print("not ok" if moved else "ok: each message is in its place, each call is read as written")
     return 1 if moved else 0
 
 

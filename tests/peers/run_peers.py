@@ -192,16 +192,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mlx-lm", type=Path, help="checkout or sdist; default: download")
     parser.add_argument("--templates", type=Path, help="folder of chat templates, probed first")
+    parser.add_argument("--gguf", type=Path, help="folder of GGUF vocabularies, compared first")
     parser.add_argument("--files", nargs="+", default=FILES, choices=FILES)
     parser.add_argument("--jobs", type=int, default=2, help="test files at a time")
     parser.add_argument("--limit-seconds", type=int, default=1800, help="for one test file")
     parser.add_argument("--json", action="store_true", help="one object on standard output")
     parser.add_argument("--self-check", action="store_true", help="break a class, expect to fail")
     args = parser.parse_args()
-    if args.templates is not None:
-        code = subprocess.run([sys.executable, str(HERE / "real_templates.py"), args.templates])
-        if code.returncode:
-            return code.returncode
+    others = (("real_templates.py", args.templates), ("real_tokens.py", args.gguf))
+    for program, given in others:
+        if given is None:
+            continue
+        code = subprocess.run([sys.executable, str(HERE / program), given]).returncode
+        if code:
+            return code
     try:
         with tempfile.TemporaryDirectory() as folder:
             tests = find_tests(args.mlx_lm, Path(folder))

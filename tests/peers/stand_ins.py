@@ -22,7 +22,7 @@ CACHES = (
     "BatchRotatingKVCache",
 )
 FUNCTIONS = ("save_prompt_cache", "load_prompt_cache")
-HOMES = {"mlx-lm": "mlx_lm.models.cache", "penstock": "penstock.kv"}
+HOMES = {"mlx-lm": "mlx_lm.models.cache", "penstock": "penstock.caches"}
 
 # Old name -> new name in mlx_lm.generate, so that the tests of a neighboring version import.
 RENAMED = {"StopSequenceMatcher": "StopSequences"}

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.prefix import as_tokens, hash_blocks, root_hash
+from penstock.prefix.block_hashes import checkpoint_hash, is_hash_of
 
 ROOT = root_hash("model")
 
@@ -93,3 +94,31 @@ def test_wrong_sizes_are_refused() -> None:
         hash_blocks([1], 0, ROOT)
     with pytest.raises(ValueError, match="16 bytes"):
         hash_blocks([1], 1, b"short")
+
+
+def test_a_key_is_the_hash_of_its_tokens_behind_its_parent() -> None:
+    tokens = np.arange(8, dtype=np.uint32)
+    keys = hash_blocks(tokens, 2, ROOT)
+    assert is_hash_of(keys[-1], ROOT, tokens, 4)
+    assert is_hash_of(hash_blocks(tokens, 8, ROOT)[0], ROOT, tokens)
+    assert is_hash_of(keys[3], keys[1], tokens[4:], 2)
+    wrong = (
+        (keys[0], ROOT, tokens, 4),
+        (keys[-1], keys[0], tokens, 4),
+        (keys[-1], ROOT, tokens[::-1], 4),
+        (keys[-1], ROOT, tokens, 1),
+        (keys[-1], ROOT, tokens, 0),
+        (keys[-1], ROOT, tokens, -4),
+        (keys[-1], ROOT, tokens[:7], 4),
+        (keys[-1], ROOT, tokens[:0], 4),
+        (keys[-1], ROOT[:-1], tokens, 4),
+    )
+    assert [is_hash_of(*one) for one in wrong] == [False] * len(wrong)
+
+
+def test_a_checkpoint_has_a_hash_of_its_own() -> None:
+    (key,) = hash_blocks([1, 2], 2, ROOT)
+    own = checkpoint_hash(key)
+    assert len(own) == len(key) and own not in (key, checkpoint_hash(ROOT))
+    assert is_hash_of(own, key, None) and not is_hash_of(key, key, None)
+    assert not is_hash_of(own, ROOT, None)

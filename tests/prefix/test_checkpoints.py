@@ -11,7 +11,7 @@ from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState, States
 from penstock.ledger import Kind, Ledger
 from penstock.prefix import checkpoints as module
-from penstock.prefix.checkpoints import LEAST, NEAR, Checkpoints, retained
+from penstock.prefix.checkpoints import LEAST, NEAR, Checkpoints, resume, retained
 from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
 
@@ -63,11 +63,11 @@ def test_a_state_is_resumed_at_exactly_its_boundary() -> None:
     prefixes, points = made()
     pin = empty_pin(prefixes)
     grown(prefixes, pin, range(200), 2, 3)
-    assert points.resume(pin.path, 160) == (0, None)
+    assert resume(pin.path, 160) == (0, None)
     assert captured(points, pin, 64, 96, 0, 192, turn_end=True) == [True, True, False, False]
     assert captured(points, pin, 160) == [True]
     for most, at in ((160, 160), (159, 96), (96, 96), (95, 64), (64, 64), (63, 0)):
-        position, live = points.resume(pin.path, most)
+        position, live = resume(pin.path, most)
         assert position == at
         assert (live is None) == (at == 0)
         if live is not None:
@@ -181,3 +181,24 @@ def test_what_lies_behind_the_tip_stays() -> None:
     assert retained([32, 64, 96, 128], 70, SPAN) == {64, 96, 128}
     assert retained([], 70, SPAN) == set()
     assert retained([96], 70, SPAN) == {96}
+
+
+def test_where_few_may_stay_distances_count_twice_and_four_times() -> None:
+    places, tip = range(64, 64 * 65, 64), 64 * 64
+
+    def apart(distance: int) -> int:
+        step = 64
+        while 2 * step * NEAR <= distance:
+            step *= 2
+        return step
+
+    def spaced(times: int) -> set[int]:
+        return {place for place in places if place % apart(times * (tip - place)) == 0} | {tip}
+
+    assert retained(places, tip, 64) == spaced(1)
+    seen = set()
+    for most in range(len(spaced(1)), 1, -1):
+        times = next(2**k for k in range(20) if len(spaced(2**k)) <= most)
+        assert retained(places, tip, 64, limit=most) == spaced(times)
+        seen.add(times)
+    assert {1, 2, 4, 8} <= seen

@@ -29,9 +29,9 @@ from penstock.kv.segment import Segment
 from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes
 from penstock.prefix import InsertResult, Match, Pin, Prefixes
-from penstock.prefix.bounded_tree import REMEMBERED_MATCHES
-from penstock.prefix.divergence import explain
+from penstock.prefix.divergence import explain, tokens_held_at
 from penstock.prefix.explanation import Eviction, EvictionLog, Why
+from penstock.prefix.prefixes import REMEMBERED_MATCHES
 from penstock.prefix.tree import PrefixTree
 
 SIZE = 4
@@ -89,6 +89,54 @@ def test_what_is_committed_is_found_at_once() -> None:
     assert spelled(pin) == tokens
     assert (prefixes.tree.pins, prefixes.counts.stored_tokens) == (1, 20)
     assert prefixes.find(tokens, salt="another tenant").tokens == 0
+
+
+def test_a_partial_block_pays_for_itself_and_the_longest_is_found() -> None:
+    prefixes = make()
+    tokens = list(range(11))
+    pin = put(prefixes, tokens[:8])
+    root = prefixes.block_hashes(tokens)[-1]
+    nodes = len(prefixes.tree)
+    leaves = []
+    for stop in (9, 11):
+        own = tuple(tokens[8:stop])
+        with prefixes.reserve(Kind.TAILS, 100 + TOKEN_BYTES * len(own)) as paid:
+            for _ in range(2):  # the second time it is there already
+                leaf = prefixes.insert_partial(pin, 2, root, own, Text(own), paid)
+                assert paid.nbytes == 100
+                assert leaf is not None and leaf.tokens.tolist() == list(own)
+                prefixes.check()
+                prefixes.ledger.check({**prefixes.ledger.by_class(), **prefixes.recount()})
+        leaves.append(leaf)
+    assert len(prefixes.tree) == nodes + 2
+    match = prefixes.find(tokens)
+    found = [prefixes.find_partial(match, root, tokens[8:stop]) for stop in (8, 9, 10, 11)]
+    assert found == [None, leaves[0], leaves[0], leaves[1]]
+    assert prefixes.find_partial(prefixes.find(tokens[:4]), root, tokens[8:]) is None
+    for reads, stays in ((1, False), (2, True)):
+        leaf = leaves.pop()
+        assert leaf is not None
+        for _ in range(reads):
+            prefixes.use_partial(leaf)
+        assert leaf.hits == reads
+        prefixes.drop_partial(leaf)
+        assert (leaf in prefixes.tree) == stays
+        prefixes.drop_partial(leaf)
+        prefixes.check()
+
+
+def test_a_partial_block_without_room_is_left_out() -> None:
+    prefixes = make(4_000)
+    pin = put(prefixes, range(8))
+    own = (8, 9)
+    with prefixes.reserve(Kind.TAILS, TOKEN_BYTES * len(own)) as paid:
+        held = prefixes.reserve(Kind.TAILS, prefixes.ledger.room_bytes)
+        root = prefixes.block_hashes(range(8))[-1]
+        assert prefixes.insert_partial(pin, 2, root, own, Text(own), paid) is None
+        assert (paid.nbytes, len(prefixes.tree)) == (TOKEN_BYTES * len(own), 1)
+        held.release()
+        assert prefixes.insert_partial(pin, 2, root, own, Text(own), paid) is not None
+        assert paid.nbytes == 0
 
 
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -1285,3 +1333,19 @@ def test_machine_notices_what_is_broken(broken: type[Prefixes]) -> None:
 
 def test_refusals_say_which_limit() -> None:
     assert re.search(r"2\.00 kB.*limit of 1\.00 MB.*raise memory_limit", make().no_room(2_000))
+
+
+def test_what_the_nearest_prompt_goes_on_with_is_shown_of_one_salt() -> None:
+    prefixes = make()
+    put(prefixes, [*range(12), *range(50, 58)])
+    put(prefixes, [*range(8), *range(70, 78)])
+
+    def held_at(tokens: list[int], position: int, salt: str = "") -> list[int]:
+        hashes = prefixes.block_hashes(tokens, salt)
+        return tokens_held_at(prefixes, tokens, position, hashes, salt).tolist()
+
+    assert held_at([*range(12), 50, 51, 9], 14) == [*range(52, 58)]
+    assert held_at([*range(8), 70, 9], 9) == [*range(71, 78)]
+    assert held_at([*range(3), 9], 3)[:9] == [*range(3, 8)]
+    assert held_at([*range(3), 9], 2) == []
+    assert held_at([*range(3), 9], 3, "another tenant") == []

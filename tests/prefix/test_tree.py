@@ -442,7 +442,7 @@ def test_looking_up_is_linear_in_the_prompt() -> None:
         node = tree.insert(node, names[i : i + 2], own, Blank(128), 0.0)
     seconds = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.thread_time()  # whatever else the machine does
         assert tree.match(hash_blocks(prompt, 64, ROOT)).tokens == len(prompt)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.thread_time() - began)
     assert min(seconds) < 0.1

@@ -45,3 +45,9 @@ def test_it_is_named(held: str, given: str, kind: str) -> None:
 )
 def test_other_text_is_not(held: str, given: str) -> None:
     assert name_volatile(held, given) is None
+
+
+def test_a_text_that_only_goes_on_is_named_too() -> None:
+    """One text ends where the other has more."""
+    assert name_volatile("token 1", "token 12345") == ("counter", "1", "12345")
+    assert name_volatile("on 2026-11-22", "on 2026-11-2") == ("date", "2026-11-22", "2026-11-2")

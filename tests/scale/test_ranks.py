@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
-from rank_group import WORKER, Ended, ended, results, run, started
+from rank_group import WORKER, Ended, ended, ports, results, run, started
+from servers import wait_until
 
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_5", "deepseek_v3")
 """Plain attention, windows and sinks, recurrent layers, one latent head."""
@@ -195,3 +204,58 @@ def test_ranks_that_differ_are_found_out() -> None:
     found = run(2, "some", on_rank=1, harm="goes_its_own_way")
     assert all(each.code != 0 for each in found), found
     assert any("is not in the state of" in each.errors for each in found), found
+
+
+# ---- mlx.launch
+
+LAUNCH = "from mlx._distributed_utils.launch import main; main()"
+
+
+@contextmanager
+def launched() -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """Start a server on two ranks by `mlx.launch`; yield the launcher and the ranks."""
+    (port,) = ports(1)
+    flags = ["-n", "2", "--backend", "ring", "--starting-port", str(port), "--"]
+    serve = [sys.executable, "-m", "penstock", "serve", "--port", "0", "--memory-limit", "200MB"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, *flags, *serve],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
+    processes: list[psutil.Process] = []
+    try:
+        assert launcher.stdout is not None
+        found = None
+        while found is None and (line := launcher.stdout.readline()):
+            found = re.search(r"http://\S+", line)
+        assert found
+        wait_until(lambda: httpx.get(f"{found[0]}/ready").status_code == 200, 60)
+        processes = psutil.Process(launcher.pid).children(recursive=True)
+        yield launcher, processes
+    finally:
+        launcher.kill()
+        launcher.communicate()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_launcher(sig: signal.Signals) -> None:
+    with launched() as (launcher, processes):
+        assert len(processes) == 2
+        launcher.send_signal(sig)
+        assert launcher.wait(60) == -sig
+        assert not psutil.wait_procs(processes, timeout=60)[1]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_an_exit_status_of_the_launcher() -> None:
+    with launched() as (launcher, processes):
+        max(processes, key=lambda process: process.pid).kill()
+        assert launcher.wait(60) != 0
+        assert not psutil.wait_procs(processes, timeout=60)[1]

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from ray_fleet import free_port, in_ray
 from server_processes import STOP_SECONDS, serving
 from talking_agents import SESSIONS, TURNS, Talked, talk
 
@@ -28,41 +28,6 @@ LIMIT = "80MB"
 BLOCK = ("--block-size", "16")
 START_SECONDS = 240.0
 KEY = "correct-horse-battery-staple"
-
-
-def free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        return int(own.getsockname()[1])
-
-
-@contextmanager
-def in_ray(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run `penstock serve --ray` until left; yield its URL once it says that it is there."""
-    port = free_port()
-    command = (
-        *(sys.executable, "-m", "penstock", "serve", "--ray", "--port", str(port)),
-        *("--replica-cpus", "0.25", *flags),
-    )
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = []
-    try:
-        assert running.stdout is not None
-        for line in running.stdout:
-            said.append(line)
-            if line.startswith("routing"):
-                break
-        else:
-            pytest.fail("".join(said[-20:]))
-        yield f"http://127.0.0.1:{port}", running
-    finally:
-        if running.poll() is None:
-            running.send_signal(signal.SIGTERM)
-        try:
-            running.communicate(timeout=4 * STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            running.kill()
-            raise
 
 
 @pytest.mark.parametrize(
@@ -148,8 +113,10 @@ def test_all_wire_formats_pass_as_they_are(by_prefix: tuple[str, Talked]) -> Non
         ours.chat.completions.create(model="recall", messages=[])
     with pytest.raises(openai.NotFoundError):
         ours.models.retrieve("another")
-    broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", timeout=30)
-    assert broken.status_code in (400, 422) and broken.json()["error"]
+    json_type = {"content-type": "application/json"}
+    for headers, status in ((json_type, 400), ({}, 415)):
+        broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", headers=headers, timeout=30)
+        assert broken.status_code == status and broken.json()["error"]
     assert httpx.get(f"{url}/health", timeout=30).json()["status"] == "ok"
     large = httpx.post(f"{url}/v1/completions", content=b"x" * 17_000_000, timeout=30)
     assert large.status_code == 413

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from penstock.tiers.remote import Objects, open_objects
+from penstock.plugins.remote import Objects, open_objects
 
 SOON = 10.0
 DATE = "Sat, 01 Jan 2000 00:00:00 GMT"

@@ -27,13 +27,13 @@ from redis_server import RedisServer, free_port
 from safetensors.numpy import load
 
 from penstock.engine.core import Core
-from penstock.engine.offload import restoring as restoring_module
+from penstock.engine.schedule import restoring as restoring_module
 from penstock.errors import SettingError
+from penstock.plugins.remote import Objects, open_objects
+from penstock.plugins.remote import remote_store as store_module
 from penstock.prefix.block_hashes import checkpoint_hash, root_hash
 from penstock.tiers.disk import HostArray
 from penstock.tiers.record import FORMAT, TOKENS, Record, decode, encode, header
-from penstock.tiers.remote import Objects, open_objects
-from penstock.tiers.remote import remote_store as store_module
 from penstock.tiers.worker import ColdTier, TierStats
 
 PROMPT = tuple((7 * i + 3) % VOCABULARY_TOKENS for i in range(200))
@@ -358,7 +358,7 @@ def test_what_the_store_has_given_up_is_a_miss(store: RedisServer) -> None:
 def test_answers_keep_coming_whatever_happens_to_the_store_in_mid_flight(
     store: RedisServer, act: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.tiers.remote.redis_objects import RedisObjects
+    from penstock.plugins.remote.redis_objects import RedisObjects
 
     monkeypatch.setattr(restoring_module, "ASK_SECONDS", 0.5)
     expected, other = alone(), PROMPT[::-1]
@@ -442,7 +442,9 @@ def test_a_wrong_password_is_told_without_it(
         assert secret not in shown
 
 
-def test_a_full_store_refuses_and_is_read_from(tmp_path: Path) -> None:
+def test_a_full_store_refuses_and_is_read_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = RedisServer(tmp_path, **{"maxmemory-policy": "noeviction"})
     try:
         write(server.url)
@@ -453,6 +455,34 @@ def test_a_full_store_refuses_and_is_read_from(tmp_path: Path) -> None:
             assert ask(core, other) == (alone(tokens=other), 0.0)
             assert remote(core).counts.refused_blocks > 0
             assert (remote(core).off, remote(core).faults) == (None, 0)
+        assert remote(core).counts.refused_blocks > 1
+        assert caplog.text.count("writes nothing for now") == 1
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("way", ["user", "replica"])
+def test_a_store_that_may_only_be_read_is_read_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    server = RedisServer(tmp_path)
+    try:
+        write(server.url)
+        url = server.url
+        if way == "user":
+            server.client.acl_setuser(
+                "reader", enabled=True, passwords=["+pw"], keys=["*"], categories=["+@read"]
+            )
+            url = server.url.replace("redis://", "redis://reader:pw@")
+        else:
+            server.client.replicaof("127.0.0.1", str(free_port()))  # of one that is not there
+        with running(url) as core:
+            assert ask(core)[1] >= 0.9
+            other = PROMPT[::-1]
+            assert ask(core, other) == (alone(tokens=other), 0.0)
+            assert remote(core).counts.refused_blocks > 0
+            assert (remote(core).off, remote(core).faults) == (None, 0)
+        assert caplog.text.count("writes nothing for now") == 1
     finally:
         server.close()
 
@@ -499,7 +529,7 @@ def test_pieces_are_put_together(store: RedisServer, monkeypatch: pytest.MonkeyP
     """However small the pieces are, of which a header may be many."""
     expected = alone()
     write(store.url)
-    monkeypatch.setattr("penstock.engine.offload.tier_kinds.PIECE_BYTES", 1_000)
+    monkeypatch.setattr("penstock.plugins.remote.remote_tier.PIECE_BYTES", 1_000)
     with running(store.url) as core:
         assert ask(core) == (expected, WHOLE / 200)
         assert store.calls("getrange") > 10 * 12

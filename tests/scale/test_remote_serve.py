@@ -17,8 +17,8 @@ import pytest
 from redis_server import RedisServer
 
 from penstock.engine.offload.conversation_ends import LINGER_SECONDS
-from penstock.recall import dialogue
 from penstock.tiers.record import FORMAT
+from penstock_bench.recall import dialogue
 
 SECRET = "open-sesame"
 SOON = 60.0
@@ -86,6 +86,16 @@ def sample(url: str, name: str) -> float:
     return float(value)
 
 
+def damaged(log: Path) -> list[str]:
+    """Return the blocks of damaged records, as a server's lines name them."""
+    return re.findall(r"block (\w+) of the remote cache is damaged", log.read_text())
+
+
+def block_of(name: str) -> str:
+    """Return a record's block as lines name it."""
+    return Path(name).name[:12]
+
+
 def flip(raw: bytes) -> bytes:
     return raw[:-100] + bytes([raw[-100] ^ 4]) + raw[-99:]
 
@@ -115,17 +125,27 @@ def test_what_is_told_to_one_is_known_to_the_other(store: RedisServer, tmp_path:
             text=True,
             timeout=SOON,
         )
-        assert re.search(r"remote .*blocks of .* read", shown.stdout), shown
+        assert re.search(r"remote .*blocks read", shown.stdout), shown
         everything = httpx.get(f"{b}/v1/cache/stats").text + httpx.get(f"{b}/metrics").text
+        firsts = set()
         for damage in (flip, another_version):
+            short = min(store.names(), key=lambda name: len(store.client.get(name)))
             for name in store.names():
                 store.client.set(name, damage(store.client.get(name)))
+            before = len(damaged(tmp_path / "b.log"))
             httpx.delete(f"{b}/v1/cache", timeout=SOON).raise_for_status()
             assert asked(b, messages) == (expected, 0.0), damage.__name__
+            first, *others = damaged(tmp_path / "b.log")[before:]
+            firsts.add(first)
+            # Records of one size are read together, up to the first that is damaged. The short last
+            # one is read by itself, unless the others' fault is known before that begins.
+            assert others in ([], [block_of(short)])
             store.client.flushall()
             httpx.delete(f"{b}/v1/cache", timeout=SOON).raise_for_status()
             write(store, records, b, messages, expected)
-        assert sample(b, 'penstock_remote_blocks_total{outcome="damaged"}') == 2
+        assert len(firsts) == 1, "the first record of the prompt, both times"
+        lines = damaged(tmp_path / "b.log")
+        assert sample(b, 'penstock_remote_blocks_total{outcome="damaged"}') == len(lines)
         httpx.delete(f"{b}/v1/cache", timeout=SOON).raise_for_status()
         text, cached = asked(b, messages)
         assert text == expected and cached >= 0.9

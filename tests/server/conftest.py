@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import CHROMIUM, FLAGS, SECONDS
+from browsers import CHROMIUM, FLAGS
+from patience import SOON
 from servers import recall_server, told  # noqa: F401 - fixtures
 
 
@@ -17,9 +18,10 @@ def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no Chromium here (Debian: apt-get install chromium)")
-    playwright.expect.set_options(timeout=SECONDS * 1_000)
+    playwright.expect.set_options(timeout=SOON * 1_000)
     with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        settings = {"executable_path": CHROMIUM, "args": FLAGS, "timeout": SOON * 1_000}
+        launched = started.chromium.launch(**settings)
         yield launched
         launched.close()
 

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 from penstock.engine.request import Finish, Reason, Usage
 from penstock.server.answers import Delta, Reader, join, total_usage
-from penstock.server.parsing import AnswerFormat, ReasoningMarks
-from penstock.server.parsing.mlx_lm_calls import MlxLmCalls
+from penstock.server.parsing.formats import AnswerFormat
+from penstock.server.parsing.parser import ReasoningMarks
+from penstock.server.parsing.tagged import TaggedJson
 
 USAGE = Usage(10, 4, 3)
-TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 
 
-def form(end: str = "</call>") -> AnswerFormat:
-    """A format with a parser as mlx-lm has them: JSON, as several of theirs."""
-    calls = MlxLmCalls(lambda text, _: json.loads(text), "<call>", end)
+def form(*ends: str) -> AnswerFormat:
+    """A format of JSON between marks."""
+    calls = TaggedJson(("<call>",), ends or ("</call>",))
     return AnswerFormat("json", "think", calls, ReasoningMarks("<think>", "</think>"))
 
 
@@ -84,7 +85,7 @@ def test_what_is_no_call_is_given_back() -> None:
 
 
 def test_calls_without_an_end_mark() -> None:
-    reader = Reader(form(""), TOOLS)
+    reader = Reader(form("<end>"), TOOLS)
     read(['a<call>{"name": "f"}<call>{"name": "g"}'], reader)
     assert [call.name for call in reader.calls] == ["f", "g"]
     assert reader.text == "a"

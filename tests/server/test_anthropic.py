@@ -16,12 +16,12 @@ import pytest
 from parrot import parrot
 from servers import MODEL_NAME, Running, serving
 
-from penstock.recall import Dialogue, Question
 from penstock.server.answers import Delta, ToolCall
-from penstock.server.anthropic import Blocks
-from penstock.server.anthropic_forms import CountRequest, MessagesRequest
-from penstock.server.anthropic_prompt import prompt_of
+from penstock.server.anthropic.anthropic_forms import CountRequest, MessagesRequest
+from penstock.server.anthropic.anthropic_prompt import prompt_of
+from penstock.server.anthropic.messages import Blocks
 from penstock.server.prompts import Prompts
+from penstock_bench.recall import Dialogue, Question
 
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 WEATHER = {
@@ -536,14 +536,12 @@ WRONG = {
         {"messages": [user(marked("Hi", "1d"))]},
         "messages.0.content.0.text.cache_control.ttl",
     ),
-    "a forced call": ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, "tool_choice"),
     "a tool without a schema": ({"tools": [{"name": "w"}]}, "tools.0.input_schema"),
     "a tool without a name": ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
     "a schema": (
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}},
         "schema",
     ),
-    "half a character": ({"messages": [user("\ud800")]}, "messages.0"),
 }
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import socket
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -15,10 +18,13 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import SOON
 from servers import Running, serving, wait_until
 
-from penstock.recall import Dialogue
+from penstock import load
+from penstock.recall import MODEL_PATH
 from penstock.server.body_scan import BodyScan
+from penstock_bench.recall import Dialogue
 
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {
@@ -31,7 +37,7 @@ LONG: dict[str, Any] = {
 
 def ask(running: Running, **more: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
-    return httpx.post(f"{running.url}{CHAT}", json=body, timeout=30, **more)
+    return httpx.post(f"{running.url}{CHAT}", json=body, timeout=SOON, **more)
 
 
 # ---- keys, origins, hosts
@@ -322,7 +328,7 @@ def test_health_and_readiness(recall_server: Running) -> None:
 
 
 def test_a_drained_server_ends_what_is_open(told: Dialogue) -> None:
-    with serving() as running, httpx.Client(timeout=30) as api:
+    with serving() as running, httpx.Client(timeout=SOON) as api:
         body = {**LONG, "max_tokens": 300}
         with api.stream("POST", running.url + CHAT, json=body) as answer:
             lines = answer.iter_lines()
@@ -340,14 +346,14 @@ def test_a_drained_server_ends_what_is_open(told: Dialogue) -> None:
 
 
 def test_a_drain_does_not_wait_for_ever() -> None:
-    with serving(drain_timeout_seconds=0.3) as running, httpx.Client(timeout=30) as api:
+    with serving(drain_timeout_seconds=0.3) as running, httpx.Client(timeout=SOON) as api:
         with api.stream("POST", running.url + CHAT, json=LONG) as answer:
             lines = answer.iter_lines()
             next(lines)
             started = time.monotonic()
             running.server.drain()
             rest = [line for line in lines if line]
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < SOON
         assert rest[-2] == "event: error"
         error = json.loads(rest[-1].removeprefix("data: "))["error"]
         assert error["code"] == "shutting_down"
@@ -379,11 +385,53 @@ def test_who_reads_slowly_gets_its_end_of_a_drain() -> None:
         wait_until(lambda: running.server.should_exit)
 
 
+MANY = {"model": "any", "max_tokens": 20_000, "messages": LONG["messages"]}
+OPEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {**LONG, "stream": False}),
+    "messages": ("/v1/messages", MANY),
+    "responses": ("/v1/responses", {"input": "Hello!", "max_output_tokens": 20_000}),
+    "chat stream": (CHAT, LONG),
+    "messages stream": ("/v1/messages", {**MANY, "stream": True}),
+}
+"""A request of each kind that is open when a server is told to stop."""
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_what_is_open_with_an_error(sig: signal.Signals) -> None:
+    bodies = {"Content-Type": "application/json", "Content-Length": "9"}
+    model, tokenizer = load(MODEL_PATH)
+    tokenizer.eos_token_ids = {tokenizer.vocab_size}  # no answer ends by itself
+    with serving(model, tokenizer) as running, ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(len(OPEN)))
+        answers = {
+            name: pool.submit(httpx.post, running.url + path, json=body, timeout=30)
+            for name, (path, body) in OPEN.items()
+        }
+        unread = stack.enter_context(socket.create_connection(("127.0.0.1", running.server.port)))
+        lines = [f"POST {CHAT} HTTP/1.1", "Host: localhost", *map(": ".join, bodies.items())]
+        unread.sendall("\r\n".join([*lines, "", "{"]).encode())
+        try:
+            wait_until(lambda: running.service.engine.stats().running == len(OPEN))
+        finally:
+            for _ in range(2):
+                running.server.handle_exit(sig, None)
+        ended = {name: answer.result() for name, answer in answers.items()}
+        unread.settimeout(30)
+        assert b"HTTP/1.1 503" in unread.recv(65_536)
+    for name, answer in ended.items():
+        assert answer.status_code == (200 if "stream" in name else 503), name
+        last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
+        error = json.loads(last)["error"]
+        of_anthropic = name.startswith("messages")
+        assert error.get("code") == (None if of_anthropic else "shutting_down"), name
+        assert error["type"] == ("overloaded_error" if of_anthropic else "server_error"), name
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_dies_while_it_drains_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "penstock")
     with serving() as running:
-        with httpx.stream("POST", running.url + CHAT, json=LONG, timeout=30) as answer:
+        with httpx.stream("POST", running.url + CHAT, json=LONG, timeout=SOON) as answer:
             lines = answer.iter_lines()
             next(lines)
             running.server.drain()

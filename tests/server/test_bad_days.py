@@ -26,12 +26,12 @@ import httpx
 import openai
 import pytest
 from engine_faults import Faulty, decodes, fails, runs_out_of_memory
+from patience import SOON
 from servers import Running, lasting_goodbye, serving, wait_until
 
-from penstock.recall import Dialogue
+from penstock.engine.schedule import fair_shares
+from penstock_bench.recall import Dialogue
 
-SOON = 20.0
-"""Seconds within which things happen, on a busy machine."""
 GOODBYE_SECONDS = 4.0
 """How long a server answers whose engine has died."""
 LEAVING = 1_000 if os.environ.get("HYPOTHESIS_PROFILE") == "soak" else 50
@@ -93,8 +93,12 @@ def unchanged(running: Running) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[Running]:
-    """A server with one place, and room for one who waits."""
-    with serving(engine={"max_batch_size": 1, "max_queue": 1}) as running:
+    """A server with one place, which no other request gets, and room for one who waits."""
+    with (
+        pytest.MonkeyPatch.context() as patching,
+        serving(engine={"max_batch_size": 1, "max_queue": 1}) as running,
+    ):
+        patching.setattr(fair_shares, "MOST_IN_TURNS", 0)
         yield running
 
 
@@ -558,6 +562,33 @@ sys.exit(main(sys.argv[1:]))
 """The command line, whose engine's thread meets with something that nobody catches at SIGUSR1."""
 
 
+HANGS = f"""
+import signal, sys, threading, time
+import penstock.cli
+import mlx.nn as nn
+from penstock.engine import engine
+from penstock.server import app
+
+app.GOODBYE_SECONDS = {GOODBYE_SECONDS}
+hangs = threading.Event()
+
+class Embedding(nn.Embedding):
+    def __call__(self, tokens):
+        if hangs.is_set():
+            time.sleep(3_600)
+        return super().__call__(tokens)
+
+def hang(*_):
+    engine.STEP_SECONDS = 0.5
+    hangs.set()
+
+nn.Embedding = Embedding
+signal.signal(signal.SIGUSR1, hang)
+sys.exit(penstock.cli.main(sys.argv[1:]))
+"""
+"""The command line, with a model whose first layer never returns from SIGUSR1 on."""
+
+
 @contextmanager
 def process(
     *flags: str, run: tuple[str, ...] = ("-m", "penstock")
@@ -614,7 +645,10 @@ def test_told_to_stop_it_ends_what_is_open_and_nothing_new(ends: dict[str, int])
         assert not any(line.startswith("event: error") for line in lines)
         assert running.wait(SOON) == 0
         assert running.stderr is not None
-        assert running.stderr.read() == ""
+        shown = running.stderr.read().splitlines()  # a slow start says what it does
+        assert [
+            line for line in shown if not re.match("penstock: (loading|measuring) ", line)
+        ] == []
 
 
 def strike(running: subprocess.Popen[str], url: str) -> None:
@@ -675,6 +709,24 @@ def test_a_process_whose_engine_dies_tells_all_and_ends_with_1(
         assert refused.status_code == 503
         assert "Fault" not in refused.text
         assert "midnight" not in ended(running)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGUSR1")
+def test_a_process_whose_engine_hangs_tells_all_and_ends_with_1(ends: dict[str, int]) -> None:
+    asked = {"prompt": "Hello", "max_tokens": 20_000, "logit_bias": ends}
+    begun = threading.Event()
+    with process(run=("-c", HANGS)) as (running, url), ThreadPoolExecutor(2) as pool:
+        streamed = {**asked, "stream": True}
+        reading = pool.submit(follow, url, streamed, begun.set)
+        whole = pool.submit(httpx.post, f"{url}/v1/completions", json=asked)
+        assert begun.wait(SOON)
+        running.send_signal(signal.SIGUSR1)
+        assert "event: error" in reading.result(SOON)
+        assert whole.result(SOON).status_code == 503
+        assert running.wait(SOON) == 1
+        assert running.stderr is not None
+        told = running.stderr.read()
+        assert "hangs in a step" in told and "the engine has died" in told
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGUSR1")

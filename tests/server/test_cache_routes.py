@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Running, lasting_goodbye, serving, wait_until
 
-from penstock.recall import Dialogue
+from penstock_bench.recall import Dialogue
 
 KEY = "a-key-for-tests"
 

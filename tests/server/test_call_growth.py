@@ -19,8 +19,8 @@ from servers import Running, serving
 from penstock.engine.core import Core
 from penstock.engine.request import Finish, Usage
 from penstock.server.answers import Delta, Reader, ToolCall
-from penstock.server.call_growth import CallPart, CallParts
-from penstock.server.parsing import ArgumentsPart, CallBroken, CallEnd, CallStart
+from penstock.server.parsing.events import ArgumentsPart, CallBroken, CallEnd, CallStart
+from penstock.server.tools.call_growth import CallPart, CallParts
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}

@@ -9,16 +9,16 @@ from typing import Any, cast
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from written_answers import MLX_LM, OURS, TOOLS, dumped, form_of
+from written_answers import OURS, TOOLS, dumped, form_of, written_call
 
-from penstock.models.mlx_lm import tool_parser
-from penstock.server.call_rules import CallRule, call_rules, demanded_grammar
-from penstock.server.calls import call_grammar, free_call_grammar
-from penstock.server.parsing import AnswerFormat, ArgumentsPart, CallEnd, CallStart
 from penstock.server.parsing.deepseek import DeepSeekCalls
-from penstock.server.parsing.mlx_lm_calls import MlxLmCalls, written_shape
+from penstock.server.parsing.events import ArgumentsPart, CallEnd, CallStart
+from penstock.server.parsing.formats import AnswerFormat
+from penstock.server.parsing.mistral import HEADED
 from penstock.server.parsing.shapes import NO_MARKS, CallShape, Marks
-from penstock.server.tag_rules import TagWriter
+from penstock.server.tools.call_rules import CallRule, call_rules, demanded_grammar
+from penstock.server.tools.calls import call_grammar, free_call_grammar
+from penstock.server.tools.tag_rules import TagWriter
 
 SPECIAL = (
     *("<think>", "</think>", "<tool_call>", "<|channel|>", "<|message|>", "<|constrain|>"),
@@ -46,20 +46,17 @@ STRICT = [
 V31 = replace(form_of("deepseek"), calls=DeepSeekCalls(fenced=False))
 FORMS = {
     **{name: form_of(name) for name in ("hermes", "nemotron", "granite", "phi", "llama", "seed")},
-    **{name: form_of(name) for name in ("json_tools", "harmony", "deepseek")},
+    **{name: form_of(name) for name in ("json_tools", "harmony", "deepseek", "apriel")},
     **{name: form_of(name) for name in ("qwen3_coder", "mistral", "deepseek, V3.2")},
     **{name: form_of(name) for name in ("kimi_k2", "minimax_m2")},
     **{name: form_of(name) for name in ("kimi_k3", "minicpm5", "pythonic", "gemma4")},
-    **{name: form_of(name) for name in ("function_gemma", "muse_spark")},
+    **{name: form_of(name) for name in ("function_gemma", "muse_spark", "glm47", "longcat")},
     "deepseek, V3.1": V31,
-    "mistral, newer": replace(
-        form_of("mistral"),
-        calls=MlxLmCalls(*tool_parser("mistral"), written=written_shape("mistral", "[ARGS]")),
-    ),
+    "mistral, newer": replace(form_of("mistral"), calls=HEADED),
 }
 TAGGED = (
     *("qwen3_coder", "seed", "minimax_m2", "deepseek, V3.2", "kimi_k3", "minicpm5", "pythonic"),
-    *("gemma4", "function_gemma", "muse_spark"),
+    *("gemma4", "function_gemma", "muse_spark", "glm47", "longcat"),
 )
 """Forms in which each argument stands alone."""
 BARE = ("harmony", "llama")
@@ -98,21 +95,7 @@ def follows(grammar: str | None, text: str, marks: Marks = NO_MARKS) -> bool:
 
 
 def written(family: str, name: str = "look_up", arguments: Any = None) -> str:
-    """Return a call as a family writes it."""
-    given = ARGUMENTS if arguments is None else arguments
-    if family == "harmony":
-        head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-        return head + dumped(given)
-    if family == "granite":
-        return f"<|tool_call|>{dumped([{'name': name, 'arguments': given}])}"
-    if family == "mistral, newer":
-        return f"[TOOL_CALLS]{name}[ARGS]{dumped(given)}"
-    if family == "pythonic":
-        values = ", ".join(f"{key}={dumped(value)}" for key, value in given.items())
-        return f"<|tool_call_start|>[{name}({values})]<|tool_call_end|>"
-    if family in MLX_LM:
-        return str(MLX_LM[family]([(name, given)]))
-    return str(OURS[family][1]([(name, given)]))
+    return written_call(family, ARGUMENTS if arguments is None else arguments, name)
 
 
 @pytest.mark.parametrize("family", FORMS)
@@ -162,16 +145,6 @@ GIVEN = {"path": 'a "b" <c>\n\\ü', "mode": "read", "count": 3, "deep": False}
 GIVEN_PARTS = {"parts": [{"at": 1.5}], "note": "abcd"}
 
 
-def tagged(family: str, arguments: dict[str, Any]) -> str:
-    """Return a call with a tag for each argument, as the family's template writes it."""
-    if family not in ("deepseek, V3.2", "function_gemma", "gemma4", "kimi_k3", "pythonic"):
-        arguments = {
-            key: value if isinstance(value, str) else dumped(value)
-            for key, value in arguments.items()
-        }
-    return written(family, arguments=arguments)
-
-
 @pytest.mark.parametrize("family", TAGGED)
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
 def test_arguments_between_tags_follow_their_types(family: str, marks: Marks) -> None:
@@ -182,7 +155,7 @@ def test_arguments_between_tags_follow_their_types(family: str, marks: Marks) ->
     assert made.unenforced == (() if texts_as_json else ("look_up:maxLength",))
     parts = GIVEN_PARTS | ({"note": "abc"} if texts_as_json else {})
     for given in (GIVEN, GIVEN | parts, {"path": "", "count": -1}):
-        call = tagged(family, given)
+        call = written_call(family, given)
         assert follows(made.grammar, call, marks)
         parser = form.parser([MANY_TOOL])
         events = [*parser.feed(call), *parser.end()]
@@ -190,8 +163,8 @@ def test_arguments_between_tags_follow_their_types(family: str, marks: Marks) ->
         assert json.loads(grown) == given
     missing = {"path": "a"}
     for wrong in ({"mode": "go"}, {"count": "x"}, {"deep": 1}, {"parts": [{"at": "x"}]}, {"q": 1}):
-        assert not follows(made.grammar, tagged(family, GIVEN | wrong), marks), wrong
-    assert not follows(made.grammar, tagged(family, missing), marks)
+        assert not follows(made.grammar, written_call(family, GIVEN | wrong), marks), wrong
+    assert not follows(made.grammar, written_call(family, missing), marks)
 
 
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
@@ -220,21 +193,21 @@ def test_gemmas_notation_goes_on_within_lists_and_objects(family: str, marks: Ma
         {"rest": {"x": [None, {"y": "z"}], "w": True}},
         {"top": {"a b": "", "below": [leaf, {"a b": "", "below": [leaf]}]}, "rest": {}},
     ):
-        call = tagged(family, given).replace("a b:", f"{quote}a b{quote}:")
+        call = written_call(family, given).replace("a b:", f"{quote}a b{quote}:")
         assert follows(made.grammar, call, marks), call
         parser = form.parser([tool])
         events = [*parser.feed(call), *parser.end()]
         grown = "".join(one.text for one in events if isinstance(one, ArgumentsPart))
         assert json.loads(grown) == given
     for wrong in ({"top": {"size": 3}}, {"top": {"a b": "", "below": [{"a b": 1}]}}, {"rest": 1}):
-        call = tagged(family, wrong).replace("a b:", f"{quote}a b{quote}:")
+        call = written_call(family, wrong).replace("a b:", f"{quote}a b{quote}:")
         assert not follows(made.grammar, call, marks), call
 
 
 def test_the_end_of_a_call_is_in_no_argument_of_it() -> None:
     """Behind it mlx-lm's parsers look for no more of the call."""
     grammar = call_grammar(FORMS["qwen3_coder"], [MANY_TOOL]).grammar
-    call = tagged("qwen3_coder", {"path": "so </tool_call> so", "count": 1})
+    call = written_call("qwen3_coder", {"path": "so </tool_call> so", "count": 1})
     assert not follows(grammar, call)
     assert follows(grammar, call.replace("so </tool_call>", "so </tool_cal>"))
 
@@ -249,8 +222,8 @@ def test_tags_that_cannot_be_kept_to_are_named() -> None:
     tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
     made = call_grammar(FORMS["qwen3_coder"], [tool])
     assert set(made.unenforced) == {"look_up:properties", "look_up:$ref"}
-    assert follows(made.grammar, tagged("qwen3_coder", {"c": 1}))
-    assert not follows(made.grammar, tagged("qwen3_coder", {"c": "x"}))
+    assert follows(made.grammar, written_call("qwen3_coder", {"c": 1}))
+    assert not follows(made.grammar, written_call("qwen3_coder", {"c": "x"}))
     wide = {f"{n:0100}": {"type": "string"} for n in range(300)}
     large = {"type": "function", "function": {"name": "large", "parameters": {"properties": wide}}}
     made = call_grammar(FORMS["qwen3_coder"], [large])
@@ -373,7 +346,7 @@ def test_a_schema_of_many_branches_takes_no_time(last: dict[str, Any]) -> None:
     form = FORMS["qwen3_coder"]
     before = time.process_time()
     parser = form.parser([tool])
-    events = [*parser.feed(tagged("qwen3_coder", {"n": "7"})), *parser.end()]
+    events = [*parser.feed(written_call("qwen3_coder", {"n": "7"})), *parser.end()]
     assert any(isinstance(one, ArgumentsPart) for one in events)
     assert list(TagWriter(cast(CallShape, form.shape), NO_MARKS, 9_999).rules("a", schema))
     assert time.process_time() - before < 1

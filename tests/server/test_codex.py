@@ -14,12 +14,13 @@ from coding_agents import CODEX_FIRST, CODEX_SECOND, CODEX_TOOLS, codex
 from parrot import TEMPLATE, parrot
 from servers import Running, serving
 
+from penstock.server.openai.response_forms import ResponsesRequest
+from penstock.server.openai.response_input import ResponseInput
+from penstock.server.openai.response_items import sealed
 from penstock.server.problems import BadRequest
 from penstock.server.prompt_memory import PromptMemory
 from penstock.server.prompts import Prompts
-from penstock.server.response_items import sealed
 from penstock.server.response_store import ResponseStore
-from penstock.server.responses import ResponseInput, ResponsesRequest
 
 THINKS = (
     "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"

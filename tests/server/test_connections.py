@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import httpx
 import psutil
 import pytest
+from patience import SOON
 from servers import Running, serving, wait_until
 
-from penstock.server.connections import SPARE_PLACES
+from penstock.server.connections import PIECE_BYTES, PIPELINED, SPARE_PLACES, Connection
 
-SOON = 20.0
 KEY = "correct-horse-battery-staple"
 MEGABYTE = 10**6
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -250,14 +250,25 @@ def test_a_connection_is_kept_for_the_next_request(quick: Running) -> None:
 
 
 def test_requests_in_one_piece_are_all_answered(quick: Running) -> None:
-    two = HEALTH.replace(b"close", b"keep-alive") * 3 + HEALTH
-    assert ask(quick.server.port, two).count(b"HTTP/1.1 200") == 4
-    many = HEALTH.replace(b"close", b"keep-alive") * 5_000
-    with connect(quick.server.port) as peer:
-        with suppress(ConnectionError):
-            peer.sendall(many)
-        read(peer)
+    """More than may wait are parsed when there is room, also those cut by a packet's end."""
+    for count in (4, PIPELINED + 2, 5_000):
+        sent = HEALTH.replace(b"close", b"keep-alive") * (count - 1) + HEALTH
+        assert ask(quick.server.port, sent).count(b"HTTP/1.1 200") == count
     wait_until(lambda: not quick.server.server_state.connections)
+
+
+def test_few_requests_of_a_connection_wait(quick: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[int] = []
+    answered = Connection.on_response_complete
+
+    def noted(self: Connection) -> None:
+        waiting.append(len(self.pipeline))
+        answered(self)
+
+    monkeypatch.setattr(Connection, "on_response_complete", noted)
+    short = b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
+    ask(quick.server.port, HEALTH.replace(b"close", b"keep-alive") * 500 + short + HEALTH)
+    assert len(waiting) > 500 and PIPELINED <= max(waiting) <= PIPELINED + PIECE_BYTES // 18
 
 
 # ---- large

@@ -14,7 +14,8 @@ from servers import Running, serving
 
 from penstock import load
 from penstock.recall import MODEL_PATH
-from penstock.server import openai_objects, problems, sse
+from penstock.server import dialect, problems, sse
+from penstock.server.openai import openai_objects
 
 NEAR = 2e-3
 """Largest difference of two log-probabilities: weights of four bits, sums in other orders."""
@@ -246,7 +247,7 @@ def test_long_responses_are_written_beside_the_event_loop(
         threads.append((current_thread().name, len(written) > 4_000))
         return written
 
-    for module in (openai_objects, sse):
+    for module in (dialect, openai_objects, sse):
         monkeypatch.setattr(module, "dumps", noted)
     text = "The code. " * 400
     asked: dict[str, Any] = {}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from types import SimpleNamespace
 from typing import Any
 
+import mlx_lm.tool_parsers
 import pytest
 from parrot import parrot
 
 from penstock.errors import SettingError
-from penstock.models.mlx_lm import tool_parser, tool_parsers
-from penstock.server.parsing import answer_format, call_names
+from penstock.server import parsing
+from penstock.server.parsing.deepseek import DeepSeekCalls
+from penstock.server.parsing.formats import CALL_FORMATS, FORMATS, answer_format, call_names
+from penstock.server.parsing.tag_formats import GLM, GLM_COMPACT
 from penstock.server.prompts import Prompts
 
 SHOWN = {
@@ -19,6 +24,7 @@ SHOWN = {
     "<｜tool▁calls▁begin｜> <think> </think>": ("deepseek", "think"),
     "{% set dsml_token = '｜DSML｜' %}": ("deepseek_tags", "none"),
     "<TOOLCALL>[": ("nemotron", "none"),
+    "in <tool_call></tool_call>: <tool_calls>[{...}]</tool_calls>": ("apriel", "none"),
     "<|tool_call|>[<|/tool_call|>": ("phi", "none"),
     "<|start_of_role|> with <|tool_call|>; <think></think><response></response>": (
         "granite",
@@ -45,13 +51,16 @@ def tokenizer(template: Any) -> Any:
     )
 
 
+def parser_of(name: str) -> Any:
+    """Return the function that mlx-lm names for a template."""
+    return import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
+
+
 def test_tags_that_hold_no_json_are_not_read_as_json() -> None:
     """mlx-lm takes the template of MiniMax M3 for JSON between tags."""
-    parse, start, end = tool_parser("json_tools")
     for text, name in (("{{ tool_call.name }}", "json_tools"), ('<invoke name="', "none")):
         made = tokenizer(f"<tool_call> tool_call.name <arg_key> {text}")
-        made.has_tool_calling, made.tool_parser = True, parse
-        made.tool_call_start, made.tool_call_end = start, end
+        made.has_tool_calling, made.tool_parser = True, parser_of("json_tools")
         assert answer_format(made).call_name == name
 
 
@@ -59,7 +68,7 @@ def test_muse_spark_tells_the_reader_of_a_message_in_its_header() -> None:
     """Unless a flag says that there are no headers."""
     made = tokenizer("<atem:function_calls>")
     made.has_tool_calling = True
-    made.tool_parser, made.tool_call_start, made.tool_call_end = tool_parser("muse_spark")
+    made.tool_parser = parser_of("muse_spark")
     form = answer_format(made)
     assert (form.call_name, form.reasoning_name) == ("muse_spark", "muse_spark")
     assert answer_format(made, None, "none").reasoning is None
@@ -89,8 +98,29 @@ def test_a_name_that_is_none_is_refused_with_those_that_are() -> None:
         answer_format(tokenizer(""), None, "nothing")
 
 
-def test_every_parser_of_mlx_lm_has_a_name() -> None:
-    assert set(tool_parsers()) < set(call_names())
+def test_every_parser_of_mlx_lm_has_a_reader_of_ours() -> None:
+    """A model for which mlx-lm names a parser that we do not know gets text."""
+    names = {module.name for module in iter_modules(mlx_lm.tool_parsers.__path__)}
+    assert len(names) >= 14 and names < set(call_names())
+    made = tokenizer("Hello")
+    made.has_tool_calling = True
+    made.tool_parser = SimpleNamespace(__module__="mlx_lm.tool_parsers.of_tomorrow")
+    assert answer_format(made).call_name == "none"
+
+
+def test_the_template_tells_how_a_format_is_written() -> None:
+    made = tokenizer("<tool_call>{{ name }}<arg_key>k</arg_key><arg_value>")
+    made.has_tool_calling, made.tool_parser = True, parser_of("glm47")
+    calls = answer_format(made).calls
+    made.chat_template = made.chat_template.replace("</arg_key>", "</arg_key>\\n")
+    assert (calls, answer_format(made).calls) == (GLM_COMPACT, GLM)
+    assert "\n" in GLM.tags.as_text and "\n" not in GLM_COMPACT.tags.as_text
+
+
+@pytest.mark.parametrize(("behind", "fenced"), [("", False), ("\n```json\n", True), ("```", False)])
+def test_the_template_tells_whether_arguments_are_fenced(behind: str, fenced: bool) -> None:
+    made = tokenizer(f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁sep｜>{behind}")
+    assert answer_format(made).calls == DeepSeekCalls(fenced=fenced)
 
 
 def test_marks_that_are_no_tokens_open_the_reasoning_all_the_same(tmp_path: Path) -> None:
@@ -100,3 +130,14 @@ def test_marks_that_are_no_tokens_open_the_reasoning_all_the_same(tmp_path: Path
     assert prompts.starts_in_reasoning(prompts.render(talk))
     assert not prompts.starts_in_reasoning(prompts.render(talk, answer=False))
     assert prompts.reasoning_marks is None
+
+
+def test_every_file_with_formats_is_one_line_of_the_registry() -> None:
+    files = [
+        import_module(f"{parsing.__name__}.{module.name}")
+        for module in iter_modules(parsing.__path__)
+        if module.name != "formats"
+    ]
+    in_files = [one for file in files for one in getattr(file, "FORMATS", ())]
+    assert sorted(one.name for one in in_files) == sorted(CALL_FORMATS)
+    assert len(in_files) == len(FORMATS) == len(CALL_FORMATS) > 20

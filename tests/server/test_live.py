@@ -14,13 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import SOON
 from servers import Running, lasting_goodbye, serving, wait_until
 
-from penstock.recall import Dialogue
 from penstock.server import live
 from penstock.server.live import page_files
-
-SOON = 20.0
+from penstock_bench.recall import Dialogue
 
 PAGE = files("penstock.server") / "page"
 
@@ -40,7 +39,7 @@ def watching(url: str) -> Iterator[Iterator[dict[str, Any]]]:
             if line.startswith("data: "):
                 yield json.loads(line.removeprefix("data: "))
 
-    with httpx.stream("GET", f"{url}/v1/live", timeout=20) as answer:
+    with httpx.stream("GET", f"{url}/v1/live", timeout=SOON) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
         yield parsed(answer)
@@ -92,7 +91,7 @@ def test_no_text_of_prompts_is_told(server: Running) -> None:
     chat(
         server.url, [{"role": "user", "content": "The owner of the velvet walrus is Yvonne. " * 9}]
     )
-    with httpx.stream("GET", f"{server.url}/v1/live", timeout=20) as answer:
+    with httpx.stream("GET", f"{server.url}/v1/live", timeout=SOON) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: "):
                 break
@@ -126,7 +125,7 @@ def test_there_is_a_most_of_watchers_and_who_leaves_makes_room(
     monkeypatch.setattr(live, "MOST_WATCHERS", 2)
 
     def refused(url: str) -> bool:
-        with httpx.stream("GET", f"{url}/v1/live", timeout=20) as answer:
+        with httpx.stream("GET", f"{url}/v1/live", timeout=SOON) as answer:
             return answer.status_code == 503
 
     with serving() as running:

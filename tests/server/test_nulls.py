@@ -17,24 +17,22 @@ from parrot import parrot
 from pydantic import BaseModel, ValidationError
 from typing_extensions import is_typeddict
 
-from penstock.server.anthropic import MessagesBody
-from penstock.server.anthropic_forms import CountRequest
-from penstock.server.chat_body import ChatBody
-from penstock.server.forms import CompletionRequest
+from penstock.server.anthropic.anthropic_forms import CountRequest, MessagesRequest
 from penstock.server.hints import hint_of
+from penstock.server.openai.openai_forms import ChatRequest, CompletionRequest
+from penstock.server.openai.response_forms import ResponsesRequest
 from penstock.server.prompts import Prompts
-from penstock.server.response_forms import ResponsesRequest
 
 DEPTH = 5
 """Depth at which types that hold themselves end."""
 USER = [{"role": "user", "content": "Hello!"}]
 KINDS: list[tuple[Any, type[BaseModel], str, dict[str, Any]]] = [
-    (chat.CompletionCreateParamsBase, ChatBody, "/v1/chat/completions", {"messages": USER}),
+    (chat.CompletionCreateParamsBase, ChatRequest, "/v1/chat/completions", {"messages": USER}),
     (completions.CompletionCreateParamsBase, CompletionRequest, "/v1/completions", {"prompt": "a"}),
     (responses.ResponseCreateParamsBase, ResponsesRequest, "/v1/responses", {"input": "Hello!"}),
     (
         message_create_params.MessageCreateParamsBase,
-        MessagesBody,
+        MessagesRequest,
         "/v1/messages",
         {"model": "any", "max_tokens": 1, "messages": USER},
     ),

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from servers import MODEL_NAME, Running, serving, wait_until
 
 from penstock import Request, Sampling
-from penstock.recall import Dialogue
+from penstock_bench.recall import Dialogue
 
 TOOLS: list[Any] = [
     {
@@ -474,17 +474,6 @@ def test_a_call_that_is_demanded_is_made(tmp_path: Path) -> None:
             with pytest.raises(openai.BadRequestError) as refused:
                 ask(tool_choice=wrong)
             assert refused.value.param == "tool_choice"
-
-
-def test_a_demand_that_cannot_be_kept_to_is_refused(recall_server: Running) -> None:
-    """The embedded model knows no calls."""
-    with client(recall_server) as api, pytest.raises(openai.BadRequestError, match="auto or none"):
-        api.chat.completions.create(
-            model="any",
-            messages=[{"role": "user", "content": "look"}],
-            tools=TOOLS,
-            tool_choice="required",
-        )
 
 
 def test_reasoning_is_told_apart(tmp_path: Path) -> None:
@@ -977,7 +966,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages.0.content.0",
     ),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
 ]
 
 
@@ -1089,7 +1077,7 @@ def test_who_leaves_is_cancelled(stream: bool) -> None:
             else:
                 with pytest.raises(httpx.ReadTimeout):
                     api.post(url, json=long_request(False), timeout=0.5)
-        wait_until(lambda: engine.stats().running + engine.stats().prefilling == 0, 5.0)
+        wait_until(lambda: engine.stats().running + engine.stats().prefilling == 0)
         engine.clear()
         assert engine.stats().used_bytes <= idle + 100_000, "its bytes are back"
         wait_until(lambda: running.service.open_requests == 0)

@@ -21,10 +21,11 @@ from typing import Any
 import httpx
 import pytest
 from browsers import opened, say
+from patience import SOON
 from servers import Running, serving
 
 from penstock.models.mlx_lm import load_all
-from penstock.recall import Dialogue, dialogue
+from penstock_bench.recall import Dialogue, dialogue
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright.expect
@@ -249,7 +250,7 @@ def test_picture_for_the_docs(browser: Any, shots: Path, tmp_path: Path) -> None
                 page.get_by_label("Your message").fill("Who is the owner of the silent otter?")
                 expect(page.locator("#hint")).to_contain_text("are in the cache already")
                 shared = page.locator(".node.pinned", has_text=re.compile("[2-9]×"))
-                expect(shared.nth(1)).to_be_visible(timeout=30_000)
+                expect(shared.nth(1)).to_be_visible()
                 page.mouse.move(0, 0)
                 page.screenshot(path=shots / f"wide-{scheme}.png")
                 page.screenshot(path=shots / f"whole-{scheme}.png", full_page=True)
@@ -273,8 +274,8 @@ def test_picture_of_a_conversation(browser: Any) -> None:
     limit = {"memory_limit": "1500MB"}
     serve = serving(loaded.model, loaded.tokenizer, engine=limit, name="smollm2")
     with serve as running, opened(browser, running.url, **still) as page:
-        say(page, "Write a Python function that adds two numbers. Show the code.", seconds=90)
-        say(page, "Now list three good names for it.", seconds=90)
+        say(page, "Write a Python function that adds two numbers. Show the code.")
+        say(page, "Now list three good names for it.")
         page.get_by_label("Your message").fill("Which one is the shortest?")
         expect(page.locator("#hint")).to_contain_text("are in the cache already")
         page.screenshot(path=ROOT / "docs" / "page-chat.png")
@@ -283,7 +284,7 @@ def test_picture_of_a_conversation(browser: Any) -> None:
 def _ask(url: str, told: Dialogue, questions: range) -> None:
     for question in questions:
         body = {"model": "recall", "messages": told.ask(told.questions[question]), "max_tokens": 8}
-        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=SOON).raise_for_status()
 
 
 @contextmanager
@@ -294,7 +295,7 @@ def _agents(running: Running) -> Iterator[None]:
     began = time.monotonic()
 
     def talk(number: int) -> None:
-        with httpx.Client(base_url=running.url, timeout=60) as http:
+        with httpx.Client(base_url=running.url, timeout=SOON) as http:
             for turn in range(10_000):
                 epoch = int((time.monotonic() - began) / 13)
                 told = dialogue(20 + number % 2 + 2 * epoch, tokens=2_600, facts=12)

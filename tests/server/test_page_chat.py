@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from browsers import opened, say
-from parrot import parrot
+from parrot import ASK, parrot
 from servers import Running, serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -233,3 +233,38 @@ def test_a_long_prompt_says_how_much_of_it_is_read(browser: Any) -> None:
     assert all(0 <= done < total for done, total in shown)
     assert [done for done, _ in shown] == sorted(done for done, _ in shown)
     assert "reading" not in costs[-1]
+
+
+def test_a_cut_answer_goes_on_and_the_sampling_is_the_models(browser: Any, tmp_path: Path) -> None:
+    model, tokenizer = parrot(tmp_path, "One, ", "two, ", "three, ", "four.")
+    with serving(model, tokenizer) as running, opened(browser, running.url) as page:
+        bodies = sent_bodies(page)
+        expect(say(page, "Count.").locator(".text")).to_have_text("One, two, three, four.")
+        expect(page.locator("#log .starter")).to_have_count(0)
+        page.locator(".settings summary").click()
+        page.fill("#max-tokens", "2")
+        cut = say(page, "Again.")
+        expect(cut.locator(".text")).to_have_text("One, two,")
+        expect(cut.locator(".cost")).to_contain_text("cut at its length")
+        page.get_by_role("button", name="Continue").click()
+        expect(cut.locator(".text")).to_have_text("One, two, three, four.")
+        expect(page.locator(".message")).to_have_count(4)
+    assert not {"temperature", "max_tokens"} & set(bodies[0])
+    assert bodies[2]["continue_final_message"] is True
+    assert bodies[2]["messages"][-1] == {"role": "assistant", "content": "One, two, "}
+
+
+def test_a_model_without_a_template_continues_a_text(browser: Any, tmp_path: Path) -> None:
+    model, tokenizer = parrot(tmp_path, "One, ", "two, ", "three, ", "four.")
+    tokenizer._tokenizer.chat_template = None
+    tokenizer.has_chat_template = False
+    with serving(model, tokenizer) as running, opened(browser, running.url) as page:
+        expect(page.locator("#welcome")).to_contain_text("has no chat template")
+        bodies = sent_bodies(page)
+        page.locator(".settings summary").click()
+        page.fill("#max-tokens", "3")
+        answer = say(page, ASK)
+        expect(answer.locator(".text")).to_have_text("One, two, three,")
+        page.get_by_role("button", name="Continue").click()
+        expect(answer.locator(".text")).to_have_text("One, two, three, four.")
+    assert [body["prompt"] for body in bodies] == [ASK, f"{ASK}One, two, three, "]

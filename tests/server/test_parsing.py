@@ -10,18 +10,17 @@ import pytest
 from parsed_answers import halves, parse, read
 from written_answers import FAMILIES, MLX_LM, TOOLS, Written, form_of, written
 
-from penstock.models.mlx_lm import tool_parser
-from penstock.server.calls import call_grammar
-from penstock.server.parsing import (
-    AnswerFormat,
+from penstock.server.parsing.events import (
     ArgumentsPart,
     CallBroken,
     CallEnd,
     CallStart,
+    Events,
     TextPart,
 )
-from penstock.server.parsing.mlx_lm_calls import MlxLmCalls
+from penstock.server.parsing.formats import AnswerFormat
 from penstock.server.problems import BadRequest
+from penstock.server.tools.calls import call_grammar
 
 OUTPUTS = 200
 
@@ -65,6 +64,10 @@ BROKEN = {
     ),
     "nemotron": ('<TOOLCALL>[{"name": 1}]</TOOLCALL>', "<TOOLCALL>[{]"),
     "granite": ("<|tool_call|>[so", "<|tool_call|>"),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>functions.look_up:0<|tool_call_argument_begin|>{}",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0{}",
+    ),
     "phi": ("import functools[0]", 'functools[{"name"'),
     "llama": (
         '{"name": "Bob", "parameters": {}}',
@@ -91,6 +94,15 @@ BROKEN = {
 }
 
 
+def test_text_is_of_a_broken_call_only_where_one_has_begun() -> None:
+    events = Events({"look_up"})
+    events.broken("plain")
+    events.start("look_up")
+    events.broken("cut")
+    broken = [CallStart("look_up"), CallBroken(), TextPart("cut")]
+    assert events.take() == [TextPart("plain"), *broken]
+
+
 @pytest.mark.parametrize(
     ("family", "text"), [(family, text) for family, texts in BROKEN.items() for text in texts]
 )
@@ -98,6 +110,64 @@ def test_a_broken_call_is_text(family: str, text: str) -> None:
     """All of it, with its marks, whether or not its arguments have begun to go out."""
     heard = read(parse([text], form_of(family)))
     assert (heard.said, heard.calls) == (text, [])
+
+
+ESCAPED = {
+    r"\" \\ \/ \b \f \n \r \t": '" \\ / \b \f \n \r \t',
+    r"\u00e9\u4E2D\uaBcD": "é中\uabcd",
+    r"\ud83d\ude00 x": "😀 x",
+}
+
+
+@pytest.mark.parametrize("text", ESCAPED)
+def test_texts_of_json_are_read_with_their_escapes(text: str) -> None:
+    answer = f'<tool_call>{{"name": "look_up", "arguments": {{"text": "{text}"}}}}</tool_call>'
+    for pieces in ([answer], answer):
+        calls = read(parse(pieces, form_of("hermes"))).calls
+        assert calls == [("look_up", {"text": ESCAPED[text]})]
+
+
+@pytest.mark.parametrize("text", [r"\x41", r"\u12g4", r"\u12", r"\U1234", r"\'"])
+def test_an_escape_that_json_does_not_have_breaks_a_call(text: str) -> None:
+    answer = f'<tool_call>{{"name": "look_up", "arguments": {{"text": "{text}"}}}}</tool_call>'
+    for pieces in ([answer], answer):
+        heard = read(parse(pieces, form_of("hermes")))
+        assert (heard.said, heard.calls) == (answer, [])
+
+
+def test_arguments_behind_a_block_of_them_follow_a_comma() -> None:
+    answer = (
+        '<|open|>tools<|sep|><|open|>call tool="look_up"<|sep|>'
+        '<|open|>json type="object"<|sep|>{"n": 1}<|close|>json<|sep|>'
+        '<|open|>argument key="text" type="string"<|sep|>x<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>"
+    )
+    for pieces in ([answer], answer):
+        calls = read(parse(pieces, form_of("kimi_k3"))).calls
+        assert calls == [("look_up", {"n": 1, "text": "x"})]
+
+
+def test_lists_grow_where_the_family_writes_json() -> None:
+    parser = form_of("glm47").parser(TOOLS)
+    text = "<tool_call>look_up\n<arg_key>list</arg_key>\n<arg_value>[1, 2"
+    seen = [event.text for event in parser.feed(text) if isinstance(event, ArgumentsPart)]
+    assert "".join(seen).startswith('{"list": [1, ')
+
+
+@pytest.mark.parametrize("text", ['{"text": "x"}', "[1]", "x"])
+def test_arguments_may_be_the_text_of_an_object(text: str) -> None:
+    answer = f'<tool_call>{{"name": "look_up", "arguments": {json.dumps(text)}}}</tool_call>'
+    heard = read(parse([answer], form_of("hermes")))
+    whole = text.startswith("{")
+    assert heard.calls == ([("look_up", {"text": "x"})] if whole else [])
+    assert heard.said == ("" if whole else answer)
+
+
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": {}'])
+def test_a_call_without_arguments_has_none(arguments: str) -> None:
+    answer = f'<tool_call>{{"name": "look_up"{arguments}}}</tool_call>'
+    for pieces in ([answer], answer):
+        assert read(parse(pieces, form_of("hermes"))).calls == [("look_up", {})]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -184,9 +254,12 @@ def test_mistral_names_the_tool_and_then_the_call() -> None:
     assert heard.calls == [("look_up", {"text": "x[CALL_ID]y[ARGS]"})]
 
 
-def test_llama_calls_a_tool_of_its_own() -> None:
-    heard = read(parse(['<|python_tag|>brave_search.call(query="a)b")'], form_of("llama")))
+def test_llama_calls_a_tool_of_its_own_where_it_is_offered() -> None:
+    text = '<|python_tag|>brave_search.call(query="a)b")'
+    offered = [*TOOLS, {"type": "function", "function": {"name": "brave_search"}}]
+    heard = read(parse([text], form_of("llama"), offered))
     assert heard.calls == [("brave_search", {"query": "a)b"})]
+    assert read(parse([text], form_of("llama"))).said == text
 
 
 def test_the_texts_of_muse_spark_are_no_json() -> None:
@@ -222,11 +295,7 @@ def test_a_bare_word_of_function_gemma_is_a_text() -> None:
     assert heard.calls == [("look_up", {"text": "Rome", "n": 2})]
 
 
-def test_a_call_of_another_form_cannot_be_demanded() -> None:
-    """And the error names the form."""
-    parser = tool_parser("qwen3_coder")
-    with pytest.raises(BadRequest, match=r"calls, unknown, .*--tool-parser"):
-        call_grammar(AnswerFormat("unknown", calls=MlxLmCalls(*parser)), TOOLS)
+def test_without_a_known_form_no_call_can_be_demanded() -> None:
     with pytest.raises(BadRequest, match="template shows no format"):
         call_grammar(AnswerFormat(), TOOLS)
 

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from patience import SOON
 from servers import Running
 
 CHAT = "/v1/chat/completions"
@@ -18,7 +19,7 @@ BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello!"}], "ma
 
 def status(running: Running, method: str, path: str) -> int:
     """Send a path exactly as it is written."""
-    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=SOON)
     try:
         connection.request(method, path)
         return connection.getresponse().status

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from penstock.models.byte_level import token_bytes
 from penstock.models.mlx_lm import load_all
 from penstock.recall import MODEL_PATH
 from penstock.server.pieces import SAMPLE, FairLock, PieceEncoder
@@ -67,6 +68,25 @@ LINES = st.lists(
 @pytest.fixture(scope="module", params=list(KINDS))
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
+
+
+def test_a_byte_of_its_own_is_that_byte() -> None:
+    tokenizer = sentence_piece()
+    tokenizer.add_tokens(["<0xE4>", "<0xG4>"])
+    byte, other = (tokenizer.convert_tokens_to_ids(text) for text in ("<0xE4>", "<0xG4>"))
+    assert token_bytes(tokenizer, byte) == b"\xe4"
+    assert token_bytes(tokenizer, other) == b"<0xG4>"
+
+
+@pytest.mark.parametrize("kind", ["embedded", "gpt-2", "gpt-4"])
+@pytest.mark.parametrize("text", ["\U0001fabf", "\U0001f469\u200d\U0001f680", "\u4e2d"])
+def test_parts_of_a_character_have_their_bytes(kind: str, text: str) -> None:
+    tokenizer = KINDS[kind]()
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    parts = [token for token in tokens if "\ufffd" in tokenizer.decode([token])]
+    found = [token_bytes(tokenizer, token) for token in parts]
+    assert len(parts) > 1 and None not in found
+    assert b"".join(filter(None, found)) == text.encode()
 
 
 @given(text=LINES, special=st.booleans())

@@ -18,14 +18,14 @@ import httpx
 import openai
 import pytest
 from parrot import parrot
+from patience import SOON
 from pydantic import ValidationError
 from servers import Running, serving, wait_until
 
 from penstock.ledger import Kind
-from penstock.server.chat_body import ChatBody
+from penstock.server.openai.openai_forms import ChatRequest
 
 COMPLETIONS = "/v1/completions"
-SECONDS = 60.0
 HEADERS = {"Content-Type": "application/json"}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much memory was taken")
 
@@ -46,7 +46,7 @@ def wide() -> Iterator[Running]:
 
 def post(running: Running, body: bytes | dict[str, Any]) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(running.url + COMPLETIONS, content=content, headers=HEADERS, timeout=SECONDS)
+    return httpx.post(running.url + COMPLETIONS, content=content, headers=HEADERS, timeout=SOON)
 
 
 def taken_bytes(act: Callable[[], object]) -> int:
@@ -155,19 +155,19 @@ def test_a_short_prompt_passes_a_long_one(wide: Running) -> None:
 def test_a_long_prompt_is_not_read_on_when_its_client_has_gone(wide: Running) -> None:
     body = json.dumps(long_prompt(8)).encode()
     host, port = wide.url.removeprefix("http://").split(":")
-    wait_until(lambda: wide.service.workers.pending == 0, SECONDS)
+    wait_until(lambda: wide.service.workers.pending == 0, SOON)
     with socket.create_connection((host, int(port))) as client:
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_until(lambda: wide.service.workers.pending == 1, SECONDS)
+        wait_until(lambda: wide.service.workers.pending == 1, SOON)
         reading = wide.service.prompts._pieces
         time.sleep(0.3)
         assert wide.service.workers.pending == 1, "it was read too soon to tell"
-    wait_until(lambda: wide.service.workers.pending == 0, SECONDS)
+    wait_until(lambda: wide.service.workers.pending == 0, SOON)
     idle = wide.service.workers.long.submit(lambda: None)
-    began = time.monotonic()
-    idle.result(SECONDS)
-    assert time.monotonic() - began < 1.0, "the thread went on reading"
+    began = time.process_time()  # of all threads here, whatever else the machine does
+    idle.result(SOON)
+    assert time.process_time() - began < 1.0, "the thread went on reading"
     assert reading.can_cut
     wait_until(lambda: wide.service.memory.used_bytes == 0)
 
@@ -253,20 +253,21 @@ def test_reading_a_long_body_holds_nobody_up(wide: Running) -> None:
     content = [{"type": "text", "text": "x"}] * 8
     messages = [{"role": "user", "content": content}] * 16_000
     body = json.dumps({"messages": [*messages, {"role": 7, "content": ""}]}).encode()
-    began = time.perf_counter()
+    # Of the processor, in all threads here: others on the machine do not count.
+    began = time.process_time()
     with pytest.raises(ValidationError):
-        ChatBody.model_validate(json.loads(body))
-    alone_seconds = time.perf_counter() - began
+        ChatRequest.model_validate(json.loads(body))
+    alone_seconds = time.process_time() - began
 
     def longest_wait() -> float:
         waits = []
         with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=wide.url) as http:
             url = f"{wide.url}/v1/chat/completions"
-            asked = pool.submit(httpx.post, url, content=body, headers=HEADERS, timeout=SECONDS)
+            asked = pool.submit(httpx.post, url, content=body, headers=HEADERS, timeout=SOON)
             while not asked.done():
-                began = time.perf_counter()
+                began = time.process_time()
                 assert http.get("/health").status_code == 200
-                waits.append(time.perf_counter() - began)
+                waits.append(time.process_time() - began)
         answer = asked.result()
         assert answer.status_code == 400 and "messages.16000.role" in answer.text
         return max(waits)
@@ -278,13 +279,13 @@ def test_reading_a_long_body_holds_nobody_up(wide: Running) -> None:
 def test_compiling_a_grammar_holds_no_short_prompt_up(small: Running) -> None:
     """While the thread that compiles grammars is busy, only requests with one wait."""
     busy = threading.Event()
-    small.service.workers.compiling.submit(busy.wait, SECONDS)
+    small.service.workers.compiling.submit(busy.wait, SOON)
     try:
         with ThreadPoolExecutor(1) as pool:
             form = {"response_format": {"type": "json_object"}, "max_tokens": 1}
             body = {"messages": [{"role": "user", "content": "x"}], **form}
             url = f"{small.url}/v1/chat/completions"
-            constrained = pool.submit(httpx.post, url, json=body, timeout=SECONDS)
+            constrained = pool.submit(httpx.post, url, json=body, timeout=SOON)
             wait_until(lambda: small.service.workers.pending == 1)
             time.sleep(0.1)
             assert post(small, {"prompt": "The code", "max_tokens": 1}).status_code == 200

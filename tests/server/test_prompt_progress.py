@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import SOON
 from servers import Running, serving
 
 from penstock.engine.handle import PromptProgress
 
 SMALL: dict[str, Any] = {"prefill_chunk": 64, "block_size": 32}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-SECONDS = 60.0
 TEXT = " ".join(f"The code of falcon {number} is {number * 37}." for number in range(60))
 
 
@@ -29,7 +29,7 @@ def running() -> Iterator[Running]:
 def chunks(running: Running, path: str, **body: Any) -> list[dict[str, Any]]:
     """Return the chunks of a stream."""
     answer = httpx.post(
-        running.url + path, json={"max_tokens": 4, "stream": True, **body}, timeout=SECONDS
+        running.url + path, json={"max_tokens": 4, "stream": True, **body}, timeout=SOON
     )
     assert answer.status_code == 200, answer.text
     lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -74,12 +74,12 @@ def test_pings_tell_the_progress() -> None:
     with serving(engine={"prefill_chunk": 16, "block_size": 16}, ping_seconds=0.005) as running:
         message = {"role": "user", "content": TEXT}
         body: dict[str, Any] = {"messages": [message], "max_tokens": 1, "stream": True}
-        answer = httpx.post(running.url + CHAT, json=body, timeout=SECONDS)
+        answer = httpx.post(running.url + CHAT, json=body, timeout=SOON)
         comments = [line for line in answer.text.splitlines() if line.startswith(": prompt: ")]
         assert comments and all(" tokens" in line for line in comments)
         assert any(line.endswith(" s left") for line in comments)
         body = {**body, "model": "any", "messages": [{**message, "content": "b" + TEXT}]}
-        answer = httpx.post(f"{running.url}/v1/messages", json=body, timeout=SECONDS)
+        answer = httpx.post(f"{running.url}/v1/messages", json=body, timeout=SOON)
         lines = answer.text.splitlines()
         pings = [
             json.loads(data.removeprefix("data: "))
@@ -90,7 +90,7 @@ def test_pings_tell_the_progress() -> None:
         progress = [ping["prompt_progress"] for ping in pings if "prompt_progress" in ping]
         assert progress and all(one["processed"] < one["total"] for one in progress)
         body = {"input": "c" + TEXT, "max_output_tokens": 1, "stream": True}
-        answer = httpx.post(f"{running.url}/v1/responses", json=body, timeout=SECONDS)
+        answer = httpx.post(f"{running.url}/v1/responses", json=body, timeout=SOON)
         assert "\n: prompt: " in answer.text
 
 

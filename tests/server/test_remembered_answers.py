@@ -276,7 +276,8 @@ def test_what_moves_in_front_of_an_answer_is_told(tmp_path: Path) -> None:
     """As Mistral's tools, which stand in front of the user's last message."""
     template = (
         "{% for message in messages %}{% if message.role == 'user' %}"
-        "{% if tools and loop.index0 >= (messages | length) - 1 %}[TOOLS]{% endif %}"
+        "{% if tools and loop.index0 >= (messages | length) - 1 %}[TOOLS]{{ tools | tojson }}"
+        "{% endif %}"
         "[INST]{{ message.content }}[/INST]{% else %}{{ message.content }}<|end|>{% endif %}"
         "{% endfor %}"
     )

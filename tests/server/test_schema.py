@@ -16,6 +16,7 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from patience import SOON
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -34,7 +35,6 @@ SETTINGS: dict[str, Any] = {
 }
 MOST_TOKENS = 8
 """Of an answer: what is looked at here is not what a model says."""
-SOON = 30.0
 
 ENDLESS = "GET /v1/live"
 """A stream that does not end; tests/server/test_live.py reads it."""

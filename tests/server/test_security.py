@@ -18,21 +18,21 @@ import httpx
 import openai
 import pytest
 from engine_faults import Faulty
+from patience import SOON
 from pydantic import ValidationError
 from servers import Running, serving, wait_until
 
 from penstock.errors import EngineStopped
-from penstock.server.anthropic_forms import CountRequest, MessagesRequest
+from penstock.server.anthropic.anthropic_forms import CountRequest, MessagesRequest
 from penstock.server.cache_routes import ExplainRequest
-from penstock.server.forms import ChatRequest, CompletionRequest
+from penstock.server.openai.openai_forms import ChatRequest, CompletionRequest
+from penstock.server.openai.responses import ResponsesRequest
 from penstock.server.problems import problem_of
-from penstock.server.responses import ResponsesRequest
 
 KEY = "correct-horse-battery-staple"
 PROMPT = "the vault opens at midnight"
 OPEN = {("GET", "/"), ("GET", "/health"), ("GET", "/ready")}
 """Answered without a key, besides the page's files."""
-SOON = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +173,12 @@ def test_no_method_gets_round_the_key(locked: Running, method: str) -> None:
 
 
 def test_a_key_is_compared_in_constant_time() -> None:
-    from penstock.server import app
+    from penstock.server import access, app
 
-    source = Path(app.__file__).read_text()
-    assert "hmac.compare_digest" in source
-    assert not re.search(r"==\s*self\._key|self\._key\s*==", source)
+    sources = [Path(module.__file__).read_text() for module in (access, app)]
+    assert "hmac.compare_digest(key.sha256, digest)" in sources[0]
+    for source in sources:
+        assert not re.search(r"[!=]=\s*(digest|key\.sha256)|(digest|key\.sha256)\s*[!=]=", source)
 
 
 # ---- foreign pages and hosts
@@ -192,7 +193,12 @@ def test_a_key_is_compared_in_constant_time() -> None:
         ("evil.example", 403),
         ("127.0.0.1.evil.example", 403),
         ("localhost.evil.example:80", 403),
-        ("127.0.0.1@evil.example", 403),
+        ("127.0.0.1@evil.example", 400),
+        ("[::1].evil.example", 400),
+        ("[::1]evil.example:80", 400),
+        ("localhost:80:80", 400),
+        ("localhost evil.example", 400),
+        ("", 400),
     ],
 )
 def test_without_a_key_only_requests_to_this_machine(
@@ -200,6 +206,26 @@ def test_without_a_key_only_requests_to_this_machine(
 ) -> None:
     answer = httpx.get(f"{recall_server.url}/v1/models", headers={"host": host})
     assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [
+        ("1.1", [], 400),
+        ("1.1", ["localhost", "evil.example"], 400),
+        ("1.1", ["localhost", "localhost"], 400),
+        ("1.0", ["localhost", "evil.example"], 400),
+        ("1.1", ["localhost"], 200),
+        ("1.0", [], 200),
+    ],
+)
+def test_a_request_names_its_host_once(
+    recall_server: Running, version: str, hosts: list[str], status: int
+) -> None:
+    lines = [f"GET /v1/models HTTP/{version}", *(f"Host: {host}" for host in hosts)]
+    with socket.create_connection(("127.0.0.1", recall_server.server.port), timeout=30) as peer:
+        peer.sendall("\r\n".join([*lines, "Connection: close", "", ""]).encode())
+        assert peer.recv(4_096).startswith(f"HTTP/1.1 {status} ".encode())
 
 
 def test_a_foreign_page_may_read_nothing_unless_it_was_named(recall_server: Running) -> None:

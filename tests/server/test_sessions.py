@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import httpx
 import pytest
 from servers import serving
 
-from penstock.recall import Dialogue
+from penstock_bench.recall import Dialogue
 
 
 @contextmanager
@@ -61,13 +62,16 @@ def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, token: 
         assert f"token {token}" in refused.json()["error"]["message"]
 
 
-def test_a_session_of_other_settings_is_refused(tmp_path: Path, told: Dialogue) -> None:
+@pytest.mark.parametrize("other", [{"max_kv_size": 2_048}, {"block_size": 128}], ids=str)
+def test_a_session_of_other_settings_is_refused(
+    tmp_path: Path, told: Dialogue, other: dict[str, int]
+) -> None:
     sessions = tmp_path / "sessions"
     question = told.ask(told.questions[0])
     with server(tmp_path / "one", sessions) as http:
         ask(http, question)
         http.post("/v1/sessions/a/save", json={"messages": question}).raise_for_status()
-    with server(tmp_path / "other", sessions, max_kv_size=2_048) as http:
+    with server(tmp_path / "other", sessions, **other) as http:
         refused = http.post("/v1/sessions/a/load", json={})
         assert refused.status_code == 400
         assert "fingerprint" in refused.json()["error"]["message"]
@@ -89,6 +93,26 @@ def test_a_damaged_session_is_refused(tmp_path: Path, told: Dialogue) -> None:
         assert "damaged" in http.post("/v1/sessions/a/load", json={}).json()["error"]["message"]
         assert http.post("/v1/sessions/b/load", json={}).status_code == 400
         assert ask(http, question)[0] == text
+
+
+def test_what_is_no_session_is_told_without_a_path(tmp_path: Path) -> None:
+    sessions = tmp_path / "sessions"
+    sessions.mkdir(mode=0o700)
+    (sessions / "zeros.tar").write_bytes(bytes(20_480))
+    (sessions / "text.tar").write_bytes(b"no tar at all" * 100)
+    (sessions / "device.tar").symlink_to("/dev/zero")
+    (sessions / "nowhere.tar").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(sessions / "pipe.tar")
+    with server(tmp_path / "one", sessions) as http:
+        listed = http.get("/v1/sessions").raise_for_status().json()["sessions"]
+        assert [one["name"] for one in listed] == ["text", "zeros"]
+        for name in ("zeros", "text"):
+            refused = http.post(f"/v1/sessions/{name}/load", json={})
+            assert refused.status_code == 400
+            message = refused.json()["error"]["message"]
+            assert f"{name}.tar is no session" in message and str(tmp_path) not in message
+        for name in ("device", "nowhere", "pipe"):
+            assert http.post(f"/v1/sessions/{name}/load", json={}).status_code == 404
 
 
 def test_a_name_is_no_path(tmp_path: Path) -> None:

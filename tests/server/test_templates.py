@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 from parrot import TEMPLATE, parrot
 
 from penstock.server.problems import BadRequest
-from penstock.server.prompts import Prompts
+from penstock.server.prompts import MENDED, Prompts
 
 RAISES = "{{ raise_exception('System message must be at the beginning') }}"
 FIRST_ONLY = (
@@ -252,14 +255,15 @@ def test_reasoning_beside_text_and_a_call_is_left_out_where_the_template_raises(
         "{% for message in messages %}{% if message.thinking and message.content "
         "and message.tool_calls %}{{ raise_exception('both') }}{% endif %}{% endfor %}"
     )
-    template = raises + thinking("thinking", "true")
+    calls = "{% for call in message.tool_calls or [] %}({{ call.function | tojson }}){% endfor %}"
+    template = raises + thinking("thinking", "true").replace("<|end|>", calls + "<|end|>")
     prompts = Prompts(parrot(tmp_path, "Hello", template=template)[1])
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     both = {"role": "assistant", "content": "B", "reasoning_content": "hm", "tool_calls": [call]}
     talk = [{"role": "user", "content": "A"}, both, {"role": "user", "content": "C"}]
-    assert "<|assistant|>B<|end|>" in prompts.decode(prompts.render(talk))
+    assert "<|assistant|>B({" in prompts.decode(prompts.render(talk))
     talk[1] = {**both, "content": ""}
-    assert "<|assistant|>(hm)<|end|>" in prompts.decode(prompts.render(talk))
+    assert "<|assistant|>(hm)({" in prompts.decode(prompts.render(talk))
 
 
 def test_arguments_are_text_where_the_template_raises_on_an_object(tmp_path: Path) -> None:
@@ -279,3 +283,153 @@ def test_arguments_are_text_where_the_template_raises_on_an_object(tmp_path: Pat
     prompts = Prompts(parrot(plain, "a")[1])
     assert not prompts.traits.text_arguments, "the negative control"
     assert '"arguments": {"a": ' in prompts.template_text([*talk, result])
+
+
+# ---- a conversation never ends for what is in its past
+
+
+NINE = (
+    "{% if id is not defined or id|length != 9 %}"
+    "{{ raise_exception('ids of calls have nine letters or digits') }}{% endif %}"
+)
+IDS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{% set id = m.tool_call_id %}"
+    + NINE
+    + "[{{ id }}]{{ m.content }}{% elif m.tool_calls %}{% for c in m.tool_calls %}"
+    "{% set id = c.id %}"
+    + NINE
+    + "[{{ id }}]{{ c.function|tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+INDEXED = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.id }}<arguments>{{ c.function.arguments|tojson }}{% endfor %}"
+    "{% if m.role == 'tool' %}<result of {{ m.tool_call_id }}>{% endif %}{% endfor %}"
+)
+ITEMS = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<{{ c.function.name }}>{% for k, v in c.function.arguments|items %}<{{ k }}>{{ v }}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+FOLDS = (
+    "{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}"
+    "{% endif %}{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles take turns') }}{% endif %}<{{ m.role }}>"
+    "{{ first if loop.first else '' }}{{ m.content }}{% endfor %}"
+)
+
+
+def called_with(id: str | None, arguments: Any = "{}", name: str = "look") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    call = {"type": "function", "function": function} | ({"id": id} if id else {})
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def result(id: str | None, text: str = "R") -> dict[str, Any]:
+    return {"role": "tool", "content": text} | ({"tool_call_id": id} if id else {})
+
+
+def prompts_of(folder: Path, template: str) -> Prompts:
+    return Prompts(parrot(folder, "Hello", template=template)[1])
+
+
+@pytest.mark.parametrize("id", ["call_1", "toolu_01AbCdEf", "a", "é" * 300, None, "aB3dE6gH9"])
+def test_ids_of_calls_have_the_form_that_a_template_demands(id: str | None, tmp_path: Path) -> None:
+    prompts = prompts_of(tmp_path, IDS)
+    assert prompts.traits.call_ids == "nine"
+    text = prompts.template_text([*TALK[1:2], called_with(id), result(id)])
+    first, second = re.findall(r"\[([A-Za-z0-9]{9})\]", text)
+    assert id is None or first == second, "a result has the id of its call"
+    assert id != "aB3dE6gH9" or first == id, "an id that fits stays"
+    assert text == prompts.template_text([*TALK[1:2], called_with(id), result(id)])
+
+
+def test_ids_name_the_tool_where_the_template_renders_nothing_else_of_it(tmp_path: Path) -> None:
+    prompts = prompts_of(tmp_path, INDEXED)
+    assert prompts.traits.call_ids == "indexed"
+    talk = [*TALK[1:2], called_with("call_x"), result("call_x"), called_with("y", name="find")]
+    text = prompts.template_text([*talk, result("y"), called_with("functions.go:7")])
+    assert re.findall(r"<(?:call>|result of )([^<>]+)", text) == [
+        *("functions.look:0", "functions.look:0", "functions.find:1", "functions.find:1"),
+        "functions.go:7",
+    ]
+    assert prompts_of(tmp_path / "2", TEMPLATE).traits.call_ids == "any"
+
+
+@pytest.mark.parametrize(
+    ("given", "rendered"),
+    [
+        *((empty, "<look>") for empty in ("", "{}", "null", "[]", None)),
+        ('{"text": "x"}', "<look><text>x"),
+        ('{"text": "unfinis', '<look><arguments>{"text": "unfinis'),
+        ('"x"', "<look><arguments>x"),
+        ("{'text': 'x'}", "<look><arguments>{'text': 'x'}"),
+        ('{"text": "cut \\ud83d"}', "<look><text>cut \ufffd"),
+    ],
+)
+def test_arguments_that_are_no_object_end_no_conversation(
+    given: Any, rendered: str, tmp_path: Path
+) -> None:
+    prompts = prompts_of(tmp_path, ITEMS)
+    talk = [{"role": "user", "content": "A"}, called_with("c", given), result("c")]
+    assert prompts.template_text(talk) == f"A{rendered}R"
+
+
+def said_by(role: str) -> Callable[[str], dict[str, Any]]:
+    return lambda text: {"role": role, "content": text}
+
+
+U, A, S = said_by("user"), said_by("assistant"), said_by("system")
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        [S("one"), U("two")],
+        [U("one"), U("two")],
+        [S("one")],
+        [S("one"), S("two")],
+        [A("one"), U("two")],
+        [S("one"), A("two"), U("three")],
+        [U("one"), A("two"), A("three"), U("four")],
+        [U("one"), called_with("c", '{"k": "two"}'), result("c", "three"), U("four")],
+        [U("one"), result("c", "two")],
+        [A("one"), A("two")],
+        [U("one"), U(""), A(""), U("two")],
+    ],
+)
+@pytest.mark.parametrize("template", [FOLDS, PLAIN, ALTERNATES, TEMPLATE, IDS, ITEMS, FIRST_ONLY])
+def test_no_message_is_lost_or_refused(
+    template: str, talk: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Whatever its order: the text of each is rendered, in the order of the conversation."""
+    text = prompts_of(tmp_path, template).template_text(talk)
+    words = ("one", "two", "three", "four")
+    said = json.dumps(talk)
+    places = [text.find(word) for word in words if word in said]
+    assert min(places) >= 0 and places == sorted(places), text
+
+
+def test_tools_that_a_template_does_not_know_are_told_in_the_system_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(tmp_path, PLAIN)
+    # The tokenizer of these tests comes with a parser, whatever its template says.
+    monkeypatch.setattr(type(prompts.tokenizer), "has_tool_calling", False)
+    tools = [{"type": "function", "function": {"name": "look", "description": "Finds {x}."}}]
+    traits = prompts.traits
+    assert not traits.tools and not traits.calls
+    text = prompts.template_text([S("Be brief."), U("A")], tools)
+    assert text.startswith("<system>Be brief.\n\n# Tools") and "Finds {x}." in text
+    assert prompts.format.call_name == "hermes", "and calls are read in that form"
+    assert prompts_of(tmp_path / "2", TEMPLATE).traits.tools
+
+
+def test_what_was_changed_is_told(tmp_path: Path) -> None:
+    prompts = prompts_of(tmp_path, ITEMS)
+    prompts.template_text([U("A"), called_with("c", "[1]"), result("c")])
+    assert MENDED.get() == ("arguments that are no object became one",)
+    prompts.template_text([U("A")])
+    assert MENDED.get() == ()

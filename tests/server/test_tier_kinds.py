@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import SOON
 from rich.console import Console
 from servers import serving
 
@@ -17,13 +18,13 @@ import penstock
 from penstock import config
 from penstock.cli.banner import banner
 from penstock.cli.top_screen import drawn
-from penstock.engine.offload.tier_kinds import TIER_KINDS, StoreOpener, TierContent
+from penstock.engine.offload.tier_kind import StoreOpener, TierContent
+from penstock.engine.offload.tier_kinds import TIER_KINDS
 from penstock.kv.block_spans import RECORD_TOKENS
 from penstock.memory.sizes import format_bytes
 from penstock.tiers.disk.disk_store import SSDStore
 
 SOURCE = Path(penstock.__file__).parent
-SOON = 30.0
 LIMIT_BYTES = 50_000_000
 
 
@@ -109,14 +110,14 @@ def names_remote(node: ast.AST) -> bool:
     return isinstance(text, str) and (text == "remote" or text.startswith("remote_cache"))
 
 
-def test_the_remote_tier_is_named_in_two_files_beside_its_store() -> None:
+def test_the_remote_tier_is_named_in_two_files_beside_its_plugin() -> None:
     """The proof that a kind of tier is a store, its settings and a line in a list."""
     naming = {
         str(file.relative_to(SOURCE))
         for file in SOURCE.rglob("*.py")
         if any(names_remote(node) for node in ast.walk(ast.parse(file.read_text())))
     }
-    assert {name for name in naming if not name.startswith("tiers/remote/")} == {
+    assert {name for name in naming if not name.startswith("plugins/remote/")} == {
         "config/engine_settings.py",
         "engine/offload/tier_kinds.py",
     }

@@ -93,7 +93,6 @@ def test_the_tokenizer_is_free_between_the_texts_of_tokens(recall_server: Runnin
     [
         ("/tokenize", {}, "one of prompt, messages and content"),
         ("/tokenize", {"prompt": "a", "content": "a"}, "one of prompt, messages and content"),
-        ("/tokenize", {"prompt": "\ud800"}, "not Unicode"),
         ("/tokenize", {"prompt": 7}, "valid string"),
         ("/detokenize", {"tokens": [10**6]}, "there is no token 1000000"),
         ("/detokenize", {"tokens": "a"}, "valid list"),
@@ -104,14 +103,7 @@ def test_the_tokenizer_is_free_between_the_texts_of_tokens(recall_server: Runnin
 def test_what_is_wrong_is_named(
     recall_server: Running, path: str, body: dict[str, Any], words: str
 ) -> None:
-    answer = httpx.post(
-        f"{recall_server.url}{path}",
-        content=httpx.Response(200, json=body).content
-        if path != "/tokenize" or body.get("prompt") != "\ud800"
-        else b'{"prompt": "\\ud800"}',
-        headers={"Content-Type": "application/json"},
-        timeout=60,
-    )
+    answer = httpx.post(f"{recall_server.url}{path}", json=body, timeout=60)
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 from parrot import parrot
+from patience import SOON
 from servers import Running, serving
 
 from penstock.engine.model.constraint import GRAMMAR_BYTES, json_schema_grammar
-from penstock.server.tool_schemas import Arguments, closed
+from penstock.server.tools.tool_schemas import Arguments, closed
 
-SECONDS = 60.0
 PLACE = {
     "type": "object",
     "properties": {"city": {"enum": ["Bern", "Oslo"]}},
@@ -62,7 +62,7 @@ def asked(running: Running, path: str, schemas: dict[str, Any], choice: Any) -> 
     prompt = {"input": "look"} if path.endswith("responses") else {"messages": messages}
     limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
     body = {"model": "any", **prompt, "tools": tools, "tool_choice": choice, limit: 200}
-    return httpx.post(f"{running.url}{path}", json=body, timeout=SECONDS)
+    return httpx.post(f"{running.url}{path}", json=body, timeout=SOON)
 
 
 def arguments(path: str, answer: httpx.Response) -> Any:
@@ -142,7 +142,7 @@ def test_a_call_does_not_go_on_in_spaces(running: Running, space: str) -> None:
         "max_tokens": 200,
         "logit_bias": {str(token): 100},
     }
-    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=SECONDS)
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=SOON)
     assert set(arguments("/v1/chat/completions", answer)) == {"to", "back"}
 
 
@@ -160,11 +160,11 @@ def test_objects_have_the_properties_that_they_name(running: Running) -> None:
     }
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": OPEN}}
     format_only = {**body, "response_format": schema}
-    answer = httpx.post(f"{running.url}/v1/chat/completions", json=format_only, timeout=SECONDS)
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=format_only, timeout=SOON)
     assert json.loads(answer.json()["choices"][0]["message"]["content"]) == {"city": "Bern"}
     tool = {"type": "function", "function": {"name": "go", "parameters": OPEN}}
     demanded = {**body, "tools": [tool], "tool_choice": "required"}
-    answer = httpx.post(f"{running.url}/v1/chat/completions", json=demanded, timeout=SECONDS)
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=demanded, timeout=SOON)
     assert arguments("/v1/chat/completions", answer) == {"city": "Bern"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -14,12 +15,14 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_machines import causes
 
 from penstock.config import EngineSettings
+from penstock.engine import fixed_memory
 from penstock.engine.core import Core
 from penstock.engine.intake import Intake
-from penstock.engine.model.executor import ModelExecutor
 from penstock.engine.model.runner import Runner
 from penstock.engine.postprocess import Postprocessor
-from penstock.engine.retention.requantize import Requantizer
+from penstock.engine.retention.retention import Retention
+from penstock.engine.run import measured_steps
+from penstock.engine.run.executor import ModelExecutor
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.costs import MemoryEstimator
@@ -127,8 +130,8 @@ class DrawsTheSameForAll(Intake):
 class CutsOneTooMany(Admission):
     """Lets a sequence read one token more of the path than its prompt has in common."""
 
-    def _take(self, sequence: Sequence, *, shared: bool = True) -> bool:
-        taken = super()._take(sequence, shared=shared)
+    def _take(self, sequence: Sequence, block_hashes: list[bytes] | None = None) -> bool:
+        taken = super()._take(sequence, block_hashes)
         if (
             taken
             and sequence.kv.pin is not None
@@ -151,8 +154,8 @@ class ServesFromNowhere(Admission):
 class SharesNothing(Admission):
     """Never looks what is held."""
 
-    def _take(self, sequence: Sequence, *, shared: bool = True) -> bool:
-        return super()._take(sequence, shared=False)
+    def _take(self, sequence: Sequence, block_hashes: list[bytes] | None = None) -> bool:
+        return super()._take(sequence, [])
 
     def catch_up(self) -> None:
         pass
@@ -227,9 +230,9 @@ class CommitsWithoutASegment(SequenceKV):
 class KeepsTheOriginals(Postprocessor):
     """Goes on holding what was encoded."""
 
-    def _quantize(self, requantizer: Requantizer) -> bool:
+    def _exchange(self, part: Retention) -> bool:
         before = [node.segment for node in self._stores.prefixes.tree]
-        found = super()._quantize(requantizer)
+        found = super()._exchange(part)
         if found:
             self.__dict__.setdefault("kept", []).append(before)
         return found
@@ -329,18 +332,14 @@ class OtherSteps:
         return getattr(self._limits, name)
 
 
-class MeasuresAWindowAtMost(MemoryEstimator):
-    """Takes a step to read no more tokens than a window has."""
-
-    def __init__(self, runner: Runner, limits: Any) -> None:
-        super().__init__(runner, OtherSteps(limits, min(limits.step_tokens, limits.max_kv_size)))  # type: ignore[arg-type]
+def of_a_window_at_most(limits: EngineSettings) -> Any:
+    """Take a step to read no more tokens than a window has."""
+    return OtherSteps(limits, min(limits.step_tokens, limits.max_kv_size))
 
 
-class MeasuresAChunk(MemoryEstimator):
-    """Takes a step to read a chunk, though a block may be longer."""
-
-    def __init__(self, runner: Runner, limits: Any) -> None:
-        super().__init__(runner, OtherSteps(limits, limits.prefill_chunk))  # type: ignore[arg-type]
+def of_a_chunk(limits: EngineSettings) -> Any:
+    """Take a step to read a chunk, though a block may be longer."""
+    return OtherSteps(limits, limits.prefill_chunk)
 
 
 class KeepsWholeSpans(SequenceKV):
@@ -356,13 +355,13 @@ class CountsAWindowOfSpans(MemoryEstimator):
     """Reserves a window, a chunk and a block, though spans are let go whole."""
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
-        limits, runner = self._limits, self._runner
+        limits, figures = self._limits, self._figures
         window = limits.max_kv_size
-        if not runner.drops or tokens <= window:
+        if not figures.drops or tokens <= window:
             return super().sequence_bytes(tokens, num_cached_tokens)
         spans = window - limits.keep_tokens + limits.prefill_chunk + limits.block_size
         own = max(0, window - num_cached_tokens) + min(tokens - window, spans)
-        return own * runner.held_token_bytes + runner.state_bytes
+        return own * figures.held_token_bytes + figures.state_bytes
 
 
 class KeepsZeroStates(Runner):
@@ -372,17 +371,20 @@ class KeepsZeroStates(Runner):
         return self.__dict__.setdefault("fresh", super().fresh_state())
 
 
-def engine_opened_with(broken: type) -> type[Core]:
-    """Return a class of engines that measure their steps by a broken class when they open."""
+def engine_measured_with(limits_of: Callable[[EngineSettings], Any]) -> type[Core]:
+    """Return a class of engines that measure and estimate their steps by other settings."""
+    measured = fixed_memory.measured_estimator
+
+    def estimator_of(runner: Runner, limits: EngineSettings, *given: Any) -> MemoryEstimator:
+        return measured(runner, limits_of(limits), *given)
 
     class Opening(Core):
         def __init__(self, *args: Any, **settings: Any) -> None:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("penstock.engine.foundation.MemoryEstimator", broken)
+                patch.setattr(fixed_memory, "measured_estimator", estimator_of)
                 # What it measures is no other engine's on the same model.
                 patch.setattr(
-                    "penstock.engine.schedule.costs.measured_once",
-                    lambda model, run_as, measure: measure(),
+                    measured_steps, "measured_once", lambda model, run_as, measure: measure()
                 )
                 super().__init__(*args, **settings)
 
@@ -392,8 +394,8 @@ def engine_opened_with(broken: type) -> type[Core]:
 MANY = settings(HUNT, max_examples=1_000, stateful_step_count=6)
 """Many engines for a short while each: it is their settings that cross."""
 CROSSED: dict[str, type[Core]] = {
-    "a window below a chunk": engine_opened_with(MeasuresAWindowAtMost),
-    "a block above a chunk": engine_opened_with(MeasuresAChunk),
+    "a window below a chunk": engine_measured_with(of_a_window_at_most),
+    "a block above a chunk": engine_measured_with(of_a_chunk),
     "a block above a window": engine_with(KeepsWholeSpans, engine_with(CountsAWindowOfSpans)),
     "zero states": engine_with(KeepsZeroStates),
 }

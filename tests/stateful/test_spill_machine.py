@@ -27,10 +27,10 @@ from penstock.engine.schedule.admission import Admission
 from penstock.errors import SpilledLost, StepFailed
 from penstock.kv import block_spans
 from penstock.kv import columns as col
-from penstock.kv.choice_loops import Addresses
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import Checksums, HeldPairs, RawBlocks
 from penstock.kv.segment import Segment
+from penstock.plugins.cpu.choice_loops import Addresses
 
 
 @pytest.fixture(autouse=True)

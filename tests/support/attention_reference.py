@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kv.attention import AttentionWindow
+from penstock.attention.span_attention import AttentionWindow
 
 Numbers = npt.NDArray[np.float64]
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+from patience import SOON
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-SECONDS = 20  # a busy machine may take as long for what takes a moment
 WIDE = {"width": 1440, "height": 1000}
 FLAGS = [
     "--headless",
@@ -43,7 +43,7 @@ def opened(browser: Any, url: str, home: str = "", **options: Any) -> Iterator[A
         lambda asked: None if asked.url.startswith((home, "data:")) else foreign.append(asked.url),
     )
     page.faults = faults
-    page.set_default_timeout(SECONDS * 1_000)
+    page.set_default_timeout(SOON * 1_000)
     page.goto(url)
     try:
         yield page
@@ -53,7 +53,7 @@ def opened(browser: Any, url: str, home: str = "", **options: Any) -> Iterator[A
     assert faults == []
 
 
-def say(page: Any, text: str, seconds: float = SECONDS) -> Any:
+def say(page: Any, text: str, seconds: float = SOON) -> Any:
     """Say something in the chat and return the answer's bubble, once it is complete."""
     from playwright.sync_api import expect
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine_faults import model_of
+from patience import SOON
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -19,8 +20,6 @@ from penstock.tiers.worker import TierStats
 BLOCK = 16
 SAID = 8
 """Tokens of an answer."""
-SOON = 30.0
-"""Seconds within which things happen, on a busy machine."""
 SETTINGS: dict[str, Any] = {
     "memory_limit": "200MB",
     "block_size": BLOCK,

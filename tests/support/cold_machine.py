@@ -20,13 +20,13 @@ from blocks_on_disk import size_of
 from engine_machine import EngineMachine, picks
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
+from patience import SOON
 
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.request import Request
 from penstock.tiers.disk import SSDStore
 from penstock.tiers.record import FORMAT
 
-SOON = 20.0
 PATIENCE_SECONDS = 0.02
 """On the machine's clock, as everything that is decided by time."""
 LIMIT_BYTES = 8_000_000 + 150_000

@@ -42,8 +42,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Choice, Handle
+from penstock.engine.model.model_probe import weight_bytes
 from penstock.engine.request import Finish, Request, Sampling
-from penstock.engine.schedule.budget import weight_bytes
 from penstock.engine.schedule.scheduler import State
 from penstock.errors import NeverFits, PenstockError, QueueFull, StepFailed
 from penstock.ledger import Kind as Bytes
@@ -608,7 +608,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert settled_memory() == self.before, "something outlives the engine"
         left = {kind: n for kind, n in core.ledger.by_class().items() if n}
         held = {Bytes.WEIGHTS: weights, Bytes.INDEX: core.prefixes.fixed_bytes}
-        if core.draft is not None:
+        if core.draft.fixed_bytes:
             held[Bytes.DRAFT] = core.draft.fixed_bytes
         assert left == held
 

@@ -8,14 +8,16 @@ import mlx.core as mx
 import numpy as np
 from attention_reference import Numbers, attention, numbers
 
+from penstock.attention import devices
+from penstock.attention.attention_plan import DecodeRow, in_order, plan_attention
+from penstock.attention.span_attention import LOG2_E, AttentionWindow
 from penstock.kv import columns as col
-from penstock.kv.attention import LOG2_E, AttentionWindow
-from penstock.kv.attention_plan import DecodeRow, KVSpan, in_order, plan_attention
-from penstock.kv.codecs import Coded, parse_scheme
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.names import parse_scheme
 from penstock.kv.columns import Side
-from penstock.kv.kernels.attend import KernelAttention, LayerStep, Run
-from penstock.kv.kernels.dispatches import Dispatch, StepReading
-from penstock.kv.segment import Segment
+from penstock.kv.segment import KVSpan, Segment
+from penstock.plugins.kernels.attend import KernelAttention, LayerStep, Run
+from penstock.plugins.kernels.dispatches import Dispatch, StepReading
 
 EPS = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 BLOCK = 64
@@ -79,7 +81,7 @@ class Step:
             keys, values = (normal(*size, dim, nan_from=behind) for dim in dims)
             if raw:
                 return Segment(((keys, values),))
-            made = Segment(((keys, values),)).encoded(parse_scheme(shape.scheme))
+            made = Segment(((keys, values),)).encoded(parse_scheme(shape.scheme), devices.current())
             coded = [_poisoned(side, tokens) for side in made.layers[0]]
             return Segment(((coded[0], coded[1]),))
 
@@ -135,7 +137,7 @@ class Step:
         for part in row.parts:
             at += range(part.start, part.end)
             for number, side in enumerate(part.segment.layers[0]):
-                wide = side.dequantize() if isinstance(side, Coded) else side
+                wide = side.dequantize(devices.current()) if isinstance(side, Coded) else side
                 assert isinstance(wide, mx.array)
                 sides[number].append(numbers(wide)[0, :, : part.columns])
         stop = row.tail + self.shape.width

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 from lockstep import FOLDER
 
-from penstock.kv.kernels.attend import KernelCall
+from penstock.plugins.kernels.attend import KernelCall
 
 CUDA_TYPES = {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
 CUDA_TYPES |= {mx.uint32: "uint32_t", mx.int32: "int32_t"}

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from penstock.kv.kernels.attend import KernelCall
+from penstock.plugins.kernels.attend import KernelCall
 
 FOLDER = Path(__file__).parent.parent / "kernels"
 COMPILER = shutil.which("g++") or shutil.which("clang++")

@@ -24,8 +24,8 @@ from tiny_families import Unbuildable, plain_greedy, prompt_of
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.offload import engine_tier as tier_module
-from penstock.engine.offload import restoring as restoring_module
 from penstock.engine.request import Request, Sampling
+from penstock.engine.schedule import restoring as restoring_module
 from penstock.errors import ModelError
 from penstock.models import mlx_lm as seam
 

@@ -6,10 +6,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from penstock.tiers.remote.objects import ObjectPiece
+from patience import SOON
 
-MOST_SECONDS = 20.0
-"""For which it hangs."""
+from penstock.plugins.remote.objects import ObjectPiece
 
 
 class InMemory:
@@ -28,7 +27,7 @@ class InMemory:
 
     def wait(self) -> None:
         time.sleep(self.seconds)
-        if not self.go.wait(MOST_SECONDS):
+        if not self.go.wait(SOON):
             raise TimeoutError("it hangs")
 
     def get(self, name: str, at: int, nbytes: int) -> ObjectPiece | None:

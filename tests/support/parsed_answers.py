@@ -9,17 +9,17 @@ from typing import Any
 
 from written_answers import TOOLS, Written
 
-from penstock.server.parsing import (
-    AnswerFormat,
+from penstock.server.parsing.events import (
     ArgumentsPart,
     CallBroken,
     CallEnd,
     CallStart,
+    Events,
     ParsedEvent,
     ReasoningPart,
     TextPart,
 )
-from penstock.server.parsing.events import Events
+from penstock.server.parsing.formats import AnswerFormat
 
 
 def parse(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.offload import engine_tier, restoring
+from penstock.engine.offload import engine_tier
 from penstock.engine.offload.engine_tier import EngineTier
+from penstock.engine.schedule import restoring
 
-SOON = 30.0
-"""Seconds within which things happen, on a busy machine."""
+SOON = 120.0
+"""Seconds within which things happen, on a machine whose cores fifty others use as well."""
 
 
 @pytest.fixture

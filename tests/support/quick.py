@@ -27,7 +27,7 @@ ALWAYS = (
     "test_many_sequences_share_one_tree_inside_one_ledger",
     "test_the_limit_holds_at_every_moment",
     "test_a_server_serves_and_drains_on_sigterm",
-    "test_ray_is_imported_by_its_own_part_alone_and_when_it_is_asked_for",
+    "test_ray_is_imported_by_its_own_part_alone",
 )
 """Tests that see most: of each the first case runs, whatever it takes."""
 COSTS = Path(__file__).parents[1] / "quick_costs.txt"

@@ -24,13 +24,13 @@ import tiny_families
 from small_models import BASE, build
 
 import penstock.engine.memory_pressure as pressure_module
-import penstock.engine.model.executor as passes_module
+import penstock.engine.run.executor as passes_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.ranks.process_group import RankGroup, SingleProcess
+from penstock.engine.model.model_probe import weight_bytes
+from penstock.engine.ranks.process_group import ProcessGroup, RankGroup
 from penstock.engine.ranks.watch import Watch
 from penstock.engine.request import Request, Sampling
-from penstock.engine.schedule.budget import weight_bytes
 from penstock.errors import PenstockError
 from penstock.ledger import Kind
 
@@ -60,7 +60,7 @@ def main(scenario: str, told: dict[str, Any]) -> None:
         settings["ssd_cache_dir"] = str(Path(told["folder"]) / str(rank))
     settings["memory_limit"] = told.get("limits", {}).get(str(rank), settings["memory_limit"])
     pressure_module.PRESSURE_SECONDS = 0.0  # all look as often
-    core = Core(model, group=ranks or SingleProcess(), **settings)
+    core = Core(model, group=ranks or ProcessGroup(), **settings)
     if core.tiers is not None:
         core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
     if told.get("on_rank", -1) == rank:

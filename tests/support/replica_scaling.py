@@ -13,9 +13,9 @@ from ray import serve
 from talking_agents import session
 
 from penstock.config import ServerSettings
+from penstock.plugins.ray.application import NAME, Fleet, running
+from penstock.plugins.ray.replica import Served
 from penstock.recall import MODEL_PATH
-from penstock.serve_ray.application import NAME, Fleet, running
-from penstock.serve_ray.replica import Served
 
 SECONDS = 150.0
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
+from patience import SOON
 
-START_SECONDS = 90.0
-STOP_SECONDS = 30.0
+START_SECONDS = STOP_SECONDS = SOON
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Process:
 
     def stats(self) -> dict[str, float]:
         """Return what its engine tells of itself."""
-        found: dict[str, float] = httpx.get(f"{self.url}/v1/cache/stats", timeout=10).json()
+        found: dict[str, float] = httpx.get(f"{self.url}/v1/cache/stats", timeout=SOON).json()
         return found["stats"]  # type: ignore[return-value]
 
 
@@ -51,9 +51,13 @@ def serving(*flags: str, port: int = 0) -> Iterator[Process]:
     )
     try:
         assert running.stdout is not None
-        line = running.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        assert found, f"{line!r}: {running.stdout.read()}"
+        said = []
+        for line in running.stdout:  # of its progress, at first
+            said.append(line)
+            if (found := re.search(r"http://\S+", line)) is not None:
+                break
+        else:
+            raise AssertionError("".join(said))
         yield Process(found[0], running)
     finally:
         running.kill()

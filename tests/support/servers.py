@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from patience import SOON
 
 from penstock import Engine, load
 from penstock.config import ServerSettings
-from penstock.recall import MODEL_PATH, Dialogue, dialogue
+from penstock.recall import MODEL_PATH
 from penstock.server import app
 from penstock.server.app import Server
 from penstock.server.service import Service
+from penstock_bench.recall import Dialogue, dialogue
 
 MODEL_NAME = "recall"
-START_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ def serve_in_thread(service: Service) -> Iterator[Running]:
     thread = threading.Thread(target=server.run, name="test-server", daemon=True)
     thread.start()
     try:
-        until = time.monotonic() + START_SECONDS
+        until = time.monotonic() + SOON
         while not server.started:
             assert thread.is_alive() and time.monotonic() < until, "the server did not start"
             time.sleep(0.01)
         yield Running(f"http://127.0.0.1:{server.port}", service, server)
     finally:
         server.should_exit = True
-        thread.join(START_SECONDS)
+        thread.join(SOON)
         assert not thread.is_alive(), "the server did not stop"
 
 
@@ -100,7 +101,7 @@ def told() -> Dialogue:
 
 
 @contextmanager
-def lasting_goodbye(seconds: float = START_SECONDS) -> Iterator[None]:
+def lasting_goodbye(seconds: float = SOON) -> Iterator[None]:
     """Have servers whose engine dies answer for longer than a second before they stop: on a busy
     machine a test asks late."""
     with pytest.MonkeyPatch.context() as patch:
@@ -108,7 +109,7 @@ def lasting_goodbye(seconds: float = START_SECONDS) -> Iterator[None]:
         yield
 
 
-def wait_until(true: Any, seconds: float = START_SECONDS) -> None:
+def wait_until(true: Any, seconds: float = SOON) -> None:
     """Wait until a function returns something true."""
     until = time.monotonic() + seconds
     while not true():

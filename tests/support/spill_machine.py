@@ -14,6 +14,7 @@ from engine_reference import Kind, spilling_kinds
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
+from penstock.attention.selection.spilled_reads import LoadedBlocks
 from penstock.engine.offload.cold_blocks import RECORD_BYTES, ColdBlocks
 from penstock.engine.retention.spilling import Spilling, places_of
 from penstock.kv.codecs.coded import Coded
@@ -26,7 +27,6 @@ from penstock.kv.codecs.spilled import (
     RawBlocks,
     Spilled,
 )
-from penstock.kv.spilled_reads import LoadedBlocks
 
 Fetch: TypeAlias = Callable[..., list[RawBlocks]]
 Hold: TypeAlias = Callable[..., HeldPairs]
@@ -95,7 +95,7 @@ class SpillMachine(ColdMachine):
 
     @property
     def spilling(self) -> Spilling | None:
-        return self.core.stores.spilling
+        return self.core.stores.of(Spilling)
 
     @property
     def gone(self) -> int:

@@ -17,8 +17,8 @@ from small_models import build as small_model
 from tiny_families import build
 
 from penstock.engine.core import Core
+from penstock.engine.model.model_probe import weight_bytes
 from penstock.engine.retention.spilling import Spilling
-from penstock.engine.schedule.budget import weight_bytes
 from penstock.ledger import Kind
 
 ACTIVE = 256
@@ -40,8 +40,9 @@ def running(folder: Path, family: str = "llama", **settings: Any) -> Iterator[Co
 
 
 def spilling_of(core: Core) -> Spilling:
-    assert core.stores.spilling is not None
-    return core.stores.spilling
+    spilling = core.stores.of(Spilling)
+    assert spilling is not None
+    return spilling
 
 
 @functools.cache

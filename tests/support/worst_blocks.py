@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.kv import selection
-from penstock.kv.selection import Selection
+from penstock.attention import devices
+from penstock.attention.selection import selection
+from penstock.attention.selection.selected_reads import ChoiceReader
 
 
 def choose_worst_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let NumPy choose, and turn its order round."""
     wanted = selection._wanted
     monkeypatch.setattr(selection, "_wanted", lambda scores: -wanted(scores))
-    monkeypatch.setattr(Selection, "loops", lambda *_: None)
+    device = type(devices.current())
+    monkeypatch.setattr(device, "choice_reader", lambda self, how, *_: ChoiceReader(how, self))

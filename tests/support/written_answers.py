@@ -8,14 +8,20 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from penstock.models.mlx_lm import tool_parser
-from penstock.server.parsing import AnswerFormat, ReasoningMarks
-from penstock.server.parsing.formats import CALL_FORMATS, HARMONY, REASONING
-from penstock.server.parsing.mlx_lm_calls import MlxLmCalls, written_shape
+from penstock.server.parsing.formats import CALL_FORMATS, HARMONY, REASONING, AnswerFormat
 from penstock.server.parsing.muse import MUSE
+from penstock.server.parsing.parser import ReasoningMarks
 
 NAMES = ("look_up", "write_file")
-PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "n": {"type": "integer"},
+        "list": {"type": "array"},
+        "none": {"type": "null"},
+    },
+}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in NAMES
 ]
@@ -97,6 +103,7 @@ OURS: dict[str, tuple[str, Any]] = {
         joined(lambda n, a: f"<tool_call>{dumped({'arguments': a, 'name': n})}</tool_call>"),
     ),
     "nemotron": ("nemotron", lambda calls: f"<TOOLCALL>{listed(calls)}</TOOLCALL>"),
+    "apriel": ("apriel", lambda calls: f"<tool_calls>{listed(calls)}</tool_calls>"),
     "granite": ("granite", lambda calls: f"<|tool_call|>{listed(calls)}"),
     "granite, closed": ("granite", lambda calls: f"<tool_call>{listed(calls)}</tool_call>"),
     "phi": ("phi", lambda calls: f"<|tool_call|>{listed(calls)}<|/tool_call|>"),
@@ -220,6 +227,28 @@ TEXTS_ONLY = frozenset(MLX_LM) - {
 """Families whose arguments are texts between tags here."""
 
 
+def written_call(family: str, arguments: dict[str, Any], name: str = "look_up") -> str:
+    """Write a call as the chat template of a family does, with values of any type."""
+    if family == "harmony":
+        head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        return head + dumped(arguments)
+    if family == "granite":
+        return f"<|tool_call|>{dumped([{'name': name, 'arguments': arguments}])}"
+    if family == "mistral, newer":
+        return f"[TOOL_CALLS]{name}[ARGS]{dumped(arguments)}"
+    if family == "pythonic":
+        values = ", ".join(f"{key}={dumped(value)}" for key, value in arguments.items())
+        return f"<|tool_call_start|>[{name}({values})]<|tool_call_end|>"
+    if family in TEXTS_ONLY:
+        arguments = {
+            key: value if isinstance(value, str) else dumped(value)
+            for key, value in arguments.items()
+        }
+    if family in MLX_LM:
+        return str(MLX_LM[family]([(name, arguments)]))
+    return str(OURS[family][1]([(name, arguments)]))
+
+
 def form_of(family: str) -> AnswerFormat:
     """Return the format that reads a family's answers."""
     marks = ReasoningMarks("<think>", "</think>")
@@ -227,10 +256,7 @@ def form_of(family: str) -> AnswerFormat:
         return AnswerFormat(HARMONY, HARMONY)
     if family == "muse_spark, with headers":
         return replace(form_of("muse_spark"), reasoning_name=MUSE, reasoning=REASONING[MUSE])
-    if family in MLX_LM:
-        calls = MlxLmCalls(*tool_parser(family), written=written_shape(family, ""))
-        return AnswerFormat(family, "think", calls, marks)
-    name = OURS[family][0]
+    name = family if family in MLX_LM else OURS[family][0]
     return AnswerFormat(name, "think", CALL_FORMATS[name], marks)
 
 

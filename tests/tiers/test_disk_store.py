@@ -10,20 +10,25 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from blocks_on_disk import keys_of, read, size_of
+from patience import SOON
 
-from penstock.prefix.block_hashes import hash_blocks, root_hash
+from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, root_hash
 from penstock.tiers.disk import HostArray, Record, SSDStore
 from penstock.tiers.disk import disk_store as ssd_store
-from penstock.tiers.record import FORMAT, Damaged, encode
+from penstock.tiers.disk.index import Entry
+from penstock.tiers.disk.integrity import check_block
+from penstock.tiers.record import FORMAT, TOKENS, Damaged, encode
 
 FINGERPRINT = "a model"
 ROOT = root_hash(FINGERPRINT)
@@ -266,6 +271,121 @@ def test_why_nothing_is_written_is_known_from_the_start_until_it_is_over(tmp_pat
         assert store.full is not None and "--ssd-write-budget" in store.full
 
 
+# ---- what is told of it
+
+
+def told(seed: int, blocks: int) -> list[Record]:
+    """Return a chain of records that hold their tokens, two blocks each."""
+    tokens = np.random.default_rng(seed).integers(0, 1_000, blocks * BLOCK).astype(np.uint32)
+    keys = [ROOT, *hash_blocks(tokens, BLOCK, ROOT)]
+    return [
+        Record(
+            keys[i + 2],
+            keys[i],
+            i,
+            {TOKENS: HostArray("uint32", (2 * BLOCK,), part.view(np.uint8))},
+            blocks=2,
+        )
+        for i in range(0, blocks, 2)
+        for part in (tokens[i * BLOCK : (i + 2) * BLOCK],)
+    ]
+
+
+def blocks_of(records: list[Record]) -> list[bytes]:
+    """Return the hashes of all their blocks."""
+    tokens = np.concatenate([one.arrays[TOKENS].data.view(np.uint32) for one in records])
+    return hash_blocks(tokens, BLOCK, ROOT)
+
+
+def test_chains_are_whole_and_the_last_used_first(tmp_path: Path) -> None:
+    first, second = told(1, 4), told(2, 6)
+    with opened(tmp_path) as other_model:
+        other_model.fingerprint = "another model"
+        write(other_model, told(3, 2))
+    with opened(tmp_path) as store:
+        write(store, first), write(store, second)
+        state = Record(checkpoint_hash(first[0].key), first[0].key, 2, numbers_of_a_state())
+        write(store, [state])
+        assert store.chains(1 << 30) == [blocks_of(second), blocks_of(first)]
+        store.index.use(keys_of(first))
+        assert store.chains(1 << 30) == [blocks_of(first), blocks_of(second)]
+        nbytes = sum(store.index.get(key).nbytes for key in keys_of(first))  # type: ignore[union-attr]
+        assert store.chains(nbytes) == [blocks_of(first)]
+        assert store.chains(nbytes - 1) == []
+        store.index.remove([second[0].key], store._unlink)
+        assert store.chains(1 << 30) == [blocks_of(first)], "without its beginning it is no chain"
+
+
+def numbers_of_a_state() -> dict[str, HostArray]:
+    return {"states.0.0": numbers(5, 0)}
+
+
+def test_a_chain_ends_where_a_record_is_not_what_its_name_says(tmp_path: Path) -> None:
+    records = told(1, 6)
+    with opened(tmp_path) as store:
+        write(store, records)
+        paths = [store._path(record.key) for record in records]
+        paths[1].write_bytes(paths[2].read_bytes())
+        assert store.chains(1 << 30) == [blocks_of(records[:1])]
+        paths[1].write_bytes(b"nothing")
+        assert store.chains(1 << 30) == [blocks_of(records[:1])]
+
+
+def test_what_is_written_and_read_is_counted(tmp_path: Path) -> None:
+    records = chain(3)
+    with opened(tmp_path) as store:
+        write(store, records), write(store, records[:1])
+        counts = store.counts
+        assert (counts.written_blocks, counts.known_blocks) == (3, 1)
+        assert counts.written_bytes == 3 * FILE_BYTES == store.nbytes
+        assert store.take(records[0], b"its file", FINGERPRINT) == "known"
+        assert counts.known_blocks == 2
+        began = time.perf_counter()
+        assert store.restore(keys_of(records[:1]), [{}], lambda: time.sleep(0.05)) == 0
+        assert len(read(store, records)) == 0, "asked for other arrays, it was forgotten"
+        write(store, records)
+        assert len(read(store, records)) == 3
+        assert 0.05 <= counts.read_seconds <= time.perf_counter() - began
+        assert (counts.read_blocks, counts.read_bytes) == (3, 3 * FILE_BYTES)
+
+
+def test_one_model_or_all_are_cleared(tmp_path: Path) -> None:
+    mine, others = chain(3), chain(2, seed=1)
+    with opened(tmp_path) as store, opened(tmp_path, fingerprint="another model") as other:
+        write(store, mine), write(other, others)
+        store.index.claim(being_written(chain(1, seed=2)[0]), 1 << 30, store._unlink)
+        assert store.clear(all_models=False) == 3
+        assert (store.held(keys_of(mine)), other.held(keys_of(others))) == (0, 2)
+        assert store.clear() == 2
+        assert len(store.index) == 1, "what is being written stays"
+        assert store.clear() == 0
+
+
+def being_written(record: Record) -> Entry:
+    return Entry(record.key, FINGERPRINT, ROOT, 0, FILE_BYTES, 0, 0, time.time(), "9@9+9")
+
+
+def test_what_is_missing_and_what_has_another_length_is_counted_apart(tmp_path: Path) -> None:
+    records = chain(4)
+    with opened(tmp_path) as store:
+        write(store, records)
+        store._path(records[3].key).unlink()
+        store._path(records[2].key).write_bytes(b"short")
+        store.reconcile()
+        assert (store.counts.missing_blocks, store.counts.damaged_blocks) == (1, 1)
+        assert store.held(keys_of(records)) == 2
+
+
+def test_only_ends_of_chains_are_replaced(tmp_path: Path) -> None:
+    records = chain(3)
+    with opened(tmp_path) as store:
+        write(store, records)
+        store.write(replace(chain(1, seed=1)[0], replaces=keys_of(records)))
+        assert store.held(keys_of(records)) == 2
+        store.write(replace(chain(1, seed=2)[0], replaces=keys_of(records[:2])))
+        assert store.held(keys_of(records)) == 1
+
+
 # ---- damage
 
 
@@ -350,11 +470,12 @@ def test_a_folder_that_has_vanished_is_an_error_of_the_system(tmp_path: Path) ->
             store.write(chain(1, seed=1)[0])
 
 
-def test_files_that_nobody_knows_are_taken_in_or_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_files_that_nobody_knows_are_taken_in_or_removed(tmp_path: Path, lost: int) -> None:
     records = chain(3)
     with opened(tmp_path) as store:
         write(store, records)
-        store.index.remove([records[1].key], lambda key: None)  # its file stays
+        store.index.remove([records[lost].key], lambda key: None)  # its file stays
         files(tmp_path)[0].with_name("ab.safetensors").write_bytes(b"nothing")
         files(tmp_path)[0].with_name("notes").write_bytes(b"nothing")
         store.reconcile()
@@ -363,6 +484,30 @@ def test_files_that_nobody_knows_are_taken_in_or_removed(tmp_path: Path) -> None
             path.stat().st_size for path in files(tmp_path)
         }
         assert len(files(tmp_path)) == 3
+
+
+def test_a_block_is_whole_only_if_its_words_and_tokens_make_sense() -> None:
+    record = told(1, 2)[0]
+    assert check_block(encode(record, FINGERPRINT)).fingerprint == FINGERPRINT
+    assert check_block(encode(record, "f" * 256)).record.key == record.key
+    for fingerprint in ("", "a\nb", "f" * 257, "\x1b" * 257):
+        with pytest.raises(Damaged, match="its fingerprint is none"):
+            check_block(encode(record, fingerprint))
+    tokens = record.arrays[TOKENS]
+    others: list[dict[str, HostArray]] = [
+        {"0.keys": tokens},
+        {TOKENS: replace(tokens, dtype="int32")},
+        {TOKENS: replace(tokens, shape=(2, BLOCK))},
+        {TOKENS: HostArray("uint32", (0,), tokens.data[:0])},
+    ]
+    for arrays in others:
+        with pytest.raises(Damaged, match="does not hold the tokens"):
+            check_block(encode(replace(record, arrays=arrays), FINGERPRINT))
+    for other in (replace(record, depth=-1), replace(record, parent=ROOT[:-1])):
+        with pytest.raises(Damaged, match="cannot lie"):
+            check_block(encode(other, FINGERPRINT))
+    with pytest.raises(Damaged, match="not that of its tokens"):
+        check_block(encode(replace(record, key=ROOT), FINGERPRINT))
 
 
 def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
@@ -439,7 +584,7 @@ def test_processes_write_no_block_twice(tmp_path: Path) -> None:
     with opened(tmp_path, blocks=100):
         pass  # the schema is there
     running = [run_writer(tmp_path) for _ in range(3)]
-    written = [int(process.communicate(timeout=60)[0]) for process in running]
+    written = [int(process.communicate(timeout=SOON)[0]) for process in running]
     assert [process.returncode for process in running] == [0] * 3
     with opened(tmp_path, blocks=8) as store:
         assert store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
@@ -456,7 +601,7 @@ def test_a_writer_that_is_killed_loses_at_most_its_block(
     tmp_path: Path, step: str, skip: int
 ) -> None:
     process = run_writer(tmp_path, f"{step}:{skip}")
-    process.communicate(timeout=60)
+    process.communicate(timeout=SOON)
     assert process.returncode == -signal.SIGKILL
     with opened(tmp_path, blocks=8) as store:
         assert size_of(tmp_path) <= store.limit_bytes

@@ -6,9 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from penstock.attention import devices
 from penstock.kv import columns as col
 from penstock.kv.block_format import BlockFormat
-from penstock.kv.codecs import parse_scheme
+from penstock.kv.codecs.names import parse_scheme
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 from penstock.tiers.host import TOKENS, RestoreBuffer, host_block
@@ -144,7 +145,7 @@ def test_what_a_codec_holds_comes_back_to_the_bit(name: str, in_place: bool) -> 
         for _ in shapes
     ]
     whole = Segment(tuple((block_hashes, values) for block_hashes, values in layers)).encoded(
-        scheme, [1]
+        scheme, devices.current(), [1]
     )
     assert held.holds(whole)
     assert held.nbytes(whole.tokens) == whole.nbytes

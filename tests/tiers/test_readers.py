@@ -10,11 +10,10 @@ import weakref
 from concurrent.futures import wait
 
 import pytest
+from patience import SOON
 
 from penstock.tiers import readers as module
 from penstock.tiers.readers import Readers
-
-SOON = 10.0
 
 
 class Room:
@@ -91,7 +90,7 @@ Readers(2, "test").submit(threading.Event().wait)
 
 
 def test_a_process_ends_while_a_disk_hangs() -> None:
-    subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=SOON)
 
 
 def test_short_calls_are_shared_out_and_quick_ones_are_not(

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 
 from penstock.tiers.record import (
     DTYPES,
+    TOKENS,
     Damaged,
+    FileSource,
     HostArray,
     Record,
     Target,
     decode,
     encode,
-    read_into,
+    read_from,
 )
 
 KEY, PARENT = bytes(range(16)), bytes(range(16, 32))
@@ -61,7 +63,7 @@ def placed(raw: bytes, *dtypes: str) -> Record:
     with TemporaryFile() as file:
         file.write(raw)
         file.flush()
-        words = read_into(file.fileno(), targets)
+        words = read_from(FileSource(file.fileno()), targets)
     assert words["fingerprint"] == "m"
     return Record(
         bytes.fromhex(words["key"]), bytes.fromhex(words["parent"]), int(words["depth"]), found
@@ -75,6 +77,14 @@ def whole(raw: bytes, *_: str) -> Record:
 
 WAYS = pytest.mark.parametrize("read", [whole, placed])
 Read = Callable[..., Record]
+
+
+@pytest.mark.parametrize(("depth", "blocks", "end"), [(0, 2, 8), (6, 2, 32), (3, 1, 32)])
+def test_a_record_tells_the_tokens_in_front_of_its_end(depth: int, blocks: int, end: int) -> None:
+    """Eight tokens, of so many blocks."""
+    arrays = {TOKENS: host("uint32", 8)}
+    assert Record(KEY, PARENT, depth, arrays, blocks=blocks).end_tokens == end
+    assert Record(KEY, PARENT, depth, record("float32").arrays).end_tokens == 0
 
 
 @WAYS
@@ -135,7 +145,7 @@ def test_other_arrays_than_were_asked_for_are_refused(off: dict[str, Any], tmp_p
     if "less" in off:
         del targets["0.keys"]
     with path.open("rb") as file, pytest.raises(Damaged, match="asked for"):
-        read_into(file.fileno(), targets)
+        read_from(FileSource(file.fileno()), targets)
 
 
 @pytest.mark.parametrize(

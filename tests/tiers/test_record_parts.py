@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from objects_in_memory import InMemory
+from patience import SOON
 from test_disk_store import chain
 from test_remote_store import opened
 
 from penstock.tiers.disk import SSDStore
 from penstock.tiers.disk.block_files import opened as opened_file
-from penstock.tiers.record import Damaged, FileSource, Record, array_offsets, encode
-from penstock.tiers.record_parts import ArrayPart
+from penstock.tiers.record import ArrayPart, Damaged, FileSource, Record, array_offsets, encode
 from penstock.tiers.store import Store
 from penstock.tiers.worker import ColdTier
-
-SOON = 10.0
 
 
 @pytest.fixture(params=["disk", "remote"])

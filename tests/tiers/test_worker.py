@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from patience import SOON
+from server_processes import wait_until
 from test_disk_store import FILE_BYTES, FINGERPRINT, INDEX_BYTES, chain, keys_of
 
 from penstock.tiers.disk import Record, SSDStore
@@ -22,8 +23,6 @@ from penstock.tiers.disk.disk_store import INDEX_NAME
 from penstock.tiers.disk.tombstone import Tombstone
 from penstock.tiers.record import FORMAT, Target
 from penstock.tiers.worker import ColdTier
-
-SOON = 20.0
 
 
 def opener(folder: Path, blocks: int = 100) -> Callable[[], SSDStore]:
@@ -166,15 +165,15 @@ def test_a_folder_that_fails_switches_it_off_and_on_again(
         tier.offer(records[1])
         assert tier.flush(SOON)
         assert "cache" in str(tier.stats().off)
+        assert len([r for r in caplog.records if "switched off" in r.message]) == 1
         assert tier.restore(keys_of(records), lambda: places(records)[1]).result(SOON) == 0
         assert not tier.offer(records[2])
-        time.sleep(0.4)
+        wait_until(lambda: tier.stats().faults > 1)
         assert count(tier, keys_of(records)).result(SOON) == 0, "tried again, and it fails again"
         assert len([r for r in caplog.records if "switched off" in r.message]) == 1
         folder.unlink()
-        time.sleep(0.4)
-        count(tier, keys_of(records)).result(SOON)
-        assert tier.stats().off is None
+        wait_until(lambda: tier.stats().off is None)
+        assert count(tier, keys_of(records)).result(SOON) == 0
         assert "there again" in caplog.text
         assert all(tier.offer(record) for record in records)
         assert tier.flush(SOON)
@@ -220,14 +219,14 @@ def test_what_was_cleared_does_not_come_back_with_the_folder(
         tier.offer(chain(5)[4])
         assert tier.flush(SOON) and tier.stats().off is not None
         assert tier.clear().result(SOON) is None
-        folder.unlink()
-        away.rename(folder)
         if lost_index:
-            for path in folder.rglob("index.sqlite*"):
+            for path in away.rglob("index.sqlite*"):
                 path.unlink()
-        time.sleep(0.5)
+        link = tmp_path / "link"
+        link.symlink_to(away)
+        link.replace(folder)  # at once: the thread may try the folder at any time
+        wait_until(lambda: tier.stats().off is None)
         assert count(tier, keys_of(records)).result(SOON) == 0
-        assert tier.stats().off is None
         assert not list(folder.rglob("*.safetensors"))
         assert all(tier.offer(record) for record in records)
         assert tier.flush(SOON)
@@ -267,6 +266,19 @@ def test_a_deletion_outlives_the_thread_that_could_not_do_it(tmp_path: Path, gon
         assert tier.flush(SOON)
     with running(folder, tombstone=Tombstone(folder, FINGERPRINT)) as tier:
         assert count(tier, keys_of(records)).result(SOON) == 4, "done once"
+
+
+def test_a_deletion_that_cannot_be_written_down_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache"
+    folder.write_text("a file stands where the folder was")
+    tombstone = Tombstone(folder, FINGERPRINT)
+    tombstone.places[1].mkdir()
+    with running(folder, tombstone=tombstone) as tier:
+        assert count(tier, keys_of(chain(1))).result(SOON) == 0
+        assert tier.clear().result(SOON) is None
+    assert "a restart forgets it" in caplog.text
 
 
 def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None:

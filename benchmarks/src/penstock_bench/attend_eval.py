@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from penstock.errors import SettingError
 from penstock.models.layer_seams import attach
 from penstock.models.mlx_lm import load
+from penstock.plurals import counted
 from penstock_bench.attend_text import KEPT_TOKENS, STEP_TOKENS, AttendText, mean
 from penstock_bench.eval_load import EvalLoad
 from penstock_bench.eval_texts import EvalPiece, pieces
@@ -133,9 +134,10 @@ def _check(text: Sequence[EvalPiece], attend: int) -> None:
     shortest = min(len(piece.tokens) for piece in text)
     if shortest - STEP_TOKENS - 1 <= attend:
         raise SettingError(
-            f"--attend {attend}: a piece of the text has {shortest:,} tokens, of which the last "
+            f"--attend {attend}: a piece of the text has "
+            f"{counted(shortest, 'token')}, of which the last "
             f"{STEP_TOKENS} are given one by one; make pieces longer (--piece, --text-tokens), "
-            f"{attend + STEP_TOKENS + 2:,} tokens at least"
+            f"{counted(attend + STEP_TOKENS + 2, 'token')} at least"
         )
 
 
@@ -216,8 +218,8 @@ def report(
 
 def _lines(size: int, window: int, figures: dict[str, Estimate], most: float) -> Iterator[Line]:
     kl, ratio, perplexity = (figures[name] for name in ("kl", "kl_over_window", "perplexity"))
-    name = f"{size:,} tokens read"
-    theirs = f"{_plain(figures['window_kl'], '.4f')} ({window:,} tokens)"
+    name = f"{counted(size, 'token')} read"
+    theirs = f"{_plain(figures['window_kl'], '.4f')} ({counted(window, 'token')})"
     yield Line(f"{name}: KL", _plain(kl, ".4f"), theirs, _at_most(), kl.mean <= MOST_KL)
     met = ratio.mean <= most
     yield Line(f"{name}: KL over the window's", _plain(ratio, ".3f"), "1", f"<= {most}", met)

@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from penstock.kv.chunk_reads import ChunkReads
+from penstock.attention.chunk_reads import ChunkReads
+from penstock.plurals import counted
 from penstock_bench.engine_sides import EngineShape, Ours
 from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Notify, Report
@@ -43,7 +44,7 @@ def measure(load: AttendLoad, notify: Notify = lambda *_: None) -> Report:
     model, steps = bench_model(load.model, load.llama), {}
     for number, shape in enumerate(load.shapes):
         sequences, tokens = shape
-        notify(f"{sequences} x {tokens:,} tokens", number, len(load.shapes))
+        notify(f"{sequences} x {counted(tokens, 'token')}", number, len(load.shapes))
         steps[shape] = _measure_one(load, model, sequences, tokens)
     return report(load, model, steps)
 
@@ -113,14 +114,14 @@ def report(
     """Lay out the medians."""
     lines, ours, theirs, ratios = [], {}, {}, {}
     for (sequences, tokens), step_ms in steps.items():
-        name = f"{sequences} x {tokens:,} tokens"
+        name = f"{sequences} x {counted(tokens, 'token')}"
         ours[name], theirs[name] = (statistics.median(step_ms[side]) for side in (CHOICE, ALL))
         ratios[name], goal = theirs[name] / ours[name], GOALS.get((sequences, tokens))
         lines.append(Line(f"{name}: a step", f"{ours[name]:.1f} ms", f"{theirs[name]:.1f} ms"))
         met = None if goal is None else ratios[name] >= goal
         wanted = "" if goal is None else f">= {goal:g}x"
         lines.append(Line(f"{name}: times as fast", f"{ratios[name]:.2f}x", "", wanted, met))
-    goals = {f"{b} x {tokens:,} tokens": goal for (b, tokens), goal in GOALS.items()}
+    goals = {f"{b} x {counted(tokens, 'token')}": goal for (b, tokens), goal in GOALS.items()}
     return Report(
         name="attend",
         claim=CLAIM,

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from penstock.attention import devices
 from penstock.engine.model.runner import Runner
 from penstock.models.mlx_lm import load
+from penstock.plurals import counted
 from penstock_bench.attend_text import KEPT_TOKENS, window_tokens
 from penstock_bench.eval_load import UNCHANGED, EvalLoad, KVSetting
 from penstock_bench.eval_texts import AskedDialogue, EvalTask, questions
@@ -71,7 +73,7 @@ def _longest(asked: dict[int | str, list[AskedDialogue]]) -> int:
 
 def _window(model: Any, attend: int, length: int, *, rest: bool) -> int:
     """Return the tokens of a window that takes the bytes of a choice and of its index."""
-    runner = Runner(model, max_kv_size=length, keep=0)
+    runner = Runner(model, devices.current(), max_kv_size=length, keep=0)
     layers = sorted(runner.selectable_layers)
     return window_tokens(runner.shapes, layers, attend, length, rest=rest)
 
@@ -86,10 +88,10 @@ def report(load_: EvalLoad, whole: Answers, outcomes: dict[int, TaskOutcome]) ->
             below = fewer(ours, outcome.choice[task])
             reached = below.mean <= MOST_POINTS / 100
             met = met and reached
-            name = f"{task}: {size:,} tokens read"
+            name = f"{task}: {counted(size, 'token')} read"
             window = _share(Estimate.of_shares(outcome.window[task]))
             right = _share(Estimate.of_shares(outcome.choice[task]))
-            theirs = f"{window} ({outcome.window_tokens:,} tokens)"
+            theirs = f"{window} ({counted(outcome.window_tokens, 'token')})"
             lines.append(Line(name, right, theirs))
             goal = f"<= {MOST_POINTS:g}"
             lines.append(Line(f"{name}: points fewer", _share(below), "", goal, reached))

@@ -10,11 +10,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from penstock.attention import devices
+from penstock.attention.selection.key_index import KeyIndex
 from penstock.caches import SelectiveKVCache, make_kv_cache
 from penstock.engine.model.runner import Runner
-from penstock.kv.key_index import KeyIndex
-from penstock.kv.sign_products import Floats
+from penstock.kv.numpy_arrays import Floats
 from penstock.kv.tails import LayerShape, token_bytes
+from penstock.plurals import counted
 from penstock_bench.eval_texts import EvalPiece
 from penstock_bench.forcing import Forced, PieceFigures, log_probabilities
 
@@ -51,7 +53,7 @@ class AttendText:
         self._read: list[list[Any]] = []
         self._all: list[Floats] = []
         most = max(len(piece.tokens) for piece in text)
-        self._shapes = Runner(model, max_kv_size=most, keep=0).shapes
+        self._shapes = Runner(model, devices.current(), max_kv_size=most, keep=0).shapes
         for piece in text:
             step("reading all")
             self._read.append(self._prompt(piece, self._caches(most)))
@@ -74,7 +76,7 @@ class AttendText:
         """
         logs = []
         for piece, read in zip(self._text, self._read, strict=True):
-            self._step(f"{tokens:,} tokens read")
+            self._step(f"{counted(tokens, 'token')} read")
             caches = copy.deepcopy(read)
             for layer in self.layers:
                 if layer not in whole:
@@ -93,7 +95,7 @@ class AttendText:
         """
         logs = []
         for piece, size in zip(self._text, self.window_tokens(tokens), strict=True):
-            self._step(f"window of {size:,} tokens")
+            self._step(f"window of {counted(size, 'token')}")
             caches = make_kv_cache(self._model, size, KEPT_TOKENS)
             logs.append(self._steps(piece, self._prompt(piece, caches)))
         return self._figures(logs)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from penstock.attention import devices
+from penstock.attention.chunk_reads import ChunkReads
 from penstock.engine.model.runner import Runner
-from penstock.kv.chunk_reads import ChunkReads
-from penstock.kv.codecs import Scheme
 from penstock.kv.codecs.coded import Codec
+from penstock.kv.codecs.scheme import Scheme
 
 QUERY_TOKENS = 64
 """Tokens whose queries are watched, behind the tokens whose keys and values are coded."""
@@ -79,7 +80,9 @@ def watch(runner: Runner, tokens: Sequence[int], span: int) -> list[WatchedLayer
     if coded <= 0 or runner.fitness.way == "joined":
         return []
     windows = runner.layout.attention_windows
-    reads = [WatchingReads(number, window, (), 0) for number, window in enumerate(windows)]
+    reads = [
+        WatchingReads(number, window, (), 0, runner.device) for number, window in enumerate(windows)
+    ]
     caches, _ = runner.layout.caches(reads, None)
     logits = runner.model(mx.array([list(tokens[: coded + QUERY_TOKENS])]), cache=caches)
     mx.eval(logits[:, -1])
@@ -133,4 +136,4 @@ def _log_weights(queries: mx.array, keys: mx.array) -> mx.array:
 
 def _held(codec: Codec | None, x: mx.array) -> mx.array:
     """Return numbers as a codec holds them, in float32."""
-    return x if codec is None else codec.encode(x).dequantize()
+    return x if codec is None else codec.encode(x, devices.current()).dequantize(devices.current())

@@ -12,6 +12,7 @@ from rich.table import Table
 from penstock.config import RoutingPolicy
 from penstock.errors import SettingError
 from penstock.memory import format_bytes
+from penstock.plurals import counted
 from penstock.routing import POLICIES
 from penstock_bench.bench_settings import Machine, ReplaySettings
 from penstock_bench.cluster_simulation import (
@@ -178,7 +179,7 @@ def table(report: Report) -> Table:
     machine = load["machine"]
     drawn = Table(
         title=(
-            f"each replica: KV of {machine['memory_tokens']:,} tokens, reads "
+            f"each replica: KV of {counted(machine['memory_tokens'], 'token')}, reads "
             f"{machine['prefill_rate']:,.0f} tokens/s, writes {machine['decode_rate']:,.0f} "
             f"tokens/s in each of {machine['max_batch_size']} sequences, and has 1/{load['split']} "
             f"of the trace's conversations; {load['routers']} router(s), summaries every "

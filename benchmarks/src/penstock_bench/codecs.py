@@ -18,12 +18,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from penstock.attention import devices
 from penstock.errors import SettingError
-from penstock.kv.codecs import Codec, Coded, Scheme, parse_scheme
+from penstock.kv.codecs.coded import Codec, Coded
+from penstock.kv.codecs.names import parse_scheme
+from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.states import taken_apart
 from penstock.models.mlx_lm import encode, load, plain_caches
-from penstock.recall import dialogue
 from penstock_bench import vllm_mlx
+from penstock_bench.recall import dialogue
 from penstock_bench.report import environment
 from penstock_bench.rivals import QuantizedSides
 from penstock_bench.vllm_mlx import DequantizedSides
@@ -294,15 +297,20 @@ def ours(scheme: Scheme) -> StoreLayer:
         parts = [part for side in (keys, values) for part in _parts(side)]
 
         def attend(queries: mx.array) -> mx.array:
-            scores = keys.score(queries) if isinstance(keys, Coded) else _products(queries, keys)
+            scores = (
+                keys.score(queries, devices.current())
+                if isinstance(keys, Coded)
+                else _products(queries, keys)
+            )
             weights = mx.softmax(scores.astype(mx.float32), axis=-1)
             if isinstance(values, Coded):
-                return values.mix(weights)
+                return values.mix(weights, devices.current())
             return weights.astype(values.dtype) @ values[0]
 
         def dequantize() -> tuple[mx.array, mx.array]:
             dequantized = [
-                side.dequantize() if isinstance(side, Coded) else side for side in (keys, values)
+                side.dequantize(devices.current()) if isinstance(side, Coded) else side
+                for side in (keys, values)
             ]
             return dequantized[0], dequantized[1]
 
@@ -341,7 +349,7 @@ def rivals(head_dim: int) -> tuple[dict[str, StoreLayer], dict[str, str]]:
 
 def _coded(codec: Codec | None, side: mx.array) -> Coded | mx.array:
     # Evaluated, this is a copy: a cache holds no view of computed arrays.
-    return side + 0 if codec is None else codec.encode(side)
+    return side + 0 if codec is None else codec.encode(side, devices.current())
 
 
 def _parts(side: Coded | mx.array) -> list[mx.array]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from penstock.plurals import counted
 from penstock_bench.engine_runs import Driving, Run, RunMoment, Task, clean, run_side
 from penstock_bench.engine_sides import OURS, RIVAL, MakeSide, Side
 from penstock_bench.report import Line
@@ -207,7 +208,7 @@ def _found(
 def _check_base(side: str, base_bytes: int) -> None:
     stray = clean() - base_bytes
     if stray > STRAY_BYTES:
-        raise AssertionError(f"{side} left {stray:,} bytes behind")
+        raise AssertionError(f"{side} left {counted(stray, 'byte')} behind")
 
 
 def check_same_tokens(runs: Mapping[str, Iterable[Run]]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.kv.codecs import Scheme, parse_scheme
+from penstock.kv.codecs.names import parse_scheme
+from penstock.kv.codecs.scheme import Scheme
+from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 from penstock_bench.bench_settings import EvalSettings
 from penstock_bench.key_forms import KeyForm
@@ -42,7 +44,7 @@ class KVSetting:
     def __str__(self) -> str:
         window = "" if self.max_kv_size is None else f", window {self.max_kv_size:,}"
         keep = "" if self.keep is None else f", keep {self.keep}"
-        choice = "" if self.attend is None else f", {self.attend:,} tokens read"
+        choice = "" if self.attend is None else f", {counted(self.attend, 'token')} read"
         return f"{self.codec}{window}{keep}{choice}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.errors import SettingError
 from penstock.models.mlx_lm import encode, load, render
-from penstock.recall import END, MODEL_PATH, ROLES, dialogue
+from penstock.recall import MODEL_PATH
 from penstock_bench.eval_load import (
     ANSWER_TOKENS,
     FIRST_SEED,
@@ -18,6 +18,7 @@ from penstock_bench.eval_load import (
 )
 from penstock_bench.key_forms import KeyForm, reform
 from penstock_bench.long_tasks import Haystack, LongTask, score, write
+from penstock_bench.recall import END, ROLES, dialogue
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from penstock.attention import devices
 from penstock.engine.core import Core
 from penstock.engine.model.runner import Runner
 from penstock.engine.request import Request
 from penstock.engine.settings import checked
 from penstock.errors import SettingError
-from penstock.kv.codecs import parse_scheme
+from penstock.kv.codecs.names import parse_scheme
+from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 from penstock_bench.attention_error import (
     LayerError,
@@ -292,7 +294,9 @@ def _on_form(
 
 def _way(model: Any, setting: KVSetting, load_: EvalLoad) -> Way:
     limits = checked(load_.engine(setting))
-    runner = Runner(model, max_kv_size=limits.max_kv_size, keep=limits.keep_tokens)
+    runner = Runner(
+        model, devices.current(), max_kv_size=limits.max_kv_size, keep=limits.keep_tokens
+    )
     for shape in runner.shapes:
         try:
             setting.scheme.token_bits(shape.key_dim, shape.value_dim, 8 * shape.dtype.size)
@@ -408,7 +412,7 @@ def judged(row: EvalRow, rows: Sequence[EvalRow]) -> Iterator[Line]:
     if name in {parse_scheme(codec).name for codec in GOAL_CODECS} and row.form in GOAL_FORMS:
         for length, share in recall.items():
             yield Line(
-                f"{row.name}, {length:,} tokens",
+                f"{row.name}, {counted(length, 'token')}",
                 _percent(share.mean),
                 _percent(raw.recall[length].mean),
                 f">= raw - {GOAL_POINTS}",

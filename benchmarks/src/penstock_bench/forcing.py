@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from penstock.attention import devices
+from penstock.attention.chunk_reads import ChunkReads
+from penstock.attention.span_attention import AttentionWindow
 from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
-from penstock.kv import backend
-from penstock.kv.attention import AttentionWindow
-from penstock.kv.attention_plan import KVSpan
-from penstock.kv.chunk_reads import ChunkReads
-from penstock.kv.codecs import Coded, Scheme
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.columns import Side
-from penstock.kv.segment import Layer, Segment
-from penstock.kv.sign_products import Floats
+from penstock.kv.numpy_arrays import Floats
+from penstock.kv.segment import KVSpan, Layer, Segment
 from penstock.kv.states import RecurrentState
 from penstock_bench.eval_load import KVSetting
 from penstock_bench.eval_texts import EvalPiece
@@ -55,7 +55,7 @@ class BlockReads(ChunkReads):
         scheme: Scheme,
         block_size: int,
     ) -> None:
-        super().__init__(layer, attention_window, parts, position)
+        super().__init__(layer, attention_window, parts, position, devices.current())
         self._scheme = scheme.of_layer(layer)
         self._block_size = block_size
         self.coded: Layer | None = None
@@ -75,7 +75,9 @@ class BlockReads(ChunkReads):
         *own, columns = self.joined(window)
         n, size = keys.shape[2], self._block_size
         before = own[0].shape[2] - n
-        whole = Segment.views(((keys, values),), 0, n - n % size).encoded(self._scheme)
+        whole = Segment.views(((keys, values),), 0, n - n % size).encoded(
+            self._scheme, devices.current()
+        )
         self.coded = whole.layers[0]
         held = [
             mx.concatenate([joined[:, :, :before], _dequantized(side, joined.dtype)], axis=2)
@@ -89,7 +91,7 @@ class BlockReads(ChunkReads):
                 for codes, joined in zip(held, own, strict=True)
             ]
             results.append(
-                backend.current().attend_prefill(
+                devices.current().prefill(
                     queries[:, :, start : start + size],
                     *seen,
                     columns=None if columns is None else columns[:last],
@@ -105,7 +107,9 @@ class BlockReads(ChunkReads):
 
 def _dequantized(side: Side, dtype: mx.Dtype) -> mx.array:
     """Return numbers as they are read."""
-    return (side.dequantize() if isinstance(side, Coded) else mx.array(side)).astype(dtype)
+    return (
+        side.dequantize(devices.current()) if isinstance(side, Coded) else mx.array(side)
+    ).astype(dtype)
 
 
 class Reading:
@@ -154,7 +158,7 @@ class Reading:
         if reads is not None:
             segment = Segment(tuple(read.coded for read in reads if read.coded), length=whole)
         elif whole == n:
-            segment = segment.encoded(scheme)
+            segment = segment.encoded(scheme, devices.current())
         if whole:
             nbytes, coded = self.coded
             self.coded = nbytes + segment.kv_nbytes, coded + segment.tokens

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 from penstock import config
+from penstock.plurals import counted
 from penstock_bench.comparison import size
 from penstock_bench.engine_sides import OURS, RIVAL, EngineShape, Ours
 from penstock_bench.models import BenchModel
@@ -246,7 +247,11 @@ def _held_lines(load: HybridLoad, turns: TurnTimes) -> list[Line]:
     checkpoints = size(turns.checkpoint_bytes)
     return [
         Line(
-            "computed for the next turn", f"{computed:,} tokens", "", f"<= {most}", computed <= most
+            "computed for the next turn",
+            f"{counted(computed, 'token')}",
+            "",
+            f"<= {most}",
+            computed <= most,
         ),
         Line("keys and values held", size(turns.kv_bytes), ""),
         Line(f"checkpoints ({share:.0%})", checkpoints, "", f"<= {SHARE:.0%}", share <= SHARE),

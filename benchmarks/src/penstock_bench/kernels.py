@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from penstock.kv import backend
-from penstock.kv.codecs import parse_scheme
-from penstock.kv.codecs.names import RAW
-from penstock.kv.kernels.attend import device_kernels
-from penstock.kv.kernels.selftest import Timing, WayChoice, choose
-from penstock.kv.kernels.ways import AttentionForm, AttentionWay
+from penstock.attention import devices
+from penstock.kv.codecs.names import RAW, parse_scheme
+from penstock.plugins.kernels.attend import device_kernels
+from penstock.plugins.kernels.selftest import Timing, WayChoice, choose
+from penstock.plugins.kernels.ways import AttentionForm, AttentionWay
+from penstock.plurals import counted
 from penstock_bench.report import Line, Report
 
 CLAIM = "The way that an engine takes for a decode step's attention is the quickest of three"
@@ -39,7 +39,7 @@ def measure(load: KernelsLoad) -> Report:
     choices = {
         (rows, tokens): choose(
             load.layers,
-            device_kernels(backend.current()),
+            device_kernels(devices.current()),
             rows=rows,
             scheme=scheme,
             seconds=HOURS,
@@ -54,7 +54,7 @@ def measure(load: KernelsLoad) -> Report:
 def report(load: KernelsLoad, choices: dict[tuple[int, int], WayChoice]) -> Report:
     """Set the way that is taken against plain operations."""
     timings = [
-        (f"{one.layer}, {tokens:,} tokens, {one.step} ({rows})", one)
+        (f"{one.layer}, {counted(tokens, 'token')}, {one.step} ({rows})", one)
         for (rows, tokens), choice in choices.items()
         for one in choice.timings
     ]

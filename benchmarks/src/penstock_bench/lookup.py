@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock import config
+from penstock.plurals import counted
 from penstock.prefix import Node, PrefixTree, hash_blocks, root_hash
 from penstock_bench import rivals
 from penstock_bench.blank import Blank
@@ -102,7 +103,11 @@ def shapes(load: LookupLoad) -> list[LookupShape]:
             len(common) - len(common) % size,
         ),
         LookupShape(
-            f"a path of {-(-len(prompt) // piece):,} nodes", [prompt], piece, prompt, len(prompt)
+            f"a path of {counted(-(-len(prompt) // piece), 'node')}",
+            [prompt],
+            piece,
+            prompt,
+            len(prompt),
         ),
         LookupShape(
             f"another prompt after token {load.early_tokens}", [prompt], len(prompt), early, 0

@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 
 from penstock import config
 from penstock.models.mlx_lm import load, render
-from penstock.recall import MODEL_PATH, dialogue
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import dialogue
 from penstock_bench.rivals import random_llama
 
 DIALOGUE_TOKENS = 2_000

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from penstock.plurals import counted
 from penstock_bench.comparison import Comparison, compare_in_turn, figures, in_turn, size, speed
 from penstock_bench.engine_runs import Task
 from penstock_bench.engine_sides import RIVAL, EngineShape, MakeSide, Ours
@@ -139,7 +140,7 @@ def _lines(tokens: int, ours: Pair, theirs: Pair) -> list[Line]:
         return f"{raw} > {coded} ({_ratios(pair)[name]:.2f}x)"
 
     def line(figure: str, key: str, name: str, goal: str = "", met: bool | None = None) -> Line:
-        heading = f"{tokens:,} tokens: {figure}"
+        heading = f"{counted(tokens, 'token')}: {figure}"
         return Line(heading, text(ours, key, name), text(theirs, key, name), goal, met)
 
     ratio = _ratios(ours)

@@ -17,14 +17,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from penstock.attention import devices
+from penstock.attention.attention_plan import DecodeRow
+from penstock.attention.ops import AttentionOps
+from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
+from penstock.attention.selection.selected_reads import ChoiceReader
+from penstock.attention.selection.selection import FIRST_TOKENS, Scores, Selection, pieces
 from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.engine.schedule.sequence import Sequence
-from penstock.kv.attention_plan import ColumnRange, DecodeRow
-from penstock.kv.choosing_loops import BLOCK_TOKENS
-from penstock.kv.selection import FIRST_TOKENS, Scores, Selection, pieces
+from penstock.kv.segment import ColumnRange
 from penstock.models.mlx_lm import load, render
-from penstock.recall import MODEL_PATH, Question, dialogue
+from penstock.plurals import counted
+from penstock.recall import MODEL_PATH
+from penstock_bench.recall import Question, dialogue
 from penstock_bench.report import Line, Notify, Report
 from penstock_bench.window_recall import ANSWER_TOKENS, Share
 
@@ -52,7 +58,11 @@ class RememberLoad:
 
 
 def quest_score(
-    self: Selection, rows: Items[DecodeRow], queries: Items[Scores], layer: int
+    self: Selection,
+    rows: Items[DecodeRow],
+    queries: Items[Scores],
+    layer: int,
+    ops: AttentionOps,
 ) -> list[Scores]:
     """Score blocks by Quest's bound: the largest product that their extremes allow.
 
@@ -81,16 +91,19 @@ def _scoring(side: str) -> Iterator[None]:
     The answers have a few tokens. In an engine the first one reads all, and knows most of them.
     """
     by_index, of_prompts = Selection.score_blocks, Sequence.follows_prompt
-    loops = Selection.loops
+    device = type(devices.current())
+    by_loops = device.choice_reader
     if side == "quest":
         Selection.score_blocks = quest_score  # type: ignore[method-assign]
-        Selection.loops = lambda *_: None  # type: ignore[method-assign]
+        device.choice_reader = (  # type: ignore[method-assign]
+            lambda self, selection, *sizes: ChoiceReader(selection, self)
+        )
     Sequence.follows_prompt = property(lambda _: False)  # type: ignore[assignment]
     try:
         yield
     finally:
         Selection.score_blocks = by_index  # type: ignore[method-assign]
-        Selection.loops = loops  # type: ignore[method-assign]
+        device.choice_reader = by_loops  # type: ignore[method-assign]
         Sequence.follows_prompt = of_prompts  # type: ignore[method-assign]
 
 
@@ -127,7 +140,7 @@ def measure(load_: RememberLoad, notify: Notify = lambda what, done, of: None) -
     ]
     outcomes: list[RecallOutcome] = []
     for number, (length, side, attend) in enumerate(runs):
-        notify(f"{length:,} tokens, {side}", number, len(runs))
+        notify(f"{counted(length, 'token')}, {side}", number, len(runs))
         outcomes += _asked(load_, model, tokenizer, length, side, attend)
     return report(load_, outcomes)
 
@@ -203,25 +216,25 @@ def _text(tokenizer: Any, tokens: Items[int]) -> str:
 
 def shares(outcomes: Items[RecallOutcome]) -> dict[tuple[int, int, str], Share]:
     """Count known facts by the tokens that a step reads, the length, and the side."""
-    counted: dict[tuple[int, int, str], Share] = {}
+    counts: dict[tuple[int, int, str], Share] = {}
     for outcome in outcomes:
         key = outcome.attend, outcome.length, outcome.side
-        before = counted.get(key, Share(0, 0))
+        before = counts.get(key, Share(0, 0))
         asked = before.asked + len(outcome.known)
-        counted[key] = Share(asked, before.known + sum(outcome.known))
-    return counted
+        counts[key] = Share(asked, before.known + sum(outcome.known))
+    return counts
 
 
 def report(load_: RememberLoad, outcomes: Items[RecallOutcome]) -> Report:
     """Lay out the shares, and judge the shares of the index."""
-    counted = shares(outcomes)
+    counts = shares(outcomes)
     lines: list[Line] = []
     met = True
     for attend in load_.attend:
         for length in load_.lengths:
-            whole, ours = counted[0, length, "all"], counted[attend, length, "index"]
-            window, quest = counted[attend, length, RIVAL], counted[attend, length, "quest"]
-            name = f"{length:,} tokens, {attend} read"
+            whole, ours = counts[0, length, "all"], counts[attend, length, "index"]
+            window, quest = counts[attend, length, RIVAL], counts[attend, length, "quest"]
+            name = f"{counted(length, 'token')}, {attend} read"
             goal, reached = "", None
             if attend >= JUDGED_TOKENS:
                 goal = f">= 99 % of {whole.known} known"
@@ -232,7 +245,7 @@ def report(load_: RememberLoad, outcomes: Items[RecallOutcome]) -> Report:
     named = {
         side: {
             f"{n:,} of {length:,}": share.as_object()
-            for (n, length, s), share in counted.items()
+            for (n, length, s), share in counts.items()
             if s == side
         }
         for side in SIDES

@@ -84,7 +84,7 @@ def environment(dtype: str) -> dict[str, Any]:
         "load_1_minute": round(os.getloadavg()[0], 2),
         "memory_bytes": psutil.virtual_memory().total,
         "back_end": back_end,
-        "blas": load_blas().name,
+        "blas": Path(load_blas().name).name,
         "dtype": dtype,
     }
 

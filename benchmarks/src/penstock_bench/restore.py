@@ -18,6 +18,7 @@ import psutil
 from penstock.engine.core import Core
 from penstock.engine.request import Request, Token
 from penstock.errors import SettingError
+from penstock.plurals import counted
 from penstock_bench.comparison import size
 from penstock_bench.engine_runs import clean
 from penstock_bench.engine_sides import MEMORY_SHARE, RIVAL, EngineShape
@@ -354,7 +355,7 @@ def _lines(load: RestoreLoad, ours: dict[str, Any], theirs: dict[str, Any]) -> l
     shares, peak = ours["bandwidth_share"], ours["peak_over_restored"]
     return [
         Line(
-            f"prefill of {load.known_tokens:,} tokens, s",
+            f"prefill of {counted(load.known_tokens, 'token')}, s",
             f"{ours['prefill_seconds']:.2f}",
             f"{theirs['prefill_seconds']:.2f}",
         ),

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-from penstock.kv.backend import default_stream
+from penstock.attention.devices import default_stream
 
 __all__ = [
     "Batched",

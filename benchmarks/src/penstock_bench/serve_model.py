@@ -19,10 +19,12 @@ from penstock import config, memory
 from penstock.models import named
 from penstock.models.gguf import weights
 from penstock.models.gguf.header import is_gguf, read_header
+from penstock.models.gguf.loaded_bytes import activation_dtype
 from penstock.models.mlx_lm import load
 from penstock.models.source import checked_source
-from penstock.recall import MODEL_PATH, count_tokens, dialogue, vocabulary
+from penstock.recall import MODEL_PATH
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
+from penstock_bench.recall import count_tokens, dialogue, vocabulary
 
 _TOKENIZER = (
     "tokenizer.json",
@@ -92,8 +94,9 @@ def model_source(name: str) -> Path:
 def write_gguf(file: Path, folder: Path, *, wide: bool) -> None:
     """Write a GGUF file as a model folder: with `wide` in float32, else its codes."""
     header = read_header(file)
-    weights.write_folder(header, folder, wide=wide)
-    arrays = dict(weights.weights(header, wide=wide))
+    dtype = "float32" if wide else activation_dtype(header)
+    weights.write_folder(header, folder, wide=wide, dtype=dtype)
+    arrays = dict(weights.weights(header, wide=wide, dtype=dtype))
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
 
 

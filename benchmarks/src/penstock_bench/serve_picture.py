@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot: no screen is needed, no state is shared
 
+from penstock.plurals import counted
 from penstock_bench.report import Report
 
 COLORS = {"penstock": "tab:blue", "mlx-lm": "tab:orange", "llama.cpp": "tab:green"}
@@ -36,7 +37,7 @@ def draw(report: Report, file: Path) -> None:
     first.set(xlabel="turn", yscale="log", xticks=range(1, load["turns"] + 1))
     first.set_title(
         f"seconds to the first token, {load['sessions']} sessions with a prompt of "
-        f"{load['system_tokens']:,} tokens",
+        f"{counted(load['system_tokens'], 'token')}",
         fontsize="medium",
     )
     gaps.set(xlabel="ms between two pieces of text", ylabel="share below", xscale="log")

@@ -25,6 +25,7 @@ from typing import IO, Any
 import httpx
 import psutil
 
+from penstock import children
 from penstock.blas import VARIABLE as BLAS_VARIABLE
 from penstock.blas import load_blas
 from penstock.errors import PenstockError, SettingError
@@ -148,7 +149,7 @@ def _started(
     arguments: Sequence[str], environment: dict[str, str]
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     with TemporaryFile() as log:
-        process = subprocess.Popen(
+        process = children.start(
             arguments,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -315,7 +316,7 @@ def engine_alone(folder: ServedFolder) -> Iterator[EngineProcess]:
     ]
     with ExitStack() as held:
         process = held.enter_context(
-            subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            children.start(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
         if process.stdin is None:
             raise AssertionError("the process has pipes")

@@ -93,9 +93,12 @@ def served_folder(load: ServeLoad) -> AbstractContextManager[ServedFolder]:
 
 
 def _same_first_answers(sessions: Mapping[str, Sequence[Phase]]) -> dict[str, int]:
-    """Count the first answers that ours gave too: their turns have the same prompts."""
+    """Count the first answers that ours gave too: their turns have the same prompts.
+
+    mlx-lm's server writes U+FFFD for a character that is cut off, ours nothing.
+    """
     firsts = {
-        side: Counter(reply.text for reply in phases[0].good if reply.turn == 0)
+        side: Counter(reply.text.rstrip("\ufffd") for reply in phases[0].good if reply.turn == 0)
         for side, phases in sessions.items()
     }
     return {side: (texts & firsts[OURS]).total() for side, texts in firsts.items()}

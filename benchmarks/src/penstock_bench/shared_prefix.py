@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from penstock.kv import backend
+from penstock.attention import devices
 from penstock_bench.comparison import (
     Comparison,
     check_same_tokens,
@@ -142,7 +142,7 @@ def fitting_batch(model: BenchModel, tokens: int) -> int:
     On the CPU its attention holds all scores, twice: for 8 prompts of 8,192 tokens 17 GB. With
     fewer prompts at once it is no slower there.
     """
-    if backend.current().fuses_attention:
+    if devices.current().facts.fuses_attention:
         return PREFILL_BATCH
     scores = model.query_heads * min(tokens, PREFILL_STEP_TOKENS) * tokens * 4
     room = psutil.virtual_memory().available // 2

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.errors import SettingError
+from penstock.plurals import counted
 from penstock_bench.comparison import (
     Comparison,
     check_same_tokens,
@@ -231,7 +232,8 @@ def _lines(shape: Shape, comparison: Comparison) -> list[Line]:
 def _curve_line(curve: Curve) -> Line:
     straight = {side: curve.straightness(side) for side in (OURS, RIVAL)}
     return Line(
-        f"a step's cost explained by a line, {curve.tokens[0]:,} to {curve.tokens[-1]:,} tokens",
+        f"a step's cost explained by a line, {curve.tokens[0]:,} to "
+        f"{counted(curve.tokens[-1], 'token')}",
         f"{100 * straight[OURS]:.1f} %",
         f"{100 * straight[RIVAL]:.1f} %",
         f">= {100 * STRAIGHT:g} %",

@@ -18,8 +18,10 @@ import mlx.core as mx
 
 from penstock import caches
 from penstock.models.mlx_lm import load, render
-from penstock.recall import MODEL_PATH, count_tokens, dialogue
+from penstock.plurals import counted
+from penstock.recall import MODEL_PATH
 from penstock_bench import rivals
+from penstock_bench.recall import count_tokens, dialogue
 from penstock_bench.report import Line, Report
 
 CLAIM = "Facts told within keep or within the window are known, the others are gone"
@@ -193,15 +195,15 @@ def report(load_: RecallLoad, trials: dict[RecallWindow, dict[str, list[Trial]]]
     figures: dict[str, dict[str, Any]] = {"penstock": {}, RIVAL: {}}
     totals = {side: dict.fromkeys(PLACES, Share(0, 0)) for side in figures}
     for setting, sides in trials.items():
-        counted = {side: shares(of_side) for side, of_side in sides.items()}
-        name = f"{setting.max_kv_size:,} tokens, keep {setting.keep}"
-        for side, of_side in counted.items():
+        counts = {side: shares(of_side) for side, of_side in sides.items()}
+        name = f"{counted(setting.max_kv_size, 'token')}, keep {setting.keep}"
+        for side, of_side in counts.items():
             figures[side][name] = {place: s.as_object() for place, s in of_side.items()}
             for place, s in of_side.items():
                 before = totals[side][place]
                 totals[side][place] = Share(before.asked + s.asked, before.known + s.known)
         for place in PLACES:
-            ours = counted["penstock"][place]
+            ours = counts["penstock"][place]
             if ours.share is None:
                 continue
             above = place != "between"
@@ -210,7 +212,7 @@ def report(load_: RecallLoad, trials: dict[RecallWindow, dict[str, list[Trial]]]
                 Line(
                     f"{name}: told in {place}" if place != "between" else f"{name}: in between",
                     str(ours),
-                    str(counted[RIVAL][place]),
+                    str(counts[RIVAL][place]),
                     f">= {SCALE * bound:.0f} %" if above else f"<= {SCALE * bound:.0f} %",
                     ours.share >= bound if above else ours.share <= bound,
                 )

@@ -4,33 +4,119 @@
 
 A sequence that is shorter than `min_quantize_tokens` is all in the head and the tail. Once it is
 not, the head is encoded as well, but for the first tokens that are to stay.
+
+A chunk attends to itself in full precision, and to earlier tokens dequantized, one layer at a
+time; then it is encoded. A single token is written to the tail. After `penstock.attach(model)` it
+reads the codes as they lie; otherwise they are dequantized for it: the same numbers, slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from copy import deepcopy
+from typing import Any, ClassVar, Self
+from weakref import ref
 
 import mlx.core as mx
 
-from penstock.caches import masks
-from penstock.caches.base import LayerCache, check_floating
-from penstock.caches.codec_batch import TurboQuantBatch
-from penstock.caches.codec_reading import TurboQuant
+from penstock.attention import devices, span_attention
+from penstock.attention.joined_reads import SideData
+from penstock.caches.base import LayerCache, agree, check_floating, ends_of
 from penstock.caches.codes import BLOCK_TOKENS, Codes, dim_of, encoded, whole_blocks
 from penstock.caches.growing import Growing, KVCache
-from penstock.caches.masks import Mask
+from penstock.caches.masks import Mask, by_position, causal, plain
 from penstock.config import MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
-from penstock.errors import SettingError
-from penstock.kv import attention, backend
+from penstock.errors import ModelError, SettingError
 from penstock.kv import columns as col
-from penstock.kv.checks import positive, whole
+from penstock.kv.checks import chosen_rows, ints, positive, whole
 from penstock.kv.code_pieces import dequantized
-from penstock.kv.codecs import Coded, Scheme, parse_scheme
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.names import parse_scheme
+from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.columns import Side
-from penstock.kv.joined_reads import SideData
 from penstock.kv.quantization import FORMAT, QuantizationRule
 from penstock.kv.segment import Layer
+
+_ALL = 2**30
+"""More tokens than any cache holds."""
+
+
+class TurboQuant(LayerCache):
+    """Base of the caches of one sequence and of a batch: reads in place, or dequantized."""
+
+    _given: tuple[ref[mx.array], ref[mx.array]] | None = None
+    """Weak references to the keys and values the model attends to next. The model alone keeps them
+    alive, since they may be the whole sequence, dequantized."""
+    _in_place = False
+    """Whether a single token was seen to attend by `attend`."""
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return everything dequantized: (batch, kv_heads, columns, dim); not evaluated."""
+        raise NotImplementedError
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array | None:
+        """Attend as the model's own attention would: (b, heads, 1, d) -> (b, heads, 1, dim).
+
+        None if the model must attend to `keys` and `values` itself: those of a chunk, or arrays
+        that it has changed.
+        """
+        expected = self._given
+        if expected is None or keys is not expected[0]() or values is not expected[1]():
+            return None
+        seen = self._seen(mask)
+        if len(seen) == 0:
+            return None
+        self._given, self._in_place = None, True
+        queries = span_attention.in_base_2(queries, scale)
+        rows = self._rows()
+        mixed_rows = [
+            row.attended(queries[i : i + 1] if len(rows) > 1 else queries, row_mask, sinks)
+            for i, (row, row_mask) in enumerate(zip(rows, seen, strict=True))
+        ]
+        return mixed_rows[0] if len(mixed_rows) == 1 else mx.concatenate(mixed_rows, axis=0)
+
+    def attended(
+        self, queries: mx.array, seen: mx.array | None, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend to one sequence in one softmax: (1, heads, 1, d) -> (1, heads, 1, dim)."""
+        raise NotImplementedError
+
+    def _give(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the keys and values that the model passes to its attention for a single token.
+
+        All columns, lazily dequantized, until the model was seen to read in place.
+        """
+        sides = (keys, values) if self._in_place else self.keys_and_values()
+        self._given = ref(sides[0]), ref(sides[1])
+        return sides
+
+    def _check_read(self) -> None:
+        """Raise ModelError if columns meant to be read in place were read otherwise."""
+        unread, self._given = self._given, None
+        if unread is not None and self._in_place:
+            self._in_place = False
+            raise ModelError(
+                "the last token was not read by penstock's attention, as those before it were: "
+                "this cache was moved to another model; call penstock.attach for that one, too"
+            )
+
+    def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None:
+        check_floating(name, dtype)
+
+    def _rows(self) -> Sequence[TurboQuant]:
+        raise NotImplementedError
+
+    def _seen(self, mask: object) -> list[mx.array | None]:
+        """Return (1, columns) booleans a row, None for all columns; [] for another kind of mask."""
+        raise NotImplementedError
 
 
 class TurboQuantKVCache(TurboQuant):
@@ -95,21 +181,21 @@ class TurboQuantKVCache(TurboQuant):
         keep: int,
         capacity: int | None,
     ) -> None:
-        """Begin empty; `first` tokens stay raw, or as many as leave room for a block of codes."""
-        most, kept = None, 0
+        """Start empty; `first` tokens stay raw, or as many as leave room for a block of codes."""
+        most_coded, kept = None, 0
         if max_size is not None:
             blocks = max_size // BLOCK_TOKENS - 1  # the tail's is left out
             first = min(first, (blocks - 1) * BLOCK_TOKENS)
-            most = blocks * BLOCK_TOKENS - first
-            kept = min(whole_blocks(max(0, keep - first)), most - BLOCK_TOKENS)
-            least = min(least, first + most)
+            most_coded = blocks * BLOCK_TOKENS - first
+            kept = min(whole_blocks(max(0, keep - first)), most_coded - BLOCK_TOKENS)
+            least = min(least, first + most_coded)
         self.scheme, self.first, self.max_size, self.keep = scheme, first, max_size, keep
         self.least = least
         room = None if capacity is None else max(BLOCK_TOKENS, whole_blocks(capacity - first))
-        if room is not None and most is not None:
-            room = min(room, most)
+        if room is not None and most_coded is not None:
+            room = min(room, most_coded)
         raw = min(first, LayerCache.step if capacity is None else whole_blocks(capacity))
-        self.head, self.codes = KVCache(raw or None), Codes(scheme, room, most, kept)
+        self.head, self.codes = KVCache(raw or None), Codes(scheme, room, most_coded, kept)
         self._asked = capacity
         self.tail = KVCache(BLOCK_TOKENS)
         self.offset = 0
@@ -124,10 +210,10 @@ class TurboQuantKVCache(TurboQuant):
         dtypes: Sequence[mx.Dtype],
         capacity: int,
     ) -> TurboQuantKVCache | None:
-        """Return a cache that holds copies of consecutive parts in the form they have.
+        """Return a cache with copies of consecutive parts in the form they have.
 
-        None if that is not its own: `first` tokens as they are, and the others in the scheme; or
-        less than `least` tokens, all as they are.
+        None if this cache would hold them in another form: `first` tokens raw and the others in
+        the scheme, or all raw below `least` tokens.
 
         Args:
             scheme: of keys and values.
@@ -135,7 +221,7 @@ class TurboQuantKVCache(TurboQuant):
             least: tokens below which all do.
             parts: keys and values, each (1, kv_heads, tokens, dim) or coded.
             dtypes: of keys and values in full precision.
-            capacity: tokens that there is to be room for.
+            capacity: columns to allocate.
         """
         cache = cls.__new__(cls)
         cache._set_up(scheme, first, least, None, 0, capacity)
@@ -169,17 +255,14 @@ class TurboQuantKVCache(TurboQuant):
 
     @property
     def codec(self) -> str:
-        """The name of the scheme."""
         return self.scheme.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, used or not."""
         return sum(store.nbytes for store in self._stores)
 
     @property
     def capacity(self) -> int:
-        """Columns allocated, or before that those asked for."""
         return sum(store.capacity for store in self._stores)
 
     @property
@@ -187,58 +270,56 @@ class TurboQuantKVCache(TurboQuant):
         return self.head, self.codes, self.tail
 
     def empty(self) -> bool:
-        """Tell whether nothing was ever written."""
         return self.tail.empty()
 
     def size(self) -> int:
-        """Count the tokens held."""
         return sum(store.offset for store in self._stores)
 
     def is_trimmable(self) -> bool:
-        """Tell whether `trim` works: as long as nothing was dropped."""
         return self.offset == self.size()
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        """Return the mask for the next N tokens, in mlx-lm's form."""
         alone = N == 1 and not self.empty()
         past = self.past(alone=alone)
         if window_size is None or past == self.offset:
-            return masks.plain(N, past, window_size, return_array)
-        at, own = self.positions(N, alone=alone), mx.arange(self.offset, self.offset + N)
-        return masks.by_position(at, own, 0, self.offset + N, window_size)
+            return plain(N, past, window_size, return_array)
+        columns, queries = self.positions(N, alone=alone), mx.arange(self.offset, self.offset + N)
+        return by_position(columns, queries, 0, self.offset + N, window_size)
 
     def past(self, *, alone: bool) -> int:
-        """Return how many columns the next tokens will have in front of them.
+        """Return how many columns precede the next tokens.
 
-        alone: whether it is a single one, in front of which a full tail is committed.
+        `alone` means a single token, before which a full tail is committed.
         """
-        most, held = self.codes.most, self.size()
-        if most is None or not alone or self.tail.offset < BLOCK_TOKENS:
-            return held
-        return held - max(0, self.codes.offset + BLOCK_TOKENS - most)
+        limit, tokens = self.codes.most, self.size()
+        if limit is None or not alone or self.tail.offset < BLOCK_TOKENS:
+            return tokens
+        return tokens - max(0, self.codes.offset + BLOCK_TOKENS - limit)
 
     def positions(self, tokens: int, *, alone: bool) -> mx.array:
-        """Return the positions of these columns and of so many new tokens."""
+        """Return the positions of the past columns and of `tokens` new tokens."""
         past = self.past(alone=alone)
         kept = min(past, self.first + self.codes.kept)
         behind = mx.arange(self.offset - (past - kept), self.offset + tokens)
         return mx.concatenate([mx.arange(kept), behind])
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all that is held, dequantized: (1, kv_heads, columns, dim); not evaluated."""
-        wide = []
-        for sides, own in zip(self.sides(), col.arrays(*self.tail._held()), strict=True):
+        """Return everything dequantized: (1, kv_heads, columns, dim); not evaluated."""
+        dequantized_sides = []
+        for sides, tail in zip(self.sides(), col.arrays(*self.tail._held()), strict=True):
             parts = [
-                side.dequantize().astype(own.dtype) if isinstance(side, Coded) else side
+                side.dequantize(devices.current()).astype(tail.dtype)
+                if isinstance(side, Coded)
+                else side
                 for side in sides
             ]
-            wide.append(mx.concatenate(parts, axis=2))
-        return wide[0], wide[1]
+            dequantized_sides.append(mx.concatenate(parts, axis=2))
+        return dequantized_sides[0], dequantized_sides[1]
 
     def sides(self) -> tuple[list[SideData], list[SideData]]:
-        """Return keys and values as they are held, in order: (1, kv_heads, n, dim), or coded."""
-        held = [store.keys_and_values() for store in self._stores if store.offset]
-        return [_one(keys) for keys, _ in held], [_one(values) for _, values in held]
+        """Return keys and values as stored, in order: (1, kv_heads, n, dim), or coded."""
+        stored = [store.keys_and_values() for store in self._stores if store.offset]
+        return [_one(keys) for keys, _ in stored], [_one(values) for _, values in stored]
 
     def _rows(self) -> Sequence[TurboQuantKVCache]:
         return (self,)
@@ -264,18 +345,14 @@ class TurboQuantKVCache(TurboQuant):
         if keys[0] != 1:
             raise ValueError(f"keys {keys} are of {keys[0]} rows; merge caches of one to a batch")
 
-    def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None:
-        check_floating(name, dtype)
-
     def _accept_widths(self, key_width: int, value_width: int) -> None:
         self.scheme.token_bits(key_width, value_width, 16)
 
     def cut(self, start: int, stop: int) -> Layer:
         """Return columns start..stop-1 in the form they are kept in.
 
-        The first ones, or all as long as none are coded, are as they are: views, or joined where
-        some are in the tail. Others are copies of coded ones, those of the tail encoded. The two
-        are asked for by themselves.
+        Raw columns are views, or joined where some are in the tail. Coded ones are copied, and
+        those of the tail encoded. Raw and coded columns need calls of their own.
 
         Raises:
             SettingError: numbers too large for the codec in the tail.
@@ -288,9 +365,9 @@ class TurboQuantKVCache(TurboQuant):
         start, stop = start - first, stop - first
         sides = []
         codecs = (self.scheme.keys, self.scheme.values)
-        own = self.tail.keys_and_values()
+        tail_sides = self.tail.keys_and_values()
         for coded, raw, codec in zip(
-            (self.codes.keys, self.codes.values), own, codecs, strict=True
+            (self.codes.keys, self.codes.values), tail_sides, codecs, strict=True
         ):
             parts = []
             if start < end:
@@ -306,32 +383,33 @@ class TurboQuantKVCache(TurboQuant):
     def attended(
         self, queries: mx.array, seen: mx.array | None, sinks: mx.array | None
     ) -> mx.array:
-        """Read all columns under one softmax: (1, heads, 1, d), scaled, -> (1, heads, 1, dim)."""
         heads = queries.shape[1]
         keys, values = (
             [side if isinstance(side, Coded) else side.squeeze(0) for side in sides]
             for sides in self.sides()
         )
-        stacked = attention.grouped(queries, col.arrays(self.tail.keys)[0].shape[1])
-        device = backend.current()
+        stacked = span_attention.grouped(queries, col.arrays(self.tail.keys)[0].shape[1])
+        device = devices.current()
         with device.lane(0):
             part = device.attend_decode(stacked, keys, values, seen)
         if sinks is not None:
-            sinks = (sinks.astype(mx.float32) * attention.LOG2_E).reshape(*stacked.shape[:2], 1)
-        mixed = attention.ungrouped(attention.merged([part], sinks), 1, heads)
+            sinks = (sinks.astype(mx.float32) * span_attention.LOG2_E).reshape(
+                *stacked.shape[:2], 1
+            )
+        mixed = span_attention.ungrouped(span_attention.merged([part], sinks), 1, heads)
         return mixed.astype(queries.dtype)
 
     # ---- acts
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take tokens in and return all of them: the new ones raw, the earlier ones dequantized.
+        """Add tokens and return all of them: the new ones raw, the earlier ones dequantized.
 
-        keys, values: (1, kv_heads, tokens, dim). To a single token whose model was seen to read
-        in place, itself alone.
+        keys, values: (1, kv_heads, tokens, dim). A single token is returned alone once the model
+        was seen to read in place.
 
         Raises:
             TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
-            SettingError: numbers too large for the codec; the cache is of no use any more.
+            SettingError: numbers too large for the codec; the cache cannot be used any more.
             ModelError: the last token was read in another way than those before it.
         """
         self._check_read()
@@ -342,10 +420,11 @@ class TurboQuantKVCache(TurboQuant):
         if past := self.size():
             fetched = [
                 dequantized(
-                    [(0, at, side) for at, side in col.spread(0, [*sides, new])],
+                    [(0, column, side) for column, side in col.spread(0, [*sides, new])],
                     1,
                     past + new.shape[2],
                     new.dtype,
+                    devices.current(),
                 )
                 for sides, new in zip(self.sides(), fetched, strict=True)
             ]
@@ -353,14 +432,13 @@ class TurboQuantKVCache(TurboQuant):
         return fetched[0], fetched[1]
 
     def write(self, keys: mx.array, values: mx.array) -> None:
-        """Write one token to the tail, which is committed first if it is full."""
         if self.tail.offset == BLOCK_TOKENS:
             self._commit(*self._emptied())
         self.tail.update_and_fetch(keys, values)
         self.offset += 1
 
     def take_in(self, keys: mx.array, values: mx.array) -> None:
-        """Take in a chunk: its whole blocks are encoded; evaluated."""
+        """Add a chunk, evaluated: its whole blocks are encoded."""
         self.offset += keys.shape[2]
         mx.eval(keys, values)  # all of the layers before is computed with them, and let go
         if self.tail.offset:
@@ -371,10 +449,10 @@ class TurboQuantKVCache(TurboQuant):
         mx.eval(self.tail.keys, self.tail.values)
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens, or as many as there are; return how many.
+        """Drop the last `n` tokens, or as many as there are; return how many.
 
-        0 if something was dropped. A codec that encodes several tokens together is cut where it can
-        be. The rest of the last ones is dequantized, and encoded again later.
+        0 if older tokens were dropped. A codec of several tokens is cut at a multiple of its span:
+        the rest of the last span is dequantized, and encoded again later.
         """
         if not self.is_trimmable():
             return 0
@@ -391,23 +469,18 @@ class TurboQuantKVCache(TurboQuant):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchTurboQuantKVCache:
-        """Return a batch of the sequences, in order; each is copied when it is written to first.
-
-        Raises:
-            ValueError: no caches, or they differ in codec, settings or shapes.
-        """
+        """Return a batch of the sequences, each copied on its first write."""
         return BatchTurboQuantKVCache.merge(caches)
 
     # ---- parts
 
     def _emptied(self) -> tuple[mx.array, mx.array]:
-        """Take all tokens out of the tail."""
         keys, values = (col.arrays(side)[0] for side in self.tail.keys_and_values())
         self.tail.offset = 0
         return keys, values
 
     def _commit(self, keys: mx.array, values: mx.array) -> None:
-        """Put whole blocks where they stay; the tail, which is empty, takes the rest."""
+        """Move whole blocks to head and codes; the empty tail takes the rest."""
         tokens, raw = keys.shape[2], self.first
         if not self.codes.offset:
             if self.head.offset + tokens < self.least:
@@ -429,7 +502,7 @@ class TurboQuantKVCache(TurboQuant):
             self.tail._make_room(1, 0, (keys, values))
 
     def _begin_raw(self) -> None:
-        """Let the head, if it is empty, take as many tokens as a short sequence has."""
+        """Give an empty head room for a whole short sequence."""
         if self.head.empty():
             room = LayerCache.step if self._asked is None else whole_blocks(self._asked)
             self.head = KVCache(
@@ -437,13 +510,13 @@ class TurboQuantKVCache(TurboQuant):
             )
 
     def _unraw(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take the columns to be encoded out of the head; return them with these behind."""
-        held = self.head.keys_and_values()
+        """Move the columns to be encoded out of the head, in front of these."""
+        sides = self.head.keys_and_values()
         rest = [
             mx.concatenate([*col.arrays(col.take(side, self.first, self.head.offset)), new], axis=2)
-            for side, new in zip(held, (keys, values), strict=True)
+            for side, new in zip(sides, (keys, values), strict=True)
         ]
-        stays = [col.arrays(col.copied(col.take(side, 0, self.first))) for side in held]
+        stays = [col.arrays(col.copied(col.take(side, 0, self.first))) for side in sides]
         self.head = KVCache(self.first or None)
         if self.first:
             self.head.update_and_fetch(stays[0][0], stays[1][0])
@@ -451,7 +524,7 @@ class TurboQuantKVCache(TurboQuant):
         return rest[0], rest[1]
 
     def _cut_codes(self, tokens: int) -> None:
-        """Leave so many tokens of the codes; those of a span that is cut go to the tail, empty."""
+        """Keep `tokens` codes; those of a span cut in two go to the tail, which is empty."""
         span = self.codes.span
         start = tokens // span * span
         if start < tokens:
@@ -459,13 +532,17 @@ class TurboQuantKVCache(TurboQuant):
             rest = []
             for side, dtype in zip(self.codes.keys_and_values(), dtypes, strict=True):
                 piece = col.take(side, start, start + span)
-                wide = piece.dequantize().astype(dtype) if isinstance(piece, Coded) else piece
-                rest.append(col.take(wide, 0, tokens - start))
+                raw = (
+                    piece.dequantize(devices.current()).astype(dtype)
+                    if isinstance(piece, Coded)
+                    else piece
+                )
+                rest.append(col.take(raw, 0, tokens - start))
             self.tail.update_and_fetch(*(col.arrays(*rest)))
         self.codes.offset = start
 
     def _state(self) -> tuple[Any, ...]:
-        """Return the format, the codec, settings, offset, and the content of head, codes, tail."""
+        """Return format, codec, settings, offset, and the content of head, codes, tail."""
 
         def flat(side: Side | None) -> Any:
             return (side.dim, *side.parts) if isinstance(side, Coded) else side
@@ -490,12 +567,165 @@ class TurboQuantKVCache(TurboQuant):
         self.codes._capacity = col.columns(self.codes.keys) or None
 
 
-class BatchTurboQuantKVCache(TurboQuantBatch):
-    """Sequences of a batch, each in a `TurboQuantKVCache` of its own: no row is padded in memory.
+class BatchTurboQuantKVCache(TurboQuant):
+    """A batch of sequences, each in its own `TurboQuantKVCache`: no row is padded in memory.
 
     To a model it looks left-padded: all rows end in the same column. Prompts of different lengths
     are padded on the right, and announced by `prepare`; the padding is not kept.
     """
+
+    def __init__(self, rows: Sequence[TurboQuantKVCache]) -> None:
+        self.rows = list(rows)
+        self._ends: list[int] | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.array([row.offset for row in self.rows], mx.int32)
+
+    @property
+    def left_padding(self) -> mx.array:
+        """Columns before each row's first one, as models see them; (batch,) int32."""
+        return mx.array([self.size() - row.size() for row in self.rows], mx.int32)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def capacity(self) -> int:
+        return max(row.capacity for row in self.rows)
+
+    def empty(self) -> bool:
+        return all(row.empty() for row in self.rows)
+
+    def size(self) -> int:
+        return max(row.size() for row in self.rows)
+
+    def is_trimmable(self) -> bool:
+        return all(row.is_trimmable() for row in self.rows)
+
+    def trim(self, n: int) -> int:
+        if not self.is_trimmable():
+            return 0
+        self._check_read()
+        return max(row.trim(n) for row in self.rows)
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
+        alone = self._alone(N)
+        pasts = [row.past(alone=alone) for row in self.rows]
+        pads = [max(pasts) - past for past in pasts]
+        if window_size is None:
+            return causal(N, max(pasts), None, mx.array(pads))
+        columns = [
+            mx.concatenate([mx.full((pad,), -1, mx.int32), row.positions(N, alone=alone)])
+            for pad, row in zip(pads, self.rows, strict=True)
+        ]
+        queries = self.offset[:, None, None] + mx.arange(N)
+        return by_position(mx.stack(columns)[:, None], queries, 0, _ALL, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Add one chunk to every row and return everything, padded on the left.
+
+        keys, values: (batch, kv_heads, tokens, dim). As with one sequence, each row's chunk is
+        returned raw, the tokens before it dequantized, and single tokens read in place alone.
+        """
+        self._check_read()
+        tokens = self._accept(keys, values)
+        if self._alone(tokens):
+            for i, row in enumerate(self.rows):
+                row.write(keys[i : i + 1], values[i : i + 1])
+            return self._give(keys, values)
+        past, parts = self.size(), [row.sides() for row in self.rows]
+        fetched = []
+        for number, new in enumerate((keys, values)):
+            placed = [
+                (i, column, side)
+                for i, row in enumerate(self.rows)
+                for column, side in col.spread(
+                    past - row.size(), [*parts[i][number], new[i : i + 1]]
+                )
+            ]
+            fetched.append(
+                dequantized(placed, len(self.rows), past + tokens, new.dtype, devices.current())
+            )
+        for i, row in enumerate(self.rows):
+            count = tokens if self._ends is None else min(tokens, self._ends[i] - row.offset)
+            if count > 0:
+                row.take_in(keys[i : i + 1, :, :count], values[i : i + 1, :, :count])
+        return fetched[0], fetched[1]
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return everything dequantized, zeros before shorter rows; not evaluated."""
+        count = self.size()
+        rows = [row.keys_and_values() for row in self.rows]
+
+        def padded(side: mx.array) -> mx.array:
+            return mx.pad(side, [(0, 0), (0, 0), (count - side.shape[2], 0), (0, 0)])
+
+        keys, values = (mx.concatenate([padded(row[i]) for row in rows]) for i in (0, 1))
+        return keys, values
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        if left_padding is not None and max(ints(left_padding)) > 0:
+            raise ValueError("pad on the right: the rows of this batch have no room for padding")
+        self._ends = ends_of([row.offset for row in self.rows], lengths, right_padding)
+
+    def finalize(self) -> None:
+        self._ends = None
+
+    def filter(self, batch_indices: Any) -> None:
+        self.rows = [self.rows[row] for row in chosen_rows(batch_indices, len(self.rows))]
+        self._shape = None
+
+    def extend(self, other: BatchTurboQuantKVCache) -> None:
+        agree("extend", [*self.rows, *other.rows])
+        self.rows = self.rows + [deepcopy(row) for row in other.rows]
+        self._shape = None
+
+    def extract(self, idx: int) -> TurboQuantKVCache:
+        return deepcopy(self.rows[idx])
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> Self:
+        agree("merge", caches)
+        return cls([deepcopy(cache) for cache in caches])
+
+    # ---- parts
+
+    def _alone(self, tokens: int) -> bool:
+        """Whether every row takes a single token after others."""
+        return tokens == 1 and self._ends is None and not any(row.empty() for row in self.rows)
+
+    def _rows(self) -> Sequence[TurboQuantKVCache]:
+        return self.rows
+
+    def _seen(self, mask: object) -> list[mx.array | None]:
+        rows, count = len(self.rows), self.size()
+        if mask is None:
+            return [None] * rows
+        if not isinstance(mask, mx.array) or mask.dtype != mx.bool_:
+            return []
+        if mask.shape not in ((rows, 1, 1, count), (1, 1, 1, count)):
+            return []
+        row_mask = mx.broadcast_to(mask, (rows, 1, 1, count))
+        return [row_mask[i, 0, :, count - row.size() :] for i, row in enumerate(self.rows)]
+
+    def _held_shape(self) -> tuple[Any, ...] | None:
+        shapes = (shape for row in self.rows if (shape := row._held_shape()) is not None)
+        shape = next(shapes, None)
+        return None if shape is None else (len(self.rows), *shape[1:])
+
+    def _accept_widths(self, key_width: int, value_width: int) -> None:
+        self.rows[0]._accept_widths(key_width, value_width)
+
+    def _state(self) -> tuple[Any, ...]:
+        return tuple(row.state for row in self.rows)
 
     def _restore(self, state: Sequence[Any]) -> None:
         self.rows, self._ends = [TurboQuantKVCache.from_state(row) for row in state], None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from penstock.attention import devices
 from penstock.caches.growing import Growing
 from penstock.errors import SettingError
 from penstock.kv import columns as col
 from penstock.kv.code_pieces import PIECE_TOKENS
-from penstock.kv.codecs import Codec, Coded, Scheme
+from penstock.kv.codecs.coded import Codec, Coded
+from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.columns import Side
 
 BLOCK_TOKENS = 64
-"""Tokens that are encoded together; a multiple of every codec's span."""
+"""Tokens encoded together; a multiple of every codec's span."""
 
 
 class Codes(Growing):
@@ -26,15 +28,11 @@ class Codes(Growing):
 
     @property
     def span(self) -> int:
-        """Columns at a multiple of which it can be cut."""
+        """Columns at a multiple of which the codes can be cut."""
         return max((codec.span for codec in self.scheme.codecs), default=1)
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Encode blocks and write them behind the others, a piece at a time; evaluated.
-
-        Raises:
-            SettingError: numbers too large for a codec's scales.
-        """
+        """Encode blocks and append them, a piece at a time; evaluated."""
         tokens = keys.shape[2]
         size = PIECE_TOKENS if self.most is None else min(PIECE_TOKENS, self.most - self.kept)
         for start in range(0, tokens, size):
@@ -45,7 +43,7 @@ class Codes(Growing):
             self.put(new, self.offset + tokens - start)
 
     def put(self, new: tuple[Side, Side], needed: int) -> None:
-        """Write encoded columns behind the others, with room for `needed` columns; evaluated."""
+        """Append encoded columns, with room for `needed` columns in all; evaluated."""
         self._make_room(min(needed, self.most or needed), self.offset, new)
         self._write(self.offset, new)
         self.offset += col.columns(new[0])
@@ -55,7 +53,7 @@ class Codes(Growing):
         return encoded(keys, self.scheme.keys), encoded(values, self.scheme.values)
 
     def _drop(self, count: int) -> None:
-        """Move the columns behind the oldest `count` that are not kept into their place."""
+        """Drop the oldest `count` columns that are not kept."""
         if count <= 0:
             return
         for name in ("keys", "values"):
@@ -80,7 +78,7 @@ def encoded(side: mx.array, codec: Codec | None) -> Side:
     """
     if codec is None:
         return side
-    coded = codec.encode(side)
+    coded = codec.encode(side, devices.current())
     mx.eval(coded.parts)
     if not bool(coded.is_finite()):
         raise SettingError(
@@ -96,5 +94,5 @@ def whole_blocks(tokens: int) -> int:
 
 
 def dim_of(side: Side) -> int:
-    """Return the width of a head in numbers."""
+    """Return the size of a head."""
     return side.dim if isinstance(side, Coded) else col.arrays(side)[0].shape[3]

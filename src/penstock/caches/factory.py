@@ -12,6 +12,12 @@ from weakref import finalize
 import mlx.core as mx
 import numpy as np
 
+from penstock.attention.selection.key_centers import (
+    RUN_TOKENS,
+    KeyCenters,
+    centers_of,
+    run_of_tokens,
+)
 from penstock.caches.base import LayerCache
 from penstock.caches.codec import TurboQuantKVCache
 from penstock.caches.codes import BLOCK_TOKENS
@@ -21,10 +27,9 @@ from penstock.caches.selective import SelectiveKVCache
 from penstock.caches.sinks import SinkRotatingKVCache
 from penstock.config import KEEP, MAX_KV_SIZE, MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import SettingError
-from penstock.kv.checks import positive, whole
-from penstock.kv.key_centers import RUN_TOKENS, KeyCenters, centers_of, run_of_tokens
+from penstock.kv.checks import loaded_model, positive, whole
+from penstock.kv.numpy_arrays import Floats
 from penstock.kv.quantization import QuantizationRule
-from penstock.kv.sign_products import Floats
 
 
 def make_kv_cache(
@@ -74,6 +79,8 @@ def make_kv_cache(
         SettingError: `keep` leaves no room in the window; a layer's cache is of a kind that cannot
             be bounded; there is no such codec, or it cannot be used here.
     """
+    loaded_model("make_kv_cache", model)
+    size = positive("max_kv_size", max_kv_size)
     rule = QuantizationRule.of(
         kv_cache_quantization,
         block_size=BLOCK_TOKENS,
@@ -82,7 +89,6 @@ def make_kv_cache(
     )
     shared = _reads_other_layers(model)
     _check_codec(rule, kv_bits, shared=shared)
-    size = positive("max_kv_size", max_kv_size)
     if rule is not None or kv_bits is not None:
         _check_reads_all(attend)
     if attend_rest and attend is None:
@@ -108,7 +114,7 @@ _known: dict[int, list[KeyCenters | None]] = {}
 
 
 def _centers(model: Any, bound: Bound) -> list[KeyCenters | None]:
-    """Return what the keys of each layer have in common; the model runs for it once."""
+    """Return the key centers of each layer; the model runs once for it."""
     if id(model) not in _known:
         finalize(model, _known.pop, id(model), None)
         small = replace(bound, size=2 * RUN_TOKENS, keep=0, room=RUN_TOKENS)
@@ -122,7 +128,7 @@ def _centers(model: Any, bound: Bound) -> list[KeyCenters | None]:
 
 
 def _keys(cache: Any) -> Floats | None:
-    """Return the keys of the run, (kv_heads, tokens, dim), if the cache holds them all."""
+    """Return the keys of the run, (kv_heads, tokens, dim), if the cache holds all of them."""
     keys = cache.keys
     if not isinstance(keys, mx.array) or keys.shape[2] < RUN_TOKENS:
         return None
@@ -130,7 +136,6 @@ def _keys(cache: Any) -> Floats | None:
 
 
 def _with_keys(caches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the caches that hold keys: not those of recurrent layers."""
     for cache in caches:
         if hasattr(cache, "caches"):  # CacheList
             yield from _with_keys(cache.caches)
@@ -149,7 +154,7 @@ def _check_reads_all(attend: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Settings that all layers of a model have in common, and the cache of each kind of layer."""
+    """Settings common to all layers of a model, and the cache of each kind of layer."""
 
     size: int
     keep: int
@@ -163,7 +168,6 @@ class Bound:
     rest: bool
 
     def on(self, cache: Any) -> Any:
-        """Return the bounded cache that takes the place of one that the model made."""
         if hasattr(cache, "caches"):  # CacheList
             return type(cache)(*(self.on(part) for part in cache.caches))
         if hasattr(cache, "cache"):  # ArraysCache: recurrent
@@ -181,7 +185,6 @@ class Bound:
         return self.full()
 
     def full(self) -> Ring | TurboQuantKVCache:
-        """Return the cache of a full-attention layer."""
         if self.rule is not None:
             return TurboQuantKVCache(
                 self.rule.scheme.name,
@@ -194,14 +197,14 @@ class Bound:
         if self.bits is not None:
             return self._quantized(self.size, self.keep)
         if self.attend is not None:
-            given = self.size, self.keep, self.room
-            return self._of(SelectiveKVCache(*given, attend=self.attend, rest=self.rest))
+            sizes = self.size, self.keep, self.room
+            return self._of(SelectiveKVCache(*sizes, attend=self.attend, rest=self.rest))
         if self.keep:
             return self._of(SinkRotatingKVCache(self.size, self.keep, self.room))
         return self._of(RotatingKVCache(self.size, capacity=self.room))
 
     def sliding(self, window: int, keep: int) -> Ring:
-        """Return the cache of a layer that sees `window` tokens, and the first `keep` of all."""
+        """Return the cache of a layer that sees `window` tokens, and always the first `keep`."""
         if self.bits is not None:
             return self._quantized(min(window, self.size), keep)
         if window <= self.size:
@@ -223,7 +226,6 @@ class Bound:
 
 
 def _check_codec(rule: QuantizationRule | None, kv_bits: int | None, *, shared: bool) -> None:
-    """Raise SettingError if the codec cannot be used with these bits, or in this model."""
     if rule is None:
         return
     if kv_bits is not None:
@@ -236,7 +238,7 @@ def _check_codec(rule: QuantizationRule | None, kv_bits: int | None, *, shared: 
 
 
 def _kept(keep: int | None, size: int) -> int:
-    """Return the first tokens of a window of `size` that are never dropped."""
+    """Return how many first tokens of a window of `size` are never dropped."""
     if keep is None:
         return _clipped(KEEP, size)
     if whole("keep", keep, 0) >= size:
@@ -248,7 +250,6 @@ def _kept(keep: int | None, size: int) -> int:
 
 
 def _room(capacity: int | str | None) -> int | None:
-    """Return the columns of the first write; None is the whole window."""
     if capacity == "window":
         return None
     if isinstance(capacity, str):
@@ -262,9 +263,9 @@ def _clipped(keep: int, size: int) -> int:
 
 
 def _reads_other_layers(model: Any) -> bool:
-    """Tell whether some layers read another one's cache after its update: `keys_and_values()`.
+    """Whether some layers read another layer's cache after its update: `keys_and_values()`.
 
-    Nothing in a model or its config says so for all of them, the model's code does.
+    Nothing in a model or its config says so for all of them; the model's code does.
     """
     files = {type(module).__module__ for _, module in model.named_modules()}
     return any(

@@ -16,37 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from penstock.caches.base import LayerCache
-from penstock.caches.codec import BatchTurboQuantKVCache, TurboQuantKVCache
-from penstock.caches.growing import BatchKVCache, KVCache
-from penstock.caches.quantized import (
-    BatchQuantizedKVCache,
-    BatchQuantizedRotatingKVCache,
-    QuantizedKVCache,
-    QuantizedRotatingKVCache,
-)
-from penstock.caches.rotating import BatchRotatingKVCache, RotatingKVCache
-from penstock.caches.selective import SelectiveKVCache
-from penstock.caches.sinks import BatchSinkRotatingKVCache, SinkRotatingKVCache
 from penstock.errors import CacheFileError
-
-CLASSES: dict[str, type[LayerCache]] = {
-    kind.__name__: kind
-    for kind in (
-        BatchKVCache,
-        BatchQuantizedKVCache,
-        BatchQuantizedRotatingKVCache,
-        BatchRotatingKVCache,
-        BatchSinkRotatingKVCache,
-        BatchTurboQuantKVCache,
-        KVCache,
-        QuantizedKVCache,
-        QuantizedRotatingKVCache,
-        RotatingKVCache,
-        SelectiveKVCache,
-        SinkRotatingKVCache,
-        TurboQuantKVCache,
-    )
-}
 
 
 def save_prompt_cache(
@@ -134,8 +104,8 @@ def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool =
 
 def _revived(name: str, state: Any) -> Any:
     """Make a cache of the class of that name: penstock's, or one of mlx-lm's if it is loaded."""
-    if name in CLASSES:
-        return CLASSES[name].from_state(state)
+    if name in LayerCache.kinds:
+        return LayerCache.kinds[name].from_state(state)
     theirs: Any = getattr(sys.modules.get("mlx_lm.models.cache"), name, None)
     if not hasattr(theirs, "from_state"):
         raise CacheFileError(

@@ -7,16 +7,15 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from penstock.caches import masks
 from penstock.caches.base import LayerCache, Padded, agree, batch_of
-from penstock.caches.masks import Mask
+from penstock.caches.masks import Mask, causal, plain
 from penstock.kv import columns as col
 from penstock.kv.checks import chosen_rows, ints, positive, whole
 from penstock.kv.columns import Side
 
 
 class Growing(LayerCache):
-    """One sequence; every token stays. The layout of `KVCache` and `QuantizedKVCache`."""
+    """A cache of one sequence that keeps every token: `KVCache` and `QuantizedKVCache`."""
 
     batch_class: ClassVar[type[BatchGrowing]]
     offset: int
@@ -26,10 +25,9 @@ class Growing(LayerCache):
         self.offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write the tokens at the end and return all there are.
+        """Append the tokens and return all columns: views, valid until the next update.
 
-        keys, values: (batch, kv_heads, tokens, head_dim). Returns views of the buffers,
-        good until the next update.
+        keys, values: (batch, kv_heads, tokens, head_dim).
 
         Raises:
             TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
@@ -42,24 +40,19 @@ class Growing(LayerCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Side, Side]:
-        """Return views of the columns in use."""
         keys, values = self._held()
         return col.take(keys, 0, self.offset), col.take(values, 0, self.offset)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        """Return the mask for the next N tokens, in mlx-lm's form."""
-        return masks.plain(N, self.offset, window_size, return_array)
+        return plain(N, self.offset, window_size, return_array)
 
     def size(self) -> int:
-        """Count the tokens held."""
         return self.offset
 
     def is_trimmable(self) -> bool:
-        """Tell whether `trim` works: always."""
         return True
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens, or as many as there are; return how many."""
         n = min(self.offset, whole("n", n, 0))
         self.offset -= n
         return n
@@ -73,7 +66,6 @@ class Growing(LayerCache):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchGrowing:
-        """Return a batch of copies of the sequences, in order."""
         return cls.batch_class.merge(caches)
 
 
@@ -98,10 +90,10 @@ class KVCache(Growing):
 
 
 class BatchGrowing(Padded):
-    """A left-padded batch; every token stays. The layout of `BatchKVCache`.
+    """A left-padded batch that keeps every token. The layout of `BatchKVCache`.
 
-    All rows end in the same column. `merge`, `filter` and `extend` leave buffers of exactly
-    the columns in use.
+    All rows end in the same column. `merge`, `filter` and `extend` leave buffers of exactly the
+    columns in use.
     """
 
     single_class: ClassVar[type[Growing]]
@@ -114,30 +106,20 @@ class BatchGrowing(Padded):
         self._idx = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write one chunk for every row and return all columns in use.
-
-        keys, values: (batch, kv_heads, tokens, head_dim). Returns views of the buffers,
-        good until the next update.
-
-        Raises:
-            TypeError, ValueError: wrong rank, dtype, batch, heads or widths.
-        """
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)
         self._make_room(self._idx + tokens, self._idx, new)
         self._write(self._idx, new)
         self._idx += tokens
-        self._tokens = [at + tokens for at in self._tokens]
+        self._tokens = [position + tokens for position in self._tokens]
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Side, Side]:
-        """Return views of the columns in use."""
         keys, values = self._held()
         return col.take(keys, 0, self._idx), col.take(values, 0, self._idx)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        """Return (batch, 1, N, columns + N) for the next N tokens."""
-        return masks.causal(N, self._idx, window_size, self.left_padding)
+        return causal(N, self._idx, window_size, self.left_padding)
 
     def prepare(
         self,
@@ -146,18 +128,14 @@ class BatchGrowing(Padded):
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Announce how the next prompts are padded; on right padding `finalize` must follow.
-
-        Raises:
-            ValueError: left padding for a cache that already holds tokens.
-        """
+        """Announce the padding of the next prompts; after right padding `finalize` must follow."""
         if left_padding is not None:
             self._pad_more(left_padding)
         if right_padding is not None and max(right_padding) > 0:
             self._right_padding = ints(right_padding)
 
     def finalize(self) -> None:
-        """Turn the announced right padding into left padding, so that all rows end together."""
+        """Turn right padding into left padding, so that all rows end together."""
         shifts, self._right_padding = self._right_padding, None
         if shifts is None or self.empty():
             return
@@ -167,21 +145,19 @@ class BatchGrowing(Padded):
         self._turned(shifts)
 
     def size(self) -> int:
-        """Count the columns in use, padding included."""
         return self._idx
 
     def is_trimmable(self) -> bool:
-        """Tell whether `trim` works: always."""
         return True
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` columns of every row, or as many as there are; return how many.
+        """Drop the last `n` columns of every row, or as many as there are; return how many.
 
-        As with mlx-lm, a row of fewer tokens is then left without any.
+        Like mlx-lm, leaves a row of fewer tokens without any.
         """
         n = min(self._idx, whole("n", n, 0))
         self._idx -= n
-        self._tokens = [at - n for at in self._tokens]
+        self._tokens = [position - n for position in self._tokens]
         return n
 
     def _state(self) -> tuple[Any, ...]:
@@ -193,7 +169,7 @@ class BatchGrowing(Padded):
         self._tokens, self._pads = ints(tokens), ints(pads)
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep the given rows, in the given order; columns that are padding in all go."""
+        """Keep the given rows, in that order; columns of padding in all of them go."""
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._choose(rows)
         spare = max(0, min(self._pads))
@@ -202,11 +178,7 @@ class BatchGrowing(Padded):
         self._pads = [pad - spare for pad in self._pads]
 
     def extend(self, other: Any) -> None:
-        """Append the rows of `other`; the shorter side is padded on the left.
-
-        Raises:
-            ValueError: the two differ in class, settings or shapes.
-        """
+        """Append the rows of `other`; the shorter side is padded on the left."""
         agree("extend", [self, other])
         end = max(self._idx, other._idx)
         self._join(
@@ -217,7 +189,6 @@ class BatchGrowing(Padded):
         self._repacked()
 
     def extract(self, idx: int) -> Growing:
-        """Return a copy of one row as a cache of its own, without padding."""
         single = self._sibling(self.single_class)
         start = max(0, self._pads[idx])
         single.offset = max(0, self._idx - start)
@@ -230,25 +201,16 @@ class BatchGrowing(Padded):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchGrowing:
-        """Return a batch of copies of the sequences, ending in the same column.
-
-        Raises:
-            ValueError: no caches, or they differ in class, settings or shapes.
-        """
+        """Return a batch of copies of the sequences, which end in the same column."""
         batch = batch_of(cls, caches)
         batch._tokens = [cache.size() for cache in caches]
         batch._idx = max(batch._tokens)
         batch._pads = [batch._idx - length for length in batch._tokens]
-        for name in ("keys", "values"):
-            parts = [
-                (row, pad, col.take(getattr(cache, name), 0, length))
-                for row, (cache, pad, length) in enumerate(
-                    zip(caches, batch._pads, batch._tokens, strict=True)
-                )
-                if length
-            ]
-            if parts:
-                setattr(batch, name, col.laid(parts, len(caches), batch._idx))
+        batch._lay(
+            ((row, cache) for row, cache in enumerate(caches) if cache.size()),
+            batch._idx,
+            lambda cache, side: [(batch._idx - cache.size(), col.take(side, 0, cache.size()))],
+        )
         return batch
 
 

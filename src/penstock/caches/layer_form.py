@@ -8,32 +8,33 @@ from typing import Any
 
 import mlx.core as mx
 
+from penstock.attention import devices
 from penstock.caches.base import LayerCache
 from penstock.kv import columns as col
 from penstock.kv.code_pieces import placed
 from penstock.kv.columns import Side
 from penstock.kv.states import Place
+from penstock.plurals import counted
 
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """How to make a layer's cache again: penstock's classes and mlx-lm's of one sequence.
+    """Recipe for a layer's cache: penstock's and mlx-lm's classes of one sequence.
 
-    Both keep (keys, values, offset, settings...) as their state, rings with keep, max_size and
-    the ring column in front of the other settings.
+    Both have the state (keys, values, offset, settings...), where rings have keep, max_size and
+    the ring column before the other settings.
     """
 
     kind: type[Any]
     settings: tuple[Any, ...]
     max_size: int | None
     dtypes: tuple[mx.Dtype, ...]
-    """Dtypes of the arrays that its keys, and then its values, consist of."""
+    """Dtypes of the arrays of its keys, then of its values."""
     heads: tuple[tuple[int, int], ...]
-    """Heads, and numbers of one of them, in each of those arrays."""
+    """Heads, and numbers a head, of each of those arrays."""
 
     @staticmethod
     def parts(keys: Side | None, values: Side | None) -> tuple[Any, Any]:
-        """Return `dtypes` and `heads` of keys and values."""
         arrays = col.arrays(keys, values)
         return tuple(part.dtype for part in arrays), tuple(part.shape[1::2] for part in arrays)
 
@@ -59,23 +60,23 @@ class LayerForm:
         return cls(type(cache), (keep, size, None, *rest), max_size, *parts)
 
     def described(self) -> str:
-        """Describe it for people."""
         heads = ", ".join(f"{heads} heads of {width}" for heads, width in dict.fromkeys(self.heads))
         dtypes = ", ".join(str(dtype) for dtype in dict.fromkeys(self.dtypes))
         settings = "" if self.max_size is None else f" with a window of {self.max_size}"
         return f"a {self.kind.__name__}{settings} ({heads}; {dtypes})"
 
     def revive(self, keys: Sequence[Side], values: Sequence[Side], tokens: int, room: int) -> Any:
-        """Make a cache with `room` columns that holds copies of these consecutive parts.
-
-        Coded parts are dequantized.
-        """
+        """Make a cache of `room` columns with copies of these consecutive parts, dequantized."""
         settings = self.settings
         if self.max_size is not None:
             keep, size, _, *rest = settings
             settings, room = (keep, size, tokens, *rest), min(room, size)
-        held = (placed(keys, room, self.dtypes[0]), placed(values, room, self.dtypes[-1]))
-        cache = self.kind.from_state((*held, tokens, *settings))
+        device = devices.current()
+        sides = (
+            placed(keys, room, self.dtypes[0], device),
+            placed(values, room, self.dtypes[-1], device),
+        )
+        cache = self.kind.from_state((*sides, tokens, *settings))
         if isinstance(cache, LayerCache):
             cache.allocated(room)
         return cache
@@ -87,7 +88,8 @@ def _miscounted(cache: Any) -> str | None:
     columns = min(map(col.columns, sides))
     if not 0 <= cache.offset <= columns:
         return (
-            f"{type(cache).__name__} says that it holds {cache.offset:,} tokens (its offset), in "
+            f"{type(cache).__name__} says that it holds "
+            f"{counted(cache.offset, 'token')} (its offset), in "
             f"buffers of {columns:,}; store it with the offset that its updates left"
         )
     rows = {part.shape[0] for part in col.arrays(*sides)}
@@ -101,17 +103,16 @@ def _miscounted(cache: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class CachesForm:
-    """How a model's caches are made again."""
+    """Recipe for all caches of a model."""
 
     forms: list[LayerForm]
-    """Forms of the caches with keys and values."""
     states: list[type[Any]]
-    """Types of the caches with a state of a recurrent layer."""
+    """Types of the caches of recurrent layers."""
     places: tuple[Place, ...]
 
 
 def difference(held: CachesForm, given: CachesForm) -> str:
-    """Say where the caches of one prompt differ from those of the prompts that are held."""
+    """Describe how the caches of one prompt differ from those of the prompts held."""
     what = "the caches are of other classes, sizes or types than those held"
     if len(held.forms) != len(given.forms):
         return f"{what}: {len(given.forms)} layers with keys and values, not {len(held.forms)}"

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.attention import devices
 from penstock.caches.codec import TurboQuantKVCache
 from penstock.caches.growing import KVCache
 from penstock.caches.layer_form import LayerForm
 from penstock.kv import columns as col
-from penstock.kv.quantization import QuantizationRule, piece_bytes
+from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Layer, bytes_per_token
-from penstock.kv.tails import LayerShape
+from penstock.kv.tails import LayerShape, piece_bytes
+from penstock.plurals import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,12 @@ class LayerSource:
     if a codec cannot hold the columns that are still raw."""
     coded: bool = False
     viewed: int = 0
-    """First coded tokens that are cut as views; later ones that stay raw are joined."""
+    """First coded tokens cut as views; later ones that stay raw are joined."""
     encoded: bool = False
-    """Whether some are encoded already, so that all behind the first ones are cut so."""
+    """Whether some tokens are encoded already; then all after the first ones are cut so."""
 
     def takes_the_place_of(self, form: LayerForm) -> bool:
-        """Tell whether it holds codes in the place of a growing cache of this form."""
+        """Whether it holds codes in place of a growing cache of this form."""
         alike = form.dtypes == self.form.dtypes and form.heads == self.form.heads
         return self.coded and form.max_size is None and alike
 
@@ -47,19 +49,13 @@ class NodeRun:
     nbytes: int
     """Bytes of their KV in its final format."""
     meanwhile: int = 0
-    """Bytes that are taken besides while they are encoded."""
+    """Bytes of workspace while they are encoded."""
     rule: QuantizationRule | None = None
-    """Rule of the codec that holds them; None if they are held as they are."""
+    """Rule of their codec; None leaves them raw."""
 
 
 def source_of(number: int, cache: Any, rule: QuantizationRule | None) -> LayerSource | str:
-    """Return the source of a layer's KV, or why it cannot be stored.
-
-    Args:
-        number: the layer's, among those with keys and values.
-        cache: the layer's.
-        rule: form in which the KV is to be held; None holds it as it is.
-    """
+    """Return the source of the KV of layer `number`, or why it cannot be stored."""
     if isinstance(cache, TurboQuantKVCache):
         return _coded_source(number, cache, rule)
     form = LayerForm.of(cache)
@@ -83,14 +79,13 @@ def source_of(number: int, cache: Any, rule: QuantizationRule | None) -> LayerSo
 def _coded_source(
     number: int, cache: TurboQuantKVCache, rule: QuantizationRule | None
 ) -> LayerSource | str:
-    """Do as `source_of` for a cache that holds codes."""
     if cache.max_size is not None:
         return ": a TurboQuantKVCache with a window drops tokens that are to be stored"
-    held = None if rule is None else (rule.scheme, rule.first_tokens, rule.least_tokens)
-    if (cache.scheme, cache.first, cache.least) != held:
+    expected = None if rule is None else (rule.scheme, rule.first_tokens, rule.least_tokens)
+    if (cache.scheme, cache.first, cache.least) != expected:
         return (
-            f": TurboQuantKVCache holds {cache.codec} behind {cache.first:,} tokens, from "
-            f"{cache.least:,} tokens on, and this cache from another length on"
+            f": TurboQuantKVCache holds {cache.codec} behind {counted(cache.first, 'token')}, from "
+            f"{counted(cache.least, 'token')} on, and this cache from another length on"
         )
     if rule is not None and number in rule.raw_layers:
         return (
@@ -99,10 +94,10 @@ def _coded_source(
         )
     if cache.empty():
         return " is empty"
-    own = cache.tail._held()
-    grown = LayerForm(KVCache, (), None, *LayerForm.parts(*own))
+    tail = cache.tail._held()
+    grown = LayerForm(KVCache, (), None, *LayerForm.parts(*tail))
     coded = cache.codes.offset > 0
-    return LayerSource(grown, own, cache.size(), cache.cut, True, cache.head.offset, coded)
+    return LayerSource(grown, tail, cache.size(), cache.cut, True, cache.head.offset, coded)
 
 
 def runs_of(
@@ -112,17 +107,7 @@ def runs_of(
     stop: int,
     tokens: int,
 ) -> list[NodeRun]:
-    """Return the token runs that become a node each, with their bytes: raw ones, then coded.
-
-    A prompt of fewer tokens than the rule quantizes stays raw.
-
-    Args:
-        sources: one a layer.
-        rule: form in which the KV is to be held; None holds it as it is.
-        start: first token.
-        stop: the token behind the last one.
-        tokens: length of the prompt.
-    """
+    """Return the token runs start..stop that become a node each: raw ones, then coded."""
     layers = [source.sample for source in sources]
     short = rule is not None and tokens < rule.least_tokens
     if rule is None or (short and not any(source.encoded for source in sources)):
@@ -138,6 +123,7 @@ def runs_of(
         shapes = [LayerShape.of(*col.arrays(*layer)) for layer in layers]
         nbytes = (stop - first) * sum(rule.token_bits(shapes)) // 8
         joined = any(source.coded and not source.encoded for source in sources)
-        wide = (stop - first) * bytes_per_token(layers) if joined else 0
-        runs.append(NodeRun(first, stop, nbytes, piece_bytes(shapes) + wide, rule))
+        raw_bytes = (stop - first) * bytes_per_token(layers) if joined else 0
+        work = piece_bytes(shapes, devices.current().lanes)
+        runs.append(NodeRun(first, stop, nbytes, work + raw_bytes, rule))
     return runs

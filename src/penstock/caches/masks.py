@@ -21,10 +21,10 @@ def causal(
     of them, and none of the first `left_padding[row]`.
     """
     column = mx.arange(past + queries)
-    own = mx.arange(past, past + queries)[:, None]
-    mask = column <= own
+    query = mx.arange(past, past + queries)[:, None]
+    mask = column <= query
     if window_size is not None:
-        mask = mask & (column > own - window_size)
+        mask = mask & (column > query - window_size)
     if left_padding is not None:
         mask = mask & (column >= left_padding[:, None, None, None])
     return mask
@@ -44,10 +44,10 @@ def by_position(
 ) -> mx.array:
     """Return the mask of columns by positions alone, in any order of the columns.
 
-    column: (..., columns) int, the position of the token each holds, negative where it holds
-    none. query: (..., queries) int. A query sees tokens up to its own: the first `keep`, and
-    the last `recent` counting itself; with `window_size`, none that is further away than that.
-    Returns (..., queries, columns).
+    column: (..., columns) int, the position of each column's token, negative for none. query: (...,
+    queries) int. A query sees tokens up to its own: the first `keep`, and the last `recent`
+    counting itself; with `window_size`, none further away than that. Returns (..., queries,
+    columns).
     """
     column, query = column[..., None, :], query[..., :, None]
     seen = (column >= 0) & (column <= query) & ((column < keep) | (column > query - recent))

@@ -97,20 +97,20 @@ class KVCacheManager:
             PoolFull: all slots are taken.
             SettingError: `max_len` is longer than a slot.
         """
-        wanted = self.max_seq_len if max_len is None else positive("max_len", max_len)
-        if wanted > self.max_seq_len:
+        length = self.max_seq_len if max_len is None else positive("max_len", max_len)
+        if length > self.max_seq_len:
             raise SettingError(
-                f"max_len {wanted} is longer than the pool's slots of {self.max_seq_len} tokens; "
+                f"max_len {length} is longer than the pool's slots of {self.max_seq_len} tokens; "
                 "construct the pool with a larger max_seq_len"
             )
         slot = self._slots.take_slot()
         seq_id = self._next_id
         self._next_id += 1
-        self._sequences[seq_id] = _Sequence(slot, wanted)
+        self._sequences[seq_id] = _Sequence(slot, length)
         return seq_id
 
     def release_sequence(self, seq_id: int) -> None:
-        """Give the sequence's slot back; its id is unknown from now on."""
+        """Free the sequence's slot; its id is unknown from now on."""
         self._slots.give_back(self._find(seq_id).slot)
         del self._sequences[seq_id]
 
@@ -198,40 +198,34 @@ class KVCacheManager:
         return self._slots.read_block(layer_idx, sequence.slot, 1, end)
 
     def get_seq_len(self, seq_id: int) -> int:
-        """Return the sequence's visible length in tokens."""
         return self._find(seq_id).length
 
     def has_sequence(self, seq_id: int) -> bool:
-        """Tell whether the id is allocated and not released."""
         return seq_id in self._sequences
 
     @property
     def active_sequences(self) -> list[int]:
-        """Ids of the sequences that hold a slot, oldest first."""
         return list(self._sequences)
 
     @property
     def slot_memory(self) -> int:
-        """Bytes of one slot, all layers, keys and values."""
         return self.max_seq_len * token_bytes(self._slots.shapes)
 
     @property
     def total_memory(self) -> int:
-        """Bytes the pool holds, from construction to its end."""
         return self.max_batch_size * self.slot_memory
 
     @property
     def used_memory(self) -> int:
-        """Bytes of the slots that are taken; a slot counts whole, however few tokens it holds."""
+        """Bytes of the taken slots; each counts whole, however few tokens it holds."""
         return len(self._sequences) * self.slot_memory
 
     @property
     def free_memory(self) -> int:
-        """Bytes of the slots that are free."""
         return self.total_memory - self.used_memory
 
     def check(self) -> None:
-        """Recount everything, and raise AssertionError if something is lost or doubled."""
+        """Recount everything, and raise AssertionError if anything is lost or doubled."""
         self._slots.check(sequence.slot for sequence in self._sequences.values())
         for seq_id, sequence in self._sequences.items():
             furthest = sequence.length + max(sequence.pending.values(), default=0)
@@ -273,19 +267,20 @@ class KVCacheManager:
         if array.ndim == 3:
             array = array[None]
         batch, heads, tokens, dim = array.shape
-        for what, got, wanted in (
+        for what, got, expected in (
             ("rows", batch, 1),
             ("heads", heads, self.num_kv_heads),
             ("numbers a head", dim, self.head_dim),
         ):
-            if got != wanted:
-                raise ValueError(f"{name} has {got} {what}, the pool takes {wanted}: {array.shape}")
+            if got != expected:
+                raise ValueError(
+                    f"{name} has {got} {what}, the pool takes {expected}: {array.shape}"
+                )
         if tokens == 0:
             raise ValueError(f"{name} has no tokens")
         return array
 
     def _layout(self, name: str, shape: tuple[int, ...], layout: Layout | None) -> Layout:
-        """Return the order of the axes: as named, or the one that the shape fits."""
         if layout is not None:
             if layout not in get_args(Layout):
                 raise SettingError(

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
+from penstock.attention import devices
 from penstock.caches.codec import TurboQuantKVCache
 from penstock.caches.layer_form import CachesForm, difference
 from penstock.caches.layer_source import LayerSource, NodeRun, runs_of, source_of
@@ -21,7 +23,7 @@ from penstock.errors import SettingError
 from penstock.kv import columns as col
 from penstock.kv.block_format import BlockFormat
 from penstock.kv.checks import positive
-from penstock.kv.quantization import QuantizationRule, piece_bytes
+from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Layer, Segment
 from penstock.kv.states import (
     RecurrentState,
@@ -32,16 +34,14 @@ from penstock.kv.states import (
     taken_apart,
 )
 from penstock.kv.states import nbytes as nbytes_of
-from penstock.kv.tails import LayerShape
+from penstock.kv.tails import LayerShape, piece_bytes
 from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import parse_bytes
+from penstock.prefix import Match, Pin, Prefixes
 from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens
 from penstock.prefix.checkpoints import Checkpoints, resume
 from penstock.prefix.divergence import explain
 from penstock.prefix.explanation import Explanation
-from penstock.prefix.node import Match
-from penstock.prefix.pin import Pin
-from penstock.prefix.prefixes import Prefixes
 
 PREFILL_TOKENS = 2_048
 """Tokens that `prefill` reads at a time, as mlx-lm does."""
@@ -58,7 +58,7 @@ class Stored:
     held_tokens: int
     """Tokens of the prompt that are there now, whole blocks."""
     refused: str | None = None
-    """Why nothing was stored, if it was not; the caches are untouched either way."""
+    """Why nothing was stored; None if it was. The caches are untouched either way."""
 
 
 def _limit_bytes(limit: object) -> int:
@@ -140,7 +140,6 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, the index included."""
         return self.ledger.used_bytes
 
     def fetch(
@@ -175,9 +174,9 @@ class PrefixCache:
         match = self.prefixes.match(keys)
         states: States = ()
         if match.tokens and self._shapes[salt].states:
-            at, recurrent = resume(match.path, match.tokens)
+            position, recurrent = resume(match.path, match.tokens)
             states = () if recurrent is None else recurrent.states
-            match = self.prefixes.match(keys[: at // self.tree.block_size])
+            match = self.prefixes.match(keys[: position // self.tree.block_size])
         if match.tokens == 0:
             return None, values.tolist()
         with self.prefixes.pin(match):
@@ -225,9 +224,11 @@ class PrefixCache:
         if (held_shape := self._shapes.setdefault(salt, shape)) != shape:
             return self._refuse(difference(held_shape, shape))
         values = as_tokens(tokens)
-        held = min((source.tokens for source in sources), default=len(values))
+        available = min((source.tokens for source in sources), default=len(values))
         recurrent = tuple(tuple(cache.cache) for cache in states)
-        return self._insert(values[:held], sources, salt, recurrent if held <= len(values) else ())
+        return self._insert(
+            values[:available], sources, salt, recurrent if available <= len(values) else ()
+        )
 
     def prefill(
         self,
@@ -264,17 +265,17 @@ class PrefixCache:
         if caches is None:
             caches = make_caches()
         size = self.tree.block_size
-        at, end = len(values) - len(rest), (len(values) - 1) // size * size
+        start, end = len(values) - len(rest), (len(values) - 1) // size * size
         step = max(1, step_size // size) * size
-        while at < end:
-            stop = min(at + step, end)
-            model(mx.array(values[None, at:stop]), cache=caches)
+        while start < end:
+            stop = min(start + step, end)
+            model(mx.array(values[None, start:stop]), cache=caches)
             kept, states, _ = taken_apart(caches)
-            held = [arrays(cache.cache for cache in states)]
-            mx.eval([cache.state for cache in kept], held)
+            state_arrays = [arrays(cache.cache for cache in states)]
+            mx.eval([cache.state for cache in kept], state_arrays)
             self.store(values[:stop], caches, salt=salt)
-            at = stop
-        return caches, values[at:].tolist()
+            start = stop
+        return caches, values[start:].tolist()
 
     def explain(self, tokens: Tokens, *, salt: str = "") -> Explanation:
         """Explain how far `tokens` would match now, why no further, and what to change."""
@@ -286,7 +287,6 @@ class PrefixCache:
         return replace(explanation, reusable_tokens=resume(match.path, match.tokens)[0])
 
     def clear(self) -> None:
-        """Evict all nodes that no match is reading."""
         self.prefixes.clear()
 
     def check(self) -> None:
@@ -314,7 +314,6 @@ class PrefixCache:
         self.store(tokens, prompt_cache, salt=repr(model))
 
     def __len__(self) -> int:
-        """Return how many runs are held."""
         return len(self.tree)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
@@ -340,7 +339,6 @@ class PrefixCache:
         *,
         dequantize: bool,
     ) -> list[Any]:
-        """Copy the matched path into new caches, a layer at a time."""
         shape = self._shapes[salt]
         room = max(match.tokens, capacity or match.tokens + ROOM_TOKENS)
         inside = match.blocks_in_last * self.tree.block_size
@@ -354,12 +352,17 @@ class PrefixCache:
         caches = []
         rule = None if dequantize else self._rule
         for i, form in enumerate(shape.forms):
-            held, cache = parts(i), None
+            layer_parts, cache = parts(i), None
             if rule is not None and i not in rule.raw_layers and form.max_size is None:
                 scheme, first, least = rule.scheme, rule.first_tokens, rule.least_tokens
-                cache = TurboQuantKVCache.holding(scheme, first, least, held, form.dtypes, room)
+                cache = TurboQuantKVCache.holding(
+                    scheme, first, least, layer_parts, form.dtypes, room
+                )
             if cache is None:
-                keys, values = [keys for keys, _ in held], [values for _, values in held]
+                keys, values = (
+                    [keys for keys, _ in layer_parts],
+                    [values for _, values in layer_parts],
+                )
                 cache = form.revive(keys, values, match.tokens, room)
             caches.append(cache)
         revived = []
@@ -372,7 +375,6 @@ class PrefixCache:
     def _insert(
         self, values: TokenArray, sources: list[LayerSource], salt: str, states: States
     ) -> Stored:
-        """Make room, cut the new blocks out of the caches and hang them below the match."""
         keys = self.prefixes.block_hashes(values, salt)
         self._encode_short(self.prefixes.match(keys), sources, len(values))
         match = self.prefixes.match(keys)
@@ -404,9 +406,9 @@ class PrefixCache:
         return Stored(stop - start, stop)
 
     def _encode_short(self, match: Match[Segment], sources: list[LayerSource], tokens: int) -> None:
-        """Encode the nodes that a shorter prompt left raw at the start of one of so many tokens.
+        """Encode nodes of the match that a shorter prompt left raw.
 
-        A node that stays raw, for want of room or because of large numbers, is as right.
+        A node that stays raw, for lack of room or because of large numbers, is still valid.
         """
         rule = self._rule
         if rule is None or not rule.first_tokens < rule.least_tokens <= tokens:
@@ -422,7 +424,8 @@ class PrefixCache:
         ]
         if not due:
             return
-        token_bits, work = sum(rule.token_bits(shapes)), piece_bytes(shapes)
+        device = devices.current()
+        token_bits, work = sum(rule.token_bits(shapes)), piece_bytes(shapes, device.lanes)
         with self.prefixes.pin(match):
             for node in due:
                 blocks = (rule.first_tokens - node.start) // self.tree.block_size
@@ -432,33 +435,33 @@ class PrefixCache:
                 if not self.prefixes.make_room(nbytes + work):
                     return
                 with self.ledger.reserve(Kind.BUFFERS, work):
-                    self.prefixes.exchange(node, rule.encoded, nbytes)
+                    self.prefixes.exchange(node, partial(rule.encoded, ops=device), nbytes)
 
-    def _keep_states(self, pin: Pin[Segment], at: int, states: States) -> None:
-        """Insert a checkpoint of the states at `at`, if that is a boundary and memory allows."""
-        if states and at and at % self.tree.block_size == 0:
+    def _keep_states(self, pin: Pin[Segment], position: int, states: States) -> None:
+        """Insert a checkpoint at `position`, if that is a boundary and memory allows."""
+        if states and position and position % self.tree.block_size == 0:
             checkpoints = Checkpoints(
                 self.prefixes, nbytes_of(states), spacing_tokens=self.tree.block_size
             )
-            checkpoints.capture(pin.path, at, RecurrentState(states), turn_end=True)
+            checkpoints.capture(pin.path, position, RecurrentState(states), turn_end=True)
 
     def _cut(
         self, sources: list[LayerSource], run: NodeRun, paid: Reservation, index: int
     ) -> Segment:
-        """Cut a run out of the caches and hold it as it is to be held.
+        """Cut a run out of the caches in its final format.
 
-        A run with numbers too large for a codec stays as it is, and `paid` counts it as well.
+        A run with numbers too large for a codec stays raw, and `paid` grows.
 
         Raises:
-            SettingError: there is no room for that beside `index` bytes; or they are in a cache
-                that holds codes.
+            SettingError: there is no room for that beside `index` bytes, or the numbers are in a
+                cache of codes.
         """
         with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
             layers = tuple(source.cut(run.start, run.stop) for source in sources)
             segment = Segment(layers, length=run.stop - run.start)
             if run.rule is None:
                 return segment.owned()
-            segment = run.rule.encoded(segment)
+            segment = run.rule.encoded(segment, devices.current())
         more = segment.nbytes - run.nbytes
         if more > 0:
             if not self.prefixes.make_room(more + index):

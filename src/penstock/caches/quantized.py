@@ -30,7 +30,6 @@ class Quantized(LayerCache):
     bits: int
 
     def _set_width(self, group_size: object, bits: object) -> None:
-        """Set the two widths; raise ValueError unless `mx.quantize` knows them."""
         self.group_size = _one_of("group_size", group_size, GROUP_SIZES)
         self.bits = _one_of("bits", bits, BITS)
 
@@ -67,7 +66,7 @@ class Quantized(LayerCache):
         super()._restore(plain)
 
     def _take_over(self, cache: Growing | Ring) -> None:
-        """Hold the columns of a plain cache, quantized, in buffers of the same size.
+        """Quantize the columns of a plain cache, into buffers of the same size.
 
         Keys first, then values, each evaluated: never more than one wide copy is alive.
         """
@@ -76,12 +75,12 @@ class Quantized(LayerCache):
             self._accept_dtype(name, part.dtype)
         self._accept_widths(keys.shape[3], values.shape[3])
         for name in ("keys", "values"):
-            wide = col.take(getattr(cache, name), 0, cache.size())
-            assert isinstance(wide, mx.array)
-            new = self._quantize(wide)
-            held = col.write(col.blank(new, cache.capacity), 0, new)
-            mx.eval(col.arrays(held))
-            setattr(self, name, held)
+            raw = col.take(getattr(cache, name), 0, cache.size())
+            assert isinstance(raw, mx.array)
+            new = self._quantize(raw)
+            buffers = col.write(col.blank(new, cache.capacity), 0, new)
+            mx.eval(col.arrays(buffers))
+            setattr(self, name, buffers)
         self.allocated(cache.capacity)
 
 
@@ -99,7 +98,6 @@ class QuantizedKVCache(Quantized, Growing):
 
     @classmethod
     def holding(cls, cache: Growing, group_size: int, bits: int) -> QuantizedKVCache:
-        """Return the tokens of `cache` quantized, with its capacity."""
         quantized = cls(group_size, bits, cache._capacity)
         if not cache.empty():
             quantized._take_over(cache)
@@ -144,7 +142,6 @@ class QuantizedRotatingKVCache(Quantized, SinkRing):
 
     @classmethod
     def holding(cls, cache: Ring, group_size: int, bits: int) -> QuantizedRotatingKVCache:
-        """Return the tokens of `cache` quantized, with its window, keep and capacity."""
         quantized = cls(cache.max_size, cache.keep, group_size, bits, cache._capacity)
         if not cache.empty():
             quantized._take_over(cache)

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from penstock.caches import masks
-from penstock.caches.base import Bounded, Padded, agree, batch_of
-from penstock.caches.masks import Mask
+from penstock.caches.base import Bounded, Padded, agree, batch_of, ends_of
+from penstock.caches.masks import Mask, by_position, causal
 from penstock.kv import columns as col
 from penstock.kv.checks import chosen_rows, ints, positive, whole, window
 from penstock.kv.columns import Side
@@ -38,8 +37,8 @@ class Ring(Bounded):
         """Write the tokens and return the columns that any query may see; `make_mask` tells which.
 
         keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order for one
-        token, and in order of time for a chunk. A chunk has up to max_size - 1 + tokens of them, of
-        which the window is held afterwards.
+        token, and in order of time for a chunk, up to max_size - 1 + tokens of them; only the
+        window is kept.
 
         Raises:
             TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
@@ -62,7 +61,7 @@ class Ring(Bounded):
         return self.keys_and_values()
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        """Return the tokens visible to a chunk that overflows the window, then hold the window."""
+        """Return the tokens visible to a chunk that overflows the window, then keep the window."""
         fetched = joined(self._visible_past(), new)
         self._make_room(self.max_size, 0, new)
         count = col.columns(fetched[0])
@@ -83,7 +82,7 @@ class Ring(Bounded):
         return self._in_order(self.keys, full), self._in_order(self.values, full)
 
     def _oldest(self) -> int:
-        """Return the column that the next token takes over, once the window is full."""
+        """Return the column that the next token overwrites, once the window is full."""
         return self._idx if self._idx < self.max_size else self.keep
 
     def _in_order(self, side: Side, without_oldest: bool = False) -> list[Side]:
@@ -117,14 +116,14 @@ class Ring(Bounded):
             past = min(self.offset, self.max_size - 1)
             if past + N <= limit and not return_array:
                 return "causal"
-            return masks.causal(N, past, limit)
+            return causal(N, past, limit)
         if limit >= self.max_size or self.offset < limit:
             return None
         position, query = self._positions_after_one(), mx.array([self.offset])
-        return masks.by_position(position, query, 0, limit)[0]
+        return by_position(position, query, 0, limit)[0]
 
     def _positions_after_one(self) -> mx.array:
-        """Return the position of the token in each column once one more was written."""
+        """Return the position of the token in each column after one more was written."""
         column = mx.arange(min(self.offset + 1, self.max_size))
         if self.offset < self.max_size:
             return column
@@ -132,17 +131,15 @@ class Ring(Bounded):
         return mx.where(column < self.keep, column, self.offset - age)
 
     def size(self) -> int:
-        """Count the tokens held."""
         return min(self.offset, self.max_size)
 
     def is_trimmable(self) -> bool:
-        """Tell whether `trim` works: until the window is full."""
         return self.offset < self.max_size
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens, or as many as there are; return how many.
+        """Drop the last `n` tokens, or as many as there are; return how many.
 
-        0 once the window is full: the tokens that were overwritten are gone.
+        0 once the window is full: the overwritten tokens are gone.
         """
         if not self.is_trimmable():
             return 0
@@ -168,21 +165,24 @@ class Ring(Bounded):
         """Copy the window out of `_idx` columns in order of time."""
         recent = self._idx - (self.max_size - self.keep)
         spans = [(0, 0, self.keep), (self.keep, recent, self._idx)]
-        parts = [(0, at, col.take(side, start, stop)) for at, start, stop in spans if stop > start]
+        parts = [
+            (0, column, col.take(side, start, stop))
+            for column, start, stop in spans
+            if stop > start
+        ]
         return col.laid(parts, col.arrays(side)[0].shape[0], self.max_size)
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
-        """Return a batch of copies of the windows, in order."""
         return cls.batch_class.merge(caches)
 
 
 class RotatingKVCache(Ring):
     """A bounded window of one sequence; drops in for mlx-lm's `RotatingKVCache`.
 
-    The first update allocates `max_size` columns; they are written in place for ever. The
-    first `keep` tokens are never dropped. With `capacity` (tokens a request is expected to
-    use) fewer columns are allocated at first, and they grow only if it uses more.
+    The first update allocates `max_size` columns, which are written in place for ever. The first
+    `keep` tokens are never dropped. With `capacity` (tokens a request is expected to use) fewer
+    columns are allocated at first, and they grow only if it uses more.
 
     >>> cache = RotatingKVCache(max_size=8, keep=2)
     >>> for n in (5, 20, 1, 1):
@@ -218,14 +218,6 @@ class BatchRotatingKVCache(Bounded, Padded):
         self.rotated = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write one chunk for every row and return the tokens that its queries may see.
-
-        keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order
-        for one token, in order of time for a chunk.
-
-        Raises:
-            TypeError, ValueError: wrong rank, dtype, batch, heads or widths.
-        """
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)
         self._chunk = None
@@ -243,14 +235,13 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._write(self._idx, new)
         self._idx += tokens
         self._offset += tokens
-        self._tokens = [at + tokens for at in self._tokens]
+        self._tokens = [position + tokens for position in self._tokens]
         return self.keys_and_values()
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        """Return the tokens visible to a chunk that overflows the window, then hold the window."""
         dropped = self._used() + tokens - self.max_size
         fetched = joined(self._visible_past(), new)
-        self._tokens = [at + tokens for at in self._tokens]
+        self._tokens = [position + tokens for position in self._tokens]
         shifts = self._surplus()
         self._make_room(self.max_size, 0, new)
         self.keys = self._hold(self.keys, fetched[0], shifts)
@@ -262,30 +253,29 @@ class BatchRotatingKVCache(Bounded, Padded):
         return self._shown_to_others(fetched)
 
     def _visible_past(self) -> tuple[list[Side], list[Side]]:
-        """Return views of the past that a chunk's first query may see, in order of time."""
         if self.keys is None or self.values is None:
             return [], []
         full = self._used() == self.max_size
         return self._in_order(self.keys, full), self._in_order(self.values, full)
 
-    def _hold(self, held: Side | None, fetched: Side, shifts: list[int]) -> Side:
+    def _hold(self, side: Side | None, fetched: Side, shifts: list[int]) -> Side:
         """Write the last max_size of the fetched columns, right padding turned to the front."""
-        assert held is not None
+        assert side is not None
         count = col.columns(fetched)
         if any(shifts):
             fetched = col.rolled(fetched, shifts)
-        held = col.write(held, 0, col.take(fetched, count - self.max_size, count))
-        mx.eval(col.arrays(held))
-        return held
+        side = col.write(side, 0, col.take(fetched, count - self.max_size, count))
+        mx.eval(col.arrays(side))
+        return side
 
     def _surplus(self) -> list[int]:
-        """Return how many of each row's last tokens are right padding."""
         if self._ends is None:
             return [0] * len(self._tokens)
-        return [max(0, at - end) for at, end in zip(self._tokens, self._ends, strict=True)]
+        return [
+            max(0, position - end) for position, end in zip(self._tokens, self._ends, strict=True)
+        ]
 
     def _turn_padding(self) -> None:
-        """Turn right padding at the end of the columns into left padding."""
         shifts = self._surplus()
         if not any(shifts):
             return
@@ -295,17 +285,14 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._turned(shifts)
 
     def _used(self) -> int:
-        """Count the columns in use."""
         return self.max_size if self.rotated else self._idx
 
     def _in_order(self, side: Side, without_oldest: bool = False) -> list[Side]:
-        """Return views of the columns in use in order of time."""
         oldest = self._idx % self.max_size if self.rotated else 0
         spans = [(oldest + without_oldest, self._used()), (0, oldest)]
         return [col.take(side, start, stop) for start, stop in spans if stop > start]
 
     def keys_and_values(self) -> tuple[Side, Side]:
-        """Return views of the columns in use, in ring order; see also `read_by_others`."""
         if self._chunk is not None:
             return self._chunk
         if self._used() == self.max_size:
@@ -323,7 +310,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         dropped = turning + max(0, self._idx - self.max_size + chunk)
         past = min(self._offset, self.max_size - 1)
         pads = self.left_padding - dropped
-        mask = masks.causal(N, past, window_size or self.max_size, pads)
+        mask = causal(N, past, window_size or self.max_size, pads)
         return mx.roll(mask, self._idx % self.max_size + 1, -1) if turning else mask
 
     def prepare(
@@ -333,40 +320,30 @@ class BatchRotatingKVCache(Bounded, Padded):
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Announce how the next prompts are padded; on right padding `finalize` must follow.
-
-        Raises:
-            ValueError: left padding for a cache that already holds tokens, or right padding
-                without lengths.
-        """
+        """Announce the padding of the next prompts; after right padding `finalize` must follow."""
         if left_padding is not None:
             self._pad_more(left_padding)
-        self._ends = self._ends_of(lengths, right_padding)
+        self._ends = ends_of(self._tokens, lengths, right_padding)
 
     def finalize(self) -> None:
-        """Turn the right padding that is left into left padding, so that all rows end together."""
+        """Turn the remaining right padding into left padding, so that all rows end together."""
         self._turn_padding()
         self._ends = None
 
     def size(self) -> int:
-        """Count the columns ever written, max_size at most."""
+        """Return the number of columns ever written, max_size at most."""
         return min(self._offset, self.max_size)
 
     def is_trimmable(self) -> bool:
-        """Tell whether `trim` works: until the window is full."""
         return self._offset < self.max_size
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` columns of every row, or as many as there are; return how many.
-
-        0 once the window is full: the tokens that were overwritten are gone.
-        """
         if not self.is_trimmable():
             return 0
         n = min(self._offset, whole("n", n, 0))
         self._offset -= n
         self._idx -= n
-        self._tokens = [at - n for at in self._tokens]
+        self._tokens = [position - n for position in self._tokens]
         return n
 
     def _state(self) -> tuple[Any, ...]:
@@ -387,17 +364,11 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._idx = self.max_size
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep the given rows, in the given order, in buffers of the columns in use."""
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._choose(rows)
         self._pick(rows, 0, self._used())
 
     def extend(self, other: Any) -> None:
-        """Append the rows of `other`; the shorter side is padded on the left.
-
-        Raises:
-            ValueError: the two differ in class, settings or shapes.
-        """
         agree("extend", [self, other])
         end = max(self._used(), other._used())
         pads = [pad + end - batch._used() for batch in (self, other) for pad in batch._pads]
@@ -412,7 +383,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._repacked()
 
     def extract(self, idx: int) -> RotatingKVCache:
-        """Return a copy of one row as a cache of its own, in order of time, without padding."""
+        """Return a copy of one row as its own cache, in order of time, without padding."""
         single = self._sibling(self.single_class)
         start = max(0, self._pads[idx])
         count = max(0, self._used() - start)
@@ -427,12 +398,9 @@ class BatchRotatingKVCache(Bounded, Padded):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
-        """Return a batch of copies of the windows, ending in the same column.
+        """Return a batch of copies of the windows, which end in the same column.
 
         Windows with `keep` go to a `BatchSinkRotatingKVCache`.
-
-        Raises:
-            ValueError: no caches, or they differ in class, settings or shapes.
         """
         if any(cache.keep for cache in caches):
             return cls.keeping_class.merge(caches)
@@ -442,15 +410,11 @@ class BatchRotatingKVCache(Bounded, Padded):
         batch._pads = [batch._idx - length for length in lengths]
         batch._tokens = [cache.offset for cache in caches]
         batch.rotated = False
-        for name in ("keys", "values"):
-            parts = [
-                (row, column, part)
-                for row, (cache, pad) in enumerate(zip(caches, batch._pads, strict=True))
-                if cache.size()
-                for column, part in col.spread(pad, cache._in_order(getattr(cache, name)))
-            ]
-            if parts:
-                setattr(batch, name, col.laid(parts, len(caches), batch._idx))
+        batch._lay(
+            ((row, cache) for row, cache in enumerate(caches) if cache.size()),
+            batch._idx,
+            lambda cache, side: col.spread(batch._idx - cache.size(), cache._in_order(side)),
+        )
         return batch
 
 
@@ -471,7 +435,6 @@ def joined(past: tuple[list[Side], list[Side]], new: tuple[Side, Side]) -> tuple
 
 
 def _part(sides: tuple[Side, Side], start: int, stop: int) -> tuple[Side, Side]:
-    """Return the same columns of keys and values, as views."""
     return col.take(sides[0], start, stop), col.take(sides[1], start, stop)
 
 

@@ -10,26 +10,27 @@ from weakref import ref
 import mlx.core as mx
 import numpy as np
 
+from penstock.attention import devices
+from penstock.attention.attention_plan import DecodeRow
+from penstock.attention.selection import selected_reads
+from penstock.attention.selection.key_centers import KeyCenters
+from penstock.attention.selection.key_index import KeyIndex
+from penstock.attention.selection.selection import LEAST_TOKENS, Selection
 from penstock.caches.sinks import SinkRotatingKVCache
+from penstock.config import KERNELS_VARIABLE
 from penstock.errors import ModelError
 from penstock.kv import columns as col
-from penstock.kv import selected_reads
-from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.checks import whole
-from penstock.kv.codecs import Coded
+from penstock.kv.codecs.coded import Coded
 from penstock.kv.columns import Side
-from penstock.kv.kernels import OFF
-from penstock.kv.key_centers import KeyCenters
-from penstock.kv.key_index import KeyIndex
-from penstock.kv.segment import Segment
-from penstock.kv.selection import LEAST_TOKENS, Selection
+from penstock.kv.segment import KVSpan, Segment
 
 
 class SelectiveKVCache(SinkRotatingKVCache):
     """A `SinkRotatingKVCache` of which a single token reads `attend` tokens, chosen by an index.
 
-    The choice is that of `--attend-tokens`. Everything is read by chunks, up to `attend` tokens,
-    in a window that has dropped some, and in batches. The model must be known to
+    The choice is that of `--attend-tokens`. Chunks, batches, sequences of up to `attend` tokens,
+    and windows that have dropped some read everything. The model must be known to
     `penstock.attach`.
 
     Args:
@@ -48,7 +49,7 @@ class SelectiveKVCache(SinkRotatingKVCache):
     """Vectors that the index leaves out of the keys; None makes it less precise. To be set while
     the cache is empty."""
     _given: tuple[ref[mx.array], ref[mx.array]] | None = None
-    """Keys and values that the model is to hand to `attend`."""
+    """Keys and values that the model is to pass to `attend`."""
 
     def __init__(
         self,
@@ -63,19 +64,14 @@ class SelectiveKVCache(SinkRotatingKVCache):
         self.attend_tokens = whole("attend", attend, LEAST_TOKENS)
         self.attend_rest = rest
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_given"}
-
     @property
     def nbytes(self) -> int:
-        """Bytes held, used or not, those of the index among them."""
         return super().nbytes + col.nbytes(self._index)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
         """Write the tokens and return the columns that any query may see; see `Ring`.
 
         Raises:
-            TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
             ModelError: the last token was not read by `attend`.
         """
         if self._given is not None:
@@ -84,12 +80,12 @@ class SelectiveKVCache(SinkRotatingKVCache):
                 "the last token was read whole, and not by penstock's attention: call "
                 "penstock.attach(model) once before, or make the caches without attend"
             )
-        held = super().update_and_fetch(keys, values)
-        own, others = held
-        assert isinstance(own, mx.array) and isinstance(others, mx.array)
+        fetched = super().update_and_fetch(keys, values)
+        all_keys, all_values = fetched
+        assert isinstance(all_keys, mx.array) and isinstance(all_values, mx.array)
         if keys.shape[:3:2] == (1, 1) and self.attend_tokens < self.offset <= self.max_size:
-            self._given = ref(own), ref(others)
-        return held
+            self._given = ref(all_keys), ref(all_values)
+        return fetched
 
     def attend(
         self,
@@ -101,22 +97,28 @@ class SelectiveKVCache(SinkRotatingKVCache):
         sinks: mx.array | None = None,
     ) -> mx.array | None:
         """Attend to a choice: (1, heads, 1, d) -> (1, heads, 1, dim); None to read everything."""
-        given, self._given = self._given, None
-        if given is None or keys is not given[0]() or values is not given[1]() or mask is not None:
+        expected, self._given = self._given, None
+        if (
+            expected is None
+            or keys is not expected[0]()
+            or values is not expected[1]()
+            or mask is not None
+        ):
             return None
-        compiled = os.environ.get(OFF) != "off"
+        compiled = os.environ.get(KERNELS_VARIABLE) != "off"
         selection = Selection(self.attend_tokens, self._rule, compiled)
         position = self.offset - 1
-        held = self._held()
-        mx.eval(queries, held)
+        sides = self._held()
+        mx.eval(queries, sides)
         self._index_to(selection.recent_start(position))
-        segment = Segment((held,), index=(self._index,))
+        segment = Segment((sides,), index=(self._index,))
         row = DecodeRow((KVSpan(segment, 0, position),), position, 0, 0)
-        tail = [side[:, :, position : self.offset] for side in held if isinstance(side, mx.array)]
-        return selected_reads.attend_alone(selection, row, queries, scale, tail, sinks)
+        tail = [side[:, :, position : self.offset] for side in sides if isinstance(side, mx.array)]
+        sizes = [side.shape[-1] for side in tail]
+        reader = devices.current().choice_reader(selection, *sizes)
+        return selected_reads.attend_alone(reader, row, queries, scale, tail, sinks)
 
     def trim(self, n: int) -> int:
-        """See `Ring`."""
         trimmed = super().trim(n)
         self._given = None
         if self._index is not None and self._index.tokens > self.offset:
@@ -124,12 +126,11 @@ class SelectiveKVCache(SinkRotatingKVCache):
         return trimmed
 
     def _index_to(self, stop: int) -> None:
-        """Index the tokens up to `stop`, which are in order of time."""
         start = 0 if self._index is None else self._index.tokens
         if start >= stop:
             return
         keys, values = (col.take(side, start, stop) for side in self._held())
-        more = self._rule.of(keys, values, 0, start)
+        more = self._rule.of(keys, values, 0, start, devices.current())
         self._index = more if self._index is None else self._index.join(more)
         mx.eval(self._index.parts)
 

@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from penstock.caches import masks
-from penstock.caches.base import Batch, Bounded, agree, batch_of
-from penstock.caches.masks import Mask
+from penstock.caches.base import Batch, Bounded, agree, batch_of, ends_of
+from penstock.caches.masks import Mask, by_position
 from penstock.caches.rotating import BatchRotatingKVCache, Ring, RotatingKVCache, joined
 from penstock.kv import columns as col
 from penstock.kv.checks import chosen_rows, ints, positive, whole, window
@@ -39,7 +38,7 @@ class SinkRing(Ring):
             column = mx.arange(past + N)
             position = mx.where(column < self.keep, column, self.offset - past + column)
         query, recent = mx.arange(self.offset, self.offset + N), self.max_size - self.keep
-        return masks.by_position(position, query, self.keep, recent, window_size)
+        return by_position(position, query, self.keep, recent, window_size)
 
 
 class SinkRotatingKVCache(SinkRing, RotatingKVCache):
@@ -57,7 +56,6 @@ class BatchSinkRing(Bounded, Batch):
     row_classes: ClassVar[tuple[type[Ring], ...]]
     """Classes that rows may have come in."""
     single_class: type[Ring]
-    """The class in which rows are given back."""
     keep: int
     _ends: list[int] | None = None
 
@@ -66,28 +64,23 @@ class BatchSinkRing(Bounded, Batch):
         self._tokens = [0] * positive("rows", rows)
 
     def _slot(self, position: int) -> int:
-        """Return the column of the token at `position`."""
         if position < self.max_size:
             return position
         return self.keep + (position - self.keep) % (self.max_size - self.keep)
 
     def _used(self, more: int = 0) -> int:
-        """Count the columns in use once every row has `more` tokens."""
+        """Return the columns in use after `more` tokens in every row."""
         return min(max(self._tokens) + more, self.max_size)
 
     def _overflows(self, tokens: int) -> bool:
-        """Tell whether the next `tokens` are a chunk that runs past the end of a window."""
         chunk = tokens > 1 or self._ends is not None
         return chunk and max(self._tokens) + tokens > self.max_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
         """Write one chunk for every row and return the columns that its queries may see.
 
-        keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order; a
-        chunk past the end of a window follows them.
-
-        Raises:
-            TypeError, ValueError: wrong rank, dtype, batch, heads or widths.
+        keys, values: (batch, kv_heads, tokens, head_dim). The columns come in ring order, followed
+        by a chunk past the end of a window.
         """
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)
@@ -98,41 +91,42 @@ class BatchSinkRing(Bounded, Batch):
             return self._update_past_end(new, tokens)
         self._make_room(self._used(tokens), self._used(), new)
         if tokens == 1:
-            slots = [self._slot(at) for at in self._tokens]
+            slots = [self._slot(position) for position in self._tokens]
             keys_held, values_held = self._held()
             self.keys = col.scatter(keys_held, slots, new[0])
             self.values = col.scatter(values_held, slots, new[1])
         else:
-            for row, at in enumerate(self._tokens):
-                self._write(at, _row(new, row, 0, tokens), row)
+            for row, position in enumerate(self._tokens):
+                self._write(position, _row(new, row, 0, tokens), row)
         used = self._used(tokens)
         self._advance(tokens)
         return self._columns(used)
 
     def _columns(self, used: int) -> tuple[Side, Side]:
-        """Return views of the first `used` columns."""
         keys, values = self._held()
         if used == self.max_size:
             return keys, values
         return col.take(keys, 0, used), col.take(values, 0, used)
 
     def keys_and_values(self) -> tuple[Side, Side]:
-        """Return views of the columns in use, in ring order; see also `read_by_others`."""
         return self._chunk or self._columns(self._used())
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        """Return the columns and the chunk, then write the part of it in each row's window."""
+        """Return the columns and the chunk, then write the part inside each row's window."""
         fetched = joined(self._visible_past(), new)
         self._make_room(self.max_size, self._used(), new)
-        for row, (at, valid) in enumerate(zip(self._tokens, self._valid(tokens), strict=True)):
-            for start, stop in self._runs(at, at + valid):
-                self._write(self._slot(start), _row(new, row, start - at, stop - at), row)
+        for row, (position, valid) in enumerate(
+            zip(self._tokens, self._valid(tokens), strict=True)
+        ):
+            for start, stop in self._runs(position, position + valid):
+                self._write(
+                    self._slot(start), _row(new, row, start - position, stop - position), row
+                )
         mx.eval(col.arrays(self.keys, self.values))
         self._advance(tokens)
         return self._shown_to_others(fetched)
 
     def _visible_past(self) -> tuple[list[Side], list[Side]]:
-        """Return views of the columns in use, in ring order."""
         if self.keys is None or self.values is None:
             return [], []
         used = self._used()
@@ -140,12 +134,16 @@ class BatchSinkRing(Bounded, Batch):
 
     def _valid(self, tokens: int) -> list[int]:
         """Return how many of the next `tokens` are not right padding, a number a row."""
-        ends = self._ends or [at + tokens for at in self._tokens]
-        return [min(tokens, max(0, end - at)) for at, end in zip(self._tokens, ends, strict=True)]
+        ends = self._ends or [position + tokens for position in self._tokens]
+        return [
+            min(tokens, max(0, end - position))
+            for position, end in zip(self._tokens, ends, strict=True)
+        ]
 
     def _advance(self, tokens: int) -> None:
-        """Move each row's end past those of `tokens` that are not right padding."""
-        self._tokens = [at + n for at, n in zip(self._tokens, self._valid(tokens), strict=True)]
+        self._tokens = [
+            position + n for position, n in zip(self._tokens, self._valid(tokens), strict=True)
+        ]
 
     def _runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return which of the positions start..stop-1 the window holds at `stop`, as runs.
@@ -162,14 +160,14 @@ class BatchSinkRing(Bounded, Batch):
         """Return (batch, 1, N, columns) for the next N tokens."""
         query = self.offset[:, None] + mx.arange(N)
         if self._overflows(N):
-            held = self._positions(self.offset, self._used())
-            position = mx.concatenate([held, query], axis=1)
+            past = self._positions(self.offset, self._used())
+            position = mx.concatenate([past, query], axis=1)
         elif N == 1:
             position = self._positions(self.offset + 1, self._used(1))
         else:
             position = mx.arange(self._used(N))[None]
         recent = self.max_size - self.keep
-        return masks.by_position(position, query, self.keep, recent, window_size)[:, None]
+        return by_position(position, query, self.keep, recent, window_size)[:, None]
 
     def _positions(self, tokens: mx.array, columns: int) -> mx.array:
         """Return the position of the token in each column of rows of `tokens`; -1 for none.
@@ -192,35 +190,31 @@ class BatchSinkRing(Bounded, Batch):
     ) -> None:
         """Announce the lengths of right-padded prompts; `finalize` must follow.
 
-        Raises:
-            ValueError: left padding, for which this layout has no place, or right padding
-                without lengths.
+        This layout has no place for left padding.
         """
         if left_padding is not None and max(left_padding) > 0:
             raise ValueError("left_padding does not go with keep; pad the prompts on the right")
-        self._ends = self._ends_of(lengths, right_padding)
+        self._ends = ends_of(self._tokens, lengths, right_padding)
 
     def finalize(self) -> None:
         """End right-padded prompts. Nothing moves: their padding was never visible."""
         self._ends = None
 
     def size(self) -> int:
-        """Count the columns in use."""
         return self._used()
 
     def is_trimmable(self) -> bool:
-        """Tell whether `trim` works: until the first window is full."""
         return max(self._tokens) < self.max_size
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens of every row, or as many as the shortest has.
+        """Drop the last `n` tokens of every row, or as many as the shortest has.
 
-        0 once a window is full: the tokens overwritten by the forgotten ones are gone.
+        0 once a window is full: the tokens overwritten by the dropped ones are gone.
         """
         if not self.is_trimmable():
             return 0
         n = min(*self._tokens, whole("n", n, 0))
-        self._tokens = [at - n for at in self._tokens]
+        self._tokens = [position - n for position in self._tokens]
         return n
 
     def _state(self) -> tuple[Any, ...]:
@@ -234,25 +228,19 @@ class BatchSinkRing(Bounded, Batch):
         self.single_class = next(kind for kind in self.row_classes if kind.__name__ == rows_class)
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep the given rows, in the given order, in buffers of the columns they use."""
+        """Keep the given rows, in that order, in buffers of the columns they use."""
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._tokens = [self._tokens[row] for row in rows]
         self._repacked()
         self._pick(rows, 0, self._used())
 
     def extend(self, other: Any) -> None:
-        """Append the rows of `other`.
-
-        Raises:
-            ValueError: the two differ in class, settings or shapes.
-        """
         agree("extend", [self, other])
         end = max(self._used(), other._used())
         self._join(other, end, lambda batch, side: [(0, col.take(side, 0, batch._used()))])
         self._repacked()
 
     def extract(self, idx: int) -> Ring:
-        """Return a copy of one row as a cache of its own."""
         single = self._sibling(self.single_class)
         single.offset, single._idx = self._tokens[idx], 0
         if self.keys is None or single.offset == 0:
@@ -265,27 +253,15 @@ class BatchSinkRing(Bounded, Batch):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchSinkRing:
-        """Return a batch of copies of the windows.
-
-        Raises:
-            ValueError: no caches, or they differ in class, settings or shapes.
-        """
         batch = batch_of(cls, caches)
         batch.single_class = type(caches[0])
         batch._tokens = [cache.offset for cache in caches]
-        for name in ("keys", "values"):
-            parts = [
-                (row, column, part)
-                for row, cache in enumerate(caches)
-                for column, part in batch._columns_of(cache, getattr(cache, name))
-            ]
-            if parts:
-                setattr(batch, name, col.laid(parts, len(caches), batch._used()))
+        batch._lay(enumerate(caches), batch._used(), batch._columns_of)
         return batch
 
-    def _columns_of(self, cache: Any, side: Side | None) -> list[tuple[int, Side]]:
+    def _columns_of(self, cache: Any, side: Side) -> list[tuple[int, Side]]:
         """Return (column, view) pairs that put one sequence's window where this batch has it."""
-        if side is None or cache.offset == 0:
+        if cache.offset == 0:
             return []
         ordered = cache._in_order(side)
         if cache.offset <= self.max_size:
@@ -293,12 +269,12 @@ class BatchSinkRing(Bounded, Batch):
         ring = self.max_size - self.keep
         oldest = self._slot(cache.offset - ring)
         placed: list[tuple[int, Side]] = []
-        for at, part in col.spread(0, ordered):
+        for index, part in col.spread(0, ordered):
             count = col.columns(part)
-            if at < self.keep:
-                placed.append((at, part))
+            if index < self.keep:
+                placed.append((index, part))
                 continue
-            column = self.keep + (oldest - self.keep + at - self.keep) % ring
+            column = self.keep + (oldest - self.keep + index - self.keep) % ring
             head = min(count, self.max_size - column)
             placed.append((column, col.take(part, 0, head)))
             if head < count:
@@ -314,7 +290,6 @@ class BatchSinkRotatingKVCache(BatchSinkRing):
 
 
 def _row(sides: tuple[Side, Side], row: int, start: int, stop: int) -> tuple[Side, Side]:
-    """Return columns start..stop-1 of one row of keys and values, as views."""
     keys, values = (col.take(col.rows_of(side, row, row + 1), start, stop) for side in sides)
     return keys, values
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from penstock import __version__, config, memory
-from penstock.memory import format_bytes
+from penstock.memory.sizes import format_bytes
+from penstock.plurals import counted
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -16,8 +18,17 @@ if TYPE_CHECKING:
     from penstock.tiers.worker import TierStats
 
 SHOWN_LENGTHS = (1_024, 4_096, 16_384, 65_536)
-"""Tokens of the sequences that the banner counts."""
+"""Lengths of the sequences that the banner counts."""
+CONTINUED = "A penstock is"
+NO_TEMPLATE = (
+    "template none: the model continues texts (/v1/completions, and the page); "
+    "--chat-template FILE, or chatml, lets it chat"
+)
 EXAMPLE = "The code of the amber falcon is 4821. What is the code of the amber falcon?"
+
+TRY = "try      "
+"""Label of the line with a command."""
+LABEL_CELLS = len(TRY)
 
 
 def banner(
@@ -28,44 +39,36 @@ def banner(
     ranks: RankGroup | None = None,
     weights: str | None = None,
     largest_request: int | None = None,
+    *,
+    chats: bool = True,
 ) -> list[str]:
-    """Return the lines of the banner: model, address, limits, and a request to try.
-
-    Args:
-        engine: the engine that answers.
-        name: of the model.
-        settings: of the server.
-        port: that it listens on.
-        ranks: the machines of the model; None for one.
-        weights: line about the dtype of the weights; None for none.
-        largest_request: most tokens of a prompt and its answer together; None leaves it out.
-    """
-    room = engine.ask(_room).result()
+    room = engine.ask(partial(_room, within_context=not settings.ignore_model_context)).result()
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '[::]') else host}:{port}"
-    key = "" if settings.api_key is None else ' -H "Authorization: Bearer $PENSTOCK_API_KEY"'
-    body = {"messages": [{"role": "user", "content": EXAMPLE}]}
+    key = "" if not settings.needs_key else ' -H "Authorization: Bearer $PENSTOCK_API_KEY"'
+    path, body = "chat/completions", dict[str, Any](messages=[{"role": "user", "content": EXAMPLE}])
+    if not chats:
+        path, body = "completions", {"prompt": CONTINUED, "max_tokens": 32}
     return [
         f"penstock {__version__} serves {name} on {url}",
         *([] if ranks is None else [_ranks(ranks)]),
         *([] if weights is None else [f"weights  {weights}"]),
         *room,
         *([] if largest_request is None else [largest_line(largest_request)]),
+        *([] if chats else [NO_TEMPLATE]),
         "key      "
-        + ("none: programs on this machine only" if settings.api_key is None else "needed"),
+        + ("none: programs on this machine only" if not settings.needs_key else "needed"),
         f"page     {url}/   (interfaces: {url}/docs, figures: {url}/metrics)",
-        f"try      curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"{TRY}curl {url}/v1/{path} -H 'Content-Type: application/json'{key} "
         f"-d '{json.dumps(body)}'",
     ]
 
 
 def largest_line(tokens: int) -> str:
-    """Write the size of the largest request."""
-    return f"largest  request: prompt and answer of {tokens:,} tokens together"
+    return f"largest  request: prompt and answer of {counted(tokens, 'token')} together"
 
 
 def _ranks(ranks: RankGroup) -> str:
-    """Print the ranks that compute the model, and the scope of the figures below."""
     return (
         f"ranks    {', '.join(ranks.names)}: each holds 1/{ranks.size} of all layers; bytes are "
         f"of one rank, and the one with the least room decides"
@@ -73,7 +76,6 @@ def _ranks(ranks: RankGroup) -> str:
 
 
 def _tiers(stats: Stats, limits: config.EngineSettings) -> list[str]:
-    """Return a line for each cold tier, or one that says that there is none."""
     from penstock.engine.offload.tier_kinds import TIER_KINDS
 
     if not stats.tiers:
@@ -87,11 +89,11 @@ def _tiers(stats: Stats, limits: config.EngineSettings) -> list[str]:
 def _tier_state(tier: TierStats) -> str:
     if tier.off is not None:
         return f"; off: {tier.off}"
-    held = f"; {format_bytes(tier.held_bytes)} held" if tier.limit_bytes else ""
-    return held if tier.full is None else f"{held}; nothing is written: {tier.full}"
+    used = f"; {format_bytes(tier.held_bytes)} held" if tier.limit_bytes else ""
+    return used if tier.full is None else f"{used}; nothing is written: {tier.full}"
 
 
-def _room(view: EngineView) -> list[str]:
+def _room(view: EngineView, *, within_context: bool) -> list[str]:
     """Describe the limits and the requests that fit; runs on the engine's thread."""
     stats, limits = view.stats(), view.limits
     free = stats.limit_bytes - stats.used_bytes
@@ -100,14 +102,15 @@ def _room(view: EngineView) -> list[str]:
         sequence = view.sequence_bytes(length)
         return max(0, free - sequence.shared) // sequence.own
 
-    window = limits.max_kv_size
+    context = view.context_tokens if within_context else None
+    window = min(limits.max_kv_size, context or limits.max_kv_size)
     lengths = [length for length in SHOWN_LENGTHS if length <= window] or [window]
     fitting = [f"{count:,} of {length:,}" for length in lengths if (count := fit(length))]
     tokens = free * SHOWN_LENGTHS[0] // view.sequence_bytes(SHOWN_LENGTHS[0]).own
-    held = ""
+    coded = ""
     if view.codec_name is not None:
         more = round(tokens * view.token_bytes / view.coded_token_bytes)
-        held = f", {more:,} held as {view.codec_name}"
+        coded = f", {more:,} held as {view.codec_name}"
     weights = stats.by_kind.get("weights", 0)
     machine_bytes = memory.read_machine_memory({}).total_bytes
     over = stats.limit_bytes > machine_bytes
@@ -119,9 +122,9 @@ def _room(view: EngineView) -> list[str]:
             if over
             else ""
         ),
-        f"fits     about {tokens:,} tokens of KV{held}; in sequences: "
+        f"fits     about {counted(tokens, 'token')} of KV{coded}; in sequences: "
         + (", ".join(fitting) or f"none of {lengths[0]:,}; raise --memory-limit for longer"),
         *_tiers(stats, limits),
-        f"limits   {limits.max_kv_size:,} tokens a sequence, {limits.max_batch_size} sequences at "
+        f"limits   {counted(window, 'token')} a sequence, {limits.max_batch_size} sequences at "
         f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}",
     ]

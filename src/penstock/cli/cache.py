@@ -1,4 +1,4 @@
-"""`penstock cache`: a folder of the cold tier, looked into, checked, shrunk, carried elsewhere."""
+"""`penstock cache`: a folder of the cold tier, looked into, checked, shrunk."""
 
 from __future__ import annotations
 
@@ -18,31 +18,22 @@ from rich.table import Table
 
 from penstock.cli import options
 from penstock.cli.help_groups import ListedCommands
-from penstock.cli.settings_options import Fields, option_of, size_bytes, with_settings
+from penstock.cli.settings_options import option_of, size_bytes
+from penstock.cli.whole_words import print_line
 from penstock.config import EngineSettings
 from penstock.errors import CacheFileError, SettingError
-from penstock.memory import format_bytes
+from penstock.memory.sizes import format_bytes
+from penstock.plurals import counted
 
 if TYPE_CHECKING:
-    from penstock.tiers.disk.archive import Exported, Imported
     from penstock.tiers.disk.folder import Folder, FolderUsage, Freed, Progress
     from penstock.tiers.disk.index import Entry
     from penstock.tiers.disk.integrity import IntegrityReport
 
 SHOWN_FAULTS = 20
-REASONS = {
-    "full": "for which there is no room in the limit",
-    "orphan": "whose beginning is not there",
-    "disk": "for which the disk has too little free",
-    "name": "whose name is not a block's",
-    "type": "that are no plain files",
-    "size": "that are too large",
-}
-"""Why members of a tar are refused."""
-
 app = typer.Typer(
     cls=ListedCommands,
-    help="Look into a folder of the cold tier, check it, shrink it, carry it elsewhere.",
+    help="Look into a folder of the cold tier, check it, shrink it.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -55,16 +46,6 @@ Where: TypeAlias = Annotated[
         words="The folder, as penstock serve has it; a server may be using it.",
     ),
 ]
-ModelPrefix: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="Only the model whose fingerprint begins with this; ls shows them.",
-        metavar="PREFIX",
-        show_default="all models",
-    ),
-]
-Tar: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE.tar", help="The tar file.")]
 
 
 @app.command()
@@ -88,7 +69,7 @@ def ls(
     console.print(_listing(entries[:limit], uses))
     if len(entries) > limit:
         left_out = f"{len(entries) - limit:,} more blocks are worth less; --limit shows more"
-        console.print(left_out, soft_wrap=True)
+        print_line(console, left_out)
 
 
 @app.command()
@@ -198,65 +179,11 @@ def clear(
     _print_freed(ssd_cache_dir, freed, as_json)
 
 
-@app.command("export")
-def export_command(
-    file: Tar, ssd_cache_dir: Where, model: ModelPrefix = None, as_json: options.Json = False
-) -> None:
-    """Write the files of the blocks, as they are, into one new tar file that only you may read.
-
-    The file reveals conversations. Damaged blocks are left out.
-    """
-    from penstock.tiers.disk.archive import export_blocks
-
-    with _opened(ssd_cache_dir) as folder:
-        fingerprint = None if model is None else folder.model(model)
-        with _progress("export", sum(e.nbytes for e in folder.entries(fingerprint))) as progress:
-            done = export_blocks(folder, file.expanduser(), progress, fingerprint)
-    if as_json:
-        _print_json(ssd_cache_dir, file=str(file), **asdict(done))
-    else:
-        _print_line(_exported(done, file))
-
-
-@app.command("import")
-@with_settings
-def import_command(
-    file: Tar,
-    ssd_cache_dir: Where,
-    *,
-    limit: Annotated[dict[str, int], Fields(EngineSettings, "ssd_cache_limit")],
-    as_json: options.Json = False,
-) -> None:
-    """Take the blocks of a tar file in, each checked first; the folder may be empty.
-
-    Nothing can check that a block's numbers are those its model computes: import only tar files
-    that you trust. Exits with 1 if a block was refused.
-    """
-    from penstock.tiers.disk.archive import import_blocks
-
-    limit_bytes = limit["ssd_cache_limit"]
-    options.check_folder_limit(limit_bytes)
-    source = file.expanduser()
-    if not source.is_file():
-        raise SettingError(f"{file}: there is no such file")
-    with (
-        _one_line(ssd_cache_dir),
-        _progress("import", source.stat().st_size) as progress,
-    ):
-        done = import_blocks(ssd_cache_dir.expanduser(), source, limit_bytes, progress)
-    if as_json:
-        _print_json(ssd_cache_dir, file=str(file), **asdict(done))
-    else:
-        _show_imported(done)
-    raise typer.Exit(0 if done.is_all else 1)
-
-
 # ---- the folder, and what can go wrong with it
 
 
 @contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Turn a fault of a folder into an error of one line."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -276,7 +203,6 @@ def _opened(path: Path) -> Iterator[Folder]:
 
 @contextmanager
 def _progress(what: str, total_bytes: int | None) -> Iterator[Progress]:
-    """Draw a bar on standard error, if that is a terminal."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
@@ -288,16 +214,10 @@ def _progress(what: str, total_bytes: int | None) -> Iterator[Progress]:
 
 
 def _ask(folder: Folder) -> None:
-    """Ask whether all blocks are to go.
-
-    Raises:
-        SettingError: there is no terminal to ask at.
-        typer.Exit: the answer is no.
-    """
     if not sys.stdin.isatty():
         raise SettingError("clear removes all blocks; without a terminal to ask at it needs --yes")
-    held = f"{len(folder.index):,} blocks ({format_bytes(folder.index.nbytes)})"
-    if not typer.confirm(f"Remove all {held} of {folder.path}?", err=True):
+    content = f"{counted(len(folder.index), 'block')} ({format_bytes(folder.index.nbytes)})"
+    if not typer.confirm(f"Remove all {content} of {folder.path}?", err=True):
         raise typer.Exit(1)
 
 
@@ -309,7 +229,7 @@ def _console() -> Console:
 
 
 def _print_line(line: str) -> None:
-    _console().print(line, soft_wrap=True)
+    print_line(_console(), line)
 
 
 def _print_json(path: Path, **fields: Any) -> None:
@@ -332,13 +252,12 @@ def _block(entry: Entry, uses: int) -> dict[str, object]:
 
 
 def _listing(entries: list[Entry], uses: int) -> Table:
-    """Draw blocks, those of a model together."""
     from penstock.tiers.disk.folder import SHOWN_CHARACTERS, shown
 
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("model", "key"):
         table.add_column(name, no_wrap=True)
-    for name in ("depth", "size", "hits", "last use", "age"):
+    for name in ("depth", "size", "hits", "uses ago", "age"):
         table.add_column(name, justify="right", no_wrap=True)
     models = list(dict.fromkeys(entry.fingerprint for entry in entries))
     for entry in sorted(entries, key=lambda entry: models.index(entry.fingerprint)):
@@ -348,7 +267,7 @@ def _listing(entries: list[Entry], uses: int) -> Table:
             f"{entry.depth:,}",
             format_bytes(entry.nbytes),
             f"{entry.hits:,}",
-            f"{uses - entry.used:,} uses ago",
+            f"{uses - entry.used:,}",
             "being written" if entry.owner else _age(time.time() - entry.written_seconds),
         )
     return table
@@ -388,13 +307,13 @@ def _show_usage(usage: FolderUsage) -> None:
     for name, value in {
         "index": format_bytes(usage.index_bytes),
         "written today": format_bytes(usage.written_today_bytes),
-        "being written": f"{usage.writing_files:,} files",
-        "left over": f"{usage.left_over_files:,} files of writers that were killed",
+        "being written": counted(usage.writing_files, "file"),
+        "left over": f"{counted(usage.left_over_files, 'file')} of writers that were killed",
         "other formats": f"{others} ({format_bytes(usage.other_format_bytes)}), left alone",
         "foreign": f"{usage.foreign:,} files and folders, left alone",
         "free disk": format_bytes(usage.disk_free_bytes),
     }.items():
-        console.print(f"{name:<14}{value}", soft_wrap=True)
+        print_line(console, f"{name:<14}{value}", indent=14)
 
 
 def _show_verdict(verdict: IntegrityReport, is_made_anew: bool) -> None:
@@ -404,7 +323,8 @@ def _show_verdict(verdict: IntegrityReport, is_made_anew: bool) -> None:
         _print_line(f"{fault.kind}: {fault.name}: {_plain(fault.what)}")
     if len(verdict.faults) > SHOWN_FAULTS:
         _print_line(f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more; --json has all")
-    whole = f"{verdict.checked_blocks:,} blocks ({format_bytes(verdict.checked_bytes)}) are whole"
+    blocks = counted(verdict.checked_blocks, "block")
+    whole = f"{blocks} ({format_bytes(verdict.checked_bytes)}) whole"
     counts = ", ".join(
         f"{verdict.count(kind):,} {kind}" for kind in ("damaged", "missing", "unknown", "left over")
     )
@@ -425,29 +345,11 @@ def _print_freed(path: Path, freed: Freed, as_json: bool) -> None:
     if as_json:
         _print_json(path, **asdict(freed))
         return
-    held = f"{format_bytes(freed.held_bytes)} are left"
-    _print_line(f"{freed.blocks:,} blocks removed, {format_bytes(freed.nbytes)} freed; {held}")
-
-
-def _exported(done: Exported, file: Path) -> str:
-    line = f"{done.blocks:,} blocks ({format_bytes(done.nbytes)}) are in {file}"
-    if done.damaged:
-        line += f"; {done.damaged:,} damaged ones are not"
-    if done.gone:
-        line += f"; {done.gone:,} were evicted meanwhile"
-    return line
-
-
-def _show_imported(done: Imported) -> None:
-    came = f"{done.blocks:,} blocks came in ({format_bytes(done.nbytes)})"
-    refused = sum(done.refused.values())
-    _print_line(f"{came}; {done.known:,} known, {refused:,} refused, {done.damaged:,} damaged")
-    for reason, count in sorted(done.refused.items()):
-        _print_line(f"refused: {count:,} {REASONS.get(reason, reason)}")
-    if done.broken is not None:
-        _print_line(f"the tar is broken {_plain(done.broken)}; the rest was not read")
+    rest = f"{format_bytes(freed.held_bytes)} are left"
+    _print_line(
+        f"{counted(freed.blocks, 'block')} removed, {format_bytes(freed.nbytes)} freed; {rest}"
+    )
 
 
 def _plain(text: str) -> str:
-    """Make text of files one line that does nothing to a terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)

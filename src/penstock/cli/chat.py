@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import typer
 
@@ -27,25 +27,16 @@ WELCOME = "/help lists the commands, Ctrl-C ends an answer."
 LEAVE = ("/quit", "/exit", "/q")
 
 
-class ChatPiece(Protocol):
-    """Some text of an answer."""
-
-    @property
-    def text(self) -> str:
-        """Text that became readable."""
-
-
 class Partner(Protocol):
-    """Source of the answers: a model in this process, or a server."""
+    """Source of answers: a model in this process, or a server. An interrupted turn is forgotten."""
 
-    def answer(self, text: str, sampling: config.SamplingSettings) -> Generator[ChatPiece]:
-        """Yield the answer piece by piece; a turn that is broken off is forgotten."""
+    def answer(self, text: str, sampling: config.SamplingSettings) -> Generator[str]: ...
 
-    def reset(self) -> None:
-        """Forget everything but the system prompt."""
+    def reset(self) -> None: ...
 
-    def stats(self) -> str:
-        """Describe tokens, speeds and memory of the last answer in one line."""
+    def stats(self) -> str: ...
+
+    def close(self) -> None: ...
 
 
 @with_settings
@@ -54,12 +45,11 @@ def chat(
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
     *,
-    draft: options.DraftModel,
     url: options.PartnerURL = None,
     api_key: options.ServerKey = None,
     system: options.System = None,
     sampling: options.SamplingOptions,
-    kv: options.KVOptions,
+    engine: options.LocalEngine,
     history: Annotated[
         Path | None,
         typer.Option(
@@ -74,49 +64,40 @@ def chat(
 ) -> None:
     """Talk with a model, line by line.
 
-    Each turn reads its new tokens alone; the caches here, or at the server of --url, have
-    the others.
+    Each turn reads its new tokens alone; the cache here, or at the server of --url, has the others.
     Lines piped in are answered in order, without prompts. /help lists the commands.
     """
-    kv_settings = options.kv_settings(kv)
     sampling_settings = config.parse(config.SamplingSettings, **sampling)
     options.check_text("--system", system or "")
     options.lenient_input()
     if url is None:
-        partner = _local(model, weights_dtype, kv_settings, system, draft.get("draft_model"))
+        partner = _local(model, weights_dtype, options.local_limits(model, engine), system)
     else:
         partner = _remote(context, url, api_key, system)
-    if sys.stdin.isatty():
-        with _line_editing(history):
-            print(WELCOME)
-            Chat(partner, sampling_settings, interactive=True).run(_typed_lines())
-    else:
-        Chat(partner, sampling_settings, echo=echo).run(sys.stdin)
+    with closing(partner):
+        if sys.stdin.isatty():
+            with _line_editing(history):
+                print(WELCOME)
+                Chat(partner, sampling_settings, interactive=True).run(_typed_lines())
+        else:
+            Chat(partner, sampling_settings, echo=echo).run(sys.stdin)
 
 
 def _local(
-    model: str,
-    weights_dtype: config.WeightsDtype,
-    kv: config.KVSettings,
-    system: str | None,
-    draft_model: str | None,
+    model: str, weights_dtype: config.WeightsDtype, limits: dict[str, Any], system: str | None
 ) -> Partner:
     options.warn_of_slow_blas(load_blas())
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.cli.conversation import LocalChat
+    from penstock.cli.local_chat import LocalChat, open_engine
 
-    loaded = options.load_model(model, weights_dtype)
-    return LocalChat(loaded, kv, system, options.load_draft(draft_model, weights_dtype, loaded))
+    return LocalChat(open_engine(model, weights_dtype, limits), system)
 
 
 def _remote(context: typer.Context, url: str, api_key: str | None, system: str | None) -> Partner:
-    """Connect to a server; a flag that means nothing to it is refused, not passed over."""
-    for name in config.KVSettings.model_fields:
-        flag = config.flag_of(config.KVSettings, name)
+    for name in options.LOCAL_FIELDS:
+        flag = config.flag_of(config.EngineSettings, name)
         if _source(context, flag.replace("-", "_")) == "COMMANDLINE":
             raise SettingError(f"--{flag} is the server's to decide; leave it out with --url")
-    if _source(context, "draft_model") == "COMMANDLINE":
-        raise SettingError("--draft-model is the server's to decide; leave it out with --url")
     # A model named in the environment is a folder here, and nothing to the server.
     model = context.params["model"] if _source(context, "model") == "COMMANDLINE" else None
     from penstock.cli.remote import Remote  # httpx takes a moment, too
@@ -125,14 +106,11 @@ def _remote(context: typer.Context, url: str, api_key: str | None, system: str |
 
 
 def _source(context: typer.Context, name: str) -> str | None:
-    """Return where a parameter's value comes from: COMMANDLINE, ENVIRONMENT, DEFAULT."""
     source = context.get_parameter_source(name)
     return None if source is None else source.name
 
 
 class Chat:
-    """The loop over a user's lines: commands are obeyed, everything else is answered."""
-
     def __init__(
         self,
         partner: Partner,
@@ -147,7 +125,6 @@ class Chat:
         self.echo = echo
 
     def run(self, lines: Iterator[str]) -> None:
-        """Handle lines until they end or one of them is /quit."""
         for line in lines:
             text = line.strip()
             if not text or not _is_readable(text):
@@ -173,11 +150,11 @@ class Chat:
             print(f"penstock: unknown command {command}; /help lists them", file=sys.stderr)
 
     def _answer(self, text: str) -> None:
-        """Print the answer as it comes; at a terminal Ctrl-C breaks it off and the chat goes on."""
+        """Print the answer as it streams; at a terminal Ctrl-C only interrupts it."""
         try:
             with closing(self.partner.answer(text, self.sampling)) as pieces:
                 for piece in pieces:
-                    print(piece.text, end="", flush=True)
+                    print(piece, end="", flush=True)
         except KeyboardInterrupt:
             if not self.interactive:
                 raise
@@ -190,17 +167,16 @@ class Chat:
 
 
 def _is_readable(line: str) -> bool:
-    """Tell whether a line is text; print its fault if not."""
+    """Return whether a line is valid UTF-8; print the fault if not."""
     try:
         options.check_text("this line", line)
     except SettingError as error:
-        print(f"penstock: {error}; it is passed over", file=sys.stderr)
+        print(f"penstock: {error}; ignoring it", file=sys.stderr)
         return False
     return True
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yield the lines typed at the prompt, until Ctrl-D."""
     while True:
         try:
             yield input("> ")
@@ -214,7 +190,7 @@ def _typed_lines() -> Iterator[str]:
 
 @contextmanager
 def _line_editing(history: Path | None) -> Iterator[None]:
-    """Let the prompt have line editing, and keep its lines in `history` if that is a file."""
+    """Enable line editing at the prompt, with its history in a file if one is named."""
     import readline  # changes how input() behaves, so only at a terminal
 
     if history is None:

@@ -13,21 +13,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from penstock import __version__
-from penstock.blas import CUDA_PACKAGES, Blas, install_hint, installed, load_blas, nvidia_device
+from penstock.blas import (
+    CUDA_PACKAGES,
+    INSTALL_COMMAND,
+    VARIABLE,
+    Blas,
+    installed,
+    load_blas,
+    nvidia_device,
+)
 from penstock.cli import options
+from penstock.cli.whole_words import print_line, print_rows
 from penstock.config import MLX_LM_MINOR
 from penstock.errors import SettingError
 from penstock.memory import MachineMemory, format_bytes, read_machine_memory
+from penstock.plurals import counted
 
 if TYPE_CHECKING:
     from penstock.cli.agent_report import AgentReport
     from penstock.cli.fitness import FitnessReport
-    from penstock.models.mlx_lm import Loaded
 
 PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "numpy")
 DTYPES = ("float32", "float16")
@@ -39,24 +45,18 @@ MEASURE_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class DoctorProblem:
-    """Something that makes penstock slow or keeps it from working."""
-
     what: str
     remedy: str
 
 
 @dataclass(frozen=True, slots=True)
 class MachineReport:
-    """Findings about the machine."""
-
     back_end: str
-    """MLX back end: `metal`, `cuda`, `cpu`, or `none` if MLX cannot be imported."""
     device: str
     nvidia: bool
-    """Whether the system shows an NVIDIA device."""
     blas: Blas
     gflops: dict[str, float]
-    """Measured, by dtype: 10^9 operations a second in a matrix product."""
+    """Measured GFLOPS of a matrix product, by dtype."""
     memory: MachineMemory
     versions: dict[str, str]
 
@@ -65,8 +65,7 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            help=f"{options.MODEL_HELP} It is loaded and tried.",
-            show_default="no model is loaded",
+            help=f"{options.MODEL_HELP} It is loaded and tried.", show_default="no model is loaded"
         ),
     ] = None,
     weights_dtype: options.WeightsDtype = "auto",
@@ -95,8 +94,12 @@ def doctor(
     fit, agents = None, None
     if model is not None and machine.back_end != "none":
         loaded = options.load_model(model, weights_dtype)
-        fit = _try_model(model, loaded)
-        agents = _probe(loaded) if agent else None
+        # mlx-lm takes a second to import, which a look at the machine need not wait for.
+        from penstock.cli.agent_report import AgentReport
+        from penstock.cli.fitness import try_model
+
+        fit = try_model(model, loaded)
+        agents = AgentReport.of(loaded.tokenizer) if agent else None
         problems += find_misfits(fit)
     if as_json:
         report = {**asdict(machine), "model": None if fit is None else asdict(fit)}
@@ -109,7 +112,6 @@ def doctor(
 
 
 def examine() -> MachineReport:
-    """Look at the machine and measure its matrix products."""
     blas, nvidia = load_blas(), nvidia_device()
     versions = {"python": platform.python_version(), "penstock": __version__}
     versions |= {name: version for name in PACKAGES if (version := installed(name)) is not None}
@@ -118,7 +120,7 @@ def examine() -> MachineReport:
     except ImportError as error:
         reason = f"MLX cannot be imported: {error}"
         return MachineReport("none", reason, nvidia, blas, {}, read_machine_memory({}), versions)
-    from penstock.kv.backend import device_name, machine_memory  # imports MLX
+    from penstock.attention.devices import device_name, machine_memory  # imports MLX
 
     gpus = (("metal", mx.metal), ("cuda", mx.cuda))
     back_end = next((name for name, gpu in gpus if gpu.is_available()), "cpu")
@@ -127,12 +129,13 @@ def examine() -> MachineReport:
 
 
 def find_problems(machine: MachineReport) -> list[DoctorProblem]:
-    """List the faults, the gravest first. Pure: it only reads `machine`."""
+    """List the faults, most serious first."""
     problems = []
     versions = machine.versions
     cuda = [name for name in CUDA_PACKAGES if name in versions]
     if machine.back_end == "none":
-        remedy = "install one back end: pip install 'penstock[cpu]' or 'penstock[cuda]'"
+        cpu = f"pip install 'mlx[cpu]', and {INSTALL_COMMAND}"
+        remedy = f"install one back end: pip install 'mlx[cuda13]', or {cpu}"
         problems.append(DoctorProblem(machine.device, remedy))
     if "mlx-cpu" in versions and cuda:
         both = f"mlx-cpu and {cuda[0]} are both installed and overwrite each other's libmlx.so"
@@ -155,26 +158,10 @@ def find_problems(machine: MachineReport) -> list[DoctorProblem]:
 
 
 def find_misfits(fit: FitnessReport) -> list[DoctorProblem]:
-    """List the reasons why the engine cannot run a model."""
     if fit.way is not None:
         return []
-    remedy = "use it with penstock generate or penstock chat; the engine needs another model"
+    remedy = "use mlx-lm for this model, with penstock.make_kv_cache, or take another model"
     return [DoctorProblem(f"{fit.model}: {fit.why}", remedy)]
-
-
-def _try_model(model: str, loaded: Loaded) -> FitnessReport:
-    """Try a model on the engine."""
-    # mlx-lm takes a second to import, which a look at the machine need not wait for.
-    from penstock.cli.fitness import try_model
-
-    return try_model(model, loaded)
-
-
-def _probe(loaded: Loaded) -> AgentReport:
-    """Probe a model's chat template."""
-    from penstock.cli.agent_report import AgentReport
-
-    return AgentReport.of(loaded.tokenizer)
 
 
 def _cpu_problems(machine: MachineReport) -> list[DoctorProblem]:
@@ -184,16 +171,17 @@ def _cpu_problems(machine: MachineReport) -> list[DoctorProblem]:
         problems.append(DoctorProblem(machine.blas.why, machine.blas.advice))
     elif speed < SLOW_GFLOPS:
         slow = f"float32 runs at {speed:.0f} GFLOPS with {machine.blas.name} ({machine.blas.why})"
-        problems.append(DoctorProblem(slow, f"install a fast BLAS: {install_hint()}"))
+        busy = f"end other programs that compute, or name another BLAS by {VARIABLE}"
+        remedy = busy if machine.blas.is_fast else f"install a fast BLAS: {INSTALL_COMMAND}"
+        problems.append(DoctorProblem(slow, remedy))
     if machine.nvidia:
         idle = "an NVIDIA device is present, but MLX's CPU back end is installed"
-        remedy = "pip uninstall mlx-cpu, then pip install 'penstock[cuda]'"
+        remedy = "pip uninstall mlx-cpu, then pip install 'mlx[cuda13]'"
         problems.append(DoctorProblem(idle, remedy))
     return problems
 
 
 def _measure(dtype: str, size: int) -> float:
-    """Return the best GFLOPS of square matrix products, 2 x size^3 operations each."""
     import mlx.core as mx
 
     matrix = mx.random.normal((size, size)).astype(getattr(mx, dtype))
@@ -213,56 +201,55 @@ def _show(
     problems: list[DoctorProblem],
 ) -> None:
     console = Console(highlight=False)
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("back end", f"{machine.back_end} ({machine.device})")
-    table.add_row("BLAS", f"{machine.blas.name}: {machine.blas.why}")
+    rows: list[tuple[str, str]] = []
+    rows.append(("back end", f"{machine.back_end} ({machine.device})"))
+    rows.append(("BLAS", f"{machine.blas.name}: {machine.blas.why}"))
     for dtype, speed in machine.gflops.items():
-        table.add_row(f"  {dtype}", f"{speed:,.0f} GFLOPS measured")
+        rows.append((f"  {dtype}", f"{speed:,.0f} GFLOPS measured"))
     memory = machine.memory
-    table.add_row("memory", f"{format_bytes(memory.total_bytes)} in all")
-    table.add_row("  available", format_bytes(memory.available_bytes))
-    table.add_row("  device", f"{format_bytes(memory.recommended_bytes)} recommended at most")
-    table.add_row("  limit", f"{format_bytes(memory.default_limit_bytes)} by default")
+    rows.append(("memory", f"{format_bytes(memory.total_bytes)} in all"))
+    rows.append(("  available", format_bytes(memory.available_bytes)))
+    rows.append(("  device", f"{format_bytes(memory.recommended_bytes)} recommended at most"))
+    rows.append(("  limit", f"{format_bytes(memory.default_limit_bytes)} by default"))
     for name, version in machine.versions.items():
-        table.add_row(name, version)
+        rows.append((name, version))
     if fit is not None:
-        _add_fit(table, fit)
+        _add_fit(rows, fit)
     if agents is not None:
-        agents.add_to(table)
-    console.print(table)
+        agents.add_to(rows)
+    print_rows(console, rows)
     for problem in problems:
-        console.print(f"[bold red]problem[/]: {escape(problem.what)}", soft_wrap=True)
-        console.print(f"  remedy: {problem.remedy}", soft_wrap=True, markup=False)
+        print_line(console, f"problem: {problem.what}", label="problem")
+        print_line(console, f"  remedy: {problem.remedy}", indent=2)
     if not problems:
         console.print("Nothing is wrong.")
 
 
-def _add_fit(table: Table, fit: FitnessReport) -> None:
+def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
     """Add a model's rows; text from outside is not markup, even with brackets in it."""
-    table.add_row("model", Text(f"{fit.model} ({fit.model_type})"))
-    table.add_row("  layers", ", ".join(map(str, fit.layers)))
-    table.add_row("  KV", f"{fit.kv_bytes_per_token:,} bytes a token")
+    rows.append(("model", f"{fit.model} ({fit.model_type})"))
+    rows.append(("  layers", ", ".join(map(str, fit.layers))))
+    rows.append(("  KV", f"{counted(fit.kv_bytes_per_token, 'byte')} a token"))
     for form, error in fit.codes_errors.items():
-        table.add_row(f"  {form}", f"held in MLX's nearest codes: error {error:.2%} of the weights")
+        rows.append((f"  {form}", f"held in MLX's nearest codes: error {error:.2%} of the weights"))
     if fit.way is None:
-        table.add_row("  engine", "cannot run it")
+        rows.append(("  engine", "cannot run it"))
         return
     where = {"shared": "read where they lie", "joined": "joined layer by layer, a copy each step"}
-    table.add_row("  engine", f"{fit.way}: keys and values are {where[fit.way]}")
-    table.add_row("  because", Text(fit.why))
+    rows.append(("  engine", f"{fit.way}: keys and values are {where[fit.way]}"))
+    rows.append(("  because", fit.why))
     if fit.modules:
-        table.add_row("  through", ", ".join(fit.modules))
+        rows.append(("  through", ", ".join(fit.modules)))
     if fit.kernels_off is not None:
-        table.add_row("  kernels", Text(f"off: {fit.kernels_off}"))
+        rows.append(("  kernels", f"off: {fit.kernels_off}"))
     for layer in fit.kernels_do_not_read:
-        table.add_row("  kernels", f"none reads {layer}")
+        rows.append(("  kernels", f"none reads {layer}"))
     if fit.ways_cut_short:
-        table.add_row("  attention", "steps that the test did not reach take plain operations")
+        rows.append(("  attention", "steps that the test did not reach take plain operations"))
     if fit.attend_halves_from is not None:
         half = f"--attend-tokens 1024 halves the bytes of a step from {fit.attend_halves_from:,}"
-        table.add_row("  choice", f"{half} tokens (weights included, one sequence)")
-    for one in fit.attention:
-        times = ", ".join(f"{way} {ms:.3f} ms" for way, ms in one.milliseconds.items())
-        table.add_row("  attention", f"{one.layer}, {one.situation}: {one.chosen} ({times})")
+        rows.append(("  choice", f"{half} tokens (weights included, one sequence)"))
+    for timing in fit.attention:
+        times = ", ".join(f"{way} {ms:.3f} ms" for way, ms in timing.milliseconds.items())
+        what = f"{timing.layer}, {timing.situation}"
+        rows.append(("  attention", f"{what}: {timing.chosen} ({times})"))

@@ -1,4 +1,4 @@
-"""The engine of a command; a memory limit that is too small is told with the one that is not."""
+"""Engine of a command; an error about a small memory limit names a sufficient one."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from penstock.engine.engine import Engine
 from penstock.engine.view import EngineView
 from penstock.errors import NeverFits, SettingError, StepTooLarge
 from penstock.models.mlx_lm import Loaded
-from penstock.server.prompt_memory import LEAST_POOL_BYTES, POOL_SHARE
 
 USEFUL_TOKENS = 1_024
-"""Tokens of KV for which a proposed limit has room."""
+"""Tokens of KV that a proposed limit must hold."""
 NO_LIMIT = 1 << 60
 INDEX_SHARE = 0.03
-"""Largest share of a limit that the index takes."""
 
 
 def make_engine(loaded: Loaded, **settings: Any) -> Engine:
-    """Make an engine; `settings` are its own, `memory_limit` a text or None.
-
-    Raises:
-        ModelError: the engine cannot run this model.
-        SettingError: weights and buffers are over the limit, or a setting is out of its range.
-    """
+    """Make an engine; SettingError proposes a limit if `memory_limit` is too small."""
     try:
         return Engine(loaded.model, loaded.tokenizer, **settings)
     except StepTooLarge as error:  # to try it without a limit would take what it says
@@ -32,23 +25,25 @@ def make_engine(loaded: Loaded, **settings: Any) -> Engine:
     except NeverFits as error:
         if settings.get("peers") is not None:  # the other ranks would have to try it, too
             raise SettingError(str(error)) from None
-        given = memory.format_bytes(error.limit_bytes)
+        limit = memory.format_bytes(error.limit_bytes)
     # The weights are there already, so that a trial shows best how much comes on top.
     with Engine(loaded.model, loaded.tokenizer, **{**settings, "memory_limit": NO_LIMIT}) as tried:
         parts, least = tried.ask(_needed).result()
     raise SettingError(
-        f"--memory-limit of {given} is too small: {parts} are always held, and keys and values "
+        f"--memory-limit of {limit} is too small: {parts} are always held, and keys and values "
         f"come on top; raise it to {round_up(least)} or more"
     )
 
 
 def _needed(view: EngineView) -> tuple[str, int]:
-    """Return the fixed memory, in words, and the least limit with room for some KV."""
+    # FastAPI takes 0.3 s to import, which generate and chat need not wait for.
+    from penstock.server.prompt_memory import LEAST_POOL_BYTES, POOL_SHARE
+
     by_kind, sequence = view.stats().by_kind, view.sequence_bytes(USEFUL_TOKENS)
     fixed = {kind: by_kind[kind] for kind in ("weights", "tails", "buffers", "draft")}
     fixed = {kind: size for kind, size in fixed.items() if size}
-    most = sum(fixed.values()) + sequence.own + sequence.shared
-    least = min(most + by_kind["index"], int(most / (1 - INDEX_SHARE)))
+    needed = sum(fixed.values()) + sequence.own + sequence.shared
+    least = min(needed + by_kind["index"], int(needed / (1 - INDEX_SHARE)))
     least = max(least + LEAST_POOL_BYTES, least * POOL_SHARE // (POOL_SHARE - 1) + 1)
     words = [f"{kind} of {memory.format_bytes(size)}" for kind, size in fixed.items()]
     return " and ".join([", ".join(words[:-1]), words[-1]]), least

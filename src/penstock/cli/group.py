@@ -1,15 +1,21 @@
-"""A process among those that `mlx.launch` has started: it joins them, and ends when one is gone."""
+"""A process started by `mlx.launch`: it joins the group, and ends when a member is gone."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import stat
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from penstock import __version__
 from penstock.config import EngineSettings, setting_of
@@ -19,20 +25,19 @@ if TYPE_CHECKING:
     from penstock.engine.ranks.process_group import RankGroup
 
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Environment variables that the launcher of a group sets."""
+LAUNCHERS = ("mlx.launch", "mlx._distributed_utils.launch")
+"""Parts of the command line of MLX's launcher."""
+PRINT_SECONDS = 0.5
+"""Seconds for the launcher to print the last lines of its ranks."""
 
 
 @contextmanager
 def joined() -> Iterator[RankGroup | None]:
-    """Join the group that this process was started in; None if it was started alone.
-
-    Raises:
-        SettingError: MLX cannot connect to the others.
-        RanksBroken: some of them did not come.
-    """
+    """Join the group that this process was started in; None if it was started alone."""
     if not any(name in os.environ for name in LAUNCHED) or _is_single():
         yield None
         return
+    _end_with_launcher()
     import mlx.core as mx
 
     from penstock.engine.ranks.process_group import RankGroup
@@ -54,29 +59,46 @@ def joined() -> Iterator[RankGroup | None]:
 
 
 def check_same(ranks: RankGroup, model: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Refuse a group whose processes would not do the same.
-
-    Raises:
-        SettingError: penstock, mlx-lm, the model or a setting differs.
-    """
+    """Refuse a group whose versions, model or settings differ."""
     ranks.check_equal("penstock and mlx-lm", [__version__, version("mlx-lm")])
     ranks.check_equal("the model's config.json", model)
-    given = {
+    shared = {
         name: value
         for name, value in limits.items()
         if not setting_of(EngineSettings, name).is_local
     }
-    ranks.check_equal("all settings but memory limits and folders", given)
+    ranks.check_equal("all settings but memory limits and folders", shared)
 
 
 def _is_single() -> bool:
-    """Tell whether `mlx.launch` starts one process: MLX cannot read its file then."""
+    """Return whether `mlx.launch` starts one process: MLX cannot read its host file then."""
     file = os.environ.get("MLX_HOSTFILE")
     return bool(file) and Path(file or "").is_file() and not Path(file or "").read_text().strip()
 
 
 def _end(why: str) -> None:
-    """End the process at once: its other threads may wait for ever for a lost process."""
     print(f"penstock: the group has ended: {why}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    with suppress(psutil.Error):
+        parent = psutil.Process(os.getppid())
+        if any(name in word for word in parent.cmdline() for name in LAUNCHERS):
+            time.sleep(PRINT_SECONDS)
+            parent.terminate()
     os._exit(1)
+
+
+def _end_with_launcher() -> None:
+    """End this process by SIGTERM when `mlx.launch`, which holds its standard input, is gone.
+
+    Rank 0 then lets open answers end, and the others end with it.
+    """
+    if "MLX_RANK" not in os.environ or not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(0, 0)  # no input is asked for: it wakes when the other end is closed
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="penstock-launcher", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The help of commands with many options, in groups: model, memory, cache, disk, and so on."""
+"""Help of commands with many options, in groups."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from penstock.errors import SettingError
+
 GROUPS = {
-    "Model": "config model model-name weights-dtype system raw ignore-model-context "
-    "keep-billing-header tool-parser reasoning-parser",
+    "Model": "config model model-name chat-template weights-dtype system raw ignore-model-context "
+    "keep-billing-header tool-parser tools-without-template reasoning-parser",
     "Answers": "max-tokens temperature top-p top-k min-p repetition-penalty seed",
     "Memory": "memory-limit memory-threshold max-kv-size keep-kv-size kv-bits max-batch-size "
     "prefill-chunk max-stall-ms speculative-tokens draft-model attend-tokens attend-rest "
@@ -18,23 +20,29 @@ GROUPS = {
     "kv-cache-raw-first-tokens kv-cache-skip-layers kv-cache-quantize-when remote-cache "
     "remote-cache-ttl remote-cache-timeout",
     "Disk": "ssd-cache-dir ssd-cache-limit ssd-write-budget ssd-preload session-dir",
-    "Network": "host port url api-key cors-origin max-connections request-timeout drain-timeout",
+    "Network": "host port url api-key keys cors-origin max-connections request-timeout "
+    "drain-timeout",
     "Scale": "pipeline ray replicas max-replicas replica-cpus replica-gpus routing",
 }
-"""Flags, without their dashes, by the group that shows them."""
+"""Flags, without their dashes, by help group."""
 NARROW_COLUMNS = 72
-"""Columns of a terminal below which the help of a flag takes two thirds of a line."""
+"""Terminal width below which a flag's help takes two thirds of a line."""
 MOST_FLAG_COLUMNS = 30
 LONGEST_SUMMARY = 200
-"""Characters of a command's summary, at most."""
+"""Characters of a command's summary in the list of commands."""
 GROUP_OF = {f"--{flag}": group for group, flags in GROUPS.items() for flag in flags.split()}
 
 
-class GroupedCommand(TyperCommand):
-    """Command whose help shows its options in groups; those of no group come last."""
+REPLACED = {
+    "penstock agents": "run penstock bench agents",
+    "penstock verify": "run penstock bench verify",
+    "penstock cache export": "copy the folder while no server uses it",
+    "penstock cache import": "copy the folder while no server uses it",
+}
 
+
+class GroupedCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and the options of the command."""
         sections: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -50,10 +58,17 @@ class GroupedCommand(TyperCommand):
 
 
 class ListedCommands(TyperGroup):
-    """Group whose help shows the whole summary of each command, on several lines if need be."""
+    """Group whose help shows the whole summary of each command, and that names replacements."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command or None; SettingError names the replacement of a removed one."""
+        command = super().get_command(ctx, cmd_name)
+        name = f"{ctx.command_path} {cmd_name}"
+        if command is None and name in REPLACED:
+            raise SettingError(f"{name} is gone: {REPLACED[name]}")
+        return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the names and the summaries of the commands."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [
             (name, command.get_short_help_str(LONGEST_SUMMARY))
@@ -66,7 +81,7 @@ class ListedCommands(TyperGroup):
 
 
 def flag_columns(width: int) -> int:
-    """Return the columns up to which flags stand beside their help, and not above it.
+    """Return the column up to which a flag stands beside its help, not above it.
 
     >>> flag_columns(80), flag_columns(50)
     (30, 16)

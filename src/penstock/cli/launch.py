@@ -10,12 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn
 
+import psutil
 import typer
 
+from penstock import children
 from penstock.cli import options
 from penstock.cli.launch_setups import (
     MADE_UP_KEY,
@@ -23,28 +25,29 @@ from penstock.cli.launch_setups import (
     Endpoint,
     Program,
     Setup,
+    past_proxies,
     shell_lines,
 )
 from penstock.config import LOOPBACK_HOSTS
 from penstock.errors import PenstockError, SettingError
+from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
     import httpx
 
 START_SECONDS = 1_800.0
-"""Longest wait for a server to load its model: it may be fetched first."""
-LOADING_SECONDS = 300.0
-"""Longest wait for a server that listens and does not answer yet, because it loads its model."""
+"""Longest wait for a server to load its model, which may be downloaded first."""
+SILENT_SECONDS = 60.0
+"""Longest wait without an answer, output or processor time of a starting server."""
+ANSWER_SECONDS = 2.0
+"""Timeout of one probe of a starting server."""
 LOOK_SECONDS = 0.2
-STOP_SECONDS = 15.0
 NO_CONTEXT = 32_768
-"""Context size where a server does not say its own, in tokens."""
+"""Context size in tokens if a server does not report its own."""
 
 
 class LaunchFailed(PenstockError):
-    """The server does not start, refuses the key, or is of another kind."""
-
     status = 502
 
 
@@ -53,15 +56,13 @@ def launch(
         str, typer.Argument(help=f"Coding agent: {', '.join(PROGRAMS)}.", metavar="PROGRAM")
     ],
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="Arguments for it, behind --.", metavar="[-- ARGS]"),
+        list[str] | None, typer.Argument(help="Arguments for it, behind --.", metavar="[-- ARGS]")
     ] = None,
     url: options.ServerURL = options.SERVER_URL,
     api_key: options.ServerKey = None,
     model: options.Model = str(MODEL_PATH),
     only_print: Annotated[
-        bool,
-        typer.Option("--print", help="Print the lines for a shell, and start no program."),
+        bool, typer.Option("--print", help="Print the lines for a shell, and start no program.")
     ] = False,
 ) -> None:
     """Start a coding agent that works with this machine's model.
@@ -69,17 +70,19 @@ def launch(
     Address, key, model and context size are set for this start alone: in the environment of the
     program, its arguments and a temporary folder. Its own configuration stays as it is. A program
     that is not installed runs through npx. If no server answers at --url, one is started there. It
-    ends with the program; its settings come from the environment, as PENSTOCK_MEMORY_LIMIT.
+    ends with the program, and both end with this command; its settings come from the environment,
+    as PENSTOCK_MEMORY_LIMIT.
     """
     from penstock.cli.remote import base_url  # httpx takes a moment to import
 
     agent = _program(program)
-    own = tuple(arguments or ())
-    with _server(base_url(url), api_key, model, may_start=not only_print) as target:
-        setup = agent.setup(target)
+    user_arguments = tuple(arguments or ())
+    server = _server(base_url(url), api_key, model, may_start=not only_print)
+    with _ended_by_signals(), server as target:
+        setup = past_proxies(agent.setup(target), target, os.environ)
         command = _command(agent)
         if only_print:
-            for line in shell_lines(command, setup, own):
+            for line in shell_lines(command, setup, user_arguments):
                 print(line)
             return
         with tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder:
@@ -87,27 +90,17 @@ def launch(
             for name, text in setup.files.items():
                 (Path(folder) / name).write_text(text, encoding="utf-8")
             _print_setup(agent, target, placed)
-            code = _run((*command, *placed.arguments, *own), placed)
+            code = _run((*command, *placed.arguments, *user_arguments), placed)
     raise typer.Exit(code)
 
 
 def _program(name: str) -> Program:
-    """Return a program by its command.
-
-    Raises:
-        SettingError: there are no settings for it; names those that there are.
-    """
     if name not in PROGRAMS:
         raise SettingError(f"{name} is not known; choose one of {', '.join(PROGRAMS)}")
     return PROGRAMS[name]
 
 
 def _command(program: Program) -> tuple[str, ...]:
-    """Return the command of a program: its own if it is installed, or npx with its package.
-
-    Raises:
-        SettingError: there is neither.
-    """
     if shutil.which(program.command):
         return (program.command,)
     if shutil.which("npx"):
@@ -118,17 +111,34 @@ def _command(program: Program) -> tuple[str, ...]:
     )
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP leave the context, so that everything started in it is ended."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {sig: signal.signal(sig, leave) for sig in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+
+
 # ---- the server
 
 
 @contextmanager
 def _server(url: str, key: str | None, model: str, *, may_start: bool) -> Iterator[Endpoint]:
-    """Find the server at an address, or start one for as long as the context lasts."""
     import httpx
 
+    from penstock.cli.remote import on_this_machine
+
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=30.0) as http:
-        if _answers(http):
+    proxied = not on_this_machine(url)
+    with httpx.Client(base_url=url, headers=headers, timeout=30.0, trust_env=proxied) as http:
+        if _answers(http, SILENT_SECONDS):
             yield _target(http, url, key)
             return
         if not may_start:
@@ -137,23 +147,22 @@ def _server(url: str, key: str | None, model: str, *, may_start: bool) -> Iterat
             yield _target(http, url, key)
 
 
-def _answers(http: httpx.Client) -> bool:
-    """Tell whether something answers at the address."""
+def _answers(http: httpx.Client, seconds: float) -> bool:
     import httpx
 
     try:
-        http.get("/health", timeout=httpx.Timeout(LOADING_SECONDS, connect=10.0))
+        http.get("/health", timeout=httpx.Timeout(seconds, connect=10.0))
+    except httpx.ReadTimeout:
+        raise LaunchFailed(
+            f"the server at {http.base_url} has said nothing for {seconds:.0f} s; it may load its "
+            f"model, or hang: try again later, or name another with --url"
+        ) from None
     except httpx.TransportError:
         return False
     return True
 
 
 def _target(http: httpx.Client, url: str, key: str | None) -> Endpoint:
-    """Ask a server for its model.
-
-    Raises:
-        LaunchFailed: it refuses, or is no server of models.
-    """
     response = http.get("/v1/models")
     if response.status_code == 401:
         raise LaunchFailed(f"{url} wants a key: --api-key, or PENSTOCK_API_KEY")
@@ -167,12 +176,7 @@ def _target(http: httpx.Client, url: str, key: str | None) -> Endpoint:
 
 @contextmanager
 def _started(http: httpx.Client, url: str, key: str | None, model: str) -> Iterator[None]:
-    """Start a server for as long as the context lasts; its output goes to a file.
-
-    Raises:
-        SettingError: the address is not this machine's.
-        LaunchFailed: the server ends before it answers.
-    """
+    """Start a server for as long as the context lasts; its output goes to a file."""
     host, port = http.base_url.host, http.base_url.port or 80
     if host not in LOOPBACK_HOSTS:
         raise SettingError(
@@ -184,7 +188,7 @@ def _started(http: httpx.Client, url: str, key: str | None, model: str) -> Itera
     command += ["--host", host, "--port", str(port)]
     environment = {**os.environ, **({"PENSTOCK_API_KEY": key} if key else {})}
     with tempfile.TemporaryFile() as output:
-        server = subprocess.Popen(
+        server = children.start(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -196,36 +200,51 @@ def _started(http: httpx.Client, url: str, key: str | None, model: str) -> Itera
             _wait(server, http, output)
             yield
         finally:
-            server.terminate()
-            try:
-                server.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                server.kill()
+            children.end(server)
 
 
 def _wait(server: subprocess.Popen[bytes], http: httpx.Client, output: IO[bytes]) -> None:
-    until = time.monotonic() + START_SECONDS
-    while server.poll() is None and time.monotonic() < until:
-        if _answers(http):
-            return
+    """Wait until a server answers; its output and processor time are signs of life."""
+    began = heard = time.monotonic()
+    signs = _signs(server, output)
+    while server.poll() is None:
+        with suppress(LaunchFailed):  # it listens, and loads its model
+            if _answers(http, ANSWER_SECONDS):
+                return
         time.sleep(LOOK_SECONDS)
+        now, seen = time.monotonic(), _signs(server, output)
+        if seen != signs:
+            signs, heard = seen, now
+        if now - heard > SILENT_SECONDS or now - began > START_SECONDS:
+            raise LaunchFailed(
+                f"the server has not answered for {now - began:.0f} s, {now - heard:.0f} s of "
+                f"them without a sign of life; try penstock serve by itself"
+            )
     output.seek(0)
     lines = output.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
     raise LaunchFailed(f"the server did not start: {lines[-1].removeprefix('penstock: ')}")
+
+
+def _signs(server: subprocess.Popen[bytes], output: IO[bytes]) -> tuple[float, ...]:
+    """Return a process's output in bytes, and its processor time in tenths of a second."""
+    written = os.fstat(output.fileno()).st_size
+    with suppress(psutil.Error):
+        times = psutil.Process(server.pid).cpu_times()
+        return written, round(times.user + times.system, 1)
+    return (written,)
 
 
 # ---- the program
 
 
 def _print_setup(program: Program, target: Endpoint, setup: Setup) -> None:
-    """Say on standard error where the program is pointed, and all that is set for it."""
 
     def shown(text: str) -> str:
         return text if target.key == MADE_UP_KEY else text.replace(target.key, "(the key)")
 
     lines = [
         f"penstock: {program.command} works with {target.model} at {target.url}, "
-        f"{target.context_tokens:,} tokens of context; set for this start alone:",
+        f"{counted(target.context_tokens, 'token')} of context; set for this start alone:",
         *(f"  {name}={shown(value)}" for name, value in setup.environment.items()),
         *(f"  without {name}" for name in setup.unset if name in os.environ),
     ]
@@ -235,19 +254,19 @@ def _print_setup(program: Program, target: Endpoint, setup: Setup) -> None:
 
 
 def _run(command: Sequence[str], setup: Setup) -> int:
-    """Run the program in this terminal, and return its exit code."""
     environment: dict[str, Any] = {**os.environ, **setup.environment}
     for name in setup.unset:
         environment.pop(name, None)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's
     try:
-        return subprocess.run(
-            command, env=environment, preexec_fn=_default_interrupt, check=False
-        ).returncode
+        process = children.start(command, env=environment, preexec_fn=_default_interrupt)
+        try:
+            return process.wait()
+        finally:
+            children.end(process)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _default_interrupt() -> None:
-    """Give the program back the signal that its parent leaves to it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from shlex import quote
+from urllib.parse import urlsplit
+
+from penstock.config import LOOPBACK_HOSTS
 
 FOLDER = "{folder}"
-"""Mark in a value for the temporary folder, whose name is not known before it is made."""
+"""Placeholder for the temporary folder, whose name is not known before it is made."""
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 MADE_UP_KEY = "none-needed"
 """Key for a server without one: the programs insist on having some."""
 MOST_OUTPUT = 32_000
-"""Largest answer that a program is told of, in tokens."""
+"""Largest answer size that a program is given, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server and its model."""
-
     url: str
     """`http://host:port`, without `/v1`."""
     key: str
@@ -32,24 +33,18 @@ class Endpoint:
 
     @property
     def output_tokens(self) -> int:
-        """Largest answer to ask for: half of the context at most."""
         return min(MOST_OUTPUT, self.context_tokens // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of one start of a program."""
-
     environment: Mapping[str, str]
     arguments: tuple[str, ...] = ()
-    """Arguments in front of the user's own."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Texts of files by their names in the temporary folder."""
     unset: tuple[str, ...] = ()
     """Variables that would point the program elsewhere."""
 
     def in_folder(self, folder: str) -> Setup:
-        """Return the settings with the temporary folder's name in them."""
         return Setup(
             {name: value.replace(FOLDER, folder) for name, value in self.environment.items()},
             tuple(argument.replace(FOLDER, folder) for argument in self.arguments),
@@ -60,15 +55,29 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A coding agent: its command, its package at npm, and its settings for a server."""
-
     command: str
     package: str
     setup: Callable[[Endpoint], Setup]
 
 
+def past_proxies(setup: Setup, target: Endpoint, environment: Mapping[str, str]) -> Setup:
+    """Exclude a server of this machine from the proxies of the environment.
+
+    >>> at_home = Endpoint("http://127.0.0.1:8080", "none", "m", 100)
+    >>> dict(past_proxies(Setup({}), at_home, {"http_proxy": "x", "no_proxy": "a"}).environment)
+    {'no_proxy': 'a,127.0.0.1', 'NO_PROXY': 'a,127.0.0.1'}
+    """
+    host = urlsplit(target.url).hostname
+    proxied = any(name.lower().endswith("_proxy") for name in environment)
+    if host not in LOOPBACK_HOSTS or not proxied:
+        return setup
+    left_out = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    hosts = f"{left_out},{host}".removeprefix(",")
+    return replace(setup, environment={**setup.environment, "no_proxy": hosts, "NO_PROXY": hosts})
+
+
 def claude(target: Endpoint) -> Setup:
-    """Return Claude Code's settings: all of its models are the server's one."""
+    """Point all of Claude Code's models at the server's one."""
     models = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     window = str(target.context_tokens)
     # It reads less as this size, with a warning; MAX_CONTEXT_TOKENS is kept to as it is.
@@ -90,7 +99,7 @@ def claude(target: Endpoint) -> Setup:
 
 
 def codex(target: Endpoint) -> Setup:
-    """Return Codex's settings, as values that win over its config.toml for this start."""
+    """Return Codex's settings, which override its config.toml for this start."""
     values = {
         "model": target.model,
         "model_provider": "penstock",
@@ -106,7 +115,7 @@ def codex(target: Endpoint) -> Setup:
 
 
 def opencode(target: Endpoint) -> Setup:
-    """Return opencode's settings, which it adds to its own configuration."""
+    """Return opencode's settings, which it merges into its own configuration."""
     limit = {"context": target.context_tokens, "output": target.output_tokens}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -120,7 +129,7 @@ def opencode(target: Endpoint) -> Setup:
 
 
 def pi(target: Endpoint) -> Setup:
-    """Return pi's settings: an extension that adds a provider for this start."""
+    """Return an extension that adds a provider to pi for this start."""
     model = {
         "id": target.model,
         "name": target.model,
@@ -148,7 +157,7 @@ def pi(target: Endpoint) -> Setup:
 
 
 def qwen(target: Endpoint) -> Setup:
-    """Return Qwen Code's settings: a settings file that wins over the user's for this start."""
+    """Return Qwen Code's settings file, which overrides the user's for this start."""
     model = {
         "id": target.model,
         "name": target.model,
@@ -185,19 +194,12 @@ PROGRAMS = {
         Program("qwen", "@qwen-code/qwen-code", qwen),
     )
 }
-"""Programs by their commands."""
 
 
 def shell_lines(
     command: tuple[str, ...], setup: Setup, arguments: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield the lines with which a POSIX shell starts a program as `penstock launch` does.
-
-    Args:
-        command: the program, or npx and its package.
-        setup: its settings, with `FOLDER` in them where a file is named.
-        arguments: the user's own.
-    """
+    """Yield the lines with which a POSIX shell starts a program as `penstock launch` does."""
     if setup.files:
         yield "PENSTOCK_FOLDER=$(mktemp -d)"
     for name, text in setup.files.items():

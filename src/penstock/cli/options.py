@@ -23,25 +23,21 @@ if TYPE_CHECKING:
     from penstock.models.mlx_lm import Loaded
 
 WITHOUT_VALUE = {"--kv-cache-quantization": "8"}
-"""The values of flags that may stand without one, as vllm-mlx's and its scripts have them."""
+"""Values of flags that may stand without one, as in vllm-mlx's scripts."""
 MODEL_HELP = (
     "Folder of a model, a .gguf file, a Hugging Face name (owner/model), or smollm2: a small chat "
     "model, fetched once."
 )
 Model: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        help=MODEL_HELP,
-        envvar="PENSTOCK_MODEL",
-        show_default="the embedded model",
-    ),
+    str, typer.Option(help=MODEL_HELP, envvar="PENSTOCK_MODEL", show_default="the embedded model")
 ]
 WeightsDtype: TypeAlias = Annotated[
     config.WeightsDtype,
     typer.Option(
-        help="Number type of the weights. native: as stored; float32: converted when loaded; auto: "
-        "float32 on a CPU, where MLX is slow with other types, if a quarter of the memory limit "
-        "stays free.",
+        help="Number type of the weights. native: as stored; float32: converted when loaded; "
+        "packed: codes of 4 and 8 bits stay as they are and are multiplied by activations in 8 "
+        "bits, on a CPU; packed-exact: the same with activations in float32; auto: float32 on a "
+        "CPU, where MLX is slow with other types, if a quarter of the memory limit stays free.",
         envvar="PENSTOCK_WEIGHTS_DTYPE",
     ),
 ]
@@ -49,14 +45,22 @@ DraftModel: TypeAlias = Annotated[dict[str, Any], Fields(config.EngineSettings, 
 EngineSize: TypeAlias = Annotated[
     dict[str, Any], Fields(config.EngineSettings, "memory_limit", "block_size")
 ]
-KVOptions: TypeAlias = Annotated[dict[str, Any], Fields(config.KVSettings)]
+LOCAL_FIELDS = (
+    "memory_limit",
+    "max_kv_size",
+    "keep",
+    "draft_model",
+    "speculative_tokens",
+    "kv_cache_quantization",
+    "kv_cache_min_quantize_tokens",
+    "kv_cache_raw_first_tokens",
+)
+LocalEngine: TypeAlias = Annotated[dict[str, Any], Fields(config.EngineSettings, *LOCAL_FIELDS)]
 SamplingOptions: TypeAlias = Annotated[dict[str, Any], Fields(config.SamplingSettings)]
 System: TypeAlias = Annotated[
-    str | None,
-    typer.Option(help="System prompt before the conversation.", metavar="TEXT"),
+    str | None, typer.Option(help="System prompt before the conversation.", metavar="TEXT")
 ]
 SERVER_URL = f"http://{config.HOST}:{config.PORT}"
-"""Address of a server that was started with the defaults."""
 
 
 def _url(words: str) -> Any:
@@ -81,7 +85,7 @@ Json: TypeAlias = Annotated[
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with a value behind each flag that may stand without one, and does.
+    """Insert the value of each flag that stands without one.
 
     >>> with_values(["serve", "--kv-cache-quantization", "--port", "0"])
     ['serve', '--kv-cache-quantization', '8', '--port', '0']
@@ -96,32 +100,23 @@ def with_values(arguments: Sequence[str]) -> list[str]:
     return filled + words[end:]
 
 
-def engine_size(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given settings with a memory limit; the embedded model has one of its own.
+def engine_size(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the memory limit; the embedded model has its own. SettingError for a limit of 0.
 
     >>> engine_size(str(MODEL_PATH), {})
     {'memory_limit': '200MB'}
     >>> engine_size("owner/model", {"block_size": 32})
     {'memory_limit': None, 'block_size': 32}
-
-    Raises:
-        SettingError: the limit is nothing.
     """
     embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
     limit = config.EMBEDDED_LIMIT if embedded else None
-    if given.get("memory_limit", 1) < 1:
+    if settings.get("memory_limit", 1) < 1:
         raise SettingError("--memory-limit is 0; give the memory for weights and caches, as 16GB")
-    return {"memory_limit": limit} | dict(given)
+    return {"memory_limit": limit} | dict(settings)
 
 
 def load_model(model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None) -> Loaded:
-    """Load a model, and note on standard error a change of its weights.
-
-    Args:
-        model: as a command's user named it.
-        weights_dtype: see `--weights-dtype`.
-        memory_limit: bytes, or a text like "16GB"; None takes the machine's default.
-    """
+    """Load a model, and report a change of its weights on standard error."""
     loaded = load_quietly(model, weights_dtype, memory_limit)
     if loaded.weights_note is not None:
         print(f"penstock: weights {loaded.weights_note}", file=sys.stderr)
@@ -131,36 +126,28 @@ def load_model(model: str, weights_dtype: config.WeightsDtype, memory_limit: Any
 def load_quietly(
     model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None
 ) -> Loaded:
-    """Load a model as `load_model` does, without a word."""
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.models.within_limit import load_within
+    from penstock.models.mlx_lm import load_within
 
     return load_within(model, weights_dtype, memory_limit)
 
 
-def load_draft(
-    name: str | None, weights_dtype: config.WeightsDtype, loaded: Loaded
-) -> Loaded | None:
-    """Load a draft model for another model; None for no name.
+def check_template(template: str | None) -> None:
+    """Refuse a `--chat-template` file that does not exist; an identifier names the model's own."""
+    if template is not None and not template.isidentifier():
+        from penstock.models.chat_template import template_text
 
-    Raises:
-        SettingError: its tokenizer is another.
-    """
-    if name is None:
-        return None
-    from penstock.models.vocabulary import check_same_vocabulary
+        template_text(template)
 
-    draft = load_quietly(name, weights_dtype)
-    check_same_vocabulary(draft.tokenizer, loaded.tokenizer)
-    return draft
+
+def use_template(loaded: Loaded, template: str | None) -> None:
+    if template is not None:
+        from penstock.models.chat_template import use_template
+
+        use_template(loaded, template)
 
 
 def check_folder_limit(limit_bytes: int) -> None:
-    """Refuse a `--ssd-cache-limit` with less than a folder must have room for.
-
-    Raises:
-        SettingError: says how many bytes there must be.
-    """
     from penstock.tiers.disk.limits import payload_bytes
 
     try:
@@ -172,11 +159,9 @@ def check_folder_limit(limit_bytes: int) -> None:
 
 
 def check_writable(flag: str, folder: Path | None) -> None:
-    """Make a folder if it is not there, and refuse one that cannot be written to, or by others too.
+    """Create a folder if needed; refuse one that is not writable, or not safe.
 
-    Raises:
-        SettingError: it is a file, or the system does not let it be made or written to. Also if it
-            or a file in it belongs to another user, or if everybody may write to it.
+    Unsafe: it or a file in it belongs to another user, or everybody may write to it.
     """
     if folder is None:
         return
@@ -194,7 +179,6 @@ def check_writable(flag: str, folder: Path | None) -> None:
 
 
 def _check_own(flag: str, folder: Path) -> None:
-    """Refuse a folder that another user owns, can write to, or has put something into."""
     if os.name != "posix":
         return
     if folder.stat().st_mode & stat.S_IWOTH:
@@ -212,11 +196,7 @@ def _check_own(flag: str, folder: Path) -> None:
 
 
 def check_tiers(settings: config.EngineSettings) -> None:
-    """Refuse settings of cold tiers that name none, before a model is loaded.
-
-    Raises:
-        SettingError: names the right form, and repeats nothing secret.
-    """
+    """Refuse invalid settings of cold tiers before a model is loaded; repeats nothing secret."""
     if settings.cold_tiers:
         from penstock.engine.offload import tier_kinds
 
@@ -224,35 +204,26 @@ def check_tiers(settings: config.EngineSettings) -> None:
 
 
 def check_codec_settings(limits: Mapping[str, Any]) -> None:
-    """Refuse an engine's settings of codecs without a codec, and one that does not exist.
-
-    Raises:
-        SettingError: names the settings without effect, or the codecs that there are.
-    """
+    """Refuse an unknown codec, and codec settings without a codec."""
     name = limits.get("kv_cache_quantization")
     fields = config.EngineSettings.model_fields
-    given = [
+    flags = [
         f"--{key.replace('_', '-')}"
         for key, value in limits.items()
         if key.startswith("kv_cache_") and value != fields[key].default
     ]
-    if given and name is None:
+    if flags and name is None:
         raise SettingError(
-            f"{', '.join(given)}: no codec is set; name one by --kv-cache-quantization, "
+            f"{', '.join(flags)}: no codec is set; name one by --kv-cache-quantization, "
             f"or leave this out"
         )
     check_codec(name)
 
 
 def check_codec(name: str | None) -> None:
-    """Refuse a codec that does not exist, before a model is loaded.
-
-    Raises:
-        SettingError: says which there are.
-    """
     if name is None:
         return
-    from penstock.kv.codecs import parse_scheme
+    from penstock.kv.codecs.names import parse_scheme
 
     try:
         parse_scheme(name)
@@ -262,40 +233,35 @@ def check_codec(name: str | None) -> None:
         ) from None
 
 
-def kv_settings(given: Mapping[str, Any]) -> config.KVSettings:
-    """Return how a sequence's caches are made, by fields of `KVSettings`.
-
-    Raises:
-        SettingError: they contradict each other, or there is no such codec.
-    """
-    name = given.get("kv_cache_quantization")
-    check_codec(name)
-    if name is not None and name.strip().lower() == "raw":  # as if none were named
-        name = None
-    return config.parse(config.KVSettings, **{**given, "kv_cache_quantization": name})
+def local_limits(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    check_codec_settings(settings)
+    config.parse(config.EngineSettings, **{**settings, "memory_limit": 1})
+    return engine_size(model, settings)
 
 
 def warn_of_slow_blas(blas: Blas) -> None:
-    """Print the one line of advice on standard error, if there is any."""
     if blas.advice is not None:
         print(f"penstock: {blas.advice}", file=sys.stderr)
 
 
 def lenient_input() -> None:
-    """Let standard input pass bytes that are no text as surrogates, for `check_text` to name."""
+    """Read bytes that are not UTF-8 as surrogates, for `check_text` to name."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
 
 
+def lenient_output() -> None:
+    """Print `?` for characters that the output's encoding lacks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def check_text(what: str, text: str) -> None:
-    r"""Refuse text with bytes in it that are not UTF-8; Python hands them on as surrogates.
+    r"""Refuse text with surrogates, which stand for bytes that are not UTF-8.
 
     >>> check_text("the prompt", b"caf\xe9".decode(errors="surrogateescape"))
     Traceback (most recent call last):
     penstock.errors.SettingError: the prompt is not UTF-8: byte 0xe9 after 3 characters
-
-    Raises:
-        SettingError: With the first such byte and where it is.
     """
     try:
         text.encode()

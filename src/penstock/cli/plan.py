@@ -16,22 +16,22 @@ from penstock.cli import options
 from penstock.cli.banner import largest_line
 from penstock.cli.largest_request import largest_request, spilled_line
 from penstock.cli.settings_options import Fields, with_settings
+from penstock.cli.whole_words import print_line
 from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
 from penstock.models import named
+from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
     from penstock.engine.view import SpilledBytes
 
 NARROW_COLUMNS = 76
-"""Columns of a terminal below which the table has no lines and no column too many."""
+"""Terminal width below which the table drops its lines and some columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One precision of the caches; `impossible` says why MLX cannot store it, or is None."""
-
     kv_bits: int
     quantized: bool
     full_bytes_per_token: int
@@ -46,11 +46,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A model, a memory limit and a batch, worked out for every precision.
-
-    `chosen` is the row asked for. `weight_bytes` is None where they are unknown; they then
-    count as nothing, and a note says so.
-    """
+    """Memory of a model for each precision of its caches; unknown weights count as 0."""
 
     model: str
     model_type: str
@@ -71,9 +67,8 @@ class MemoryPlan:
     advice: str | None
     notes: tuple[str, ...]
     largest_request_tokens: int | None = None
-    """Tokens of the largest request that the server admits; None if they were not measured."""
+    """Tokens of the largest request that the server admits; None if not measured."""
     spilled: SpilledBytes | None = None
-    """Its bytes in memory with --active-kv-size."""
 
 
 PlannedModel: TypeAlias = Annotated[
@@ -95,11 +90,19 @@ PlannedLimit: TypeAlias = Annotated[
 PlannedKV: TypeAlias = Annotated[
     dict[str, Any],
     Fields(
-        config.KVSettings,
+        config.EngineSettings,
         "max_kv_size",
-        "keep_kv_size",
-        "kv_bits",
+        "keep",
         unset={"max_kv_size": f"{config.MAX_KV_SIZE}, or the model's longest text"},
+    ),
+]
+KVBits: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Bits of keys and values, as codecs hold them: 2, 3, 4, 5, 6 or 8.",
+        envvar="PENSTOCK_KV_BITS",
+        metavar="BITS",
+        show_default="the model's precision",
     ),
 ]
 Batch: TypeAlias = Annotated[
@@ -133,7 +136,8 @@ def plan(
     weights_dtype: options.WeightsDtype = "auto",
     *,
     limit: PlannedLimit,
-    kv: PlannedKV,
+    window: PlannedKV,
+    kv_bits: KVBits = None,
     choice: Annotated[
         dict[str, Any],
         Fields(config.EngineSettings, "attend_tokens", "attend_rest", "active_kv_size"),
@@ -153,7 +157,7 @@ def plan(
     draft_model: str | None = draft.get("draft_model")
     if draft_model is not None and hosts > 1:
         raise SettingError("--draft-model does not work with --hosts; leave one of the two out")
-    if measure and (hosts > 1 or kv.get("kv_bits") is not None):
+    if measure and (hosts > 1 or kv_bits is not None):
         raise SettingError("--measure does not work with --hosts or --kv-bits; leave them out")
     if any(choice.values()) and not measure:
         raise SettingError(
@@ -168,11 +172,10 @@ def plan(
         memory.divided(spec, hosts, pipeline=pipeline),
         memory_bytes=limit_bytes,
         batch=batch,
-        **kv,
+        kv_bits=kv_bits,
+        **window,
     )
     if measure:
-        names = {"max_kv_size": "max_kv_size", "keep_kv_size": "keep"}
-        window = {names[name]: value for name, value in kv.items()}
         largest = largest_request(model, weights_dtype, limit_bytes, **window, **draft, **choice)
         memory_plan = replace(
             memory_plan, largest_request_tokens=largest.tokens, spilled=largest.spilled
@@ -190,19 +193,14 @@ def make_plan(
     *,
     memory_bytes: int,
     max_kv_size: int | None = None,
-    keep_kv_size: int | None = None,
+    keep: int | None = None,
     kv_bits: int | None = None,
     batch: int = 1,
 ) -> MemoryPlan:
-    """Work out every precision of a model's caches within `memory_bytes`.
-
-    Raises:
-        SettingError: settings that contradict each other, or a `kv_bits` that the model's
-            head size or code does not allow.
-        ModelError: no `max_kv_size`, and a model made for no text.
-    """
     window = _window(spec, max_kv_size)
-    config.parse(config.KVSettings, max_kv_size=window, keep_kv_size=keep_kv_size, kv_bits=kv_bits)
+    config.parse(config.EngineSettings, memory_limit=1, max_kv_size=window, keep=keep)
+    if kv_bits is not None and kv_bits not in memory.KV_BITS:
+        raise SettingError(f"--kv-bits {kv_bits}: must be 2, 3, 4, 5, 6 or 8")
     rows = tuple(_row(spec, bits, memory_bytes, window, batch) for bits in (None, *memory.KV_BITS))
     chosen = next(r for r in rows if (r.kv_bits if r.quantized else None) == kv_bits)
     if chosen.impossible:
@@ -217,7 +215,7 @@ def make_plan(
         weight_source=spec.weight_source,
         free_bytes=free,
         max_kv_size=window,
-        keep_kv_size=_default_keep(window) if keep_kv_size is None else keep_kv_size,
+        keep_kv_size=_default_keep(window) if keep is None else keep,
         batch=batch,
         layers={
             kind: sum(layer.kind == kind for layer in spec.layers)
@@ -234,7 +232,6 @@ def make_plan(
 
 
 def _with_draft(spec: ModelSpec, draft: ModelSpec) -> ModelSpec:
-    """Return a spec whose weights are those of a draft model, too."""
     if draft.weight_bytes is None:
         raise ModelError(f"{draft.name}: {draft.weight_source}; a draft model's weights must count")
     added = f"{format_bytes(draft.weight_bytes)} of them the draft model's"
@@ -252,7 +249,7 @@ def _with_draft(spec: ModelSpec, draft: ModelSpec) -> ModelSpec:
 
 
 def _window(spec: ModelSpec, max_kv_size: int | None) -> int:
-    """Return the window's tokens: as asked for, or the model's longest text."""
+    """Return the window in tokens: as requested, or the model's longest text."""
     if max_kv_size is None and spec.max_tokens is not None and spec.max_tokens < 2:
         raise ModelError(
             f"{spec.name}: max_position_embeddings is {spec.max_tokens}, and a window has at least "
@@ -262,12 +259,14 @@ def _window(spec: ModelSpec, max_kv_size: int | None) -> int:
 
 
 def _notes(spec: ModelSpec, window: int) -> tuple[str, ...]:
-    """Return the guesses of a spec, and why a plan may be wrong."""
+    """Return the assumptions of a spec, and why a plan may be wrong."""
     notes = list(spec.notes)
     if spec.weight_bytes is None:
         notes.append(f"weights: {spec.weight_source}; they are not counted")
     if spec.max_tokens and window > spec.max_tokens:
-        notes.append(f"the model was made for {spec.max_tokens:,} tokens, fewer than the window")
+        notes.append(
+            f"the model was made for {counted(spec.max_tokens, 'token')}, fewer than the window"
+        )
     return tuple(notes)
 
 
@@ -280,6 +279,9 @@ def _row(spec: ModelSpec, bits: int | None, memory_bytes: int, window: int, batc
     fit = memory.what_fits(
         spec, memory_bytes, max_kv_size=window, batch=batch, kv_bits=bits, group_size=group
     )
+    largest = fit.largest_window_tokens
+    if largest is not None and spec.max_tokens is not None:
+        largest = min(largest, max(spec.max_tokens, window))  # longer texts the model cannot read
     return PlanRow(
         kv_bits=label,
         quantized=bits is not None,
@@ -292,7 +294,7 @@ def _row(spec: ModelSpec, bits: int | None, memory_bytes: int, window: int, batc
         bytes_per_sequence=fit.sequence_bytes,
         bytes_of_batch=batch * fit.sequence_bytes,
         sequences=fit.sequences,
-        largest_window_tokens=fit.largest_window_tokens,
+        largest_window_tokens=largest,
         missing_bytes=fit.missing_bytes,
     )
 
@@ -300,7 +302,6 @@ def _row(spec: ModelSpec, bits: int | None, memory_bytes: int, window: int, batc
 def _arithmetic(
     spec: ModelSpec, row: PlanRow, memory_bytes: int, window: int, batch: int
 ) -> list[str]:
-    """Write the chosen row's sums in words, so that a reader can redo them."""
     bits = row.kv_bits if row.quantized else None
     group = memory.group_size_for(spec) if row.quantized else 64
     lines, parts = [], []
@@ -319,13 +320,13 @@ def _arithmetic(
             columns = layer.columns(window)
             lines.append(
                 f"{count} {layer.kind} layers x {layer.kv_heads} heads x {size} = "
-                f"{total:,} bytes a token, {columns:,} tokens"
+                f"{counted(total, 'byte')} a token, {counted(columns, 'token')}"
             )
             parts.append(f"{columns:,} x {total:,}")
         if layer.state_bytes:
             lines.append(
-                f"{count} layers x {layer.state_bytes:,} bytes of recurrent state = "
-                f"{count * layer.state_bytes:,} bytes a sequence"
+                f"{count} layers x {counted(layer.state_bytes, 'byte')} of recurrent state = "
+                f"{counted(count * layer.state_bytes, 'byte')} a sequence"
             )
             parts.append(f"{count * layer.state_bytes:,}")
     if bits is not None:
@@ -335,11 +336,11 @@ def _arithmetic(
             f"{dim} x {bits} bits / 8 + {dim} / {group} groups x 2 "
             f"(scale, bias) x {spec.scalar_bytes} bytes"
         )
-    lines.append(f"{' + '.join(parts) or 0} = {row.bytes_per_sequence:,} bytes a sequence")
+    lines.append(f"{' + '.join(parts) or 0} = {counted(row.bytes_per_sequence, 'byte')} a sequence")
     lines.append(
-        f"{batch} x {row.bytes_per_sequence:,} = {row.bytes_of_batch:,} bytes of caches; "
+        f"{batch} x {row.bytes_per_sequence:,} = {counted(row.bytes_of_batch, 'byte')} of caches; "
         f"{memory_bytes:,} - {spec.weight_bytes or 0:,} of weights = "
-        f"{memory_bytes - (spec.weight_bytes or 0):,} bytes free for them"
+        f"{counted(memory_bytes - (spec.weight_bytes or 0), 'byte')} free for them"
     )
     return lines
 
@@ -369,7 +370,7 @@ def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], free: int, batch: int) -
 
 def _show(plan: MemoryPlan, console: Console) -> None:
     def show(text: str) -> None:
-        console.print(text, soft_wrap=True)
+        print_line(console, text, indent=9)
 
     weights = "unknown" if plan.weight_bytes is None else format_bytes(plan.weight_bytes)
     layers = ", ".join(f"{count} {kind}" for kind, count in plan.layers.items() if count)
@@ -377,7 +378,8 @@ def _show(plan: MemoryPlan, console: Console) -> None:
     show(f"weights  {weights} ({plan.weight_source})")
     show(f"memory   {format_bytes(plan.memory_bytes)}, {format_bytes(plan.free_bytes)} for caches")
     show(
-        f"window   {plan.max_kv_size:,} tokens a sequence, of them {plan.keep_kv_size:,} kept; "
+        f"window   {counted(plan.max_kv_size, 'token')} a sequence, of them "
+        f"{plan.keep_kv_size:,} kept; "
         f"batch {plan.batch}"
     )
     console.print(_table(plan, narrow=console.width < NARROW_COLUMNS))
@@ -395,12 +397,11 @@ def _show(plan: MemoryPlan, console: Console) -> None:
 
 
 def _table(plan: MemoryPlan, *, narrow: bool) -> Table:
-    """Return the rows of a plan; narrow without lines, and without repeating other columns."""
     windows, batches = plan.layers["window"] > 0, plan.batch > 1 or not narrow
-    table = Table(box=None, pad_edge=False) if narrow else Table()
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0)) if narrow else Table()
     titles = ("KV bits", "a token", *(["window layers"] if windows else []), "a sequence")
     for title in (*titles, *(["batch"] if batches else []), "sequences fit", "window fits"):
-        table.add_column(title, justify="right", overflow="fold")
+        table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in plan.rows:
         mark = "*" if row is plan.chosen else ""
         if row.impossible:
@@ -419,7 +420,6 @@ def _table(plan: MemoryPlan, *, narrow: bool) -> Table:
 
 
 def _default_keep(window: int) -> int:
-    """Give the tokens `make_kv_cache` keeps unasked: half of a window that KEEP would fill."""
     return config.KEEP if window > config.KEEP else window // 2
 
 
@@ -434,38 +434,42 @@ def _limit(given_bytes: int | None) -> int:
 def _default_limit() -> int:
     """Return the limit `penstock doctor` shows: only MLX knows the device's recommendation."""
     try:
-        from penstock.kv import backend  # a plan can be made where MLX has no back end
+        from penstock.attention import devices  # a plan can be made where MLX has no back end
     except ImportError:
         return memory.read_machine_memory({}).default_limit_bytes
-    return backend.machine_memory().default_limit_bytes
+    return devices.machine_memory().default_limit_bytes
 
 
 def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int) -> ModelSpec:
-    """Read a model's spec with its weights as they will be loaded here; reads headers alone."""
+    """Read a model's spec with its weights as they will be loaded; reads headers alone."""
     # numpy takes a while to import, which --help need not wait for.
     from penstock.models.gguf import architectures
     from penstock.models.gguf.header import is_gguf, read_header
-    from penstock.models.gguf.loaded_bytes import bytes_by_kind
+    from penstock.models.gguf.loaded_bytes import bytes_by_kind, packed_bytes
 
-    def read(*, wide: bool) -> ModelSpec:
+    def read(*, float32: bool) -> ModelSpec:
         if header is None:
-            return memory.read_model_spec(path, wide=wide)
+            return memory.read_model_spec(path, wide=float32)
         config = {**architectures.config(header), "_name_or_path": header.name}
-        files = bytes_by_kind(header, wide=wide)
-        return memory.read_model_spec(config, files=files, wide=wide)
+        files = bytes_by_kind(header, wide=float32)
+        return memory.read_model_spec(config, files=files, wide=float32)
 
     header = read_header(path) if is_gguf(path) else None
-    native, wide = read(wide=False), read(wide=True)
+    native, wide = read(float32=False), read(float32=True)
     try:
         from penstock.models.widening import Widening  # where MLX has no back end, nothing is
     except ImportError:
         return native
     choice = Widening(weights_dtype, native.weight_bytes or 0, wide.weight_bytes or 0, limit_bytes)
+    if choice.packs:  # of a folder a little more than it will be
+        native_bytes = native.weight_bytes or 0
+        packed = native_bytes * 5 // 4 if header is None else packed_bytes(header)
+        return replace(wide, weight_bytes=packed)
     return wide if choice.widens else native
 
 
 def _find(model: str) -> Path:
-    """Find a folder or JSON file, or the local copy of a Hugging Face model; never download."""
+    """Find a folder, a file, or the local copy of a Hugging Face model; never download."""
     path = Path(model).expanduser()
     if path.exists():
         return path
@@ -481,11 +485,11 @@ def _find(model: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        held = try_to_load_from_cache(model, "config.json")
+        cached = try_to_load_from_cache(model, "config.json")
     except HFValidationError:
-        held = None
-    if isinstance(held, str):
-        return Path(held).parent
+        cached = None
+    if isinstance(cached, str):
+        return Path(cached).parent
     raise ModelError(
         f"there is no {model}, and no downloaded model of that name; "
         "name a model folder or its config.json"

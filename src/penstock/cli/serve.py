@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
+import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,15 +18,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from penstock import __version__, config
+from penstock import config
 from penstock.blas import load_blas
 from penstock.cli import options
 from penstock.cli import serve_options as flags
 from penstock.cli.group import check_same, joined
 from penstock.cli.settings_options import with_settings
+from penstock.cli.start_progress import StartProgress
+from penstock.cli.whole_words import print_line
 from penstock.errors import ModelError, SettingError
+from penstock.extensions import extension
 from penstock.heap import give_back_freed_memory
-from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
     from penstock.engine.ranks.process_group import RankGroup
@@ -36,17 +39,16 @@ ALONE = (
     "-- penstock serve ...)"
 )
 UNHEARD = ("uvicorn.error", "transformers.tokenization_utils_base")
-"""Loggers of which errors alone are heard."""
 BACKLOG = 1_024
-"""Connections that may wait to be accepted."""
 _ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
 
 
 @with_settings
 def serve(
-    model: flags.ServedModel = str(MODEL_PATH),
+    model: flags.ServedModel = flags.EMBEDDED,
     config_file: flags.ConfigFile = None,
     model_name: flags.ModelName = None,
+    chat_template: flags.ChatTemplate = None,
     weights_dtype: options.WeightsDtype = "auto",
     *,
     server: flags.Server,
@@ -59,18 +61,23 @@ def serve(
     """Serve a model to OpenAI's and Anthropic's clients.
 
     Prefixes that prompts share are computed once and held once, inside --memory-limit. The first
-    SIGTERM or Ctrl-C lets open answers end; the second ends at once. Exit code 1 means that the
-    engine has died.
+    SIGTERM or Ctrl-C lets open answers end; the second ends them with an error. Exit code 1 means
+    that the engine has died.
     """
-    _check_origins(server.get("cors_origin", ()), server.get("api_key"))
     settings = config.parse(config.ServerSettings, **server)
+    _check_origins(settings)
     cache_folder = engine.get("ssd_cache_dir")
-    for flag, wanted in (("--session-dir", settings.session_dir), ("--ssd-preload", ssd_preload)):
-        if wanted and cache_folder is None:
+    for flag, value in (("--session-dir", settings.session_dir), ("--ssd-preload", ssd_preload)):
+        if value and cache_folder is None:
             raise SettingError(f"{flag} needs --ssd-cache-dir: it works on the blocks there")
     _check_reach(settings)
+    if settings.keys is not None:
+        config.read_keys(settings.keys)  # a wrong one is told of before the model is loaded
     limits = _checked_limits(model, engine)
-    logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s")
+    _check_template(chat_template, in_ray)
+    warnings = logging.StreamHandler()
+    warnings.setLevel(logging.WARNING)  # of the start's progress StartProgress prints more
+    logging.basicConfig(format="penstock: %(message)s", handlers=[warnings])
     _silence_libraries()
     options.warn_of_slow_blas(load_blas())
     name = model_name or _name(model)
@@ -78,8 +85,7 @@ def serve(
         if pipeline:
             raise SettingError(ALONE)
         replicas = config.parse(config.FleetSettings, **fleet)
-        _check_ray(settings)
-        return _run_in_ray(
+        return _check_ray(settings)(
             model,
             name,
             settings,
@@ -92,7 +98,7 @@ def serve(
     options.check_writable("--session-dir", settings.session_dir)
     options.check_writable("--ssd-cache-dir", cache_folder)
     with joined() as ranks:
-        load = partial(_load, model, name, limits, ranks, pipeline, weights_dtype)
+        load = partial(_load, model, name, limits, ranks, pipeline, weights_dtype, chat_template)
         if ranks is not None:
             _check_alone(ssd_preload=ssd_preload, session_dir=settings.session_dir)
             ranks.check_equal("--pipeline", pipeline)
@@ -106,36 +112,32 @@ def serve(
 
 
 def _silence_libraries() -> None:
-    """Silence the warnings of libraries about malformed requests.
-
-    Those are bytes that are no HTTP, and prompts that are too long; the client is told.
-    """
     for name in UNHEARD:
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
-def _checked_limits(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's settings, checked in the words of flags.
-
-    Raises:
-        SettingError: says which flag.
-    """
-    limits = given | options.engine_size(
-        model, {name: given[name] for name in ("memory_limit", "block_size") if name in given}
+def _checked_limits(model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    limits = settings | options.engine_size(
+        model, {name: settings[name] for name in ("memory_limit", "block_size") if name in settings}
     )
     options.check_folder_limit(limits["ssd_cache_limit"])
     options.check_codec_settings(limits)
-    config.parse(
-        config.KVSettings, max_kv_size=limits["max_kv_size"], keep_kv_size=limits.get("keep")
-    )
     options.check_tiers(config.parse(config.EngineSettings, **{**limits, "memory_limit": 1}))
     return limits
 
 
+def _check_template(template: str | None, in_ray: bool) -> None:
+    if template is not None and in_ray:
+        raise SettingError(
+            "--chat-template does not work with --ray, whose router reads prompts as well; put the "
+            "template into chat_template.jinja in the model's folder"
+        )
+    options.check_template(template)
+
+
 def _check_alone(**flags: object) -> None:
-    """Refuse settings that only a model in one process has."""
-    for flag, wanted in flags.items():
-        if wanted:
+    for flag, value in flags.items():
+        if value:
             raise SettingError(
                 f"--{flag.replace('_', '-')} does not work with a model on several machines, each "
                 f"of which has a folder of its own; leave it out"
@@ -143,7 +145,6 @@ def _check_alone(**flags: object) -> None:
 
 
 def _follow(load: Callable[[], Loaded], limits: dict[str, Any], ranks: RankGroup) -> None:
-    """Be a rank but the first: it has no socket, and ends when rank 0 does."""
     from penstock.engine.engine import follow
 
     loaded = load()
@@ -157,14 +158,15 @@ def _load(
     ranks: RankGroup | None,
     pipeline: bool,
     weights_dtype: config.WeightsDtype,
+    chat_template: str | None = None,
 ) -> Loaded:
-    """Load a model, or this rank's part of it."""
     from penstock.models.mlx_lm import load_part
 
     if ranks is None:
         loaded = options.load_quietly(model, weights_dtype, limits.get("memory_limit"))
     else:
         loaded = load_part(model, ranks.group, pipeline=pipeline)
+    options.use_template(loaded, chat_template)
     if not loaded.tokenizer.eos_token_ids:
         raise ModelError(f"{name} has no token that ends an answer")
     if ranks is not None:
@@ -173,22 +175,24 @@ def _load(
 
 
 def _name(model: str) -> str:
-    """Return a model's name: that of its folder, or its name at the hub."""
-    folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
+    """Return a model's name: of its folder, its file without .gguf, or at the hub."""
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        return path.stem
+    return path.resolve().name if path.is_dir() else model
 
 
-def _check_origins(origins: Sequence[str], api_key: str | None) -> None:
-    """Refuse an origin that no browser sends: it is a scheme and a host, and a port if need be.
+def _check_origins(settings: config.ServerSettings) -> None:
+    """Refuse an origin that no browser sends: a scheme, a host, and a port if need be.
 
-    Without a key, all pages are refused as well: each could read cached prompts of others.
+    Without a key `*` is refused as well: any page could read cached prompts of others.
     """
-    if "*" in origins and not api_key:
+    if "*" in settings.cors_origin and not settings.needs_key:
         raise SettingError(
             "--cors-origin '*' without a key lets every page that is open in a browser here read "
             "all prompts and answers in the cache; name the page's origin, or set PENSTOCK_API_KEY"
         )
-    for origin in origins:
+    for origin in settings.cors_origin:
         if not _ORIGIN.fullmatch(origin):
             raise SettingError(
                 f"--cors-origin {origin} is no origin; write it as https://host or "
@@ -197,16 +201,14 @@ def _check_origins(origins: Sequence[str], api_key: str | None) -> None:
 
 
 def _check_reach(settings: config.ServerSettings) -> None:
-    """Refuse to be there for other machines without a key."""
-    if settings.api_key is None and not settings.on_loopback:
+    if not settings.needs_key and not settings.on_loopback:
         raise SettingError(
             f"--host {settings.host} can be reached from other machines; set PENSTOCK_API_KEY (or "
-            f"--api-key), or listen on {config.HOST}"
+            f"--api-key, or --keys), or listen on {config.HOST}"
         )
 
 
 def _check_fleet(fleet: dict[str, Any]) -> None:
-    """Refuse settings of replicas where no Ray is to run them."""
     usual = config.FleetSettings()
     for name, value in fleet.items():
         if value != getattr(usual, name):
@@ -214,41 +216,19 @@ def _check_fleet(fleet: dict[str, Any]) -> None:
             raise SettingError(f"--{flag} needs --ray: without it there is one server")
 
 
-def _check_ray(settings: config.ServerSettings) -> None:
-    """Refuse settings that Ray would refuse later, or in other words."""
-    if find_spec("ray") is None:
-        raise SettingError("--ray needs Ray: pip install 'penstock[ray]'")
+def _check_ray(settings: config.ServerSettings) -> Callable[..., None]:
+    """Return the plug-in that runs replicas, after checks that Ray would make too late."""
+    run: Callable[..., None] | None = extension("ray")
+    if run is None or find_spec("ray") is None:
+        raise SettingError("--ray needs Ray: pip install 'ray[serve]'")
     if settings.port == 0:
         raise SettingError("--ray needs a --port of its own: Ray's proxies do not take a free one")
-    _listening(settings).close()  # a port that is taken is told of as without Ray
-
-
-def _run_in_ray(
-    model: str,
-    name: str,
-    settings: config.ServerSettings,
-    limits: dict[str, Any],
-    fleet: config.FleetSettings,
-    *,
-    preload: bool,
-    weights_dtype: config.WeightsDtype,
-) -> None:
-    """Start the replicas, say where they are, and serve until told to stop."""
-    from penstock.serve_ray.application import Fleet, running, wait_for_signal
-    from penstock.serve_ray.replica import Served
-
-    served = Served(model, name, settings, limits, preload, weights_dtype)
-    with running(served, Fleet(**fleet.model_dump())) as url:
-        most = fleet.max_replicas
-        count = fleet.replicas if most is None else f"{fleet.replicas} to {most}"
-        print(f"penstock {__version__} serves {name} on {url} with {count} replicas in Ray Serve")
-        print(f"routing  {fleet.routing}")
-        sys.stdout.flush()
-        wait_for_signal()
+    if "RAY_ADDRESS" not in os.environ:  # Serve may run there, on that very port
+        _listening(settings).close()  # a port that is taken is told of as without Ray
+    return run
 
 
 def _listening(settings: config.ServerSettings) -> socket.socket:
-    """Return a socket that listens; requests that arrive while the model is loaded wait."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     where = f"{settings.host} port {settings.port}"
     try:
@@ -270,18 +250,16 @@ def _run(
     *,
     preload: bool,
 ) -> None:
-    """Load, print the banner, and serve until told to stop, or until the engine dies."""
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.cli.banner import banner
+    from penstock.cli.banner import LABEL_CELLS, TRY, banner
     from penstock.cli.engines import make_engine
     from penstock.server.app import Server
-    from penstock.server.parsing import check_names
+    from penstock.server.parsing.formats import check_names
     from penstock.server.service import Service
 
     check_names(settings.tool_parser, settings.reasoning_parser)
     console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
-    waiting = console.status(f"loading {name} ...") if console.is_terminal else nullcontext()
-    with waiting:
+    with StartProgress(console, f"loading {name}"):
         loaded = load()
         engine = make_engine(loaded, group=ranks, **limits)
         engine.bound_process()
@@ -298,12 +276,18 @@ def _run(
             ranks,
             loaded.weights_note,
             service.context_tokens,
+            chats=loaded.tokenizer.has_chat_template,
         ):
-            console.print(line, soft_wrap=True)
+            if line.startswith(TRY):  # a command to copy, which a new line would break
+                console.print(line, soft_wrap=True)
+            else:
+                print_line(console, line, indent=LABEL_CELLS)
         sys.stdout.flush()
         gc.collect()
         gc.freeze()  # the model stays: no collection need look at it again
         give_back_freed_memory()  # of loading, and of the trials that tell an engine its bytes
+        if settings.keys is not None:
+            signal.signal(signal.SIGHUP, lambda *_: service.access.reload())
         server.run(sockets=[listener])
     if server.dead:
         print("penstock: the engine has died; see above", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The options of `penstock serve` that are no settings of its engine, server or replicas."""
+"""Options of `penstock serve` beside the settings of its engine, server and replicas."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from penstock import config
 from penstock.cli.options import MODEL_HELP
 from penstock.cli.settings_file import read_config
 from penstock.cli.settings_options import Fields
+from penstock.recall import MODEL_PATH
+
+EMBEDDED = str(MODEL_PATH)
 
 ServedModel: TypeAlias = Annotated[
-    str,
-    typer.Argument(
-        help=MODEL_HELP,
-        envvar="PENSTOCK_MODEL",
-        show_default="the embedded model",
-    ),
+    str, typer.Argument(help=MODEL_HELP, envvar="PENSTOCK_MODEL", show_default="the embedded model")
 ]
 ConfigFile: TypeAlias = Annotated[
     Path | None,
@@ -39,6 +37,17 @@ ModelName: TypeAlias = Annotated[
         envvar="PENSTOCK_MODEL_NAME",
         metavar="NAME",
         show_default="its folder's name",
+    ),
+]
+ChatTemplate: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        help="Chat template in place of the model's own: a Jinja file, chatml, or the name of one "
+        "of the model's, such as rag.",
+        envvar="PENSTOCK_CHAT_TEMPLATE",
+        metavar="FILE",
+        show_default="the model's own",
     ),
 ]
 SSDPreload: TypeAlias = Annotated[

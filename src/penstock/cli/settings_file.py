@@ -11,10 +11,11 @@ import typer
 
 from penstock.cli.options import WITHOUT_VALUE
 from penstock.errors import SettingError
+from penstock.regular_files import read_text
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Let the keys of a TOML file be the defaults of the flags they name; an option's callback."""
+    """Option callback: use a TOML file's values as defaults of the flags."""
     if file is not None and not context.resilient_parsing:
         flags = {str(parameter.name): parameter for parameter in context.command.params}
         read = _switched(read_toml(file, flags))
@@ -26,10 +27,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
 
 
 def _switched(read: dict[str, Any]) -> dict[str, Any]:
-    """Return settings in which a flag that may stand alone is true by its value.
-
-    False leaves such a flag out.
-    """
+    """Resolve a boolean for a flag with an optional value: true is its default, false is unset."""
     values = {flag[2:].replace("-", "_"): value for flag, value in WITHOUT_VALUE.items()}
     switches = {name for name in values if isinstance(read.get(name), bool)}
     on = {name: values[name] for name in switches if read[name]}
@@ -37,13 +35,9 @@ def _switched(read: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(file: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read settings from a TOML file; a key is a flag's name, with `-` or `_`.
-
-    Raises:
-        SettingError: there is no such file, it is not TOML, or it has keys that no flag has.
-    """
+    """Read settings from a TOML file; a key is a flag's name, with `-` or `_`."""
     try:
-        content = tomllib.loads(file.expanduser().read_text())
+        content = tomllib.loads(read_text(file.expanduser()))
     except OSError as error:
         raise SettingError(f"--config {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Options of commands, made from the fields of settings: name, help, unit, default, range.
+"""Command options made from the fields of settings: name, help, unit, default, range.
 
     SamplingOptions: TypeAlias = Annotated[dict[str, Any], Fields(SamplingSettings)]
 
@@ -22,22 +22,17 @@ import typer
 from pydantic.fields import FieldInfo
 
 from penstock import memory
+from penstock.cli.foreign_names import FOREIGN_VARIABLES
 from penstock.config import Setting, Settings, flag_of, setting_of
 from penstock.errors import SettingError
 
 PREFIX = "PENSTOCK_"
-"""Beginning of the names of environment variables."""
 
 
 class Fields:
-    """Fields of settings that a command offers: those named, or all that have a flag.
+    """Fields of settings that a command offers: those named, or all with a flag.
 
-    Args:
-        kind: the settings.
-        names: fields; none takes all that have a flag.
-        variables: whether an environment variable sets an option's default.
-        unset: words for the effect of leaving a flag out, by field, where a command has a default
-            of its own in place of the field's.
+    `unset` describes leaving a flag out, where the command has a default of its own.
     """
 
     def __init__(
@@ -53,26 +48,21 @@ class Fields:
         self.names = names or tuple(n for n in kind.model_fields if setting_of(kind, n).is_flag)
 
     def options(self) -> Iterator[inspect.Parameter]:
-        """Yield an option for each field."""
         for name in self.names:
             yield _option(self.kind, name, self.variables, self.unset.get(name))
 
     def take(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Take the values of these options out of a command's; leave out those without one.
-
-        Raises:
-            SettingError: a text is no size, no list or no folder; says which flag.
-        """
-        given = {name: values.pop(_parameter_name(self.kind, name)) for name in self.names}
+        """Pop the values of these options from a command's; unset ones are left out."""
+        options = {name: values.pop(_parameter_name(self.kind, name)) for name in self.names}
         return {
             name: _value(self.kind, name, value)
-            for name, value in given.items()
+            for name, value in options.items()
             if not _is_unset(self.kind.model_fields[name], value)
         }
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command whose parameters are `Fields` have their options in their places."""
+    """Expand a command's `Fields` parameters into their options."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Fields] = {}
     parameters: list[inspect.Parameter] = []
@@ -89,16 +79,11 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         command(**{name: fields.take(values) for name, fields in groups.items()}, **values)
 
     called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {one.name: one.annotation for one in parameters}
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
 
 
 def size_bytes(flag: str, text: str) -> int:
-    """Return the bytes that a flag's text names.
-
-    Raises:
-        SettingError: it names none; says which flag.
-    """
     try:
         return memory.parse_bytes(text)
     except SettingError as error:
@@ -118,11 +103,6 @@ def size_text(count: int) -> str:
 
 
 def folder(flag: str, text: str) -> Path:
-    """Return the folder that a flag names.
-
-    Raises:
-        SettingError: the name is empty, or that of no user's home.
-    """
     if not text.strip():
         raise SettingError(f"{flag} is empty; name a folder, or leave it out")
     try:
@@ -132,11 +112,6 @@ def folder(flag: str, text: str) -> Path:
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """Return the numbers of a list with commas between.
-
-    Raises:
-        SettingError: something there is none.
-    """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if wrong := [word for word in words if not word.isdecimal()]:
         raise SettingError(f"{flag} {text}: {wrong[0]!r} is no number")
@@ -151,30 +126,26 @@ def option_of(
     unset: str | None = None,
     has_variable: bool = True,
 ) -> Any:
-    """Return a field's option in typer's form: flag, unit, environment variable and range.
-
-    Args:
-        kind: the settings.
-        name: the field.
-        words: help of a command to which it is a thing of its own; None takes the field's.
-        unset: words for the effect of leaving it out; None shows the default.
-        has_variable: whether an environment variable sets the default.
-    """
+    """Return a field's typer option; `words` replaces its help, `unset` its default."""
     field, setting, flag = kind.model_fields[name], setting_of(kind, name), flag_of(kind, name)
     return typer.Option(
         f"--{flag}",
         help=words or setting.help,
-        envvar=PREFIX + flag.upper().replace("-", "_") if has_variable else None,
+        envvar=_variables(flag) if has_variable else None,
         metavar=setting.unit,
         show_default=unset or True,
         **_range(field, _typed(field, setting)),
     )
 
 
+def _variables(flag: str) -> list[str]:
+    variable = PREFIX + flag.upper().replace("-", "_")
+    return [variable, *FOREIGN_VARIABLES.get(variable, ())[:1]]
+
+
 def _option(
     kind: type[Settings], name: str, has_variable: bool, unset: str | None
 ) -> inspect.Parameter:
-    """Return the option of a field as a parameter; `unset` as in `Fields`, or None."""
     field, setting = kind.model_fields[name], setting_of(kind, name)
     unset = unset or setting.unset
     default = field.default
@@ -193,12 +164,10 @@ def _option(
 
 
 def _parameter_name(kind: type[Settings], name: str) -> str:
-    """Return the name of a field's option, which is also its key in a TOML file."""
     return flag_of(kind, name).replace("-", "_")
 
 
 def _typed(field: FieldInfo, setting: Setting) -> Any:
-    """Return the type that the command line reads for a field."""
     of = _without_none(field.annotation)
     if setting.unit == "BYTES" or of in (Path, tuple[int, ...]):
         return str
@@ -216,23 +185,21 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _range(field: FieldInfo, read: Any) -> dict[str, Any]:
-    """Return a number's range, as help shows it; the settings check open ends themselves."""
     if read not in (int, float):
         return {}
-    least = [bound.ge for bound in field.metadata if isinstance(bound, annotated_types.Ge)]
-    most = [bound.le for bound in field.metadata if isinstance(bound, annotated_types.Le)]
-    if not least:
+    lowest = [bound.ge for bound in field.metadata if isinstance(bound, annotated_types.Ge)]
+    highest = [bound.le for bound in field.metadata if isinstance(bound, annotated_types.Le)]
+    if not lowest:
         return {}
-    return {"min": least[0], **({"max": most[0]} if most else {})}
+    return {"min": lowest[0], **({"max": highest[0]} if highest else {})}
 
 
 def _is_unset(field: FieldInfo, value: Any) -> bool:
-    """Tell whether an option has no value; an empty secret, as of an unset variable, is none."""
+    """Return whether an option has no value; an empty secret, as of an unset variable, is none."""
     return value is None or value == [] or (value == "" and not field.repr)
 
 
 def _value(kind: type[Settings], name: str, value: Any) -> Any:
-    """Return the value of a field for an option's."""
     flag = f"--{flag_of(kind, name)}"
     of = _without_none(kind.model_fields[name].annotation)
     if setting_of(kind, name).unit == "BYTES":

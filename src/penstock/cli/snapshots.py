@@ -8,50 +8,43 @@ from typing import Any, TypeAlias
 
 import httpx
 
-from penstock.cli.remote import RemoteError, base_url
-from penstock.memory import format_bytes
+from penstock.cli.remote import RemoteError, base_url, connected, on_this_machine, refusal
+from penstock.memory.sizes import format_bytes
 
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 20.0
-"""Seconds without a snapshot after which a server is taken for lost; it sends two a second."""
+"""Silence after which a server counts as lost; it sends two snapshots a second."""
 
 Snapshot: TypeAlias = dict[str, Any]
 """Body of `/v1/live`; see `penstock.server.live.Snapshot`."""
 
 
 def snapshots(url: str, api_key: str | None) -> Iterator[Snapshot]:
-    """Yield the server's figures, twice a second, for as long as it sends them.
-
-    Raises:
-        SettingError: `url` is not one of HTTP.
-        RemoteError: there is no server, it wants a key, or it is gone.
-    """
+    """Yield the server's figures, twice a second."""
     address = base_url(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
-    try:
-        with httpx.stream("GET", f"{address}/v1/live", headers=headers, timeout=timeout) as answer:
-            if answer.status_code != httpx.codes.OK:
-                raise RemoteError(_refusal(address, answer))
-            yield from _parsed(address, answer)
-    except httpx.ConnectError:
-        raise RemoteError(
-            f"no server answers at {address}; start one with penstock serve, or name it with --url"
-        ) from None
-    except httpx.RemoteProtocolError:
-        raise RemoteError(f"the server at {address} has ended") from None
-    except httpx.HTTPError as error:
-        raise RemoteError(f"{address} is lost: {str(error) or type(error).__name__}") from error
+    with (
+        connected(address),
+        httpx.stream(
+            "GET",
+            f"{address}/v1/live",
+            headers=headers,
+            timeout=timeout,
+            trust_env=not on_this_machine(address),
+        ) as answer,
+    ):
+        if answer.status_code != httpx.codes.OK:
+            raise RemoteError(_refusal(address, answer))
+        yield from _parsed(address, answer)
     raise RemoteError(f"the server at {address} has ended")
 
 
 def record(snapshot: Snapshot) -> Snapshot:
-    """Return the figures alone: the tree has its own address, and the past its own lines."""
     return {name: value for name, value in snapshot.items() if name not in ("tree", "history")}
 
 
 def line(snapshot: Snapshot) -> str:
-    """Say a snapshot in one line."""
     stats = snapshot["stats"]
     return (
         f"{stats['prefilling'] + stats['restoring'] + stats['running']} running, "
@@ -63,7 +56,6 @@ def line(snapshot: Snapshot) -> str:
 
 
 def used_of(stats: dict[str, Any]) -> str:
-    """Return the use of memory against its limit."""
     share = stats["used_bytes"] / stats["limit_bytes"]
     used, limit = format_bytes(stats["used_bytes"]), format_bytes(stats["limit_bytes"])
     return f"{used} of {limit} ({share:.0%})"
@@ -84,14 +76,9 @@ def _parsed(address: str, answer: httpx.Response) -> Iterator[Snapshot]:
 
 
 def _refusal(address: str, answer: httpx.Response) -> str:
-    """Say in one line why there are no snapshots."""
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         return f"{address} needs its key; give it with --api-key or PENSTOCK_API_KEY"
     if answer.status_code == httpx.codes.NOT_FOUND:
         return f"{address} is no penstock server: it has no /v1/live"
     answer.read()
-    try:
-        said = answer.json()["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        said = answer.reason_phrase
-    return f"{address} answers {answer.status_code}: {said}"
+    return refusal(answer)

@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.live import Live
 
 from penstock.cli import options
+from penstock.cli.whole_words import print_line
 
 PLAIN_SECONDS = 1.0
-"""Seconds between two printed lines where the terminal cannot redraw one."""
+"""Interval of printed lines on a terminal that cannot redraw one."""
 
 
 def top(
@@ -52,7 +53,7 @@ def top(
         for snapshot in shown:
             if snapshot["at_seconds"] - printed >= PLAIN_SECONDS:
                 printed = snapshot["at_seconds"]
-                console.print(line(snapshot), soft_wrap=True)
+                print_line(console, line(snapshot))
     else:
         with _keys() as pressed, Live(console=console, auto_refresh=False, screen=True) as live:
             for snapshot in shown:
@@ -63,7 +64,6 @@ def top(
 
 @contextmanager
 def _keys() -> Iterator[Callable[[], str]]:
-    """Read keys as they are pressed; yields a function that returns those since its last call."""
     if not sys.stdin.isatty():
         yield lambda: ""
         return

@@ -9,12 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.snapshots import Snapshot, used_of
-from penstock.memory import format_bytes
+from penstock.memory.sizes import format_bytes
+from penstock.plurals import counted
 
 BAR_CELLS = 48
-"""Cells of the memory bar where there is room."""
 LABEL_CELLS = 9
-"""Cells of a row's name and the space behind it."""
 ROOMY_LINES = 20
 """Height from which blank lines and the legend are shown."""
 ROOMY_CELLS = 76
@@ -25,6 +24,7 @@ COLORS = {
     "draft": "bright_blue",
     "buffers": "magenta",
     "prompts": "red",
+    "grammars": "bright_red",
     "index": "bright_magenta",
     "checkpoints": "green",
     "tails": "yellow",
@@ -36,14 +36,7 @@ STATES = {"done": "green", "running": "cyan", "waiting": "yellow", "failed": "re
 
 
 def drawn(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableType:
-    """Draw a snapshot; the last requests get the lines that are left.
-
-    Args:
-        snapshot: the figures.
-        url: the server's address, for the title.
-        width: cells of a line of the terminal.
-        height: lines of the terminal.
-    """
+    """Draw a snapshot; the last requests get the lines that are left."""
     rows = _rows(snapshot, width - LABEL_CELLS, height >= ROOMY_LINES)
     figures = Table.grid(padding=(0, 2, 0, 0))
     figures.add_column(style="bright_black", width=LABEL_CELLS - 2)
@@ -54,12 +47,11 @@ def drawn(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableTy
     # Beside the rows: the title, the blank lines, the head of the requests, the cursor's line.
     left = height - len(rows) - 3 - 2 * len(blank)
     requests = snapshot["requests"][::-1][: max(1, left)]
-    table = _requests(requests, wide=width >= ROOMY_CELLS)
+    table = _requests(requests, all_columns=width >= ROOMY_CELLS)
     return Group(_title(snapshot, url, width), *blank, figures, *blank, table)
 
 
 def _title(snapshot: Snapshot, url: str, width: int) -> Text:
-    """Return name, model and address, and the key that quits; the rest is cut to fit."""
     end = "q: quit"
     version, model = snapshot["version"], snapshot["model"]
     room = width - len(end) - 2
@@ -79,7 +71,6 @@ def _title(snapshot: Snapshot, url: str, width: int) -> Text:
 
 
 def _rows(snapshot: Snapshot, cells: int, roomy: bool) -> list[tuple[str, RenderableType]]:
-    """Return the figures by their names, each in the longest words that fit a line."""
     stats = snapshot["stats"]
     used = used_of(stats)
     bar_cells = min(BAR_CELLS, cells - len(used) - 3)
@@ -110,7 +101,7 @@ def _cache(snapshot: Snapshot) -> tuple[str, ...]:
     stats = snapshot["stats"]
     hits = f"{stats['hit_tokens']:,} of {stats['prompt_tokens']:,} prompt tokens"
     rate = f"hit rate {snapshot['hit_rate']:.0%}"
-    cached = f"{stats['held_tokens']:,} tokens cached"
+    cached = f"{counted(stats['held_tokens'], 'token')} cached"
     evicted = f"{format_bytes(stats['evicted_bytes'])} evicted"
     return (
         f"{rate}: {hits}, {stats['restored_tokens']:,} restored; {cached}, {evicted}",
@@ -143,10 +134,9 @@ def _queue(snapshot: Snapshot) -> tuple[str, ...]:
 
 
 def _spilled(stats: dict[str, Any]) -> tuple[str, ...]:
-    """Return the KV that has left memory for a cold tier, and the blocks of it that steps read."""
     spilling = stats["spilling"]
     cached, read = (spilling["counts"][name] for name in ("cached_blocks", "read_blocks"))
-    tokens = f"{spilling['spilled_tokens']:,} tokens in the tier"
+    tokens = f"{counted(spilling['spilled_tokens'], 'token')} in the tier"
     here = f"{spilling['active_tokens']:,} in memory"
     step = f"{read / max(1, stats['decode']['count']):,.0f} blocks read a step"
     rate = f"{cached / max(1, cached + read):.0%} found in memory"
@@ -154,12 +144,11 @@ def _spilled(stats: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _tier(tier: dict[str, Any]) -> str:
-    """Return the figures of a cold tier in one line, its size first."""
     if tier["off"] is not None:
         return f"off: {tier['off']}"
     counts = tier["counts"]
     parts = [
-        f"{counts['read_blocks']:,} blocks read ({format_bytes(counts['read_bytes'])}), "
+        f"{counted(counts['read_blocks'], 'block')} read ({format_bytes(counts['read_bytes'])}), "
         f"{counts['written_blocks']:,} written ({format_bytes(counts['written_bytes'])})"
     ]
     if tier["limit_bytes"]:
@@ -172,7 +161,6 @@ def _tier(tier: dict[str, Any]) -> str:
 
 
 def _bar(stats: dict[str, Any], cells: int) -> Text:
-    """Draw the ledger against its limit, a color for each kind."""
     bar = Text()
     filled = total = 0
     for kind, color in COLORS.items():
@@ -184,7 +172,6 @@ def _bar(stats: dict[str, Any], cells: int) -> Text:
 
 
 def _legend(by_kind: dict[str, int], cells: int) -> list[Text]:
-    """Return the kinds of memory with their bytes, in as many lines as they need."""
     lines: list[Text] = []
     for kind, color in COLORS.items():
         if nbytes := by_kind.get(kind, 0):
@@ -196,12 +183,12 @@ def _legend(by_kind: dict[str, int], cells: int) -> list[Text]:
     return lines
 
 
-def _requests(requests: list[dict[str, Any]], *, wide: bool) -> RenderableType:
+def _requests(requests: list[dict[str, Any]], *, all_columns: bool) -> RenderableType:
     if not requests:
         return Text("no requests yet", "bright_black")
     table = Table(box=None, pad_edge=False, header_style="bright_black")
     table.add_column("request", no_wrap=True)
-    right = ("prompt", "cached", "answer", "first", "tokens/s") if wide else ("cached", "of")
+    right = ("prompt", "cached", "answer", "first", "tokens/s") if all_columns else ("cached", "of")
     for title in right:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -213,7 +200,7 @@ def _requests(requests: list[dict[str, Any]], *, wide: bool) -> RenderableType:
             request["label"],
             *(
                 (prompt, cached, answer, _seconds(first), _speed(speed))
-                if wide
+                if all_columns
                 else (cached, prompt)
             ),
             Text(request["finish"] or request["state"], STATES.get(request["state"], "")),

@@ -1,10 +1,12 @@
 """Frozen settings with their defaults; every number says its unit; parsed once, at the edge."""
 
+from penstock.config.api_keys import ApiKey, digest_of, read_keys
 from penstock.config.defaults import (
     BLOCK_SIZE,
     EMBEDDED_LIMIT,
     HOST,
     KEEP,
+    KERNELS_VARIABLE,
     MAX_BATCH_SIZE,
     MAX_KV_SIZE,
     MAX_QUEUE,
@@ -15,9 +17,9 @@ from penstock.config.defaults import (
     PREFILL_CHUNK,
     RAW_FIRST_TOKENS,
 )
-from penstock.config.engine_settings import EngineSettings
+from penstock.config.engine_settings import EngineSettings, WeightsDtype
 from penstock.config.fleet_settings import WORTH, FleetSettings, RoutingPolicy
-from penstock.config.kv_settings import KVSettings, SamplingSettings, WeightsDtype
+from penstock.config.sampling_settings import SamplingSettings
 from penstock.config.server_settings import LOOPBACK_HOSTS, SAMPLED, ServerSettings
 from penstock.config.setting import Setting, Settings, flag_of, in_plain_words, parse, setting_of
 
@@ -26,6 +28,7 @@ __all__ = [
     "EMBEDDED_LIMIT",
     "HOST",
     "KEEP",
+    "KERNELS_VARIABLE",
     "LOOPBACK_HOSTS",
     "MAX_BATCH_SIZE",
     "MAX_KV_SIZE",
@@ -38,17 +41,19 @@ __all__ = [
     "RAW_FIRST_TOKENS",
     "SAMPLED",
     "WORTH",
+    "ApiKey",
     "EngineSettings",
     "FleetSettings",
-    "KVSettings",
     "RoutingPolicy",
     "SamplingSettings",
     "ServerSettings",
     "Setting",
     "Settings",
     "WeightsDtype",
+    "digest_of",
     "flag_of",
     "in_plain_words",
     "parse",
+    "read_keys",
     "setting_of",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -21,21 +21,14 @@ from penstock.config.defaults import (
     PREFILL_CHUNK,
     RAW_FIRST_TOKENS,
 )
-from penstock.config.kv_settings import (
-    KeepKVSize,
-    KVCacheQuantization,
-    MaxKVSize,
-    RawFirstTokens,
-)
 from penstock.config.setting import Setting, Settings, flag_of
 
+WeightsDtype: TypeAlias = Literal["auto", "native", "float32", "packed", "packed-exact"]
 COLD_TIERS = ("ssd_cache_dir", "remote_cache")
 """Fields of `EngineSettings` that name a cold tier each, the nearest first."""
 
 
 class EngineSettings(Settings):
-    """Settings of an engine."""
-
     model_config = ConfigDict(strict=True)
 
     memory_limit: Annotated[
@@ -59,8 +52,25 @@ class EngineSettings(Settings):
             is_local=True,
         ),
     ] = 1.0
-    max_kv_size: MaxKVSize = MAX_KV_SIZE
-    keep: KeepKVSize = None
+    max_kv_size: Annotated[
+        int,
+        Field(ge=2),
+        Setting(
+            "Hold the keys and values of at most this many tokens of a sequence. A longer sequence "
+            "drops its oldest tokens, except the first --keep-kv-size.",
+            "TOKENS",
+        ),
+    ] = MAX_KV_SIZE
+    keep: Annotated[
+        int | None,
+        Field(ge=0),
+        Setting(
+            "First tokens of a sequence that are never dropped.",
+            "TOKENS",
+            unset=f"{KEEP}, less in a small window",
+            flag="keep-kv-size",
+        ),
+    ] = None
     """None is `KEEP`, or half of a smaller window."""
     max_batch_size: Annotated[
         int, Field(ge=1), Setting("Run at most this many sequences at the same time.", "NUMBER")
@@ -220,8 +230,15 @@ class EngineSettings(Settings):
             "SECONDS",
         ),
     ] = 1.0
-    kv_cache_quantization: KVCacheQuantization = None
-    """The codec of the nodes of the prefix tree."""
+    kv_cache_quantization: Annotated[
+        str | None,
+        Setting(
+            "Hold keys and values in fewer bits: 8 (also without a CODEC), 4, k8v4, "
+            "kivi5/turbo3.5, ... (docs/codecs.md; penstock bench-kv-cache compares them).",
+            "[CODEC]",
+            unset="full precision",
+        ),
+    ] = None
     kv_cache_min_quantize_tokens: Annotated[
         int,
         Field(ge=0),
@@ -232,7 +249,15 @@ class EngineSettings(Settings):
             "TOKENS",
         ),
     ] = MIN_QUANTIZE_TOKENS
-    kv_cache_raw_first_tokens: RawFirstTokens = RAW_FIRST_TOKENS
+    kv_cache_raw_first_tokens: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "First tokens of every sequence that stay in full precision; --keep-kv-size counts "
+            "instead where it is larger.",
+            "TOKENS",
+        ),
+    ] = RAW_FIRST_TOKENS
     kv_cache_skip_layers: Annotated[
         tuple[int, ...],
         Setting(
@@ -275,12 +300,6 @@ class EngineSettings(Settings):
                     "attend_full_layers (--attend-full-layers) says which layers read more than "
                     "attend_tokens (--attend-tokens), which is not set; set both or neither"
                 )
-        elif self.speculative_tokens:
-            raise ValueError(
-                "attend_tokens (--attend-tokens) does not work with speculative_tokens "
-                "(--speculative-tokens): tokens that are checked together would share a choice, "
-                "and the text would depend on them; leave one of the two out"
-            )
         return self
 
     @model_validator(mode="after")
@@ -315,13 +334,13 @@ class EngineSettings(Settings):
     def _keep_leaves_room(self) -> EngineSettings:
         if self.keep is not None and self.keep >= self.max_kv_size:
             raise ValueError(
-                f"keep {self.keep} leaves no room in a window of max_kv_size {self.max_kv_size}"
+                f"keep (--keep-kv-size) {self.keep} leaves no room in a window of max_kv_size "
+                f"(--max-kv-size) {self.max_kv_size} tokens; lower the first or raise the second"
             )
         return self
 
     @property
     def cold_tiers(self) -> list[str]:
-        """Fields of `COLD_TIERS` that name a tier here."""
         return [name for name in COLD_TIERS if getattr(self, name) is not None]
 
     @property
@@ -342,17 +361,16 @@ class EngineSettings(Settings):
 
     @property
     def least_quantized_tokens(self) -> int:
-        """Tokens below which a path of nodes at rest stays as it is."""
+        """Shortest path of nodes at rest that is quantized, in tokens."""
         active = self.kv_cache_quantize_when == "active"
         return 0 if active else self.kv_cache_min_quantize_tokens
 
     @property
     def least_written_tokens(self) -> int:
-        """Tokens below which a path is not written to cold tiers."""
+        """Shortest path that is written to cold tiers, in tokens."""
         quantized = self.kv_cache_quantization is not None
         return max(self.block_size, self.least_quantized_tokens if quantized else 0)
 
     @property
     def keep_tokens(self) -> int:
-        """First tokens of a window that are never dropped."""
         return min(KEEP, self.max_kv_size // 2) if self.keep is None else self.keep

@@ -10,15 +10,14 @@ from penstock.config.setting import Setting, Settings
 
 RoutingPolicy: TypeAlias = Literal["round-robin", "hash", "prefix", "prefix+load"]
 WORTH = 8.0
-"""Cost of computing again a block of one conversation, counted in waiting blocks.
+"""Cost of recomputing a block of one conversation, in queued blocks.
 
-The block would be on two replicas then, and fewer others would fit. Replayed, 8 keeps 19 hits in 20
-that 50 keeps, and at 1 a fifth is lost (docs/scale.md)."""
+Recomputing puts the block on two replicas, so fewer others fit. In replay, 8 keeps 19 of the 20
+hits that 50 keeps; 1 loses a fifth (docs/scale.md).
+"""
 
 
 class FleetSettings(Settings):
-    """How many replicas Ray Serve runs, and how prompts find theirs."""
-
     replicas: Annotated[
         int,
         Field(ge=1),

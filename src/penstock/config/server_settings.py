@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,23 +13,23 @@ from penstock.config.setting import Setting, Settings
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Names of this machine that only programs on it can reach."""
 MODELS_OWN = "as generation_config.json of the model has it"
-"""Help of sampling that a model's folder may have its own defaults for."""
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields of `ServerSettings` that win over those defaults."""
+"""Fields of `ServerSettings` that override the model's generation_config.json."""
+
+
+_Count = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(gt=0.0)]
 
 
 def _fixed(help_text: str) -> Setting:
-    """Describe a limit without a flag."""
     return Setting(help_text, is_flag=False)
 
 
 class ServerSettings(Settings):
-    """Settings of the HTTP server, besides those of its engine."""
-
     host: Annotated[
         str,
         Field(min_length=1),
-        Setting("Address to listen on; any but this machine's own needs --api-key.", "ADDRESS"),
+        Setting("Address to listen on; any but this machine's own needs a key.", "ADDRESS"),
     ] = HOST
     port: Annotated[
         int, Field(ge=0, le=65_535), Setting("TCP port to listen on; 0 takes a free one.", "NUMBER")
@@ -44,11 +44,20 @@ class ServerSettings(Settings):
             unset="none",
         ),
     ] = None
+    keys: Annotated[
+        Path | None,
+        Setting(
+            "TOML file of keys with names, each with limits and a salt of its own; mode 0600, read "
+            "again on SIGHUP.",
+            "FILE",
+            unset="none",
+        ),
+    ] = None
     cors_origin: Annotated[
         tuple[str, ...],
         Setting(
             "Origin whose pages may call the server from a browser; may be repeated. * is all, "
-            "and needs --api-key.",
+            "and needs a key.",
             "ORIGIN",
         ),
     ] = ()
@@ -60,7 +69,7 @@ class ServerSettings(Settings):
             "NUMBER",
         ),
     ] = 1_000
-    """Most connections at the same time. There are fewer where the limit of open files is less."""
+    """Upper bound; the limit of open files may lower it."""
     max_tokens: Annotated[
         int | None,
         Field(ge=1),
@@ -132,6 +141,13 @@ class ServerSettings(Settings):
             unset="by the chat template",
         ),
     ] = None
+    tools_without_template: Annotated[
+        Literal["prompt", "refuse"],
+        Setting(
+            "Treatment of tools that the chat template does not render: prompt describes them in "
+            "the system message, in Hermes's form, refuse answers 400."
+        ),
+    ] = "prompt"
     reasoning_parser: Annotated[
         str | None,
         Setting(
@@ -165,54 +181,25 @@ class ServerSettings(Settings):
         Field(ge=0.0, allow_inf_nan=False),
         _fixed("Seconds that a named prefix is held after its last use."),
     ] = 300.0
-    max_head_bytes: Annotated[
-        int, Field(ge=1), _fixed("Bytes of a request's line and headers, at most.")
-    ] = 65_536
-    max_head_fields: Annotated[int, Field(ge=1), _fixed("Headers of a request, at most.")] = 256
-    head_timeout_seconds: Annotated[
-        float,
-        Field(gt=0.0),
-        _fixed(
-            "Seconds for a request's head to arrive; for the first, from the connection's start."
-        ),
-    ] = 10.0
-    keep_alive_seconds: Annotated[
-        int,
-        Field(ge=1),
-        _fixed("Seconds between an answer's end and the next request on its connection."),
-    ] = 6
-    max_body_bytes: Annotated[int, Field(ge=1), _fixed("Bytes of a request's body, at most.")] = (
-        16_000_000
-    )
-    max_depth: Annotated[int, Field(ge=1), _fixed("Brackets within brackets of a JSON body.")] = 64
-    body_timeout_seconds: Annotated[
-        float, Field(gt=0.0), _fixed("Seconds for a body to arrive.")
-    ] = 30.0
-    max_unread: Annotated[
-        int,
-        Field(ge=1),
-        _fixed("Events of one request that wait for a slow reader; with more it is cancelled."),
-    ] = 1_024
-    send_timeout_seconds: Annotated[
-        float,
-        Field(gt=0.0),
-        _fixed(
-            "Seconds for a reader to take the next piece of a stream; then the connection closes."
-        ),
-    ] = 30.0
-    ping_seconds: Annotated[
-        float, Field(gt=0.0), _fixed("Seconds between two keep-alive comments of a stream.")
-    ] = 5.0
+    max_head_bytes: Annotated[_Count, _fixed("Bytes of a request's line and headers.")] = 65_536
+    max_head_fields: Annotated[_Count, _fixed("Headers of a request.")] = 256
+    head_timeout_seconds: Annotated[_Seconds, _fixed("Seconds for a head to arrive.")] = 10.0
+    keep_alive_seconds: Annotated[_Count, _fixed("Seconds between two requests.")] = 6
+    max_body_bytes: Annotated[_Count, _fixed("Bytes of a request's body.")] = 16_000_000
+    max_depth: Annotated[_Count, _fixed("Nesting of a JSON body.")] = 64
+    body_timeout_seconds: Annotated[_Seconds, _fixed("Seconds for a body to arrive.")] = 30.0
+    max_unread: Annotated[_Count, _fixed("Queued events at which a slow reader is cut.")] = 1_024
+    send_timeout_seconds: Annotated[_Seconds, _fixed("Seconds to read a piece of a stream.")] = 30.0
+    ping_seconds: Annotated[_Seconds, _fixed("Seconds between a stream's keep-alives.")] = 5.0
     stored_response_bytes: Annotated[
-        int,
-        Field(ge=0),
-        _fixed("Bytes of responses that a later request may name by id; the oldest go first."),
+        int, Field(ge=0), _fixed("Bytes of responses that are kept by id.")
     ] = 32_000_000
-    recent: Annotated[
-        int, Field(ge=0), _fixed("Requests that are remembered for the page and `penstock top`.")
-    ] = 100
+    recent: Annotated[int, Field(ge=0), _fixed("Requests shown by the page and `top`.")] = 100
+
+    @property
+    def needs_key(self) -> bool:
+        return self.api_key is not None or self.keys is not None
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only programs on this machine can reach the server."""
         return self.host in LOOPBACK_HOSTS

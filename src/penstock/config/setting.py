@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -13,8 +14,6 @@ from penstock.errors import SettingError
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Description of a settings field: the text and the shape of its flag."""
-
     help: str
     unit: str | None = None
     """Unit or kind of the value, as help shows it; `BYTES` may be written as 16GB."""
@@ -29,20 +28,15 @@ class Setting:
 
 
 class Settings(BaseModel):
-    """Base of all settings: frozen, and strict about unknown names."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def setting_of(kind: type[Settings], name: str) -> Setting:
     """Return the description of a settings field.
 
-    >>> from penstock.config import KVSettings
-    >>> setting_of(KVSettings, "max_kv_size").unit
+    >>> from penstock.config import EngineSettings
+    >>> setting_of(EngineSettings, "max_kv_size").unit
     'TOKENS'
-
-    Raises:
-        TypeError: the field has no description.
     """
     for annotation in kind.model_fields[name].metadata:
         if isinstance(annotation, Setting):
@@ -66,17 +60,14 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> SettingsT:
-    """Make settings; a bad value is one line that names it, as a flag unless told otherwise.
+    """Validate settings; an invalid value is a one-line error that names the flag or the field.
 
-    >>> from penstock.config import KVSettings
-    >>> parse(KVSettings, max_kv_size=1024, keep_kv_size=16).max_kv_size
+    >>> from penstock.config import EngineSettings
+    >>> parse(EngineSettings, memory_limit=10**9, max_kv_size=1024).max_kv_size
     1024
-    >>> parse(KVSettings, kv_bits=7)
+    >>> parse(EngineSettings, memory_limit=10**9, kernels="on")
     Traceback (most recent call last):
-    penstock.errors.SettingError: --kv-bits 7: must be 2, 3, 4, 5, 6 or 8
-
-    Raises:
-        SettingError: For the first value that is out of its range.
+    penstock.errors.SettingError: --kernels on: must be 'auto' or 'off'
     """
     try:
         return kind(**values)
@@ -85,11 +76,16 @@ def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> Settin
         message = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
             name = str(first["loc"][0])
+            if first["type"] == "extra_forbidden":
+                near = get_close_matches(name, kind.model_fields, 1)
+                raise SettingError(
+                    f"{name} is no setting" + (f"; did you mean {near[0]}?" if near else "")
+                ) from None
             field = kind.model_fields.get(name)
-            given = f" {first['input']}" if field is None or field.repr else ""
+            value = f" {first['input']}" if field is None or field.repr else ""
             if flags:
                 name, message = f"--{flag_of(kind, name)}", in_plain_words(message)
-            message = f"{name}{given}: {message}"
+            message = f"{name}{value}: {message}"
         raise SettingError(message) from None
 
 
@@ -102,11 +98,11 @@ PLAIN_WORDS = (
     (r"a valid integer.*", "a whole number"),
     (r"a valid number.*", "a number"),
 )
-"""Patterns of pydantic's and Typer's words about a wrong value, and plain words for them."""
+"""Patterns in messages of pydantic and Typer, and plain words for them."""
 
 
 def in_plain_words(message: str) -> str:
-    """Return a library's words about a wrong value as a person would write them.
+    """Rewrite a library's message about a wrong value in plain words.
 
     >>> in_plain_words("Input should be less than or equal to 65535")
     'must be at most 65535'

@@ -24,7 +24,7 @@ import mlx.core as mx
 from penstock.engine.handle import Handle
 from penstock.engine.memory_pressure import MLXShare, give_back, mlx_limits
 from penstock.engine.parts import EngineParts
-from penstock.engine.ranks.process_group import Command, ProcessGroup, SingleProcess
+from penstock.engine.ranks.process_group import Command, ProcessGroup
 from penstock.engine.request import Request
 from penstock.engine.settings import checked
 from penstock.engine.stats import Cleared
@@ -60,7 +60,7 @@ class Core(EngineParts):
         draft_model: Any = None,
         **settings: Any,
     ) -> None:
-        group = SingleProcess(clock) if group is None else group
+        group = ProcessGroup(clock) if group is None else group
         limits = checked(settings, drafts=draft_model is not None)
         super().__init__(model, tokenizer, limits, group, fingerprint, draft_model)
         self._closed = False
@@ -69,6 +69,7 @@ class Core(EngineParts):
         self._other_bytes = max(0, mx.get_active_memory() - self.budget.weights_bytes)
         """Bytes of arrays that are not the engine's."""
         self._share_mlx()
+        self.intake.account_grammars(self.reserve_grammars, alone=group.size == 1)
         finalize(self, mlx_limits.share, id(self), None)  # also of a core that is never closed
 
     def _share_mlx(self) -> None:
@@ -96,13 +97,15 @@ class Core(EngineParts):
         return self.intake.enqueue(handle)
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Set bytes aside for texts and tokens of prompts, half of the free bytes at most.
-
-        Returns:
-            The bytes that were set aside.
-        """
+        """Set aside bytes for prompts, at most half of the free ones; return the number."""
         self.group.note("set_aside_prompts", nbytes=nbytes)
         return self.budget.set_aside_prompts(nbytes)
+
+    def reserve_grammars(self, nbytes: int) -> None:
+        """Reserve memory for all compiled grammars; see `MemoryBudget.reserve_grammars`."""
+        if self.group.rank == 0:  # it tells the others
+            self.group.note("reserve_grammars", nbytes=nbytes)
+            self.budget.reserve_grammars(nbytes)
 
     def cancel(self, handle: Handle) -> None:
         """End a request's answers that have not ended; their KV stays in the tree."""
@@ -157,8 +160,9 @@ class Core(EngineParts):
                 self.enqueue(Handle(Request(**given["request"]), self.cancel))
         elif command.name == "cancel":
             self._cancel(given["ids"])
-        elif command.name == "set_aside_prompts":
-            self.budget.set_aside_prompts(given["nbytes"])
+        elif command.name in ("set_aside_prompts", "reserve_grammars"):
+            with suppress(PenstockError):
+                getattr(self.budget, command.name)(given["nbytes"])
         elif command.name == "close":
             self._let_go(None)
         else:
@@ -170,13 +174,13 @@ class Core(EngineParts):
         Returns:
             Tokens that the prefix tree has more than before.
         """
-        if self.tiers is None or self.group.size > 1:  # each rank would wait for its own disk
+        if self.group.size > 1:  # each rank would wait for its own disk
             return 0
         return self.tiers.preload(self.checkpoints)
 
     def flush_tiers(self, timeout_seconds: float) -> bool:
         """Wait until the cold tiers have written all blocks offered; return whether they have."""
-        return self.tiers is None or self.tiers.flush(timeout_seconds)
+        return self.tiers.flush(timeout_seconds)
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the memory limit; the excess goes at once: cold nodes, then preempted work.
@@ -206,7 +210,7 @@ class Core(EngineParts):
         tree = self.prefixes.tree
         nodes, nbytes = len(tree), tree.nbytes
         # First the tiers: ends of conversations would else be written as they are evicted.
-        removed = {} if self.tiers is None else self.tiers.clear()
+        removed = self.tiers.clear()
         self.prefixes.clear()
         self.speculator.forget()
         give_back()
@@ -237,8 +241,7 @@ class Core(EngineParts):
                 self.admission.finish(sequence, lambda s: s.end("cancelled"))
             else:
                 self.admission.fail(sequence, error)
-        if self.draft is not None:
-            self.draft.close()
+        self.draft.close()
         self.stores.close()
         self.budget.close()
         mlx_limits.share(id(self), None)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import mlx.core as mx
 
@@ -21,14 +21,27 @@ from penstock.engine.offload.tier_kinds import TIER_KINDS
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.request import Request
 from penstock.engine.stats import Cleared, Stats
+from penstock.engine.text_calls import (
+    Message,
+    Text,
+    chat_tokens,
+    check_length,
+    text_request,
+    text_tokens,
+)
 from penstock.engine.view import EngineView
-from penstock.errors import EngineStopped
+from penstock.errors import EngineStopped, SettingError
+from penstock.kv.checks import loaded_model
+from penstock.models.template_renderer import TemplateRenderer
 from penstock.prefix.explanation import Explanation
 
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 120.0
 """Longest wait of a call for the engine's thread, which answers between two steps."""
+STEP_SECONDS = 600.0
+"""Longest step, and longest call between two steps. An engine that takes longer hangs, as MLX may
+in an evaluation, and counts as dead."""
 IDLE_SECONDS = 0.2
 """Longest sleep of the idle thread."""
 CLEAR_SECONDS = 30.0
@@ -47,9 +60,13 @@ class Engine:
     >>> import penstock
     >>> from penstock.recall import MODEL_PATH
     >>> with penstock.Engine(*penstock.load(MODEL_PATH), memory_limit="300MB") as engine:
-    ...     handle = engine.submit(penstock.Request(prompt=(1, 2, 3), max_tokens=4))
-    ...     len(handle.result(timeout_seconds=60)[0].tokens) <= 4
-    True
+    ...     engine.chat("The code of the amber falcon is 4821.")
+    ...     talk = [{"role": "user", "content": "The code of the amber falcon is 4821."}]
+    ...     talk += [{"role": "assistant", "content": "Noted."}]
+    ...     talk += [{"role": "user", "content": "What is the code of the amber falcon?"}]
+    ...     "".join(engine.chat(talk, stream=True))
+    'Noted.'
+    '4821.'
 
     Args:
         model: mlx-lm's.
@@ -84,11 +101,15 @@ class Engine:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **settings: Any) -> None:
+        loaded_model("Engine", model)
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._gate = threading.Lock()
         """Held to put a call into the queue, and to close the queue for good."""
         self._closed = False
         self._closing = False
+        self._templates = TemplateRenderer()
+        self._begun_at = time.monotonic()
+        """Start of what the thread does now, on the clock of `time.monotonic`."""
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         started: Future[Core] = Future()
         self._calls.put((lambda: Core(model, tokenizer, **settings), started))
@@ -96,11 +117,91 @@ class Engine:
         try:
             # Arrays belong to the thread that made them: the core is made there.
             self._core = started.result()
+            if self._core.intake.grammars is not None:
+                self._core.intake.grammars.reserve = self._reserve_grammars
         except BaseException:
             self._closing = True
             self._thread.join(ANSWER_SECONDS)
             raise
         atexit.register(self.close)
+
+    @overload
+    def generate(self, prompt: str, *, stream: Literal[False] = ..., **settings: Any) -> str: ...
+
+    @overload
+    def generate(self, prompt: str, *, stream: Literal[True], **settings: Any) -> Text: ...
+
+    def generate(self, prompt: str, *, stream: bool = False, **settings: Any) -> str | Text:
+        """Continue a text, without a chat template.
+
+        Args:
+            prompt: the text.
+            stream: return an iterator over the text as it becomes certain, and do not wait.
+            settings: fields of `Request` and of `Sampling` by their names: `max_tokens`, `stop`,
+                `temperature`, `top_p`, `seed`, ... A `stop` may be one text.
+
+        Raises:
+            SettingError: there is no such setting, it is out of its range, or no tokenizer.
+            PenstockError: as `submit` and `Handle.result`.
+        """
+        tokens = text_tokens(self._core.tokenizer, prompt)
+        return self._text(text_request(tokens, goes_on=True, settings=settings), stream)
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        stream: Literal[False] = ...,
+        template_args: Mapping[str, Any] | None = ...,
+        **settings: Any,
+    ) -> str: ...
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        stream: Literal[True],
+        template_args: Mapping[str, Any] | None = ...,
+        **settings: Any,
+    ) -> Text: ...
+
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        stream: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> str | Text:
+        """Answer a conversation, by the model's chat template.
+
+        Reasoning and calls of tools stay in the text as the model writes them.
+
+        Args:
+            messages: `role` and `content` of each, the oldest first; or one text, the user's.
+            stream: as in `generate`.
+            template_args: arguments of the template, as `enable_thinking`; `tools` are rendered
+                where it knows them, and `chat_template` stands in its place.
+            settings: as in `generate`.
+
+        Raises:
+            SettingError: as `generate`; or a message has no role that templates know.
+            ModelError: the model has no chat template, or it refuses the messages, does not end,
+                or takes too much memory.
+            PenstockError: as `submit` and `Handle.result`.
+        """
+        tokens = chat_tokens(self._core.tokenizer, messages, template_args or {}, self._templates)
+        return self._text(text_request(tokens, goes_on=False, settings=settings), stream)
+
+    def _text(self, request: Request, stream: bool) -> str | Text:
+        check_length(request, self._wait(self.ask(lambda view: view.context_tokens)))
+        text = Text(self.submit(request))
+        if stream:
+            return text
+        with text:
+            return text.rest()
 
     def submit(self, request: Request) -> Handle:
         """Take a request in and return the handle of its events.
@@ -111,6 +212,11 @@ class Engine:
             SettingError: a token that the model does not have, or a grammar that is none.
             EngineStopped: the engine is closed or being drained, or its thread has died.
         """
+        if not isinstance(request, Request):
+            raise SettingError(
+                f"submit takes a penstock.Request, not a {type(request).__name__}; "
+                f"engine.generate and engine.chat take text"
+            )
         handle = self.open(request)
         self._wait(self._later(lambda core: core.enqueue(handle)))
         return handle
@@ -232,32 +338,40 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self._thread.is_alive()
+        """Whether the engine's thread runs, and does not hang."""
+        return self._thread.is_alive() and not self.hangs
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a step, or a call between two steps, takes longer than `STEP_SECONDS`."""
+        return self._thread.is_alive() and time.monotonic() - self._begun_at > STEP_SECONDS
 
     def close(self) -> None:
         """Cancel open requests, let go of everything, and end the thread. Again does nothing."""
         if self._closing:
             return
         self._closing = True
-        self._thread.join(ANSWER_SECONDS)
+        self._templates.close()
+        if not self.hangs:
+            self._thread.join(ANSWER_SECONDS)
         atexit.unregister(self.close)
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- between the threads
 
     def _cancel(self, handle: Handle) -> None:
         self._later(lambda core: core.cancel(handle))
+
+    def _reserve_grammars(self, nbytes: int) -> None:
+        if threading.current_thread() is self._thread:
+            self._core.reserve_grammars(nbytes)
+        else:
+            self._wait(self._later(lambda core: core.reserve_grammars(nbytes)))
 
     def _later(self, call: Callable[[Core], T]) -> Future[T]:
         """Have the engine's thread call `call(core)` between two steps; never waits."""
@@ -270,15 +384,17 @@ class Engine:
         return answer
 
     def _wait(self, answer: Future[T]) -> T:
-        """Wait for an answer of the engine's thread."""
+        seconds = ANSWER_SECONDS
         try:
-            return answer.result(ANSWER_SECONDS)
+            return answer.result(seconds)
         except TimeoutError:
             if not answer.cancel():  # it is being done, or it raised a TimeoutError of its own
-                return answer.result()
+                seconds = STEP_SECONDS
+                concurrent.futures.wait([answer], seconds)
+                if answer.done():
+                    return answer.result()
             raise TimeoutError(
-                f"the engine thread did not respond within {ANSWER_SECONDS:.0f} s; a step may be "
-                f"hung"
+                f"the engine thread did not respond within {seconds:.0f} s; a step may be hung"
             ) from None
 
     def _run(self) -> None:
@@ -290,11 +406,13 @@ class Engine:
             except BaseException as error:  # noqa: BLE001 - handed to the calling thread
                 started.set_exception(error)
                 return
+            self._begun_at = time.monotonic()
             started.set_result(core)
             try:
                 worked = False
                 while not self._closing:
                     self._serve(wait=core.view.idle and not worked)
+                    self._begun_at = time.monotonic()
                     # With nothing to do a step still evicts for other programs.
                     worked = core.step(send_later=True)
             except BaseException as error:
@@ -312,6 +430,7 @@ class Engine:
         try:
             call, answer = self._calls.get(timeout=IDLE_SECONDS) if wait else self._calls.get(False)
             while True:
+                self._begun_at = time.monotonic()
                 try:
                     if answer.set_running_or_notify_cancel():
                         answer.set_result(call())
@@ -334,6 +453,7 @@ def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
     """Take requests in, all or none, and return how far the first one's prompt matches by now."""
     taken: list[Handle] = []
     try:
+        core.intake.check_queue(handles)
         block_hashes = []
         for handle in handles:
             block_hashes.append(core.enqueue(handle))

@@ -5,20 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.attention import devices
 from penstock.config import EngineSettings
-from penstock.engine.model.attention_ways import chosen_ways, turned_off
+from penstock.engine.calibration import Calibration
+from penstock.engine.fixed_memory import reserve_fixed
 from penstock.engine.model.choosing import selection
+from penstock.engine.model.model_probe import probe_bytes, weight_bytes
 from penstock.engine.model.runner import Runner
 from penstock.engine.ranks.process_group import ProcessGroup
-from penstock.engine.schedule.budget import FixedReservations, reserve_fixed, weight_bytes
+from penstock.engine.schedule.budget import FixedReservations
 from penstock.engine.schedule.costs import MemoryEstimator
-from penstock.engine.settings import fitting
+from penstock.engine.settings import fitting, kernels_off
 from penstock.errors import LedgerFull, NeverFits
+from penstock.extensions import extension
 from penstock.heap import keep_freed_memory
-from penstock.kv import backend
 from penstock.kv.tails import Tails
 from penstock.ledger import Kind, Ledger
-from penstock.memory import format_bytes
+from penstock.memory.sizes import format_bytes
+from penstock.prefix.beside import Beside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +33,13 @@ class Foundation:
     """Settings, fitted to the model."""
     group: ProcessGroup
     ledger: Ledger
+    beside: Beside[Any]
+    """Parts beside the tree, which join when they are made."""
     runner: Runner
     estimator: MemoryEstimator
     tails: Tails
     fixed: FixedReservations
+    calibration: Calibration
 
 
 def lay_foundation(
@@ -45,32 +52,42 @@ def lay_foundation(
         ModelError: the engine cannot run this model.
         SettingError: the model cannot be run with these settings.
     """
-    if backend.current().on_heap:
+    device = devices.current()
+    if device.facts.on_heap:
         keep_freed_memory(limits.memory_limit)
     weights = weight_bytes(model)
     # The rank with the least room decides for all: KV is as large on each.
     room = group.least(limits.memory_limit - weights)
     ledger.set_limit(max(0, weights + room))
     reserved = ledger.reserve(Kind.WEIGHTS, weights)
-    runner = Runner(
-        model, max_kv_size=limits.max_kv_size, keep=limits.keep_tokens, ranks=group.size
-    )
+    with ledger.reserve(Kind.BUFFERS, probe_bytes(model)):
+        runner = Runner(
+            model, device, max_kv_size=limits.max_kv_size, keep=limits.keep_tokens, ranks=group.size
+        )
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
     limits = fitting(limits, runner, room, ranks=group.size)
-    runner.selection = selection(runner, limits, compiled=not turned_off(limits))
+    runner.selection = selection(runner, limits, compiled=not kernels_off(limits))
     runner.most_joined = limits.active_kv_size
     if limits.active_kv_size is None:  # kernels read memory alone
-        runner.ways = chosen_ways(runner, limits, ledger)
-    estimator = MemoryEstimator(runner, limits)
-    fixed, tails = reserve_fixed(reserved, ledger, limits, runner, estimator, group)
+        kernels = extension("kernels")
+        if kernels is not None:
+            runner.ways = kernels.chosen_ways(runner, limits, ledger)
+    fixed, tails, estimator = reserve_fixed(reserved, ledger, limits, runner, group)
+    calibration = Calibration(runner, estimator, limits, ledger)
+    if runner.selection is not None:
+        runner.selection = calibration.centered(runner.selection)
+        tables = runner.selection.index.table_bytes(limits.max_kv_size + limits.step_tokens)
+        fixed.step.resize(fixed.step.nbytes + group.most(tables))
     return Foundation(
         limits=limits,
         group=group,
         ledger=ledger,
+        beside=Beside(),
         runner=runner,
         estimator=estimator,
         tails=tails,
         fixed=fixed,
+        calibration=calibration,
     )
 
 

@@ -12,15 +12,17 @@ from copy import copy
 from typing import Any
 
 from penstock.engine.handle import Handle
-from penstock.engine.model.constraint import Grammars
+from penstock.engine.model.constraint import Grammars, pool_bytes
 from penstock.engine.model.min_tokens import MinTokens
 from penstock.engine.model.prompt_logprobs import PromptLogprobs
-from penstock.engine.model.reasoning import ReasoningLimit
+from penstock.engine.model.reasoning import BehindReasoning, ReasoningLimit
 from penstock.engine.model.sampling import Rule, TokenSampler
 from penstock.engine.model.text import Detokenizer, TextStream
+from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.request import Request
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget
+from penstock.engine.schedule.fair_shares import Path
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.scheduler import Scheduler
 from penstock.engine.schedule.sequence import Sequence
@@ -38,6 +40,7 @@ class Intake:
     Args:
         tokenizer: mlx-lm's wrapper; None gives answers without text.
         stores: of keys and values.
+        tiers: of the stores.
         scheduler: has room in its queue or not.
         admission: of the sequences.
         budget: the bytes of the engine.
@@ -49,6 +52,7 @@ class Intake:
         tokenizer: Any,
         *,
         stores: KVStores,
+        tiers: TierGroup,
         scheduler: Scheduler[Sequence],
         admission: Admission,
         budget: MemoryBudget,
@@ -59,10 +63,14 @@ class Intake:
         """Number of the next sequence."""
         self.draining = False
         """Whether no more requests are taken in."""
-        self.vocabulary_size = stores.runner.vocabulary_size
-        self.grammars = None if tokenizer is None else Grammars(tokenizer, self.vocabulary_size)
+        self.vocabulary_size = stores.figures.vocabulary_size
+        self.grammars: Grammars | None = None
+        if tokenizer is not None:
+            limit_bytes = stores.prefixes.ledger.limit_bytes
+            self.grammars = Grammars(tokenizer, self.vocabulary_size, pool_bytes(limit_bytes))
         self._detokenizer: Detokenizer | None = None
         self._stores = stores
+        self._tiers = tiers
         self._scheduler = scheduler
         self._admission = admission
         self._budget = budget
@@ -91,7 +99,7 @@ class Intake:
         first = self._sequence(handle, 0, samplers[0], list(request.prompt), [], logprobs)
         first.kv.hash_blocks()
         self._budget.check_fits(first)
-        self._scheduler.check_room(request.n)
+        self._admission.make_queue_room(first.owners, request.n)
         # They share tokens and hashes until they are admitted.
         others = [
             self._sequence(handle, choice, sampler, first.tokens, first.block_hashes)
@@ -99,20 +107,29 @@ class Intake:
         ]
         sequences = [first, *others]
         self._admission.add(sequences)
-        if self._stores.tiers is not None and first.block_hashes and request.cache_prompt:
-            lookup = self._stores.tiers.ask(self._restorable(first.block_hashes, request.prompt))
+        if self._tiers and first.block_hashes and request.cache_prompt:
+            lookup = self._tiers.ask(self._restorable(first.block_hashes, request.prompt))
             for sequence in sequences:
                 # A tier has no logits: where they are read, tokens are computed.
                 sequence.tier_lookup = None if sequence.reads_logits else lookup
         self._stores.counters.requests += len(sequences)
         return first.block_hashes
 
+    def check_queue(self, handles: Items[Handle]) -> None:
+        """Raise QueueFull if the requests of a call cannot all wait; displaces none."""
+        answers = sum(handle.request.n for handle in handles)
+        self._scheduler.to_displace(self._owners(handles[0].request), answers)
+
+    def _owners(self, request: Request, choice: int = 0) -> Path:
+        """Return the client, the salt and the request of the next sequence."""
+        return (request.client, request.tenant, request.group or self.next_id - choice)
+
     def _restorable(self, block_hashes: Items[bytes], prompt: Items[int]) -> Items[bytes]:
         """Return the blocks of a prompt that a tier is asked for.
 
         States behind its last token are of no use: that token is computed.
         """
-        if self._stores.checkpoints is None:
+        if not self._stores.figures.is_recurrent:
             return block_hashes
         most = self._stores.readable_tokens(len(prompt)) // self._stores.block_size
         return block_hashes[:most]
@@ -131,18 +148,35 @@ class Intake:
             SettingError: the grammar is invalid, there is no tokenizer to follow it with, or the
                 model does not have a token of the mark that ends reasoning.
         """
-        if request.reasoning is not None:
-            size, last = self.vocabulary_size, max(request.reasoning.end)
-            if last >= size:
-                raise SettingError(f"reasoning.end has token {last}; the model knows {size} tokens")
-            return ReasoningLimit(request.reasoning)
+        limit = self._reasoning(request)
         if request.grammar is None:
-            return self._min_tokens(request)
+            return limit or self._min_tokens(request)
         if self.grammars is None:
             raise SettingError("a grammar needs a tokenizer, and the engine has none")
-        return self.grammars.constraint(request.grammar)
+        grammar = self.grammars.constraint(request.grammar)
+        return grammar if limit is None else BehindReasoning(limit, grammar)
+
+    def account_grammars(self, reserve: Callable[[int], None], *, alone: bool) -> None:
+        """Have compiled grammars reserve their memory, and evict them where memory is wanted.
+
+        Several ranks evict none for that: their bytes must stay equal.
+        """
+        if self.grammars is None:
+            return
+        self.grammars.reserve = reserve
+        if alone:
+            self._budget.evict_grammars = self.grammars.evict
 
     # ---- parts
+
+    def _reasoning(self, request: Request) -> ReasoningLimit | None:
+        """Return the rule of a request's reasoning; None without one."""
+        if request.reasoning is None:
+            return None
+        size, last = self.vocabulary_size, max(request.reasoning.end)
+        if last >= size:
+            raise SettingError(f"reasoning.end has token {last}; the model knows {size} tokens")
+        return ReasoningLimit(request.reasoning)
 
     def _min_tokens(self, request: Request) -> MinTokens | None:
         """Return the rule of a least length; None if any will do."""
@@ -161,7 +195,6 @@ class Intake:
         return PromptLogprobs(request.prompt, top)
 
     def _samplers(self, handle: Handle) -> list[TokenSampler]:
-        """Return a sampler for each answer of a request."""
         request, rule = handle.request, handle.constraint or self.constraint(handle.request)
         sampling = request.sampling.with_seed()
         return [
@@ -205,6 +238,7 @@ class Intake:
             handle=handle,
             sampler=sampler,
             text=text,
+            owners=self._owners(request, choice),
             priority=request.priority,
             deadline_seconds=deadline,
             kv=SequenceKV(

@@ -14,12 +14,13 @@ from penstock.engine.draft.draft_parts import open_draft
 from penstock.engine.foundation import lay_foundation, too_small
 from penstock.engine.intake import Intake
 from penstock.engine.memory_pressure import MemoryPressure
-from penstock.engine.model.executor import ModelExecutor
-from penstock.engine.model.speculator import Speculator
-from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.planner import StepPlanner
 from penstock.engine.postprocess import Postprocessor
+from penstock.engine.prefill_rate import PrefillRate
 from penstock.engine.ranks.process_group import ProcessGroup
+from penstock.engine.retention.recurrent import RecurrentStates
+from penstock.engine.run.executor import ModelExecutor
+from penstock.engine.run.speculator import Speculator
 from penstock.engine.scheduling import make_scheduling
 from penstock.engine.stores import open_stores
 from penstock.engine.view import EngineView
@@ -67,19 +68,17 @@ class EngineParts:
     def _make_stores(
         self, model: Any, limits: EngineSettings, fingerprint: str, draft: Any
     ) -> None:
-        """Make the parts that take memory, and those that decide on it."""
         base = lay_foundation(model, limits, self.group, self.ledger)
         self.limits, self.runner = base.limits, base.runner
         self.estimator, self.tails = base.estimator, base.tails
         token_seconds = self.group.mean(base.estimator.prefill_token_seconds)
         self.prefill_rate = PrefillRate(token_seconds, self.limits.step_tokens)
-        self.stores = open_stores(base, model, fingerprint, self.prefill_rate)
+        self.stores, self.tiers = open_stores(base, model, fingerprint, self.prefill_rate)
         self.counters, self.prefixes = self.stores.counters, self.stores.prefixes
-        self.checkpoints, self.windows = self.stores.checkpoints, self.stores.windows
-        self.requantizer, self.tiers = self.stores.requantizer, self.stores.tiers
+        recurrent = self.stores.of(RecurrentStates)
+        self.checkpoints = None if recurrent is None else recurrent.checkpoints
         self.draft = open_draft(draft, self.tokenizer, base, self.stores)
-        draft_bytes = 0 if self.draft is None else self.draft.fixed_bytes
-        scheduling = make_scheduling(base, self.stores, draft_bytes)
+        scheduling = make_scheduling(base, self.stores, self.tiers, self.draft.fixed_bytes)
         self.budget, self.scheduler = scheduling.budget, scheduling.scheduler
         self.admission, self.restoring = scheduling.admission, scheduling.restoring
 
@@ -97,6 +96,7 @@ class EngineParts:
         )
         self.speculator = Speculator(self.stores, self.limits.speculative_tokens, self.draft)
         self.executor = ModelExecutor(
+            self.runner,
             self.stores,
             self.group,
             self.speculator,
@@ -104,6 +104,7 @@ class EngineParts:
         )
         self.postprocessor = Postprocessor(
             self.stores,
+            self.tiers,
             self.scheduler,
             admission=self.admission,
             group=self.group,
@@ -116,6 +117,7 @@ class EngineParts:
         self.intake = Intake(
             self.tokenizer,
             stores=self.stores,
+            tiers=self.tiers,
             scheduler=self.scheduler,
             admission=self.admission,
             budget=self.budget,
@@ -123,7 +125,9 @@ class EngineParts:
         )
         self.view = EngineView(
             limits=self.limits,
+            count_weights=self.runner.weight_bytes,
             stores=self.stores,
+            tiers=self.tiers,
             scheduler=self.scheduler,
             admission=self.admission,
             budget=self.budget,

@@ -7,12 +7,12 @@ time out ──> evict under pressure ──> grow, preempt ──> take in rest
 from __future__ import annotations
 
 from penstock.engine.memory_pressure import MemoryPressure
-from penstock.engine.offload.prefill_rate import PrefillRate
-from penstock.engine.offload.restoring import Restoring
+from penstock.engine.prefill_rate import PrefillRate
 from penstock.engine.schedule.admission import Admission
+from penstock.engine.schedule.restoring import Restoring
 from penstock.engine.schedule.scheduler import Scheduler, StepPlan
 from penstock.engine.schedule.sequence import Sequence
-from penstock.engine.schedule.step_time import StepTime
+from penstock.engine.schedule.step_time import ALONE_SECONDS, StepTime
 
 
 class StepPlanner:
@@ -21,10 +21,11 @@ class StepPlanner:
     Args:
         scheduler: decides; pure.
         admission: of the sequences.
-        restoring: reads from cold tiers; None without one.
+        restoring: reads from cold tiers.
         pressure: of the machine's memory.
         prefill_rate: measured speed of prompts.
-        max_stall_ms: longest time that prompts take between two decode steps; 0 is no bound.
+        max_stall_ms: longest time that prompts take between two decode steps; 0 is no bound, also
+            where no sequence decodes.
         whole_blocks: whether a block of a prompt must be read at once.
     """
 
@@ -32,7 +33,7 @@ class StepPlanner:
         self,
         scheduler: Scheduler[Sequence],
         admission: Admission,
-        restoring: Restoring | None,
+        restoring: Restoring,
         pressure: MemoryPressure,
         *,
         prefill_rate: PrefillRate,
@@ -43,19 +44,17 @@ class StepPlanner:
         self._admission = admission
         self._restoring = restoring
         self._pressure = pressure
-        time = StepTime(max_stall_ms / 1_000, prefill_rate, whole_blocks)
+        time = StepTime(max_stall_ms / 1_000, prefill_rate, whole_blocks, ALONE_SECONDS)
         self.time = time if max_stall_ms else None
-        """Time for prompts between two decode steps; None is no bound."""
+        """Time for prompts in a step; None is no bound."""
 
     def schedule(self, now_seconds: float) -> StepPlan[Sequence]:
         """Time out, grow, restore, admit, and return the chunks and rows of the next step."""
         self._admission.drop_overdue(now_seconds)
         self._pressure.relieve(now_seconds)
         self._admission.grow()
-        if self._restoring is not None:
-            self._restoring.take()  # one that finds no room for the rest is admitted anew at once
+        self._restoring.take()  # one that finds no room for the rest is admitted anew at once
         self._admission.admit()
         self._admission.catch_up()
-        if self._restoring is not None:
-            self._restoring.begin()
+        self._restoring.begin()
         return self._scheduler.plan(self.time)

@@ -12,12 +12,13 @@ import time
 from collections.abc import Collection
 
 from penstock.engine.handle import notify
-from penstock.engine.model.executor import DecodePass, PrefillPass, StepOutput, step_error
 from penstock.engine.model.prompt_logprobs import Scores
 from penstock.engine.model.sampling import SampledToken
-from penstock.engine.offload.prefill_rate import PrefillRate
+from penstock.engine.offload.tier_group import TierGroup
+from penstock.engine.prefill_rate import PrefillRate
 from penstock.engine.ranks.process_group import ProcessGroup
-from penstock.engine.retention.requantize import Requantizer
+from penstock.engine.retention.retention import Retention
+from penstock.engine.run.executor import DecodePass, PrefillPass, StepOutput, step_error
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
 from penstock.engine.schedule.scheduler import Scheduler, State, StepPlan
@@ -34,6 +35,7 @@ class Postprocessor:
 
     Args:
         stores: of keys and values.
+        tiers: of the stores.
         scheduler: knows the state of each sequence.
         admission: of the sequences.
         group: the processes that run the same step over the other parts of the model.
@@ -44,6 +46,7 @@ class Postprocessor:
     def __init__(
         self,
         stores: KVStores,
+        tiers: TierGroup,
         scheduler: Scheduler[Sequence],
         *,
         admission: Admission,
@@ -54,6 +57,7 @@ class Postprocessor:
         self.failed_in_a_row = 0
         """Decode passes that ran out of memory since the last one that did not."""
         self._stores = stores
+        self._tiers = tiers
         self._scheduler = scheduler
         self._admission = admission
         self._group = group
@@ -95,15 +99,13 @@ class Postprocessor:
                 self._prefilled(computed)
             del computed  # or its arrays would stay while the next pass is computed
         busy = bool(plan.decode or plan.prefill)
-        if self._stores.spilling is not None and plan.decode:
-            self._stores.spilling.work(s.kv for s in self._admission.sequences.values())
-        if self._stores.requantizer is not None:
-            busy = self._quantize(self._stores.requantizer) or busy
-        if self._stores.tiers is None:
-            return busy
+        if plan.decode and self._stores.spills:
+            self._stores.spill(s.kv for s in self._admission.sequences.values())
+        for part in self._stores.retentions:
+            busy = self._exchange(part) or busy
         # A sequence whose restore ends just now goes on in the next step.
         restoring = bool(self._scheduler.sequences(State.RESTORING))
-        return self._stores.tiers.work(busy=busy) or busy or restoring
+        return self._tiers.work(busy=busy) or busy or restoring
 
     # ---- decoded
 
@@ -211,7 +213,7 @@ class Postprocessor:
             )
         if computed.scores is not None:
             self._keep_scores(sequence, start, computed.scores)
-        states = chunk.states if self._stores.runner.is_recurrent else None
+        states = chunk.states if self._stores.figures.is_recurrent else None
         sequence.kv.append_chunk(chunk.segment, states)
         del chunk, states
         if computed.captures:
@@ -225,7 +227,6 @@ class Postprocessor:
         self._admission.spill(sequence)
 
     def _keep_scores(self, sequence: Sequence, start: int, scores: Scores) -> None:
-        """Give scores of a prompt to its request, and remember them for others."""
         logprobs = sequence.kv.prompt_logprobs
         assert logprobs is not None
         logprobs.add(start, scores)
@@ -242,14 +243,14 @@ class Postprocessor:
 
     # ---- between two steps
 
-    def _quantize(self, requantizer: Requantizer) -> bool:
-        """Requantize one node that is due; one a step, so that no answer waits for more."""
+    def _exchange(self, part: Retention) -> bool:
+        """Hold one node in another form that is due; one a step, so that no answer waits."""
         stores = self._stores
         preempted = (
             s for s in self._admission.sequences.values() if s.was_preempted and s.kv.pin is None
         )
         try:
-            node = requantizer.work(stores.prefixes.match(s.block_hashes).path for s in preempted)
+            node = part.exchange_one(stores.prefixes.match(s.block_hashes).path for s in preempted)
         except (MemoryError, RuntimeError):  # MLX found no room for the codes
             stores.counters.out_of_memory += 1
             return True

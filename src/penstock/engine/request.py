@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from uuid import uuid4
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.config import MAX_TOKENS, Settings
 from penstock.errors import PenstockError, SettingError
@@ -149,7 +149,7 @@ class Request(_RequestSettings):
     """
 
     prompt: tuple[TokenId, ...] = Field(min_length=1)
-    max_tokens: int = Field(default=MAX_TOKENS, ge=0)
+    max_tokens: int = Field(default=MAX_TOKENS, ge=0, lt=2**31)
     """Tokens of each answer, at most; 0 reads the prompt and no more."""
     sampling: Sampling = Sampling()
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -173,6 +173,10 @@ class Request(_RequestSettings):
     """Number of answers."""
     priority: int = 0
     """Priority in the queue; higher goes first."""
+    client: str = ""
+    """Client that the engine serves as much as any other, however many requests it has open."""
+    group: str = ""
+    """Requests of one client and group are served as one request; empty is a group of its own."""
     timeout_seconds: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Seconds from `submit` to the last token; None waits forever."""
     prompt_logprobs: int | None = Field(default=None, ge=-1)
@@ -189,7 +193,7 @@ class Request(_RequestSettings):
 
     An answer that completes it ends with "stop", also with `ignore_eos`."""
     reasoning: ReasoningBudget | None = None
-    """Bounds the reasoning; not beside a grammar, which leaves no room for any."""
+    """Bounds the reasoning. A grammar begins behind the reasoning that the prompt has opened."""
     prediction: tuple[TokenId, ...] = ()
     """Tokens that are expected as the answer: proposals, as far as the engine speculates."""
     hold_seconds: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
@@ -198,6 +202,16 @@ class Request(_RequestSettings):
     A preference, never a claim: it takes no room from running sequences."""
     hold_tokens: int | None = Field(default=None, ge=0)
     """First tokens of the prompt that are held, in whole nodes; None is all of them."""
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _tokens(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            raise ValueError(
+                "a request takes tokens, and this is text; engine.generate(text) takes it, or "
+                "prompt=tuple(tokenizer.encode(text))"
+            )
+        return given
 
     @model_validator(mode="before")
     @classmethod
@@ -210,11 +224,16 @@ class Request(_RequestSettings):
 
     @model_validator(mode="after")
     def _grammar_without_reasoning(self) -> Request:
-        if self.grammar is not None and self.reasoning is not None:
-            raise ValueError("a request has a grammar or a budget for reasoning, not both")
+        if self.grammar is not None and self.reasoning is not None and not self.reasoning.inside:
+            raise ValueError("beside a grammar, reasoning must be opened by the prompt")
         if self.min_tokens and self.reasoning is not None:
             raise ValueError("a request has min_tokens or a budget for reasoning, not both")
         return self
+
+    @property
+    def tenant(self) -> str:
+        """Salt, without the end that this request alone has."""
+        return _OWN_SALT.sub("", self.salt)
 
     @property
     def held_tokens(self) -> int:
@@ -289,4 +308,6 @@ def _one_line(error: ValidationError) -> str:
         return f"{where}.{message}"
     if first["type"] == "missing":
         return f"{where} is missing"
+    if first["type"] == "extra_forbidden":
+        return f"{where} is no setting of a request"
     return f"{where} {reprlib.repr(first['input'])}: {message}"  # a prompt may be very long

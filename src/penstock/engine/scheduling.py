@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.engine.foundation import Foundation
-from penstock.engine.offload.restoring import Restoring
+from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.window_relief import WindowRelief
+from penstock.engine.retention.windows import Windows
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.kv_stores import KVStores
+from penstock.engine.schedule.restoring import Restoring
 from penstock.engine.schedule.scheduler import Scheduler
 from penstock.engine.schedule.sequence import Sequence
 
@@ -21,44 +23,47 @@ class Scheduling:
     budget: MemoryBudget
     scheduler: Scheduler[Sequence]
     admission: Admission
-    restoring: Restoring | None
-    """None without cold tiers."""
+    restoring: Restoring
 
 
-def make_scheduling(base: Foundation, stores: KVStores, draft_bytes: int = 0) -> Scheduling:
+def make_scheduling(
+    base: Foundation, stores: KVStores, tiers: TierGroup, draft_bytes: int = 0
+) -> Scheduling:
     """Connect the parts that decide to the ledger and to the stores.
 
     Args:
         base: ledger, limits and estimates.
         stores: of keys and values.
+        tiers: of the stores.
         draft_bytes: bytes that a draft model takes before it reads anything.
     """
     limits, prefixes = base.limits, stores.prefixes
-    copying = (stores.tiers, stores.requantizer, stores.windows, stores.spilling)
     budget = MemoryBudget(
         base.fixed,
         base.estimator,
         prefixes,
-        copying=[part for part in copying if part is not None],
+        copying=[tiers, *stores.retentions],
         token_bytes=base.runner.held_token_bytes,
         draft_bytes=draft_bytes,
     )
     scheduler: Scheduler[Sequence] = Scheduler(
-        limits.max_batch_size, limits.step_tokens, limits.block_size, limits.max_queue
+        limits.max_batch_size,
+        limits.step_tokens,
+        limits.block_size,
+        limits.max_queue,
+        preempts_for_shares=limits.attend_tokens is None,
     )
-    admission = Admission(scheduler, budget=budget, stores=stores)
-    if stores.windows is not None:
-        written = stores.tiers if base.group.size == 1 else None
-        prefixes.relief = WindowRelief(stores.windows, admission, written)
-    restoring = None
-    if stores.tiers is not None:
-        restoring = Restoring(
-            stores.tiers,
-            prefixes,
-            scheduler,
-            admission=admission,
-            stores=stores,
-            budget=budget,
-            clock=base.group.clock,
-        )
+    admission = Admission(scheduler, budget=budget, stores=stores, tiers=tiers)
+    for windows in stores.all_of(Windows):
+        waiting = tiers.waiting_nodes if base.group.size == 1 else frozenset[int]
+        base.beside.relief = WindowRelief(windows, admission.readers, waiting)
+    restoring = Restoring(
+        tiers,
+        prefixes,
+        scheduler,
+        admission=admission,
+        stores=stores,
+        budget=budget,
+        clock=base.group.clock,
+    )
     return Scheduling(budget=budget, scheduler=scheduler, admission=admission, restoring=restoring)

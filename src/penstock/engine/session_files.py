@@ -20,8 +20,9 @@ from penstock.engine.engine import Engine
 from penstock.engine.offload.engine_tier import EngineTier
 from penstock.engine.view import EngineView
 from penstock.errors import SettingError
+from penstock.plurals import counted
 from penstock.prefix.block_hashes import checkpoint_hash
-from penstock.tiers.disk.archive import export_blocks, import_blocks, models_of
+from penstock.tiers.disk.archive import export_blocks, import_blocks
 from penstock.tiers.disk.folder import Folder
 
 WRITE_SECONDS = 60.0
@@ -67,16 +68,17 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         time.sleep(LOOK_SECONDS)
     aside = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
-        asked = engine._later(lambda core: _disk(core).held(block_hashes)).result(WRITE_SECONDS)
-        held = block_hashes[: asked.result(WRITE_SECONDS)]
+        counts = engine._later(lambda core: _disk(core).held(block_hashes)).result(WRITE_SECONDS)
+        written = block_hashes[: counts.result(WRITE_SECONDS)]
         with Folder(about.folder) as opened:
-            wanted = {*held, *map(checkpoint_hash, held)}
-            done = export_blocks(opened, aside, lambda _: None, block_hashes=wanted)
+            hashes = {*written, *map(checkpoint_hash, written)}
+            done = export_blocks(opened, aside, hashes)
         if not done.blocks:
             raise SettingError(
-                f"no block of this prompt of {len(tokens):,} tokens is cached. Only whole blocks "
-                f"of {about.block_size} tokens are, of prompts of at least {about.least_tokens:,} "
-                f"tokens. Ask the prompt first, then save it"
+                f"no block of this prompt of {counted(len(tokens), 'token')} is "
+                f"cached. Only whole blocks "
+                f"of {about.block_size} tokens are, of prompts of at least "
+                f"{counted(about.least_tokens, 'token')}. Ask the prompt first, then save it"
             )
         nbytes = aside.stat().st_size
         aside.replace(file)
@@ -94,13 +96,8 @@ def load_session(engine: Engine, file: Path) -> SavedSession:
         CacheFileError: the file is no session.
         OSError: a disk fails.
     """
-    about, fingerprints = _about(engine), models_of(file)
-    if others := fingerprints - {about.fingerprint}:
-        raise SettingError(
-            f"{file.name} is of another model, or of this one with other settings: its "
-            f"fingerprint is {min(others)[:12]}, the engine's {about.fingerprint[:12]}"
-        )
-    done = import_blocks(about.folder, file, about.limit_bytes, lambda _: None)
+    about = _about(engine)
+    done = import_blocks(about.folder, file, about.limit_bytes, about.fingerprint)
     if not done.is_all:
         why = done.broken or ", ".join([*done.refused, *(["damaged"] if done.damaged else [])])
         raise SettingError(f"not all of {file.name} could be taken in: {why}")
@@ -140,17 +137,15 @@ def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
     """Have the tier write a prompt's blocks that are in memory; return all its block hashes."""
     core.intake.check_tokens(tokens)
     block_hashes = core.prefixes.block_hashes(list(tokens), salt)
-    held = core.prefixes.match(block_hashes).tokens // core.limits.block_size
+    cached_blocks = core.prefixes.match(block_hashes).tokens // core.limits.block_size
     root = core.prefixes.root(salt)
-    _disk(core).writer.note(block_hashes[:held], root, 0, seen=True, ended=True)
-    _note_checkpoints(core, block_hashes[:held], root)
+    _disk(core).writer.note(block_hashes[:cached_blocks], root, 0, seen=True, ended=True)
+    _note_checkpoints(core, block_hashes[:cached_blocks], root)
     _disk(core).writer.release_ends()
     return block_hashes
 
 
 def _note_checkpoints(core: Core, block_hashes: Sequence[bytes], root: bytes) -> None:
-    """Have the tier write the checkpoints of a chain."""
-    assert core.tiers is not None
     for node in core.prefixes.match(block_hashes).path:
         for checkpoint in node.segment.checkpoints:
             blocks = (node.start + checkpoint.at) // core.limits.block_size
@@ -160,9 +155,8 @@ def _note_checkpoints(core: Core, block_hashes: Sequence[bytes], root: bytes) ->
 
 
 def _is_written(core: Core) -> bool:
-    return core.tiers is None or _disk(core).is_written
+    return not core.tiers or _disk(core).is_written
 
 
 def _disk(core: Core) -> EngineTier:
-    assert core.tiers is not None
     return core.tiers.tiers["disk"]

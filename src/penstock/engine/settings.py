@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-from penstock import config
-from penstock.config.defaults import DRAFT_TOKENS
+from penstock.attention import devices
+from penstock.config import EngineSettings, parse, setting_of
+from penstock.config.defaults import DRAFT_TOKENS, KERNELS_VARIABLE
 from penstock.engine.model.runner import Runner
+from penstock.engine.model.runner_figures import figures_of
 from penstock.engine.model.wide_steps import reads_several
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.costs import holds_all_scores
 from penstock.engine.schedule.sequence import WHOLE_CHUNK
 from penstock.errors import SettingError
-from penstock.kv import backend
+from penstock.kv.codecs.coded import Scales
 from penstock.kv.quantization import QuantizationRule
 from penstock.memory import parse_bytes
 from penstock.models.fingerprint import fingerprint as fingerprint_of
 from penstock.models.fingerprint import with_settings
+
+logger = logging.getLogger(__name__)
 
 LONG_CHUNK = 2_048
 """Tokens of a prefill chunk on a GPU: each chunk joins the parts of every layer anew, so that a
@@ -28,7 +35,7 @@ LONG_CHUNK_ROOM = 8 * 10**9
 """Bytes of a memory limit beside the weights in which the buffers of such a chunk are little."""
 
 
-def checked(settings: dict[str, Any], *, drafts: bool = False) -> config.EngineSettings:
+def checked(settings: dict[str, Any], *, drafts: bool = False) -> EngineSettings:
     """Check an engine's settings, as its constructor takes them.
 
     Args:
@@ -39,23 +46,23 @@ def checked(settings: dict[str, Any], *, drafts: bool = False) -> config.EngineS
         SettingError: a number is out of its range, or a name is none of a setting's.
     """
     given = {name: _typed(name, value) for name, value in settings.items() if value is not None}
-    if backend.current().own_memory:
+    if devices.current().facts.own_memory:
         given.setdefault("memory_threshold", 1.0)
     if not {"memory_limit", "memory_threshold"} <= set(given):
-        machine = backend.machine_memory()
+        machine = devices.machine_memory()
         given.setdefault("memory_limit", machine.default_limit_bytes)
         given.setdefault("memory_threshold", machine.default_threshold)
     if drafts and not given.get("speculative_tokens"):
         given["speculative_tokens"] = DRAFT_TOKENS
-    return config.parse(config.EngineSettings, flags=False, **given)
+    return parse(EngineSettings, flags=False, **given)
 
 
 def _typed(name: str, value: Any) -> Any:
     """Return a size or a folder for a text that names one; other values as they are."""
-    field = config.EngineSettings.model_fields.get(name)
+    field = EngineSettings.model_fields.get(name)
     if field is None or not isinstance(value, str):
         return value
-    if config.setting_of(config.EngineSettings, name).unit == "BYTES":
+    if setting_of(EngineSettings, name).unit == "BYTES":
         return parse_bytes(value)
     return Path(value).expanduser() if Path in get_args(field.annotation) else value
 
@@ -65,13 +72,15 @@ def _takes_long_chunks(runner: Runner, room_bytes: int) -> bool:
 
     Where all scores of a chunk are in memory at once, they grow with it, for any prompt.
     """
-    fuses = backend.current().fuses_attention and not holds_all_scores(runner)
+    fuses = runner.device.facts.fuses_attention and not holds_all_scores(
+        figures_of(runner), runner.device.memory
+    )
     return fuses and room_bytes >= LONG_CHUNK_ROOM
 
 
 def fitting(
-    limits: config.EngineSettings, runner: Runner, room_bytes: int, ranks: int = 1
-) -> config.EngineSettings:
+    limits: EngineSettings, runner: Runner, room_bytes: int, ranks: int = 1
+) -> EngineSettings:
     """Return an engine's settings as a model can be run with, on so many ranks.
 
     Args:
@@ -119,7 +128,7 @@ def fitting(
     return limits
 
 
-def _check_attends(limits: config.EngineSettings, runner: Runner) -> None:
+def _check_attends(limits: EngineSettings, runner: Runner) -> None:
     """Raise SettingError if decode steps of a model cannot choose the tokens that they read."""
     if limits.attend_tokens is None:
         return
@@ -141,7 +150,7 @@ def _check_attends(limits: config.EngineSettings, runner: Runner) -> None:
         )
 
 
-def _check_spills(limits: config.EngineSettings, runner: Runner, ranks: int) -> None:
+def _check_spills(limits: EngineSettings, runner: Runner, ranks: int) -> None:
     """Raise SettingError if the KV of a model cannot be in a cold tier while it is read."""
     if limits.active_kv_size is None:
         return
@@ -160,11 +169,12 @@ def _check_spills(limits: config.EngineSettings, runner: Runner, ranks: int) -> 
 
 def identity(
     model: Any,
-    limits: config.EngineSettings,
+    limits: EngineSettings,
     runner: Runner,
     group: ProcessGroup,
     *,
     fingerprint: str,
+    measure_scales: Callable[[], tuple[Scales, ...]],
 ) -> tuple[QuantizationRule | None, str]:
     """Return the rule of quantization, None if all KV is raw, and the fingerprint.
 
@@ -173,18 +183,23 @@ def identity(
         limits: fitted to the model.
         runner: of the model.
         group: each has a part of it.
-        fingerprint: the caller's; empty to have it found.
+        fingerprint: name of the weights, the caller's; empty to have it found.
+        measure_scales: runs the model for scales of its keys, where a codec takes them.
     """
     if limits.cold_tiers and not fingerprint:
-        fingerprint = fingerprint_of(model, keep=limits.keep_tokens, window=limits.max_kv_size)
-        if group.size > 1:
-            part = f"{group.rank} of {group.size}{runner.divided}"
-            fingerprint = with_settings(fingerprint, part=part)
+        logger.info("reading the weights once more, for the name of what the folder keeps")
+        fingerprint = fingerprint_of(model)
+    settings: dict[str, object] = {
+        "block_size": limits.block_size,  # keys and records name whole blocks
+        "keep": limits.keep_tokens,
+        "window": limits.max_kv_size,
+    }
+    if group.size > 1:
+        settings["part"] = f"{group.rank} of {group.size}{runner.divided}"
     if limits.attend_tokens is not None:
         # What a token is computed from is part of its keys and values.
         rest = ":rest" if limits.attend_rest else ""
-        chosen = f"{limits.attend_tokens}:{limits.attend_full_layers}{rest}"
-        fingerprint = with_settings(fingerprint, attend=chosen)
+        settings["attend"] = f"{limits.attend_tokens}:{limits.attend_full_layers}{rest}"
     rule = QuantizationRule.of(
         limits.kv_cache_quantization,
         block_size=limits.block_size,
@@ -193,7 +208,14 @@ def identity(
         least_tokens=limits.least_quantized_tokens,
     )
     if rule is not None:
-        rule = rule.scaled(runner.key_scales)
-        codec = f"{rule.identity}:{limits.kv_cache_quantize_when}"
-        fingerprint = with_settings(fingerprint, codec=codec)
-    return rule, fingerprint
+        logger.info("measuring the keys' scales for %s", limits.kv_cache_quantization)
+        rule = rule.scaled(measure_scales)
+        settings["codec"] = f"{rule.identity}:{limits.kv_cache_quantize_when}"
+    return rule, with_settings(fingerprint, **settings)
+
+
+def kernels_off(limits: EngineSettings | None = None) -> bool:
+    """Tell whether the user turned kernels and compiled loops off."""
+    if limits is not None and "kernels" in limits.model_fields_set:
+        return limits.kernels == "off"
+    return os.environ.get(KERNELS_VARIABLE) == "off"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from penstock.tiers.worker import TierStats
-
-REMEMBERED_STEPS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +80,10 @@ class Stats:
     """Bytes that MLX has allocated in this process."""
     waiting: int
     """Sequences that were never admitted."""
+    waiting_clients: int
+    """Clients to which they belong."""
+    most_waiting: int
+    """Those of the client with the most of them."""
     prefilling: int
     """Admitted sequences whose prompt is computed."""
     restoring: int
@@ -158,29 +159,3 @@ class Cleared:
     """Blocks that were removed from each cold tier, by its name."""
     pending: dict[str, str] = field(default_factory=dict)
     """Tiers that still have blocks, and why."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counters of a running engine; see `Stats` for their meaning."""
-
-    requests: int = 0
-    finished: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    restored_tokens: int = 0
-    prefilled_tokens: int = 0
-    generated_tokens: int = 0
-    proposed_tokens: int = 0
-    accepted_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_draft_tokens: int = 0
-    failed_proposals: int = 0
-    preemptions: int = 0
-    out_of_memory: int = 0
-    decode_steps: int = 0
-    prefill_steps: int = 0
-    model_seconds: float = 0.0
-    decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
-    prefill_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))

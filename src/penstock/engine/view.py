@@ -7,18 +7,20 @@ Code outside of `engine` sees this class and never the parts that it reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
 from penstock.config import EngineSettings
-from penstock.engine.draft.draft import Draft
+from penstock.engine.draft.draft import Draft, NoDraft
 from penstock.engine.handle import Handle
-from penstock.engine.offload import restoring
+from penstock.engine.offload.tier_group import TierGroup
+from penstock.engine.retention.spilling import Spilling
+from penstock.engine.schedule import restoring
 from penstock.engine.schedule.admission import Admission
-from penstock.engine.schedule.budget import MemoryBudget, weight_bytes
+from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.scheduler import Scheduler, State
@@ -74,30 +76,36 @@ class EngineView:
 
     Args:
         limits: settings, fitted to the model.
+        count_weights: counts the bytes of the model's weights.
         stores: of keys and values.
+        tiers: of the stores.
         scheduler: knows the state of each sequence.
         admission: has the open sequences.
         budget: the bytes that are set aside.
         estimator: bytes that sequences take.
         tokenizer: mlx-lm's wrapper, for the text of tokens; None gives none.
-        draft: the draft model; None without one.
+        draft: the draft model, or none.
     """
 
     def __init__(
         self,
         *,
         limits: EngineSettings,
+        count_weights: Callable[[], int],
         stores: KVStores,
+        tiers: TierGroup,
         scheduler: Scheduler[Any],
         admission: Admission,
         budget: MemoryBudget,
         estimator: MemoryEstimator,
         tokenizer: Any,
-        draft: Draft | None = None,
+        draft: Draft | NoDraft,
     ) -> None:
         self.limits = limits
         self._draft = draft
+        self._count_weights = count_weights
         self._stores = stores
+        self._tiers = tiers
         self._prefixes = stores.prefixes
         self._ledger = stores.prefixes.ledger
         self._scheduler = scheduler
@@ -116,35 +124,38 @@ class EngineView:
     @property
     def vocabulary_size(self) -> int:
         """Tokens that the model knows."""
-        return self._stores.runner.vocabulary_size
+        return self._stores.figures.vocabulary_size
 
     @property
     def codec_name(self) -> str | None:
         """Codec of the prefix tree; None if KV stays as it was computed."""
-        requantizer = self._stores.requantizer
-        return None if requantizer is None else requantizer.rule.scheme.name
+        names = (part.codec_name for part in self._stores.retentions)
+        return next((name for name in names if name is not None), None)
 
     # ---- what fits
 
     @property
     def token_bytes(self) -> float:
         """Bytes of a token's KV in all layers, as it is computed."""
-        return self._stores.runner.token_bytes
+        return self._stores.figures.token_bytes
 
     @property
     def index_token_bytes(self) -> int:
         """Bytes of the index of a token's keys in all layers; 0 where decode steps read all."""
-        return self._stores.runner.index_token_bytes
+        return self._stores.figures.index_token_bytes
 
     @property
     def coded_token_bytes(self) -> float:
         """Bytes of a token's KV in all layers, as the prefix tree holds it."""
-        return (self._stores.requantizer or self._stores.runner).token_bytes
+        nbytes: float = self._stores.figures.token_bytes
+        for part in self._stores.retentions:
+            nbytes = part.coded_token_bytes(nbytes)
+        return nbytes
 
     @property
     def context_tokens(self) -> int | None:
         """Tokens of a prompt and its answer that the model is made for; None if it does not say."""
-        return self._stores.runner.context_tokens
+        return self._stores.figures.context_tokens
 
     @property
     def fitting_tokens(self) -> int:
@@ -155,7 +166,7 @@ class EngineView:
         """Return the memory that a sequence of `tokens` needs beside the fixed memory."""
         estimator = self._estimator
         index = self._prefixes.index_bytes(-(-tokens // self._prefixes.block_size) + 1)
-        if self._stores.spilling is not None:  # most of it is reserved
+        if self._stores.spills:  # most of it is reserved
             index = max(0, index - estimator.path_bytes(tokens))
         own = estimator.sequence_bytes(tokens) + estimator.decode_bytes(tokens) + index
         return SequenceBytes(own, estimator.prefill_bytes(tokens))
@@ -165,19 +176,19 @@ class EngineView:
 
         They are the bytes that its admission reserves for keys and values.
         """
-        spilling, runner = self._stores.spilling, self._stores.runner
-        if spilling is None:
+        spilling, figures = self._stores.all_of(Spilling), self._stores.figures
+        if not spilling:
             return None
         gone = self._estimator.spilled_tokens(tokens)
-        places = self._estimator.spilled_token_bytes - runner.index_token_bytes
+        places = self._estimator.spilled_token_bytes - figures.index_token_bytes
         return SpilledBytes(
             tokens=tokens,
             active_tokens=tokens - gone,
-            index_bytes=tokens * runner.index_token_bytes,
+            index_bytes=tokens * figures.index_token_bytes,
             place_bytes=gone * places,
-            active_bytes=(tokens - gone) * runner.token_bytes,
+            active_bytes=(tokens - gone) * figures.token_bytes,
             tree_bytes=self._estimator.path_bytes(tokens),
-            cache_bytes=spilling.nbytes,
+            cache_bytes=sum(part.nbytes for part in spilling),
         )
 
     @property
@@ -185,7 +196,7 @@ class EngineView:
         """Share of the memory for KV that cannot be evicted: read now, or promised."""
         bytes_by_kind = self._ledger.by_class()
         fixed = sum(bytes_by_kind[kind] for kind in (Kind.WEIGHTS, Kind.TAILS, Kind.BUFFERS))
-        fixed += 0 if self._draft is None else self._draft.fixed_bytes
+        fixed += self._draft.fixed_bytes
         room = max(1, self._ledger.limit_bytes - fixed)
         claimed = self._ledger.used_bytes - fixed - self._prefixes.evictable_bytes
         return max(0, claimed) / room
@@ -208,7 +219,7 @@ class EngineView:
         sequences = self._admission.sequences.values()
         own_spans = self._stores.own_bytes(span for s in sequences for span in s.kv.own_spans)
         fixed = self._budget.weights_bytes + self._stores.tails.nbytes
-        fixed += 0 if self._draft is None else self._draft.held_bytes
+        fixed += self._draft.held_bytes
         return fixed + self._prefixes.tree.nbytes + own_spans + self._state_bytes()
 
     def _state_bytes(self) -> int:
@@ -237,7 +248,9 @@ class EngineView:
     def stats(self) -> Stats:
         """Return all figures, in O(open sequences), and O(nodes) where nodes leave memory."""
         counters, tree, counts = self._stores.counters, self._prefixes.tree, self._prefixes.counts
+        spilling = [part.stats() for part in self._stores.all_of(Spilling)]
         answers = {state: len(self._scheduler.sequences(state)) for state in State}
+        by_client = self.waiting_by_client()
         return Stats(
             limit_bytes=self._ledger.limit_bytes,
             used_bytes=self._ledger.used_bytes,
@@ -245,6 +258,8 @@ class EngineView:
             by_kind={kind.value: size for kind, size in self._ledger.by_class().items()},
             active_bytes=mx.get_active_memory(),
             waiting=answers[State.WAITING],
+            waiting_clients=len(by_client),
+            most_waiting=max(by_client.values(), default=0),
             prefilling=answers[State.PREFILLING],
             restoring=answers[State.RESTORING],
             running=answers[State.RUNNING],
@@ -272,9 +287,13 @@ class EngineView:
             decode=StepTimes.of(counters.decode_steps, counters.decode_seconds),
             prefill=StepTimes.of(counters.prefill_steps, counters.prefill_seconds),
             model_seconds=counters.model_seconds,
-            tiers={} if self._stores.tiers is None else self._stores.tiers.stats(),
-            spilling=None if self._stores.spilling is None else self._stores.spilling.stats(),
+            tiers=self._tiers.stats(),
+            spilling=spilling[0] if spilling else None,
         )
+
+    def waiting_by_client(self) -> dict[str | int, int]:
+        """Return the sequences that were never admitted, by the client of their request."""
+        return self._scheduler.waiting_by_client
 
     # ---- one prompt
 
@@ -300,7 +319,7 @@ class EngineView:
         explanation = explain(self._prefixes, tokens, salt, block_hashes)
         tier_tokens = self._tier_tokens(block_hashes) if ask_tiers else None
         reusable_tokens, why = self._stores.explain(tokens, block_hashes, salt)
-        reason = NOT_SHARED if self._stores.runner.fitness.whole else explanation.reason
+        reason = NOT_SHARED if self._stores.figures.whole else explanation.reason
         volatile = self._volatile(explanation, tokens, block_hashes, salt)
         if volatile is not None:
             reason += f". Kind of the changed text: {volatile.kind}"
@@ -337,21 +356,15 @@ class EngineView:
 
     def _tier_tokens(self, block_hashes: Sequence[bytes]) -> int | None:
         """Wait for the length of a prompt's prefix in the cold tiers; None if it is not known."""
-        if self._stores.tiers is None:
-            return None
-        return self._stores.tiers.held_tokens(block_hashes, restoring.ASK_SECONDS)
+        return self._tiers.held_tokens(block_hashes, restoring.ASK_SECONDS)
 
     def _tier_reason(self, held_tokens: int, tier_tokens: int | None) -> str:
         """Return the part of an explanation that is about cold tiers."""
-        tiers = self._stores.tiers
-        if tiers is None:
-            return ""
         reason = ""
         if tier_tokens is not None and tier_tokens > held_tokens:
-            reason = (
-                f". {tier_tokens:,} tokens are {tiers.where}, from where they would be read back"
-            )
-        for name, tier in tiers.stats().items():
+            where = self._tiers.where
+            reason = f". {tier_tokens:,} tokens are {where}, from where they would be read back"
+        for name, tier in self._tiers.stats().items():
             if tier.full is not None:
                 reason += f". The {name} cache writes no new blocks: {tier.full}"
         return reason
@@ -371,14 +384,13 @@ class EngineView:
         """
         self._prefixes.check()
         self._scheduler.check()
-        if self._draft is not None:
-            self._draft.check()
-        tiers = self._stores.tiers
+        self._draft.check()
         self._budget.check(
             self._admission.sequences.values(),
             self._stores.tails,
-            weights=weight_bytes(self._stores.runner.model),
-            draft=0 if self._draft is None else self._draft.used_bytes,
-            reading=0 if tiers is None else tiers.paid_bytes,
+            weights=self._count_weights(),
+            draft=self._draft.used_bytes,
+            reading=self._tiers.paid_bytes,
+            scored=self._stores.scored.recount(),
         )
         self._admission.check()

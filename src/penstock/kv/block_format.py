@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from penstock.kv.block_spans import Spans, record_blocks
-from penstock.kv.codecs import Codec, Coded, Scheme
+from penstock.kv.codecs.code_ops import CodeOps
+from penstock.kv.codecs.coded import Codec, Coded
+from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.columns import Side
 from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
@@ -20,7 +22,7 @@ from penstock.kv.tails import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class ArrayFormat:
-    """How one side of a layer is held."""
+    """Format of one side of a layer."""
 
     heads: int
     dim: int
@@ -29,38 +31,34 @@ class ArrayFormat:
 
     @property
     def token_bits(self) -> int:
-        """Bits of one token, all heads."""
         if self.codec is None:
             return self.heads * self.dim * self.dtype.size * 8
         return self.heads * self.codec.token_bits(self.dim)
 
     def arrays(self, tokens: int) -> list[tuple[tuple[int, ...], mx.Dtype]]:
-        """Return the shapes and dtypes of the arrays of `tokens` tokens.
-
-        `tokens` is a multiple of the codec's span.
-        """
+        """Return the shapes and dtypes of the arrays of `tokens` tokens, a multiple of the span."""
         if self.codec is None:
             return [((1, self.heads, tokens, self.dim), self.dtype)]
         span = self.codec.span
         # Never evaluated: MLX knows the shapes.
-        parts = self.codec.encode(mx.zeros((1, self.heads, span, self.dim), self.dtype)).parts
+        parts = self.codec.encode(
+            mx.zeros((1, self.heads, span, self.dim), self.dtype), CodeOps()
+        ).parts
         return [((1, self.heads, tokens // span, *part.shape[3:]), part.dtype) for part in parts]
 
     def side(self, arrays: Sequence[mx.array]) -> Side:
-        """Return the side that these arrays are."""
         if self.codec is None:
             (array,) = arrays
             return array
         return Coded(self.codec, tuple(arrays), self.dim)
 
     def holds(self, side: Side) -> bool:
-        """Tell whether a side is held so."""
         return (side.codec if isinstance(side, Coded) else None) == self.codec
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How all layers are held: keys and values of each."""
+    """Format of all layers: keys and values of each."""
 
     layers: tuple[tuple[ArrayFormat, ArrayFormat], ...]
 
@@ -71,19 +69,13 @@ class BlockFormat:
         scheme: Scheme | None = None,
         raw_layers: Collection[int] = (),
     ) -> BlockFormat:
-        """Return the form of a model's layers.
-
-        Args:
-            shapes: of one token in each layer.
-            scheme: of keys and values; None is as the model computes them.
-            raw_layers: numbers of layers that are as the model computes them all the same.
-        """
+        """Return the format of a model's layers; `raw_layers` and all without a scheme are raw."""
 
         def layer(number: int, shape: LayerShape) -> tuple[ArrayFormat, ArrayFormat]:
             keys, values = None, None
             if scheme is not None and number not in raw_layers:
-                held = scheme.of_layer(number)
-                keys, values = held.keys, held.values
+                codecs = scheme.of_layer(number)
+                keys, values = codecs.keys, codecs.values
             return (
                 ArrayFormat(shape.kv_heads, shape.key_dim, shape.dtype, keys),
                 ArrayFormat(shape.kv_heads, shape.value_dim, shape.dtype, values),
@@ -92,11 +84,10 @@ class BlockFormat:
         return cls(tuple(layer(number, shape) for number, shape in enumerate(shapes)))
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes of so many tokens, all layers."""
         return tokens * sum(side.token_bits for layer in self.layers for side in layer) // 8
 
     def blank(self, tokens: int) -> Segment:
-        """Return a segment of so many tokens that are nothing; not evaluated."""
+        """Return a segment of so many zero tokens; not evaluated."""
 
         def side(form: ArrayFormat) -> Side:
             return form.side([mx.zeros(shape, dtype) for shape, dtype in form.arrays(tokens)])
@@ -105,7 +96,6 @@ class BlockFormat:
         return Segment(layers, length=tokens)
 
     def holds(self, segment: Segment) -> bool:
-        """Tell whether all of a segment is held so."""
         return all(
             form.holds(side)
             for forms, layer in zip(self.layers, segment.layers, strict=True)
@@ -114,20 +104,18 @@ class BlockFormat:
 
 
 class BlockFormats:
-    """How each block of a chain is held.
-
-    Args:
-        shapes: of one token in each layer.
-        block_size: tokens of a block.
-        rule: tokens and layers to quantize; None: all stay raw.
-
-    """
+    """Format of each block of a chain; without a rule all stay raw."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], block_size: int, rule: QuantizationRule | None = None
+        self,
+        shapes: Sequence[LayerShape],
+        block_size: int,
+        rule: QuantizationRule | None = None,
+        ops: CodeOps | None = None,
     ) -> None:
         self.block_size = block_size
         self.rule = rule
+        self._ops = CodeOps() if ops is None else ops
         self._raw = BlockFormat.of(shapes)
         self._coded = self._raw
         self._first = 0
@@ -140,15 +128,12 @@ class BlockFormats:
 
     @property
     def coded(self) -> BlockFormat:
-        """The form of the blocks behind them."""
         return self._coded
 
     def of(self, block: int) -> BlockFormat:
-        """Return the form of one block."""
         return self._raw if block < self._first else self._coded
 
     def nbytes(self, first: int, stop: int) -> int:
-        """Return the bytes of the blocks first..stop-1."""
         raw = max(0, min(stop, self._first) - first)
         return self._raw.nbytes(raw * self.block_size) + self._coded.nbytes(
             (stop - first - raw) * self.block_size
@@ -156,29 +141,25 @@ class BlockFormats:
 
     @property
     def spans(self) -> Spans:
-        """Which blocks make a record of a cold tier together: all of one form."""
+        """Blocks that make a record of a cold tier together: all of one format."""
         return Spans(record_blocks(self.block_size), self._first)
 
     @property
     def most_record_bytes(self) -> int:
-        """Bytes of the KV of a record, whichever."""
         tokens = self.spans.blocks * self.block_size
         return max(form.nbytes(tokens) for form in (self._raw, self._coded))
 
     @property
     def coded_record_bytes(self) -> int:
-        """Bytes of the KV of a record that is encoded; 0 if none is."""
+        """KV of an encoded record in bytes; 0 without a codec."""
         tokens = self.spans.blocks * self.block_size
         return 0 if self.rule is None else self._coded.nbytes(tokens)
 
     def held(self, segment: Segment, block: int) -> Segment | None:
-        """Return a block converted to this format; None if that is impossible.
-
-        Conversion fails if a number is too large for float16, or if a layer lacks its first tokens.
-        """
+        """Convert a block to its format; None if a number is too large for float16."""
         if segment.missing:
             return None
         form = self.of(block)
         if not form.holds(segment) and form is self._coded and self.rule is not None:
-            segment = self.rule.encoded(segment)
+            segment = self.rule.encoded(segment, self._ops)
         return segment if form.holds(segment) else None

@@ -1,12 +1,15 @@
-"""Checks of arguments: each returns the value it found right, or raises an error that names it."""
+"""Checks of arguments: each returns the valid value, or raises an error that names it."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
+from penstock.errors import SettingError, WrongType
 
 
 def whole(name: str, value: object, least: int) -> int:
@@ -16,10 +19,25 @@ def whole(name: str, value: object, least: int) -> int:
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name} must be an integer, not {value!r}") from None
+        raise WrongType(f"{name} must be an integer, not {value!r}") from None
     if number < least:
-        raise ValueError(f"{name} must be at least {least}, not {number}")
+        raise SettingError(f"{name} must be at least {least}, not {number}")
     return number
+
+
+def loaded_model(where: str, model: object) -> None:
+    """Raise SettingError if a name, a path or the tuple of `load` stands in place of a model."""
+    if isinstance(model, str | Path):
+        remedy = f"model, tokenizer = penstock.load({str(model)!r})"
+    elif isinstance(model, tuple):
+        remedy = "model, tokenizer = penstock.load(...) takes apart what it returns"
+    elif model is None:
+        remedy = "model, tokenizer = penstock.load(...)"
+    else:
+        return
+    raise SettingError(
+        f"{where} takes a loaded model, not a {type(model).__name__}; load it: {remedy}"
+    )
 
 
 def positive(name: str, value: object) -> int:
@@ -31,7 +49,7 @@ def window(max_size: object, keep: object) -> tuple[int, int]:
     """Return the two sizes of a bounded window: 0 <= keep < max_size."""
     size, kept = positive("max_size", max_size), whole("keep", keep, 0)
     if kept >= size:
-        raise ValueError(f"keep must lie in 0..{size - 1} for max_size {size}, not {kept}")
+        raise SettingError(f"keep must lie in 0..{size - 1} for max_size {size}, not {kept}")
     return size, kept
 
 
@@ -44,15 +62,15 @@ def ints(values: Any) -> list[int]:
 def counts(name: str, values: Any) -> list[int]:
     """Return a list of integers of at least 0."""
     if not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a sequence of integers, not {values!r}")
+        raise WrongType(f"{name} must be a sequence of integers, not {values!r}")
     return [whole(f"{name}[{i}]", value, 0) for i, value in enumerate(ints(values))]
 
 
 def chosen_rows(indices: Any, count: int) -> list[int]:
-    """Return the rows to keep of `count`: at least one, each there."""
+    """Return the rows to keep of `count`: at least one, none out of range."""
     rows = counts("batch_indices", indices)
     if not rows:
-        raise ValueError("batch_indices is empty; drop the cache in place of its last row")
+        raise SettingError("batch_indices is empty; drop the cache in place of its last row")
     if max(rows) >= count:
-        raise ValueError(f"batch_indices has row {max(rows)}; the batch has {count}")
+        raise SettingError(f"batch_indices has row {max(rows)}; the batch has {count}")
     return rows

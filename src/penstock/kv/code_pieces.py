@@ -1,6 +1,6 @@
 """Encode and dequantize keys and values piece by piece, in all lanes.
 
-What takes memory beside the result is one piece of each lane.
+Memory beside the result: one piece of each lane.
 """
 
 from __future__ import annotations
@@ -11,58 +11,58 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from penstock.kv import backend
 from penstock.kv import columns as col
-from penstock.kv.codecs import Codec, Coded, Cut
+from penstock.kv.codecs.code_ops import CodeOps
+from penstock.kv.codecs.coded import Codec, Coded, Cut
 from penstock.kv.columns import Side
 
 _Part = TypeVar("_Part")
 PIECE_TOKENS = 128
-"""Encoded or dequantized at a time in each lane, by codecs that take most memory for it; by others
-as many more as take no more."""
+"""Tokens encoded or dequantized together in each lane by the codec of most memory; others take more
+tokens in the same memory."""
 PIECE_STEP = 64
 """A multiple of every codec's span."""
 
 
-def placed(parts: Sequence[Side], count: int, dtype: mx.Dtype) -> Side:
-    """Copy consecutive parts into one new buffer of `count` columns; evaluated.
-
-    Codes are dequantized to `dtype`, some tokens at a time.
-    """
+def placed(parts: Sequence[Side], count: int, dtype: mx.Dtype, ops: CodeOps) -> Side:
+    """Copy consecutive parts, dequantized to `dtype`, into `count` new columns; evaluated."""
     if not any(isinstance(part, Coded) for part in parts):
-        return col.laid([(0, at, part) for at, part in col.spread(0, parts)], 1, count)
-    return dequantized([(0, at, part) for at, part in col.spread(0, parts)], 1, count, dtype)
+        return col.laid([(0, column, part) for column, part in col.spread(0, parts)], 1, count)
+    return dequantized(
+        [(0, column, part) for column, part in col.spread(0, parts)], 1, count, dtype, ops
+    )
 
 
 def dequantized(
-    parts: Sequence[tuple[int, int, Side]], rows: int, count: int, dtype: mx.Dtype
+    parts: Sequence[tuple[int, int, Side]],
+    rows: int,
+    count: int,
+    dtype: mx.Dtype,
+    ops: CodeOps,
 ) -> mx.array:
-    """Copy parts, each (row, column, side), into a new array of rows x count; evaluated.
-
-    Codes are dequantized, some tokens at a time.
-    """
-    wide: Side | None = None
-    for row, at, part in parts:
+    """Copy parts, each (row, column, side), into a new array of rows x count; evaluated."""
+    result: Side | None = None
+    for row, column, part in parts:
         end = col.columns(part)
         starts, step = range(1), end
         if isinstance(part, Coded):
             step = _piece_tokens(part.codec)
             starts = range(0, end, step)
-        for cuts in _in_lanes([(start, min(start + step, end)) for start in starts]):
+        for cuts in _in_lanes([(start, min(start + step, end)) for start in starts], ops.lanes):
             pieces = []
             for number, (start, stop) in enumerate(cuts):
                 piece = col.take(part, start, stop)
-                with backend.current().lane(number):
+                with ops.lane(number):
                     pieces.append(
-                        piece.dequantize().astype(dtype) if isinstance(piece, Coded) else piece
+                        piece.dequantize(ops).astype(dtype) if isinstance(piece, Coded) else piece
                     )
             for (start, _), piece in zip(cuts, pieces, strict=True):
-                wide = col.blank(piece, count, rows) if wide is None else wide
-                wide = col.write(wide, at + start, piece, row)
-            assert isinstance(wide, mx.array)
-            mx.eval(wide)
-    assert isinstance(wide, mx.array)
-    return wide
+                result = col.blank(piece, count, rows) if result is None else result
+                result = col.write(result, column + start, piece, row)
+            assert isinstance(result, mx.array)
+            mx.eval(result)
+    assert isinstance(result, mx.array)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,64 +74,55 @@ class CodeBuffers:
     dim: int
 
     def put(self, number: int, part: mx.array, head: int, column: int) -> None:
-        """See `Codec.encode_by`."""
         written = col.write(self.parts[number], column, part, head=head)
         assert isinstance(written, mx.array)
         self.parts[number] = written
 
     def coded(self) -> Coded:
-        """Return the keys and values that were put there."""
         return Coded(self.codec, tuple(self.parts), self.dim)
 
 
-def code_buffers(number: int, side: Side, codec: Codec | None) -> CodeBuffers | None:
-    """Return the buffers for the codes of a layer's first or second side, in a lane of its own.
-
-    None if that side stays as it is.
-    """
+def code_buffers(number: int, side: Side, codec: Codec | None, ops: CodeOps) -> CodeBuffers | None:
+    """Return buffers for the codes of one side, in a lane of its own; None if it stays raw."""
     if codec is None or not isinstance(side, mx.array):
         return None
     batch, heads, tokens, dim = side.shape
     codec.token_bits(dim)
     whole = tokens % codec.span or codec.span  # what is no whole span is refused
-    like = codec.encode(mx.zeros((batch, heads, whole, dim), side.dtype))  # not computed
-    with backend.current().lane(number):
+    like = codec.encode(mx.zeros((batch, heads, whole, dim), side.dtype), ops)  # not computed
+    with ops.lane(number):
         blank = col.blank(like, tokens)
     assert isinstance(blank, Coded)
     return CodeBuffers(codec, list(blank.parts), dim)
 
 
-def encode(layer: tuple[Side, Side], into: Sequence[CodeBuffers | None]) -> None:
-    """Encode into the targets, piece by piece in all lanes.
+def encode(layer: tuple[Side, Side], into: Sequence[CodeBuffers | None], ops: CodeOps) -> None:
+    """Encode into the buffers, piece by piece in all lanes.
 
-    In each lane a piece begins when the arrays of the last one are freed, and is put together
+    In each lane a piece begins when the arrays of the last one are freed, and its graph is built
     before. The last pieces may still be computed.
     """
-    device = backend.current()
     sides, pieces = {}, []
     for number, (side, buffers) in enumerate(zip(layer, into, strict=True)):
         if buffers is not None and isinstance(side, mx.array):
             cuts = _cuts(side.shape, buffers.codec)
-            sides[number] = buffers, buffers.codec.encode_by(cuts, side, buffers.put)
+            sides[number] = buffers, buffers.codec.encode_by(cuts, side, buffers.put, ops)
             pieces += [(place, number) for place in range(len(cuts))]
-    for lane_pieces in _in_lanes(sorted(pieces)):  # of both sides in turn
+    for lane_pieces in _in_lanes(sorted(pieces), ops.lanes):  # of both sides in turn
         numbers = [number for _, number in lane_pieces]
         for place, number in enumerate(numbers):
-            with device.lane(place):
+            with ops.lane(place):
                 next(sides[number][1])
         for number in dict.fromkeys(numbers):
             # A last piece is alone: of its side one may be in any lane.
-            for place in range(device.lanes):
-                if len(numbers) < device.lanes or numbers[place] == number:
-                    device.settle(place)
+            for place in range(ops.lanes):
+                if len(numbers) < ops.lanes or numbers[place] == number:
+                    ops.settle(place)
             mx.async_eval(sides[number][0].parts)  # type: ignore[no-untyped-call]
 
 
 def _piece_tokens(codec: Codec) -> int:
-    """Return how many tokens are encoded or dequantized together.
-
-    It is as many as keep within the bytes of the largest codec.
-    """
+    """Return how many tokens are encoded together within the memory of the largest codec."""
     tokens = int(PIECE_TOKENS * Codec.buffers / codec.buffers)
     return tokens - tokens % PIECE_STEP
 
@@ -139,15 +130,15 @@ def _piece_tokens(codec: Codec) -> int:
 def _cuts(shape: Sequence[int], codec: Codec) -> list[Cut]:
     """Return the (heads, tokens) of the pieces of (1, heads, tokens, dim).
 
-    A piece has as many numbers, at most, as `_piece_tokens` of all heads. It has as few heads as
+    A piece has as many numbers, at most, as `_piece_tokens` of all heads, and as few heads as
     possible, so that its tokens are contiguous.
     """
     _, heads, tokens, _ = shape
-    most = _piece_tokens(codec) * heads
-    if tokens > most:
-        step, per_cut = most - most % PIECE_STEP, 1
+    most_tokens = _piece_tokens(codec) * heads
+    if tokens > most_tokens:
+        step, per_cut = most_tokens - most_tokens % PIECE_STEP, 1
     else:
-        step, per_cut = max(1, tokens), max(1, min(heads, most // max(1, tokens)))
+        step, per_cut = max(1, tokens), max(1, min(heads, most_tokens // max(1, tokens)))
     return [
         (slice(head, min(head + per_cut, heads)), slice(start, min(start + step, tokens)))
         for head in range(0, heads, per_cut)
@@ -155,8 +146,6 @@ def _cuts(shape: Sequence[int], codec: Codec) -> list[Cut]:
     ]
 
 
-def _in_lanes(pieces: Sequence[_Part]) -> Iterator[Sequence[_Part]]:
-    """Yield as many pieces as there are lanes at a time."""
-    lanes = backend.current().lanes
+def _in_lanes(pieces: Sequence[_Part], lanes: int) -> Iterator[Sequence[_Part]]:
     for first in range(0, len(pieces), lanes):
         yield pieces[first : first + lanes]

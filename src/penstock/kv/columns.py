@@ -2,8 +2,8 @@
 
 A *side* is the keys of a cache, or its values. It is one array (batch, kv_heads, columns,
 head_dim), or the (codes, scales, biases) triple of `mx.quantize`, each with the same first three
-axes. In segments it may also be a codec's form of them (`Coded`). A cache is written once for all
-the ways of holding numbers.
+axes. In segments it may also be a codec's form of them (`Coded`). Caches are written once for all
+three.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOKEN_AXIS = 2
 
 
 def each(function: Callable[..., mx.array], *sides: Side) -> Side:
-    """Apply `function` to the array of each side, or part by part to their arrays."""
+    """Apply `function` to the array of each side, or to their arrays part by part."""
     first = sides[0]
     if isinstance(first, mx.array):
         return function(*sides)
@@ -31,7 +31,7 @@ def each(function: Callable[..., mx.array], *sides: Side) -> Side:
 
 
 def arrays(*sides: Side | None) -> list[mx.array]:
-    """List the arrays that the sides consist of."""
+    """List the arrays of the sides."""
     flat: list[mx.array] = []
     for side in sides:
         if isinstance(side, mx.array):
@@ -42,7 +42,7 @@ def arrays(*sides: Side | None) -> list[mx.array]:
 
 
 def columns(side: Side | None) -> int:
-    """Count the columns that a side has room for."""
+    """Return the number of columns of a side."""
     if side is None:
         return 0
     if isinstance(side, Coded):
@@ -51,7 +51,7 @@ def columns(side: Side | None) -> int:
 
 
 def nbytes(*sides: Side | None) -> int:
-    """Count the bytes of the sides."""
+    """Return the bytes of the sides."""
     return sum(part.nbytes for part in arrays(*sides))
 
 
@@ -65,12 +65,12 @@ def take(side: Side, start: int, stop: int) -> Side:
 
 
 def join(*sides: Side) -> Side:
-    """Return one side with the columns of all, in order: a copy of every one of them."""
+    """Return a copy of all sides' columns, in order."""
     return each(lambda *parts: mx.concatenate(list(parts), axis=TOKEN_AXIS), *sides)
 
 
 def copied(side: Side) -> Side:
-    """Copy a side into buffers of just its size, which `mx.contiguous` does not promise."""
+    """Copy a side into buffers of exactly its size, which `mx.contiguous` does not promise."""
     # Of one array alone MLX would return that array.
     return each(lambda part: mx.concatenate([part, part[:, :, :0]], axis=TOKEN_AXIS), side)
 
@@ -89,7 +89,8 @@ def blank(like: Side, count: int, rows: int | None = None) -> Side:
 def write(side: Side, column: int, new: Side, row: int | None = None, head: int = 0) -> Side:
     """Write `new` from `column` and `head` on, into all rows or from `row` on; return the side.
 
-    In place, if there is no other reference to the buffer when it is evaluated; `side` is used up.
+    In place, if there is no other reference to the buffer when it is evaluated; do not use `side`
+    afterwards.
     """
     if isinstance(side, Coded):
         column //= side.codec.span
@@ -121,10 +122,10 @@ def scatter(side: Side, slots: Sequence[int], new: Side) -> Side:
 
 
 def resized(side: Side, count: int, used: int) -> Side:
-    """Copy the first `used` columns into a new buffer of `count`, evaluated.
+    """Copy the first `used` columns into a new buffer of `count`.
 
-    Evaluated at once, so that the old buffer is free as soon as the caller drops it; left lazy,
-    the old buffers of all layers would be alive together.
+    Evaluated, so that the old buffer is free as soon as the caller drops it; left lazy, the old
+    buffers of all layers would be alive together.
     """
     fresh = blank(side, count)
     if used:
@@ -139,7 +140,7 @@ def rows_of(side: Side, start: int, stop: int) -> Side:
 
 
 def picked(side: Side, rows: Sequence[int], start: int, stop: int) -> Side:
-    """Copy columns start..stop-1 of the given rows, in the given order; evaluated."""
+    """Copy columns start..stop-1 of the given rows, in that order; evaluated."""
     chosen = mx.array(list(rows))
     fresh = each(lambda part: part[chosen], take(side, start, stop))
     mx.eval(arrays(fresh))
@@ -156,7 +157,7 @@ def laid(parts: Sequence[tuple[int, int, Side]], rows: int, count: int) -> Side:
 
 
 def spread(column: int, parts: Sequence[Side]) -> list[tuple[int, Side]]:
-    """Pair each of consecutive parts with the column it starts in, the first with `column`."""
+    """Pair consecutive parts with the column each starts in, the first with `column`."""
     placed = []
     for part in parts:
         placed.append((column, part))
@@ -167,9 +168,9 @@ def spread(column: int, parts: Sequence[Side]) -> list[tuple[int, Side]]:
 def between(parts: Sequence[Side], start: int, stop: int) -> Side:
     """Return columns start..stop-1 of consecutive parts: a view of one, or a copy of several."""
     ranges = [
-        take(part, max(start - at, 0), min(stop - at, columns(part)))
-        for at, part in spread(0, parts)
-        if at < stop and start < at + columns(part)
+        take(part, max(start - column, 0), min(stop - column, columns(part)))
+        for column, part in spread(0, parts)
+        if column < stop and start < column + columns(part)
     ]
     return ranges[0] if len(ranges) == 1 else join(*ranges)
 

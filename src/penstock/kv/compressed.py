@@ -1,14 +1,14 @@
-"""Layers that keep one row for every few tokens, as columns of tokens.
+"""Layers that keep one row for every few tokens, stored as columns of tokens.
 
 DeepSeek 4.1 pools `ratio` tokens into one row, beside a short window. A row is cut into `ratio`
-shares, so that segments, blocks, files and the ledger know tokens alone:
+shares, so that segments, blocks, files and the ledger only know tokens:
 
     tokens    0    1    2    3  |  4    5    6    7  |  8    9
     columns  [   the first row ] [  the second row  ] [ nothing  ]      segments
-    states                                              8, 9            a group that is open
+    states                                              8, 9            an open group
 
-Rows pooled while tokens are decoded lie in the states until the block is full: the columns of
-its first tokens were handed on before the row was known.
+Rows pooled while tokens are decoded stay in the states until the block is full: the columns of
+their first tokens were passed on before the row was known.
 """
 
 from __future__ import annotations
@@ -20,32 +20,29 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.kv import columns as col
-from penstock.kv.attention_plan import KVSpan
-from penstock.kv.segment import Segment
+from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.states import LayerState, RecurrentState
 from penstock.kv.tails import LayerShape
 
 POINTS = ("window", "pending_kv", "pending_gate")
-"""Arrays of such a layer that are true at one position alone, as the model calls them: its window,
-and the keys and gates of the group that is open. Behind them in its state are its loose rows."""
+"""Arrays of such a layer that are valid at one position, by the model's names: its window, and keys
+and gates of the open group. Its state has loose rows behind them."""
 ROWS = ("compress_kv", "index_k")
-"""Arrays that it adds a row to when a group is full."""
+"""Arrays that grow by a row when a group is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows that a layer keeps for every `ratio` tokens, and their place."""
+    """Rows that a layer keeps for every `ratio` tokens, and where."""
 
     name: str
-    """Name of the rows in the model."""
     ratio: int
     width: int
     """Numbers of a row."""
     dtype: mx.Dtype
     state: int
-    """Number of the layer's state."""
     place: int
-    """Index, in that state, of its loose rows: those that are in no column yet."""
+    """Index, in the layer's state, of its loose rows: those in no column yet."""
 
     @property
     def shape(self) -> LayerShape:
@@ -54,10 +51,7 @@ class Rows:
         return LayerShape(1, share, share, self.dtype)
 
     def columns(self, rows: mx.array | None, tokens: int) -> tuple[mx.array, mx.array]:
-        """Cut rows, (1, n, width), into columns of `tokens` tokens, (1, 1, tokens, share) a side.
-
-        Columns without a row are zero.
-        """
+        """Cut rows, (1, n, width), into columns, (1, 1, tokens, share) a side, zero-padded."""
         share = self.shape.key_dim
         if rows is None:
             nothing = mx.zeros((1, 1, tokens, share), self.dtype)
@@ -72,14 +66,13 @@ class Rows:
         return side(rows[..., :half]), side(rows[..., half:])
 
     def rows(self, keys: mx.array, values: mx.array) -> mx.array:
-        """Undo `columns`, of a multiple of `ratio` tokens."""
         count = keys.shape[2] // self.ratio
         halves = [side.reshape(1, count, -1) for side in (keys, values)]
         return mx.concatenate(halves, axis=2)[..., : self.width]
 
 
 class RowReads:
-    """Such rows of one layer in one sequence's step, behind the parts it reads."""
+    """Rows of one layer in one sequence's step, behind the parts it reads."""
 
     def __init__(
         self, rows: Rows, layer: int, parts: Sequence[KVSpan], position: int, *, chunk: bool
@@ -113,7 +106,7 @@ class RowReads:
         return joined if loose is None else mx.concatenate([joined, loose], axis=1)
 
     def leave(self, every: mx.array | None, loose: mx.array | None) -> mx.array | None:
-        """Take all rows as they are after the step; return those that are in no column now."""
+        """Store all rows after the step; return those in no column now."""
         if every is None:
             return None
         new = every[:, self._count - _length(loose) :]
@@ -125,16 +118,12 @@ class RowReads:
         return new
 
     def columns(self, tokens: int) -> tuple[mx.array, mx.array]:
-        """Return the columns of a chunk of so many tokens, after it was left."""
         keys, values = self.rows.columns(self._made, tokens)
         return mx.contiguous(keys), mx.contiguous(values)
 
 
 class CompressedReads:
-    """One layer of one sequence's step, with the attributes of DeepSeek 4.1's own cache.
-
-    The model reads and replaces these attributes.
-    """
+    """One layer of one sequence's step, with the attributes of DeepSeek 4.1's own cache."""
 
     def __init__(self, window_tokens: int, *inner: Any) -> None:
         """Wrap `inner`: `RowReads` for each of the layer's `ROWS`, and a cache with its state."""
@@ -148,7 +137,7 @@ class CompressedReads:
             setattr(self, reads.rows.name, reads.every(loose))
 
     def update_window(self, kv: mx.array) -> mx.array:
-        """Return the window with the new tokens' rows, (1, n, width), behind it."""
+        """Return the window followed by the new tokens' rows, (1, n, width)."""
         window = kv if self.window is None else mx.concatenate([self.window, kv], axis=1)
         self.window = window[:, -self.window_size :]
         self.offset += kv.shape[1]
@@ -156,7 +145,6 @@ class CompressedReads:
         return window
 
     def leave(self) -> LayerState:
-        """Return the state that the step has left, of views."""
         loose = [
             reads.leave(getattr(self, reads.rows.name), before)
             for reads, before in zip(self._reads, self._loose, strict=True)
@@ -167,29 +155,20 @@ class CompressedReads:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """A layer as a model begins with it, made of `Rows` and a cache for its state."""
+    """A layer's cache before a step, made of `Rows` and a cache for its state."""
 
     window_tokens: int
     caches: tuple[Any, ...]
 
     def rebuild(self, *inner: Any) -> CompressedReads:
-        """Return the caches that the model is handed for one step."""
         return CompressedReads(self.window_tokens, *inner)
 
 
 def completed(
     segment: Segment, state: RecurrentState, rows: Mapping[int, Rows]
 ) -> tuple[Segment, RecurrentState]:
-    """Put the loose rows of a state into the last columns of a segment.
-
-    The segment ends where a group does. Those layers are copied and evaluated.
-
-    Args:
-        segment: ends where the state is true.
-        state: of one sequence.
-        rows: by the layer's number.
-    """
-    layers, states = list(segment.layers), [list(one) for one in state.row_states()]
+    """Move the loose rows of a state into the last columns of its segment; evaluated."""
+    layers, states = list(segment.layers), [list(layer_state) for layer_state in state.row_states()]
     for layer, layer_rows in rows.items():
         loose = states[layer_rows.state][layer_rows.place]
         if loose is None:

@@ -7,45 +7,39 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import lcm
 
-import mlx.core as mx
-
 from penstock.config import BLOCK_SIZE
 from penstock.errors import SettingError
-from penstock.kv import backend
-from penstock.kv.code_pieces import PIECE_TOKENS
-from penstock.kv.codecs import Scales, Scheme, parse_scheme
+from penstock.kv.codecs.code_ops import CodeOps
+from penstock.kv.codecs.coded import Scales
+from penstock.kv.codecs.names import parse_scheme
 from penstock.kv.codecs.scales import digest
+from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 
 FORMAT = 2
-"""Version of the codes: raised when a codec makes other bits of the same numbers."""
-PIECE_BUFFERS = 10
-"""Arrays of float32 that are alive together while a piece of one side is encoded; measured: 8."""
+"""Version of the codes, increased when a codec makes other bits of the same numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRule:
-    """The rule by which prompts are held in a scheme."""
+    """Which tokens and layers are quantized, and by which scheme."""
 
     scheme: Scheme
     first_tokens: int
     """First tokens of every prompt that stay raw: whole blocks."""
     raw_layers: frozenset[int]
-    """Numbers of layers that stay as they are."""
+    """Numbers of layers that stay raw."""
     least_tokens: int = 0
-    """Tokens below which a prompt stays as it is, all of it."""
+    """Tokens below which a prompt stays raw."""
 
     @staticmethod
     def block_size(codec: str | None, every: int = 1) -> int:
-        """Return the default tokens of a block for a codec and a model.
-
-        It is the least multiple of `every`, and of the codec's span, that is not below the default.
-        """
+        """Return the default tokens of a block: a multiple of `every` and of the codec's span."""
         spans = [every]
         if isinstance(codec, str):
             with suppress(ValueError):  # `of` says what is wrong with the name
-                spans += [one.span for one in parse_scheme(codec).codecs]
+                spans += [part.span for part in parse_scheme(codec).codecs]
         together = lcm(*spans)
         return -(-BLOCK_SIZE // together) * together
 
@@ -59,18 +53,14 @@ class QuantizationRule:
         skip_layers: Collection[int] = (),
         least_tokens: int = 0,
     ) -> QuantizationRule | None:
-        """Return the rule of the settings; None if all stays as it is.
+        """Return the rule of the settings; None if all stays raw; or raise SettingError.
 
         Args:
             codec: the name of a scheme, or None.
             block_size: tokens; blocks are encoded whole.
-            first_tokens: at least so many first tokens stay as they are.
-            skip_layers: numbers of layers that do.
-            least_tokens: prompts of fewer stay as they are, too.
-
-        Raises:
-            SettingError: there is no such codec, it cannot cut blocks of this size, or less than
-                no tokens are to stay as they are.
+            first_tokens: first tokens that stay raw, rounded up to whole blocks.
+            skip_layers: numbers of layers that stay raw.
+            least_tokens: shorter prompts stay raw, too.
         """
         for name, tokens in (
             ("kv_cache_min_quantize_tokens", least_tokens),
@@ -90,38 +80,31 @@ class QuantizationRule:
             raise SettingError(f"kv_cache_quantization: {error}") from None
         if not scheme.codecs:
             return None
-        for one in scheme.codecs:
-            if block_size % one.span:
+        for part in scheme.codecs:
+            if block_size % part.span:
                 raise SettingError(
-                    f"kv_cache_quantization {scheme.name}: {one.name} encodes {one.span} "
+                    f"kv_cache_quantization {scheme.name}: {part.name} encodes {part.span} "
                     f"tokens together, which do not divide a block_size of {block_size}"
                 )
         first = -(-first_tokens // block_size) * block_size
         return cls(scheme, first, frozenset(skip_layers), least_tokens)
 
     def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> QuantizationRule:
-        """Return it with scales for the keys' channels; see `Scheme.scaled`."""
         return replace(self, scheme=self.scheme.scaled(measure))
 
-    def encoded(self, segment: Segment) -> Segment:
-        """Return a segment behind the first tokens as it is held; see `Segment.encoded`."""
-        return segment.encoded(self.scheme, self.raw_layers)
+    def encoded(self, segment: Segment, ops: CodeOps) -> Segment:
+        return segment.encoded(self.scheme, ops, self.raw_layers)
 
     @property
     def identity(self) -> str:
-        """Key that is equal where prompts are held in the same bits."""
+        """Key that is equal where prompts have the same bits."""
         layers = ",".join(map(str, sorted(self.raw_layers)))
         scales = f":{digest(self.scheme.scales)}" if self.scheme.scales else ""
         tokens = f"{self.first_tokens}:{self.least_tokens}"
         return f"{FORMAT}:{self.scheme.name}:{layers}:{tokens}{scales}"
 
     def token_bits(self, shapes: Sequence[LayerShape]) -> tuple[int, int]:
-        """Return the bits of one token, all layers: of coded layers, and of raw ones.
-
-        Raises:
-            SettingError: the scheme cannot hold heads of this size, or a layer that is to stay
-                as it is does not exist.
-        """
+        """Return one token's bits in all coded layers, and raw ones; or raise SettingError."""
         if unknown := sorted(self.raw_layers - set(range(len(shapes)))):
             raise SettingError(
                 f"kv_cache_skip_layers {unknown}: the model's layers with keys and values, counted "
@@ -145,9 +128,3 @@ class QuantizationRule:
                         f"kv_cache_quantization {self.scheme.name}: layer {number}: {error}"
                     ) from None
         return coded, left
-
-
-def piece_bytes(shapes: Sequence[LayerShape]) -> int:
-    """Return the bytes taken, at most, while a piece of one side is encoded or dequantized."""
-    numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
-    return backend.current().lanes * PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS

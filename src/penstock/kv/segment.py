@@ -1,29 +1,25 @@
-"""Immutable runs of keys and values, all layers, cut out of caches and made into caches again."""
+"""Immutable runs of keys and values, all layers, cut out of caches and turned into caches again."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import mlx.core as mx
-import numpy as np
 
-from penstock.kv import backend
 from penstock.kv import columns as col
-from penstock.kv.attending_loops import PLACES
-from penstock.kv.choice_loops import Addresses, side_addresses
 from penstock.kv.code_pieces import code_buffers, encode
-from penstock.kv.codecs import Codec, Coded, Scheme
-from penstock.kv.codecs.spilled import is_spilled
+from penstock.kv.codecs.code_ops import CodeOps
+from penstock.kv.codecs.coded import Codec, Coded
+from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.columns import Side
 from penstock.kv.states import Checkpoint
 
+_Value = TypeVar("_Value")
 _Codecs: TypeAlias = tuple[Codec | None, Codec | None]
 """Codecs of keys and values; None is raw."""
-INDEX_PARTS = 4
-"""Parts of an index, at most: codes and sizes of keys, and of values."""
 Layer: TypeAlias = tuple[Side, Side]
 """Keys and values of one layer."""
 
@@ -32,32 +28,30 @@ Layer: TypeAlias = tuple[Side, Side]
 class Segment:
     """KV of consecutive tokens: per layer keys and values, (1, kv_heads, tokens, width).
 
-    Buffers of just their size, evaluated; `split` and `join` copy, so that dropping a segment
-    frees all of its bytes. Checkpoints are handed on: nothing is left behind that has them.
+    Buffers of exactly their size, evaluated; `split` and `join` copy, so that dropping a segment
+    frees all of its bytes. Checkpoints are shared.
     """
 
     layers: tuple[Layer, ...]
     """Layers with keys and values, in the model's order."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """States of the recurrent layers, by where they were captured."""
+    """States of the recurrent layers, by the position where they were captured."""
     length: int = 0
-    """Number of tokens in a model of recurrent layers alone, which has no keys to count."""
+    """Number of tokens in a model of recurrent layers only, which has no keys to count."""
     missing: tuple[int, ...] = ()
-    """Number of first tokens that each layer lacks; empty if every layer is complete, as in most
-    segments."""
+    """Number of first tokens that each layer lacks; empty if every layer is complete."""
     index: tuple[Coded | None, ...] = ()
     """Index of each layer's keys, see `key_index`; None for a layer without one. Empty if no layer
     has one."""
-    _addresses: Addresses | None = field(default=None, init=False, compare=False, repr=False)
+    _derived: dict[object, Any] | None = field(default=None, init=False, compare=False, repr=False)
 
     @classmethod
     def cut(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
-        """Copy columns start..stop-1; evaluated."""
         return cls.views(layers, start, stop).owned(coded=True)
 
     @classmethod
     def views(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
-        """Return views of columns start..stop-1, to be encoded or owned at once."""
+        """Return views of columns start..stop-1, to be encoded or copied at once."""
         return cls(
             tuple(
                 (col.take(keys, start, stop), col.take(values, start, stop))
@@ -67,10 +61,7 @@ class Segment:
         )
 
     def owned(self, *, coded: bool = False) -> Segment:
-        """Return the segment with copies of the sides that may be views, evaluated.
-
-        Those are the raw sides, or with `coded` all.
-        """
+        """Copy the sides that may be views: the raw ones, or with `coded` all; evaluated."""
 
         def own(side: Side) -> Side:
             return side if isinstance(side, Coded) and not coded else col.copied(side)
@@ -79,75 +70,56 @@ class Segment:
         return self._with(layers, map(_copied, self.index))
 
     def _with(self, layers: Iterable[Layer], index: Iterable[Coded | None] = ()) -> Segment:
-        """Return it with other arrays, evaluated."""
         segment = replace(self, layers=tuple(layers), index=_if_some(index))
         mx.eval([col.arrays(*layer) for layer in segment.layers], col.arrays(*segment.index))
         return segment
 
     @property
     def tokens(self) -> int:
-        """How many tokens' KV it holds, those included that some layers do not hold any more."""
+        """Number of tokens, including those that some layers lack."""
         if not self.layers:
             return self.length
         return col.columns(self.layers[0][0]) + (self.missing[0] if self.missing else 0)
 
     def columns(self, layer: int, start: int, stop: int) -> tuple[int, int]:
-        """Return in which columns of a layer the tokens start..stop-1 are.
-
-        Raises:
-            AssertionError: the layer does not hold all of them any more.
-        """
+        """Return the columns of a layer with the tokens start..stop-1, none of them missing."""
         gone = self.missing[layer] if self.missing else 0
         if start < gone and start < stop:
             raise AssertionError(f"layer {layer} does not hold its first {gone} tokens any more")
         return start - gone, stop - gone
 
-    @property
-    def addresses(self) -> Addresses:
-        """Where compiled loops find each layer's float32 keys and values, and its index.
+    def derived(self, compute: Callable[[Segment], _Value]) -> _Value:
+        """Return `compute(self)`, computed once in the life of the segment.
 
-        Addresses of keys, values, the parts of the index, and the places of what is spilled,
-        (layers, 7, 2), see `side_addresses`; zeros for what is not there, or held in another form.
-        Spilled keys and values have those of their checksums. They are valid as long as the
-        segment is.
+        For what a device needs to read it, as addresses of its arrays. The value must not refer
+        to the segment, which would keep it alive.
         """
-        if self._addresses is None:
-            index = self.index or (None,) * len(self.layers)
-            layers = [
-                [*map(_address, layer), *_index_addresses(coded), _place_address(layer[0])]
-                for layer, coded in zip(self.layers, index, strict=True)
-            ]
-            held = np.array(layers, np.int64).reshape(-1, PLACES + 1, 2)
-            object.__setattr__(self, "_addresses", held)
-        assert self._addresses is not None
-        return self._addresses
+        if self._derived is None:
+            object.__setattr__(self, "_derived", {})
+        assert self._derived is not None
+        if compute not in self._derived:
+            self._derived[compute] = compute(self)
+        value: _Value = self._derived[compute]
+        return value
 
     @property
     def nbytes(self) -> int:
-        """Bytes it holds, those of the checkpoints included."""
         return self.kv_nbytes + self.key_index_nbytes + self.checkpoint_nbytes
 
     @property
     def kv_nbytes(self) -> int:
-        """Bytes of its keys and values."""
         return sum(col.nbytes(*layer) for layer in self.layers)
 
     @property
     def key_index_nbytes(self) -> int:
-        """Bytes of the index of its keys."""
         return col.nbytes(*self.index)
 
     @property
     def checkpoint_nbytes(self) -> int:
-        """Bytes of its checkpoints."""
         return sum(checkpoint.nbytes for checkpoint in self.checkpoints)
 
     def checkpointed(self, checkpoints: Iterable[Checkpoint]) -> Segment:
-        """Return it with these checkpoints in place of its own; keys and values are shared.
-
-        Raises:
-            ValueError: two at one position, or one that is not in it.
-        """
+        """Return it with other checkpoints, at different positions; KV is shared."""
         ordered = tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.at))
         places = [checkpoint.at for checkpoint in ordered]
         inside = not places or 0 < places[0] <= places[-1] <= self.tokens
@@ -155,40 +127,35 @@ class Segment:
             raise ValueError(f"checkpoints at {places} of {self.tokens} tokens")
         return replace(self, checkpoints=ordered)
 
-    def encoded(self, scheme: Scheme, raw_layers: Collection[int] = ()) -> Segment:
-        """Return it held as a scheme says, some tokens of one layer at a time; evaluated.
+    def encoded(self, scheme: Scheme, ops: CodeOps, raw_layers: Collection[int] = ()) -> Segment:
+        """Encode it by a scheme, some tokens of one layer at a time; evaluated.
 
-        A side that is coded already, or has numbers too large for a codec's scales, stays as it
-        is, and is shared with this segment.
-
-        Args:
-            scheme: of keys and values.
-            raw_layers: numbers of layers that stay as they are.
+        A side that is coded already, or has numbers too large for a codec's scales, stays the same,
+        and is shared with this segment, as are those of `raw_layers`.
 
         Raises:
             ValueError: the tokens, or the size of a head, do not fit a codec.
         """
         codecs: list[_Codecs] = [
-            (None, None) if number in raw_layers else (own.keys, own.values)
-            for number, own in enumerate(map(scheme.of_layer, range(len(self.layers))))
+            (None, None) if number in raw_layers else (codecs_of.keys, codecs_of.values)
+            for number, codecs_of in enumerate(map(scheme.of_layer, range(len(self.layers))))
         ]
         # All that is made, before what pieces leave behind is handed out, larger than it need be.
         buffers = [
             [
-                code_buffers(number, *layer_sides)
-                for number, layer_sides in enumerate(zip(layer, own, strict=True))
+                code_buffers(number, *layer_sides, ops)
+                for number, layer_sides in enumerate(zip(layer, codecs_of, strict=True))
             ]
-            for layer, own in zip(self.layers, codecs, strict=True)
+            for layer, codecs_of in zip(self.layers, codecs, strict=True)
         ]
         mx.eval([side.parts for layer in buffers for side in layer if side is not None])
         for layer, into in zip(self.layers, buffers, strict=True):
-            encode(layer, into)
-        device = backend.current()
-        for number in range(device.lanes):
-            device.settle(number)
+            encode(layer, into, ops)
+        for number in range(ops.lanes):
+            ops.settle(number)
         coded = [[side.coded() if side else None for side in layer] for layer in buffers]
         sides = [(number, side) for layer in coded for number, side in enumerate(layer)]
-        finite = [_is_finite(number, side) for number, side in sides if side is not None]
+        finite = [_is_finite(number, side, ops) for number, side in sides if side is not None]
         mx.eval(finite)
         answers = iter(finite)
 
@@ -204,23 +171,22 @@ class Segment:
         )
 
     def is_finite(self) -> bool:
-        """Tell whether every number is finite.
+        """Return whether every number is finite.
 
         A sequence that shares a segment with a NaN, even masked, gets NaN: weights of 0 x infinity.
 
-        Looks at sums first, a fraction of the work: they are no numbers if one of the summands
-        is none. A sum may also overflow; only then is every number looked at.
+        Looks at sums first, a fraction of the work: they are not finite if one of the summands is
+        not. A sum may also overflow; only then is every number looked at.
         """
         parts = [part for layer in self.layers for part in col.arrays(*layer)]
         return _all_finite([_sums(part) for part in parts]) or _all_finite(parts)
 
     def split(self, at_tokens: int) -> tuple[Segment, Segment]:
-        """Return copies of the first `at_tokens` tokens, and of the others."""
         return self._copy(0, at_tokens), self._copy(at_tokens, self.tokens)
 
     def part(self, start: int, stop: int) -> Segment:
-        """Return views of the tokens start..stop-1, without checkpoints; own them at once."""
-        index = tuple(one and one.take(start, stop) for one in self.index)
+        """Return views of the tokens start..stop-1, without checkpoints; copy them at once."""
+        index = tuple(layer_index and layer_index.take(start, stop) for layer_index in self.index)
         if not self.missing:
             return replace(Segment.views(self.layers, start, stop), index=index)
         layers = []
@@ -238,12 +204,10 @@ class Segment:
         )
 
     def thinned(self, gone: Mapping[int, int]) -> Segment:
-        """Return the segment without the first tokens of the layers in `gone`.
+        """Drop the first tokens of some layers: `gone` has their number by layer.
 
-        Copies the rest of those layers, evaluated. Shares the other layers, and the checkpoints.
-
-        Args:
-            gone: how many tokens, by the layer's number; a multiple of the span of its codecs.
+        The numbers are multiples of the span of the layers' codecs. Copies the rest of those
+        layers, evaluated. Shares the other layers, and the checkpoints.
         """
         layers, missing = list(self.layers), list(self.missing or [0] * len(self.layers))
         for layer, count in gone.items():
@@ -254,21 +218,16 @@ class Segment:
                 layers[layer] = (_behind(keys, drop), _behind(values, drop))
         return replace(self, missing=_if_any(missing))._with(layers, self.index)
 
-    def filled(self, source: Segment, at: int) -> Segment:
-        """Return the segment with its incomplete layers filled in from `source`.
+    def filled(self, source: Segment, start: int) -> Segment:
+        """Fill the incomplete layers from `source`, whose token `start` is this segment's first.
 
         Copies those layers, evaluated. Shares the other layers, and the checkpoints.
-
-        Args:
-            source: holds the same tokens, in all layers.
-            at: which token of it is this one's first.
-
-        Raises:
-            ValueError: it does not hold them.
         """
-        complete = source.part(at, at + self.tokens)
+        complete = source.part(start, start + self.tokens)
         if complete.missing or complete.tokens != self.tokens:
-            raise ValueError(f"tokens {at} to {at + self.tokens} are not all in {source.tokens}")
+            raise ValueError(
+                f"tokens {start} to {start + self.tokens} are not all in {source.tokens}"
+            )
         missing = self.missing or [0] * len(self.layers)
         layers = [
             (col.copied(new[0]), col.copied(new[1])) if gone else old
@@ -277,10 +236,9 @@ class Segment:
         return replace(self, missing=())._with(layers, self.index)
 
     def joins(self, other: Segment) -> bool:
-        """Tell whether both have equal formats on every side, and joining leaves no hole.
+        """Return whether all sides have equal formats, and joining leaves no hole.
 
-        Where the other segment lacks first tokens of a layer, this one must hold none of that
-        layer.
+        Where the other segment lacks first tokens of a layer, this one must lack all of that layer.
         """
         return self._forms() == other._forms() and all(
             not gone or not col.columns(layer[0])
@@ -288,21 +246,17 @@ class Segment:
         )
 
     def _forms(self) -> list[object]:
-        """Return how each side is held: by which codec, as numbers, or as MLX's triple."""
+        """Return the format of each side: a codec, an array, or MLX's triple."""
         sides = [side for layer in self.layers for side in layer]
-        held = (*sides, *self.index)
-        return [side.codec if isinstance(side, Coded) else type(side) for side in held]
+        everything = (*sides, *self.index)
+        return [side.codec if isinstance(side, Coded) else type(side) for side in everything]
 
     def join(self, *others: Segment) -> Segment:
-        """Return one segment of copies of this one's tokens and then the others'; evaluated.
-
-        Raises:
-            ValueError: see `joins`.
-        """
+        """Return a copy of this segment's tokens and then the others', see `joins`; evaluated."""
         segments = (self, *others)
         missing: Sequence[int] = ()
         if any(segment.missing for segment in segments):
-            if not all(one.joins(next_one) for one, next_one in pairwise(segments)):
+            if not all(left.joins(right) for left, right in pairwise(segments)):
                 raise ValueError("some layer would have a hole between two segments")
             none = (0,) * len(self.layers)
             gone = (segment.missing or none for segment in segments)
@@ -321,13 +275,30 @@ class Segment:
         return joined._with(layers, map(_joined, parts))
 
 
+@dataclass(frozen=True, slots=True)
+class KVSpan:
+    """The first `columns` columns of a segment, which begin at position `start`."""
+
+    segment: Segment
+    start: int
+    columns: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.columns
+
+
+ColumnRange = tuple[Segment, int, int]
+"""Columns start..stop-1 of a segment."""
+
+
 def _if_any(missing: Sequence[int]) -> tuple[int, ...]:
     return tuple(missing) if any(missing) else ()
 
 
 def _if_some(index: Iterable[Coded | None]) -> tuple[Coded | None, ...]:
     every = tuple(index)
-    return every if any(one is not None for one in every) else ()
+    return every if any(layer_index is not None for layer_index in every) else ()
 
 
 def _copied(index: Coded | None) -> Coded | None:
@@ -338,25 +309,21 @@ def _copied(index: Coded | None) -> Coded | None:
 
 def _joined(parts: Sequence[Coded | None]) -> Coded | None:
     """Return the index of consecutive keys; None if some of them have none."""
-    held = [part for part in parts if part is not None]
-    return held[0].join(*held[1:]) if len(held) == len(parts) else None
+    present = [part for part in parts if part is not None]
+    return present[0].join(*present[1:]) if len(present) == len(parts) else None
 
 
 def _behind(side: Side, count: int) -> Side:
-    """Return a copy of the columns behind the first ones."""
     return col.copied(col.take(side, count, col.columns(side)))
 
 
-def _is_finite(number: int, side: Coded) -> mx.array:
-    with backend.current().lane(number):
+def _is_finite(number: int, side: Coded, ops: CodeOps) -> mx.array:
+    with ops.lane(number):
         return side.is_finite()
 
 
 def _sums(array: mx.array) -> mx.array:
-    """Sum (..., tokens, width) over the tokens, which is quickest.
-
-    Where that overflows the dtype, sum over the width.
-    """
+    """Sum (..., tokens, width) over the tokens; over the width where the dtype would overflow."""
     return array.sum(axis=-1 if array.dtype == mx.float16 else col.TOKEN_AXIS).reshape(-1)
 
 
@@ -369,19 +336,3 @@ def _all_finite(arrays: Sequence[mx.array]) -> bool:
 def bytes_per_token(layers: Sequence[Layer]) -> int:
     """Return the bytes of one token of these layers in a segment."""
     return sum(part.nbytes // part.shape[2] for layer in layers for part in col.arrays(*layer))
-
-
-def _address(side: Side) -> Addresses:
-    if is_spilled(side):
-        return side_addresses(np.asarray(side.parts[0])[0])
-    is_float32 = isinstance(side, mx.array) and side.dtype == mx.float32
-    return side_addresses(np.asarray(side)[0] if is_float32 else None)
-
-
-def _place_address(side: Side) -> Addresses:
-    return side_addresses(np.asarray(side.parts[1])[0] if is_spilled(side) else None)
-
-
-def _index_addresses(coded: Coded | None) -> list[Addresses]:
-    parts = [] if coded is None else [np.asarray(part)[0] for part in coded.parts]
-    return [side_addresses(part) for part in (*parts, *[None] * (INDEX_PARTS - len(parts)))]

@@ -1,7 +1,7 @@
-"""States of recurrent layers: a few arrays, which stand for all tokens of a sequence.
+"""States of recurrent layers: a few arrays that stand for all tokens of a sequence.
 
-A state is true at one position alone: after the tokens in front of it, and no others. It cannot
-be cut, joined or taken back, only kept beside the position at which it was captured.
+A state is valid at one position only. It cannot be cut, joined or rolled back, only kept beside the
+position at which it was captured.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 LayerState: TypeAlias = "tuple[mx.array | None, ...]"
-"""Arrays, (rows, ...), that one layer left; None stands for an array the layer never wrote."""
+"""Arrays, (rows, ...), of one layer; None stands for an array the layer never wrote."""
 States: TypeAlias = tuple[LayerState, ...]
 """States of all recurrent layers, in the model's order."""
 
 
 def arrays(states: Iterable[Iterable[mx.array | None]]) -> list[mx.array]:
-    """List the arrays that states consist of."""
+    """List the arrays of states."""
     return [array for state in states for array in state if array is not None]
 
 
 def nbytes(states: Sequence[LayerState]) -> int:
-    """Count the bytes of states."""
+    """Return the bytes of states."""
     return sum(array.nbytes for array in arrays(states))
 
 
 def copied(states: Sequence[LayerState], row: int | None = None) -> States:
-    """Copy states into buffers of just their size, evaluated: all rows of them, or one."""
+    """Copy states, all rows or one, into buffers of exactly their size; evaluated."""
 
     def own(array: mx.array | None) -> mx.array | None:
         if array is None:
@@ -44,10 +44,10 @@ def copied(states: Sequence[LayerState], row: int | None = None) -> States:
 
 
 def unpinned(states: Sequence[LayerState]) -> States:
-    """Return states of which the small arrays are copies; not evaluated.
+    """Return states with copies of the small arrays; not evaluated.
 
-    A convolution leaves its last inputs as a view, which keeps all of them. The large arrays are a
-    step's own results, and views of nothing.
+    A convolution leaves its last inputs as a view, which keeps all of them alive. The large arrays
+    are a step's own results, and views of nothing.
     """
     small = nbytes(states) // 4
 
@@ -61,21 +61,20 @@ def unpinned(states: Sequence[LayerState]) -> States:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """States as they were at exactly one boundary between blocks."""
+    """States at exactly one boundary between blocks."""
 
     at: int
     """Tokens of the segment in front of the boundary; at least 1."""
     states: States
     turn_end: bool = False
-    """Whether a prompt, or an answer, ended in the next block: where a conversation goes on."""
+    """Whether a prompt, or an answer, ended in the next block: where a conversation resumes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         return nbytes(self.states)
 
     def moved(self, by: int) -> Checkpoint:
-        """Return it as a segment names it that begins so many tokens earlier."""
+        """Return it for a segment that begins `by` tokens earlier."""
         return Checkpoint(self.at + by, self.states, self.turn_end)
 
 
@@ -87,10 +86,9 @@ class RecurrentState:
     """States of all rows of that step."""
     row: int = 0
     own: bool = False
-    """Whether the row is alone, in buffers of just its size."""
+    """Whether the row is the only one, in buffers of exactly its size."""
 
     def row_states(self) -> States:
-        """Return the row alone, as views."""
         if self.own:
             return self.states
         return tuple(
@@ -99,25 +97,21 @@ class RecurrentState:
         )
 
     def owned(self) -> States:
-        """Return the row alone, in buffers of just its size, evaluated."""
         return self.states if self.own else copied(self.states, self.row)
 
 
 def stacked(sequences: Sequence[RecurrentState]) -> States:
-    """Return the states of some sequences as rows, in order; not evaluated.
-
-    Nothing is copied where they are all the rows of the step before, as in most steps.
-    """
+    """Return sequences' states as rows; no copy if they are all rows of the last step."""
     first = sequences[0].states
-    if all(one.states is first and one.row == row for row, one in enumerate(sequences)) and all(
-        array.shape[0] == len(sequences) for array in arrays(first)
-    ):
+    if all(
+        sequence.states is first and sequence.row == row for row, sequence in enumerate(sequences)
+    ) and all(array.shape[0] == len(sequences) for array in arrays(first)):
         return first
 
     def joined(parts: tuple[mx.array | None, ...]) -> mx.array | None:
         columns = [
-            part[one.row : one.row + 1]
-            for part, one in zip(parts, sequences, strict=True)
+            part[sequence.row : sequence.row + 1]
+            for part, sequence in zip(parts, sequences, strict=True)
             if part is not None
         ]
         if not columns:
@@ -126,40 +120,39 @@ def stacked(sequences: Sequence[RecurrentState]) -> States:
             raise ValueError("some of the sequences have a state where others have none")
         return mx.concatenate(columns)
 
-    layers = zip(*(one.states for one in sequences), strict=True)
+    layers = zip(*(sequence.states for sequence in sequences), strict=True)
     return tuple(tuple(map(joined, zip(*layer, strict=True))) for layer in layers)
 
 
 def blank(states: Sequence[LayerState]) -> States:
-    """Return zeros in place of states."""
+    """Return zeros of the shapes of states."""
     return tuple(
         tuple(None if array is None else mx.zeros_like(array) for array in state)
         for state in states
     )
 
 
-def before(checkpoints: Sequence[Checkpoint], at: int) -> Iterator[Checkpoint]:
+def before(checkpoints: Sequence[Checkpoint], position: int) -> Iterator[Checkpoint]:
     """Yield the checkpoints up to a position, the deepest first."""
-    return (checkpoint for checkpoint in reversed(checkpoints) if checkpoint.at <= at)
+    return (checkpoint for checkpoint in reversed(checkpoints) if checkpoint.at <= position)
 
 
 def is_finite(states: Sequence[LayerState]) -> bool:
-    """Tell whether every number is one."""
+    """Return whether every number is finite."""
     checks = [mx.isfinite(array).all() for array in arrays(states)]
     return not checks or bool(mx.stack(checks).all())
 
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """Form of one sequence's states: shape and dtype of each array, by its name."""
+    """Shape and dtype of each array of one sequence's states, by its name."""
 
     arrays: tuple[tuple[str, tuple[int, ...], mx.Dtype], ...]
     sizes: tuple[int, ...]
-    """Arrays of each layer, those that are None included."""
+    """Number of arrays of each layer, None included."""
 
     @classmethod
     def of(cls, states: States) -> StateForm:
-        """Return the form of states."""
         return cls(
             tuple((name, array.shape, array.dtype) for name, array in named(states)),
             tuple(len(state) for state in states),
@@ -167,11 +160,9 @@ class StateForm:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of such states."""
         return sum(prod(shape) * dtype.size for _, shape, dtype in self.arrays)
 
     def states(self, arrays: dict[str, mx.array]) -> States:
-        """Return the states that these arrays are, by their names."""
         return tuple(
             tuple(arrays.get(f"{layer}.{place}") for place in range(size))
             for layer, size in enumerate(self.sizes)
@@ -188,17 +179,16 @@ def named(states: States) -> Iterator[tuple[str, mx.array]]:
 
 Place: TypeAlias = "int | tuple[Callable[..., Any], tuple[Place, ...]]"
 """Place of a cache: its number among the caches with keys and values, or ~ its number among the
-caches with a state. A cache that consists of others has the function that makes it, and their
-places."""
+caches with a state. A cache made of others has its constructor, and their places."""
 
 
 def keeps_state(cache: Any) -> bool:
-    """Tell whether a cache of mlx-lm's protocol keeps a state in place of tokens."""
+    """Return whether a cache of mlx-lm's protocol keeps a state in place of tokens."""
     return isinstance(getattr(cache, "cache", None), list)
 
 
 def taken_apart(caches: Sequence[Any]) -> tuple[list[Any], list[Any], tuple[Place, ...]]:
-    """Return the caches with keys and values, those with states, and how they belong together."""
+    """Return the caches with keys and values, those with states, and how to put them together."""
     kept: list[Any] = []
     states: list[Any] = []
     return kept, states, tuple(_place(cache, kept, states) for cache in caches)

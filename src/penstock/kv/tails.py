@@ -1,6 +1,6 @@
 """The pool of tails: the last few tokens of every running sequence, in one buffer a side.
 
-All memory is taken at once, before the first step that writes, and a slot belongs to a sequence
+All memory is allocated at once, before the first step that writes, and a slot belongs to a sequence
 while it runs. A step can write one token of many sequences at once, and layers may have heads of
 different sizes. A full tail is copied out, exactly as long as it is, and begins anew.
 `KVCacheManager` is the same pool with long slots, as a library class.
@@ -15,7 +15,11 @@ import mlx.core as mx
 
 from penstock.errors import PoolFull
 from penstock.kv import columns as col
+from penstock.kv.code_pieces import PIECE_TOKENS
 from penstock.kv.segment import Segment
+
+PIECE_BUFFERS = 10
+"""Arrays of float32 that are alive together while a piece of one side is encoded; measured: 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,6 @@ class LayerShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one token's key and value."""
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
 
 
@@ -43,12 +46,18 @@ def token_bytes(shapes: Sequence[LayerShape]) -> int:
     return sum(shape.nbytes for shape in shapes)
 
 
+def piece_bytes(shapes: Sequence[LayerShape], lanes: int) -> int:
+    """Return the most bytes taken while each lane encodes or dequantizes a piece of a side."""
+    numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
+    return lanes * PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS
+
+
 class Tails:
     """Keys and values of up to `slots` sequences, `columns` tokens each, all layers.
 
     Not thread-safe: one owner, the thread that runs the model. The columns that a step writes are
-    visible when its graph is evaluated. The caller knows which columns count, so a step that is
-    abandoned half way changes nothing that counts.
+    visible when its graph is evaluated. The caller knows which columns are valid, so an abandoned
+    step has no effect.
     """
 
     def __init__(
@@ -64,17 +73,16 @@ class Tails:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of all memory and its content."""
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
 
     def ready(self) -> None:
-        """Take all memory if it is not there, before a step that writes."""
+        """Allocate all memory unless that is done, before a step that writes."""
         if not self._keys:
             self.renew()
 
     def renew(self) -> None:
-        """Take all memory anew, zeroed: after a step whose writes cannot be evaluated."""
+        """Allocate all memory anew, zeroed: after a step whose writes cannot be evaluated."""
         columns = self.columns + self.spare
 
         def zeros(shape: LayerShape, dim: int) -> mx.array:
@@ -87,25 +95,19 @@ class Tails:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now: all of the pool's, or none before the first step."""
+        """Bytes allocated now: all of the pool's, or none before the first step."""
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
     @property
     def lost(self) -> bool:
-        """Whether the columns written are gone, memory and all."""
         return bool(self.shapes) and not self._keys
 
     @property
     def free_slots(self) -> int:
-        """Number of unclaimed slots."""
         return len(self._free)
 
     def take_slot(self) -> int:
-        """Give out a slot; nothing is allocated.
-
-        Raises:
-            PoolFull: all are taken.
-        """
+        """Claim a slot, or raise PoolFull; nothing is allocated."""
         if not self._free:
             raise PoolFull(self.slots)
         return self._free.pop()
@@ -120,42 +122,37 @@ class Tails:
         mx.eval(self.buffers())
 
     def give_back(self, slot: int) -> None:
-        """Take a slot back, with any content."""
         if slot in self._free or not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is not taken")
         self._free.append(slot)
 
     def check(self, taken: Iterable[int]) -> None:
-        """Recount slots and buffers, and raise AssertionError if one is lost or doubled.
-
-        Args:
-            taken: the slots that running sequences have.
-        """
+        """Recount the `taken` slots and the buffers, and raise AssertionError if any differs."""
         slots = sorted(taken)
         if sorted([*slots, *self._free]) != list(range(self.slots)):
             raise AssertionError(f"slots taken {slots}, free {sorted(self._free)} of {self.slots}")
         columns = self.columns + self.spare
         for buffers, sides in ((self._keys, "key_dim"), (self._values, "value_dim")):
-            wanted = [
+            expected = [
                 ((self.slots, shape.kv_heads, columns, getattr(shape, sides)), shape.dtype)
                 for shape in self.shapes
             ]
-            if self.nbytes and [(buffer.shape, buffer.dtype) for buffer in buffers] != wanted:
-                raise AssertionError(f"the buffers are not {wanted}")
+            if self.nbytes and [(buffer.shape, buffer.dtype) for buffer in buffers] != expected:
+                raise AssertionError(f"the buffers are not {expected}")
 
     def write(
         self, layer: int, slots: mx.array, columns: mx.array, keys: mx.array, values: mx.array
     ) -> None:
         """Write row i of keys and values, (b, kv_heads, n, dim), from (slots[i], columns[i]) on."""
-        at = columns[:, None] + mx.arange(keys.shape[2])
+        places = columns[:, None] + mx.arange(keys.shape[2])
         for buffers, new in ((self._keys, keys), (self._values, values)):
             buffer = buffers[layer]
-            buffer[slots[:, None], :, at] = new.swapaxes(1, 2)
+            buffer[slots[:, None], :, places] = new.swapaxes(1, 2)
 
     def write_block(
         self, layer: int, slot: int, column: int, keys: mx.array, values: mx.array
     ) -> None:
-        """Write rows (b, kv_heads, n, dim) from one column and `slot` on: quicker by far."""
+        """Write rows (b, kv_heads, n, dim) from one column and `slot` on: far quicker."""
         self._keys[layer] = _written(self._keys[layer], slot, column, keys)
         self._values[layer] = _written(self._values[layer], slot, column, values)
 
@@ -175,11 +172,10 @@ class Tails:
         return self._keys[layer][rows, :, :columns], self._values[layer][rows, :, :columns]
 
     def buffers(self) -> list[mx.array]:
-        """Return all buffers, to be evaluated with the step that wrote to them."""
         return [*self._keys, *self._values]
 
     def cut(self, slot: int, stop: int, behind: Segment | None = None) -> Segment:
-        """Copy the first `stop` columns of a slot, behind a segment if there is one; evaluated."""
+        """Copy the first `stop` columns of a slot, after a segment if given; evaluated."""
         tail = tuple(self.read_block(i, slot, 1, stop) for i in range(len(self.shapes)))
         if behind is None:
             return Segment.cut(tail, 0, stop)

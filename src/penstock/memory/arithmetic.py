@@ -15,15 +15,11 @@ GROUP_SIZES = (32, 64, 128)
 def vector_bytes(
     dim: int, scalar_bytes: int, kv_bits: int | None = None, group_size: int = 64
 ) -> int:
-    """Bytes of one head's key (or value) of one token.
+    """Return the bytes of one head's key (or value) of one token.
 
     Plain: dim x scalar_bytes. Quantized as `mx.quantize` lays it out: dim x bits / 8 of codes, and
     for each group one scale and one bias in the model's dtype. These add 2 x 8 x scalar_bytes /
     group_size bits to every number.
-
-    Raises:
-        SettingError: a bit width or group size that `mx.quantize` lacks, or a group
-            size that does not divide `dim`.
     """
     if kv_bits is None:
         return dim * scalar_bytes
@@ -42,7 +38,7 @@ def vector_bytes(
 def layer_bytes_per_token(
     layer: LayerSpec, scalar_bytes: int, *, kv_bits: int | None = None, group_size: int = 64
 ) -> int:
-    """KV bytes of one token in one layer: kv_heads x (key vector + value vector)."""
+    """Return kv_heads x (key vector + value vector); 0 for a recurrent layer."""
     if layer.kind == "recurrent":
         return 0
     return layer.kv_heads * (
@@ -58,7 +54,7 @@ def bytes_per_token(
     kv_bits: int | None = None,
     group_size: int = 64,
 ) -> int:
-    """KV bytes of one token of one sequence, summed over the layers of `kind` (None: all).
+    """Return the KV bytes of one token of a sequence, over the layers of `kind` (None: all).
 
     Window layers stop growing at their window: past it only `kind="full"` counts.
     """
@@ -77,7 +73,7 @@ def bytes_of_window(
     kv_bits: int | None = None,
     group_size: int = 64,
 ) -> int:
-    """Bytes one sequence holds in a cache bounded to `max_kv_size` tokens.
+    """Return the bytes of one sequence in a cache bounded to `max_kv_size` tokens.
 
     sum over layers of min(max_kv_size, capacity, window) x bytes a token + state_bytes.
     `keep` does not appear: the kept tokens are part of the window.
@@ -103,7 +99,7 @@ def bytes_of_batch(
     kv_bits: int | None = None,
     group_size: int = 64,
 ) -> int:
-    """Bytes of `batch` sequences: every row of a batch ring is as long as the window."""
+    """Return the bytes of `batch` sequences; every row of a batch ring is as long as the window."""
     if batch < 1:
         raise SettingError(f"batch must be at least 1 sequence, not {batch}")
     return batch * bytes_of_window(
@@ -112,17 +108,7 @@ def bytes_of_batch(
 
 
 def group_size_for(spec: ModelSpec) -> int:
-    """Choose the group size for a quantized cache: 64, or 32 where 64 does not divide.
-
-    Raises:
-        SettingError: a model whose code cannot read quantized caches, or a key or value
-            size that 32 does not divide.
-    """
-    if spec.unquantizable is not None:
-        raise SettingError(
-            f"{spec.name} ({spec.model_type}) cannot have quantized caches: "
-            f"{spec.unquantizable}; leave the cache in full precision"
-        )
+    """Return the group size of a quantized cache: 64, or 32 where 64 does not divide."""
     dims = {d for layer in spec.layers for d in (layer.key_dim, layer.value_dim)}
     for group_size in (64, 32):
         if all(dim % group_size == 0 for dim in dims):
@@ -136,7 +122,7 @@ def group_size_for(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fit of a batch of bounded sequences beside the weights, and the batch that would fit.
+    """How a batch of bounded sequences fits beside the weights.
 
     `largest_window_tokens` is the largest max_kv_size at which the batch fits; None if no
     size is too large, because no layer keeps more than its own window.
@@ -158,7 +144,7 @@ def what_fits(
     kv_bits: int | None = None,
     group_size: int = 64,
 ) -> Fit:
-    """Divide the rest of `memory_bytes` beside the weights among sequences.
+    """Divide the memory left beside the weights among sequences.
 
     free = memory - weights (unknown weights count as nothing);
     sequences = free // bytes_of_window; missing = bytes_of_batch - free, if positive.
@@ -188,7 +174,7 @@ def what_fits(
 
 
 def default_limit_bytes(recommended_bytes: int) -> int:
-    """Give the memory limit for a device that recommends so many bytes.
+    """Return the memory limit for a device that recommends `recommended_bytes`.
 
     70 % under 32 GB, 75 % under 64 GB, 80 % under 128 GB, 85 % from there: a small
     machine needs a larger share for everything else that runs on it.
@@ -200,11 +186,7 @@ def default_limit_bytes(recommended_bytes: int) -> int:
 
 
 def default_threshold(total_bytes: int) -> float:
-    """Give the share of a machine's memory, in use by everybody, above which cold prefixes go.
-
-    Ten points above the share that `default_limit_bytes` takes: 80 % under 32 GB, 85 % under
-    64 GB, 90 % under 128 GB, 95 % from there.
-    """
+    """Return the share of used memory above which prefixes are evicted: the limit's and 10 %."""
     return default_limit_bytes(total_bytes) / total_bytes + 0.1
 
 

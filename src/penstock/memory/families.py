@@ -5,7 +5,7 @@ A new family is a function from a config to its layers, and a line in `FAMILIES`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
@@ -20,7 +20,6 @@ class Config:
         self.name = name
 
     def integer(self, *keys: str, default: int | None = None) -> int:
-        """Read the first of `keys` that is there."""
         for key in keys:
             if key in self.values:
                 value = self.values[key]
@@ -32,18 +31,16 @@ class Config:
         return default
 
     def maybe(self, key: str) -> int | None:
-        """Read an integer that need not be there."""
         return self.integer(key) if key in self.values else None
 
     def positive(self, *keys: str) -> int:
-        """Read an integer that must be there and cannot be zero."""
         value = self.integer(*keys)
         if value == 0:
             raise ModelError(f"{self.name}: {keys[0]} is 0")
         return value
 
     def strings(self, key: str) -> list[str] | None:
-        """Read a list of words that need not be there; a plain string is its letters."""
+        """Read an optional list of words; a plain string is split into its letters."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -78,11 +75,9 @@ class Config:
         return DTYPE_BYTES[str(self.values["dtype"])]
 
     def full(self, **changes: int | None) -> LayerSpec:
-        """Make an ordinary full-attention layer of this model."""
         return self._attention("full", None, **changes)
 
     def window(self, window_tokens: int, **changes: int | None) -> LayerSpec:
-        """Make a sliding-window layer of this model."""
         return self._attention("window", window_tokens, **changes)
 
     def _attention(
@@ -98,7 +93,7 @@ class Config:
         return LayerSpec(kind, kv_heads or self.kv_heads, dim, dim, window_tokens, state_bytes)
 
     def recurrent(self, plain_numbers: int, float32_numbers: int = 0) -> LayerSpec:
-        """Make a recurrent layer whose state is so many numbers, a part of them in float32."""
+        """Make a recurrent layer with a state of so many numbers, some of them float32."""
         return LayerSpec("recurrent", state_bytes=self.state(plain_numbers, float32_numbers))
 
     def state(self, plain_numbers: int, float32_numbers: int) -> int:
@@ -110,7 +105,7 @@ def _plain(c: Config) -> list[LayerSpec]:
 
 
 def _derived_head_dim(c: Config) -> list[LayerSpec]:
-    """Models of mlx-lm that ignore `head_dim` in the config."""
+    """Ignore `head_dim`, as some models of mlx-lm do."""
     return [c.full(head_dim=c.hidden // c.attention_heads)] * c.layer_count
 
 
@@ -157,14 +152,14 @@ def _shared_kv(c: Config) -> list[LayerSpec]:
         period = c.positive("sliding_window_pattern")
         types = ["sliding_attention"] * (period - 1) + ["full_attention"]
         types *= c.layer_count // period + 1
-    wide = c.values.get("attention_k_eq_v")
+    shared_heads = c.values.get("attention_k_eq_v")
     full = c.full(
         head_dim=c.maybe("global_head_dim"),
-        kv_heads=c.maybe("num_global_key_value_heads") if wide else None,
+        kv_heads=c.maybe("num_global_key_value_heads") if shared_heads else None,
     )
     window = c.window(c.positive("sliding_window"))
-    own = c.layer_count - c.integer("num_kv_shared_layers", default=0)
-    return [full if kind == "full_attention" else window for kind in types[:own]]
+    count = c.layer_count - c.integer("num_kv_shared_layers", default=0)
+    return [full if kind == "full_attention" else window for kind in types[:count]]
 
 
 def _latent(c: Config) -> list[LayerSpec]:
@@ -174,7 +169,7 @@ def _latent(c: Config) -> list[LayerSpec]:
 
 
 def _unfolded_latent(c: Config) -> list[LayerSpec]:
-    """Multi-head latent attention that mlx-lm unfolds before it is cached: all heads."""
+    """Multi-head latent attention that mlx-lm unfolds before caching: all heads."""
     key_dim = c.positive("qk_nope_head_dim") + c.positive("qk_rope_head_dim")
     layer = LayerSpec("full", c.attention_heads, key_dim, c.positive("v_head_dim"))
     return [layer] * c.layer_count
@@ -193,7 +188,6 @@ def _gated_delta(c: Config) -> list[LayerSpec]:
 def _mamba2_state(
     c: Config, *, heads: int, head_dim: int, states: int, groups: int, kernel: int
 ) -> int:
-    """State of a Mamba-2 layer: a convolution, and (heads, head dim, states) in float32."""
     channels = heads * head_dim + 2 * groups * states
     return c.state((kernel - 1) * channels, heads * head_dim * states)
 
@@ -222,7 +216,6 @@ def _mamba2(c: Config) -> list[LayerSpec]:
 
 
 def _mamba_keys_state(c: Config) -> int:
-    """Mamba-2 state under the names Falcon-H1 and Granite 4 use."""
     return _mamba2_state(
         c,
         heads=c.positive("mamba_n_heads"),
@@ -309,10 +302,9 @@ def unknown(c: Config) -> list[LayerSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Reader of one model type's config, as mlx-lm reads it: layers and assumed values.
+    """How mlx-lm reads one model type's config: its layers and default values.
 
-    `gated` tells whether the weights are those of a gated MLP (dense or of experts), so that they
-    can be counted.
+    `gated_mlp`: the weights are a gated MLP's (dense or experts), so they can be counted.
     """
 
     read: Callable[[Config], list[LayerSpec]]
@@ -371,44 +363,3 @@ FAMILIES: dict[str, Family] = {
     "jamba": _family(_jamba),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _family(_lfm2)),
 }
-
-_SINKS = "mlx-lm's quantized attention refuses attention sinks"
-_LATENTS = (
-    "mlx-lm's code for it multiplies the latents themselves, which quantized ones do not allow"
-)
-_OWN = "mlx-lm's code for it has an attention of its own, which cannot read quantized keys"
-_DTYPE = "mlx-lm's code for it asks keys or values for their dtype, which quantized ones lack"
-_INDEXED = "mlx-lm's code for it picks keys by an index, which it cannot in quantized ones"
-_SHARED = "some of its layers read the keys and values of another one, which mlx-lm needs plain"
-
-# Model type -> why, and the keys of the config of which one must be set for it to be so (none:
-# always). Found by running mlx-lm 0.32.2's models, and by reading those that FAMILIES lacks.
-_UNQUANTIZABLE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "gpt_oss": (_SINKS, ()),
-    "mimo_v2_flash": (_SINKS, ("add_swa_attention_sink_bias", "add_full_attention_sink_bias")),
-    **dict.fromkeys(
-        (
-            "deepseek_v3", "kimi_k2", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl",
-            "joyai_llm_flash", "glm4_moe_lite", "longcat_flash", "longcat_flash_ngram",
-            "mistral4", "bailing_hybrid", "bailing_moe_v3",
-        ),
-        (_LATENTS, ()),
-    ),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"), (_INDEXED, ())),
-    **dict.fromkeys(("gemma2", "olmo", "phi3small", "plamo", "plamo2"), (_OWN, ())),
-    **dict.fromkeys(("phi", "phixtral", "phi-msft", "stablelm"), (_DTYPE, ())),
-    "gear": (_OWN, ("attn_logit_softcapping",)),
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text", "gemma4_unified"), (_SHARED, ("num_kv_shared_layers",))
-    ),
-}  # fmt: skip
-
-
-def why_unquantizable(model_types: Sequence[str], c: Config) -> str | None:
-    """Say why mlx-lm's code for a model cannot read quantized caches; None if it can."""
-    for model_type in model_types:
-        if model_type in _UNQUANTIZABLE:
-            why, keys = _UNQUANTIZABLE[model_type]
-            if not keys or any(c.values.get(key) for key in keys):
-                return why
-    return None

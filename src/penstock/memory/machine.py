@@ -13,8 +13,6 @@ from penstock.memory.arithmetic import default_limit_bytes, default_threshold
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Bytes of memory: of the machine, of the device, and penstock's own limit."""
-
     total_bytes: int
     available_bytes: int
     recommended_bytes: int
@@ -29,7 +27,7 @@ def read_machine_memory(device_info: Mapping[str, str | int]) -> MachineMemory:
 
     Args:
         device_info: the result of `mx.device_info()`; empty where MLX cannot be imported. It is
-            handed in, by `kv.backend.machine_memory`, because nothing in this package imports MLX.
+            handed in, by `attention.devices.machine_memory`: nothing in this package imports MLX.
     """
     seen = psutil.virtual_memory()
     total = min(seen.total, _container_limit_bytes() or seen.total)
@@ -45,7 +43,6 @@ def read_machine_memory(device_info: Mapping[str, str | int]) -> MachineMemory:
 
 
 def _container_limit_bytes() -> int | None:
-    """Read the cgroup's memory limit (version 2, then 1); None if there is none."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         file = Path("/sys/fs/cgroup") / name
         if file.is_file() and (text := file.read_text().strip()).isdigit():

@@ -11,8 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import ModelError
-from penstock.memory.families import FAMILIES, Config, Family, unknown, why_unquantizable
+from penstock.memory.families import FAMILIES, Config, Family, unknown
+from penstock.memory.model_config import check_config, read_config
 from penstock.memory.spec import DTYPE_BYTES, LayerSpec, ModelSpec
+from penstock.plurals import counted
+from penstock.regular_files import open_regular
 
 
 def read_model_spec(
@@ -21,17 +24,13 @@ def read_model_spec(
     files: Mapping[str, int] | None = None,
     wide: bool = False,
 ) -> ModelSpec:
-    """Read the figures of memory arithmetic from a model's config.
+    """Read what memory arithmetic needs from a model's config.
 
     Args:
-        source: a model folder, a config.json, or its content. Weights are not needed; if
-            safetensors files lie beside the config, their headers give bytes and dtype.
-        files: bytes of the weights by their dtype, where they are known already.
-        wide: whether weights become float32 when they are loaded.
-
-    Raises:
-        ModelError: no config there, not JSON, a number missing that nothing implies, a size
-            that is none, or a file of weights that is damaged or cut off.
+        source: a model folder, a config.json, or its content. safetensors files beside the
+            config give bytes and dtype.
+        files: bytes of the weights by dtype, if known already.
+        wide: whether the weights become float32 when loaded.
     """
     outer, name, folder = _load_config(source)
     inner = outer.get("text_config")
@@ -67,13 +66,11 @@ def read_model_spec(
         weight_source=weight_source,
         max_tokens=c.maybe("max_position_embeddings"),
         notes=tuple(notes),
-        unquantizable=why_unquantizable(types, c),
         whole_weight_bytes=_outside_layers(c, files, weight_bytes),
     )
 
 
 def _dtype_of(files: Mapping[str, int], values: Mapping[str, object], notes: list[str]) -> str:
-    """Return the dtype of a model's numbers: that of the files, else that of the config."""
     stated = str(values.get("dtype") or values.get("torch_dtype"))
     dtype = _held_dtype(files) or (stated if stated in DTYPE_BYTES else None)
     if dtype is None:
@@ -82,7 +79,6 @@ def _dtype_of(files: Mapping[str, int], values: Mapping[str, object], notes: lis
 
 
 def _layers_of(c: Config, family: Family, model_type: str, notes: list[str]) -> list[LayerSpec]:
-    """Read the layers, and note the guesses."""
     layers = list(family.read(c))
     if family.read is unknown:
         notes.append(
@@ -104,20 +100,17 @@ _HEADER_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 def _load_config(
     source: str | Path | Mapping[str, object],
 ) -> tuple[dict[str, object], str, Path | None]:
-    """Return the config, a name for messages, and the folder where weights may be."""
     if isinstance(source, Mapping):
-        return dict(source), str(source.get("_name_or_path") or "the model"), None
+        name = str(source.get("_name_or_path") or "the model")
+        check_config(source, name)
+        return dict(source), name, None
     path = Path(source).expanduser()
     file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_config(file)
     except FileNotFoundError:
         what = f"{path} has no config.json" if path.is_dir() else f"there is no {path}"
         raise ModelError(f"{what}; name a model folder or a config.json") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} is not a readable JSON file: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{file} holds no JSON object")
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     return values, name, path if path.is_dir() else None
 
@@ -127,22 +120,20 @@ _COUNTS = ("intermediate_size", "moe_intermediate_size", "head_dim", "num_key_va
 
 
 def _check_sizes(c: Config) -> None:
-    """Refuse sizes no model has, also where another key is read in their place.
-
-    Some models give a list, one number a layer; the reader of such a key judges it.
-    """
     for key in (*_SIZES, *_COUNTS):
         value = c.values.get(key)
         if isinstance(value, int) and value < (1 if key in _SIZES else 0):
             raise ModelError(f"{c.name}: {key} is {value}, not a size")
 
 
+MOST_HEADER_BYTES = 100_000_000
+"""Largest header of a safetensors file in bytes, as its own library has it."""
 OUTSIDE = "outside of the layers"
 _IN_LAYERS = re.compile(r"(^|\.)(layers|blocks|h)\.\d+\.")
 
 
 def _outside_layers(c: Config, files: Mapping[str, int], weight_bytes: int | None) -> int:
-    """Return the bytes of weights that are in no layer; of no files, the embeddings' share."""
+    """Return the weight bytes outside the layers; without files, the embeddings' share."""
     if files or weight_bytes is None:
         return files.get(OUTSIDE, 0)
     parameters = _matrix_parameters(c)
@@ -150,20 +141,20 @@ def _outside_layers(c: Config, files: Mapping[str, int], weight_bytes: int | Non
 
 
 def _read_headers(folder: Path) -> dict[str, int]:
-    """Sum the tensor bytes of a folder's safetensors files by dtype.
+    """Sum the tensor bytes of a folder's safetensors files by dtype, and under `OUTSIDE`.
 
-    The bytes of the tensors outside the layers stand again, under `OUTSIDE`.
-
-    A file starts with the length of its header as 8 bytes, then the header as JSON; the
-    weights behind it are not read. The files are those mlx-lm would load.
+    A file is the length of its header as 8 bytes, the header as JSON, then the weights, which are
+    not read.
     """
-    held: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
     for file in sorted(folder.glob("model*.safetensors")):
         try:
-            with file.open("rb") as stream:
+            with open_regular(file) as stream:
                 (length,) = struct.unpack("<Q", stream.read(8))
                 # A larger header would be a damaged length: never try to read terabytes.
                 size = file.stat().st_size
+                if length > MOST_HEADER_BYTES:
+                    raise ValueError(f"its header has {counted(length, 'byte')}")
                 header = json.loads(stream.read(min(length, size)))
             needed = 0
             for tensor, entry in header.items():
@@ -171,40 +162,40 @@ def _read_headers(folder: Path) -> dict[str, int]:
                     start, end = entry["data_offsets"]
                     if not 0 <= start <= end:
                         raise ValueError(f"{tensor} lies from byte {start} to byte {end}")
-                    held[entry["dtype"]] += end - start
+                    nbytes[entry["dtype"]] += end - start
                     if not _IN_LAYERS.search(tensor):
-                        held[OUTSIDE] += end - start
+                        nbytes[OUTSIDE] += end - start
                     needed = max(needed, 8 + length + end)
         except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{file} has no readable safetensors header: {error}") from error
         if needed > size:
             raise ModelError(
-                f"{file} is cut off: its header tells of {needed:,} bytes, the file has {size:,}; "
+                f"{file} is cut off: its header tells of {counted(needed, 'byte')}, "
+                f"the file has {size:,}; "
                 "download it again"
             )
-    return dict(held)
+    return dict(nbytes)
 
 
 def _widened(files: Mapping[str, int], values: Mapping[str, object]) -> dict[str, int]:
-    """Return the bytes of weights by dtype if all of them become float32.
+    """Return the weight bytes by dtype once all of them become float32.
 
-    Codes of `bits` bits in groups of `group_size` have a scale and a bias of half precision each
-    group, which go.
+    Each group of quantized codes has a scale and a bias in half precision, which go.
     """
     quantization = values.get("quantization")
     stated = quantization if isinstance(quantization, dict) else {}
     bits, group = int(stated.get("bits", 4)), int(stated.get("group_size", 64))
     coded = files.get("U32", 0) * 8 // bits
     halves = sum(files.get(kind, 0) for kind in ("F16", "BF16"))
-    wide = 4 * coded + 2 * max(0, halves - coded // group * 4) + files.get("F32", 0)
+    total = 4 * coded + 2 * max(0, halves - coded // group * 4) + files.get("F32", 0)
     whole = sum(n for kind, n in files.items() if kind != OUTSIDE)
-    outside = files.get(OUTSIDE, 0) * wide // whole if whole else 0
-    return {"F32": wide, OUTSIDE: outside} if files else {}
+    outside = files.get(OUTSIDE, 0) * total // whole if whole else 0
+    return {"F32": total, OUTSIDE: outside} if files else {}
 
 
 def _held_dtype(files: Mapping[str, int]) -> str | None:
-    """Tell the dtype the model computes in: the one most of its floats have."""
-    floats = {kind: held for kind, held in files.items() if kind in _HEADER_DTYPES}
+    """Return the dtype most of the floats have; the model computes in it."""
+    floats = {kind: nbytes for kind, nbytes in files.items() if kind in _HEADER_DTYPES}
     return _HEADER_DTYPES[max(floats, key=floats.__getitem__)] if floats else None
 
 
@@ -229,7 +220,7 @@ def _weights(c: Config, family: Family, files: Mapping[str, int]) -> tuple[int |
 
 
 def _matrix_parameters(c: Config) -> int | None:
-    """Count the numbers in the matrices of a gated-MLP transformer; norms and biases are not.
+    """Count the matrix parameters of a gated-MLP transformer, without norms and biases.
 
     embeddings  vocabulary x hidden, twice if the output has its own
     attention   hidden x head_dim x (2 x heads + 2 x KV heads), a layer
@@ -247,6 +238,5 @@ def _matrix_parameters(c: Config) -> int | None:
 
 
 def _embeddings(c: Config) -> int:
-    """Count the numbers of the embeddings, and of the output if it has its own."""
     sides = 1 if c.values.get("tie_word_embeddings", True) else 2
     return sides * c.positive("vocab_size") * c.hidden

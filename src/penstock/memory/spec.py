@@ -17,8 +17,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 class LayerSpec:
     """State that one layer keeps for a sequence.
 
-    `state_bytes` is a state without a token axis (convolution and recurrence), for one
-    sequence; None if the config does not tell. A full layer can have one beside its KV.
+    `state_bytes` (convolution and recurrence) has no token axis; None if the config does not say.
     """
 
     kind: LayerKind
@@ -29,7 +28,7 @@ class LayerSpec:
     state_bytes: int | None = 0
 
     def columns(self, max_kv_size: int) -> int:
-        """Tokens this layer has room for when the cache is bounded to `max_kv_size`."""
+        """Return the tokens this layer holds when the cache is bounded to `max_kv_size`."""
         if self.kind == "recurrent":
             return 0
         return min(max_kv_size, self.window_tokens or max_kv_size)
@@ -37,13 +36,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as far as memory is concerned.
+    """Memory figures of a model.
 
-    `layers` are the layers that own a cache, in order. `notes` name in words the assumptions, and
-    the values that could not be read from the config. `max_tokens` is the longest text the model
-    was made for, None if it does not say. `unquantizable` says why mlx-lm's code for the model
-    cannot read quantized caches, None if it can. `whole_weight_bytes` count embeddings, head and
-    all other weights outside of the layers.
+    `layers` own a cache each, in order. `notes` are the assumptions made, in words. `max_tokens` is
+    the longest supported text. `whole_weight_bytes` are the weights outside the layers.
     """
 
     name: str
@@ -54,33 +50,23 @@ class ModelSpec:
     weight_source: str
     max_tokens: int | None
     notes: tuple[str, ...] = ()
-    unquantizable: str | None = None
     whole_weight_bytes: int = 0
 
     @property
     def scalar_bytes(self) -> int:
-        """Bytes of one number of the model's dtype."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def state_bytes(self) -> int:
-        """Recurrent state of one sequence, all layers; unknown states count as nothing."""
         return sum(layer.state_bytes or 0 for layer in self.layers)
 
 
 def divided(spec: ModelSpec, hosts: int, *, pipeline: bool = False) -> ModelSpec:
-    """Return the part of a model on one of `hosts` machines that divide it.
+    """Return the part of a model on one of `hosts` machines.
 
-    That is an equal part of every layer's heads, states and weights, and all tensors outside the
-    layers. The one head of a latent attention is on every machine.
-
-    Args:
-        spec: of the whole model.
-        hosts: machines.
-        pipeline: each machine has whole layers, as many and of the same kinds as the others.
-
-    Raises:
-        SettingError: the heads, or the layers, are not divisible by so many.
+    Tensor parallelism: an equal share of each layer's heads, states and weights, and everything
+    outside the layers; a latent's single head is on every machine. `pipeline`: whole layers, the
+    same kinds on each machine.
     """
     if hosts == 1:
         return spec
@@ -97,7 +83,6 @@ def divided(spec: ModelSpec, hosts: int, *, pipeline: bool = False) -> ModelSpec
 
 
 def _some_heads(spec: ModelSpec, hosts: int) -> tuple[LayerSpec, ...]:
-    """Return every layer, with a machine's heads of it."""
     for layer in spec.layers:
         if layer.kv_heads > 1 and layer.kv_heads % hosts:
             raise SettingError(
@@ -116,7 +101,6 @@ def _some_heads(spec: ModelSpec, hosts: int) -> tuple[LayerSpec, ...]:
 
 
 def _some_layers(spec: ModelSpec, hosts: int) -> tuple[LayerSpec, ...]:
-    """Return a machine's layers, which are like those of every other one."""
     count, rest = divmod(len(spec.layers), hosts)
     first = spec.layers[:count]
     if rest or any(spec.layers[i * count :][:count] != first for i in range(hosts)):
@@ -128,6 +112,5 @@ def _some_layers(spec: ModelSpec, hosts: int) -> tuple[LayerSpec, ...]:
 
 
 def layer_groups(spec: ModelSpec) -> Iterator[tuple[int, LayerSpec]]:
-    """Yield each distinct layer with how often the model has it, in order of appearance."""
     for layer, count in Counter(spec.layers).items():
         yield count, layer

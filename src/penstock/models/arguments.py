@@ -6,30 +6,21 @@ import mlx.nn as nn
 
 
 def query_heads(model: nn.Module) -> int:
-    """Return the most query heads of any layer; 64 if the model does not tell.
-
-    Read from the layer's attention or its arguments, under one of the names mlx-lm's models use.
-    """
-    places = [getattr(model, "args", None)]
-    places.append(getattr(places[0], "text_config", None))
-    places += [getattr(layer, "self_attn", None) for layer in getattr(model, "layers", [])]
-    counts = [
-        value
-        for place in places
-        for name in ("num_attention_heads", "n_heads", "n_head", "num_heads")
-        if isinstance(value := getattr(place, name, None), int)
-    ]
-    return max(counts, default=64)
+    """Return the most query heads of any layer; 64 if the model does not tell."""
+    layers = [getattr(layer, "self_attn", None) for layer in getattr(model, "layers", [])]
+    names = ("num_attention_heads", "n_heads", "n_head", "num_heads")
+    return max(_figures(model, layers, names), default=64)
 
 
 def positions(model: nn.Module) -> int | None:
-    """Return how many positions a model is made for, of its arguments; None if they do not tell."""
-    places = [getattr(model, "args", None)]
-    places.append(getattr(places[0], "text_config", None))
-    limits = [
-        value
-        for place in places
-        for name in ("max_position_embeddings", "n_positions", "n_ctx")
-        if isinstance(value := getattr(place, name, None), int)
-    ]
-    return min(limits, default=None)
+    """Return how many positions a model is made for; None if its arguments do not tell."""
+    return min(
+        _figures(model, [], ("max_position_embeddings", "n_positions", "n_ctx")), default=None
+    )
+
+
+def _figures(model: nn.Module, layers: list[object], names: tuple[str, ...]) -> list[int]:
+    arguments = getattr(model, "args", None)
+    places = [arguments, getattr(arguments, "text_config", None), *layers]
+    figures = (getattr(place, name, None) for place in places for name in names)
+    return [figure for figure in figures if isinstance(figure, int)]

@@ -1,6 +1,6 @@
-"""Fingerprint of a model: one name for everything but the tokens that its KV depends on.
+"""Fingerprint of a model: the identity of everything but the tokens that its KV depends on.
 
-Equal weights under another name give the same fingerprint. Other weights under the same name do
+Equal weights under another name have the same fingerprint. Other weights under the same name do
 not.
 """
 
@@ -18,14 +18,10 @@ from mlx.utils import tree_flatten
 
 
 def fingerprint(model: Any, **settings: object) -> str:
-    """Name a model by its weights to the bit, its layers, its arguments and mlx-lm's version.
+    """Hash a model's weights to the bit, its layers, its arguments and mlx-lm's version.
 
-    Quantization, RoPE and adapters are among them. Reads every weight once: about a second for
-    each 5 GB.
-
-    Args:
-        model: mlx-lm's, evaluated.
-        settings: other settings that KV depends on.
+    That includes quantization, RoPE and adapters. Reads every weight once: about a second for each
+    5 GB. `settings` are others that KV depends on.
     """
     hashed = xxhash.xxh3_128()
     arguments = getattr(model, "args", None)
@@ -45,7 +41,7 @@ def fingerprint(model: Any, **settings: object) -> str:
 
 
 def with_settings(name: str, **settings: object) -> str:
-    """Return a fingerprint with more settings in it than the given one."""
+    """Return a fingerprint extended by more settings."""
     hashed = xxhash.xxh3_128()
     _add(hashed, json.dumps([name, settings], sort_keys=True, default=repr).encode())
     return str(hashed.hexdigest())
@@ -57,6 +53,6 @@ def _add(hashed: xxhash.xxh3_128, raw: Any) -> None:
 
 
 def _bytes(array: mx.array) -> Any:
-    """Return an array's bytes, without a copy where that can be."""
+    """Return an array's bytes, without a copy where possible."""
     seen = np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
     return np.ascontiguousarray(seen).reshape(-1).view(np.uint8)

@@ -12,22 +12,24 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.caches.codec_reading import TurboQuant
+from penstock.attention.attention_backend import AttentionBackend
+from penstock.attention.reads import Reads
+from penstock.caches.codec import TurboQuant
 from penstock.caches.selective import SelectiveKVCache
-from penstock.kv import backend
-from penstock.kv.reads import Reads
+from penstock.kv.checks import loaded_model
 
 _ATTENTION = "scaled_dot_product_attention"
 
 
 def attach(model: nn.Module) -> tuple[str, ...]:
-    """Put the attention seam under a model; return the modules in which it was put.
+    """Put the attention seam under a model; return the changed modules.
 
     In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound to a
     dispatcher. A layer attends by its cache if that is one of penstock's `Reads`, a
     `TurboQuantKVCache` or a `SelectiveKVCache`. All other calls go to mlx-lm's function as before.
     Linear layers and embeddings become this module's. Nothing else is patched. Again does nothing.
     """
+    loaded_model("attach", model)
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
     names = {type(module).__module__ for module in modules}
     for part in modules:
@@ -73,43 +75,60 @@ def _dispatching(theirs: Any) -> Any:
 
 
 class _Active(threading.local):
-    """Whether this thread is in a decode step of an engine."""
+    """Back end of this thread's products in a decode step; None elsewhere."""
 
-    on = False
+    device: AttentionBackend | None = None
+    no_logits = False
 
 
 _active = _Active()
 
 
 class Linear(nn.Linear):
-    """A linear layer that asks the back end in decode steps; elsewhere it is MLX's."""
+    """A linear layer that calls the back end in decode steps, and MLX elsewhere."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Multiply (..., n) by the weights, to (..., m), and add the bias."""
-        if not _active.on:
+        if _active.device is None:
             return super().__call__(x)
-        products = backend.current().multiply_weights(x, self["weight"])
+        products = _active.device.multiply_weights(x, self["weight"])
         return products + self["bias"] if "bias" in self else products
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose weights are those of the last layer, too; see `Linear`."""
+    """An embedding whose weights are also those of the last layer; see `Linear`."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply (..., n) by the weights, to (..., vocabulary)."""
-        if not _active.on:
+        if _active.device is None:
             return super().as_linear(x)  # type: ignore[no-any-return, no-untyped-call]
-        return backend.current().multiply_weights(x, self["weight"])
+        return _active.device.multiply_weights(x, self["weight"])
 
 
 _SEAMS: dict[type, type[nn.Module]] = {nn.Linear: Linear, nn.Embedding: Embedding}
 
 
 @contextmanager
-def decoding() -> Iterator[None]:
-    """Let the back end multiply by weights in this thread meanwhile."""
-    _active.on = True
+def decoding(device: AttentionBackend) -> Iterator[None]:
+    """Let a back end multiply by weights in this thread."""
+    _active.device = device
     try:
         yield
     finally:
-        _active.on = False
+        _active.device = None
+
+
+@contextmanager
+def without_logits() -> Iterator[None]:
+    """Let a model leave its logits out in this thread meanwhile, as nothing will read them.
+
+    MLX does not compute what is not read. Layers that compute when they are called ask.
+    """
+    _active.no_logits = True
+    try:
+        yield
+    finally:
+        _active.no_logits = False
+
+
+def skips_logits() -> bool:
+    """Tell whether nothing reads the logits that a model computes now."""
+    return _active.no_logits

@@ -1,37 +1,39 @@
-"""The one place that knows mlx-lm: loading, chat templates, generation, layers' caches.
+"""The only module that imports mlx-lm: loading, chat templates, layers' caches.
 
-The assumptions made here are named in `tests/test_contract_mlx_lm.py`.
+`tests/test_contract_mlx_lm.py` names its assumptions.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from math import lcm
 from pathlib import Path
-from pkgutil import iter_modules
 from tempfile import TemporaryDirectory
-from traceback import walk_tb
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.config import SamplingSettings, WeightsDtype
-from penstock.config.defaults import DRAFT_TOKENS
+from penstock.attention import devices
+from penstock.attention.span_attention import AttentionWindow
+from penstock.config import WeightsDtype
 from penstock.errors import ModelError
-from penstock.kv.attention import AttentionWindow
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
 from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
-from penstock.models import named
-from penstock.models.generation_config import read_generation_config
+from penstock.memory.sizes import format_bytes, parse_bytes
+from penstock.models import named, template_files
 from penstock.models.gguf import architectures
 from penstock.models.gguf import weights as gguf
 from penstock.models.gguf.header import is_gguf, read_header
-from penstock.models.gguf.loaded_bytes import native_bytes, wide_bytes
-from penstock.models.source import checked_source, first_line
+from penstock.models.gguf.loaded_bytes import activation_dtype, native_bytes, wide_bytes
+from penstock.models.source import checked_source, first_line, read_generation_config
+from penstock.models.template_renderer import TemplateRefusal, TemplateRenderer
+from penstock.models.template_trial import check_template
+from penstock.models.weight_packer import pack
 from penstock.models.widening import Widening, model_bytes, widen
 from penstock.open_files import unchanged_limit
 
@@ -40,17 +42,16 @@ with unchanged_limit():
     import mlx_lm
     import mlx_lm.models.base
     import mlx_lm.models.cache
-    import mlx_lm.tool_parsers
+    import mlx_lm.tokenizer_utils
     import mlx_lm.utils
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-    from mlx_lm.sample_utils import make_sampler
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 __all__ = [
     "Loaded",
     "ModelLayout",
-    "TextPiece",
     "TokenizerWrapper",
+    "chat_templates",
     "encode",
     "is_stage",
     "layout",
@@ -58,28 +59,23 @@ __all__ = [
     "load_all",
     "load_part",
     "load_tokenizer",
+    "load_within",
     "passes_on",
     "render",
-    "stream",
+    "rendered_text",
+    "set_chat_template",
 ]
 
+logger = logging.getLogger(__name__)
+
 Message = dict[str, str]
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's reasoning; transformers gives templates the first two of them."""
+NOTE_SECONDS = 2.0
+"""Seconds between two notes about weights being read."""
 INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """One generated token, and the run's figures up to it."""
-
-    token: int
-    text: str
-    """Text that became readable with this token; empty in the middle of a character."""
-    finish_reason: str | None
-    """`stop` or `length` with the last piece, None before."""
-    prompt_tokens: int
-    prompt_tokens_per_second: float
-    generated_tokens: int
-    generated_tokens_per_second: float
+SAFELY = {"trust_remote_code": False}
+"""Settings of tokenizers: code of a model's folder is neither run nor asked about on a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +86,9 @@ class Loaded:
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     weights_note: str | None = None
-    """Line about the dtype of the weights; None where they stay as they came."""
+    """Line about the dtype of the weights; None where they stay native."""
     sampling: dict[str, float] = field(default_factory=dict)
-    """Sampling that the model's `generation_config.json` asks for."""
+    """Sampling of the model's `generation_config.json`."""
 
 
 def load(
@@ -119,37 +115,51 @@ def load_all(
     weights_dtype: WeightsDtype = "auto",
     limit_bytes: int | None = None,
 ) -> Loaded:
-    """Load as `load` does, and return the config beside model and tokenizer.
-
-    Args:
-        path_or_name: as `load`.
-        weights_dtype: as `load`.
-        limit_bytes: memory limit; `auto` widens nothing that would leave too little of it.
-    """
+    """Load as `load` does; within `limit_bytes`, `auto` widens nothing that leaves too little."""
+    if not isinstance(path_or_name, str | Path):
+        kind = type(path_or_name).__name__
+        raise ModelError(f"a model is a folder, a .gguf file or a name, not a {kind}")
     if str(path_or_name) in named.MODELS and not Path(path_or_name).exists():
         path_or_name = named.fetch(str(path_or_name))
     if is_gguf(path_or_name):
         return _load_gguf(Path(path_or_name).expanduser(), weights_dtype, limit_bytes)
     source = checked_source(path_or_name)
     try:
-        model, tokenizer, config = mlx_lm.load(source, lazy=True, return_config=True)
+        model, tokenizer, config = mlx_lm.load(source, SAFELY, lazy=True, return_config=True)
+        _check_first_step(model)
         widening = Widening(weights_dtype, *model_bytes(model), limit_bytes)
+        logger.info("loading %s of weights", format_bytes(widening.loaded_bytes))
         if widening.widens:
             widen(model, _dense)
+        elif widening.packs:
+            pack(model, _dense, exact=widening.exact)
+        if widening.widens or widening.packs:
             config["torch_dtype"] = "float32"
         mx.eval(model.parameters())
     # A boundary: a config says anything, and mlx-lm, transformers, the hub client and MLX each
     # compute with it before they check it: no list of their errors is ever complete.
-    except Exception as error:
+    except BaseException as error:
         what = f"cannot load {source}"
         if not Path(source).is_dir():
             what = f"there is no folder {source}, and it cannot be fetched"
-        raise ModelError(f"{what}: {first_line(error)}") from error
+        raise _refusal(what, error) from error
+    _complete_templates(tokenizer, source)
+    _check_tokenizer(tokenizer, source)
     return Loaded(model, tokenizer, config, widening.note, read_generation_config(source))
 
 
+def load_within(
+    path_or_name: str | Path, weights_dtype: WeightsDtype, memory_limit: str | int | None = None
+) -> Loaded:
+    """Load a model for an engine of this memory limit, by default the machine's; see `load_all`."""
+    limit = devices.machine_memory().default_limit_bytes
+    if memory_limit is not None:
+        limit = parse_bytes(memory_limit)
+    return load_all(path_or_name, weights_dtype=weights_dtype, limit_bytes=limit)
+
+
 def _dense(module: nn.Module) -> nn.Module | None:
-    """Return a module for full numbers in the place of one with codes; its weights are no one's."""
+    """Return a dense module in place of a quantized one, with weights to be replaced."""
     rows, columns = module.weight.shape[-2], module.scales.shape[-1] * module.group_size
     if isinstance(module, nn.QuantizedEmbedding):
         return nn.Embedding(rows, columns)
@@ -162,27 +172,46 @@ def _dense(module: nn.Module) -> nn.Module | None:
 
 
 def _load_gguf(path: Path, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded:
-    """Load a model from a GGUF file.
-
-    mlx-lm's own loaders make the model and the tokenizer, of a folder that has everything but the
-    weights; these are read from the file, one tensor after the other.
-    """
+    """Load a GGUF file with mlx-lm's loaders, from a folder without weights."""
     header = read_header(path)
     architectures.config(header)  # refuses what is no model before anything is counted
     widening = Widening(weights_dtype, native_bytes(header), wide_bytes(header), limit_bytes)
+    wide, packs = widening.widens, widening.packs
+    dtype = "float32" if wide or packs else activation_dtype(header)
     try:
         with TemporaryDirectory(prefix="penstock-") as name:
             folder = Path(name)
-            gguf.write_folder(header, folder, wide=widening.widens)
+            gguf.write_folder(header, folder, wide=wide, dtype=dtype)
             model, config = mlx_lm.utils.load_model(folder, lazy=True, strict=False)
-            tokenizer = mlx_lm.utils.load_tokenizer(folder, eos_token_ids=config["eos_token_id"])
-        model.load_weights(list(gguf.weights(header, wide=widening.widens)))
-    except ModelError:
-        raise
+            tokenizer = mlx_lm.utils.load_tokenizer(
+                folder, SAFELY, eos_token_ids=config["eos_token_id"]
+            )
+        model.load_weights(
+            list(_noted(gguf.weights(header, wide=wide, dtype=dtype), widening.loaded_bytes))
+        )
+        _check_first_step(model)
+        if packs:
+            pack(model, _dense, exact=widening.exact)
     # A boundary, as in `load_all`.
-    except Exception as error:
-        raise ModelError(f"cannot load {path}: {first_line(error)}") from error
+    except BaseException as error:
+        raise _refusal(f"cannot load {path}", error) from error
+    _check_tokenizer(tokenizer, header.name)
     return Loaded(model, tokenizer, config, widening.note)
+
+
+def _noted(
+    weights: Iterator[tuple[str, mx.array]], total_bytes: int
+) -> Iterator[tuple[str, mx.array]]:
+    """Yield weights as they are read, and log from time to time how many there are."""
+    read_bytes, noted = 0, time.monotonic()
+    logger.info("loading %s of weights", format_bytes(total_bytes))
+    for name, weight in weights:
+        yield name, weight
+        read_bytes += weight.nbytes
+        if time.monotonic() - noted >= NOTE_SECONDS:
+            noted = time.monotonic()
+            done = f"{format_bytes(read_bytes)} of {format_bytes(total_bytes)}"
+            logger.info("loading weights: %s", done)
 
 
 def load_part(
@@ -190,9 +219,9 @@ def load_part(
 ) -> Loaded:
     """Load this process's part of a model that mlx-lm divides among the `group`.
 
-    With `shard` that is a part of the heads of every layer, and of the matrices between them. With
-    `pipeline`, or if the model's class has nothing else, it is whole layers. All processes of the
-    group must load.
+    Without `pipeline` that is a part of the heads of every layer, and of the matrices between
+    them. With it, or if the model's class has nothing else, it is whole layers. All processes of
+    the group must load.
 
     Raises:
         ModelError: as `load`; or mlx-lm cannot divide this model among so many.
@@ -205,11 +234,16 @@ def load_part(
         )
     try:
         model, tokenizer, config = mlx_lm.utils.sharded_load(
-            source, pipeline_group=group if pipeline else None, return_config=True
+            source,
+            pipeline_group=group if pipeline else None,
+            return_config=True,
+            tokenizer_config=SAFELY,
         )
     # A boundary, as in `load_all`.
-    except Exception as error:
-        raise ModelError(f"cannot load {source} in {ranks} parts: {first_line(error)}") from error
+    except BaseException as error:
+        raise _refusal(f"cannot load {source} in {ranks} parts", error) from error
+    _complete_templates(tokenizer, source)
+    _check_tokenizer(tokenizer, source)
     if pipeline and not is_stage(model):
         raise ModelError(f"{source} cannot be divided by layers here; leave --pipeline out")
     divided = ("hidden_layers",) if is_stage(model) else ("attention_heads", "key_value_heads")
@@ -218,10 +252,7 @@ def load_part(
 
 
 def _check_divided(config: dict[str, Any], name: str, ranks: int, divided: Sequence[str]) -> None:
-    """Raise ModelError unless so many ranks got equal parts.
-
-    mlx-lm rounds heads down, and gives the first ranks a layer more.
-    """
+    """Raise ModelError unless all ranks have equal parts: mlx-lm rounds heads and layers."""
     for place in (config, config.get("text_config") or {}):
         for what in divided:
             count = place.get(f"num_{what}")
@@ -233,129 +264,185 @@ def _check_divided(config: dict[str, Any], name: str, ranks: int, divided: Seque
 
 
 def is_stage(model: nn.Module) -> bool:
-    """Tell whether a model has some of its layers only, the others being other processes'."""
+    """Return whether a model has only some of its layers, the others being other processes'."""
     return getattr(getattr(model, "model", None), "pipeline_size", 1) > 1
 
 
 def passes_on(model: nn.Module) -> bool:
-    """Tell whether a model's last layer hands its output to another process."""
+    """Return whether a model's last layer passes its output to another process."""
     return getattr(getattr(model, "model", None), "pipeline_rank", 0) > 0
 
 
 def load_tokenizer(path_or_name: str | Path) -> TokenizerWrapper:
-    """Load a model's tokenizer alone: nothing of its weights is read.
-
-    Raises:
-        ModelError: as `load`.
-    """
+    """Load a model's tokenizer without its weights; raises ModelError as `load`."""
     source = checked_source(path_or_name)
     try:
-        return mlx_lm.utils.load_tokenizer(source)
+        tokenizer = mlx_lm.utils.load_tokenizer(source, SAFELY)
     # A boundary, as above.
+    except BaseException as error:
+        raise _refusal(f"cannot load the tokenizer of {source}", error) from error
+    _complete_templates(tokenizer, source)
+    _check_tokenizer(tokenizer, source)
+    return tokenizer
+
+
+def _refusal(what: str, error: BaseException) -> BaseException:
+    # The tokenizers' Rust code panics with an exception that is no `Exception`.
+    foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    if isinstance(error, ModelError) or not foreign:
+        return error
+    return ModelError(f"{what}: {first_line(error)}")
+
+
+def _check_first_step(model: nn.Module) -> None:
+    """Build the graph of a step without computing it: the model's code meets all of its config."""
+    model(mx.array([[0]]), cache=mlx_lm.models.cache.make_prompt_cache(model))
+
+
+def _check_tokenizer(tokenizer: TokenizerWrapper, name: str) -> None:
+    """Raise ModelError for invalid end tokens, or a chat template that does not end."""
+    for token in tokenizer.eos_token_ids:
+        if not isinstance(token, int) or token < 0:
+            raise ModelError(f"{name}: the end token {token!r} is not a token's number")
+    for text in chat_templates(tokenizer).values():
+        check_template(name, text)
+
+
+def _complete_templates(tokenizer: TokenizerWrapper, source: str) -> None:
+    """Add the chat templates of the folder that transformers' tokenizers leave out."""
+    templates = getattr(tokenizer, "chat_template", None)
+    if tokenizer.has_chat_template and templates is None:
+        return  # a program of mlx-lm's
+    if (whole := template_files.completed(templates, source)) is not None and whole != templates:
+        set_chat_template(tokenizer, whole)
+
+
+def chat_templates(tokenizer: TokenizerWrapper) -> dict[str, str]:
+    """Return the texts of a model's chat templates by name; a single one is `default`."""
+    templates = getattr(tokenizer, "chat_template", None) or {}
+    named = templates if isinstance(templates, dict) else {template_files.DEFAULT: templates}
+    return {str(name): str(text) for name, text in named.items()}
+
+
+def set_chat_template(tokenizer: TokenizerWrapper, templates: str | dict[str, str]) -> None:
+    """Replace a tokenizer's chat templates."""
+    tokenizer._tokenizer.chat_template = templates
+    tokenizer._chat_template = None
+    tokenizer.has_chat_template = True
+
+
+def rendered_text(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Mapping[str, Any]],
+    renderer: TemplateRenderer,
+    *,
+    tools: Sequence[Any] | None = None,
+    answer: bool = True,
+    gone: Callable[[], bool] = lambda: False,
+    template_args: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the text of a conversation by the model's chat template: the one place that renders.
+
+    It is the text of mlx-lm's `apply_chat_template`. A tokenizer class of transformers that renders
+    by itself is no foreign program, and runs as it is.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        messages: OpenAI's form, oldest first.
+        renderer: Of the caller.
+        tools: OpenAI's form.
+        answer: End where the model's answer begins.
+        gone: Returns whether nobody waits for the text any more.
+        template_args: Arguments of the template; `chat_template` replaces it.
+
+    Raises:
+        TemplateRefusal: The template raises, or there is none.
+        TemplateOverrun: It does not end in time, or takes too much memory.
+    """
+    own, base = type(tokenizer._tokenizer), mlx_lm.tokenizer_utils.PreTrainedTokenizerBase
+    given = {"tools": tools, "add_generation_prompt": answer, **(template_args or {})}
+    program = getattr(tokenizer, "_chat_template", None)
+    try:
+        if program is None and own.apply_chat_template is not base.apply_chat_template:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
+        switch = tokenizer._thinking_kwarg
+        if "enable_thinking" in given:
+            given[switch] = given.pop("enable_thinking")
+        given.setdefault(switch, tokenizer.has_thinking)
+        if program is not None:
+            place = inspect.getfile(program), program.__name__
+            given["messages"] = list(messages)
+            return renderer.render("", given, gone, program=place)
+        source = str(
+            tokenizer._tokenizer.get_chat_template(given.pop("chat_template", None), tools)
+        )
+        given = {"documents": None, **tokenizer.special_tokens_map, **given}
+        given["messages"] = [_template_message(message) for message in messages]
+        return renderer.render(source, given, gone)
+    except ModelError:
+        raise
+    # A boundary: a tokenizer's own code, and arguments that no JSON can have.
     except Exception as error:
-        raise ModelError(f"cannot load the tokenizer of {source}: {first_line(error)}") from error
+        raise TemplateRefusal(first_line(error)) from error
 
 
-def tool_parsers() -> list[str]:
-    """Return the names of mlx-lm's parsers of calls."""
-    return [module.name for module in iter_modules(mlx_lm.tool_parsers.__path__)]
+def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as transformers hands it to a template."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    names = [name for name in REASONING_FIELDS if name in plain]
+    if not names:
+        return plain
+    reasoning = plain[names[0]]
+    return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def tool_parser(name: str) -> tuple[Callable[..., Any], str, str]:
-    """Return a parser of mlx-lm's, and the marks in front of a call and behind it."""
-    module = import_module(f"mlx_lm.tool_parsers.{name}")
-    return module.parse_tool_call, module.tool_call_start, module.tool_call_end or ""
-
-
-def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    """Turn raw text into tokens, with the special tokens the tokenizer adds by itself."""
-    return list(tokenizer.encode(text))
+def encode(tokenizer: TokenizerWrapper, text: str, *, special: bool = True) -> list[int]:
+    """Tokenize raw text, with or without the special tokens the tokenizer adds by itself."""
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=special))
+    # A boundary, as in `load_all`.
+    except BaseException as error:
+        raise _refusal("the tokenizer fails on the text", error) from error
 
 
 def render(
-    tokenizer: TokenizerWrapper, messages: Sequence[Message], *, answer: bool = True
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    answer: bool = True,
+    renderer: TemplateRenderer | None = None,
+    **template_args: Any,
 ) -> list[int]:
-    """Turn a conversation into tokens by the model's chat template.
+    """Tokenize a conversation by the model's chat template.
 
     Args:
         tokenizer: The model's tokenizer.
         messages: `role` and `content` of each message, oldest first.
         answer: End where the model's answer begins.
+        renderer: of a caller that renders often; None starts a process for this conversation.
+        template_args: Arguments of the template; `chat_template` replaces it.
 
     Raises:
-        ModelError: The model has no chat template, or its template refuses the messages.
+        ModelError: The model has no chat template, or its template refuses the messages, does not
+            end, or takes too much memory.
     """
-    if not tokenizer.has_chat_template:
-        raise ModelError("this model has no chat template; use penstock generate --raw")
+    if not (tokenizer.has_chat_template or "chat_template" in template_args):
+        raise ModelError(
+            "this model has no chat template; use penstock generate --raw, or Engine.generate"
+        )
+    if renderer is None:
+        with TemplateRenderer() as renderer:
+            return render(tokenizer, messages, answer=answer, renderer=renderer, **template_args)
     try:
-        tokens = tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer)
-    # A boundary, as in `load_all`: a template is a program of the model's makers.
-    except Exception as error:
-        raise ModelError(f"the chat template refuses the messages: {first_line(error)}") from error
+        text = rendered_text(
+            tokenizer, messages, renderer, answer=answer, template_args=template_args
+        )
+    except TemplateRefusal as error:
+        raise ModelError(f"the chat template refuses the messages: {error}") from error
+    tokens = encode(tokenizer, text, special=False)
     if not tokens:
         raise ModelError("the chat template leaves nothing of the messages")
-    return list(tokens)
-
-
-def stream(
-    loaded: Loaded,
-    prompt: Sequence[int],
-    *,
-    caches: list[Any],
-    sampling: SamplingSettings,
-    draft: nn.Module | None = None,
-) -> Iterator[TextPiece]:
-    """Generate from `prompt`, the tokens that follow the ones in `caches`.
-
-    After the last piece the caches hold the prompt and every token that was yielded, the
-    end-of-sequence token included. `sampling.seed` seeds MLX's global generator.
-
-    With a `draft` model its caches stand behind the others; they may hold less than was yielded.
-
-    Raises:
-        ModelError: The model's code in mlx-lm fails on the quantized `caches`.
-    """
-    seed = time.time_ns() if sampling.seed is None else sampling.seed
-    mx.random.seed(seed)
-    responses = mlx_lm.stream_generate(
-        loaded.model,
-        loaded.tokenizer,
-        list(prompt),
-        max_tokens=sampling.max_tokens,
-        sampler=make_sampler(temp=sampling.temperature, top_p=sampling.top_p),
-        prompt_cache=caches,
-        **({} if draft is None else {"draft_model": draft, "num_draft_tokens": DRAFT_TOKENS}),
-    )
-    for response in _checked_start(responses, any(hasattr(cache, "bits") for cache in caches)):
-        yield TextPiece(
-            token=response.token,
-            text=response.text,
-            finish_reason=response.finish_reason,
-            prompt_tokens=response.prompt_tokens,
-            prompt_tokens_per_second=response.prompt_tps,
-            generated_tokens=response.generation_tokens,
-            generated_tokens_per_second=response.generation_tps,
-        )
-
-
-def _checked_start(responses: Iterator[Any], quantized: bool) -> Iterator[Any]:
-    """Yield `responses`; say so if mlx-lm's own code fails on quantized caches in the first step.
-
-    The model types known for it are refused before they run (`penstock.memory`); this is for
-    those that mlx-lm adds. An error from anywhere but mlx-lm's code keeps its traceback.
-    """
-    try:
-        first = next(responses)
-    except (ValueError, TypeError, AttributeError) as error:
-        *_, (frame, _) = walk_tb(error.__traceback__)
-        if not quantized or not str(frame.f_globals.get("__name__")).startswith("mlx_lm."):
-            raise
-        raise ModelError(
-            "mlx-lm's code for this model fails on quantized caches "
-            f"({first_line(error)}); leave out --kv-bits"
-        ) from error
-    yield first
-    yield from responses
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,10 +454,10 @@ class Compression:
     every: int
     """Tokens after which all groups are full: a block is a multiple of it."""
     state_form: StateForm
-    """Form of a sequence's states at a boundary where all groups are full and no row is loose, with
-    enough tokens in front to fill the windows."""
+    """Form of a sequence's states at a boundary where all groups are full, no row is loose, and
+    enough tokens precede to fill the windows."""
     state_bytes: int
-    """The most that a sequence's states take, but for loose rows."""
+    """Upper bound of a sequence's states, but for loose rows, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,10 +487,7 @@ class ModelLayout:
     ) -> tuple[list[Any], list[Any]]:
         """Return the caches for the model, and those of them that recurrent layers write to.
 
-        Args:
-            reads: one for each layer with keys and values.
-            states: of the recurrent layers; None at the beginning of a sequence.
-            position: of the step's first token, for layers that compress.
+        `states` is None at the beginning; layers that compress need the step's `position`.
         """
         kept = []
         for number, size in enumerate(self.state_sizes):
@@ -428,11 +512,7 @@ def states_of(kept: Sequence[Any]) -> States:
 
 
 def layout(model: nn.Module) -> ModelLayout:
-    """Return the layout of a model, from the caches mlx-lm would give it.
-
-    Raises:
-        ModelError: a layer keeps something that is neither one key and value a token nor a state.
-    """
+    """Return the layout of a model, from the caches mlx-lm would give it; or raise ModelError."""
     caches, compression = plain_caches(model), None
     if all(map(_compresses, caches)):
         caches, compression = _opened(model, caches)
@@ -444,15 +524,15 @@ def layout(model: nn.Module) -> ModelLayout:
 
 
 def _compresses(cache: Any) -> bool:
-    """Tell whether a cache is of the kind of DeepSeek 4.1's own."""
+    """Return whether a cache is of the kind of DeepSeek 4.1's own."""
     return all(hasattr(cache, name) for name in (*POINTS, *ROWS, "update_window"))
 
 
 def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression]:
     """Return the caches of a model that compresses, opened into their parts.
 
-    A trial with as many tokens as fill every window and every group shows the states of a layer.
-    They are never read: MLX knows the shapes.
+    A trial with as many tokens as fill every window and every group shows the shapes of a layer's
+    states, without computing them.
     """
     ratios = [int(layer.self_attn.ratio) for layer in model.layers]
     every = lcm(*(ratio for ratio in ratios if ratio))
@@ -464,14 +544,14 @@ def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression
     most_bytes = 0
     for number, (cache, ratio) in enumerate(zip(caches, ratios, strict=True)):
         names = [name for name in ROWS if getattr(cache, name) is not None]
-        own = [
+        layer_rows = [
             Rows(name, ratio, value.shape[-1], value.dtype, number, len(POINTS) + place)
             for place, name in enumerate(names)
             for value in [getattr(cache, name)]
         ]
-        rows += own
-        kept = mlx_lm.models.cache.ArraysCache(len(POINTS) + len(own))
-        opened.append(Compressed(cache.window_size, (*own, kept)))
+        rows += layer_rows
+        kept = mlx_lm.models.cache.ArraysCache(len(POINTS) + len(layer_rows))
+        opened.append(Compressed(cache.window_size, (*layer_rows, kept)))
         states.append((cache.window, *[None] * (len(kept.cache) - 1)))
         for gathered in (cache.pending_kv, cache.pending_gate):
             if gathered is not None:  # up to one token less than a group
@@ -491,7 +571,7 @@ def _window_of(cache: Any, number: int) -> AttentionWindow:
         return AttentionWindow()
     raise ModelError(
         f"what layer {number} keeps ({type(cache).__name__}) the engine can neither share "
-        f"nor bound yet; use penstock generate or penstock chat for this model"
+        f"nor bound yet; use mlx-lm for this model, with penstock.make_kv_cache"
     )
 
 

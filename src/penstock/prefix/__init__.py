@@ -3,17 +3,16 @@
     tokens --hash_blocks--> chain of keys --PrefixTree.match--> path of nodes
 
 `block_hashes` names, `tree` holds and finds, `policy` gives worth, `eviction` finds the least.
-`bounded_tree` keeps them inside a ledger, `prefixes` shares them among sequences, `divergence`
-explains why a prompt is not found further.
+`prefixes` keeps the tree inside a ledger and shares it among sequences, `divergence` explains
+why a prompt is not found further.
 """
 
 from penstock.prefix.block_hashes import as_tokens, hash_blocks, root_hash
-from penstock.prefix.bounded_tree import PrefixCounts
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import Match, Node, NodeView, TreeSegment
 from penstock.prefix.pin import Pin
 from penstock.prefix.policy import HalfLife, Policy, PrefillCost
-from penstock.prefix.prefixes import InsertResult, Prefixes
+from penstock.prefix.prefixes import InsertResult, PrefixCounts, Prefixes
 from penstock.prefix.tree import PrefixTree
 
 __all__ = [

@@ -23,8 +23,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import WrongType
+
 HASH_BYTES = 16
-"""Bytes of a block hash."""
 TokenArray: TypeAlias = NDArray[np.uint32]
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
@@ -32,10 +33,8 @@ Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 def root_hash(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
     """Return the hash in front of the first block.
 
-    Args:
-        fingerprint: identity of weights, dtype, codec, ...
-        salt: the tenant's. Tenants with different salts share nothing and learn nothing of
-            each other's prompts; the empty salt is a tenant, too.
+    Tenants with different salts share nothing and learn nothing of each other's prompts; the empty
+    salt is a tenant, too.
 
     >>> root_hash("model", "a") == root_hash("model", "b")
     False
@@ -48,12 +47,7 @@ def root_hash(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
 
 
 def as_tokens(tokens: Tokens) -> TokenArray:
-    """Return tokens as a (n,) uint32 array, which may share memory with an array given.
-
-    Raises:
-        TypeError: not one row of integers.
-        ValueError: a token that 32 bits do not hold.
-    """
+    """Return tokens as a (n,) uint32 array, perhaps a view; TypeError or ValueError otherwise."""
     if isinstance(tokens, np.ndarray):
         return _from_array(tokens)
     try:
@@ -61,25 +55,25 @@ def as_tokens(tokens: Tokens) -> TokenArray:
     except OverflowError as error:
         raise ValueError(f"a token lies outside of 0..{2**32 - 1}: {error}") from None
     except TypeError:
-        raise TypeError("tokens must be one row of integers") from None
+        raise WrongType("tokens must be one row of integers") from None
 
 
 def _from_array(tokens: NDArray[Any]) -> TokenArray:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise TypeError(
+        raise WrongType(
             f"tokens must be one row of integers, not {tokens.dtype} of shape {tokens.shape}"
         )
     if tokens.dtype != np.uint32 and tokens.size:
-        least, most = int(tokens.min()), int(tokens.max())
-        if least < 0 or most >= 2**32:
-            raise ValueError(f"a token lies outside of 0..{2**32 - 1}: {least}..{most}")
+        smallest, largest = int(tokens.min()), int(tokens.max())
+        if smallest < 0 or largest >= 2**32:
+            raise ValueError(f"a token lies outside of 0..{2**32 - 1}: {smallest}..{largest}")
     return np.ascontiguousarray(tokens, dtype=np.uint32)
 
 
 def hash_blocks(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
     """Hash every whole block; the tokens behind the last one have no hash.
 
-    With the last hash as `root` the chain goes on where it ended.
+    With the last hash as `root` the chain continues where it ended.
 
     >>> root = root_hash("model")
     >>> a, b = hash_blocks([1, 2, 3, 4, 5], 2, root)
@@ -112,12 +106,12 @@ def partial_hash(tokens: Tokens, root: bytes) -> bytes:
 
 
 def checkpoint_hash(block_hash: bytes) -> bytes:
-    """Hash the states that recurrent layers have behind the block of `block_hash`."""
+    """Hash the recurrent states after the block of `block_hash`."""
     return blake2b(block_hash, digest_size=HASH_BYTES, person=b"penstock states").digest()
 
 
 def is_hash_of(key: bytes, parent: bytes, tokens: TokenArray | None, blocks: int = 1) -> bool:
-    """Tell whether a key is the hash of the last block of `tokens` behind `parent`.
+    """Return whether a key is the hash of the last block of `tokens` after `parent`.
 
     Without tokens: whether it is the hash of the checkpoint there.
     """

@@ -1,11 +1,11 @@
-"""Where sequences of recurrent models can go on: checkpoints at boundaries between blocks.
+"""Checkpoints of recurrent models at boundaries between blocks: where sequences can resume.
 
     prefill ──> a chunk ends at a boundary ──> capture ──┐
     decode  ──> a block is full ────────────> capture ──┴──> thin: ever wider into the past
-    match   ──> the deepest checkpoint of the path: tokens behind it are read again
+    match   ──> the deepest checkpoint of the path: tokens behind it are computed again
 
-A state is filed under exactly the boundary at which it was captured, is owned by the node there
-and goes with it. It is shared as it lies: a sequence that resumes from it computes new arrays.
+A state belongs to exactly the boundary at which it was captured, is owned by the node there and
+evicted with it. It is shared without a copy: a sequence that resumes from it computes new arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TURN_ENDS = 2
 LEAST = 4
 """Checkpoints that a path may have however little its keys and values are."""
 NEAR = 4
-"""Spacings from a path's end within which the end of each may keep one; beyond, ever fewer do."""
+"""Spacings from a path's end within which every boundary may keep one; beyond, ever fewer do."""
 
 Path = Sequence[Node[Segment]]
 
@@ -34,10 +34,7 @@ Path = Sequence[Node[Segment]]
 class Checkpoints:
     """Captures and evicts the checkpoints of a tree. Not thread-safe: the engine's thread.
 
-    Args:
-        prefixes: of the engine.
-        state_bytes: of one sequence's states.
-        spacing_tokens: between two that stay near a path's end; a span of blocks by default.
+    Near a path's end they are `spacing_tokens` apart; by default a span of blocks.
     """
 
     def __init__(
@@ -51,44 +48,34 @@ class Checkpoints:
         self._state_bytes = state_bytes
         self._spacing_tokens = spacing_tokens or span_tokens(prefixes.block_size)
 
-    def resume(self, path: Path, most_tokens: int) -> tuple[int, RecurrentState | None]:
-        """See the function of that name."""
-        return resume(path, most_tokens)
-
     def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> bool:
-        """File a sequence's states under a boundary of its path, as far as there is room.
+        """Store a sequence's states after `position` tokens; return whether they are stored.
 
-        Args:
-            path: of which some node holds the block in front of the boundary.
-            position: of the boundary: the states are those after so many tokens.
-            state: of the sequence.
-            turn_end: whether a prompt ends in the next block.
-
-        Returns:
-            Whether there is a checkpoint now.
+        `turn_end` is whether a prompt ends in the next block.
         """
-        node = next((one for one in path if one.start < position <= one.end), None)
+        node = next(
+            (candidate for candidate in path if candidate.start < position <= candidate.end), None
+        )
         if node is None:
             return False
-        at = position - node.start
-        held = next((one for one in node.segment.checkpoints if one.at == at), None)
-        if held is not None:
-            if turn_end and not held.turn_end:
-                self._replace(node, [Checkpoint(at, held.states, turn_end=True)], {at})
+        offset = position - node.start
+        existing = next(
+            (candidate for candidate in node.segment.checkpoints if candidate.at == offset), None
+        )
+        if existing is not None:
+            if turn_end and not existing.turn_end:
+                self._replace(node, [Checkpoint(offset, existing.states, turn_end=True)], {offset})
             return True
         if self._prefixes.make_room(self._state_bytes):
             states = state.owned()
-            new = [Checkpoint(at, states, turn_end=turn_end)]
-            if st.is_finite(states) and self._replace(node, new, {at}):
+            new = [Checkpoint(offset, states, turn_end=turn_end)]
+            if st.is_finite(states) and self._replace(node, new, {offset}):
                 self.thin(path, position)
                 return True
         return False
 
     def end_turn(self, path: Path, position: int) -> int:
-        """Mark the deepest checkpoint at or before `end` as the end of a turn; return its position.
-
-        Returns 0 if there is none. The conversation resumes there.
-        """
+        """Mark the deepest checkpoint up to `position` as a turn's end; return its position."""
         for node in reversed(path):
             for checkpoint in st.before(node.segment.checkpoints, position - node.start):
                 if not checkpoint.turn_end:
@@ -98,7 +85,7 @@ class Checkpoints:
         return 0
 
     def thin(self, path: Path, tip: int) -> None:
-        """Evict the checkpoints of a path that its end does not need so close together."""
+        """Evict checkpoints of a path that are closer together than `retained` wants."""
         filed = [(node, checkpoint) for node in path for checkpoint in node.segment.checkpoints]
         places = [node.start + checkpoint.at for node, checkpoint in filed]
         # Where branches part, every one of them begins.
@@ -106,10 +93,10 @@ class Checkpoints:
         ends = [p for p, (_, checkpoint) in zip(places, filed, strict=True) if checkpoint.turn_end]
         fixed |= set(sorted(p for p in ends if p <= tip)[-TURN_ENDS:])
         kv_bytes = sum(node.segment.kv_nbytes for node in path)
-        most = None
+        limit = None
         if kv_bytes:
-            most = max(LEAST, int(SHARE * kv_bytes) // max(1, self._state_bytes))
-        kept = retained(places, tip, self._spacing_tokens, fixed, most)
+            limit = max(LEAST, int(SHARE * kv_bytes) // max(1, self._state_bytes))
+        kept = retained(places, tip, self._spacing_tokens, fixed, limit)
         for node in path:
             evicted = {
                 checkpoint.at
@@ -119,19 +106,19 @@ class Checkpoints:
             if evicted:
                 self._replace(node, [], evicted)
 
-    def _replace(self, node: Node[Segment], new: Sequence[Checkpoint], at: Collection[int]) -> bool:
-        """Put checkpoints in the place of those of a node that are at some positions."""
-        kept = [checkpoint for checkpoint in node.segment.checkpoints if checkpoint.at not in at]
+    def _replace(
+        self, node: Node[Segment], new: Sequence[Checkpoint], positions: Collection[int]
+    ) -> bool:
+        kept = [
+            checkpoint for checkpoint in node.segment.checkpoints if checkpoint.at not in positions
+        ]
         segment = node.segment.checkpointed([*kept, *new])
         more = max(0, segment.checkpoint_nbytes - node.segment.checkpoint_nbytes)
         return self._prefixes.exchange(node, lambda _: segment, more)
 
 
 def resume(path: Path, most_tokens: int) -> tuple[int, RecurrentState | None]:
-    """Return the deepest position at which a sequence can resume, and its states there.
-
-    At most `most_tokens`. 0 and None if that is the beginning.
-    """
+    """Return the deepest position up to `most_tokens` with a checkpoint, and its states."""
     for node in reversed(path):
         for checkpoint in st.before(node.segment.checkpoints, most_tokens - node.start):
             return node.start + checkpoint.at, RecurrentState(checkpoint.states, own=True)
@@ -143,20 +130,20 @@ def retained(
     tip: int,
     spacing_tokens: int,
     fixed: Collection[int] = (),
-    most: int | None = None,
+    limit: int | None = None,
 ) -> set[int]:
-    """Say which of a path's checkpoints stay: ever fewer into the past.
+    """Select the checkpoints of a path to keep: ever fewer into the past.
 
     At a distance of d spacings from the end, checkpoints at multiples of 2^k spacings stay, with
-    2^k at most d / NEAR. So a place that is evicted is never wanted again, however far the path
-    grows. If more than `most` are left, it is as if they were twice, four times ... as far away.
+    2^k at most d / NEAR. So an evicted place is never needed again, however far the path grows.
+    If more than `limit` are left, distances count twice, four times ...
 
     Args:
         places: of the checkpoints, in tokens.
         tip: the path's end, in tokens.
         spacing_tokens: between two that stay near the end.
-        fixed: places that stay in any case, as the path's last one does.
-        most: how many may stay, but for those.
+        fixed: places that always stay, as the path's last one does.
+        limit: how many others may stay.
     """
     last = max((place for place in places if place <= tip), default=None)
     always = {place for place in places if place in fixed or place == last or place > tip}
@@ -167,11 +154,11 @@ def retained(
             for place in places
             if place not in always and place % _spacing((tip - place) * away, spacing_tokens) == 0
         }
-        if most is None or not others or len(others) + len(always) <= most:
+        if limit is None or not others or len(others) + len(always) <= limit:
             return always | others
         away *= 2
 
 
 def _spacing(tokens: int, least_tokens: int) -> int:
-    """Return between how many tokens one is kept, so far from the end."""
+    """Return the tokens between two checkpoints at this distance from the end."""
     return least_tokens << max(0, (tokens // (NEAR * least_tokens)).bit_length() - 1)

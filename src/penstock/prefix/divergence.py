@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.memory import format_bytes
+from penstock.memory.sizes import format_bytes
+from penstock.plurals import counted
 from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, hash_blocks
 from penstock.prefix.explanation import CAUSES, Eviction, Explanation
 from penstock.prefix.node import Match, S
@@ -19,14 +20,7 @@ def explain(
     salt: str = "",
     block_hashes: Sequence[bytes] | None = None,
 ) -> Explanation:
-    """Explain how far a prompt would match now, why no further, and what to change.
-
-    Args:
-        prefixes: the tree.
-        tokens: the prompt.
-        salt: the tenant's.
-        block_hashes: of all whole blocks of the prompt; hashed here by default.
-    """
+    """Explain how far a prompt would match now, why no further, and what to change."""
     values, tenant_root = as_tokens(tokens), prefixes.root(salt)
     if block_hashes is None:
         block_hashes = prefixes.block_hashes(values, salt)
@@ -36,17 +30,17 @@ def explain(
     common, beyond = _nearest(prefixes, match, values[match.tokens :], tenant_root)
     root = block_hashes[blocks - 1] if blocks else tenant_root
     leaf = prefixes.find_partial(match, root, values[match.tokens : -1])
-    at = match.tokens + common
-    differs = beyond is not None and at < len(values)
-    held = match.tokens if leaf is None else leaf.end
+    index = match.tokens + common
+    differs = beyond is not None and index < len(values)
+    cached = match.tokens if leaf is None else leaf.end
     ago = None if gone is None else prefixes.clock() - gone.at_seconds
     return Explanation(
         prompt_tokens=len(values),
-        held_tokens=held,
-        diverges_at=at if differs else None,
+        held_tokens=cached,
+        diverges_at=index if differs else None,
         held_token=beyond if differs else None,
-        given_token=int(values[at]) if differs else None,
-        reason=_reason(prefixes, held, len(values), at if differs else None, gone, ago),
+        given_token=int(values[index]) if differs else None,
+        reason=_reason(prefixes, cached, len(values), index if differs else None, gone, ago),
         evicted_seconds_ago=ago,
         evicted_for=None if gone is None else gone.why,
     )
@@ -59,14 +53,10 @@ def tokens_held_at(
     block_hashes: Sequence[bytes],
     salt: str = "",
 ) -> TokenArray:
-    """Return the tokens that the nearest cached prompt has from a position on.
+    """Return the tokens of the nearest cached prompt from a position on.
 
-    Args:
-        prefixes: the tree.
-        tokens: the prompt that differs there.
-        position: see `Explanation.diverges_at`.
-        block_hashes: of its whole blocks.
-        salt: the tenant's, whose prompts alone are looked at.
+    `tokens` is the prompt that differs there, with the hashes of its whole blocks. Only prompts of
+    this salt are looked at.
     """
     match, values = prefixes.match(block_hashes), as_tokens(tokens)
     rest, common = values[match.tokens :], position - match.tokens
@@ -77,7 +67,7 @@ def tokens_held_at(
 def _nearest(
     prefixes: Prefixes[S], match: Match[S], rest: TokenArray, root: bytes
 ) -> tuple[int, int | None]:
-    """Return how many more tokens some branch shares with `rest`, and its next one then."""
+    """Return how many more tokens the best branch shares with `rest`, and its next token."""
     common, beyond = 0, None
     for run in _continuations(prefixes, match, root):
         same = _common_tokens(run, rest)
@@ -90,7 +80,7 @@ def _nearest(
 def _continuations(prefixes: Prefixes[S], match: Match[S], root: bytes) -> list[TokenArray]:
     """Return the tokens that follow the match in the tree, one array a branch.
 
-    Those of this root alone: another tenant's tokens are never shown.
+    Only those of this root: another tenant's tokens are never shown.
     """
     size = prefixes.block_size
     if match.ends_inside:
@@ -128,11 +118,13 @@ def _reason(
         return "the cache is empty: all of this prompt is new"
     doubt = ", or evicted too long ago to be remembered" if prefixes.evictions.forgets else ""
     missing = length - cached
-    return f"this part is new: {missing:,} tokens from token {cached:,} on, never cached{doubt}"
+    return (
+        f"this part is new: {counted(missing, 'token')} from token {cached:,} "
+        f"on, never cached{doubt}"
+    )
 
 
 def _common_tokens(run: TokenArray, rest: TokenArray) -> int:
-    """Count the first tokens that two arrays share."""
     count = min(len(run), len(rest))
     differ = np.nonzero(run[:count] != rest[:count])[0]
     return int(differ[0]) if len(differ) else count

@@ -1,4 +1,4 @@
-"""Order of eviction: a queue that finds the node worth least, in O(log n), while worths change."""
+"""Order of eviction: a queue that finds the node worth least, in O(log n), as worths change."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from penstock.prefix.node import Node, S
 from penstock.prefix.policy import Policy
 
 HELD_WORTH = 2.0**30
-"""Worth that a hold adds to a node: more than any use. It is small enough that the worths of two
+"""Worth that a hold adds to a node: more than any use, and small enough that the worths of two
 held nodes still differ after a second."""
 ROUNDING = 1e-6
 """Difference of two worths of one node that counts as rounding."""
 
 
 class EvictionQueue:
-    """A heap of ids by worth. An id whose worth has risen since is put back when it surfaces.
+    """A heap of ids by worth. An id whose worth has risen is put back when it surfaces.
 
-    It holds numbers only: a node that was removed is not kept alive by being queued here.
+    It holds numbers only: it keeps no removed node alive.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,10 @@ class EvictionQueue:
         return item in self._queued
 
     def queued(self, item: int) -> float | None:
-        """Return the worth at which `item` is queued, or None if it is not."""
         return self._queued.get(item)
 
     def offer(self, item: int, worth: float) -> None:
-        """Queue `item`; if it is queued at this worth or less, do nothing."""
+        """Queue `item`, unless it is queued at this worth or less."""
         queued = self._queued.get(item)
         if queued is not None and queued <= worth:
             return
@@ -42,18 +41,16 @@ class EvictionQueue:
         heappush(self._heap, (worth, item))
 
     def drop(self, item: int) -> None:
-        """Take `item` out, if it is in."""
         self._queued.pop(item, None)
         if len(self._heap) > 2 * len(self._queued) + 64:
             self._heap = [(worth, item) for item, worth in self._queued.items()]
             heapify(self._heap)
 
     def first(self, worth_of: Callable[[int], float | None]) -> int | None:
-        """Return the id that is worth least, leaving it queued, or None if nothing is queued.
+        """Return the id worth least, leaving it queued; None if nothing is queued.
 
-        Args:
-            worth_of: the present worth of an id, None if it must not be evicted now; it
-                leaves the queue then, until it is offered again.
+        `worth_of` returns the present worth of an id, or None if it must not be evicted now; then
+        it leaves the queue until it is offered again.
         """
         while self._heap:
             worth, item = self._heap[0]
@@ -73,12 +70,7 @@ class EvictionQueue:
 
 
 class EvictionOrder(Generic[S]):
-    """Order in which a tree's nodes are evicted: leaves without pins, the least worth first.
-
-    Args:
-        policy: worth of a node.
-        nodes: the tree's, by their ids; read only.
-    """
+    """Order in which a tree's nodes are evicted: leaves without pins, the least worth first."""
 
     def __init__(self, policy: Policy, nodes: Mapping[int, Node[S]]) -> None:
         self.policy = policy
@@ -87,22 +79,18 @@ class EvictionOrder(Generic[S]):
         self._holds = EvictionQueue()  # of held nodes, by when it ends
 
     def worth(self, node: Node[S]) -> float:
-        """Return a node's worth by the policy, plus that of a hold; the least goes first."""
         worth = self.policy.worth(node.heat, node.start, node.end, node.segment.nbytes)
         return worth if node.held_until_seconds is None else worth + HELD_WORTH
 
     def first(self) -> Node[S] | None:
-        """Find the unpinned leaf worth least, in O(log n); None if there is none."""
         node_id = self._queue.first(self._worth_if_evictable)
         return None if node_id is None else self._nodes[node_id]
 
     def offer(self, node: Node[S]) -> None:
-        """Queue a node by its present worth, if it can be evicted."""
         if _evictable(node):
             self._queue.offer(node.id, self.worth(node))
 
     def drop(self, node: Node[S]) -> None:
-        """Take a node out."""
         self._queue.drop(node.id)
         self._holds.drop(node.id)
 

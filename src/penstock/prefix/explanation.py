@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 Why: TypeAlias = Literal["limit", "pressure", "cleared", "lost"]
-"""Cause of an eviction: the memory limit, memory pressure, a request to clear it, or the loss of KV
-that was in a cold tier alone."""
+"""Cause of an eviction: the memory limit, memory pressure, a request to clear the cache, or the
+loss of KV that was only in a cold tier."""
 
 CAUSES: dict[Why, str] = {
     "limit": "to stay inside the memory limit of {limit}; raise memory_limit (--memory-limit) to "
@@ -39,11 +39,10 @@ class EvictionLog:
 
     @property
     def nbytes(self) -> int:
-        """Largest Python overhead of the log, in bytes, to be counted once."""
+        """Upper bound of the log's Python overhead in bytes, to be counted once."""
         return EVICTION_BYTES * self.most
 
     def note(self, block_hashes: Sequence[bytes], at_seconds: float, why: Why) -> None:
-        """Remember that the blocks `keys`, a run of a chain, were evicted."""
         gone = Eviction(at_seconds, why)
         for key in reversed(block_hashes[: self.most]):  # the run's first block is forgotten last
             self._by_key[key] = gone
@@ -57,7 +56,6 @@ class EvictionLog:
         return len(self._by_key) >= self.most
 
     def find(self, key: bytes) -> Eviction | None:
-        """Return the last eviction of a block, or None if that is not known."""
         return self._by_key.get(key)
 
 
@@ -67,7 +65,7 @@ class Explanation:
 
     prompt_tokens: int
     held_tokens: int
-    """Tokens of the cached whole blocks, and of the partial block with which the prompt goes on."""
+    """Tokens of the cached whole blocks, and of the partial block that continues them."""
     diverges_at: int | None
     """Index of the first token that differs from the nearest cached prompt."""
     held_token: int | None
@@ -81,15 +79,15 @@ class Explanation:
     """Text of `held_token`, where a tokenizer is at hand."""
     given_text: str | None = None
     reusable_tokens: int | None = None
-    """Length of the cached prefix that can be reused, in tokens. It ends at the last boundary where
-    every recurrent layer has a checkpoint and every window is complete. It ends in front of the
-    last token's block if blocks are quantized as soon as they are whole. None if all but the last
-    token can be reused, in a model without recurrent layers."""
+    """Length of the cached prefix that can be reused, in tokens: up to the last boundary where
+    every recurrent layer has a checkpoint and every window is complete, and up to the last
+    token's block if blocks are quantized when full. None if all but the last token can be
+    reused, in a model without recurrent layers."""
     tier_tokens: int | None = None
-    """Cached tokens on the cold tiers; None if that was not asked, or there is no tier."""
+    """Cached tokens on the cold tiers; None if not asked for, or without a tier."""
     volatile: str | None = None
     """Kind of the text that changes at `diverges_at`, as "date" or "counter"; None if unknown."""
     volatile_held: str | None = None
     """Volatile text of the cached prompt."""
     volatile_given: str | None = None
-    """Volatile text of the prompt that was asked for."""
+    """Volatile text of the explained prompt."""

@@ -18,28 +18,28 @@ class TreeSegment(Protocol):
 
     @property
     def tokens(self) -> int:
-        """How many tokens' KV it holds."""
+        """Number of tokens."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes it holds."""
+        """Bytes of all its arrays."""
 
     @property
     def checkpoint_nbytes(self) -> int:
-        """Of these, bytes of checkpoints, which have a line of their own in the ledger."""
+        """Bytes of checkpoints among `nbytes`, with a line of their own in the ledger."""
 
     @property
     def key_index_nbytes(self) -> int:
-        """Of these, bytes of the index of its keys, with a line of their own as well."""
+        """Bytes of the index of keys among `nbytes`, with a line of their own as well."""
 
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         """Return the first `at_tokens` tokens, and the others."""
 
     def join(self, *others: Self) -> Self:
-        """Return one segment of this one's tokens and then the others', in order."""
+        """Return one segment of this one's tokens and then the others'."""
 
     def joins(self, other: Self) -> bool:
-        """Tell whether it can be joined with another: whether both are held in the same form."""
+        """Return whether it can be joined with another: whether both have the same format."""
 
 
 S = TypeVar("S", bound=TreeSegment)
@@ -51,7 +51,7 @@ BLOCK_BYTES = 57
 
 
 def index_bytes(blocks: int, block_size: int, nodes: int = 1) -> int:
-    """Return the bytes of Python that so many blocks cost in so many nodes, beside segments."""
+    """Return the Python overhead of so many blocks in so many nodes, beside segments."""
     return NODE_BYTES * nodes + (BLOCK_BYTES + 4 * block_size) * blocks
 
 
@@ -60,10 +60,10 @@ class Node(Generic[S]):
     """A run of whole blocks behind its parent's, or a partial block. Changed by the tree alone."""
 
     id: int
-    """Number of the node, which one tree never gives twice."""
+    """Number of the node, never used twice in one tree."""
     parent: Node[S] | None
     block_hashes: tuple[bytes, ...]
-    """Block hashes, one for each block. The parent finds this node under the first one."""
+    """A hash a block. The parent finds this node under the first one."""
     tokens: TokenArray
     segment: S
     start: int
@@ -72,35 +72,31 @@ class Node(Generic[S]):
     pins: int = 0
     """Pins on this node or on one below it."""
     hits: int = 0
-    """Times it was read after it was inserted."""
+    """Reads since it was inserted."""
     last_used_seconds: float
     heat: float
     """Sum of the decayed uses, as the policy computes it."""
     held_until_seconds: float | None = None
-    """End of its hold, in seconds of the tree's clock: until then it is evicted last. None if it is
-    not held."""
+    """End of its hold on the tree's clock: until then it is evicted last. None without a hold."""
     held_bytes: int = 0
     """Bytes of segment and index, as the tree counts them."""
     partial: bool = False
-    """Whether it holds the first tokens of one block: the end of a sequence, always a leaf."""
+    """Whether it is the first tokens of one block: the end of a sequence, always a leaf."""
 
     @property
     def end(self) -> int:
-        """Tokens in front of this node's children."""
         return self.start + len(self.tokens)
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of Python that this node costs beside its segment."""
         return NODE_BYTES + BLOCK_BYTES * len(self.block_hashes) + self.tokens.nbytes
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of a copy of its keys and values: checkpoints are handed on as they are."""
+        """Bytes of a copy of its keys and values; checkpoints are shared."""
         return self.segment.nbytes - self.segment.checkpoint_nbytes
 
     def path(self) -> tuple[Node[S], ...]:
-        """Return the nodes from the root to this one."""
         return tuple(upwards(self))[::-1]
 
     def __repr__(self) -> str:
@@ -124,17 +120,15 @@ class NodeView:
     idle_seconds: float
     """Seconds since the last read, or since the insert."""
     held_seconds: float
-    """Seconds for which it is still held; 0 if it is not."""
     tokens: tuple[int, ...]
-    """The first ones."""
+    """The first `VIEW_TOKENS`."""
 
 
 VIEW_TOKENS = 32
-"""Tokens that a view shows."""
 
 
 def view(node: Node[S], now_seconds: float) -> NodeView:
-    """Show a node as it is now."""
+    """Return a snapshot of a node."""
     until = node.held_until_seconds
     return NodeView(
         id=node.id,
@@ -159,16 +153,16 @@ def upwards(node: Node[S] | None) -> Iterator[Node[S]]:
 
 @dataclass(frozen=True, slots=True)
 class Match(Generic[S]):
-    """The longest known prefix of a prompt. Valid until the tree changes."""
+    """Longest cached prefix of a prompt. Valid until the tree changes."""
 
     path: tuple[Node[S], ...]
     """Nodes of which at least the first block matched."""
     tokens: int
     """Tokens matched, whole blocks."""
     blocks_in_last: int
-    """Blocks matched of the last node; 0 if there is none."""
+    """Blocks of the last node that matched; 0 if there is none."""
 
     @property
     def ends_inside(self) -> bool:
-        """Whether the last node goes on differently, or further, than the prompt."""
+        """Whether the last node continues differently, or further, than the prompt."""
         return bool(self.path) and self.blocks_in_last < len(self.path[-1].block_hashes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Generic, Protocol
 
 from penstock.prefix.node import Node, S
@@ -22,9 +21,9 @@ class Pinned(Protocol[S]):
 
 
 class Pin(Generic[S]):
-    """A claim that keeps a node and its path from eviction, until released.
+    """A reference that keeps a node and its path from eviction, until released.
 
-    The path may be split and its nodes merged meanwhile, so ask for it anew in every step.
+    The path may be split and its nodes merged meanwhile: read it again in every step.
     """
 
     __slots__ = ("_tree", "node")
@@ -44,31 +43,19 @@ class Pin(Generic[S]):
 
         With a time it is a read of a block that another sequence committed, and counts as a use.
         Without one it is the sequence's own block, whose insertion was counted.
-
-        Raises:
-            ValueError: released before, or `child` is not a child of the node.
         """
         self._tree.extend(self, child, now_seconds)
 
     def withdraw(self, node: Node[S] | None) -> None:
-        """Release the part of the path below `node`; None is the root.
-
-        Raises:
-            ValueError: released before, or `node` is not on the path.
-        """
+        """Release the part of the path below `node`; None is the root."""
         self._tree.withdraw(self, node)
 
     def release(self) -> None:
-        """Give the claim up. Again does nothing."""
+        """Release the reference; again does nothing."""
         self._tree.unpin(self)
 
     def __enter__(self) -> Pin[S]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -51,48 +51,40 @@ class Policy(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of Python that the policy itself may come to hold, to be counted once."""
+        """Upper bound of the policy's own bytes, to be counted once."""
 
     def used(self, heat: float, now_seconds: float) -> float:
         """Return the heat after one more use."""
 
     def joined(self, heat: float, nbytes: int, other: float, other_nbytes: int) -> float:
-        """Return the heat of two nodes made one."""
+        """Return the heat of two merged nodes."""
 
     def worth(self, heat: float, start: int, end: int, nbytes: int) -> float:
-        """Return the worth of a node that holds the tokens `start` to `end` of a prompt."""
+        """Return the worth of a node with the tokens `start` to `end` of a prompt."""
 
     def forget(self, key: bytes, heat: float, last_used_seconds: float) -> None:
-        """Take note that the node whose first block is `key` was evicted."""
+        """Remember the heat of an evicted node, whose first block is `key`."""
 
     def recall(self, key: bytes) -> float:
-        """Return the heat a node had when it was evicted, or COLD, and forget it for good."""
+        """Return the heat a node had when it was evicted, or COLD, and forget it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
     """Seconds to prefill: per_token x n + per_token_pair x n^2 / 2 for the first n tokens.
 
-    The second part is attention, which makes deep tokens dearer than early ones. Only the
-    ratio of the two changes any decision.
+    The second part is attention. Only the ratio of the two changes any decision.
     """
 
     per_token: float = 1.0
     per_token_pair: float = 0.0
 
     def seconds(self, start: int, end: int) -> float:
-        """Return the prefill time of the tokens `start` to `end`."""
         return (end - start) * (self.per_token + self.per_token_pair * (start + end) / 2)
 
 
 class HalfLife:
-    """The policy of this page.
-
-    Args:
-        half_life_seconds: after which a use counts half.
-        cost: of a prefill.
-        remembered_nodes: how many of the nodes evicted are remembered, the latest ones.
-    """
+    """The policy of this module."""
 
     def __init__(
         self,
@@ -123,7 +115,7 @@ class HalfLife:
 
     @property
     def most_added(self) -> float:
-        """Half lives by which earlier uses can prolong a stay: less, the longer nodes lie idle."""
+        """Half lives by which earlier uses can prolong a stay: fewer, the longer nodes lie idle."""
         idle = self._idle_seconds / self.half_life_seconds
         return MOST_ADDED * max(0.0, 1 - idle / IDLE_HALF_LIVES)
 

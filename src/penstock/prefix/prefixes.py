@@ -2,24 +2,56 @@
 
     tokens --keys--> chain --match--> path --pin--> read; follow others --insert--> commit
 
-`BoundedTree` holds it inside the limit; an act without room is refused, and changes nothing.
+Every act makes room first: it evicts the nodes worth least, pinned ones never. An act without
+room is refused, and changes nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic
 
 from penstock.ledger import Kind, Ledger, Reservation
+from penstock.memory.sizes import format_bytes
+from penstock.prefix.beside import Beside
 from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, hash_blocks, root_hash
-from penstock.prefix.bounded_tree import BoundedTree, remembered_nodes
-from penstock.prefix.node import NODE_BYTES, Match, Node, NodeView, S, upwards
+from penstock.prefix.explanation import EvictionLog, Why
+from penstock.prefix.node import NODE_BYTES, Match, Node, NodeView, S, index_bytes, upwards
 from penstock.prefix.pin import Pin
-from penstock.prefix.policy import HalfLife, PrefillCost
+from penstock.prefix.policy import REMEMBERED_NODES, HalfLife, PrefillCost
 from penstock.prefix.tree import PrefixTree
 
+logger = logging.getLogger(__name__)
+
 MAX_MERGE_TOKENS = 2_048
+BYTES_PER_REMEMBERED = 20_000
+"""Bytes of the limit for each evicted node, and block, remembered in 500 bytes."""
+REMEMBERED_MATCHES = 64
+"""Matches remembered while the tree stays the same, so that none is looked up twice."""
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Counts of events since the start."""
+
+    hits: int = 0
+    fetched_tokens: int = 0
+    """Tokens read from the cache: prefill saved."""
+    stored_tokens: int = 0
+    refused: int = 0
+    evicted_nodes: int = 0
+    evicted_bytes: int = 0
+    copied_bytes: int = 0
+    """KV copied by splits and merges."""
+
+
+def remembered_nodes(limit_bytes: int) -> int:
+    """Return how many evicted nodes 2.5 % of a limit can remember, at most 16,384."""
+    return min(REMEMBERED_NODES, limit_bytes // BYTES_PER_REMEMBERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +59,19 @@ class InsertResult:
     """Result of `insert`."""
 
     blocks_readable: int
-    """Whole blocks of the chain, from the first one on, that can be read below the pin."""
+    """Whole blocks of the chain, from its start, that can be read below the pin."""
     new_tokens: int
     """Tokens that were not in the tree before."""
     refused: str | None = None
-    """Why nothing was inserted, if there was no room. Not set when all was known before."""
+    """Why nothing was inserted for lack of room. None if all was known before."""
 
 
-class Prefixes(BoundedTree[S]):
+class Prefixes(Generic[S]):
     """KV by prefix. Not thread-safe: one owner, the thread with the arrays.
 
     Args:
-        ledger: see `BoundedTree`.
+        ledger: the account; the tree has its lines `NODES`, `KEY_INDEX`, `CHECKPOINTS` and `INDEX`,
+            and copies made while it is split and merged count as `BUFFERS`.
         block_size: tokens of a block, the unit of identity.
         fingerprint: identity of everything but the tokens that KV depends on.
         clock: seconds, for recency.
@@ -49,6 +82,7 @@ class Prefixes(BoundedTree[S]):
         max_merge_bytes: unless they take no more than this together, and are not much longer; see
             `PrefixTree`.
         span_tokens: a node is merged with a longer parent, too, if both are no more than this.
+        beside: parts that give memory back, and listeners; none by default.
 
     Raises:
         LedgerFull, NeverFits: not even the empty index fits.
@@ -70,6 +104,7 @@ class Prefixes(BoundedTree[S]):
         max_merge_tokens: int = MAX_MERGE_TOKENS,
         max_merge_bytes: int = 0,
         span_tokens: int = 0,
+        beside: Beside[S] | None = None,
     ) -> None:
         if remembered is None:
             remembered = remembered_nodes(ledger.limit_bytes)
@@ -80,69 +115,151 @@ class Prefixes(BoundedTree[S]):
             max_merge_tokens=max_merge_tokens,
             max_merge_bytes=max_merge_bytes,
         )
-        super().__init__(ledger, tree, remembered=remembered, clock=clock)
+        self.ledger = ledger
+        self.tree = tree
+        self.block_size = tree.block_size
+        self.clock = clock
+        self.counts = PrefixCounts()
+        self._beside: Beside[S] = Beside() if beside is None else beside
+        self.evictions = EvictionLog(remembered)
+        self._matches: dict[bytes, Match[S]] = {}  # by the last hash of their chain
+        self._matches_version = self.tree.version
+        self._nodes = ledger.reserve(Kind.NODES, 0)
+        self._key_index = ledger.reserve(Kind.KEY_INDEX, 0)
+        self._checkpoints = ledger.reserve(Kind.CHECKPOINTS, 0)
+        self._index = ledger.reserve(Kind.INDEX, self.fixed_bytes)
         self.fingerprint = fingerprint
         self._span_tokens = span_tokens
 
     # ---- questions
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the index with an empty tree: the memory of evictions."""
+        return self.tree.policy.nbytes + self.evictions.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        kinds = (self._nodes, self._key_index, self._checkpoints, self._index)
+        return sum(kind.nbytes for kind in kinds)
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes that evicting all unpinned nodes would free, and those beside the tree."""
+        tree = self.tree
+        return tree.nbytes + tree.index_bytes - tree.pinned_bytes + self._beside.nbytes
+
+    @property
+    def pinned_relief_bytes(self) -> int:
+        """Lower bound of the bytes that can be freed of pinned nodes. O(nodes)."""
+        return self._beside.relief.pinned_bytes
+
+    def index_bytes(self, blocks: int) -> int:
+        return index_bytes(blocks, self.block_size)
+
+    def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
+        """Return the longest cached prefix of a chain. Valid until the tree changes.
+
+        Repeated until then it looks nothing up: a chain's last hash names all of it.
+        """
+        if not block_hashes:
+            return self.tree.match(block_hashes)
+        if self._matches_version != self.tree.version or len(self._matches) >= REMEMBERED_MATCHES:
+            self._forget_matches()
+        match = self._matches.get(block_hashes[-1])
+        if match is None:
+            match = self._matches[block_hashes[-1]] = self.tree.match(block_hashes)
+        return match
+
     def block_hashes(
         self, tokens: Tokens, salt: str = "", *, after: bytes | None = None
     ) -> list[bytes]:
-        """Name the whole blocks of a prompt: the chain that all other questions are asked with.
-
-        Args:
-            tokens: the prompt, or its tokens behind the block `after`.
-            salt: the tenant's; others find nothing of it.
-            after: the last key of a chain that goes on; the salt is in it already.
-        """
+        """Hash the whole blocks of a tenant's prompt, or of tokens `after` a hash of its chain."""
         return hash_blocks(tokens, self.block_size, self.root(salt) if after is None else after)
 
     def root(self, salt: str) -> bytes:
-        """Return the root hash of a tenant's chains."""
         return root_hash(self.fingerprint, salt)
 
     def find(self, tokens: Tokens, salt: str = "") -> Match[S]:
-        """Find the longest prefix of a prompt that is held. Valid until the tree changes."""
         return self.match(self.block_hashes(tokens, salt))
 
     def views(self) -> list[NodeView]:
-        """Show every node of the tree as it is now, parents before their children."""
         return self.tree.views(self.clock())
+
+    # ---- room
+
+    def make_room(self, nbytes: int, why: Why = "limit") -> bool:
+        """Evict nodes until `nbytes` are free; False, evicting none, if that is impossible."""
+        short = nbytes - self.ledger.room_bytes
+        beyond = short - self.evictable_bytes
+        if beyond > 0 and beyond > self.pinned_relief_bytes:
+            return False
+        return self.shrink(short, why) >= short
+
+    def reserve(self, kind: Kind, nbytes: int) -> Reservation:
+        """Make room and reserve `nbytes`, or raise LedgerFull or NeverFits, evicting nothing."""
+        self.make_room(nbytes)
+        return self.ledger.reserve(kind, nbytes)
+
+    def shrink(self, nbytes: int, why: Why = "pressure") -> int:
+        """Evict the nodes worth least until `nbytes` are free, or no node is left to evict.
+
+        First drops parts of nodes that no sequence needs, if a retention policy is set. Returns the
+        bytes freed, index included.
+        """
+        self.tree.order.expire(self.clock())
+        freed = self._beside.free_first(nbytes)
+        while freed < nbytes and (node := self.tree.victim()) is not None:
+            freed += self._evict(node, why)
+            for above in upwards(node.parent):
+                if not self._beside.relief.is_useless(above):
+                    break
+                freed += self._evict(above, why)
+        return freed + self._beside.free_last(nbytes - freed)
+
+    def drop(self, node: Node[S], why: Why = "lost") -> None:
+        """Evict a node whose data is unusable, and all below it but pinned ones."""
+        below = [node]
+        for above in below:
+            below.extend(above.children.values())
+        for last in reversed(below):
+            if not (last.pins or last.children):
+                self._evict(last, why)
+
+    def clear(self) -> None:
+        """Evict all unpinned nodes, and free everything beside the tree."""
+        while (node := self.tree.victim()) is not None:
+            self._evict(node, "cleared")
+        self._beside.clear()
+
+    def no_room(self, nbytes: int) -> str:
+        return (
+            f"{format_bytes(nbytes)} do not fit in the limit of "
+            f"{format_bytes(self.ledger.limit_bytes)} beside the nodes in use; raise memory_limit"
+        )
 
     # ---- reading
 
     def pin(self, match: Match[S]) -> Pin[S]:
-        """Read a match: keep its nodes until released, and count the use. Nothing is split.
+        """Pin the nodes of a match until released, and count the use. Nothing is split.
 
-        The match may end inside its last node: how many blocks of the path are the sequence's
-        is for the sequence to remember (`blocks_done`).
+        The match may end inside its last node: the sequence remembers how many blocks of the path
+        are its own (`blocks_done`).
         """
         return self.tree.pin(match.path[-1] if match.path else None, self.clock())
 
     def follow(self, pin: Pin[S], block_hashes: Sequence[bytes], blocks_done: int) -> int:
         """Extend a pin along blocks of the chain that other sequences committed.
 
-        Releases this sequence's own copies of them.
-
-        Args:
-            pin: a sequence's, whose path holds the first `blocks_done` of these blocks.
-            block_hashes: the chain of the sequence, from its first block on, as far as it may be
-                read.
-            blocks_done: whole blocks of the path that the sequence reads now.
-
-        Returns:
-            Whole blocks that can be read now; at least `blocks_done`.
-
-        Raises:
-            ValueError: the path is not that of the chain.
+        Releases this sequence's own copies of them. Returns the whole blocks that can be read
+        now, at least `blocks_done`, those of the path that it reads already.
         """
         match = self._match_at_least(block_hashes, blocks_done)
         self._lead(pin, match.path)
         return match.tokens // self.block_size
 
     def hold(self, pin: Pin[S], tokens: int, seconds: float) -> None:
-        """Hold the nodes of a path that begin within its first `tokens` for so long from now.
+        """Hold the nodes of a path that begin within its first `tokens` for so many seconds.
 
         They are evicted only when nothing else can be: a preference, unlike the pin.
         """
@@ -162,15 +279,14 @@ class Prefixes(BoundedTree[S]):
         segment: S,
         paid: Reservation,
     ) -> InsertResult:
-        """Hang finished blocks below the first `blocks_done` of a path, and pin them, too.
+        """Add finished blocks below the first `blocks_done` of a path, and pin them.
 
-        If others have committed the same blocks meanwhile, their nodes are pinned instead; if they
-        committed some of them, the others are copied out of `segment` and inserted. The bytes of
-        `paid` go down by just the bytes that the tree has taken over. So after anything but a
-        refusal the caller lets go of the segment, and of the bytes that `paid` still counts for it.
-
-        A refusal changes and evicts nothing; the blocks stay the caller's, which goes on reading
-        them.
+        If others have committed the same blocks meanwhile, their nodes are pinned instead; if
+        they committed some of them, the rest is copied out of `segment` and inserted. `paid`,
+        which counts the segment, shrinks by just the bytes that the tree has taken over. So
+        after anything but a refusal the caller drops the segment, and the bytes that `paid`
+        still counts for it. A refusal changes and evicts nothing: the caller keeps and reads the
+        blocks.
 
         Args:
             pin: the sequence's.
@@ -179,9 +295,6 @@ class Prefixes(BoundedTree[S]):
             tokens: of the segment's blocks.
             segment: the blocks behind `blocks_done`; not changed.
             paid: a reservation that counts the segment's bytes already.
-
-        Raises:
-            ValueError: sizes that contradict each other, or a path that is not the chain's.
         """
         values = as_tokens(tokens)
         blocks = self._blocks_of(segment, values, block_hashes, blocks_done, paid)
@@ -199,13 +312,13 @@ class Prefixes(BoundedTree[S]):
             self.counts.refused += 1
             return InsertResult(blocks_done, 0, self.no_room(needed))
         self.split(pin, match)
-        at = known * self.block_size
-        new_keys, new_values = block_hashes[blocks_done + known : end], values[at:]
+        split_tokens = known * self.block_size
+        new_keys, new_values = block_hashes[blocks_done + known : end], values[split_tokens:]
         if known == 0:
             self._hang(pin, new_keys, new_values, segment, paid)
         else:
             with self.ledger.reserve(Kind.BUFFERS, segment.nbytes) as copies:
-                self._hang(pin, new_keys, new_values, segment.split(at)[1], copies)
+                self._hang(pin, new_keys, new_values, segment.split(split_tokens)[1], copies)
         return InsertResult(end, len(new_values))
 
     def insert_partial(
@@ -217,21 +330,11 @@ class Prefixes(BoundedTree[S]):
         segment: S,
         paid: Reservation,
     ) -> Node[S] | None:
-        """Hang a partial block, a sequence's end, below the blocks that the sequence reads.
+        """Add a partial block below the blocks that the sequence reads; None if there is no room.
 
-        It is not pinned. `paid` goes down by its keys and values; the checkpoints are
-        found room for.
-
-        Args:
-            pin: the sequence's, with a path of `blocks_done` blocks or more.
-            blocks_done: whole blocks of the path that the sequence reads.
-            root: hash of the last of them, or the root hash.
-            tokens: of the segment.
-            segment: fewer tokens than a block.
-            paid: a reservation that counts the keys and values already.
-
-        Returns:
-            The leaf, which may have been there already; None if there is no room.
+        It is not pinned, and may have been there already. `root` is the hash of the last block,
+        or the root hash. `paid` shrinks by its keys and values; room is made for the
+        checkpoints.
         """
         if not self._end_at(pin, blocks_done):
             return None
@@ -251,28 +354,25 @@ class Prefixes(BoundedTree[S]):
         return leaf
 
     def find_partial(self, match: Match[S], root: bytes, tokens: Tokens) -> Node[S] | None:
-        """Find the longest partial block behind a match with which the tokens behind it begin."""
         if match.ends_inside:
             return None
         return self.tree.match_partial(match.path[-1] if match.path else None, root, tokens)
 
     def use_partial(self, leaf: Node[S]) -> None:
-        """Count a read of a partial block, which its reader copies or keeps for itself."""
+        """Count a read of a partial block, which its reader copies or takes over."""
         self.tree.pin(leaf, self.clock()).release()
 
     def drop_partial(self, leaf: Node[S]) -> None:
-        """Drop a partial block whose only reader has gone on behind it."""
+        """Drop a partial block whose only reader has continued behind it."""
         if leaf in self.tree and leaf.hits <= 1:
             self.tree.remove(leaf)
             self._settle()
 
     def split(self, pin: Pin[S], match: Match[S]) -> bool:
-        """Make a pinned path end where its match does, cutting the last node if need be.
+        """Make a pinned path end where its match does, splitting the last node if needed.
 
-        `insert` does it by itself; do it before if the copy should not be held beside a segment.
-
-        Returns:
-            False if there is no room for the copy; nothing has changed then.
+        `insert` does it by itself; call it before if the copy should not exist beside a segment.
+        Returns False, changing nothing, if there is no room for the copy.
         """
         if not match.ends_inside:
             return True
@@ -283,18 +383,15 @@ class Prefixes(BoundedTree[S]):
             pin.withdraw(self.tree.split(node, match.blocks_in_last))
         return True
 
-    def tidy(self, at: Pin[S] | Node[S] | None) -> int:
+    def tidy(self, last: Pin[S] | Node[S] | None) -> int:
         """Merge the small nodes of a path and return by how many it has fewer.
 
         A node is merged with its parent if the parent is not longer, as in a binary counter, or if
         both are a span at most. So a sequence that commits block by block has each token copied
-        O(log) times beyond its span, and leaves a path of few nodes. Nodes that come together are
-        copied once. There must be room for the copy; nothing is evicted for it.
-
-        Args:
-            at: the end of the path.
+        O(log) times beyond its span, and leaves a path of few nodes. Nodes that are merged together
+        are copied once. There must be room for the copy; nothing is evicted for it.
         """
-        node = at.node if isinstance(at, Pin) else at
+        node = last.node if isinstance(last, Pin) else last
         merged = 0
         while node is not None:
             run = self._run_to_merge(node)
@@ -305,11 +402,7 @@ class Prefixes(BoundedTree[S]):
         return merged
 
     def cut(self, node: Node[S], blocks: int) -> bool:
-        """Cut a node behind its first `blocks` blocks; afterwards it is the rest.
-
-        Returns:
-            False if there is no room for the copy; nothing is evicted for it.
-        """
+        """Split off a node's first `blocks` blocks; False without free memory for the copy."""
         if node.copy_bytes + node.index_bytes > self.ledger.free_bytes:
             return False
         with self._copying(node.copy_bytes, node.index_bytes):
@@ -317,15 +410,10 @@ class Prefixes(BoundedTree[S]):
         return True
 
     def exchange(self, node: Node[S], make: Callable[[S], S], nbytes: int) -> bool:
-        """Hold a node's KV in another form.
+        """Replace a node's KV by another format; sequences read it from the next step on.
 
-        Args:
-            node: of the tree, pinned or not: sequences read the new form from the next step on.
-            make: makes the other form; its own buffers are the caller's to count.
-            nbytes: the most that the other form takes.
-
-        Returns:
-            False if there is no room for both forms; nothing is evicted for it.
+        `make` converts it, in buffers that the caller counts, to at most `nbytes`. Returns False if
+        there is no room for both formats; nothing is evicted for it.
         """
         if nbytes > self.ledger.free_bytes:
             return False
@@ -337,7 +425,64 @@ class Prefixes(BoundedTree[S]):
                 self._settle()
         return True
 
+    # ---- proof
+
+    def recount(self) -> dict[Kind, int]:
+        checkpoints = sum(node.segment.checkpoint_nbytes for node in self.tree)
+        key_index = sum(node.segment.key_index_nbytes for node in self.tree)
+        return {
+            Kind.NODES: sum(node.segment.nbytes for node in self.tree) - checkpoints - key_index,
+            Kind.KEY_INDEX: key_index,
+            Kind.CHECKPOINTS: checkpoints,
+            Kind.INDEX: sum(node.index_bytes for node in self.tree) + self.fixed_bytes,
+        }
+
+    def check(self) -> None:
+        self.tree.check()
+        counted = {
+            Kind.NODES: self._nodes.nbytes,
+            Kind.KEY_INDEX: self._key_index.nbytes,
+            Kind.CHECKPOINTS: self._checkpoints.nbytes,
+            Kind.INDEX: self._index.nbytes,
+        }
+        if counted != self.recount():
+            raise AssertionError(f"{counted} counted, {self.recount()} found")
+
     # ---- parts
+
+    @contextmanager
+    def _copying(self, nbytes: int, index_bytes: int) -> Iterator[None]:
+        """Reserve a copy of nodes while it is made, and update the totals afterwards."""
+        with self.ledger.reserve(Kind.BUFFERS, nbytes + index_bytes):
+            try:
+                yield
+            finally:
+                self._settle()
+        self.counts.copied_bytes += nbytes
+
+    def _evict(self, node: Node[S], why: Why) -> int:
+        for evicting in self._beside.evicting:
+            evicting(node)
+        before = self.nbytes
+        logger.debug("a node of %d tokens is evicted (%s)", len(node.tokens), why)
+        self.evictions.note(node.block_hashes, self.clock(), why)
+        self.counts.evicted_nodes += 1
+        self.counts.evicted_bytes += self.tree.remove(node).nbytes
+        self._settle()
+        return before - self.nbytes
+
+    def _settle(self) -> None:
+        self._forget_matches()
+        totals = self.tree.totals
+        self._nodes.resize(totals.nbytes - totals.checkpoint_bytes - totals.key_index_bytes)
+        self._key_index.resize(totals.key_index_bytes)
+        self._checkpoints.resize(totals.checkpoint_bytes)
+        self._index.resize(self.tree.index_bytes + self.fixed_bytes)
+
+    def _forget_matches(self) -> None:
+        """Forget matches of the old tree, which would keep evicted nodes alive."""
+        self._matches.clear()
+        self._matches_version = self.tree.version
 
     def _blocks_of(
         self,
@@ -347,7 +492,6 @@ class Prefixes(BoundedTree[S]):
         blocks_done: int,
         paid: Reservation,
     ) -> int:
-        """Return how many blocks a segment has; raise ValueError if sizes contradict each other."""
         blocks, over = divmod(segment.tokens, self.block_size)
         few = len(block_hashes) < blocks_done + blocks
         if over or not blocks or len(values) != segment.tokens or few:
@@ -370,7 +514,7 @@ class Prefixes(BoundedTree[S]):
         return match
 
     def _end_at(self, pin: Pin[S], blocks: int) -> bool:
-        """Let a pinned path end behind its first blocks; False without room for a copy."""
+        """Shorten a pinned path to its first blocks; False without room for a copy."""
         node, end = pin.node, blocks * self.block_size
         while node is not None and node.start >= end:
             node = node.parent
@@ -381,9 +525,9 @@ class Prefixes(BoundedTree[S]):
         return self.split(pin, inside)
 
     def _lead(self, pin: Pin[S], path: Sequence[Node[S]]) -> None:
-        """Move a pin to the end of `path`; nodes that are new to it count as used now."""
-        own = set(pin.path)
-        shared = [node for node in path if node in own]
+        """Move a pin to the end of `path`; nodes new to it count as used now."""
+        pinned = set(pin.path)
+        shared = [node for node in path if node in pinned]
         pin.withdraw(shared[-1] if shared else None)
         now = self.clock()
         for node in path[len(shared) :]:
@@ -408,14 +552,13 @@ class Prefixes(BoundedTree[S]):
         self.counts.stored_tokens += len(values)
 
     def _bytes_to_split(self, match: Match[S]) -> int:
-        """Return the free bytes that cutting the match's last node takes."""
         if not match.ends_inside:
             return 0
         node = match.path[-1]
         return node.copy_bytes + node.index_bytes + NODE_BYTES
 
     def _run_to_merge(self, last: Node[S]) -> list[Node[S]]:
-        """Return the nodes, parents first, that `last` is to be merged with and has room for."""
+        """Return the nodes, parents first, to merge with `last` in the free memory."""
         run, tokens, nbytes = [last], len(last.tokens), last.copy_bytes + last.index_bytes
         for node in upwards(last.parent):
             nbytes += node.copy_bytes + node.index_bytes

@@ -25,7 +25,7 @@ from penstock.prefix.tree_shape import check_shape
 from penstock.prefix.tree_totals import TreeTotals
 
 LONGER = 4
-"""Times `max_merge_tokens`, for nodes of few bytes."""
+"""Factor on `max_merge_tokens` for nodes of few bytes."""
 
 
 class PrefixTree(Generic[S]):
@@ -36,7 +36,7 @@ class PrefixTree(Generic[S]):
 
     Args:
         block_size: tokens of a block.
-        policy: which leaf goes first; a `HalfLife` by default. Not shared with another tree.
+        policy: orders evictions, a `HalfLife` by default. Not shared with another tree.
         max_merge_tokens: nodes are not merged to more than this,
         max_merge_bytes: unless they take no more than this together, without their checkpoints,
             and are no more than `LONGER` times as long.
@@ -68,49 +68,39 @@ class PrefixTree(Generic[S]):
     # ---- questions
 
     def __len__(self) -> int:
-        """Return how many nodes there are."""
         return len(self._nodes)
 
     def __iter__(self) -> Iterator[Node[S]]:
-        """Yield every node, in no order that means anything."""
         return iter(self._nodes.values())
 
     def __contains__(self, node: Node[S]) -> bool:
-        """Tell whether the node is in the tree; one that was removed is not."""
         return self._nodes.get(node.id) is node
 
     @property
     def tokens(self) -> int:
-        """Tokens held by all nodes."""
         return self.totals.tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all segments."""
         return self.totals.nbytes
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of these, bytes of checkpoints."""
         return self.totals.checkpoint_bytes
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of Python that the nodes cost beside their segments; see also `policy.nbytes`."""
         return self.totals.index_bytes
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes, of segments and index, of the nodes that pins keep."""
         return self.totals.pinned_bytes
 
     @property
     def pins(self) -> int:
-        """Pins that were not released."""
         return len(self._pins)
 
     def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
-        """Find the longest prefix of a chain of block hashes that the tree holds."""
         path: list[Node[S]] = []
         siblings = self._tops
         done = inside = 0
@@ -124,13 +114,7 @@ class PrefixTree(Generic[S]):
         return Match(tuple(path), done * self.block_size, inside)
 
     def match_partial(self, parent: Node[S] | None, root: bytes, tokens: Tokens) -> Node[S] | None:
-        """Find the longest partial block below a node with which some tokens begin.
-
-        Args:
-            parent: None for the beginning of prompts.
-            root: hash of the block in front of them, or the tenant's root hash.
-            tokens: behind the parent's.
-        """
+        """Return the longest partial block below a node that these tokens begin with."""
         siblings = self._tops if parent is None else parent.children
         values = as_tokens(tokens[: self.block_size - 1])
         for size in sorted(self.totals.partial_sizes, reverse=True) if siblings else ():
@@ -140,11 +124,9 @@ class PrefixTree(Generic[S]):
         return None
 
     def victim(self) -> Node[S] | None:
-        """Find the unpinned leaf worth least, in O(log n); None if there is none."""
         return self.order.first()
 
     def views(self, now_seconds: float) -> list[NodeView]:
-        """Show every node, parents before their children."""
         views = []
         waiting = list(self._tops.values())
         while waiting:
@@ -154,34 +136,25 @@ class PrefixTree(Generic[S]):
         return views
 
     def can_merge(self, node: Node[S], last: Node[S] | None = None) -> bool:
-        """Tell whether the nodes from `node` down to `last` have equal readers, and are small.
+        """Return whether the nodes from `node` down to `last` have equal readers, and are small.
 
         All pins of `node` must be pins of its child, too, since a merge leaves the last one. A node
-        with a hold is not merged with one without.
-
-        Args:
-            last: below `node`; by default its only child.
+        with a hold is not merged with one without. `last` is its only child by default.
         """
         run = self._run(node, last)
         return len(run) > 1 and self._is_small(run) and all(map(_inseparable, run, run[1:]))
 
     def _is_small(self, run: Sequence[Node[S]]) -> bool:
-        tokens, most = run[-1].end - run[0].start, self.max_merge_tokens
-        if tokens <= most or not self.max_merge_bytes or tokens > LONGER * most:
-            return tokens <= most
-        held = (node.segment.nbytes - node.segment.checkpoint_nbytes for node in run)
-        return sum(held) <= self.max_merge_bytes
+        tokens, limit = run[-1].end - run[0].start, self.max_merge_tokens
+        if tokens <= limit or not self.max_merge_bytes or tokens > LONGER * limit:
+            return tokens <= limit
+        sizes = (node.segment.nbytes - node.segment.checkpoint_nbytes for node in run)
+        return sum(sizes) <= self.max_merge_bytes
 
     # ---- acts
 
     def pin(self, node: Node[S] | None, now_seconds: float) -> Pin[S]:
-        """Add a reference to a path, released with the pin; counts a use of each of its nodes.
-
-        None is the root: an empty path, to be extended.
-
-        Raises:
-            ValueError: the node is not in the tree.
-        """
+        """Add a reference to a path, None for an empty one; counts a use of each of its nodes."""
         if node is not None:
             self._check_known(node)
         for above in upwards(node):
@@ -199,15 +172,10 @@ class PrefixTree(Generic[S]):
         segment: S,
         now_seconds: float,
     ) -> Node[S]:
-        """Add a node below `parent` (None is the root) and return it.
+        """Add a node below `parent` (None is the root) and return it; the tokens are copied.
 
-        Args:
-            block_hashes: of the new blocks alone; the chain goes on from the parent's last key.
-            tokens: of the same blocks; they are copied.
-
-        Raises:
-            ValueError: sizes that contradict each other, a parent that is not in the tree, or
-                a first block that is there already: match first, and split where it ends.
+        The hashes are of the new blocks alone, the first of which must be new: match first, and
+        split where it ends.
         """
         siblings = self._children(parent)
         values = as_tokens(tokens).copy()
@@ -226,39 +194,34 @@ class PrefixTree(Generic[S]):
     def insert_partial(
         self, parent: Node[S] | None, root: bytes, tokens: Tokens, segment: S, now_seconds: float
     ) -> Node[S]:
-        """Add a partial block as a leaf below `parent`, whose last block has the hash `root`.
-
-        Raises:
-            ValueError: as `insert`, or the tokens are none, or a whole block.
-        """
+        """Add a partial block as a leaf below `parent`, whose last block has the hash `root`."""
         values, key = as_tokens(tokens).copy(), partial_hash(tokens, root)
         if not 0 < len(values) == segment.tokens < self.block_size or key in self._children(parent):
             raise ValueError(f"{len(values)} tokens do not make a new partial block")
         return self._insert(parent, (key,), values, segment, now_seconds, partial=True)
 
     def split(self, node: Node[S], blocks: int) -> Node[S]:
-        """Cut `node` behind its first `blocks` blocks and return the new node that holds them.
+        """Split `node` behind its first `blocks` blocks and return the new node with these.
 
-        `node` itself becomes its child and keeps the rest, its children and its pins' ends,
-        so a pin on it still ends the same path.
-
-        Raises:
-            ValueError: nothing would be left on one side, or the node is not in the tree.
+        `node` itself becomes its child and keeps the rest, its children and its pins' ends, so a
+        pin on it still ends the same path.
         """
         self._check_known(node)
         if not 0 < blocks < len(node.block_hashes):
             raise ValueError(f"cannot split {len(node.block_hashes)} blocks behind block {blocks}")
-        at = blocks * self.block_size
-        first, rest = node.segment.split(at)
+        split_tokens = blocks * self.block_size
+        first, rest = node.segment.split(split_tokens)
         self._uncount(node)
-        head = self._add(node.parent, node.block_hashes[:blocks], node.tokens[:at].copy(), first)
+        head = self._add(
+            node.parent, node.block_hashes[:blocks], node.tokens[:split_tokens].copy(), first
+        )
         head.hits, head.heat = node.hits, node.heat
         head.last_used_seconds = node.last_used_seconds
         if node.held_until_seconds is not None:
             self.hold(head, node.held_until_seconds)
         node.block_hashes, node.tokens, node.segment = (
             node.block_hashes[blocks:],
-            node.tokens[at:].copy(),
+            node.tokens[split_tokens:].copy(),
             rest,
         )
         node.start, node.parent = head.end, head
@@ -271,15 +234,8 @@ class PrefixTree(Generic[S]):
     def merge(self, node: Node[S], last: Node[S] | None = None) -> Node[S]:
         """Merge `node` and the nodes below it, down to `last`, and return the one that remains.
 
-        That is `last`, grown upwards. Every token is copied once.
-
+        That is `last`, its only child by default, extended upwards. Every token is copied once.
         Pins that pass through all of them stay where they are.
-
-        Args:
-            last: below `node`; by default its only child.
-
-        Raises:
-            ValueError: `can_merge` says no, or the node is not in the tree.
         """
         self._check_known(node)
         if not self.can_merge(node, last):
@@ -312,11 +268,6 @@ class PrefixTree(Generic[S]):
         return last
 
     def exchange(self, node: Node[S], segment: S) -> None:
-        """Let a node hold the same tokens in another form; its readers find the new one.
-
-        Raises:
-            ValueError: the segment is not as long, or the node is not in the tree.
-        """
         self._check_known(node)
         if segment.tokens != len(node.tokens):
             raise ValueError(f"{node} cannot hold {segment.tokens} tokens")
@@ -326,11 +277,6 @@ class PrefixTree(Generic[S]):
         self.order.offer(node)
 
     def remove(self, node: Node[S]) -> S:
-        """Take an unpinned leaf out and return its segment, to which nothing here refers now.
-
-        Raises:
-            ValueError: pinned, with children, or not in the tree.
-        """
         self._check_known(node)
         if node.pins or node.children:
             raise ValueError(f"{node} is pinned or has children")
@@ -342,16 +288,10 @@ class PrefixTree(Generic[S]):
         return node.segment
 
     def hold(self, node: Node[S], until_seconds: float) -> None:
-        """Prefer a node to all that are not held, until then; a later end stays.
-
-        Raises:
-            ValueError: the node is not in the tree.
-        """
         self._check_known(node)
         self.order.hold(node, until_seconds)
 
     def check(self) -> None:
-        """Recount everything, and raise AssertionError if something is lost, doubled or wrong."""
         reached = check_shape(self._tops, self.block_size)
         if reached != set(self._nodes):
             raise AssertionError(f"nodes reached {reached}, known {set(self._nodes)}")
@@ -367,10 +307,7 @@ class PrefixTree(Generic[S]):
     # ---- parts of acts
 
     def _run(self, node: Node[S], last: Node[S] | None) -> list[Node[S]]:
-        """Return the nodes from `node` down to `last`, or to its only child.
-
-        Returns `node` alone if `last` is not below it.
-        """
+        """Return the nodes from `node` down to `last`, or to its only child; else `node` alone."""
         if last is None:
             last = next(iter(node.children.values())) if len(node.children) == 1 else node
         run = []
@@ -435,7 +372,6 @@ class PrefixTree(Generic[S]):
         return node
 
     def _forget(self, node: Node[S]) -> None:
-        """Take the node out of all tables; its bytes are not counted any more."""
         if node.partial:
             self.totals.partial_sizes -= Counter([len(node.tokens)])
         del self._nodes[node.id]
@@ -455,7 +391,6 @@ class PrefixTree(Generic[S]):
         node.heat = self.policy.used(node.heat, now_seconds)
 
     def _claim(self, node: Node[S], pins: int) -> None:
-        """Put so many more pins on one node, or take them off."""
         self.totals.claim(node, pins)
         self.order.offer(node)
 
@@ -480,18 +415,18 @@ class PrefixTree(Generic[S]):
             self._pins.remove(pin)
 
 
-def _common(own: Sequence[bytes], block_hashes: Sequence[bytes], start: int) -> int:
-    """Return how many of a node's keys the chain `keys` has from `start` on; at least 1."""
-    most = min(len(own), len(block_hashes) - start)
-    if own[most - 1] == block_hashes[start + most - 1]:
-        return most
-    return bisect_left(range(most), True, key=lambda i: own[i] != block_hashes[start + i])
+def _common(node_hashes: Sequence[bytes], block_hashes: Sequence[bytes], start: int) -> int:
+    """Return how many of a node's keys the chain has from `start` on; at least 1."""
+    limit = min(len(node_hashes), len(block_hashes) - start)
+    if node_hashes[limit - 1] == block_hashes[start + limit - 1]:
+        return limit
+    return bisect_left(range(limit), True, key=lambda i: node_hashes[i] != block_hashes[start + i])
 
 
 def _inseparable(node: Node[S], child: Node[S]) -> bool:
-    """Tell whether a node and its child have equal pins, holds and formats."""
+    """Return whether a node and its child have equal pins, holds and formats."""
     if child.partial:
         return False
-    held, child_held = (member.held_until_seconds is not None for member in (node, child))
-    alike = held == child_held and node.pins == child.pins
+    node_held, child_held = (member.held_until_seconds is not None for member in (node, child))
+    alike = node_held == child_held and node.pins == child.pins
     return len(node.children) == 1 and alike and node.segment.joins(child.segment)

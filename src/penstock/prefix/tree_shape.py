@@ -1,4 +1,4 @@
-"""Proof that nodes make a tree, and that place, tokens, keys and segment of each agree."""
+"""Check that nodes form a tree, and that position, tokens, keys and segment of each agree."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ from penstock.prefix.node import Node, S
 
 
 def check_shape(tops: dict[bytes, Node[S]], block_size: int) -> set[int]:
-    """Check every node that can be reached, and return their ids.
-
-    Args:
-        tops: the nodes at the beginning of prompts, by the hash of their first block.
-        block_size: tokens of a block.
-
-    Raises:
-        AssertionError: naming a node that is wrong.
-    """
+    """Check every reachable node, and return their ids; `tops` are those without a parent."""
     reached: set[int] = set()
     families: list[tuple[Node[S] | None, dict[bytes, Node[S]]]] = [(None, tops)]
     while families:
@@ -30,7 +22,6 @@ def check_shape(tops: dict[bytes, Node[S]], block_size: int) -> set[int]:
 
 
 def _check_node(node: Node[S], block_size: int) -> None:
-    """Check that place, tokens, keys and segment of one node tell the same story."""
     parent = node.parent
     count = len(node.tokens) if node.partial else len(node.block_hashes) * block_size
     if node.partial and (count >= block_size or node.children):

@@ -1,4 +1,4 @@
-"""Totals of a tree's nodes, kept as nodes come, change and go."""
+"""Totals of a tree's nodes, updated with every change."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class TreeTotals:
     nbytes: int = 0
     """Bytes of all segments."""
     checkpoint_bytes: int = 0
-    """Bytes of checkpoints, which `nbytes` counts as well."""
+    """Bytes of checkpoints among `nbytes`."""
     key_index_bytes: int = 0
-    """Bytes of the index of keys, which `nbytes` counts as well."""
+    """Bytes of the index of keys among `nbytes`."""
     index_bytes: int = 0
-    """Bytes of Python that the nodes cost beside their segments; see also `policy.nbytes`."""
+    """Python overhead of the nodes beside their segments; see also `policy.nbytes`."""
     pinned_bytes: int = 0
-    """Bytes, of segments and index, of the nodes that pins keep."""
+    """Bytes of segments and index of pinned nodes."""
     partial_sizes: Counter[int] = field(default_factory=Counter)
     """Number of partial blocks, by their tokens."""
 
     def count(self, node: Node[S], sign: int = 1) -> None:
-        """Add a node, or take it off with a negative sign; its bytes must not change between."""
+        """Add a node, or subtract it; its bytes must not change in between."""
         nbytes, index_bytes = node.segment.nbytes, node.index_bytes
         node.held_bytes = nbytes + index_bytes
         self.tokens += sign * len(node.tokens)
@@ -40,13 +40,12 @@ class TreeTotals:
             self.pinned_bytes += sign * node.held_bytes
 
     def claim(self, node: Node[S], pins: int) -> None:
-        """Put so many more pins on one node, or take them off."""
+        """Add so many pins to a node, or remove them."""
         before, node.pins = node.pins, node.pins + pins
         if bool(before) != bool(node.pins):
             self.pinned_bytes += node.held_bytes if node.pins else -node.held_bytes
 
     def check(self, nodes: Iterable[Node[S]]) -> None:
-        """Recount everything, and raise AssertionError if something differs."""
         recounted = TreeTotals()
         for node in nodes:
             recounted.tokens += len(node.tokens)

@@ -20,11 +20,11 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("counter", r"(?<![\w.])\d[\d,]*(?![\w.]*[A-Za-z])"),
     ("random id", r"\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{5,}\b"),
 )
-"""Kinds of volatile text, and patterns that tell them; the first that fits both texts counts."""
+"""Kinds of volatile text, with patterns; the first that fits both texts counts."""
 
 
 class Volatile(NamedTuple):
-    """Text that stands at one place of two prompts and differs."""
+    """Text at one place of two prompts that differs."""
 
     kind: str
     held: str
@@ -32,7 +32,7 @@ class Volatile(NamedTuple):
 
 
 def name_volatile(held: str, given: str) -> Volatile | None:
-    """Name the text at the first difference of two texts, or return None if it is no known kind.
+    """Classify the text at the first difference of two texts; None if of no known kind.
 
     >>> name_volatile("Today is 2026-11-22. Hi", "Today is 2026-11-23. Hi")
     Volatile(kind='date', held='2026-11-22', given='2026-11-23')
@@ -40,15 +40,15 @@ def name_volatile(held: str, given: str) -> Volatile | None:
     True
     """
     pairs = enumerate(zip(held, given, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(held), len(given)))
+    index = next((i for i, (a, b) in pairs if a != b), min(len(held), len(given)))
     for kind, pattern in KINDS:
-        spans = [_around(pattern, text, at) for text in (held, given)]
+        spans = [_around(pattern, text, index) for text in (held, given)]
         if spans[0] is not None and spans[1] is not None and spans[0] != spans[1]:
             return Volatile(kind, spans[0], spans[1])
     return None
 
 
-def _around(pattern: str, text: str, at: int) -> str | None:
+def _around(pattern: str, text: str, index: int) -> str | None:
     """Return the match of a pattern that begins at or before a place, and reaches it."""
     matches = re.finditer(pattern, text)
-    return next((m.group() for m in matches if m.start() <= at <= m.end()), None)
+    return next((m.group() for m in matches if m.start() <= index <= m.end()), None)

@@ -1,4 +1,4 @@
-"""A request that the engine works on: its events, its figures, its end.
+"""An in-flight request: its events, figures and end.
 
 engine's thread                              event loop
 step ──listen──> call_soon_threadsafe ──> ActiveRequest ──> a response, or a stream
@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from types import TracebackType
 
 from starlette.requests import Request as HttpRequest
@@ -20,12 +20,12 @@ from penstock.engine.handle import Choice, Handle, PromptProgress
 from penstock.engine.request import Event, Finish, Token, Usage
 from penstock.server.answers import total_usage
 from penstock.server.disconnect import until_gone
-from penstock.server.problems import TimedOut, TooSlow, Unavailable
+from penstock.server.problems import ShuttingDown, TimedOut, TooSlow
 from penstock.server.prompt_progress import progress_of
 from penstock.server.recent import Listener, Recent
 
 PATIENCE = 32
-"""Events that may wait while the client awaits only the end: each wake takes engine time."""
+"""Events that may queue while the client waits only for the end: each wake-up costs engine time."""
 
 
 @dataclass(slots=True)
@@ -34,11 +34,10 @@ class _Times:
 
     started: float = field(default_factory=time.monotonic)
     last: dict[int, float] = field(default_factory=dict)
-    """Time of the last token of every answer, by the answer's number."""
 
 
 class ActiveRequest:
-    """A request that the engine works on. Leaving it early cancels its open answers.
+    """A request in the engine; leaving it early cancels its open answers.
 
     >>> async def texts(service, request):
     ...     async with await service.open(request, "/v1/completions") as answering:
@@ -68,7 +67,6 @@ class ActiveRequest:
         self.handles = tuple(handles)
         self.recent = recent
         self.finishes: dict[int, Finish] = {}
-        """Ends of answers, by the answers' numbers."""
         self._listeners = listeners
         self._max_unread = max_unread
         self._wake_soon = wake_soon
@@ -85,45 +83,34 @@ class ActiveRequest:
 
     @property
     def answers(self) -> int:
-        """Number of answers."""
         return sum(handle.request.n for handle in self.handles)
 
     @property
     def done(self) -> bool:
-        """Whether every answer has ended."""
         return len(self.finishes) == self.answers
 
     @property
     def progress(self) -> PromptProgress | None:
-        """Progress of reading its prompts, together; None while they wait for a place."""
+        """Progress of its prompts together; None while they wait for admission."""
         return progress_of(self.handles)
 
     def usage(self) -> Usage:
-        """Return the usage so far, summed over the answers that have ended."""
         totals = [
             total_usage([self.finishes[i] for i in range(start, end) if i in self.finishes])
             for start, end in zip(self._offsets, [*self._offsets[1:], self.answers], strict=True)
         ]
-        return Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in totals),
-            cached_tokens=sum(usage.cached_tokens for usage in totals),
-            completion_tokens=sum(usage.completion_tokens for usage in totals),
-            accepted_tokens=sum(usage.accepted_tokens for usage in totals),
-            rejected_tokens=sum(usage.rejected_tokens for usage in totals),
-        )
+        return Usage(*map(sum, zip(*map(astuple, totals), strict=True)))
 
     async def batches(self, *, with_progress: bool = False) -> AsyncIterator[list[Event]]:
-        """Yield events, all that are there at once, until the last answer has ended.
+        """Yield the available events, until the last answer has ended.
 
-        Args:
-            with_progress: yield an empty list, too, when more of the prompts has been read.
-
-        Raises:
-            PenstockError: an answer failed: its timeout, the end of the engine, a reader
-                that is too slow.
+        `with_progress` also yields an empty list when more of the prompts has been read. Raises the
+        error of a failed answer: timeout, engine stopped, or a reader that is too slow.
         """
         shown_tokens = -1
-        self._follow_prompts(with_progress)
+        self._follows = with_progress
+        for handle in self.handles if with_progress else ():
+            handle.follow_prompt()
         while True:
             self._wake.clear()  # before the events are taken: none is missed
             events = self._take()
@@ -146,38 +133,22 @@ class ActiveRequest:
                 yield event
 
     async def result(self, http: HttpRequest | None = None) -> list[Choice]:
-        """Wait for the end of all answers and return them, in the order of their numbers.
-
-        Args:
-            http: request whose client is watched: when the client goes, the answers are cancelled.
-
-        Raises:
-            ClientGone: the client has gone.
-            PenstockError: as `batches`.
-        """
+        """Return all answers in order; cancel them and raise ClientGone if the client leaves."""
         self._patient = True
         await (self._read_all() if http is None else until_gone(http, self._read_all()))
         return [choice for handle in self.handles for choice in handle.choices]
-
-    def _follow_prompts(self, follows: bool) -> None:
-        self._follows = follows
-        for handle in self.handles if follows else ():
-            handle.follow_prompt()
 
     async def _read_all(self) -> None:
         async for _ in self.batches():
             pass
 
     def notify(self) -> None:
-        """Have the reader look, unless it can wait; the engine's thread calls this after a step.
-
-        A loop that is woken takes a core from the model.
-        """
+        """Wake the reader unless it can wait, as a wake-up takes a core from the model."""
         if not (self._patient and self._can_wait(self._unread())):
             self._wake_soon()
 
     def look(self) -> None:
-        """Wake the reader if there is something for it, or cancel if it has left too much."""
+        """Wake the reader if there is something to read; cancel if it has fallen too far behind."""
         unread = self._unread()
         if unread > self._max_unread and not self._slow:
             self._slow = True
@@ -193,23 +164,20 @@ class ActiveRequest:
         return unread
 
     def _can_wait(self, unread: int) -> bool:
-        """Tell whether nothing has come but tokens after the first one, and few of them."""
+        """Whether only tokens after the first have arrived, and few of them."""
         ended = sum(handle.ends for handle in self.handles) > len(self.finishes)
         few = unread < min(PATIENCE, self._max_unread)
         return few and not ended and self.recent.first_token_seconds is not None
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error, after the events that are there."""
         self._error = self._error or error
         self._wake.set()
 
     def fail_soon(self, error: BaseException) -> None:
-        """Do as `fail`, from any thread."""
         with suppress(RuntimeError):  # the loop is closed, and its readers are gone
             self._loop.call_soon_threadsafe(self.fail, error)
 
     def close(self) -> None:
-        """Cancel the answers that have not ended; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -233,7 +201,7 @@ class ActiveRequest:
     # ---- events
 
     def _take(self) -> list[Event]:
-        """Return the events that are there, numbered through, without ends that are errors."""
+        """Return the pending events with answer indices; errors are recorded instead."""
         events: list[Event] = []
         for offset, handle in zip(self._offsets, self.handles, strict=True):
             for event in handle.events():
@@ -258,11 +226,10 @@ class ActiveRequest:
         if finish.reason == "cancelled":
             if self._slow:
                 return TooSlow("the client does not read its stream; it was cancelled")
-            return Unavailable("the server stopped before the answer ended", code="shutting_down")
+            return ShuttingDown("the server stopped before the answer ended")
         return None
 
     def _note(self, events: Sequence[Event]) -> None:
-        """Note the figures of new events."""
         now, times, recent = time.monotonic(), self._times, self.recent
         came: dict[int, int] = {}
         for event in events:

@@ -1,4 +1,4 @@
-"""Parts of an answer: text, reasoning, and calls of tools.
+"""Parts of an answer: text, reasoning and tool calls.
 
     text of the engine ──push──> [ text | reasoning | call ] ──> Delta
 
@@ -15,8 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from penstock.engine.handle import Choice
 from penstock.engine.request import Finish, Usage
-from penstock.server.parsing import (
-    AnswerFormat,
+from penstock.server.parsing.events import (
     ArgumentsPart,
     CallBroken,
     CallEnd,
@@ -25,6 +24,7 @@ from penstock.server.parsing import (
     ReasoningPart,
     TextPart,
 )
+from penstock.server.parsing.formats import AnswerFormat
 
 __all__ = ["Delta", "Ended", "Reader", "ToolCall", "total_usage"]
 
@@ -33,39 +33,31 @@ Ended: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that a model asks for."""
-
     id: str
     name: str
     arguments: str
-    """Arguments of the call: a JSON object, as text."""
+    """JSON object, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Part of an answer that has become certain."""
+    """Newly certain part of an answer."""
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    """Calls that have ended."""
     growth: tuple[CallStart | ArgumentsPart | CallEnd | CallBroken, ...] = ()
-    """Events of calls that begin, grow and end; their ids are those of the calls."""
+    """Starts, argument parts and ends of calls."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
 
 
 class Reader:
-    """Reader of one answer, which holds back a mark's possible start until it is certain.
+    """Incremental reader of one answer; holds back a possible mark until it is certain.
 
-    Args:
-        form: of the model's answers.
-        tools: those that the request offers, in OpenAI's form; without any, calls are plain text.
-        reasoning: whether the prompt ends inside the model's reasoning
-            (`Prompts.starts_in_reasoning`).
-        parallel: whether an answer may hold several calls; otherwise those after the first
-            are left out.
+    Without `tools`, calls are plain text. `reasoning`: the prompt ends inside the model's
+    reasoning. Unless `parallel`, only the first call is kept.
     """
 
     def __init__(
@@ -83,38 +75,33 @@ class Reader:
         self._call: CallStart | None = None
         self._arguments: list[str] = []
         self.calls: list[ToolCall] = []
-        """Calls so far."""
         self.finish: Finish | None = None
-        """End of the answer, None before it."""
 
     @property
     def text(self) -> str:
-        """The text so far, without reasoning and calls."""
         return "".join(self._texts)
 
     @property
     def reasoning(self) -> str:
-        """The reasoning so far."""
         return "".join(self._reasonings)
 
     @property
     def reason(self) -> Ended:
-        """Why the answer has ended, in OpenAI's words."""
         if self.finish is not None and self.finish.reason == "length":
             return "length"
         return "tool_calls" if self.calls else "stop"
 
     def push(self, text: str) -> Delta:
-        """Take in text of the engine; return the part that is certain with it."""
+        """Feed text; return what has become certain."""
         return self._note(self._parser.feed(text))
 
     def end(self, finish: Finish) -> Delta:
-        """Take in the end and its last text; return the delta that this makes certain."""
+        """Feed the end and its last text; return the last delta."""
         self.finish = finish
-        return self._note([*self._parser.feed(finish.text), *self._parser.end()])
+        cut = finish.reason != "stop" or isinstance(finish.stop, str)
+        return self._note([*self._parser.feed(finish.text), *self._parser.end(cut=cut)])
 
     def read(self, choice: Choice) -> Reader:
-        """Take in a whole answer; return the reader."""
         assert choice.finish is not None
         whole = choice.text
         self.push(whole.removesuffix(choice.finish.text) if choice.finish.text else whole)
@@ -122,7 +109,6 @@ class Reader:
         return self
 
     def _note(self, events: Sequence[ParsedEvent]) -> Delta:
-        """Take in events; return the delta that they are."""
         texts = [event.text for event in events if isinstance(event, TextPart)]
         reasonings = [event.text for event in events if isinstance(event, ReasoningPart)]
         before = len(self.calls)
@@ -135,7 +121,6 @@ class Reader:
     def _grow(
         self, event: ParsedEvent
     ) -> Iterator[CallStart | ArgumentsPart | CallEnd | CallBroken]:
-        """Take in an event of a call; yield it for the client, with the call's id."""
         if isinstance(event, TextPart | ReasoningPart) or (self.calls and not self._parallel):
             return
         if isinstance(event, CallStart):
@@ -159,7 +144,6 @@ def _joined(first: Delta, second: Delta) -> Delta:
 
 
 def join(deltas: Iterable[Delta]) -> Delta:
-    """Join consecutive deltas into one."""
     whole = Delta()
     for delta in deltas:
         whole = _joined(whole, delta)
@@ -167,13 +151,9 @@ def join(deltas: Iterable[Delta]) -> Delta:
 
 
 def total_usage(finishes: Sequence[Finish]) -> Usage:
-    """Sum up the answers of requests; several to one prompt have read it once.
+    """Sum the usage of all answers to one prompt, which was read once.
 
-    The cached tokens are those that the first answer matched: the others matched tokens that the
-    first one had just computed.
-
-    Args:
-        finishes: of all answers to one prompt.
+    Cached tokens are those of the first answer: the others match what the first one just computed.
     """
     usages = [finish.usage for finish in finishes]
     return Usage(

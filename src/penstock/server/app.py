@@ -1,4 +1,4 @@
-"""The application: its routes, the middlewares in front of them, and the process that serves it.
+"""The application: routes, middlewares, and the process that serves it.
 
 socket ─> request id ─> last resort ─> path ─> CORS ─> host ─> key ─> body ─> routes ─> Service
 
@@ -8,10 +8,8 @@ Streams pass through all of it as they come: no middleware here holds a response
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
-import signal
 import socket
 import threading
 import time
@@ -35,25 +33,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock import __version__
 from penstock.config import LOOPBACK_HOSTS, ServerSettings
 from penstock.errors import PenstockError
-from penstock.server import (
-    anthropic,
-    cache_routes,
-    live,
-    metrics,
-    openai,
-    reference,
-    responses,
-    sessions,
-    tokenize_routes,
-)
+from penstock.server import cache_routes, live, metrics, reference, sessions, tokenize_routes
+from penstock.server.access import CLIENT, KEY_HOLDER, Access, checked
+from penstock.server.anthropic import messages
 from penstock.server.connections import Connections
+from penstock.server.openai import openai_routes, responses
 from penstock.server.paths import Paths, served_methods, unserved
 from penstock.server.problems import (
     FROM_ANTHROPIC,
     REQUEST_ID,
     ServerError,
-    Unauthorized,
-    Unavailable,
+    ShuttingDown,
     problem_of,
     response_for,
 )
@@ -64,16 +54,19 @@ from penstock.server.service import Service
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
-"""Paths that are answered without a key."""
+"""Paths served without a key."""
+UNCOUNTED = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that rate limits do not count."""
 OPEN_FOLDER = "/page/"
-"""Folder of the page's own files, which are answered without a key."""
 GOODBYE_SECONDS = 1.0
-"""Seconds that a server still answers after its engine has died or hangs."""
+"""Seconds the server still answers after its engine has died or hangs."""
 TAIL_SECONDS = 4.0
-"""Seconds that clients have to read the ends of their answers after the engine has drained."""
+"""Seconds for clients to read the ends of their answers after the engine has drained."""
 TAIL_LOOK_SECONDS = 0.05
 FLUSH_SECONDS = 3
-"""Seconds that connections have for their last bytes when the server stops."""
+"""Seconds for connections to send their last bytes when the server stops."""
+HURRIED_FLUSH_SECONDS = 1
+"""The same after a second signal."""
 
 
 class Health(BaseModel):
@@ -82,12 +75,9 @@ class Health(BaseModel):
     status: Literal["ok", "draining", "dead"]
     model: str
     open_requests: int
-    """Requests that have not ended."""
 
 
 def create_app(service: Service) -> FastAPI:
-    """Make the application around a service."""
-
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         watching = asyncio.create_task(service.watch())
@@ -106,7 +96,7 @@ def create_app(service: Service) -> FastAPI:
     for error in (HTTPException, RequestValidationError, PenstockError):
         app.add_exception_handler(error, _respond)
     modules = (
-        *(openai, responses, anthropic, tokenize_routes),
+        *(openai_routes, responses, messages, tokenize_routes),
         *(cache_routes, sessions, metrics, live),
     )
     routers = [_health(service), *(module.router(service) for module in modules)]
@@ -114,12 +104,12 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(router)
     app.state.served = served_methods(routers)
     reference.add_reference(app)
-    _guard(app, service.settings, service.memory)
+    _guard(app, service.settings, service.access, service.memory)
     return app
 
 
 def _respond(http: HttpRequest, error: Exception) -> Response:
-    """Tell the client of an error that a route has raised, or that there is no such route."""
+    """Answer an error raised by a route, or an unknown route."""
     if isinstance(error, HTTPException):
         error = unserved(http, error, http.app.state.served)
     problem = problem_of(error)
@@ -140,12 +130,12 @@ def _health(service: Service) -> APIRouter:
 
     @router.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health() -> JSONResponse:
-        """Tell whether the engine lives: 503 when its thread has ended."""
+        """Report liveness: 503 once the engine's thread has ended."""
         return state("ok" if service.alive else "dead")
 
     @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> JSONResponse:
-        """Tell whether requests are taken in: 503 also while the server drains."""
+        """Report readiness: 503 also while the server drains."""
         if not service.alive:
             return state("dead")
         return state("draining" if service.draining else "ok")
@@ -156,11 +146,10 @@ def _health(service: Service) -> APIRouter:
 # ---- the middlewares
 
 
-def _guard(app: FastAPI, settings: ServerSettings, memory: PromptMemory) -> None:
-    """Put the middlewares around the routes, the innermost first."""
+def _guard(app: FastAPI, settings: ServerSettings, access: Access, memory: PromptMemory) -> None:
     app.add_middleware(Body, settings=settings, memory=memory)
-    if settings.api_key is not None:
-        app.add_middleware(Key, api_key=settings.api_key)
+    if access.needed:
+        app.add_middleware(Key, access=access)
     elif settings.on_loopback:
         app.add_middleware(OwnHost)
     if settings.cors_origin:
@@ -177,7 +166,7 @@ def _guard(app: FastAPI, settings: ServerSettings, memory: PromptMemory) -> None
 
 
 class RequestId:
-    """Middleware that adds `x-request-id` to responses: the client's own if it is a plain word."""
+    """Adds `x-request-id` to responses: the client's own if it is a plain word."""
 
     PLAIN = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
@@ -187,10 +176,11 @@ class RequestId:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if self.PLAIN.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        client_id = Headers(scope=scope).get("x-request-id", "")
+        name = client_id if self.PLAIN.fullmatch(client_id) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = name
         REQUEST_ID.set(name)
+        CLIENT.set(scope["client"][0] if scope.get("client") else "")
         FROM_ANTHROPIC.set("anthropic-version" in Headers(scope=scope))
 
         async def named(message: Message) -> None:
@@ -204,7 +194,7 @@ class RequestId:
 
 
 class LastResort:
-    """Middleware that answers 500 to unforeseen exceptions; the log has the class and no text."""
+    """Answers 500 to unforeseen exceptions, 503 when stopping; logs the class but no text."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -228,14 +218,17 @@ class LastResort:
             logger.debug("its error", exc_info=error)
             if not started:
                 await response_for(scope["path"], error)(scope, receive, send)
+        except asyncio.CancelledError:  # uvicorn cancels requests only when it stops
+            if not started:
+                await response_for(scope["path"], ShuttingDown())(scope, receive, send)
         return None
 
 
 class OwnHost:
-    """Middleware that refuses requests whose Host header does not name this machine.
+    """Refuses requests whose Host header does not name this machine.
 
-    A server without a key trusts every program on its machine. A page from elsewhere is none,
-    but it can let its own name point here (DNS rebinding); its requests carry that name.
+    A keyless server trusts local programs. A foreign page is not one, but can point its own name
+    here (DNS rebinding); its requests carry that name.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -254,45 +247,49 @@ class OwnHost:
 
 
 def _names_loopback(host: str) -> bool:
-    """Tell whether a Host header names this machine's own address.
+    """Whether a Host header names this machine.
 
     >>> [_names_loopback(h) for h in ("localhost:8080", "[::1]:8080", "a.example", "")]
     [True, True, False, True]
     """
     if not host:  # HTTP/1.0, which no browser speaks
         return True
-    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.lower() in LOOPBACK_HOSTS
 
 
 class Key:
-    """Middleware that demands the key, except for paths that reveal nothing of any request."""
+    """Middleware that demands a key, except for paths that reveal nothing of any request.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    A fleet's door has looked at the key already: it puts the client into the scope's state.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app = app
-        self._key = api_key
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope) or shows_key(scope, self._key):
+        if scope["type"] != "http" or is_open(scope):
             return await self.app(scope, receive, send)
-        response = response_for(scope["path"], Unauthorized())
-        response.headers["WWW-Authenticate"] = "Bearer"
-        return await response(scope, receive, send)
+        client = scope.get("state", {}).get("key_holder")
+        passed_on = client is not None
+        try:
+            client = checked(client or self._access.client_of(scope), scope["path"])
+            if not passed_on and scope["method"] not in UNCOUNTED:
+                self._access.admit(client)
+        except ServerError as error:
+            return await response_for(scope["path"], error)(scope, receive, send)
+        KEY_HOLDER.set(client)
+        if client.key.name:
+            CLIENT.set(client.key.name)
+        try:
+            return await self.app(scope, receive, send)
+        finally:
+            if not passed_on:
+                self._access.settle(client)
 
 
-def shows_key(scope: Scope, api_key: str) -> bool:
-    """Tell whether a request shows the key, as a bearer token or in `x-api-key`."""
-    headers = Headers(scope=scope)
-    kind, _, token = headers.get("authorization", "").partition(" ")
-    given = [headers.get("x-api-key", "")]
-    if kind.lower() == "bearer":
-        given.append(token.strip())
-    # All are compared, each in constant time; headers are Latin-1 on the wire.
-    known = [hmac.compare_digest(one.encode("latin-1"), api_key.encode()) for one in given]
-    return any(known)
-
-
-def _is_open(scope: Scope) -> bool:
+def is_open(scope: Scope) -> bool:
     path: str = scope["path"]
     if scope["method"] not in ("GET", "HEAD"):
         return False
@@ -305,8 +302,9 @@ def _is_open(scope: Scope) -> bool:
 class Server(uvicorn.Server):
     """Uvicorn server that drains the engine before it stops, and stops when the engine has died.
 
-    After the first signal no more requests are taken in, `/ready` says so, and open requests go
-    on to their end, or for `drain_timeout_seconds`. The second signal ends the process at once.
+    First signal: refuse new requests, and let open ones end within `drain_timeout_seconds`. Second:
+    end open requests with an error, and the process within `GOODBYE_SECONDS` and
+    `HURRIED_FLUSH_SECONDS`. Third: stop at once.
     """
 
     def __init__(self, service: Service, **settings: Any) -> None:
@@ -325,24 +323,25 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.dead = False
-        """Whether the engine's thread has ended by itself."""
+        self._hurries = False
         service.died.append(self._engine_died)
 
     @property
     def port(self) -> int:
-        """Port that the server listens on."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; the second time, stop at once."""
-        if self.service.draining:
-            self.should_exit = True
-            self.force_exit = sig == signal.SIGINT
-            return
-        self.drain()
+        """Drain; on the second signal end open requests; on the third stop at once."""
+        if not self.service.draining:
+            self.drain()
+        elif not self._hurries:
+            self._hurries = True
+            self.config.timeout_graceful_shutdown = HURRIED_FLUSH_SECONDS
+            threading.Thread(target=self._end_open, name="penstock-end", daemon=True).start()
+        else:
+            self.should_exit = self.force_exit = True
 
     def drain(self) -> None:
-        """Take in no more requests, and stop when the open ones have ended."""
         self.service.draining = True
         threading.Thread(target=self._drain, name="penstock-drain", daemon=True).start()
 
@@ -351,11 +350,15 @@ class Server(uvicorn.Server):
         try:
             if not self._drained():
                 service.cancel_all()
-            if not self._all_read(TAIL_SECONDS):  # a long step, or readers that do not read
-                service.fail_all(Unavailable("the server is shutting down", code="shutting_down"))
-                self._all_read(GOODBYE_SECONDS)
+            self._all_read(TAIL_SECONDS)  # not after a long step, or by readers that do not read
         finally:
-            self.should_exit = True  # which cuts off the streams that are open
+            self._end_open()
+
+    def _end_open(self) -> None:
+        """End open requests with an error, and stop when their readers have it."""
+        self.service.fail_all(ShuttingDown())
+        self._all_read(GOODBYE_SECONDS)
+        self.should_exit = True  # which cuts off the streams that are open
 
     def _drained(self) -> bool:
         try:
@@ -364,14 +367,13 @@ class Server(uvicorn.Server):
             return False
 
     def _all_read(self, seconds: float) -> bool:
-        """Wait until every reader has got the end of its answer; tell whether so in time."""
+        """Wait until every reader has the end of its answer; False on timeout."""
         until = time.monotonic() + seconds
         while self.service.open_requests and time.monotonic() < until:
             time.sleep(TAIL_LOOK_SECONDS)
         return self.service.open_requests == 0
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop; log an engine that died on the way."""
         await super().shutdown(sockets)
         self.dead = self.dead or not self.service.alive
 

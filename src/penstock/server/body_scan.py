@@ -1,25 +1,23 @@
-"""Cost of reading a JSON body, counted while it arrives, before any of it is read."""
+"""Memory cost of parsing a JSON body, counted as it arrives, before it is parsed."""
 
 from __future__ import annotations
 
 import re
 
 OBJECT_BYTES = 72
-"""Bytes of an empty object or list of a body, at most."""
+"""Upper bound of an empty object or list."""
 ENTRY_BYTES = 40
-"""Bytes of an element of a list or an object beside its own size, at most."""
 NAME_BYTES = 100
-"""Bytes of a name in an object, at most."""
 
 _WIDE_ESCAPE = re.compile(rb"\\u[dD][89abAB]")
 _ESCAPE_BYTES = 3
-"""Bytes of such an escape but for its last one."""
+"""Bytes of such an escape without its last."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 _NOT_WIDE = bytes(range(0xF0))
 
 
 class BodyScan:
-    r"""Figures of a JSON body that arrives in parts; linear in time, without recursion.
+    r"""Scan of a JSON body that arrives in parts; linear in time, without recursion.
 
     >>> scan = BodyScan()
     >>> for part in (b'{"a": [1, "[[[', b'[\\"]", []]}'):
@@ -30,31 +28,27 @@ class BodyScan:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """Bytes so far."""
         self.depth = 0
-        """Brackets within brackets, at most so far."""
         self._open = 0
         self._in_text = False
         self._backslash = b""
-        """Backslash at the end of the last part, which gives the next character its meaning."""
+        """Backslash at the end of the last part, which escapes the next character."""
         self._objects = 0
         """Bytes of objects, entries and names."""
         self._width = 1
-        """Bytes that Python takes for a character of the texts, at most."""
+        """Widest character of the texts, in bytes of Python's representation."""
         self._end = b""
-        """Last bytes of the last part, which may begin an escape."""
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Bytes that the body takes while it is read, and afterwards; at most.
+        """Upper bounds of memory while parsing and afterwards, in bytes.
 
-        Python holds a text in 1, 2 or 4 bytes a character, as the widest of them needs.
+        Python stores a text with 1, 2 or 4 bytes a character, as its widest needs.
         """
         size, width = self.nbytes, self._width
         return size * (2 + 3 * width) + self._objects, size * (1 + width) + self._objects
 
     def add(self, part: bytes) -> None:
-        """Look at the next part."""
         self.nbytes += len(part)
         brackets = part.count(b"[") + part.count(b"{")
         self._objects += OBJECT_BYTES * brackets + ENTRY_BYTES * part.count(b",")
@@ -73,7 +67,7 @@ class BodyScan:
             self._width = 4 if _WIDE_ESCAPE.search(joined) else max(2, self._width)
 
     def _descend(self, part: bytes) -> None:
-        """Count the brackets outside texts. Behind a fault of the JSON any count will do."""
+        """Count the brackets outside strings; after a syntax error any count will do."""
         part = self._backslash + part
         odd = (len(part) - len(part.rstrip(b"\\"))) % 2
         self._backslash = b"\\" if odd else b""

@@ -1,4 +1,4 @@
-"""Routes of the prefix cache, `/v1/cache/...`: its content, and matches of prompts."""
+"""Routes of the prefix cache, `/v1/cache/...`."""
 
 from __future__ import annotations
 
@@ -12,44 +12,41 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.engine.offload.tier_kinds import TIER_KINDS
 from penstock.engine.stats import Cleared, Stats
-from penstock.engine.view import EngineView
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
+from penstock.server.access import salt_for
 from penstock.server.forms import Each, OnePrompt
-from penstock.server.openai_objects import ERRORS
-from penstock.server.prompts import REWRITTEN
+from penstock.server.openai.openai_objects import ERRORS
+from penstock.server.prompts import MENDED, REWRITTEN
 from penstock.server.request_body import reading_aside
 from penstock.server.rewritten_history import rewritten_in_front
 from penstock.server.service import Service
 from penstock.tiers.worker import TierStats
 
 MOST_NODES = 10_000
-"""Limit of nodes in one answer."""
 
 
 class Tier(BaseModel):
-    """A place of KV: memory, disk, remote."""
+    """A storage tier of the cache: memory, disk or remote."""
 
     state: Literal["on", "off"]
     why: str | None = None
-    """Reason that a tier is off which should be on, or that it takes no new blocks."""
+    """Why the tier is off, or takes no new blocks."""
     used_bytes: int
     limit_bytes: int
-    """Limit of `used_bytes`; both are 0 for a store whose size is not known."""
+    """Limit of `used_bytes`; both are 0 for a store of unknown size."""
 
 
 class CacheStats(BaseModel):
-    """The engine's figures; their fields are described in docs/engine.md."""
+    """The engine's figures; docs/engine.md describes the fields."""
 
     stats: Stats
     hit_rate: float
-    """Share of all prompt tokens that were read from the cache, 0 to 1."""
+    """Share of prompt tokens read from the cache, 0 to 1."""
     tiers: dict[str, Tier]
-    """Tiers by name, the fastest first: memory, disk, remote."""
 
     @classmethod
     def of(cls, stats: Stats) -> Self:
-        """Return the figures as the interface shows them."""
         memory = Tier(state="on", used_bytes=stats.used_bytes, limit_bytes=stats.limit_bytes)
         cold = {name: _tier(stats.tiers.get(name)) for name in TIER_KINDS}
         return cls(stats=stats, hit_rate=stats.hit_rate, tiers={"memory": memory, **cold})
@@ -71,22 +68,15 @@ class NodeOut(BaseModel):
 
     id: int
     parent: int | None
-    """Id of the node in front of this one; None at the beginning of a prompt."""
+    """Parent's id; None at the beginning of a prompt."""
     start: int
-    """Position of the node's first token in the prompt."""
     end: int
-    """Position behind the node's last token."""
     nbytes: int
     pins: int
-    """Answers that read the node now."""
     hits: int
-    """Times that the node was read after its insertion."""
     idle_seconds: float
-    """Seconds since the last use."""
     held_seconds: float
-    """Seconds for which a client's hold still protects the node."""
     text: str | None = None
-    """First words of the node, if the client asked for them."""
 
 
 class Tree(BaseModel):
@@ -94,17 +84,14 @@ class Tree(BaseModel):
 
     nodes: list[NodeOut]
     left_out: int
-    """Nodes that are left out of this answer, because there are too many."""
+    """Nodes omitted because there are too many."""
     count: int
-    """Nodes in all."""
     tokens: int
-    """Tokens in all."""
     nbytes: int
-    """Bytes in all."""
 
 
 class ExplainRequest(BaseModel):
-    """A prompt that may come: messages, a text, or tokens."""
+    """A prompt: messages, a text, or tokens."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -121,7 +108,6 @@ class ExplainRequest(BaseModel):
 
 
 def router(service: Service) -> APIRouter:
-    """Make the routes; they need the key if the server has one."""
     router = APIRouter(
         prefix="/v1/cache", tags=["cache"], responses=ERRORS, route_class=reading_aside(service)
     )
@@ -129,7 +115,7 @@ def router(service: Service) -> APIRouter:
     @router.get("/stats")
     async def stats() -> CacheStats:
         """Report the tiers, their bytes, and the share of prompts served from them."""
-        return CacheStats.of(await service.ask(EngineView.stats))
+        return CacheStats.of(await service.ask(lambda state: state.stats()))
 
     @router.get("/tree")
     async def tree(
@@ -138,7 +124,7 @@ def router(service: Service) -> APIRouter:
         ] = False,
     ) -> Tree:
         """Report every node of the prefix tree; prompts' text only if the query asks for it."""
-        views = await service.ask(EngineView.tree)
+        views = await service.ask(lambda state: state.tree())
         shown = tree_of(views, MOST_NODES)
         if text:
             await service.work(partial(_add_text, service.tokenizer, shown, views))
@@ -146,9 +132,9 @@ def router(service: Service) -> APIRouter:
 
     @router.post("/explain")
     async def explain(question: ExplainRequest) -> Explanation:
-        """Tell how far a prompt would match now, and why no further; changes nothing."""
+        """Explain how far a prompt would match the cache now."""
         tokens, rewritten = await service.work(partial(_read, service, question))
-        salt = question.cache_salt or ""
+        salt = salt_for(question.cache_salt)
         explained = await service.ask(lambda view: view.explain(tokens, salt, ask_tiers=True))
         if rewritten is None:
             return explained
@@ -167,34 +153,20 @@ def router(service: Service) -> APIRouter:
     return router
 
 
-def tree_of(views: Sequence[NodeView], most: int) -> Tree:
-    """Describe the tree; beyond the limit, the least recently used nodes are left out."""
+def tree_of(views: Sequence[NodeView], max_nodes: int) -> Tree:
+    """Describe the tree; beyond `most` nodes the least recently used ones are omitted."""
     shown = sorted(views, key=lambda view: view.start)  # a parent lies in front of its children
-    if len(views) > most:
+    if len(views) > max_nodes:
         # A node is pinned and touched with all that is in front of it: no parent is left out.
-        newest = sorted(shown, key=lambda view: (view.idle_seconds, view.start))[:most]
+        newest = sorted(shown, key=lambda view: (view.idle_seconds, view.start))[:max_nodes]
         kept = {view.id for view in newest}
         shown = [view for view in shown if view.id in kept]
     return Tree(
-        nodes=[_node(view) for view in shown],
+        nodes=[NodeOut.model_validate(view, from_attributes=True) for view in shown],
         left_out=len(views) - len(shown),
         count=len(views),
         tokens=sum(view.end - view.start for view in views),
         nbytes=sum(view.nbytes for view in views),
-    )
-
-
-def _node(view: NodeView) -> NodeOut:
-    return NodeOut(
-        id=view.id,
-        parent=view.parent,
-        start=view.start,
-        end=view.end,
-        nbytes=view.nbytes,
-        pins=view.pins,
-        hits=view.hits,
-        idle_seconds=view.idle_seconds,
-        held_seconds=view.held_seconds,
     )
 
 
@@ -205,15 +177,18 @@ def _add_text(tokenizer: Any, tree: Tree, views: Sequence[NodeView]) -> None:
 
 
 def _read(service: Service, question: ExplainRequest) -> tuple[tuple[int, ...], str | None]:
-    """Return a prompt's tokens, and its history that is written anew; in a worker thread."""
-    tokens, rewritten = tokens_of(service, question), REWRITTEN.get()
+    """Return a prompt's tokens, and what was changed in its history. Worker thread."""
+    tokens, rewritten, mended = tokens_of(service, question), REWRITTEN.get(), MENDED.get()
     if rewritten is None and question.messages is not None:
         rewritten = rewritten_in_front(service.prompts, question.messages, question.tools)
+    if mended and question.messages is not None:
+        changed = f"For the chat template {', '.join(mended)}"
+        rewritten = changed if rewritten is None else f"{rewritten}. {changed}"
     return tokens, rewritten
 
 
 def tokens_of(service: Service, question: ExplainRequest) -> tuple[int, ...]:
-    """Read a prompt; in a worker thread."""
+    """Tokenize a prompt. Worker thread."""
     if question.messages is not None:
         salt = question.cache_salt or ""
         return service.prompts.render(question.messages, question.tools, salt=salt)

@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's, with bounds that hold before any key is checked.
+"""A client connection: uvicorn's, with limits that hold before any key is checked.
 
     open ──10 s──> head: 64 KiB, 256 fields ──30 s──> body ──> answer ──6 s──> next head, or closed
 
@@ -10,41 +10,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock import open_files
 from penstock.config import ServerSettings
+from penstock.plurals import counted
 from penstock.server.problems import ServerError, response_for
 
 logger = logging.getLogger(__name__)
 
 FILES_ASIDE = 256
-"""Open files that are no connections: of the model, the cold tier, looks at the machine."""
+"""Open files reserved for other uses: the model, cold tiers, system probes."""
 SPARE_PLACES = 64
 """Connections over the limit that may ask whether the server lives."""
 SPARE_SECONDS = 2.0
-"""Seconds that a connection over the limit has."""
+"""Lifetime of a connection over the limit."""
 ALWAYS = (b"/health", b"/ready")
-"""Paths that a connection over the limit may ask."""
+"""Paths allowed on a connection over the limit."""
 PIPELINED = 8
-"""Requests on one connection that wait for the answer to another."""
-PIECE_BYTES = 4_096
-"""Bytes of a head that are parsed in one go."""
+"""Pipelined requests of a connection before parsing pauses."""
+PIECE_BYTES = 256
+"""Bytes of a head parsed at a time: at most 14 requests."""
+HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]*)?")
 LATE_SECONDS = 1.0
-"""Seconds beyond a body's time, in which the application can answer in the API's own form."""
+"""Grace beyond the body timeout, for the application to answer in the API's own form."""
 LINGER_SECONDS = 2.0
-"""Seconds that a connection which is being closed has for its last bytes."""
 
 
 class Connections:
-    """Connections of one server: their factory for uvicorn, and their limits."""
-
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.most = room_for(settings.max_connections, open_files.limit())
-        """Connections that may ask anything."""
         self.spare: dict[Connection, None] = {}
         """Connections over the limit, the oldest first."""
         if self.most < settings.max_connections:
@@ -56,12 +55,11 @@ class Connections:
                 open_files.limit(),
             )
 
-    def __call__(self, **given: Any) -> Connection:
-        """Make a connection with uvicorn's arguments."""
-        return Connection(self, **given)
+    def __call__(self, **arguments: Any) -> Connection:
+        return Connection(self, **arguments)
 
     def opened(self, connection: Connection) -> bool:
-        """Note a new connection; tell whether it may ask anything."""
+        """Register a new connection; False if it is over the limit."""
         if len(connection.connections) <= self.most:
             return True
         if len(self.spare) >= SPARE_PLACES:
@@ -72,21 +70,17 @@ class Connections:
         return False
 
     def closed(self, connection: Connection) -> None:
-        """Note that a connection is gone."""
         self.spare.pop(connection, None)
 
     def refuses(self, connection: Connection) -> bool:
-        """Tell whether a connection is over the limit, and may ask only `ALWAYS`.
-
-        Such a connection may ask anything as soon as there is a place.
-        """
+        """Whether a connection is restricted to `ALWAYS`; promotes it once there is room."""
         if connection in self.spare and len(connection.connections) <= self.most:
             self.closed(connection)
         return connection in self.spare
 
 
 def room_for(connections: int, files: int) -> int:
-    """Return how many connections there may be where so many files may be open.
+    """Return the connection limit, given the limit of open files.
 
     >>> room_for(1_000, 65_536), room_for(1_000, 1_024), room_for(1_000, 256)
     (1000, 704, 64)
@@ -98,28 +92,27 @@ def room_for(connections: int, files: int) -> int:
 class Connection(HttpToolsProtocol):
     """One connection, whose timer runs while the server waits for the client."""
 
-    def __init__(self, shared: Connections, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, shared: Connections, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._shared = shared
         self._settings = shared.settings
         self.timeout_keep_alive = shared.settings.keep_alive_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._unused = 0
-        """Bytes since the last part of a request that was handed on."""
+        """Bytes since the last forwarded part of a request."""
         self._begun = False
-        """Whether a request has begun and is not there in full."""
         self._in_body = False
+        self._unparsed = b""
+        """Bytes beyond `PIPELINED` requests."""
         self._watching: asyncio.TimerHandle | None = None
-        """Timer that runs while the client has not read the bytes sent."""
+        """Timer that runs while the client has not read what was sent."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first head."""
         super().connection_made(transport)
         free = self._shared.opened(self)
         self._wait(self._settings.head_timeout_seconds if free else SPARE_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers, and free the place."""
         self._wait(None)
         self._watch_no_more()
         self._shared.closed(self)
@@ -129,7 +122,7 @@ class Connection(HttpToolsProtocol):
     # ---- bounds of time
 
     def _wait(self, seconds: float | None) -> None:
-        """Give the client so many seconds for its next part; None stops the timer."""
+        """Restart the timer of the client's next part; None stops it."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_late)
@@ -148,31 +141,29 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of this one's body."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._watch()
+        elif self._unparsed:
+            self.data_received(b"")
         elif self._in_body:
             self._wait(self._settings.keep_alive_seconds)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close, as soon as the client has read everything sent."""
         super().timeout_keep_alive_handler()
         self._watch()
 
     def pause_writing(self) -> None:
-        """Begin to wait for a client that does not read."""
         super().pause_writing()
         self._watch()
 
     def resume_writing(self) -> None:
-        """Go on: the client has read."""
         if not self.transport.is_closing():
             self._watch_no_more()
         super().resume_writing()
 
     def _watch(self) -> None:
-        """See that the client reads; streams wait for one that does not for a shorter time."""
+        """Abort a client that does not read; streams have a shorter timeout of their own."""
         self._watch_no_more()
         left = self.transport.get_write_buffer_size()
         seconds = 2 * self._settings.send_timeout_seconds
@@ -192,8 +183,13 @@ class Connection(HttpToolsProtocol):
     # ---- bounds of size
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, heads in small pieces."""
+        """Parse received bytes, heads in small pieces, while few requests are pending."""
+        data, self._unparsed = self._unparsed + data, b""
         while data and not self.transport.is_closing():
+            if len(self.pipeline) >= PIPELINED and not self._in_body:
+                self._unparsed = data
+                self.flow.pause_reading()
+                return
             size = len(data) if self._in_body else PIECE_BYTES
             piece, data = data[:size], data[size:]
             self._unused += len(piece)
@@ -206,21 +202,19 @@ class Connection(HttpToolsProtocol):
             self._wait(self._settings.keep_alive_seconds)
 
     def on_message_begin(self) -> None:
-        """Begin to wait for the head of a request."""
         super().on_message_begin()
         self._begun = True
         if self._timer is None or self.cycle is not None:
             self._wait(self._settings.head_timeout_seconds)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or a trailer."""
         if len(self.headers) >= self._settings.max_head_fields:
             self._refuse_head()
         else:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Hand a request on to the application, and begin to wait for its body."""
+        """Forward a request to the application, and wait for its body."""
         if self.transport.is_closing():
             return
         self._unused, self._in_body = 0, True
@@ -228,20 +222,22 @@ class Connection(HttpToolsProtocol):
         spare = self._shared.refuses(self)
         if spare and self.url.partition(b"?")[0] not in ALWAYS:
             return self._refuse(503, f"{self._shared.most} connections are open; try again later")
-        if len(self.pipeline) >= PIPELINED:
-            return self._refuse(429, f"{PIPELINED} requests wait on this connection")
+        hosts = [value for name, value in self.headers if name == b"host"]
+        old = self.parser.get_http_version() == "1.0"  # which has no Host, and no browser speaks
+        if len(hosts) != 1 and not (old and not hosts):
+            return self._refuse(400, f"the request has {len(hosts)} Host headers; it must have one")
+        if hosts and HOST.fullmatch(hosts[0]) is None:
+            return self._refuse(400, "the Host header is no host with or without a port")
         super().on_headers_complete()
         if spare:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body."""
         if not self.transport.is_closing():
             self._unused = 0
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Wait for nothing more: the request is there."""
         if not self.transport.is_closing():
             self._unused, self._begun, self._in_body = 0, False, False
             self._wait(None)
@@ -251,30 +247,29 @@ class Connection(HttpToolsProtocol):
         settings = self._settings
         self._refuse(
             431,
-            f"the headers are more than {settings.max_head_bytes:,} bytes or "
+            f"the headers are more than {counted(settings.max_head_bytes, 'byte')} or "
             f"{settings.max_head_fields} fields",
         )
 
     # ---- refusing
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP."""
         self._refuse(400, msg)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Go on with HTTP/1.1 for this answer; the bytes after it may be another protocol."""
         if self.cycle is not None:
             self.cycle.keep_alive = False
 
     def _refuse(self, status: int, why: str) -> None:
-        """Say why nothing more is read from this connection, if nothing else is being said."""
+        """Send an error and close, unless a response is being sent."""
         if self.transport.is_closing():
             return
         if self._answering or self.pipeline:
             return self.transport.abort()
         response = response_for("", ServerError(why, status=status))
-        lines = [f"HTTP/1.1 {status} ".encode(), *(b"%b: %b" % one for one in response.raw_headers)]
-        head = b"\r\n".join([*lines, b"connection: close", b"", b""])
+        headers = [b"%b: %b" % header for header in response.raw_headers]
+        first = f"HTTP/1.1 {status} ".encode()
+        head = b"\r\n".join([first, *headers, b"connection: close", b"", b""])
         self.transport.write(head + bytes(response.body))
         self.transport.close()
         self.loop.call_later(LINGER_SECONDS, self.transport.abort)

@@ -1,4 +1,4 @@
-"""Sampling of requests that do not say their own: the server's flags, then the model's folder."""
+"""Default sampling: the server's flags, then the model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 def default_sampling(settings: ServerSettings, model: Mapping[str, float]) -> Sampling:
-    """Return the sampling of a request that says none: the settings', then the model's own.
-
-    Wishes of the model that the engine cannot fulfill are passed over, with a line in the log.
-    """
-    given = {name: getattr(settings, name) for name in SAMPLED}
-    known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    """Merge both; values of the model that the engine does not support are logged and ignored."""
+    flags = {name: getattr(settings, name) for name in SAMPLED}
+    known: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     for name, value in model.items():
         try:
             Sampling(**dict[str, Any]({name: value}))
         except SettingError as error:
-            logger.warning("generation_config.json: %s; it is passed over", error)
+            logger.warning("generation_config.json: ignoring %s", error)
         else:
             known.setdefault(name, value)
     return Sampling(**known)

@@ -1,4 +1,4 @@
-"""Clients that close their connection while a request of theirs is worked on."""
+"""Clients that disconnect while their request is worked on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ T = TypeVar("T")
 
 
 async def until_gone(http: HttpRequest, doing: Awaitable[T]) -> T:
-    """Await a result as long as the client waits; its body must have been read.
+    """Await a result; if the client disconnects, cancel it and raise ClientGone.
 
-    Raises:
-        ClientGone: the client has closed the connection; the work for it is cancelled.
+    The body must have been read.
     """
     task = asyncio.ensure_future(doing)
     gone = asyncio.ensure_future(_disconnected(http))

@@ -28,27 +28,25 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.engine.stats import Stats
-from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
 from penstock.prefix.node import NodeView
 from penstock.server.cache_routes import CacheStats, Tree, tree_of
-from penstock.server.problems import NotFound, Unavailable
+from penstock.server.engine_client import EngineState
+from penstock.server.problems import NotFound, ShuttingDown, Unavailable
 from penstock.server.service import Service
-from penstock.server.sse import Stream, data
+from penstock.server.sse import Stream, data, error_event
 
 logger = logging.getLogger(__name__)
 
 WATCHED_SECONDS = 0.5
-"""Seconds between two snapshots while a client watches."""
 UNWATCHED_SECONDS = 2.0
-"""Seconds between two entries of the history while no client watches."""
+"""Seconds between two history entries while no client watches."""
 HISTORY_SECONDS = 300
 TREE_SECONDS = 10.0
-"""Seconds after which an unchanged tree is sent again, because its nodes' ages have grown."""
+"""Seconds after which an unchanged tree is sent again, as its nodes' ages have grown."""
 TREE_SECONDS_A_NODE = 0.000_5
-"""Seconds between two looks at a tree, per node; a look takes a hundredth of that time."""
+"""Seconds per node between two reads of a tree; a read takes 1 % of that."""
 RATE_SECONDS = 1.4
-"""Seconds over which a speed is measured."""
 MOST_WATCHERS = 64
 SHOWN_NODES = 250
 SHOWN_REQUESTS = 40
@@ -70,12 +68,10 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""Media types by suffix; files with other suffixes are not served."""
+"""Media types by suffix; other files are not served."""
 
 
 class History(BaseModel):
-    """Figures of the last minutes in columns, the oldest first."""
-
     at_seconds: list[float]
     limit_bytes: list[int]
     by_kind: dict[str, list[int]]
@@ -83,26 +79,20 @@ class History(BaseModel):
 
 
 class Snapshot(CacheStats):
-    """Data of one event of `/v1/live`."""
-
     at_seconds: float
-    """Time of the snapshot, in seconds since 1970."""
     model: str
+    chats: bool
     version: str
     max_batch_size: int
     generated_per_second: float
     prefilled_per_second: float
     requests: list[dict[str, Any]]
-    """Last requests, the oldest first: figures and an explanation, no text."""
     tree: Tree | None = None
-    """Prefix tree; None if it has not changed since the last event."""
+    """Prefix tree; None if unchanged since the last event."""
     history: History | None = None
-    """History, in the first event alone."""
 
 
 class Moment(NamedTuple):
-    """Figures remembered of one look at the engine."""
-
     at_seconds: float
     stats: Stats
     generated_per_second: float
@@ -111,17 +101,15 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """State of the engine, read in its thread."""
-
     stats: Stats
     max_batch_size: int
     mark: object
-    """Mark that stays equal as long as the tree does."""
+    """Equal as long as the tree is unchanged."""
     tree: list[NodeView] | None
 
 
 class Pulse:
-    """Periodic look at the engine, shared by all watching clients; lives in the event loop."""
+    """Periodic poll of the engine, shared by all watching clients; event loop only."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -139,7 +127,7 @@ class Pulse:
         self._wanted = asyncio.Event()
 
     async def run(self) -> None:
-        """Be the task that looks; ends with the engine."""
+        """Poll until the engine stops."""
         try:
             while not self.service.draining:
                 self._wanted.clear()  # before the look: a client that comes meanwhile is not missed
@@ -149,7 +137,7 @@ class Pulse:
                     return
                 # A boundary: one look that fails must not be the last one.
                 except Exception as error:
-                    logger.error("a look at the engine has failed: %s", type(error).__name__)
+                    logger.error("engine snapshot failed: %s", type(error).__name__)
                     logger.debug("its error", exc_info=error)
                 pause = WATCHED_SECONDS if self.watchers else UNWATCHED_SECONDS
                 with suppress(TimeoutError):
@@ -160,7 +148,7 @@ class Pulse:
                 self._changed.notify_all()
 
     async def snapshots(self) -> AsyncIterator[Snapshot]:
-        """Yield a snapshot now and after every change, until the server stops."""
+        """Yield a snapshot now and after every poll, until the server stops."""
         self.watchers += 1
         try:
             seen, tree_seen = self._number, 0
@@ -178,7 +166,6 @@ class Pulse:
             self.watchers -= 1
 
     async def _next(self, seen: int) -> bool:
-        """Wait for the next look; False if there will be none."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._ended or self._number != seen)
         return not self._ended
@@ -218,6 +205,7 @@ class Pulse:
             **dict(CacheStats.of(look.stats)),
             at_seconds=now.at_seconds,
             model=self.service.model_name,
+            chats=self.service.tokenizer.has_chat_template,
             version=__version__,
             max_batch_size=look.max_batch_size,
             generated_per_second=now.generated_per_second,
@@ -239,7 +227,6 @@ class Pulse:
 
 
 def router(service: Service) -> APIRouter:
-    """Make the routes of the stream and of the page."""
     pulse = Pulse(service)
 
     @asynccontextmanager
@@ -262,10 +249,11 @@ def router(service: Service) -> APIRouter:
                 code="too_many",
             )
         if service.draining:
-            raise Unavailable("the server is shutting down", code="shutting_down")
+            raise ShuttingDown()
         if not service.alive:
             raise EngineStopped("the engine has stopped")
-        return Stream(service, http.url.path, None, _events(pulse))
+        path = http.url.path
+        return Stream(service, None, _events(pulse), lambda problem: [error_event(path, problem)])
 
     _add_page(router)
     return router
@@ -276,8 +264,7 @@ async def _events(pulse: Pulse) -> AsyncIterator[bytes]:
         yield data(snapshot.model_dump(exclude_none=False), "snapshot")
 
 
-def _look(view: EngineView, tree: bool, mark: object) -> Look:
-    """Look at the engine, on its thread."""
+def _look(view: EngineState, tree: bool, mark: object) -> Look:
     stats = view.stats()
     # Every change of the tree, or of the pins in it, changes one of these.
     now = (
@@ -301,14 +288,11 @@ def _look(view: EngineView, tree: bool, mark: object) -> Look:
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A file of the page, read once."""
-
     content: bytes
     content_type: str
     etag: str
 
     def respond(self, http: HttpRequest) -> Response:
-        """Answer with the file, or with 304 if the browser has it."""
         headers = {**PAGE_HEADERS, "ETag": self.etag}
         if self.etag in http.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -316,7 +300,6 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """Read the page's files, by their paths."""
     pages: dict[str, PageFile] = {}
     _read(files("penstock.server") / "page", "", pages)
     return pages
@@ -334,7 +317,7 @@ def _read(folder: Traversable, path: str, pages: dict[str, PageFile]) -> None:
 
 
 def _add_page(router: APIRouter) -> None:
-    """Add the page: its files and no others, for any path in a request."""
+    """Add the page's files and no others, whatever the path."""
     pages = page_files()
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)

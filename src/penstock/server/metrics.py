@@ -1,8 +1,8 @@
-"""`/metrics`: the engine's figures and the waits of clients, as Prometheus reads them."""
+"""`/metrics`: figures of the engine and latencies, in Prometheus' format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -15,7 +15,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from penstock.engine.offload.tier_kinds import TIER_KINDS
 from penstock.engine.stats import SpillStats, Stats, StepTimes
-from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
 from penstock.server.recent import Recent
 from penstock.server.response_store import ResponseStore
@@ -31,8 +30,6 @@ NEXT_TOKEN_SECONDS = (
 
 
 class Metrics:
-    """Metrics of the server's own, beside the engine's; a listener of the service."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.engine = EngineMetrics()
@@ -57,27 +54,26 @@ class Metrics:
         )
 
     def first_token(self, seconds: float) -> None:
-        """Count the first token of a request."""
         self._first.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
-        """Count another token of an answer."""
         self._next.observe(seconds)
 
     def ended(self, recent: Recent) -> None:
-        """Count the end of a request."""
         self._requests.labels(recent.label, recent.finish or recent.state).inc()
 
 
 class EngineMetrics(Collector):
-    """The engine's figures, as they were when `stats` was set; None if it is gone."""
+    """The engine's figures as of the last `stats`; None if the engine is gone."""
 
     def __init__(self) -> None:
         self.stats: Stats | None = None
+        self.waiting: dict[str | int, int] = {}
+        """Waiting answers by client; addresses among them are not shown."""
+        self.key_names: Callable[[], Iterable[str]] = tuple
         self.stored: ResponseStore | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics."""
         up = 0 if self.stats is None else 1
         yield _gauge("engine_up", "Whether the engine's thread runs.", up)
         if self.stored is not None:
@@ -88,36 +84,47 @@ class EngineMetrics(Collector):
             return
         yield from _memory(self.stats)
         yield from _work(self.stats)
+        waiting = GaugeMetricFamily(
+            "penstock_key_waiting", "Answers that wait, by the name of their key.", labels=["key"]
+        )
+        for name in self.key_names():
+            waiting.add_metric([name], self.waiting.get(name, 0))
+        if waiting.samples:
+            yield waiting
         if self.stats.spilling is not None:
             yield from _spilling(self.stats.spilling)
         for name, tier in self.stats.tiers.items():
             yield from _tier(TIER_KINDS[name].metrics_prefix, tier)
         yield from _steps({"decode": self.stats.decode, "prefill": self.stats.prefill})
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing: the names are not asked for."""
-        yield from ()
-
 
 def router(service: Service) -> APIRouter:
-    """Make the route, and begin to count."""
     router = APIRouter(tags=["metrics"])
     metrics = Metrics()
     metrics.engine.stored = service.stored
+    metrics.engine.key_names = service.access.names
+    metrics.registry.register(service.access)
     service.listeners.append(metrics)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def scrape(http: HttpRequest) -> Response:
         """Return all metrics in Prometheus' text format."""
         try:
-            stats = await service.ask(EngineView.stats)
+            stats, waiting = await service.ask(
+                lambda view: (view.stats(), view.waiting_by_client())
+            )
         except EngineStopped:
-            stats = None
-        metrics.engine.stats = stats  # nothing awaits until it is written
-        encode, content_type = choose_encoder(http.headers.get("accept", ""))
-        return Response(encode(metrics.registry), media_type=content_type)
+            stats, waiting = None, {}
+        # Nothing awaits until they are written.
+        metrics.engine.stats, metrics.engine.waiting = stats, waiting
+        return exposed(metrics.registry, http.headers.get("accept", ""))
 
     return router
+
+
+def exposed(registry: CollectorRegistry, accept: str) -> Response:
+    encode, content_type = choose_encoder(accept)
+    return Response(encode(registry), media_type=content_type)
 
 
 def _memory(stats: Stats) -> Iterator[Metric]:
@@ -144,6 +151,10 @@ def _work(stats: Stats) -> Iterator[Metric]:
     for state in ("waiting", "prefilling", "restoring", "running", "preempted"):
         states.add_metric([state], getattr(stats, state))
     yield states
+    clients = "Clients with answers that wait; each may wait for its equal share of the queue."
+    yield _gauge("waiting_clients", clients, stats.waiting_clients)
+    words = "Answers that wait of the client with the most."
+    yield _gauge("waiting_most_of_a_client", words, stats.most_waiting)
     yield _counter("answers_started", "Answers that requests asked for.", stats.requests)
     yield _counter("answers_finished", "Answers that have ended.", stats.finished)
     yield _counter("answers_failed", "Answers that have ended with an error.", stats.failed)

@@ -1,7 +1,6 @@
-"""Paths as clients write them: slashes too many, `/v1` twice or not at all, methods not served.
+"""Request paths as clients write them: extra slashes, a repeated or missing `/v1`.
 
-A base URL is typed by hand. Slashes too many change nothing; where `/v1` is wrong, the error says
-how the base URL should end.
+Extra slashes are ignored; an error about `/v1` says how the base URL should end.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.server.problems import NotFound, ServerError
 
 API = "/v1"
-"""Beginning of the paths of all interfaces."""
 ENDLESS = f"{API}/live"
-"""Path of a stream that does not end: nothing would end a HEAD of it."""
+"""Path of a stream that does not end: a HEAD of it would not either."""
 SHOWN_CHARACTERS = 80
 BASE_URLS = (
     f"a base URL of OpenAI's clients ends in {API}, one of Anthropic's in the port (without {API})"
@@ -28,7 +26,7 @@ BASE_URLS = (
 
 
 class Paths:
-    """Middleware that takes slashes out of paths, and answers HEAD wherever GET is answered."""
+    """Normalizes paths, and answers HEAD wherever GET is answered."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -42,9 +40,7 @@ class Paths:
 
 
 def plain(path: str) -> str:
-    """Return a path without slashes too many.
-
-    A page's own is left at its end: its links are relative to it.
+    """Remove extra slashes; a trailing one outside `/v1` stays, as the page's links need it.
 
     >>> plain("//v1//models/"), plain("/docs/")
     ('/v1/models', '/docs/')
@@ -54,7 +50,6 @@ def plain(path: str) -> str:
 
 
 def served_methods(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
-    """Return the methods of every path of some routers."""
     served: dict[str, set[str]] = {}
     for router in routers:
         for route in router.routes:
@@ -66,17 +61,11 @@ def served_methods(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
 def unserved(
     http: HttpRequest, error: HTTPException, served: Mapping[str, Iterable[str]]
 ) -> Exception:
-    """Name the paths or methods that are served in place of an unknown one; other errors stay.
-
-    Args:
-        http: the request.
-        error: from the routes.
-        served: methods of every path (`served_methods`).
-    """
+    """Replace an unknown path or method by an error that names served ones."""
     path = http.url.path
     if error.status_code == 405:
-        own = (error.headers or {}).get("Allow", "").split(", ")
-        methods = {*own, *methods_of(path, served)} - {""}
+        allowed = (error.headers or {}).get("Allow", "").split(", ")
+        methods = {*allowed, *methods_of(path, served)} - {""}
         return WrongMethod(path, http.method, ", ".join(sorted(methods)))
     if error.status_code != 404:
         return error
@@ -88,8 +77,6 @@ def unserved(
 
 
 class WrongMethod(ServerError):
-    """A path is asked with a method that is not served there."""
-
     status = 405
 
     def __init__(self, path: str, method: str, allowed: str) -> None:
@@ -101,7 +88,7 @@ class WrongMethod(ServerError):
 
 
 def methods_of(path: str, served: Mapping[str, Iterable[str]]) -> set[str]:
-    """Return the methods with which a path is served, of all templates that it matches.
+    """Return the methods that serve a path.
 
     >>> sorted(methods_of("/v1/a/b", {"/v1/a/{id}": ("GET", "DELETE"), "/v1/a": ("POST",)}))
     ['DELETE', 'GET']
@@ -117,12 +104,12 @@ _PARAMETER = re.compile(r"\{[^}]*\}")
 
 
 def nearest(path: str, served: Iterable[str]) -> str | None:
-    """Return the longest served path that a path ends with, perhaps without its `/v1`.
+    """Return the longest served path that `path` ends with, perhaps without its `/v1`.
 
     >>> served = ("/v1/messages", "/v1/models", "/health")
     >>> [nearest(path, served) for path in ("/v1/v1/messages", "/models", "/api/x", "/health")]
     ['/v1/messages', '/v1/models', None, None]
     """
-    of_interfaces = [one for one in served if one.startswith(f"{API}/") and "{" not in one]
-    ends = [one for one in of_interfaces if path.endswith(one.removeprefix(API))]
+    fixed = [route for route in served if route.startswith(f"{API}/") and "{" not in route]
+    ends = [route for route in fixed if path.endswith(route.removeprefix(API))]
     return max(ends, key=len, default=None)

@@ -1,9 +1,8 @@
-"""Long texts become tokens piece by piece: the same tokens as in one go.
+"""Piecewise tokenization of long texts, with the same tokens as in one go.
 
-A text is cut behind a line that ends in no blank, in front of a sign that no token of the
-vocabulary has behind the end of a line. No token can lie across such a place, and words end there
-in any case.
-Between two pieces others have their turn, and a client that has gone is noticed.
+A text is cut after a line that does not end in a blank, before a character that no token of the
+vocabulary has after a line end: no token can span such a place. Between pieces, other requests get
+their turn, and a disconnected client is noticed.
 """
 
 from __future__ import annotations
@@ -13,24 +12,23 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from threading import Lock
-from types import TracebackType
 from typing import Any
 
 PIECE_CHARACTERS = 16_384
-"""Characters of a text that are encoded in one go, where it can be cut."""
+"""Characters tokenized at once, where a text can be cut."""
 SIGNS = string.ascii_letters + string.digits
-"""Signs that may begin a piece, if no token has them behind the end of a line."""
+"""Characters that may begin a piece, if no token has them after a line end."""
 SAMPLE = (
     "The first line, with a word or two.\nSecond one: 17, 4,096 and 3.5!\n\n  def f(x):\n"
     "    return {'a': [x, -1]}\nclass É:\tüber\r\nzwei  Worte \nI'm 日本語 🦫.\n7 a\nB\n"
 )
-"""Text that a tokenizer must encode the same in pieces, before long texts are cut for it."""
+"""Text on which piecewise tokenization must agree before it is used."""
 
 Check = Callable[[int, int], None]
 
 
 class FairLock:
-    """Lock that goes to a waiting thread before the thread that has just released it."""
+    """Lock that prefers a waiting thread to the one that has just released it."""
 
     def __init__(self) -> None:
         self._next = Lock()
@@ -40,23 +38,12 @@ class FairLock:
         with self._next:
             self._held.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._held.release()
 
 
 class PieceEncoder:
-    """Encoder of texts with a tokenizer, long ones in pieces. Any thread may call it.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        lock: held while the tokenizer is at work.
-        size: characters that are read in one go, where a text can be cut.
-    """
+    """Tokenizer of texts, long ones in pieces; holds `lock` while it works. Thread-safe."""
 
     def __init__(self, tokenizer: Any, lock: FairLock, size: int = PIECE_CHARACTERS) -> None:
         self._tokenizer = tokenizer
@@ -66,13 +53,13 @@ class PieceEncoder:
     def encode(
         self, text: str, *, special: bool, check: Check, large: Callable[[int], None]
     ) -> list[int]:
-        """Return the tokens of a text.
+        """Tokenize a text.
 
         Args:
-            text: any.
-            special: whether the tokenizer adds its special tokens around it.
-            check: called with the tokens and the characters so far between two pieces; may raise.
-            large: called with the characters of a long piece before it is read; may raise.
+            text: the text.
+            special: whether special tokens are added around it.
+            check: called between pieces with tokens and characters so far; may raise.
+            large: called with the characters of a piece before it is tokenized; may raise.
         """
         if len(text) <= self._size or not self.can_cut:
             large(len(text))
@@ -88,18 +75,16 @@ class PieceEncoder:
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes of the vocabulary's longest token, at most."""
         with self._lock:
             return max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
 
     def count_bytes(self, tokens: Iterable[int]) -> int:
-        """Return the bytes of a text of these tokens, at most."""
         sizes = self._sizes
         return sum(sizes[token] for token in tokens if token < len(sizes))
 
     @cached_property
     def _sizes(self) -> array[int]:
-        """Bytes of each token as the vocabulary writes it, which are those of its text or more."""
+        """Bytes of each token in the vocabulary's notation, an upper bound of its text."""
         with self._lock:
             vocabulary = self._tokenizer.get_vocab()
         sizes = array("I", [0]) * (max(vocabulary.values(), default=-1) + 1)
@@ -109,7 +94,6 @@ class PieceEncoder:
 
     @cached_property
     def _starts(self) -> frozenset[str]:
-        """Signs that a piece may begin with."""
         with self._lock:
             vocabulary = self._tokenizer.get_vocab()
         inside: set[str] = set()
@@ -125,14 +109,13 @@ class PieceEncoder:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """Special tokens in front of a text, and behind it."""
         bare, whole = self._read("a", special=False), self._read("a", special=True)
         begin = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), len(whole))
         return whole[:begin], whole[begin + len(bare) :]
 
     @cached_property
     def can_cut(self) -> bool:
-        """Whether the tokenizer reads the sample in pieces as it reads it in one go."""
+        """Whether the sample has the same tokens in pieces as in one go."""
         starts = self._starts
         for text in (SAMPLE, SAMPLE.replace("\n", "\n\n"), SAMPLE.replace("\n", " \n")):
             cut = [
@@ -148,7 +131,6 @@ class PieceEncoder:
         return bool(starts)
 
     def _piece(self, piece: str, *, begins: bool) -> list[int]:
-        """Return a piece's own tokens: behind the end of a line, but for the first."""
         if begins:
             return self._read(piece, special=False)
         tokens = self._read(f"\n{piece}", special=False)
@@ -160,7 +142,7 @@ class PieceEncoder:
 
 
 def pieces(text: str, starts: frozenset[str], size: int) -> Iterator[str]:
-    r"""Yield a text cut behind ends of lines, in pieces of at least `size` characters each.
+    r"""Cut a text at line ends into pieces of at least `size` characters.
 
     >>> list(pieces("ab\ncd\n e\n\nf\nd", frozenset("abcdef"), 1))
     ['ab\n', 'cd\n e\n\nf\n', 'd']
@@ -177,5 +159,4 @@ def pieces(text: str, starts: frozenset[str], size: int) -> Iterator[str]:
 
 
 def _cuts(text: str, end: int, starts: frozenset[str]) -> bool:
-    """Tell whether a text may be cut behind this end of a line."""
     return text[end] in starts and not text[end - 2 : end - 1].isspace()

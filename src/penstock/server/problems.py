@@ -1,4 +1,4 @@
-"""Every error of the server, and the one place that makes a response of it.
+"""Errors of the server, and their responses.
 
 an exception ──problem_of──> Problem ──body_for(path)──> OpenAI's or Anthropic's error object
 
@@ -30,33 +30,30 @@ from penstock.errors import (
 )
 
 RETRY_SECONDS = 2
-"""Seconds of `Retry-After` when there is no room at the moment."""
 ANTHROPIC_PATHS = "/v1/messages"
 """Path under which errors have Anthropic's form; elsewhere they have OpenAI's."""
 UNTHREADED = "thread_unsupported_request"
-"""Code by which Anthropic's clients know that they have to send the whole conversation."""
+"""Code that makes Anthropic's clients resend the whole conversation."""
 STOPPED = "the engine has stopped, or takes no more requests in; try again later"
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the request served here, as the headers `x-request-id` and `request-id` have it."""
+"""Id of this request, as in the headers `x-request-id` and `request-id`."""
 FROM_ANTHROPIC: ContextVar[bool] = ContextVar("from_anthropic", default=False)
-"""Whether a client of Anthropic's sent the request served here, on any path."""
+"""Whether this request comes from a client of Anthropic's, on any path."""
 SHOWN_CHARACTERS = 80
-"""Limit of a wrong value's characters in a message."""
 
 
 class ServerError(PenstockError):
-    """A request that cannot be answered; `status` is HTTP's.
+    """A request that cannot be answered.
 
     Args:
         message: what was wrong, how much, and what to do.
-        status: of the response; the class's own if it is not given.
-        code: a word for programs, as "context_length_exceeded".
-        param: the field of the request that is wrong, as "messages.0.content".
+        status: HTTP status; by default the class's own.
+        code: error code, as "context_length_exceeded".
+        param: the faulty field, as "messages.0.content".
     """
 
     status = 500
     headers: Mapping[str, str] = {}
-    """Headers of its response."""
 
     def __init__(
         self,
@@ -74,13 +71,11 @@ class ServerError(PenstockError):
 
 
 class BadRequest(ServerError):
-    """A field has a value that cannot be served."""
-
     status = 400
 
 
 class PromptTooLong(BadRequest):
-    """A prompt has more tokens than can be answered; in the words that clients look for."""
+    """The prompt is too long, in the words that clients look for."""
 
     def __init__(self, tokens: int, context: int, param: str = "prompt") -> None:
         super().__init__(
@@ -92,41 +87,30 @@ class PromptTooLong(BadRequest):
 
 
 class Unauthorized(ServerError):
-    """The key is missing or wrong."""
-
     status = 401
+    headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
 
     def __init__(self, message: str = "the API key is missing or wrong") -> None:
         super().__init__(message, code="invalid_api_key")
 
 
 class NotFound(ServerError):
-    """There is no such thing."""
-
     status = 404
 
 
 class TooLarge(ServerError):
-    """The body is larger than it may be."""
-
     status = 413
 
 
 class ClientGone(ServerError):
-    """The client has closed the connection; this answer has no reader."""
-
     status = 499
 
 
 class TooSlow(ServerError):
-    """The client does not read its answer, which was cancelled."""
-
     status = 408
 
 
 class TimedOut(ServerError):
-    """The answer did not end in the time that it had."""
-
     status = 504
 
     def __init__(self, message: str = "the answer did not end within --request-timeout") -> None:
@@ -134,9 +118,12 @@ class TimedOut(ServerError):
 
 
 class Unavailable(ServerError):
-    """The server is stopping, or its engine has stopped."""
-
     status = 503
+
+
+class ShuttingDown(Unavailable):
+    def __init__(self, message: str = "the server is shutting down") -> None:
+        super().__init__(message, code="shutting_down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +138,7 @@ class Problem:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Return the client's view of any exception, without the text of an internal one."""
+    """Describe any exception to the client, without the text of an internal one."""
     if isinstance(error, ServerError):
         headers = {**_retry(error.status), **error.headers}
         of_field = isinstance(error, BadRequest) and error.param is not None
@@ -177,7 +164,6 @@ def problem_of(error: BaseException) -> Problem:
 
 
 def _own(error: PenstockError) -> Problem:
-    """Describe an error that the engine has raised on purpose."""
     if error.status == 500:  # a model's code has failed: its message may quote the prompt
         return Problem(500, "the model failed on this request; the server's log says more")
     if error.status == 503:
@@ -187,7 +173,7 @@ def _own(error: PenstockError) -> Problem:
 
 
 def _retry(status: int) -> dict[str, str]:
-    """Return the headers that tell clients when to ask again, or not to.
+    """Return the headers that say when to retry, or not to.
 
     >>> _retry(429), _retry(504), _retry(400)
     ({'Retry-After': '2'}, {'x-should-retry': 'false'}, {})
@@ -198,7 +184,6 @@ def _retry(status: int) -> dict[str, str]:
 
 
 def _validation(errors: Sequence[Any]) -> Problem:
-    """Describe the first field that has the wrong form; others may follow."""
     first: Mapping[str, Any] = errors[0] if errors else {}
     where = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
     message = str(first.get("msg", "the request has the wrong form"))
@@ -218,7 +203,7 @@ def _validation(errors: Sequence[Any]) -> Problem:
 
 
 def _code(kind: str) -> str:
-    """Return the word for a pydantic error: OpenAI's tell a wrong type from a wrong value.
+    """Map a pydantic error type to OpenAI's code.
 
     >>> _code("missing"), _code("int_parsing"), _code("too_short")
     ('missing_required_parameter', 'invalid_type', 'invalid_value')
@@ -285,7 +270,7 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
 
 
 def body_for(path: str, problem: Problem) -> dict[str, Any]:
-    """Return the error object in the form that clients of a path expect, with the request's id."""
+    """Return the error object in the form the path's clients expect, with the request id."""
     of_anthropic = path == ANTHROPIC_PATHS or path.startswith(f"{ANTHROPIC_PATHS}/")
     is_anthropic = of_anthropic or FROM_ANTHROPIC.get()
     body = anthropic_body(problem) if is_anthropic else openai_body(problem)
@@ -294,14 +279,11 @@ def body_for(path: str, problem: Problem) -> dict[str, Any]:
 
 
 class ErrorResponse(JSONResponse):
-    """An error as JSON; also a text that is no Unicode passes, escaped."""
-
     def render(self, content: Any) -> bytes:
         return dumps(content, ascii_only=True)
 
 
 def response_for(path: str, error: BaseException) -> JSONResponse:
-    """Make the response that tells of any exception."""
     problem = problem_of(error)
     return ErrorResponse(body_for(path, problem), problem.status, problem.headers)
 
@@ -311,7 +293,7 @@ _ASCII = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", "
 
 
 def dumps(content: Any, *, ascii_only: bool = False) -> bytes:
-    """Write JSON in UTF-8; characters without a form in it are escaped, and NaN is null."""
+    """Encode JSON as UTF-8; unencodable characters are escaped, and NaN is null."""
     try:
         return (_ASCII if ascii_only else _UNICODE).encode(content).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, as a client may send it

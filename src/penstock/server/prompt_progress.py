@@ -1,4 +1,4 @@
-"""Progress of prompts as clients see it: objects in chunks and pings, words in comments."""
+"""Progress of prompts: objects in chunks and pings, words in comments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 from sse_starlette import ServerSentEvent
 
 from penstock.engine.handle import Handle, PromptProgress
+from penstock.plurals import counted
 
 MILLISECONDS = 1_000
 
 
 def progress_of(handles: Iterable[Handle]) -> PromptProgress | None:
-    """Return the progress of several prompts together; None while all wait for their place."""
+    """Sum the progress of several prompts; None while all wait for admission."""
     handles = list(handles)
     known = [handle.progress for handle in handles if handle.progress is not None]
     if not known:
@@ -28,7 +29,7 @@ def progress_of(handles: Iterable[Handle]) -> PromptProgress | None:
 
 
 def progress_object(progress: PromptProgress) -> dict[str, Any]:
-    """Return the object that llama.cpp's server has, and an estimate of the rest.
+    """Return llama.cpp's progress object, with an estimate of the rest.
 
     >>> progress_object(PromptProgress(1_000, 200, 600, 2.0))["left_ms"]
     2000
@@ -44,24 +45,22 @@ def progress_object(progress: PromptProgress) -> dict[str, Any]:
 
 
 def progress_words(progress: PromptProgress) -> str:
-    """Return the words of a comment.
+    """Describe the progress for a comment.
 
     >>> progress_words(PromptProgress(1_000, 200, 600, 2.0))
     'prompt: 600 of 1,000 tokens, about 2 s left'
     """
-    words = f"prompt: {progress.done_tokens:,} of {progress.prompt_tokens:,} tokens"
+    words = f"prompt: {progress.done_tokens:,} of {counted(progress.prompt_tokens, 'token')}"
     left = progress.seconds_left
     return words if left is None else f"{words}, about {left:.0f} s left"
 
 
 def ping_comment(progress: PromptProgress | None) -> ServerSentEvent:
-    """Return a comment that keeps a stream alive, with the progress of a prompt being read."""
     words = "ping" if progress is None or progress.done else progress_words(progress)
     return ServerSentEvent(comment=words, sep="\n")
 
 
 def ping_event(progress: PromptProgress | None) -> ServerSentEvent:
-    """Return Anthropic's ping, with the progress of a prompt being read."""
     ping: dict[str, Any] = {"type": "ping"}
     if progress is not None and not progress.done:
         ping["prompt_progress"] = progress_object(progress)

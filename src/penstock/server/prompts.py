@@ -1,4 +1,4 @@
-"""From messages and texts to the tokens of a prompt, by the model's own tokenizer and template."""
+"""Tokenization of messages and texts, by the model's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cached_property
 from threading import Event
 from typing import Any, TypeAlias
 
+from penstock.config import MAX_TOKENS
 from penstock.engine.model.text import TextStream
+from penstock.engine.request import ReasoningBudget
 from penstock.errors import PenstockError
-from penstock.models.byte_level import detokenizer_of
-from penstock.server.parsing import answer_format
-from penstock.server.parsing.formats import HARMONY
-from penstock.server.pieces import PIECE_CHARACTERS, FairLock, PieceEncoder
+from penstock.models.byte_level import detokenizer_of, token_bytes
+from penstock.models.mlx_lm import rendered_text
+from penstock.models.template_renderer import TemplateOverrun, TemplateRefusal, TemplateRenderer
+from penstock.server.access import salt_for
+from penstock.server.half_pairs import whole_pairs
+from penstock.server.history import fit
+from penstock.server.parsing.formats import HARMONY, NONE, AnswerFormat, answer_format, check_names
+from penstock.server.parsing.hermes import HERMES
+from penstock.server.pieces import FairLock, PieceEncoder
 from penstock.server.problems import BadRequest, ClientGone, PromptTooLong
 from penstock.server.prompt_memory import HOLD, PIECE_TOKEN_BYTES, UNCUT_CHARACTERS, hold_text
 from penstock.server.remembered_answers import Opening, RememberedAnswers, openings_of
@@ -24,20 +32,22 @@ from penstock.server.templates import TemplateTraits
 Message: TypeAlias = Mapping[str, Any]
 
 STOP: ContextVar[Event | None] = ContextVar("stop", default=None)
-"""Event that is set when the client of the request served here has gone."""
+"""Set when the client of this request has disconnected."""
 REWRITTEN: ContextVar[str | None] = ContextVar("rewritten", default=None)
-"""First difference between the history rendered last here and the answers generated; or None."""
+"""First difference between the history just rendered and the generated answers; or None."""
+MENDED: ContextVar[tuple[str, ...]] = ContextVar("mended", default=())
+"""Changes the chat template needed in the conversation just rendered."""
 TAIL_TOKENS = 64
-"""Tokens at a prompt's end that are read for an open mark of reasoning."""
+"""Tokens at a prompt's end searched for an open reasoning mark."""
 TEXT_BYTES = 200
-"""Bytes of one token's text, in a list and in a response."""
+"""Bytes of a token's text, in a list and in a response."""
 TOKENS_AT_ONCE = 1_024
-"""Tokens whose texts are told one by one before others have their turn."""
+"""Tokens decoded before other requests get their turn."""
 FAR_TOO_LONG = 2
-"""Multiple of the longest possible prompt beyond which a text is not read to its end."""
+"""Multiple of the longest possible prompt beyond which tokenization stops."""
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-"""Types of content parts that are text; their text stands under `text` or `refusal`."""
+"""Content parts that are text, under `text` or `refusal`."""
 
 RESERVED = frozenset(
     (
@@ -47,26 +57,23 @@ RESERVED = frozenset(
         *("salt", "truncation"),
     )
 )
-"""Template arguments that a client may not set: a `chat_template` of its own is a program."""
+"""Template arguments clients may not set; a `chat_template` is a program."""
 
 
 class Prompts:
-    """Encoder of clients' messages and texts. Slow for long prompts: not for an event loop.
+    """Tokenizer of messages and texts. Thread-safe, blocking for long prompts.
 
-    Any thread may call it; one at a time does its work, because tokenizers are not all safe. A
-    long text is read in pieces, between which others have their turn. `Service.work` calls it in
-    threads of its own.
+    One caller works at a time, as not all tokenizers are thread-safe; long texts are read in
+    pieces, and others get their turn between. `Service.work` calls it in worker threads.
 
     Args:
         tokenizer: mlx-lm's wrapper.
         keep_billing_header: whether Claude Code's billing header stays in the prompt.
-        most_tokens: tokens of the longest prompt that can be answered; None is any number.
-        answers: those whose tokens later prompts begin with; None remembers none.
-        tool_parser: name of the format of calls; None goes by the template.
-        reasoning_parser: name of the marks of reasoning; None goes by the template.
-
-    Raises:
-        SettingError: there is no parser of such a name.
+        most_tokens: longest prompt that can be answered; None is unlimited.
+        answers: answers whose tokens later prompts reuse.
+        tool_parser: format of calls; None follows the template.
+        reasoning_parser: marks of reasoning; None follows the template.
+        refuses_tools: whether to refuse tools that the template does not render.
     """
 
     def __init__(
@@ -78,30 +85,37 @@ class Prompts:
         answers: RememberedAnswers | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        refuses_tools: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self._answers = answers
-        self.format = answer_format(tokenizer, tool_parser, reasoning_parser)
-        """Format of the model's answers: where reasoning and calls stand in them."""
+        self._parsers = tool_parser, reasoning_parser
+        self._refuses_tools = refuses_tools
+        check_names(tool_parser, reasoning_parser)
         self.most_tokens = most_tokens
-        """Tokens of the longest prompt that can be answered; None is any number."""
         self.keep_billing_header = keep_billing_header
-        """Whether Claude Code's billing header stays in the prompt."""
         self._lock = FairLock()
+        self._renderer = TemplateRenderer()
         self._pieces = PieceEncoder(tokenizer, self._lock)
 
     @cached_property
+    def format(self) -> AnswerFormat:
+        tool_parser, reasoning_parser = self._parsers
+        form = answer_format(self.tokenizer, tool_parser, reasoning_parser)
+        known = form.calls is not None or form.call_name != NONE or tool_parser is not None
+        if known or not self.tokenizer.has_chat_template or self.traits.tools:
+            return form
+        # Tools stand in the system message, in the form of Hermes.
+        return replace(form, call_name="hermes", calls=HERMES)
+
+    @cached_property
     def traits(self) -> TemplateTraits:
-        """Traits of the model's chat template, probed once. Slow, as the rest."""
-        with self._lock:
-            return TemplateTraits.of(self.tokenizer)
+        """Traits of the model's chat template, probed once. Blocking."""
+        return TemplateTraits.of(self.tokenizer, self._renderer)
 
     @cached_property
     def openings(self) -> tuple[Opening, ...]:
-        """Texts with which the template opens an answer."""
-        traits = self.traits
-        with self._lock:
-            return openings_of(self.tokenizer, traits)
+        return openings_of(self.tokenizer, self.traits, self._renderer)
 
     def render(
         self,
@@ -112,27 +126,24 @@ class Prompts:
         salt: str = "",
         **template_args: Any,
     ) -> tuple[int, ...]:
-        """Turn a conversation into tokens by the model's chat template.
+        """Render a conversation by the model's chat template; BadRequest names the faulty message.
 
         Args:
-            messages: OpenAI's form: `role`, `content` (a text, or parts), and perhaps `tool_calls`,
-                `tool_call_id`, `name`, `reasoning_content`. A part that is no text leaves a word in
-                its place, but for the last user's: a question must be text.
-            tools: OpenAI's form: `{"type": "function", "function": {...}}`.
+            messages: OpenAI's form. Parts that are not text become placeholders, except in the last
+                user message, where they are refused.
+            tools: OpenAI's form.
             answer: end where the model's answer begins.
-            salt: the tenant's, whose answers are remembered.
-            template_args: the `chat_template_kwargs` of a client.
-
-        Raises:
-            BadRequest: naming the message that cannot be rendered.
+            salt: the request's; that of its key is added.
+            template_args: the client's `chat_template_kwargs`.
         """
         flat = self._flat(messages)
-        long = sum(len(message["content"]) for message in flat) > PIECE_CHARACTERS
-        template_args["tokenize"] = not long and self._answers is None
         rendered = self._templated(flat, tools, answer, template_args)
-        if isinstance(rendered, str):
-            rendered = self._remembering(rendered, tools, salt)
-        return self._some(rendered, "messages")
+        return self._some(self._remembering(rendered, tools, salt), "messages")
+
+    def described_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
+        if not tools or self.traits.tools:
+            return []
+        return [str(tool.get("function", tool).get("name")) for tool in tools]
 
     def template_text(
         self,
@@ -143,21 +154,20 @@ class Prompts:
         **template_args: Any,
     ) -> str:
         """Return the text of a conversation by the model's chat template; raises as `render`."""
-        template_args["tokenize"] = False
-        return str(self._templated(self._flat(messages), tools, answer, template_args))
+        return self._templated(self._flat(messages), tools, answer, template_args)
 
     def _flat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return messages as templates expect them; raises as `render`."""
         if not messages:
             raise BadRequest("messages must not be empty", param="messages", code="invalid_value")
         if not self.tokenizer.has_chat_template:
             raise BadRequest(
-                "this model has no chat template; use /v1/completions", param="messages"
+                "this model has no chat template; use /v1/completions, or start the server with "
+                "--chat-template",
+                param="messages",
             )
-        asked = last_user(messages)
+        last = last_user(messages)
         return [
-            _plain(message, f"messages.{i}", strict=i == asked)
-            for i, message in enumerate(messages)
+            _plain(message, f"messages.{i}", strict=i == last) for i, message in enumerate(messages)
         ]
 
     def _templated(
@@ -166,32 +176,48 @@ class Prompts:
         tools: Sequence[Mapping[str, Any]] | None,
         answer: bool,
         template_args: dict[str, Any],
-    ) -> Any:
-        """Return the chat template's text of messages, or its tokens; raises as `render`."""
-        for name in ("return_dict", "return_tensors", "add_generation_prompt"):
+    ) -> str:
+        """Return the chat template's text of messages; raises as `render`."""
+        for name in ("return_dict", "return_tensors", "add_generation_prompt", "tokenize"):
             template_args.pop(name, None)
-        fitting = self.traits.fit(flat)
-        with self._lock:
-            try:
-                return self.tokenizer.apply_chat_template(
-                    fitting,
-                    tools=list(tools) if tools else None,
-                    add_generation_prompt=answer,
-                    **template_args,
-                )
-            # A boundary: a template is a program of the model's makers, and raises anything.
-            except Exception as error:
-                raise BadRequest(
-                    f"the model's chat template refuses these messages: {_one_line(error)}",
-                    param="messages",
-                    code="invalid_value",
-                ) from error
+        if self._refuses_tools and self.described_tools(tools):
+            raise BadRequest(
+                "this model's chat template takes no tools, and the server was started with "
+                "--tools-without-template refuse: leave tools out",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        fitting = fit(self.traits, flat, tools)
+        MENDED.set(fitting.mended)
+        stop = STOP.get()
+        try:
+            return rendered_text(
+                self.tokenizer,
+                fitting.messages,
+                self._renderer,
+                tools=fitting.tools,
+                answer=answer,
+                gone=lambda: stop is not None and stop.is_set(),
+                template_args=template_args,
+            )
+        except TemplateRefusal as error:
+            raise BadRequest(
+                f"the model's chat template refuses these messages: {error}",
+                param="messages",
+                code="invalid_value",
+            ) from error
+        except TemplateOverrun as error:
+            raise BadRequest(str(error), param="messages", code="invalid_value") from None
+
+    def start_renderer(self) -> None:
+        """Start this thread's process that renders templates, so that no request waits for it."""
+        if self.tokenizer is not None and self.tokenizer.has_chat_template:
+            self._renderer.start()
 
     def _remembering(self, text: str, tools: Any, salt: str) -> list[int]:
-        """Read the text of a conversation; tokens of remembered answers stay as they were."""
         if self._answers is None:
             return self._tokens(text, "messages", special=False)
-        splice = self._answers.splice(salt, text, self.openings, self.format, tools)
+        splice = self._answers.splice(salt_for(salt), text, self.openings, self.format, tools)
         REWRITTEN.set(splice.rewritten)
         rest = self._tokens(text[splice.end :], "messages", special=False)
         tokens = [*splice.tokens, *rest]
@@ -199,51 +225,30 @@ class Prompts:
         return tokens
 
     def encode(self, text: str, param: str = "prompt") -> tuple[int, ...]:
-        """Turn raw text into tokens, with the special tokens that the tokenizer adds by itself.
-
-        Raises:
-            BadRequest: the text is empty, or not Unicode.
-        """
         check_text(text, param)
         return self._some(self._tokens(text, param, special=True), param)
 
-    def encode_answer(self, text: str, param: str) -> tuple[int, ...]:
-        """Turn a text into tokens as an answer has them, without special ones; perhaps none.
-
-        Raises:
-            BadRequest: the text is not Unicode.
-        """
-        return self.tokens(text, param, special=False)
-
     def tokens(self, text: str, param: str, *, special: bool) -> tuple[int, ...]:
-        """Turn raw text into tokens, perhaps none, with or without the tokenizer's special ones.
-
-        Raises:
-            BadRequest: the text is not Unicode.
-        """
+        """Tokenize raw text, with or without special tokens; may be empty."""
         check_text(text, param)
         return self._counted(self._tokens(text, param, special=special))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text."""
         with self._lock:
             return str(self.tokenizer.decode(list(tokens)))
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into a text that goes back to the client, whose memory is held.
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token whose text is part of a character."""
+        with self._lock:
+            return token_bytes(self.tokenizer, token)
 
-        Raises:
-            TooLarge, Unavailable: there is no memory for so long a text.
-        """
+    def text(self, tokens: Sequence[int]) -> str:
+        """Decode tokens for the client, holding the memory; raises as `hold_text`."""
         hold_text(self._pieces.count_bytes(tokens))
         return self.decode(tokens)
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text that becomes certain with each token; joined, that of all.
-
-        Raises:
-            TooLarge, Unavailable: there is no memory for so many texts.
-        """
+        """Return the text that becomes certain with each token; holds the memory."""
         hold = HOLD.get()
         if hold is not None:
             hold.keep(TEXT_BYTES * len(tokens))
@@ -259,7 +264,6 @@ class Prompts:
         return texts
 
     def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Tell whether the template has opened the model's reasoning at the prompt's end."""
         if (marks := self.reasoning_marks) is not None:
             start, end = marks
             return _last(prompt, start) > _last(prompt, end)
@@ -267,12 +271,16 @@ class Prompts:
             return False
         return self.decode(prompt[-TAIL_TOKENS:]).rstrip().endswith(worded.start)
 
+    def open_reasoning(self, prompt: Sequence[int]) -> ReasoningBudget | None:
+        """Return the open reasoning, if its end is a token; a grammar begins after it."""
+        if self.reasoning_marks is None or not self.starts_in_reasoning(prompt):
+            return None
+        start, end = self.reasoning_marks
+        return ReasoningBudget(max_tokens=MAX_TOKENS, start=start, end=end, inside=True)
+
     @cached_property
     def reasoning_marks(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Tokens that begin and end the model's reasoning; None if it has none.
-
-        None, too, where the vocabulary has no tokens of their own for the marks.
-        """
+        """Tokens that begin and end reasoning; None without reasoning, or without such tokens."""
         marks = self.format.reasoning
         if marks is None:
             return None
@@ -287,21 +295,16 @@ class Prompts:
         return (read[0], read[1]) if known or whole else None
 
     def reasoning_tokens(self, answer: Sequence[int], *, inside: bool = False) -> int:
-        """Count the tokens of an answer's reasoning, without the marks around it.
-
-        Args:
-            answer: its tokens.
-            inside: whether the prompt ends inside the reasoning (`starts_in_reasoning`).
-        """
+        """Count the reasoning tokens of an answer, without marks; `inside`: it begins inside."""
         if self.reasoning_marks is None:
             return 0
         start, end = self.reasoning_marks
-        count = at = 0
-        while at < len(answer):
-            until = _first(answer, end if inside else start, at)
+        count = position = 0
+        while position < len(answer):
+            until = _first(answer, end if inside else start, position)
             if inside:
-                count += until - at
-            at = until + len(end if inside else start)
+                count += until - position
+            position = until + len(end if inside else start)
             inside = not inside
         return count
 
@@ -311,26 +314,25 @@ class Prompts:
         return self._counted(tokens)
 
     def _counted(self, tokens: Any) -> tuple[int, ...]:
-        """Return tokens whose memory is held."""
         hold = HOLD.get()
         if hold is not None:
             hold.add_tokens(len(tokens))
         return tuple(tokens)
 
     def _tokens(self, text: str, param: str, *, special: bool) -> list[int]:
-        """Read a text in pieces; stop when it is far too long, or its client has gone."""
-        most = self.most_tokens
-        if most is not None and len(text) > most:
+        """Tokenize in pieces; stop when far too long, or the client has disconnected."""
+        max_tokens = self.most_tokens
+        if max_tokens is not None and len(text) > max_tokens:
             size = len(text) if text.isascii() else len(text.encode())
             least = size // self._pieces.longest_token
-            if least > most:
-                raise PromptTooLong(least, most, param=param)
+            if least > max_tokens:
+                raise PromptTooLong(least, max_tokens, param=param)
 
         def check(tokens: int, characters: int) -> None:
             if (stop := STOP.get()) is not None and stop.is_set():
                 raise ClientGone("the client has closed the connection")
-            if most is not None and tokens > FAR_TOO_LONG * most:
-                raise PromptTooLong(tokens * len(text) // characters, most, param=param)
+            if max_tokens is not None and tokens > FAR_TOO_LONG * max_tokens:
+                raise PromptTooLong(tokens * len(text) // characters, max_tokens, param=param)
 
         try:
             return self._pieces.encode(text, special=special, check=check, large=_hold_piece)
@@ -344,25 +346,24 @@ class Prompts:
 
 
 def _first(tokens: Sequence[int], mark: Sequence[int], start: int) -> int:
-    """Return where a mark first comes from a place on; the end if it does not."""
+    """Return the first position of a mark; the end if there is none."""
     size = len(mark)
-    for at in range(start, len(tokens) - size + 1):
-        if tokens[at] == mark[0] and tuple(tokens[at : at + size]) == tuple(mark):
-            return at
+    for index in range(start, len(tokens) - size + 1):
+        if tokens[index] == mark[0] and tuple(tokens[index : index + size]) == tuple(mark):
+            return index
     return len(tokens)
 
 
 def _last(tokens: Sequence[int], mark: Sequence[int]) -> int:
-    """Return where a mark last comes; -1 if it does not."""
+    """Return the last position of a mark; -1 if there is none."""
     size = len(mark)
-    for at in range(len(tokens) - size, -1, -1):
-        if tokens[at] == mark[0] and tuple(tokens[at : at + size]) == tuple(mark):
-            return at
+    for index in range(len(tokens) - size, -1, -1):
+        if tokens[index] == mark[0] and tuple(tokens[index : index + size]) == tuple(mark):
+            return index
     return -1
 
 
 def _hold_piece(characters: int) -> None:
-    """Reserve memory for encoding an uncut piece larger than usual, or raise."""
     hold = HOLD.get()
     if hold is not None and characters > UNCUT_CHARACTERS:
         before = hold.nbytes
@@ -370,27 +371,22 @@ def _hold_piece(characters: int) -> None:
         hold.resize(before)
 
 
-def client_arguments(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the `chat_template_kwargs` of a client, for the chat template.
-
-    Raises:
-        BadRequest: naming the first that is the server's own.
-    """
-    for name in given or {}:
+def client_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    for name in arguments or {}:
         if name in RESERVED:
             place = f"chat_template_kwargs.{name}"
             raise BadRequest(f"{place} cannot be set by a request", param=place)
-    return dict(given or {})
+    return dict(arguments or {})
 
 
 def last_user(messages: Sequence[Message]) -> int:
-    """Return the number of the user's last message; -1 if there is none."""
+    """Return the index of the last user message; -1 if there is none."""
     roles = [message.get("role") for message in messages]
     return len(roles) - 1 - roles[::-1].index("user") if "user" in roles else -1
 
 
 def left_out(kind: str) -> str:
-    """Return the words that stand in a prompt for a part that this server cannot read.
+    """Return the placeholder of a part that this server cannot read.
 
     >>> left_out("input_image"), left_out("image_url"), left_out("document")
     ('[image left out]', '[image left out]', '[document left out]')
@@ -400,16 +396,7 @@ def left_out(kind: str) -> str:
 
 
 def flatten(content: Any, where: str, *, strict: bool = True) -> str:
-    """Return the text of a message's content: a text, or a list of parts.
-
-    Args:
-        content: as the client sent it.
-        where: its place in the request, for errors.
-        strict: refuse parts that are no text; otherwise words stand for them.
-
-    Raises:
-        BadRequest: naming the first part that cannot be read.
-    """
+    """Return the text of a message's content; placeholders for other parts unless `strict`."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -445,7 +432,6 @@ def flatten(content: Any, where: str, *, strict: bool = True) -> str:
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse half of a surrogate pair, which JSON can write and no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -458,7 +444,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def _plain(message: Message, where: str, *, strict: bool) -> dict[str, Any]:
-    """Return a message as templates expect it: content a text, arguments of calls an object."""
+    """Normalize a message for templates: content as text, arguments of calls as an object."""
     plain = {name: value for name, value in message.items() if value is not None}
     plain["content"] = flatten(message.get("content"), f"{where}.content", strict=strict)
     if plain.get("role") == "developer":  # OpenAI's newer word; templates leave it out or refuse it
@@ -478,7 +464,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         # A call that the model broke off stays in history as text; templates write texts, too.
         with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(whole_pairs(arguments) or "{}")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

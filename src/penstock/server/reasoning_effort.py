@@ -1,4 +1,4 @@
-"""How much a model is to reason, in the words of its own chat template."""
+"""Reasoning effort, mapped to the switches of a chat template."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _LEVELS: Mapping[str, tuple[str, ...]] = {
     "xhigh": ("high", "xhigh"),
     "max": ("high", "xhigh"),
 }
-"""Levels for an effort, the nearest first. Some templates raise on others than theirs: Mistral's
-know none and high, those of Qwen 3.8 low, medium and xhigh, where xhigh is more than high."""
+"""Template levels by effort, the nearest first.
+
+Some templates raise on others' levels: Mistral's know none and high, Qwen 3.8's low, medium and
+xhigh (above high).
+"""
 _STRENGTHS = {**_LEVELS, "xhigh": ("xhigh", "high"), "max": ("xhigh", "high")}
 """The same for Muse Spark's `reasoning_strength`, which has a level above high."""
 
 
 def effort_switches(effort: str | None, prompts: Prompts) -> dict[str, Any]:
-    """Return the template's own switches for how much the model reasons."""
     if effort is None:
         return {}
     reasons = effort not in LEAST_EFFORTS
@@ -36,7 +38,6 @@ def effort_switches(effort: str | None, prompts: Prompts) -> dict[str, Any]:
 
 
 def level_switch(effort: str | None, prompts: Prompts) -> dict[str, str]:
-    """Return the template's own level for an effort, for a template that has levels."""
     efforts, strengths = prompts.traits.reasoning_effort, prompts.traits.reasoning_strength
     switches: dict[str, str] = {}
     if effort is not None and efforts:
@@ -47,10 +48,8 @@ def level_switch(effort: str | None, prompts: Prompts) -> dict[str, str]:
 
 
 def _nearest(levels: tuple[str, ...], taken: tuple[str, ...]) -> str:
-    """Return the first level that the template takes; the first of all if it takes none."""
     return next((level for level in levels if level in taken), levels[0])
 
 
 def thinking_switch(prompts: Prompts, reasons: bool) -> dict[str, Any]:
-    """Return `thinking` for a template that reads it; nothing for others, which may raise on it."""
     return {"thinking": reasons} if prompts.traits.thinking else {}

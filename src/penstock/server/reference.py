@@ -1,4 +1,4 @@
-"""`/docs`: the interfaces as Swagger UI draws them, with files that are all served from here."""
+"""`/docs`: Swagger UI, with all files served from here."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from starlette.staticfiles import StaticFiles
 PATH = "/docs"
 FILES_PATH = f"{PATH}/files"
 FILES = ("fastapi_offline", "static")
-"""Package, and its folder, with the files of Swagger UI."""
 _INLINE = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 
 def add_reference(app: FastAPI) -> None:
-    """Add the page of an application's OpenAPI document; behind a key it is behind the key, too."""
     page = get_swagger_ui_html(
         # Relative, so that the page is whole behind a proxy that adds a path.
         openapi_url="openapi.json",
@@ -45,9 +43,9 @@ def add_reference(app: FastAPI) -> None:
 
 
 def _policy(page: str) -> str:
-    """Return a policy that lets in the page's own inline script, and nothing from elsewhere.
+    """Return a policy that allows the page's own inline script, and nothing from elsewhere.
 
-    Swagger UI sets styles as it goes, and its pictures are `data:`.
+    Swagger UI sets styles dynamically, and its pictures are `data:`.
     """
     digests = [b64encode(sha256(s.encode()).digest()).decode() for s in _INLINE.findall(page)]
     scripts = " ".join(["'self'", *(f"'sha256-{digest}'" for digest in digests)])

@@ -1,4 +1,4 @@
-"""Tokens of answers as they were generated, spliced into the prompts of later turns.
+"""Tokens of answers as generated, reused in the prompts of later turns.
 
     prompt   text ──read──> tokens ─────────────┐
     answer                   tokens ──remember──┴──> entry, by salt and hash of the prompt's text
@@ -23,9 +23,12 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from penstock.engine.request import Finish, Usage
+from penstock.errors import ModelError
+from penstock.models.mlx_lm import rendered_text
+from penstock.models.template_renderer import TemplateRenderer
 from penstock.server.answers import Reader
-from penstock.server.parsing import AnswerFormat
-from penstock.server.parsing.formats import HARMONY
+from penstock.server.history import fit
+from penstock.server.parsing.formats import HARMONY, AnswerFormat
 from penstock.server.parsing.harmony import END as END_OF_MESSAGE
 from penstock.server.parsing.harmony import START
 from penstock.server.problems import ServerError
@@ -44,62 +47,45 @@ from penstock.server.templates import (
 )
 
 SHARE = 4
-"""Divisor of the memory for prompts that gives the most that answers take of it."""
+"""Fraction of the prompt memory that answers may take: 1 / 4."""
 ENTRY_BYTES = 1_000
-"""Python overhead of a prompt and its answers, at most, in bytes."""
 ANSWERS = 4
-"""Newest answers to one prompt that are remembered."""
 _NEXT_MESSAGE = f"{END_OF_MESSAGE}{START}assistant"
-"""Text between two messages of one answer, in harmony."""
 SHOWN = 40
-"""Characters shown of an answer that history rewrites."""
 _MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
-"""Mark of a template: in angle brackets, or in square ones."""
 PENDING = 1_024
-"""Prompts that were read and wait for their answer."""
+"""Prompts remembered until their answers come."""
 
 
 @dataclass(slots=True)
 class Remembered:
-    """A prompt's tokens, and those of its answers."""
-
     prompt: array[int]
     answers: list[array[int]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, at most."""
         return ENTRY_BYTES + 4 * (len(self.prompt) + sum(map(len, self.answers)))
 
 
 class Opening(NamedTuple):
-    """Text with which a template opens an answer."""
-
     text: str
     bare: str
-    """First part of it, which history has as well."""
+    """Beginning of it that history has as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """First tokens of a prompt, as they were read and generated before."""
+    """First tokens of a prompt, as read and generated before."""
 
     tokens: list[int]
     end: int
-    """Characters of the prompt's text that they stand for; 0 if no answer was remembered."""
+    """Characters that they cover; 0 if no answer was remembered."""
     rewritten: str | None = None
-    """Position of the first answer that history rewrites, and the difference; None without one."""
+    """Position and kind of the first rewritten answer; None if none is."""
 
 
 class RememberedAnswers:
-    """Answers by salt and the text in front of them. Any thread may call it.
-
-    The one that was not asked for the longest goes first.
-
-    Args:
-        memory: the server's for prompts, which counts them, and takes them when it is short.
-        tokenizer: mlx-lm's wrapper.
-    """
+    """Answers by salt and preceding text, in the prompt memory; LRU, thread-safe."""
 
     def __init__(self, memory: PromptMemory, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -115,18 +101,16 @@ class RememberedAnswers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take of the memory for prompts."""
         return self._hold.nbytes
 
     def note(self, text: str, prompt: Sequence[int]) -> None:
-        """Note the text that a prompt was read from, until its answer comes."""
+        """Remember the text a prompt was tokenized from, until its answer comes."""
         with self._lock:
-            self._pending[_digest_of(prompt)] = _hasher(text).digest()
+            self._pending[_digest_of(prompt)] = blake2b(text.encode(), digest_size=16).digest()
             while len(self._pending) > PENDING:
                 self._pending.popitem(last=False)
 
     def remember(self, salt: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Remember the answer to a prompt, unless there is no memory for it."""
         with self._lock:
             digest = self._pending.get(_digest_of(prompt))
             if digest is None or not answer:
@@ -137,7 +121,6 @@ class RememberedAnswers:
             self._settle(self._most_bytes)
 
     def shrink(self, nbytes: int) -> None:
-        """Forget answers until so many bytes are free, or none is left."""
         with self._lock:
             self._settle(max(0, self._hold.nbytes - nbytes))
 
@@ -149,32 +132,24 @@ class RememberedAnswers:
         form: AnswerFormat,
         tools: Any = None,
     ) -> Splice:
-        """Find the last remembered answer of a prompt's history, and the tokens before it.
-
-        Args:
-            salt: the tenant's.
-            text: the whole prompt.
-            openings: with which the template opens an answer.
-            form: of the model's answers.
-            tools: those that are offered, in OpenAI's form.
-        """
+        """Find the last remembered answer in a prompt's history, and the tokens up to its end."""
         rewritten = None
         start = form.reasoning.start if form.reasoning is not None else ""
         places = [place for opening in openings for place in _openings(text, opening, start)]
-        for at, digest, left_out in sorted(places, reverse=True):
+        for position, digest, left_out in sorted(places, reverse=True):
             with self._lock:
                 entry = self._entries.get((salt, digest))
                 answers = [] if entry is None else [list(answer) for answer in entry.answers]
                 if entry is None:
                     continue
                 self._entries.move_to_end((salt, digest))
-            ends = list(self._ends_of_answer(text, at, form))
+            ends = list(self._ends_of_answer(text, position, form))
             for end in () if left_out else ends:
                 for answer in answers:
-                    if self._same(text[at:end], answer, form, tools):
+                    if self._same(text[position:end], answer, form, tools):
                         return Splice([*entry.prompt, *answer], end, rewritten)
             if answers:
-                written = text[at : ends[-1] if ends else len(text)]
+                written = text[position : ends[-1] if ends else len(text)]
                 before = len(entry.prompt)
                 rewritten = self._difference(before, written, answers[0], left_out, form)
         return Splice([], 0, rewritten)
@@ -182,15 +157,15 @@ class RememberedAnswers:
     # ---- parts
 
     def _ends_of_answer(self, text: str, start: int, form: AnswerFormat) -> Iterator[int]:
-        """Yield where an answer may end: at the first mark of an end.
+        """Yield the positions where an answer may end: at an end mark.
 
-        In harmony each message has an end, and an answer may be several messages.
+        In harmony each message has one, and an answer may be several messages.
         """
         harmony = form.call_name == HARMONY
         marks = [self._tokenizer.decode([token]) for token in self._tokenizer.eos_token_ids]
         marks += [END_OF_MESSAGE] if harmony else []
         while True:
-            places = [at for mark in marks if mark and (at := text.find(mark, start)) >= 0]
+            places = [i for mark in marks if mark and (i := text.find(mark, start)) >= 0]
             if not places:
                 return
             yield (end := min(places))
@@ -199,7 +174,6 @@ class RememberedAnswers:
                 return
 
     def _same(self, written: str, answer: Sequence[int], form: AnswerFormat, tools: Any) -> bool:
-        """Tell whether a text of history and an answer say the same."""
         generated = str(self._tokenizer.decode(list(answer)))
         if written.strip() == generated.strip():
             return True
@@ -215,7 +189,6 @@ class RememberedAnswers:
         left_out: str,
         form: AnswerFormat,
     ) -> str:
-        """Say how history rewrites an answer, and where."""
         generated, mark = str(self._tokenizer.decode(list(answer))), ""
         if form.reasoning is not None:  # harmony ends its reasoning as any message
             harmony = form.reasoning_name == HARMONY
@@ -227,31 +200,32 @@ class RememberedAnswers:
         else:
             pairs = enumerate(zip(generated, written, strict=False))
             shorter = min(len(generated), len(written))
-            at = next((i for i, (ours, theirs) in pairs if ours != theirs), shorter)
-            what = f"{generated[at : at + SHOWN]!r} became {written[at : at + SHOWN]!r}"
+            first = next((i for i, (ours, theirs) in pairs if ours != theirs), shorter)
+            what = f"{generated[first : first + SHOWN]!r} became {written[first : first + SHOWN]!r}"
         return f"History rewrites the answer behind token {prompt_tokens:,}: {what}"
 
     def _settle(self, most_bytes: int) -> None:
-        """Forget the oldest until no more is held, and have the rest counted."""
-        held = sum(entry.nbytes for entry in self._entries.values())
-        while self._entries and held > most_bytes:
-            held -= self._entries.popitem(last=False)[1].nbytes
+        """Evict the oldest down to `most_bytes`, and account for the rest."""
+        nbytes = sum(entry.nbytes for entry in self._entries.values())
+        while self._entries and nbytes > most_bytes:
+            nbytes -= self._entries.popitem(last=False)[1].nbytes
         try:
-            self._hold.resize(held)
+            self._hold.resize(nbytes)
         except ServerError:  # open requests have all of the memory
             self._entries.clear()
             self._hold.resize(0)
 
 
-def openings_of(tokenizer: Any, traits: TemplateTraits) -> tuple[Opening, ...]:
+def openings_of(
+    tokenizer: Any, traits: TemplateTraits, renderer: TemplateRenderer
+) -> tuple[Opening, ...]:
     """Return the texts with which a chat template opens an answer: to a user, and to a tool.
 
-    Where it writes nothing of its own in front of an answer, it is the text that ends the message
-    before.
+    If it writes nothing of its own, it is the text that ends the message before.
     """
     talks = (talk_of(USER), [*talk_of(USER), called(THOUGHT, None), result_of(RESULT)])
-    openings = [_opening(tokenizer, traits, talk, [TOOL]) for talk in talks]
-    if plain := _opening(tokenizer, traits, talks[0]):  # some want a tool always
+    openings = [_opening(tokenizer, traits, renderer, talk, [TOOL]) for talk in talks]
+    if plain := _opening(tokenizer, traits, renderer, talks[0]):  # some want a tool always
         openings[0] = plain
     return tuple(dict.fromkeys(opening for opening in openings if opening and opening.bare))
 
@@ -259,70 +233,58 @@ def openings_of(tokenizer: Any, traits: TemplateTraits) -> tuple[Opening, ...]:
 def _opening(
     tokenizer: Any,
     traits: TemplateTraits,
+    renderer: TemplateRenderer,
     talk: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None = None,
 ) -> Opening | None:
-    """Return the opening of the answer to a conversation; None if it cannot be told."""
-
     def rendered(talk: list[dict[str, Any]], *, opened: bool) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                traits.fit(talk), tools=tools, tokenize=False, add_generation_prompt=opened
-            )
+        fitted = fit(traits, talk, tools)
+        return rendered_text(
+            tokenizer, fitted.messages, renderer, tools=fitted.tools, answer=opened
         )
 
-    # A boundary: a template is a program of the model's makers, and raises anything.
-    with suppress(Exception):
+    with suppress(ModelError):
         closed, opened = rendered(talk, opened=False), rendered(talk, opened=True)
         text = opened.removeprefix(closed)
         if text in ("", opened):
-            _, asked, text = opened.rpartition(str(talk[-1]["content"]))
-            text = text if asked else ""
+            _, separator, text = opened.rpartition(str(talk[-1]["content"]))
+            text = text if separator else ""
         history = rendered([*talk, *talk_of(SAID)], opened=False).rpartition(SAID)[0]
         kept = len(text) - len(opened) + shared(opened, history)
         return Opening(text, text[: _outside(text, max(0, kept))])
     return None
 
 
-def _outside(text: str, at: int) -> int:
-    """Return a place in a text; if it is inside a mark, that of the mark's begin.
+def _outside(text: str, position: int) -> int:
+    """Return `at`, moved to the beginning of the mark that contains it.
 
     >>> _outside("<a><think>", 4), _outside("<a><think>", 3), _outside("[INST] x", 1)
     (3, 3, 0)
     """
-    inside = (mark.start() for mark in _MARK.finditer(text) if mark.start() < at < mark.end())
-    return next(inside, at)
+    inside = (mark.start() for mark in _MARK.finditer(text) if mark.start() < position < mark.end())
+    return next(inside, position)
 
 
 def _openings(text: str, opening: Opening, start: str) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the end of each opening but the last, the hash of its prompt, and its missing text.
+    """Yield the end of each opening but the last, the hash of its prompt, and omitted text.
 
-    Where an opening begins the reasoning, history may have it without that mark.
-
-    Args:
-        text: the whole prompt.
-        opening: with which the template opens an answer.
-        start: mark with which reasoning begins; empty if there is none.
+    `start` is the mark of reasoning; history may have an opening without it.
     """
     whole_text, bare = opening
     if start and start in whole_text:
         bare = whole_text.partition(start)[0]
     hasher, seen = blake2b(digest_size=16), 0
-    at = text.find(bare) if bare else -1
-    while at >= 0 and at + len(whole_text) < len(text):
-        end = at + len(bare)
+    position = text.find(bare) if bare else -1
+    while position >= 0 and position + len(whole_text) < len(text):
+        end = position + len(bare)
         hasher.update(text[seen:end].encode())
         seen = end
         prompt = hasher.copy()
         prompt.update(whole_text[len(bare) :].encode())
-        whole = text.startswith(whole_text, at)
+        whole = text.startswith(whole_text, position)
         left_out = "" if whole else whole_text[len(bare) :]
-        yield at + len(whole_text) if whole else end, prompt.digest(), left_out
-        at = text.find(bare, end)
-
-
-def _hasher(text: str) -> Any:
-    return blake2b(text.encode(), digest_size=16)
+        yield position + len(whole_text) if whole else end, prompt.digest(), left_out
+        position = text.find(bare, end)
 
 
 def _digest_of(tokens: Sequence[int]) -> bytes:

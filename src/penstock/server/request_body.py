@@ -1,4 +1,4 @@
-"""Bodies of requests: looked at as they arrive, refused by their cost, read off the event loop.
+"""Request bodies: scanned as they arrive, refused by cost, parsed off the event loop.
 
     part ──BodyScan──> cost, depth ──too much?──> the rest is thrown away ──> 400, 413 or 503
     whole body ──up to 64 KiB──> read in the event loop
@@ -24,8 +24,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config import ServerSettings
+from penstock.plurals import counted
 from penstock.server.body_scan import BodyScan
 from penstock.server.disconnect import until_gone
+from penstock.server.half_pairs import whole_pairs_in
 from penstock.server.problems import BadRequest, ServerError, TooLarge, response_for
 from penstock.server.prompt_memory import HOLD, PromptHold, PromptMemory
 from penstock.server.service import ARRIVED, Service
@@ -33,11 +35,11 @@ from penstock.server.workers import LONG_BYTES
 
 
 class Body:
-    """Middleware that reads a request's whole body first, and refuses one beyond the limits.
+    """Middleware that reads a request's whole body, and enforces its limits.
 
-    Too many bytes are 413, too many brackets within brackets 400, too slow 408, and a type other
-    than JSON 415. A body that finds no memory to read it is 503, or 413 if it can never fit. The
-    application behind gets the body at once; its `receive` then waits for the disconnect alone.
+    Too many bytes are 413, too deep nesting 400, too slow 408, no JSON 415, no memory 503 (413 if
+    it can never fit). The application then gets the body at once; its `receive` waits for the
+    disconnect alone.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, memory: PromptMemory) -> None:
@@ -65,19 +67,19 @@ class Body:
             return None
         ARRIVED.set(time.monotonic())
         HOLD.set(hold)
-        given = False
+        delivered = False
 
         async def replay() -> Message:
-            nonlocal given
-            if given:
+            nonlocal delivered
+            if delivered:
                 return await receive()
-            given = True
+            delivered = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         return await self.app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive, hold: PromptHold) -> bytes | None:
-        """Return the body, with its memory reserved; None if the client has gone."""
+        """Return the body with its memory reserved; None if the client has disconnected."""
         length = Headers(scope=scope).get("content-length", "0")
         limit = self._settings.max_body_bytes
         if length.isdigit() and (len(length) > 18 or int(length) > limit):
@@ -108,8 +110,6 @@ class Body:
 
 
 class _Arriving:
-    """A body on its way in. Once it is refused its parts are thrown away as they come."""
-
     def __init__(self, settings: ServerSettings, hold: PromptHold) -> None:
         self._settings = settings
         self._hold = hold
@@ -118,7 +118,7 @@ class _Arriving:
         self._refusal: ServerError | None = None
 
     def add(self, part: bytes) -> None:
-        """Take a part; raise TooLarge beyond the limit of all bodies."""
+        """Add a part; TooLarge beyond the limit. Once refused, parts are discarded."""
         if self._refusal is not None:
             self._scan.nbytes += len(part)
         else:
@@ -144,33 +144,30 @@ class _Arriving:
         self._parts.append(part)
 
     def whole(self) -> bytes:
-        """Return the body, with the memory to read it reserved, or raise its refusal."""
         if self._refusal is not None:
             raise self._refusal
         self._hold.take_body(self._scan)
-        return b"".join(self._parts)
+        return whole_pairs_in(b"".join(self._parts))
 
 
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.ASCII | re.IGNORECASE)
 
 
 def _is_json(scope: Scope) -> bool:
-    """Tell whether a request says that it brings JSON; any but a POST may say nothing.
+    """Whether the request declares JSON; only a POST must.
 
-    Browsers let every page POST forms and plain text anywhere, and nothing. Before any other
-    method or type they ask, and are told which origins may.
+    Browsers let any page POST forms, plain text or nothing anywhere. Other methods and types need a
+    preflight, which tells them the allowed origins.
     """
     kind = Headers(scope=scope).get("content-type", "").strip()
     return bool(_JSON.fullmatch(kind)) or (scope["method"] != "POST" and not kind)
 
 
 def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the body is larger than {limit:,} bytes", code="body_too_large")
+    return TooLarge(f"the body is larger than {counted(limit, 'byte')}", code="body_too_large")
 
 
 class _ReadRequest(HttpRequest):
-    """A request whose body has been read as JSON, and checked, already."""
-
     def __init__(self, http: HttpRequest, body: bytes, content: Any) -> None:
         super().__init__(http.scope, http.receive)
         self._bytes, self._content = body, content
@@ -183,10 +180,10 @@ class _ReadRequest(HttpRequest):
 
 
 def reading_aside(service: Service) -> type[APIRoute]:
-    """Return the class of routes that read long bodies in the service's thread for long prompts."""
+    """Return a route class that parses long bodies in a worker thread."""
 
     class Aside(APIRoute):
-        """Route whose long bodies are read and checked outside the event loop."""
+        """Route whose long bodies are parsed and validated outside the event loop."""
 
         def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
@@ -202,7 +199,6 @@ def reading_aside(service: Service) -> type[APIRoute]:
             return handle_aside
 
         def _read(self, body: bytes) -> Any:
-            """Return the body's object; in a worker thread."""
             assert self.body_field is not None
             content, errors = self.body_field.validate(loads(body), {}, loc=("body",))
             if errors:
@@ -213,11 +209,7 @@ def reading_aside(service: Service) -> type[APIRoute]:
 
 
 def loads(body: bytes) -> Any:
-    """Read JSON; other threads go on meanwhile, which Python's own reader holds up.
-
-    Raises:
-        RequestValidationError: it is no JSON.
-    """
+    """Parse JSON in Python code, so that other threads can run; else RequestValidationError."""
     try:
         return json.loads(body, parse_int=_int, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -228,10 +220,9 @@ def loads(body: bytes) -> Any:
 
 
 def _int(digits: str) -> int:
-    """Read a number, in a function of Python's, between whose lines threads change."""
+    """Parse a number in Python code, where threads can switch."""
     return int(digits)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object, as `_int` does a number."""
     return dict(pairs)

@@ -1,7 +1,7 @@
-"""Responses that are kept in memory, so that a client can go on from the id of the last one.
+"""Responses kept in memory, so that a client can continue from a response id.
 
-Bounded in bytes, which stand in the ledger with the prompts: the one that was not asked for the
-longest goes first. Each belongs to a salt, and requests of another salt do not see it.
+Bounded in bytes within the prompt memory, least recently used first out. Requests with another salt
+do not see them.
 """
 
 from __future__ import annotations
@@ -12,38 +12,31 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
+from penstock.server.access import salt_for
 from penstock.server.problems import BadRequest, NotFound, ServerError, dumps
 from penstock.server.prompt_memory import PromptMemory
 
 SHARE = 4
-"""Divisor of the memory for prompts that gives the most that responses take of it."""
+"""Fraction of the prompt memory that responses may take: 1 / 4."""
 ENTRY_BYTES = 1_000
-"""Python overhead of a conversation, at most, in bytes."""
 
 Item = dict[str, Any]
 
 
 class Kept(NamedTuple):
-    """A conversation, and the response that it ends with, as JSON."""
-
     items: bytes
     response: bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, at most."""
         return ENTRY_BYTES + len(self.items) + len(self.response)
 
 
 class ResponseStore:
-    """Conversations by salt and the id of their last answer. Any thread may call it.
+    """Conversations by salt, including the key's, and the id of their last response.
 
-    They take at most a share of the memory for prompts, and less when open requests need it: the
-    bytes of each are held before it is kept.
-
-    Args:
-        memory: the server's for prompts, which counts them, and takes them when it is short.
-        max_bytes: limit of the conversations; each counts in full, though they share items.
+    Thread-safe, within the context of a request. Their memory is held before they are kept, and
+    evicted when open requests need it. Each counts in full, though they share items.
     """
 
     def __init__(self, memory: PromptMemory, max_bytes: int) -> None:
@@ -58,16 +51,12 @@ class ResponseStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all conversations, held in the memory for prompts."""
         return self._hold.nbytes
 
     def put(
         self, salt: str, response_id: str, items: Sequence[Item], response: dict[str, Any]
     ) -> None:
-        """Keep a conversation, its last answer included, if there is memory for it.
-
-        Older ones go first; one that is larger than all may be is not kept.
-        """
+        """Keep a conversation with its last answer, if there is memory; evicts older ones."""
         kept = Kept(dumps(items), dumps(response))
         if kept.nbytes > self._max_bytes:
             return
@@ -77,10 +66,9 @@ class ResponseStore:
                 if not self._kept:
                     return
                 self._forget(self.nbytes - 1)
-            self._kept[salt, response_id] = kept
+            self._kept[salt_for(salt), response_id] = kept
 
     def shrink(self, nbytes: int) -> None:
-        """Forget conversations until so many bytes are free, or none is left."""
         with self._lock:
             self._forget(max(0, self.nbytes - nbytes))
 
@@ -93,21 +81,15 @@ class ResponseStore:
         return True
 
     def _forget(self, most_bytes: int) -> None:
-        """Forget the oldest until no more bytes are held."""
         while self._kept and self.nbytes > most_bytes:
             _, gone = self._kept.popitem(last=False)
             self._hold.resize(self.nbytes - gone.nbytes)
 
     def get(self, salt: str, response_id: str) -> list[Item]:
-        """Return a conversation.
-
-        Raises:
-            BadRequest: it is not kept, or not any more.
-        """
         with self._lock:
-            kept = self._kept.get((salt, response_id))
+            kept = self._kept.get((salt_for(salt), response_id))
             if kept is not None:
-                self._kept.move_to_end((salt, response_id))
+                self._kept.move_to_end((salt_for(salt), response_id))
                 return _items(kept)
         raise BadRequest(
             f"previous_response_id: there is no response {response_id[:80]!r} any more; send the "
@@ -117,40 +99,34 @@ class ResponseStore:
         )
 
     def response(self, salt: str, response_id: str) -> dict[str, Any]:
-        """Return a response.
-
-        Raises:
-            NotFound: it is not kept, or not any more.
-        """
         response: dict[str, Any] = json.loads(self._whole(salt, response_id).response)
         return response
 
     def input_items(self, salt: str, response_id: str) -> list[Item]:
-        """Return the conversation in front of a response, oldest first; raises as `response`."""
         kept = self._whole(salt, response_id)
         items, output = _items(kept), json.loads(kept.response)["output"]
         return items[: len(items) - len(output)]
 
     def _whole(self, salt: str, response_id: str) -> Kept:
         with self._lock:
-            kept = self._kept.get((salt, response_id))
+            kept = self._kept.get((salt_for(salt), response_id))
         if kept is None:
             raise _missing(response_id)
         return kept
 
     def delete(self, salt: str, response_id: str) -> None:
-        """Forget a response; raises as `response`."""
         with self._lock:
-            kept = self._kept.pop((salt, response_id), None)
+            kept = self._kept.pop((salt_for(salt), response_id), None)
             if kept is None:
                 raise _missing(response_id)
             self._hold.resize(self.nbytes - kept.nbytes)
 
     def items(self, salt: str) -> dict[str, Item]:
-        """Return all items of a salt that have an id."""
+        full_salt = salt_for(salt)
         with self._lock:
-            kept = [kept for (owner, _), kept in self._kept.items() if owner == salt]
-        return {str(item["id"]): item for one in kept for item in _items(one) if item.get("id")}
+            kept = [kept for (owner, _), kept in self._kept.items() if owner == full_salt]
+        items = [item for conversation in kept for item in _items(conversation)]
+        return {str(item["id"]): item for item in items if item.get("id")}
 
 
 def _items(kept: Kept) -> list[Item]:

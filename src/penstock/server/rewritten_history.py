@@ -1,4 +1,4 @@
-"""The cause of a later turn's reading tokens again: the chat template rewrote earlier turns."""
+"""Why a later turn reads tokens again: the chat template rewrote earlier turns."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ NO_OPENING = Opening("", "")
 
 
 def rewritten_in_front(
-    prompts: Prompts,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    prompts: Prompts, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str | None:
-    """Name the part that the template writes anew in front of a conversation's last answer.
+    """Describe what the template rewrites before a conversation's last answer.
 
-    None if that is nothing, or there is no answer. Slow: renders the prompt with and without it.
+    None if nothing, or without an answer. Blocking: renders the prompt with and without it.
     """
-    answers = [at for at, one in enumerate(messages) if one.get("role") == "assistant"]
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers or not answers[-1]:
         return None
     try:

@@ -1,8 +1,7 @@
-"""The engine seen from an event loop: the service that all routers share.
+"""The engine seen from an event loop: the service shared by all routers.
 
-The event loop never touches an array and never waits for the engine: it asks with
-`Engine.ask`, and `Handle.listen` brings the events. A step that brings tokens to many wakes
-the event loop once.
+The event loop never touches an array and never waits for the engine: it uses `EngineClient.ask`,
+and `Handle.listen` brings events. A step that brings tokens to many requests wakes it once.
 """
 
 from __future__ import annotations
@@ -16,18 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from penstock.config import MAX_TOKENS, ServerSettings
-from penstock.engine.engine import Engine
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
-from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped, PenstockError
+from penstock.plurals import counted
 from penstock.prefix.explanation import Explanation
+from penstock.server.access import CLIENT, KEY_HOLDER, Access, KeyHolder
 from penstock.server.active_request import ActiveRequest
 from penstock.server.default_sampling import default_sampling
-from penstock.server.problems import BadRequest, PromptTooLong, Unavailable
+from penstock.server.engine_client import EngineClient, EngineState
+from penstock.server.problems import BadRequest, PromptTooLong, ShuttingDown
 from penstock.server.prompt_memory import HOLD, TOKEN_BYTES, PromptMemory, pool_bytes
 from penstock.server.prompts import Prompts
 from penstock.server.recent import Listener, Recent
@@ -38,74 +39,63 @@ from penstock.server.workers import Workers
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.25
-"""Seconds between two looks whether the engine's thread lives."""
 LEAST_SECONDS = 0.001
-"""Timeout in seconds of a request whose time is over: the engine ends it at once."""
+"""Timeout of an overdue request: the engine ends it at once."""
 ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
-"""Time at which the request served here had arrived in full, in seconds of `time.monotonic`."""
+"""Time at which this request had fully arrived, in seconds of `time.monotonic`."""
 
 T = TypeVar("T")
 
 
 class Service:
-    """One engine, and the state that all routers share.
-
-    All methods belong to the event loop of the server; `engine` may be used from any thread.
-    """
-
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         tokenizer: Any,
         settings: ServerSettings,
         model_name: str,
         *,
         sampling: Mapping[str, float] | None = None,
+        access: Access | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
         self.model_name = model_name
+        self.access = access or Access.of(settings)
+        """API keys, by default those of the settings."""
         self.created = int(time.time())
         self.sampling = default_sampling(settings, sampling or {})
-        """Sampling of a request that does not say its own."""
         self.memory = PromptMemory(engine.set_aside_prompts(pool_bytes(engine)))
-        """Memory of bodies, texts and tokens of open requests."""
         model_tokens = engine.ask(lambda view: view.context_tokens).result()
         fitting_tokens = engine.ask(lambda view: view.fitting_tokens).result()
         self.model_context = None if settings.ignore_model_context else model_tokens
-        """Tokens of a prompt and its answer that the model is made for; None is any number."""
+        """The model's context length; None is unlimited."""
         context = (self.model_context, fitting_tokens, self.memory.pool_bytes // TOKEN_BYTES)
         self.context_tokens = min(tokens for tokens in context if tokens is not None)
-        """Tokens that a prompt and its answer can have together."""
+        """Most tokens of a prompt and its answer together."""
         self.window_tokens = engine.ask(lambda view: view.limits.max_kv_size).result()
-        """Tokens that a sequence sees at most."""
         self.answers = RememberedAnswers(self.memory, tokenizer)
-        """Tokens of answers, for the prompts of later turns."""
         self.prompts = self._make_prompts()
         self.stored = ResponseStore(self.memory, settings.stored_response_bytes)
         self.recent: deque[Recent] = deque(maxlen=settings.recent)
-        """Figures of the last requests, the newest last."""
         self.listeners: list[Listener] = []
         self.draining = False
-        """Whether no more requests are taken in; endless streams end when they see it."""
+        """Whether new requests are refused; endless streams end then."""
         self.died: list[Callable[[], None]] = []
-        """Callbacks for an engine's thread that ends by itself, called once, in the event loop."""
+        """Callbacks for an engine thread that has ended, called once, in the event loop."""
         self.max_queue = engine.ask(lambda view: view.limits.max_queue).result()
-        """Answers that may wait in the engine, and prompts that may wait to be read."""
+        """Answers that may wait in the engine, and prompts that may wait to be tokenized."""
         self.vocabulary_size = engine.ask(lambda view: view.vocabulary_size).result()
-        """Number of tokens in the model's vocabulary."""
         self._open: set[ActiveRequest] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakes = False
         self.workers = Workers(self.max_queue)
+        self.workers.short.submit(self.prompts.start_renderer)
         self.work = self.workers.read
-        """Worker threads of functions that read prompts."""
         self.aside = self.workers.use_disk
-        """Worker threads of functions that wait for a disk."""
 
     def _make_prompts(self) -> Prompts:
-        """Make the renderer of prompts; its template is probed now, so that no request waits."""
         prompts = Prompts(
             self.tokenizer,
             keep_billing_header=self.settings.keep_billing_header,
@@ -113,36 +103,27 @@ class Service:
             answers=self.answers,
             tool_parser=self.settings.tool_parser,
             reasoning_parser=self.settings.reasoning_parser,
+            refuses_tools=self.settings.tools_without_template == "refuse",
         )
         _ = prompts.traits
         return prompts
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's thread runs."""
         return self.engine.alive
 
     async def open(self, request: Request, label: str) -> ActiveRequest:
-        """Hand a request to the engine and return the reader of its events.
-
-        Use it as `async with await service.open(...) as answering`, or call `close`.
-
-        Raises:
-            BadRequest: more answers than may ever wait.
-            NeverFits: the prompt and its answers would not fit with all else evicted.
-            QueueFull: too many are waiting.
-            SettingError: a token that the model does not have.
-            EngineStopped: the engine is gone, or takes nothing more in.
-        """
+        """Submit a request; use as `async with await service.open(...)`. Raises as `open_all`."""
         return await self.open_all((request,), label)
 
     async def open_all(self, requests: Sequence[Request], label: str) -> ActiveRequest:
-        """Hand several requests to the engine, all or none; as `open`.
+        """Submit several requests, all or none; their answers are numbered consecutively.
 
-        The answers are numbered through: those of the second request follow on the first's.
+        Raises BadRequest (more answers than may wait, or a prompt too long), NeverFits, QueueFull,
+        SettingError (an unknown token) and EngineStopped.
         """
         if self.draining:
-            raise Unavailable("the server is shutting down", code="shutting_down")
+            raise ShuttingDown()
         answers = sum(request.n for request in requests)
         if answers > self.max_queue:
             raise BadRequest(
@@ -153,8 +134,11 @@ class Service:
             )
         if (hold := HOLD.get()) is not None:
             hold.settle()
-        requests = [_in_time(self._in_context(request)) for request in requests]
         recent = Recent(f"req_{uuid.uuid4().hex[:16]}", label, time.time())
+        owner = {"client": CLIENT.get(), "group": recent.id}
+        requests = [
+            _in_time(self._in_context(request)).model_copy(update=owner) for request in requests
+        ]
         recent.prompt_tokens = sum(len(request.prompt) for request in requests)
         answering = ActiveRequest(
             [await self._handle(request) for request in requests],
@@ -162,7 +146,7 @@ class Service:
             listeners=self.listeners,
             max_unread=self.settings.max_unread,
             wake_soon=self.wake_soon,
-            closed=self._closed,
+            closed=partial(self._closed, client=KEY_HOLDER.get()),
         )
         try:
             explanation = await asyncio.wrap_future(self.engine.enqueue(answering.handles))
@@ -179,10 +163,10 @@ class Service:
         return answering
 
     def rest_tokens(self, prompt_tokens: int) -> int:
-        """Return the tokens of an answer whose request does not say how many.
+        """Return the answer length of a request that does not set one.
 
-        They are those of `--max-tokens`, or all to the end of the context and of the window. An
-        answer that begins near the window's end, where the window only moves on, gets a few more.
+        `--max-tokens`, or the rest of the context and window. Near the window's end, which only
+        slides, it is a few tokens more.
         """
         if self.settings.max_tokens is not None:
             return self.settings.max_tokens
@@ -192,28 +176,24 @@ class Service:
         return max(end - prompt_tokens, MAX_TOKENS)
 
     def _in_context(self, request: Request) -> Request:
-        """Leave an answer the tokens that the prompt leaves of the model's context.
+        """Cap an answer at the rest of the context; PromptTooLong if nothing is left.
 
-        Clients ask for 32,000 tokens of any model: that is a limit, and no error.
-
-        Raises:
-            BadRequest: the prompt leaves none.
+        Clients ask for 32,000 tokens of any model: a limit, not an error.
         """
-        prompt, most = len(request.prompt), self.model_context
-        if most is None or prompt + request.max_tokens <= most:
+        prompt, context = len(request.prompt), self.model_context
+        if context is None or prompt + request.max_tokens <= context:
             return request
-        if prompt >= most:
-            raise PromptTooLong(prompt, most)
-        return request.model_copy(update={"max_tokens": most - prompt})
+        if prompt >= context:
+            raise PromptTooLong(prompt, context)
+        return request.model_copy(update={"max_tokens": context - prompt})
 
     async def _handle(self, request: Request) -> Handle:
-        """Return the engine's handle; a grammar is compiled for it, which takes long."""
         if request.grammar is None:
             return self.engine.open(request)
         return await self.workers.compile(self.engine.open, request)
 
     async def created_tokens(self, answering: ActiveRequest) -> int:
-        """Return the tokens of a request's prompt that were computed for it and are cached now."""
+        """Return the prompt tokens that were computed for a request and are cached now."""
         request, used = answering.handles[0].request, answering.usage()
         try:
             held_tokens = await self.ask(
@@ -226,51 +206,47 @@ class Service:
         return max(0, held_tokens - used.cached_tokens)
 
     def check_tokens(self, prompt: Sequence[int], param: str = "prompt") -> None:
-        """Raise BadRequest if a prompt has a token that the model does not know."""
         for token in prompt:
             if not 0 <= token < self.vocabulary_size:
                 raise BadRequest(
                     f"{param}: there is no token {token}; the model knows "
-                    f"{self.vocabulary_size:,} tokens, 0 to {self.vocabulary_size - 1}",
+                    f"{counted(self.vocabulary_size, 'token')}, 0 to {self.vocabulary_size - 1}",
                     param=param,
                 )
 
-    async def ask(self, question: Callable[[EngineView], T]) -> T:
-        """Have the engine's thread answer a question between two steps."""
+    async def ask(self, question: Callable[[EngineState], T]) -> T:
         return await asyncio.wrap_future(self.engine.ask(question))
 
     async def watch(self) -> None:
-        """Be the task that looks whether the engine lives; ends when it does not."""
         while self.alive:
             await asyncio.sleep(WATCH_SECONDS)
+        hangs = self.engine.hangs
         for answering in list(self._open):
             answering.fail(EngineStopped("the engine has stopped before this request ended"))
-        logger.error("the engine's thread has ended; nothing can be answered any more")
+        fault = "hangs in a step" if hangs else "has ended"
+        logger.error("the engine's thread %s; nothing can be answered any more", fault)
         for call in self.died:
             call()
 
     def cancel_all(self) -> None:
-        """Cancel all open requests, and tell their readers. Any thread."""
         for answering in list(self._open):
             for handle in answering.handles:
                 handle.cancel()
 
     def fail_all(self, error: BaseException) -> None:
-        """End every open request with an error, after the events that are there. Any thread."""
+        """End every open request with an error, after its pending events. Thread-safe."""
         for answering in list(self._open):
             answering.fail_soon(error)
 
     @property
     def open_requests(self) -> int:
-        """Requests that have not ended."""
         return len(self._open)
 
     def close(self) -> None:
-        """Shut the worker threads down."""
         self.workers.close()
 
     def wake_soon(self) -> None:
-        """Have the readers look for events, each at most once; from any thread."""
+        """Wake the readers, at most once at a time. Thread-safe."""
         if self._wakes or self._loop is None:
             return
         self._wakes = True
@@ -282,8 +258,10 @@ class Service:
         for answering in self._open:
             answering.look()
 
-    def _closed(self, answering: ActiveRequest) -> None:
+    def _closed(self, answering: ActiveRequest, client: KeyHolder | None) -> None:
         self._open.discard(answering)
+        if client is not None:
+            client.tokens += answering.recent.prompt_tokens + answering.recent.completion_tokens
         if answering.recent.state == "done":
             kept = [handle for handle in answering.handles if handle.request.cache_prompt]
             for handle in kept:
@@ -295,7 +273,6 @@ class Service:
 
 
 def _in_time(request: Request) -> Request:
-    """Subtract the time since its arrival from a request's timeout."""
     arrived = ARRIVED.get()
     if arrived is None or request.timeout_seconds is None:
         return request
@@ -304,7 +281,6 @@ def _in_time(request: Request) -> Request:
 
 
 def _without_text(explanation: Explanation | None) -> dict[str, Any] | None:
-    """Return an explanation without the parts that reveal the prompt's content."""
     if explanation is None:
         return None
     bare = replace(

@@ -1,8 +1,9 @@
-"""Conversations that are put aside under a name, and gone on with later: `/v1/sessions/...`."""
+"""Saved conversations, `/v1/sessions/...`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +12,13 @@ from fastapi import APIRouter
 from fastapi import Path as PathField
 from pydantic import BaseModel
 
+from penstock.engine.engine import Engine
 from penstock.engine.session_files import SavedSession, load_session, save_session
+from penstock.errors import CacheFileError, SettingError
+from penstock.server.access import salt_for
 from penstock.server.cache_routes import ExplainRequest, tokens_of
-from penstock.server.openai_objects import ERRORS
-from penstock.server.problems import BadRequest, NotFound
+from penstock.server.openai.openai_objects import ERRORS
+from penstock.server.problems import BadRequest, NotFound, ServerError
 from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
 
@@ -26,13 +30,9 @@ Name = Annotated[
 
 
 class SessionOut(BaseModel):
-    """Saved session."""
-
     name: str
     tokens: int | None = None
-    """Tokens of the saved prompt; None where the file was not opened."""
     nbytes: int
-    """Size of the session's file, in bytes."""
 
 
 class Sessions(BaseModel):
@@ -42,13 +42,12 @@ class Sessions(BaseModel):
 
 
 class Removed(BaseModel):
-    """A session that is gone."""
+    """A removed session."""
 
     name: str
 
 
 def router(service: Service) -> APIRouter:
-    """Make the routes; they need the key if the server has one."""
     router = APIRouter(
         prefix="/v1/sessions",
         tags=["sessions"],
@@ -61,7 +60,7 @@ def router(service: Service) -> APIRouter:
 
     @router.get("")
     async def sessions() -> Sessions:
-        """Tell of all sessions that were saved."""
+        """List the saved sessions."""
         return await service.aside(partial(_listed, _folder(service)))
 
     @router.post("/{name}/save")
@@ -69,17 +68,18 @@ def router(service: Service) -> APIRouter:
         """Save the cached prefix of a conversation; a session of that name is replaced."""
         file = file_of(name)
         tokens = await service.work(partial(tokens_of, service, question))
-        salt = question.cache_salt or ""
-        done = await service.aside(partial(save_session, service.engine, file, tokens, salt))
-        return _session_out(name, done)
+        salt = salt_for(question.cache_salt)
+        act = partial(save_session, _engine(service), file, tokens, salt)
+        return _session_out(name, await service.aside(partial(_without_paths, service, file, act)))
 
     @router.post("/{name}/load")
     async def load(name: Name) -> SessionOut:
-        """Take a session in: the next request with that conversation finds it."""
+        """Load a session; the next request of that conversation reuses it."""
         file = file_of(name)
         if not file.is_file():
             raise NotFound(f"there is no session {name}")
-        return _session_out(name, await service.aside(partial(load_session, service.engine, file)))
+        act = partial(load_session, _engine(service), file)
+        return _session_out(name, await service.aside(partial(_without_paths, service, file, act)))
 
     @router.delete("/{name}")
     async def remove(name: Name) -> Removed:
@@ -104,8 +104,26 @@ def _folder(service: Service) -> Path:
     return folder
 
 
+def _engine(service: Service) -> Engine:
+    if not isinstance(service.engine, Engine):
+        raise BadRequest("the engine of this server keeps no sessions", code="no_sessions")
+    return service.engine
+
+
+def _without_paths(service: Service, file: Path, act: Callable[[], SavedSession]) -> SavedSession:
+    """Save or load; errors name the session's file and the tier, but no path of this machine."""
+    try:
+        return act()
+    except (SettingError, CacheFileError) as error:
+        folder = service.engine.ask(lambda view: view.limits.ssd_cache_dir).result()
+        text = str(error).replace(str(file), file.name).replace(str(folder), "--ssd-cache-dir")
+        raise ServerError(text, status=error.status, code="invalid_value") from error
+
+
 def _listed(folder: Path) -> Sessions:
-    paths = sorted(path for path in folder.glob(f"*{SUFFIX}") if _NAME.fullmatch(path.stem))
+    paths = sorted(
+        path for path in folder.glob(f"*{SUFFIX}") if _NAME.fullmatch(path.stem) and path.is_file()
+    )
     return Sessions(
         sessions=[SessionOut(name=path.stem, nbytes=path.stat().st_size) for path in paths]
     )

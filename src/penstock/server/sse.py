@@ -1,11 +1,11 @@
-"""Streams of server-sent events: kept alive while a prompt is read, ended when not read."""
+"""Server-sent events: kept alive during prefill, closed when not read."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 import anyio
@@ -15,24 +15,23 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.engine.handle import PromptProgress
 from penstock.server.active_request import ActiveRequest
-from penstock.server.problems import body_for, dumps, problem_of
+from penstock.server.problems import Problem, body_for, dumps, problem_of
 from penstock.server.prompt_progress import ping_comment
 from penstock.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 LOOKS = 4
-"""Number of looks at a send within its timeout."""
+"""Checks of a send within its timeout."""
 
 EVENT: dict[str, Any] = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
-"""Schema of a stream's events, for the OpenAPI document; their data is JSON, or `[DONE]`."""
 
 
 def data(content: Any, event: str | None = None) -> bytes:
-    r"""Write one event with `content` as its JSON.
+    r"""Write one event with JSON data.
 
     >>> data({"n": 1}), data({}, "ping")
     (b'data: {"n":1}\n\n', b'event: ping\ndata: {}\n\n')
@@ -41,30 +40,34 @@ def data(content: Any, event: str | None = None) -> bytes:
     return name + b"data: " + dumps(content) + b"\n\n"
 
 
+def error_event(path: str, problem: Problem) -> bytes:
+    return data(body_for(path, problem), "error")
+
+
 class Stream(EventSourceResponse):
-    """A stream of a request's events. However it ends, open answers are cancelled.
+    """Stream of a request's events; however it ends, open answers are cancelled.
 
     Args:
         service: for its settings.
-        path: of the request; errors have the form that clients of it expect.
-        answering: closed at the end; None if there is no request behind the stream.
-        events: written as they come. Raises a PenstockError to end with an `error` event.
+        answering: closed at the end; None if no request is behind the stream.
+        events: written as they come; a PenstockError ends with the events of `failure`.
+        failure: makes the last events of an error.
         headers: of the response, beside the content type.
-        ping: makes the event that keeps the stream alive, from the progress of the prompt.
+        ping: makes the keep-alive event, from the prompt's progress.
     """
 
     def __init__(
         self,
         service: Service,
-        path: str,
         answering: ActiveRequest | None,
         events: AsyncIterator[bytes],
+        failure: Callable[[Problem], Iterable[bytes]],
         headers: Mapping[str, str] | None = None,
         *,
         ping: Callable[[PromptProgress | None], ServerSentEvent] = ping_comment,
     ) -> None:
         super().__init__(
-            _with_error(path, events),
+            _with_error(events, failure),
             ping=service.settings.ping_seconds,
             ping_message_factory=lambda: ping(answering.progress if answering else None),
             send_timeout=service.settings.send_timeout_seconds,
@@ -75,9 +78,9 @@ class Stream(EventSourceResponse):
         self._sending_since: float | None = None
 
     async def _stream_response(self, send: Send) -> None:
-        """Stream inside one scope, and look from time to time whether a send takes too long.
+        """Stream inside one cancel scope, and check the send timeout from time to time.
 
-        A scope for every send, as sse-starlette makes them, takes a seventh of a stream's time.
+        A scope for every send, as in sse-starlette, takes a seventh of a stream's time.
         """
         self._look()
         try:
@@ -106,14 +109,16 @@ class Stream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            logger.info("a stream was ended: its reader did not read it")
+            logger.info("closed a stream whose client does not read")
         finally:
             if self._answering is not None:
                 self._answering.close()
 
 
-async def _with_error(path: str, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Pass events on; an error after the first byte is an event too, and the last one."""
+async def _with_error(
+    events: AsyncIterator[bytes], failure: Callable[[Problem], Iterable[bytes]]
+) -> AsyncIterator[bytes]:
+    """Pass events on; an error after the first byte becomes the last event."""
     try:
         async for event in events:
             yield event
@@ -121,6 +126,7 @@ async def _with_error(path: str, events: AsyncIterator[bytes]) -> AsyncIterator[
     except Exception as error:
         problem = problem_of(error)
         if problem.status == 500:
-            logger.error("a stream has failed: %s", type(error).__name__)
+            logger.error("stream failed: %s", type(error).__name__)
             logger.debug("its error", exc_info=error)
-        yield data(body_for(path, problem), "error")
+        for event in failure(problem):
+            yield event

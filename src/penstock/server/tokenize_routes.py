@@ -1,4 +1,4 @@
-"""Texts to tokens and back, as the server itself reads them: the routes of vLLM and llama.cpp."""
+"""Tokenization routes of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.server.disconnect import until_gone
-from penstock.server.forms import ChatMessage, Each, Id, Name, RequestForm, Tool
-from penstock.server.legacy_calls import with_tool_calls
-from penstock.server.openai_objects import ERRORS, Json
+from penstock.server.forms import Each, Id, Name, RequestForm
+from penstock.server.openai.legacy_calls import with_tool_calls
+from penstock.server.openai.openai_forms import ChatMessage, Tool
+from penstock.server.openai.openai_objects import ERRORS, Json
 from penstock.server.prompts import Prompts, client_arguments
 from penstock.server.reasoning_effort import effort_switches
 from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
 
 MOST_DECODED = 2**20
-"""Most tokens of one text."""
 
 
 class TemplateRequest(RequestForm):
@@ -29,19 +29,14 @@ class TemplateRequest(RequestForm):
     messages: Each[ChatMessage] = Field(min_length=1, max_length=16_384)
     tools: Each[Tool] | None = Field(None, max_length=512)
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends where the model's answer begins; by default it does."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments for the model's chat template."""
     reasoning_effort: Name | None = None
-    """Effort of the reasoning, where the model's template has a switch for it."""
 
     def render(self, prompts: Prompts) -> tuple[int, ...]:
-        """Return the prompt's tokens, as chat reads them. Slow: not for an event loop."""
         messages, tools, arguments = self._given(prompts)
         return prompts.render(messages, tools, answer=self._opens, **arguments)
 
     def text(self, prompts: Prompts) -> str:
-        """Return the prompt's text. Slow: not for an event loop."""
         messages, tools, arguments = self._given(prompts)
         return prompts.template_text(messages, tools, answer=self._opens, **arguments)
 
@@ -68,25 +63,24 @@ class TokenizeRequest(RequestForm):
     messages: Each[ChatMessage] | None = Field(None, min_length=1, max_length=16_384)
     tools: Each[Tool] | None = Field(None, max_length=512)
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its special tokens to `prompt`; by default it does."""
+    """Add special tokens to `prompt`; true by default."""
     add_special: bool | None = None
-    """Whether the tokenizer adds its special tokens to `content`; by default it does not."""
+    """Add special tokens to `content`; false by default."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Name | None = None
     return_token_strs: bool | None = None
-    """Whether the text of each token comes as well, as `token_strs`."""
+    """Return the text of each token as `token_strs`."""
     with_pieces: bool | None = None
-    """Whether each token is an object with its text, as for llama.cpp."""
+    """Return each token as an object with its text, as llama.cpp does."""
 
     @model_validator(mode="after")
     def _one_text(self) -> TokenizeRequest:
-        if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
+        if sum(text is not None for text in (self.prompt, self.content, self.messages)) != 1:
             raise ValueError("give one of prompt, messages and content")
         return self
 
     def read(self, prompts: Prompts) -> tuple[int, ...]:
-        """Return the tokens. Slow: not for an event loop."""
         if self.messages is not None:
             return TemplateRequest.model_validate(self, from_attributes=True).render(prompts)
         if self.content is not None:
@@ -134,7 +128,6 @@ class TemplateText(BaseModel):
 
 
 def router(service: Service) -> APIRouter:
-    """Return the routes of texts and tokens."""
     routes = APIRouter(tags=["tokens"], responses=ERRORS, route_class=reading_aside(service))
     prompts = service.prompts
 

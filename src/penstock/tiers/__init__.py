@@ -1,1 +1,1 @@
-"""Slower tiers that hold blocks evicted from memory: records, stores and their threads."""
+"""Cold tiers: records, stores and their threads, for blocks evicted from memory."""

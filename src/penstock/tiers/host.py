@@ -1,4 +1,4 @@
-"""Between a segment's arrays and the bytes of its blocks in the host's memory."""
+"""Copies between a segment's arrays and the bytes of its blocks in host memory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,10 @@ _S = TypeVar("_S")
 
 
 def host_block(block: Segment, tokens: TokenArray, *more: Segment) -> dict[str, HostArray]:
-    """Copy blocks, their tokens and the arrays of all layers by name.
+    """Copy blocks, possibly views, their tokens and the arrays of all layers by name.
 
     Names are `3.keys` for layer 3, and `3.keys.0`, `3.keys.1`, ... where a side is several arrays.
-    Only the thread that owns the segment may call this.
-
-    Args:
-        block: their KV, which may be a view.
-        tokens: of the blocks.
-        more: KV of those that are not in `block`, held in the same form.
+    Only the thread that owns the segments, all of one format, may call this.
     """
     pieces = (block, *more)
     mx.eval([col.arrays(*layer) for piece in pieces for layer in piece.layers])
@@ -53,7 +48,7 @@ def host_states(states: States) -> dict[str, HostArray]:
 
 
 class StateRestoreBuffer:
-    """Memory for the states of one sequence, which is filled from a file; see `RestoreBuffer`."""
+    """Memory for the states of one sequence, filled from a file; see `RestoreBuffer`."""
 
     blocks = 1
 
@@ -63,7 +58,6 @@ class StateRestoreBuffer:
         self._rooms: dict[str, _BufferPool] = {}
 
     def targets(self) -> list[dict[str, Target]]:
-        """Take the memory, if it is not taken, and return where the arrays go."""
         if not self._rooms:
             self._rooms = {
                 name: _BufferPool.made(shape, dtype, in_place=self._in_place)
@@ -84,11 +78,9 @@ class StateRestoreBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of MLX's that were taken."""
         return sum(room.nbytes for room in self._rooms.values())
 
     def states(self) -> States:
-        """Return the states that were read."""
         arrays = {name: room.read() for name, room in self._rooms.items()}
         mx.eval(list(arrays.values()))
         return self._form.states(arrays)
@@ -97,15 +89,10 @@ class StateRestoreBuffer:
 class RestoreBuffer:
     """Memory for the KV of some blocks, which is filled from files and then is a segment.
 
-    Nothing is copied on the way: the arrays that the files are read into are the segment's. They
-    are made by `targets`, in the thread that reads: new memory can take as long as the files.
-
-    Args:
-        form: how the blocks are held, all alike.
-        blocks: how many.
-        block_size: tokens of a block.
-        in_place: whether files can be read into MLX's arrays. Where the device has memory of its
-            own they cannot, and are copied there afterwards.
+    Nothing is copied on the way: the arrays that the files are read into are the segment's.
+    `targets` allocates them in the reading thread, since new memory can take as long as the
+    files. Unless `in_place`, where the device has its own memory, they are copied there
+    afterwards.
     """
 
     def __init__(
@@ -118,7 +105,7 @@ class RestoreBuffer:
     ) -> None:
         self.blocks = blocks
         self.tokens = np.empty(blocks * block_size, np.uint32)
-        """Of the blocks, once they are read."""
+        """Tokens of the blocks, once they are read."""
         self._block_size = block_size
         self._tokens = blocks * block_size
         self._in_place = in_place
@@ -126,7 +113,7 @@ class RestoreBuffer:
         self._layers: list[tuple[list[_BufferPool], ...]] = []
 
     def targets(self) -> list[dict[str, Target]]:
-        """Take the memory, if it is not taken, and return where the arrays of each block go."""
+        """Allocate the memory unless that is done, and return where each block's arrays go."""
         if not self._layers:
             self._layers = [
                 tuple([self._made(*form) for form in side.arrays(self._tokens)] for side in layer)
@@ -149,11 +136,9 @@ class RestoreBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of MLX's that were taken."""
         return sum(room.nbytes for layer in self._layers for side in layer for room in side)
 
     def segment(self) -> Segment:
-        """Return the blocks that were read as a segment."""
         segment = Segment(
             tuple(
                 (
@@ -193,7 +178,6 @@ class _BufferPool:
 
     @classmethod
     def made(cls, shape: tuple[int, ...], dtype: mx.Dtype, *, in_place: bool) -> _BufferPool:
-        """Take the memory of one array, of MLX's or the host's."""
         name = _name(dtype)
         number = _number(name)
         array = mx.empty(shape, getattr(mx, number)) if in_place else np.empty(shape, number)
@@ -201,18 +185,15 @@ class _BufferPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of MLX's."""
         return self.array.nbytes if isinstance(self.array, mx.array) else 0
 
     def bytes(self) -> NDArray[np.uint8]:
-        """Return its memory, (heads, tokens, bytes of a row)."""
         _, heads, count, *_ = self.array.shape
         rows = np.asarray(self.array).reshape(heads, count, -1)
         seen: NDArray[np.uint8] = rows.view(np.uint8)
         return seen
 
     def read(self) -> mx.array:
-        """Return it as MLX has it."""
         array = self.array if isinstance(self.array, mx.array) else mx.array(self.array)
         return array.view(mx.bfloat16) if self.dtype == "bfloat16" else array
 
@@ -228,13 +209,12 @@ def _named(
 
 
 def _seen(array: mx.array) -> tuple[NDArray[np.generic], str]:
-    """Return an array as numpy sees it, without a copy where that can be, and its dtype."""
+    """Return a NumPy array, without a copy where possible, and the dtype."""
     dtype = _name(array.dtype)
     return np.asarray(array.view(mx.uint16) if dtype == "bfloat16" else array), dtype
 
 
 def _host(parts: Sequence[NDArray[np.generic]], dtype: str, axis: int = 0) -> HostArray:
-    """Copy an array that is there in parts, one behind the other on some axis."""
     if len(parts) == 1:
         (part,) = parts
         return HostArray(dtype, part.shape, np.frombuffer(part.tobytes(), np.uint8))
@@ -247,5 +227,5 @@ def _name(dtype: mx.Dtype) -> str:
 
 
 def _number(dtype: str) -> str:
-    """Return the dtype as which numpy holds the same bytes: it knows no bfloat16."""
+    """Return NumPy's dtype of the same bytes: it has no bfloat16."""
     return "uint16" if dtype == "bfloat16" else dtype

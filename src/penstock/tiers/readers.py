@@ -1,4 +1,4 @@
-"""Threads that read files, and keep no process from ending when their disk hangs."""
+"""Threads that read files, and do not delay the end of the process when a disk hangs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 QUICK_SECONDS = 1e-4
-"""Calls that take less each are not handed over. Of 18 records parts were read, cached by the
+"""Calls quicker than this are run by the caller. Of 18 records parts were read, cached by the
 system, in 0.5 ms by one thread, and in 0.8 ms by two; not cached, in 5.1 and 3.9 ms."""
 
 
@@ -40,7 +40,7 @@ class _ReadCall(Generic[T]):
 class Readers:
     """Runs calls in `count` daemon threads, which begin with the first call.
 
-    A `ThreadPoolExecutor`'s are no daemons: the interpreter waits for them at its end.
+    The threads of a `ThreadPoolExecutor` are no daemons: the interpreter waits for them at its end.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -52,22 +52,22 @@ class Readers:
         """Whether the calls of the last `map` were quick."""
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Have something called; for one owner."""
+        """Queue a call; one owner only."""
         read_call = _ReadCall(call, arguments)
         self._put([read_call])
         return read_call.answer
 
     def map(self, call: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[Future[T]]:
-        """Have something called for each of some arguments, and wait; the answers are there.
+        """Call a function with each of some arguments, and wait for all.
 
-        Each thread takes a share in a row. Where calls are quicker than handing them over, as are
-        reads of a file that the system has in memory, the caller's thread takes all of them.
+        Each thread takes a consecutive share. Where calls are quicker than handing them over, as
+        are reads of a file in the system's memory, the caller's thread runs all of them.
         """
-        calls = [_ReadCall(call, own) for own in arguments]
+        calls = [_ReadCall(call, read_call) for read_call in arguments]
         answers, began = [call.answer for call in calls], time.perf_counter()
         if self._is_quick:
-            for own in calls:
-                own.run()
+            for read_call in calls:
+                read_call.run()
         else:
             share = max(1, -(-len(calls) // self._count))
             for start in range(0, len(calls), share):
@@ -77,7 +77,6 @@ class Readers:
         return answers
 
     def _put(self, calls: Sequence[_ReadCall[Any]]) -> None:
-        """Have a thread run some calls, one behind the other."""
         if not self._threads:
             self._threads = [
                 threading.Thread(target=self._run, name=f"{self._name}-{i}", daemon=True)

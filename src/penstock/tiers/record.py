@@ -1,8 +1,8 @@
 """File of one block: safetensors, with its identity and a checksum in the header.
 
-Everything that is read back is covered by one xxh3 hash: names, shapes, dtypes and bytes of the
-arrays, and the words about them. A file in which a bit has flipped, that was cut short, or that
-is another block's is `Damaged`, never a wrong answer.
+One xxh3 hash covers everything that is read back: names, shapes, dtypes and bytes of the arrays,
+and the words about them. A file with a flipped bit, a truncated one, or another block's is
+`Damaged`, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = {
     "U16": "uint16",
     "U8": "uint8",
 }
-"""Names of dtypes in a file's header, and as safetensors takes them."""
+"""Dtypes by their names in a file's header."""
 _SAFE = {name: short for short, name in DTYPES.items()}
 _Pieces: TypeAlias = tuple[str, str, tuple[int, ...], Sequence[NDArray[np.uint8]]]
 """Name, dtype, shape and bytes of an array."""
@@ -38,58 +38,53 @@ _BEGINNING, _DECODER = '{"__metadata__":', json.JSONDecoder()
 TOKENS = "tokens"
 """Name of the array of the block's tokens."""
 HEAD_BYTES = 16_384
-"""Read of a file at first: most headers are shorter."""
+"""Bytes of a file read first: most headers are shorter."""
 MOST_DEPTH = 1 << 31
 MOST_HEAD_BYTES = 1 << 20
 """Largest header that is read, in bytes: 80 layers take 16 kB."""
 PIECES_AT_ONCE = 512
-"""Places that one read is spread over; systems allow 1,024."""
+"""Buffers of one read; systems allow 1,024."""
 
 
 class Damaged(ValueError):
-    """The bytes are not the record that was asked for; the text names the fault."""
+    """The bytes are not the requested record; the text names the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostArray:
-    """An array of any dtype in the host's memory: numpy knows no bfloat16."""
+    """An array of any dtype in host memory: NumPy has no bfloat16."""
 
     dtype: str
     """Name of the dtype in MLX: `float32`, `bfloat16`, ..."""
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
-    """Its bytes, (n,), row by row."""
+    """Bytes, (n,), row by row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """KV of consecutive blocks, all layers; or a checkpoint.
-
-    A checkpoint lies behind its block as a child.
-    """
+    """KV of consecutive blocks, all layers; or a checkpoint, as a child of its block."""
 
     key: bytes
-    """Names the last block and everything in front of it; see `blocks`."""
+    """Hash of the last block and everything in front of it; see `blocks`."""
     parent: bytes
-    """Key of the block in front; of the first block, the chain's root."""
+    """Hash of the block in front; of the first block, the chain's root."""
     depth: int
     """Blocks in front of it."""
     arrays: Mapping[str, HostArray]
     """Arrays by name, as `3.keys`."""
     blocks: int = 1
-    """Number of blocks."""
     replaces: Sequence[bytes] = ()
-    """Keys of shorter records with the same first block, which this one replaces; not in the
+    """Hashes of shorter records with the same first block, which this one replaces; not in the
     file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         return sum(array.data.nbytes for array in self.arrays.values())
 
     @property
     def end_tokens(self) -> int:
-        """Tokens of a chain from its first one to this record's last; 0 of a checkpoint."""
+        """Tokens of the chain up to the end of this record; 0 for a checkpoint."""
         tokens = self.arrays.get(TOKENS)
         count = 0 if tokens is None else tokens.shape[0]
         return (self.depth + self.blocks) * count // self.blocks
@@ -97,7 +92,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Destination of an array of a file: memory that the caller has allocated."""
+    """Destination of an array of a file: memory allocated by the caller."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -106,11 +101,7 @@ class Target:
 
 
 def encode(record: Record, fingerprint: str) -> bytes:
-    """Return a record's file.
-
-    Raises:
-        ValueError: an array whose bytes do not fill its shape, or of a dtype that is not known.
-    """
+    """Return a record's file; ValueError for arrays that no file can have."""
     specs = {}
     for name, array in record.arrays.items():
         if array.dtype not in _SAFE:
@@ -137,11 +128,7 @@ def encode(record: Record, fingerprint: str) -> bytes:
 
 
 def decode(raw: bytes) -> Record:
-    """Read a file as a whole, with the library's own parser.
-
-    Raises:
-        Damaged: some bit of it is not as `encode` has written it.
-    """
+    """Read a whole file with the library's own parser, or raise Damaged."""
     words = header(raw)
     try:
         arrays = {
@@ -168,38 +155,25 @@ def decode(raw: bytes) -> Record:
 
 
 class Source(Protocol):
-    """The bytes of a file, wherever they lie."""
+    """The bytes of a file."""
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
+        """Size of the file."""
 
-    def read(self, nbytes: int, at: int) -> bytes:
-        """Return so many bytes from `at` on, or those that there are."""
+    def read(self, nbytes: int, offset: int) -> bytes:
+        """Return so many bytes from `offset` on, or as many as there are."""
 
-    def fill(self, pieces: Sequence[NDArray[np.uint8]], at: int) -> None:
-        """Read bytes from `at` on into pieces, one behind the other.
-
-        Raises:
-            OSError: they cannot be read.
-        """
-
-
-def read_into(descriptor: int, targets: Mapping[str, Target]) -> dict[str, str]:
-    """Do as `read_from` with a file that is open for reading."""
-    return read_from(FileSource(descriptor), targets)
+    def fill(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> None:
+        """Read bytes from `offset` on into consecutive pieces, or raise OSError."""
 
 
 def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
-    """Read a file's arrays straight to where they belong; return the words of its header.
-
-    Args:
-        source: of the file's bytes.
-        targets: by name, for all arrays that the file should have.
+    """Read all arrays of a file straight into their targets; return the words of its header.
 
     Raises:
-        Damaged: some bit of it is not as `encode` has written it, or it has other arrays. The
-            content of the targets is worth nothing then.
+        Damaged: some bit differs from what `encode` wrote, or it has other arrays. The content of
+            the targets is invalid then.
         OSError: the source fails.
     """
     length, head = source.nbytes, _head(source)
@@ -216,12 +190,7 @@ def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
 
 
 def array_offsets(source: Source) -> Mapping[str, int]:
-    """Return where the bytes of each array begin in a file, as its header tells.
-
-    Raises:
-        Damaged: the header makes no sense.
-        OSError: the source fails.
-    """
+    """Return where the bytes of each array begin in a file, by its header; or raise Damaged."""
     head = _head(source)
     try:
         text = head[8:].decode()
@@ -239,9 +208,9 @@ def array_offsets(source: Source) -> Mapping[str, int]:
 
 @lru_cache(maxsize=4)
 def _offsets(arrays: str) -> Mapping[str, int]:
-    """Return where arrays begin behind a header; all whole records of a model have the same text.
+    """Return where arrays begin after a header; all whole records of a model have the same text.
 
-    Reading the header of 28 layers takes as long as a dozen reads of the file.
+    Parsing the header of 28 layers takes as long as a dozen reads of the file.
     """
     return {
         name: int(array["data_offsets"][0])
@@ -251,7 +220,6 @@ def _offsets(arrays: str) -> Mapping[str, int]:
 
 
 def _head(source: Source) -> bytes:
-    """Read the header of a file, its length in front of it included."""
     head = source.read(HEAD_BYTES, 0)
     size = 8 + int.from_bytes(head[:8], "little")
     if size > MOST_HEAD_BYTES:
@@ -271,17 +239,17 @@ class FileSource:
     def nbytes(self) -> int:
         return os.fstat(self.descriptor).st_size
 
-    def read(self, nbytes: int, at: int) -> bytes:
-        return os.pread(self.descriptor, nbytes, at)
+    def read(self, nbytes: int, offset: int) -> bytes:
+        return os.pread(self.descriptor, nbytes, offset)
 
-    def fill(self, pieces: Sequence[NDArray[np.uint8]], at: int) -> None:
+    def fill(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> None:
         for first in range(0, len(pieces), PIECES_AT_ONCE):
             batch = pieces[first : first + PIECES_AT_ONCE]
-            wanted = sum(piece.nbytes for piece in batch)
+            nbytes = sum(piece.nbytes for piece in batch)
             buffers: list[Any] = list(batch)
-            if os.preadv(self.descriptor, buffers, at) != wanted:
-                raise OSError(f"the system has not read {wanted} bytes at {at}")
-            at += wanted
+            if os.preadv(self.descriptor, buffers, offset) != nbytes:
+                raise OSError(f"the system has not read {nbytes} bytes at {offset}")
+            offset += nbytes
 
 
 def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
@@ -296,26 +264,22 @@ def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
         names = sorted(order, key=lambda name: order[name][2])
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise Damaged(f"its header makes no sense: {error}") from None
-    at = 0
+    start = 0
     for name in names:
         target = targets.get(name)
         if target is None:
             raise Damaged(f"it holds {name}, which was not asked for")
-        end = at + sum(piece.nbytes for piece in target.pieces)
-        if order[name] != (_SAFE[target.dtype], target.shape, at, end):
+        end = start + sum(piece.nbytes for piece in target.pieces)
+        if order[name] != (_SAFE[target.dtype], target.shape, start, end):
             raise Damaged(f"{name} is not the {target.dtype} {target.shape} that was asked for")
-        at = end
+        start = end
     if len(names) != len(targets):
         raise Damaged(f"it holds {len(names)} arrays; {len(targets)} were asked for")
     return names
 
 
 def header(raw: bytes) -> dict[str, str]:
-    """Return the words of a file's header, unchecked but for the format.
-
-    Raises:
-        Damaged: it has none, or is of another format.
-    """
+    """Return the words of a file's header, unchecked but for the format; or raise Damaged."""
     size = int.from_bytes(raw[:8], "little")
     try:
         words = _words(raw[8 : 8 + size])
@@ -327,16 +291,12 @@ def header(raw: bytes) -> dict[str, str]:
 
 
 def blocks_of(words: Mapping[str, str]) -> int:
-    """Return how many blocks a file holds, as its header tells; older ones hold one."""
+    """Return the number of blocks of a file by its header; older ones have one."""
     return int(words.get("blocks", 1))
 
 
 def read_tokens(descriptor: int) -> tuple[NDArray[np.uint32], int]:
-    """Return the tokens of a file that is open for reading, unchecked, and of how many blocks.
-
-    Raises:
-        Damaged: the header makes no sense.
-    """
+    """Return the tokens of an open file, unchecked, and its number of blocks; or raise Damaged."""
     size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     head = os.pread(descriptor, min(size, MOST_HEAD_BYTES), 8)
     try:
@@ -374,3 +334,42 @@ def _hash_of(words: Mapping[str, str], arrays: Sequence[_Pieces]) -> str:
         add(f"{name}:{dtype}{shape}".encode())
         add(*pieces)
     return hashed.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ArrayPart:
+    """Consecutive bytes of one array of a record."""
+
+    name: str
+    """Name of the array, as `3.keys`."""
+    start: int
+    """First byte of the part in the array."""
+    nbytes: int
+
+
+def read_parts(source: Source, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
+    """Read parts of a record's arrays, in the order of their bytes, neighbors together.
+
+    Unchecked: the checksum is of whole records. Raises Damaged for parts beyond it.
+    """
+    offsets = array_offsets(source)
+    buffers = [np.empty(part.nbytes, np.uint8) for part in parts]
+    placed = sorted((_place(offsets, part), number) for number, part in enumerate(parts))
+    together: list[NDArray[np.uint8]] = []
+    start, end, nbytes = 0, 0, source.nbytes
+    for offset, number in placed:
+        if offset != end:
+            source.fill(together, start)
+            start, end, together = offset, offset, []
+        end += parts[number].nbytes
+        if end > nbytes:
+            raise Damaged("it ends before its arrays do")
+        together.append(buffers[number])
+    source.fill(together, start)
+    return buffers
+
+
+def _place(offsets: Mapping[str, int], part: ArrayPart) -> int:
+    if part.name not in offsets:
+        raise Damaged(f"it does not hold {part.name}")
+    return offsets[part.name] + part.start

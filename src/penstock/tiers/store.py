@@ -1,7 +1,6 @@
 """Base of all stores of blocks: how a chain is read.
 
-    held ──> read some at the same time, each straight to where it belongs ──> all before the first
-                                                                               that is not whole
+    held ──> read some in parallel, each into its buffers ──> all before the first failure
 
 A fault of a record is a miss that is counted, and the record is forgotten. A fault of the store
 itself is an `OSError`, on which its worker switches the tier off.
@@ -26,52 +25,45 @@ from numpy.typing import NDArray
 from penstock.kv.block_spans import Spans
 from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.tiers.readers import Readers
-from penstock.tiers.record import Damaged, Record, Target
-from penstock.tiers.record_parts import ArrayPart
+from penstock.tiers.record import ArrayPart, Damaged, Record, Target
 
 logger = logging.getLogger(__name__)
 
 READERS = 2
-"""Records that are read at the same time: to read and to hash takes a core longer than most
-disks."""
+"""Records read in parallel: reading and hashing takes a core longer than most disks."""
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts of a store's events. A store that is opened again may go on with the old ones."""
+    """Counts of a store's events, continued when the store is opened again."""
 
     written_blocks: int = 0
     written_bytes: int = 0
     """Bytes of files: the wear of the disk."""
     known_blocks: int = 0
-    """Writes that were not needed."""
+    """Writes of blocks that were there already."""
     refused_blocks: int = 0
-    """Writes for which there was no room, or whose beginning is not there."""
+    """Writes refused for lack of room, or because the parent is missing."""
     read_blocks: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
-    """Spent on `read_bytes`."""
+    """Seconds spent on `read_bytes`."""
     damaged_blocks: int = 0
     missing_blocks: int = 0
-    """Were taken to be there, and are not."""
+    """Blocks expected and not there."""
 
 
 class Store(ABC):
     """Blocks of one model. Not thread-safe: one owner, a tier's thread.
 
-    A record has the blocks of a span, or its first ones if the chain ended there, and is named by
-    the last of them.
-
-    Args:
-        fingerprint: identity of everything but the tokens that KV depends on.
-        name: of the threads that read.
-        spans: which blocks make a record together.
+    A record has the blocks of a span, or its first ones if the chain ended there; its key is the
+    hash of the last.
     """
 
     limit_bytes: int = 0
     """Limit of all bytes in the store; 0 if another program sets it."""
     full: str | None = None
-    """Why no new blocks are taken for now; those that are there are read all the same."""
+    """Why no new blocks are written for now; reads continue. None while they are."""
 
     def __init__(self, fingerprint: str, name: str, spans: Spans) -> None:
         self.fingerprint = fingerprint
@@ -84,16 +76,11 @@ class Store(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept, as far as that can be told."""
+        """Bytes stored, as far as known."""
         return 0
 
     def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
-        """Return how many blocks of a chain, from its first on, could be read.
-
-        Args:
-            block_hashes: of the blocks.
-            resumable: count no further than to the last one behind which a checkpoint is there.
-        """
+        """Return how many first blocks could be read, up to a checkpoint if `resumable`."""
         ends = [0, *self.spans.ends(len(block_hashes))]
         whole = ends[self._first([block_hashes[end - 1] for end in ends[1:]])]
         batch = block_hashes[
@@ -102,35 +89,32 @@ class Store(ABC):
         if not resumable:
             return whole + self._last(batch[whole:])
         checkpoints = [checkpoint_hash(key) for key in batch]
-        at = self._last(checkpoints)
-        while at and at not in ends and not self._last([block_hashes[at - 1]]):
-            at = self._last(checkpoints[: at - 1])
-        return at
+        count = self._last(checkpoints)
+        while count and count not in ends and not self._last([block_hashes[count - 1]]):
+            count = self._last(checkpoints[: count - 1])
+        return count
 
     def chains(self, most_bytes: int) -> list[list[bytes]]:
-        """Return the hashes of the blocks worth most of this model, whole chains from their start.
-
-        As many as fit into `nbytes` bytes of files.
-        """
+        """Return this model's most valuable chains of hashes whose files fit in `most_bytes`."""
         return []
 
     @abstractmethod
     def _first(self, block_hashes: Sequence[bytes]) -> int:
-        """Return how many of some records are there, from the first one on."""
+        """Return how many of some records are there, from the first on."""
 
     @abstractmethod
     def _last(self, block_hashes: Sequence[bytes]) -> int:
-        """Return how many records there are up to the last one that is there."""
+        """Return the number of the last record that is there, counted from 1; 0 without any."""
 
     # ---- acts
 
     @abstractmethod
     def write(self, record: Record) -> object:
-        """Keep a block, unless it is there.
+        """Write a block, unless it is there.
 
         Raises:
             OSError: the store fails; nothing of the block is left.
-            ValueError: the block has no form in a file.
+            ValueError: the block cannot be encoded.
         """
 
     def restore(
@@ -141,15 +125,8 @@ class Store(ABC):
     ) -> int:
         """Read consecutive records into their buffers; return how many succeeded before a failure.
 
-        Some records are read at the same time; all are done with when this returns.
-
-        Args:
-            block_hashes: of the records.
-            targets: of each record, for all of its arrays.
-            meanwhile: is called while the records are read.
-
-        Raises:
-            OSError: the store fails; a record that is not there is only a miss.
+        Some records are read in parallel, while `meanwhile` is called; all reads have ended when
+        this returns. A missing record is only a miss; OSError if the store fails.
         """
         began = time.perf_counter()
         whole = list(zip(block_hashes[: self._first(block_hashes)], targets, strict=False))
@@ -169,21 +146,14 @@ class Store(ABC):
         return count
 
     def holds(self, key: bytes) -> bool:
-        """Tell whether a record could be read."""
         return self._first([key]) == 1
 
     @abstractmethod
     def read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
-        """Read parts of a record's arrays, unchecked. Any thread may.
-
-        Raises:
-            Damaged: it has no such parts.
-            FileNotFoundError: it is not there.
-            OSError: the store fails.
-        """
+        """Read parts of a record's arrays, unchecked; raises as `_read_into`. Any thread may."""
 
     def is_whole(self, key: bytes, read: Future[Any]) -> bool:
-        """Tell whether a block was read; one that is damaged or gone is a miss, and removed.
+        """Return whether a block was read; a damaged or missing one is a miss, and removed.
 
         Raises:
             OSError: the store fails; a block that a disk could not read is removed, too.
@@ -214,12 +184,10 @@ class Store(ABC):
         return True
 
     def _check_is(self, words: Mapping[str, str], key: bytes) -> None:
-        """Raise Damaged if the words of a record are another's."""
         if (words.get("key"), words.get("fingerprint")) != (key.hex(), self.fingerprint):
             raise Damaged("it is another block")
 
     def drop_damaged(self, key: bytes) -> None:
-        """Remove a record of which a part was not as written."""
         self.counts.damaged_blocks += 1
         self._forget([key])
 
@@ -229,21 +197,18 @@ class Store(ABC):
     ) -> int:
         """Return how many first blocks of a chain could be read, and count a use of each.
 
-        Args:
-            block_hashes: of the blocks.
-            known: how many first ones need not be read.
-            resumable: as of `held`.
+        The `known` first ones need not be read.
         """
 
     def note_uses(self) -> None:  # noqa: B027 - not every store needs to
-        """Write which blocks were used since the last time."""
+        """Write down the uses since the last call."""
 
     def clear(self, *, all_models: bool = True) -> int:
         """Remove all blocks, or this model's, as far as this store owns them; return how many."""
         return 0
 
     def reconciling(self) -> Iterator[None]:
-        """Put the store in order, and yield now and then: others may use the store meanwhile."""
+        """Repair the store, and yield now and then: others may use it meanwhile."""
         yield from ()
 
     @abstractmethod
@@ -258,7 +223,7 @@ class Store(ABC):
 
     @abstractmethod
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
-        """Read a block to where it belongs; return the bytes of its file. Any thread may.
+        """Read a block into its buffers; return the bytes of its file. Any thread may.
 
         Raises:
             Damaged: it differs from the record written.

@@ -1,10 +1,10 @@
-"""A cold tier's thread: it alone touches its store, writes behind requests and reads ahead of them.
+"""A cold tier's thread: the only one to touch its store. Writes behind requests, reads ahead.
 
     offer    ──> queue, bounded in bytes ──> Store.write      dropped when the store is too slow
     call     ──> before all writes       ──> any of Store     a future: how much is there, ...
     restore  ──> before all writes       ──> Store.restore    a future; 0 when switched off
 
-A store that fails switches the tier off with one message; serving goes on, and after a while the
+A store that fails switches the tier off with one message; serving continues, and after a while the
 thread tries it again. No request waits for that.
 """
 
@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from penstock.tiers.disk.tombstone import Tombstone
 from penstock.tiers.readers import Readers
-from penstock.tiers.record import Record, Target
-from penstock.tiers.record_parts import ArrayPart
+from penstock.tiers.record import ArrayPart, Record, Target
 from penstock.tiers.store import READERS, Store, TierCounts
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 QUEUE_BYTES = 256_000_000
 """Bytes of blocks that may wait to be written."""
 RETRY_SECONDS = 30.0
-"""Seconds for which a store that has failed is left alone."""
+"""Seconds until a failed store is tried again."""
 CLOSE_SECONDS = 30.0
 FAULTS = (OSError, sqlite3.Error)
 T = TypeVar("T")
@@ -49,35 +48,35 @@ class TierStats:
     """Figures of a tier. Bytes are those of files."""
 
     off: str | None = None
-    """Why it is switched off."""
+    """Why it is switched off; None while it is on."""
     full: str | None = None
-    """Why no new blocks are written for now, while those that are there are read."""
+    """Why no new blocks are written for now; reads continue."""
     queued_bytes: int = 0
     dropped_blocks: int = 0
-    """Not written: the queue was full, the tier off, or the block gone from memory by then."""
+    """Blocks not written: the queue was full, the tier off, or the block evicted by then."""
     held_bytes: int = 0
     limit_bytes: int = 0
-    """Limit of the folder in bytes; 0 for a remote store, whose limit is not known."""
+    """Limit of the folder in bytes; 0 for a remote store, whose limit is unknown."""
     faults: int = 0
-    """Number of times that the store has failed."""
+    """Number of failures of the store."""
     counts: TierCounts = field(default_factory=TierCounts)
-    """The store's, of all times it was opened."""
+    """Counts of the store, over all times it was opened."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call(Generic[T]):
-    """Call of another thread, which waits for the answer."""
+    """A call of another thread, which waits for the answer."""
 
     run: Callable[[Store], T]
     otherwise: T
-    """The answer of a tier that is off."""
+    """Answer of a tier that is off."""
     prepare: Callable[[], object] | None
     """Preparation that may run before its turn, in the thread."""
     answer: Future[T] = field(default_factory=Future)
     begun: bool = False
 
     def begin(self) -> bool:
-        """Tell whether it is still wanted; from then on it cannot be cancelled."""
+        """Return whether it is still needed; from then on it cannot be cancelled."""
         if not self.begun and not self.answer.cancelled():
             self.begun = self.answer.set_running_or_notify_cancel()
         return self.begun
@@ -86,13 +85,9 @@ class _Call(Generic[T]):
 class ColdTier:
     """A store, and the thread that owns it. Any thread may call.
 
-    Args:
-        make: opens the store, in the thread; it may raise `OSError` or `sqlite3.Error`, now or
-            when it is called again after a fault.
-        queue_bytes: of blocks that may wait to be written.
-        name: of the store, in messages; nothing that is to stay secret.
-        retry_seconds: how long a store that has failed is left alone.
-        tombstone: remembers a deletion across restarts, until it is done; None remembers none.
+    The thread calls `make` to open the store, which may raise `OSError` or `sqlite3.Error`, and
+    again `retry_seconds` after a fault. The name must have no secrets. A tombstone remembers a
+    deletion across restarts, until it is done.
     """
 
     def __init__(
@@ -107,7 +102,7 @@ class ColdTier:
         self._make = make
         self._tombstone = tombstone
         self._unnoted: list[Future[int | None]] = []
-        """Deletions of a store that is off, until they are remembered."""
+        """Deletions requested while the store was off, until they are written down."""
         self._queue_bytes = queue_bytes
         self._name = name
         self._retry_seconds = retry_seconds
@@ -117,7 +112,7 @@ class ColdTier:
         self._changed = threading.Condition()
         self._warned_full = False
         self._to_clear: bool | None = None
-        """Whether all models' blocks, or this one's, are to be removed; None is nothing."""
+        """Whether to remove all models' blocks, or this one's; None is nothing."""
         self._chores: Iterator[None] | None = None
         """Work for idle times."""
         self._closing = False
@@ -133,7 +128,7 @@ class ColdTier:
     # ---- for everybody
 
     def offer(self, record: Record) -> bool:
-        """Have a block written when there is time; False if it is dropped. Never waits."""
+        """Queue a block to be written; False if it is dropped. Never waits."""
         with self._changed:
             if not self._takes(record.nbytes) or self.is_off:
                 self._stats.dropped_blocks += 1
@@ -144,7 +139,6 @@ class ColdTier:
         return True
 
     def has_room(self, nbytes: int) -> bool:
-        """Tell whether a block of so many bytes would be taken now."""
         with self._changed:
             return not self.is_off and self._takes(nbytes)
 
@@ -154,12 +148,10 @@ class ColdTier:
         otherwise: T,
         prepare: Callable[[], object] | None = None,
     ) -> Future[T]:
-        """Have the thread ask the store something, before all writes.
+        """Queue a call of the store, before all writes; a fault switches the tier off.
 
-        Args:
-            run: the call. A fault of the store switches the tier off.
-            otherwise: the answer while the store is off.
-            prepare: may run in the thread before its turn.
+        The answer is `otherwise` while the store is off. `prepare` may run in the thread before
+        its turn.
         """
         call: _Call[T] = _Call(run, otherwise, prepare)
         with self._changed:
@@ -175,13 +167,11 @@ class ColdTier:
         block_hashes: Sequence[bytes],
         make_targets: Callable[[], Sequence[Mapping[str, Target]]],
     ) -> Future[int]:
-        """Read the first keys of a chain to where they belong; how many, as far as all is well.
+        """Read the first records of a chain into their buffers; return how many before a failure.
 
-        Args:
-            block_hashes: of the blocks.
-            make_targets: returns where each block goes, always the same. The thread calls it when
-                it begins to read, or while it reads for another call; the memory is the thread's
-                until the future is done.
+        `make_targets` returns where each record goes, always the same. The thread calls it when
+        it begins to read, or while it reads for another call; the memory is the thread's until
+        the future is done.
         """
         return self.call(
             lambda store: store.restore(block_hashes, make_targets(), self._look_ahead),
@@ -189,14 +179,10 @@ class ColdTier:
             make_targets,
         )
 
-    def read_parts(self, wanted: Mapping[bytes, Sequence[ArrayPart]]) -> Future[Parts]:
-        """Read parts of records, unchecked, while the thread may be writing; one caller's thread.
+    def read_parts(self, parts: Mapping[bytes, Sequence[ArrayPart]]) -> Future[Parts]:
+        """Read parts of records by key, unchecked, even while the thread writes; for one caller.
 
-        Those that are damaged or not there are missing in the answer; the thread counts and
-        removes them.
-
-        Args:
-            wanted: parts of arrays, by the key of the record.
+        Damaged and missing ones are left out of the answer; the thread counts and removes them.
         """
         with self._changed:
             store = None if self.is_off else self._store
@@ -204,11 +190,11 @@ class ColdTier:
             none: Future[Parts] = Future()
             none.set_result({})
             return none
-        return self._asked.submit(self._read_parts, store, wanted)
+        return self._asked.submit(self._read_parts, store, parts)
 
-    def _read_parts(self, store: Store, wanted: Mapping[bytes, Sequence[ArrayPart]]) -> Parts:
-        answers = self._readers.map(store.read_parts, list(wanted.items()))
-        reads = dict(zip(wanted, answers, strict=True))
+    def _read_parts(self, store: Store, parts: Mapping[bytes, Sequence[ArrayPart]]) -> Parts:
+        answers = self._readers.map(store.read_parts, list(parts.items()))
+        reads = dict(zip(parts, answers, strict=True))
         wrong = {key: read for key, read in reads.items() if read.exception() is not None}
         if wrong:
             none: list[bool] = []
@@ -231,23 +217,20 @@ class ColdTier:
         return self.call(self._clear, None)
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until something was done, or the time is over."""
         with self._changed:
             if self.is_busy:
                 self._changed.wait(timeout_seconds)
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something that was asked for and is not done."""
         return bool(self._writes or self._calls or self._busy)
 
     def stats(self) -> TierStats:
-        """Return a copy of the figures so far."""
         with self._changed:
             return replace(self._stats, counts=replace(self._stats.counts))
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything that was offered is written or dropped; tell whether it is."""
+        """Wait until everything offered is written or dropped; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.is_busy, timeout_seconds)
 
@@ -264,7 +247,6 @@ class ColdTier:
     # ---- the thread
 
     def _clear(self, store: Store) -> int:
-        """Remove the blocks that are to be removed, and note it."""
         with self._changed:
             all_models = self._to_clear
         if all_models is None:  # done when the store came back
@@ -281,7 +263,7 @@ class ColdTier:
         return removed
 
     def _remember(self) -> None:
-        """Write down the blocks to be removed, and answer the calls that wait for that."""
+        """Write down the pending deletion, and answer the calls that wait for that."""
         with self._changed:
             all_models, unnoted = self._to_clear, self._unnoted
             self._unnoted = []
@@ -298,7 +280,7 @@ class ColdTier:
             answer.set_result(None)
 
     def _look_ahead(self) -> None:
-        """Take the memory of the next call that reads, while the files of this one are read."""
+        """Allocate the memory of the next call that reads, while the files of this one are read."""
         with self._changed:
             following = self._calls[0] if self._calls else None
         if following is not None and following.prepare is not None and following.begin():
@@ -311,11 +293,11 @@ class ColdTier:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is taken: it has ended, or the store has failed and is not there yet."""
+        """Whether nothing is accepted: it has ended, or the store has failed."""
         return self._stats.off is not None or self._closing
 
     def _run(self) -> None:
-        """Be the thread. However it ends, no caller waits for it afterwards."""
+        """Run the thread. However it ends, no caller waits for it afterwards."""
         try:
             self._serve()
         finally:
@@ -363,7 +345,6 @@ class ColdTier:
                 store.close()
 
     def _wait(self) -> bool:
-        """Wait until there is something to do; False at the end."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -374,7 +355,6 @@ class ColdTier:
             return not (self._closing and not self._calls)
 
     def _rest(self) -> bool:
-        """Leave a store that has failed alone for a while; False at the end."""
         until = time.monotonic() + self._retry_seconds
         while True:
             self._remember()
@@ -388,7 +368,6 @@ class ColdTier:
                     return not self._closing
 
     def _work(self, store: Store) -> bool:
-        """Do one thing."""
         with self._changed:
             called = self._calls.popleft() if self._calls else None
             record = self._writes.popleft() if called is None and self._writes else None
@@ -416,14 +395,14 @@ class ColdTier:
             with self._changed:
                 if record is not None:
                     self._stats.queued_bytes -= record.nbytes
-        held = store.nbytes  # asked before a caller has to wait for the answer
+        held_bytes = store.nbytes  # asked before a caller has to wait for the answer
         with self._changed:
-            self._stats.held_bytes = held
+            self._stats.held_bytes = held_bytes
         self._note_full(store.full)
         return True
 
     def _note_full(self, full: str | None) -> None:
-        """Note why the store takes no new blocks, if it does not; the first time, say so."""
+        """Note why the store takes no new blocks, and log it the first time."""
         with self._changed:
             self._stats.full = full
         if full is not None and not self._warned_full:
@@ -439,7 +418,6 @@ class ColdTier:
                 self._stats.dropped_blocks += 1
 
     def _switch(self, off: str | None) -> None:
-        """Switch off, or on again, and say so once."""
         with self._changed:
             before, self._stats.off = self._stats.off, off
             if off is not None:
@@ -463,7 +441,6 @@ class ColdTier:
         self._writes.clear()
 
     def _refuse(self) -> None:
-        """Answer all waiting calls: nothing is there."""
         with self._changed:
             while self._calls:
                 call = self._calls.popleft()

@@ -19,7 +19,6 @@ from penstock.engine.engine import Engine
 from penstock.engine.handle import Choice, Handle
 from penstock.engine.model.constraint import (
     COMPILED_GRAMMARS,
-    GRAMMAR_BYTES,
     WHITESPACE,
     Grammars,
     json_schema_grammar,
@@ -151,14 +150,6 @@ def test_the_engines_thread_compiles_nothing(embedded: Any) -> None:
         assert GRAMMAR not in core.intake.grammars._compiled
         for choice in handle.result(60):
             assert_follows(choice.text)
-
-
-def test_large_grammars_are_kept_for_less_long(embedded: Any) -> None:
-    grammars = Grammars(embedded[1], 3_025)
-    for i in range(4):
-        grammars.constraint(f'start: "{str(i) * 30_000}"')
-        assert sum(map(len, grammars._compiled)) <= GRAMMAR_BYTES
-    assert len(grammars._compiled) == 2
 
 
 def test_without_a_tokenizer_there_are_no_grammars() -> None:

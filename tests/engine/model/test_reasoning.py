@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from penstock.engine.model.reasoning import ReasoningLimit
+from penstock.engine.model.reasoning import BehindReasoning, ReasoningLimit
 from penstock.engine.request import ReasoningBudget, Request
 from penstock.errors import SettingError
 
@@ -39,7 +43,47 @@ def test_the_end_mark_is_forced(inside: bool, wanted: list[int], said: list[int]
     assert answer(ReasoningLimit(budget), wanted) == said
 
 
-def test_a_grammar_leaves_no_room() -> None:
+def test_a_grammar_needs_reasoning_that_the_prompt_has_opened() -> None:
     budget = ReasoningBudget(max_tokens=2, end=END)
-    with pytest.raises(SettingError, match="not both"):
+    with pytest.raises(SettingError, match="opened by the prompt"):
         Request(prompt=(1,), grammar='start: "a"', reasoning=budget)
+
+
+class Only:
+    """A rule that lets one token come, again and again, and is complete with the third."""
+
+    free = False
+
+    def __init__(self, token: int, count: int = 0) -> None:
+        self.token, self.count = token, count
+
+    def allowed(self, size: int) -> npt.NDArray[np.bool_]:
+        return np.arange(size) == self.token
+
+    def forced(self) -> list[int]:
+        return [self.token]
+
+    def allowed_tokens(self, tokens: Sequence[int]) -> int:
+        return next((n for n, one in enumerate(tokens) if one != self.token), len(tokens))
+
+    def accept(self, token: int) -> bool:
+        assert token == self.token
+        self.count += 1
+        return self.count == 3
+
+    def copy(self) -> Only:
+        return Only(self.token, self.count)
+
+
+def test_a_grammar_begins_behind_the_reasoning() -> None:
+    """However long that is, and where proposed tokens reach beyond its end."""
+    limit = ReasoningLimit(ReasoningBudget(max_tokens=9, start=START, end=END, inside=True))
+    rule = BehindReasoning(limit, Only(3))
+    assert rule.free and rule.allowed(6).all() and rule.forced() == []
+    assert rule.allowed_tokens([1, 2, *END, 3, 3, 1]) == 4 + len(END)
+    for token in (1, 2, *END):
+        assert not rule.accept(token)
+    ahead = rule.copy()
+    assert not rule.free and rule.allowed(6).nonzero()[0].tolist() == [3]
+    assert [rule.accept(3) for _ in range(3)] == [False, False, True]
+    assert ahead.forced() == [3] and not ahead.accept(3), "a copy has a place of its own"

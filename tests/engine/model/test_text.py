@@ -118,6 +118,14 @@ def test_an_incomplete_character_at_the_end_is_said_to_be_one(kind: str) -> None
     assert set(pieces[-1]) == {"\ufffd"}
 
 
+@pytest.mark.parametrize("stops", [(), ("zz",)])
+def test_a_character_that_was_cut_off_leaves_nothing(kind: str, stops: tuple[str, ...]) -> None:
+    for size in (1, 2, 3):
+        stream = TextStream(TOKENIZERS[kind].detokenizer, stops)
+        tokens = tokens_of(kind, "a🦫")[: 1 + size]
+        assert "".join(map(stream.push, tokens)) + stream.finish(cut=True) == "a"
+
+
 @pytest.mark.parametrize("text", ["a\0b", "\0", "\0\0é\0", "Ā\0Ā", "".join(map(chr, range(0x180)))])
 def test_a_zero_byte_is_a_character(kind: str, text: str) -> None:
     detokenizer = detokenizer_of(TOKENIZERS[kind])

@@ -152,7 +152,7 @@ def test_what_is_evicted_is_written_first(family: str, saved: bool, tmp_path: Pa
     talk = tokens(150, 3)
     with engine(tmp_path, family, 8) as core:
         if not saved:
-            core.prefixes.evicting = None
+            core.prefixes._beside.evicting.clear()
         turn = (*talk, *ask(core, talk), *tokens(9, 4))
         before = written(core)
         core.prefixes.clear()

@@ -134,7 +134,7 @@ def test_a_restart_changes_nothing_of_scaled_keys(
         expected, cached = ask(core, asked)
         assert cached == 10 * BLOCK
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "key_scales", lambda _: ())
+        patch.setattr(Runner, "key_scales", lambda *_: ())
         with running(large, tmp_path, codec) as core:
             assert ask(core, asked)[1] == 0, "codes without scales, or with others, are other codes"
     with running(large, tmp_path, codec) as core:

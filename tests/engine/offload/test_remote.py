@@ -17,9 +17,9 @@ from objects_in_memory import InMemory
 from spilled_engine import SPILLED, prompt, spilling_of
 
 from penstock.engine.core import Core
-from penstock.engine.offload import restoring as restoring_module
-from penstock.engine.offload import tier_kinds
-from penstock.tiers.remote.remote_store import COPIES, SEEN_KEY_BYTES, SEEN_KEYS
+from penstock.engine.schedule import restoring as restoring_module
+from penstock.plugins.remote import remote_tier
+from penstock.plugins.remote.remote_store import COPIES, SEEN_KEY_BYTES, SEEN_KEYS
 from penstock.tiers.store import READERS
 from penstock.tiers.worker import TierStats
 
@@ -32,8 +32,8 @@ FAMILIES = ("llama", "gemma2", "falcon_h1")
 def values(patient: None, monkeypatch: pytest.MonkeyPatch) -> InMemory:
     """The store that every URL names here."""
     made = InMemory()
-    monkeypatch.setattr(tier_kinds, "check_url", lambda url: None)
-    monkeypatch.setattr(tier_kinds, "open_objects", lambda url, **settings: made)
+    monkeypatch.setattr(remote_tier, "check_url", lambda url: None)
+    monkeypatch.setattr(remote_tier, "open_objects", lambda url, **settings: made)
     return made
 
 

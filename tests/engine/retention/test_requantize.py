@@ -16,13 +16,16 @@ import pytest
 from tiny_families import build, uncompiled
 from whole_blocks import drop_partial_blocks
 
+from penstock.attention import devices
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.model.runner import Runner
+from penstock.engine.model.step_trials import peak_of
 from penstock.engine.request import Request, Sampling
-from penstock.engine.schedule.costs import _peak
+from penstock.engine.retention.requantize import Requantizer
 from penstock.errors import NeverFits, SettingError
-from penstock.kv.codecs import Coded, parse_scheme
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.names import parse_scheme
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind
 from penstock_bench.key_forms import KeyForm, reform
@@ -209,9 +212,10 @@ def test_a_node_that_waits_for_its_codes_is_evicted_whole(model: Any) -> None:
         handle = submit(core, prompt(500))
         while not handle.ends:
             core.step()
-        assert core.stores.requantizer is not None
-        core.stores.requantizer._look(())
-        waiting = list(core.stores.requantizer._due)
+        requantizer = core.stores.of(Requantizer)
+        assert requantizer is not None
+        requantizer._look(())
+        waiting = list(requantizer._due)
         nodes = [ref(node) for node in core.prefixes.tree]
         assert waiting and all(node() is not None for node in nodes)
         core.set_limit(core.ledger.used_bytes - core.ledger.by_class()[Kind.NODES])
@@ -424,15 +428,16 @@ def test_as_long_a_prompt_is_let_in(model: Any, codec: str, share: float) -> Non
 
 def test_raw_is_none(model: Any) -> None:
     with running(model, "raw") as core:
-        assert core.requantizer is None
+        assert core.stores.of(Requantizer) is None
 
 
 # ---- scales of the keys' channels
 
 
 def scales(core: Core) -> tuple[Any, ...]:
-    assert core.requantizer is not None
-    return core.requantizer.rule.scheme.scales
+    requantizer = core.stores.of(Requantizer)
+    assert requantizer is not None
+    return requantizer.rule.scheme.scales
 
 
 def test_large_channels_are_found_and_change_nothing(
@@ -447,7 +452,7 @@ def test_large_channels_are_found_and_change_nothing(
     assert large_channels == [[4] * 8] * 3, "four of each head, by 16"
     plain = apart(model, "turbo4")
     assert apart(large, "turbo4") == pytest.approx(plain, abs=1e-3), "the codes are the same"
-    monkeypatch.setattr(Runner, "key_scales", lambda _: ())
+    monkeypatch.setattr(Runner, "key_scales", lambda *_: ())
     assert abs(apart(large, "turbo4", least=5) - plain) > 1e-2, (
         "a negative control: others without scales"
     )
@@ -470,7 +475,7 @@ def test_scaled_keys_say_the_same_cold_warm_and_in_a_batch(codec: str, large: An
 def test_nothing_is_measured_for_codecs_without_scales(
     codec: str | None, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(_: Runner) -> tuple[Any, ...]:
+    def measured(*_: Any) -> tuple[Any, ...]:
         raise AssertionError("nobody needs that")
 
     monkeypatch.setattr(Runner, "key_scales", measured)
@@ -511,14 +516,14 @@ def test_layers_that_attend_have_scales_and_others_have_none() -> None:
         if hasattr(layer, "self_attn"):
             layer.self_attn.k_norm.weight = layer.self_attn.k_norm.weight.at[0].multiply(64.0)
     with uncompiled():
-        runner = Runner(model, max_kv_size=256, keep=0)
+        runner = Runner(model, devices.current(), max_kv_size=256, keep=0)
         found = runner.key_scales()
     assert len(found) == len(runner.shapes) < len(model.layers)
     assert all(head[0] >= 2 for layer in found for head in layer)
 
 
 def test_models_that_attend_by_themselves_have_none(large: Any) -> None:
-    runner = Runner(large, max_kv_size=256, keep=0)
+    runner = Runner(large, devices.current(), max_kv_size=256, keep=0)
     assert all(runner.key_scales())
     runner.fitness = replace(runner.fitness, way="joined")
     assert runner.key_scales() == ()
@@ -526,7 +531,7 @@ def test_models_that_attend_by_themselves_have_none(large: Any) -> None:
 
 def test_measuring_is_the_same_each_time_and_within_what_a_step_takes(large: Any) -> None:
     with running(large, "turbo4") as core:
-        taken, _ = _peak(core.runner.key_scales)
+        taken, _ = peak_of(core.runner.key_scales)
         assert taken <= core.budget.step_bytes
         assert core.runner.key_scales() == scales(core)
 

@@ -16,8 +16,19 @@ import xxhash
 from engine_faults import VOCABULARY_TOKENS, model_of
 from small_models import BASE
 from small_models import build as small_model
-from spilled_engine import ACTIVE, SPILLED, check_peak, others_bytes, prompt, running, spilling_of
+from spilled_engine import (
+    ACTIVE,
+    SPILLED,
+    check_peak,
+    others_bytes,
+    prompt,
+    running,
+    single_layer,
+    spilling_of,
+)
 
+from penstock.attention import layer_decode
+from penstock.attention.selection import selected_reads, selection
 from penstock.cli import top_screen
 from penstock.engine.core import Core
 from penstock.engine.offload import cold_blocks
@@ -26,14 +37,16 @@ from penstock.engine.request import Request, Sampling
 from penstock.engine.retention.spilling import is_spilled, places_of
 from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
+from penstock.engine.schedule.sequence_kv import SequenceKV as EngineSequenceKV
 from penstock.errors import LedgerFull, NeverFits, SettingError
-from penstock.kv import selected_reads, selection, spilled_reads
+from penstock.kv.block_spans import SPILLED_MERGE_TOKENS
 from penstock.kv.codecs import spilled
 from penstock.kv.codecs.spilled import BlockPairs, HeldPairs
 from penstock.ledger import Kind
+from penstock.plugins.cpu import choice_reader
 from penstock.server.metrics import EngineMetrics
 from penstock.tiers.disk import SSDStore
-from penstock.tiers.record_parts import ArrayPart
+from penstock.tiers.record import ArrayPart
 from penstock.tiers.worker import ColdTier
 
 LONG, OTHER = prompt(900), prompt(700, 1)
@@ -206,7 +219,7 @@ def test_a_layer_of_a_step_waits_for_the_tier_at_most_once(
 ) -> None:
     """Whatever rows, key heads, sides and nodes want blocks, which are read once, in order."""
     if not joined:  # a negative control
-        together = selected_reads.held_for
+        together = choice_reader.held_for
 
         @contextmanager
         def one_by_one(rows: Any, located: Any, layer: int) -> Iterator[list[Any]]:
@@ -214,7 +227,7 @@ def test_a_layer_of_a_step_waits_for_the_tier_at_most_once(
                 given = [(rows, [one], layer) for one in located]
                 yield [stack.enter_context(together(*one))[0] for one in given]
 
-        monkeypatch.setattr(selected_reads, "held_for", one_by_one)
+        monkeypatch.setattr(choice_reader, "held_for", one_by_one)
         monkeypatch.setattr(selected_reads, "loaded", lambda choice, rows, blocks, layer: rows)
     prompts = [OTHER, (*OTHER[:500], 5, 6, 7)]
     with running(tmp_path) as core:
@@ -241,7 +254,7 @@ def test_a_row_that_reads_all_waits_once_a_layer_and_step(
     short = (*LONG[:90], 3, 4)
     (expected,) = whole(tmp_path, "llama", short)
     if not joined:  # a negative control
-        monkeypatch.setattr(spilled_reads, "whole", lambda row, layer: row)
+        monkeypatch.setattr(layer_decode, "whole", lambda row, layer: row)
     with running(tmp_path / "spilled") as core:
         cold_engine.ask(core, LONG)
         requests = Requests(core, monkeypatch)
@@ -444,6 +457,37 @@ def test_a_prompt_that_finds_no_room_alone_begins_again_once(
             return
         with pytest.raises(LedgerFull, match="the cold tiers did not take the tokens"):
             handle.result(0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_longer_node_with_its_beginning_keeps_no_prompt_from_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool
+) -> None:
+    """The node fits beside the prompt's reservation, and a copy of it to split it does not."""
+    if not drops:  # a negative control
+        monkeypatch.setattr(EngineSequenceKV, "drop_unread", lambda self: None)
+    older = prompt(SPILLED_MERGE_TOKENS + 1, 1)
+    asked = older[:16] + prompt(2_200, 2)
+    settings = {"prefill_chunk": 64, "active_kv_size": 128, "max_kv_size": 2_304, "kernels": "off"}
+    ends: set[int | str] = set()
+    with running(tmp_path, model=single_layer(), max_batch_size=1, **settings) as core:
+        node_bytes = SPILLED_MERGE_TOKENS * core.runner.held_token_bytes
+        for room in (1.1, 1.3, 1.5, 1.7, 1.9):
+            core.set_limit(200_000_000)
+            core.prefixes.clear()
+            own = core.view.sequence_bytes(len(asked) + 3)
+            limit = core.budget.fixed_bytes + own.own + own.shared + int(room * node_bytes)
+            cold_engine.ask(core, older, max_tokens=1)
+            core.set_limit(limit)
+            handle = cold_engine.submit(core, asked, max_tokens=4)
+            cold_engine.settle(core)
+            try:
+                ends.add(len(cold_engine.said(handle)))
+            except LedgerFull:
+                ends.add("full")
+        core.set_limit(200_000_000)
+    assert (ends == {4}) is drops, ends
 
 
 def test_nothing_is_read_of_blocks_that_were_let_go(

@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 )
 
 from penstock.config import EngineSettings
+from penstock.engine.schedule import fair_shares, queue_shares, step_time
 from penstock.engine.schedule import scheduler as module
 from penstock.engine.schedule.scheduler import (
     NEXT,
@@ -67,7 +68,16 @@ class Item:
     position: int = 0
     next_block_hash: bytes | None = None
     served_tokens: int = 0
+    generated_tokens: int = 0
     state: State = State.WAITING
+    client: str = ""
+    salt: str = ""
+    group: int | None = None
+    """Number of the request; None for a request of its own."""
+
+    @property
+    def owners(self) -> tuple[str | int, ...]:
+        return (self.client, self.salt, self.id if self.group is None else self.group)
 
 
 Items = Sequence[Item]
@@ -256,7 +266,7 @@ def test_the_queue_may_be_filled_and_not_further() -> None:
     admitted(scheduler, item(0))
     scheduler.add(item(1))
     scheduler.add(item(2))
-    with pytest.raises(QueueFull, match=r"2 sequences are waiting and 1 more .* queue of 2") as e:
+    with pytest.raises(QueueFull, match="2 waiting, 1 more asked for, max_queue 2") as e:
         scheduler.add(item(3))
     assert (e.value.waiting, e.value.added, e.value.max_queue) == (2, 1, 2)
     assert e.value.status == 429
@@ -271,7 +281,7 @@ def test_the_queue_may_be_filled_and_not_further() -> None:
 def test_several_are_added_together_or_not_at_all() -> None:
     scheduler = make(max_queue=3)
     scheduler.add(item(1))
-    with pytest.raises(QueueFull, match="1 sequences are waiting and 3 more"):
+    with pytest.raises(QueueFull, match="1 waiting, 3 more asked for"):
         scheduler.add(item(2), item(3), item(4))
     with pytest.raises(ValueError, match="sequence 2 is not new"):
         scheduler.add(item(2), item(2))
@@ -378,6 +388,43 @@ def test_prompts_are_read_in_less_while_others_decode() -> None:
     act(scheduler, 2, "prefilled")
     assert shares(scheduler.plan(time_for(200))) == {1: 192}
     assert shares(scheduler.plan(time_for(9_999))) == shares(scheduler.plan()) == {1: 512}
+
+
+def test_a_step_in_which_nobody_decodes_is_bounded_in_time_too() -> None:
+    scheduler = make()
+    admitted(scheduler, item(1, left=1_000), item(2, left=1_000))
+    time = StepTime(100, TokenASecond(), alone_seconds=300)
+    assert shares(scheduler.plan(time)) == {1: 192, 2: 64}
+    read(scheduler, scheduler.plan(time))
+    admitted(scheduler, item(3, left=40))
+    assert shares(scheduler.plan(time)) == {1: 64}, "3 is soon at its end: the next step is short"
+    read(scheduler, scheduler.plan(time))
+    assert shares(scheduler.plan(time)) == {3: 40}
+    read(scheduler, scheduler.plan(time))
+    assert shares(scheduler.plan(time)) == {1: 64}, "it decodes"
+    act(scheduler, 3, "finish")
+    assert shares(scheduler.plan(time)) == {1: 192, 2: 64}
+
+
+def test_prompts_of_one_request_do_not_wait_for_each_other() -> None:
+    scheduler = make()
+    admitted(scheduler, item(1, left=1_000, group=1), item(2, left=40, group=1))
+    time = StepTime(100, TokenASecond(), alone_seconds=300)
+    assert shares(scheduler.plan(time)) == {1: 256, 2: 40}
+
+
+def test_alone_most_of_a_chunk_is_for_its_tokens() -> None:
+    class Worth(TokenASecond):
+        def tokens_worth(self, start: int) -> int:
+            return 300
+
+    scheduler = make()
+    admitted(scheduler, item(1, left=1_000))
+    time = StepTime(100, Worth(), alone_seconds=100)
+    assert shares(scheduler.plan(time)) == {1: 256}
+    admitted(scheduler, item(2))
+    act(scheduler, 2, "prefilled")
+    assert shares(scheduler.plan(time)) == {1: 64}, "another waits"
 
 
 def test_a_part_of_a_block_is_read_where_all_of_it_takes_too_long() -> None:
@@ -536,26 +583,24 @@ def test_sharing_another_s_chunk_is_getting_on() -> None:
 
 
 def test_it_knows_no_array_clock_or_thread() -> None:
-    tree = ast.parse(Path(str(module.__file__)).read_text())
     imported = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add(str(node.module))
-    plain = {"__future__", "bisect", "collections", "dataclasses", "enum", "typing"}
-    assert imported - plain == {"penstock.engine.schedule.step_time", "penstock.errors"}
+    for source in (module, fair_shares, queue_shares, step_time):
+        for node in ast.walk(ast.parse(Path(str(source.__file__)).read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(str(node.module))
+    plain = {"__future__", "bisect", "collections", "collections.abc", "dataclasses", "enum"}
+    parts = {part.__name__ for part in (fair_shares, queue_shares, step_time)}
+    parts.add("penstock.errors")
+    assert imported - plain - {"itertools", "typing"} == parts
 
 
 # ---- the rules, told once more
 
 
-def faults(plan: StepPlan[Item], jobs: Items, budget_tokens: int, block_size: int) -> list[str]:
-    """List what is wrong with a plan for these jobs, whatever was planned before.
-
-    A budget of less than a block is for a part of one, or for one that takes little more.
-    """
-    by_id = {job.id: job for job in jobs}
+def reading(jobs: Items) -> tuple[list[Item], list[Item]]:
+    """Return those with something to read, and of these the first of each next block."""
     readers = sorted(
         (job for job in jobs if job.state is State.PREFILLING and job.remaining_tokens),
         key=lambda job: (-job.priority, job.id),
@@ -566,6 +611,16 @@ def faults(plan: StepPlan[Item], jobs: Items, budget_tokens: int, block_size: in
         for index, job in enumerate(readers)
         if job.next_block_hash is None or job.next_block_hash not in block_hashes[:index]
     ]
+    return readers, first
+
+
+def faults(plan: StepPlan[Item], jobs: Items, budget_tokens: int, block_size: int) -> list[str]:
+    """List what is wrong with a plan for these jobs, whatever was planned before.
+
+    A budget of less than a block is for a part of one, or for one that takes little more.
+    """
+    by_id = {job.id: job for job in jobs}
+    readers, first = reading(jobs)
     tokens = shares(plan)
     unspent = budget_tokens - sum(tokens.values())
 
@@ -624,6 +679,7 @@ class Simulation:
         self.short_steps = 0
         self.first: Item | None = None
         self.read_tokens = 0
+        self.preemptions = 0
 
     def submit(
         self,
@@ -632,11 +688,14 @@ class Simulation:
         n: int = 1,
         outputs: int = 3,
         deadline_seconds: float | None = None,
+        client: str = "",
     ) -> list[int]:
         new = [
             item(next(self.numbers), priority, deadline_seconds=deadline_seconds, left=len(prompt))
             for _ in range(n)
         ]
+        for job in new:
+            job.client, job.group = client, new[0].id
         self.scheduler.add(*new)
         for job in new:
             self.jobs[job.id] = job
@@ -658,6 +717,7 @@ class Simulation:
 
     def preempt(self, job_id: int) -> None:
         """Take everything from a sequence but what it has committed."""
+        self.preemptions += 1
         self.act(job_id, "preempt")
         self.look_up(job_id, 0, 0)
 
@@ -689,15 +749,30 @@ class Simulation:
             ),
         )
         assert self.scheduler.in_line() == expected
-        for job in expected:
-            held = sum(len(self.prompts[i]) for i in self.of(State.PREFILLING, State.RUNNING))
-            if not self.scheduler.free_places:
-                break
-            if held and held + len(self.prompts[job.id]) > self.memory_tokens:
-                break
+        while (job := self.scheduler.next_in_line()) is not None:
+            waiting = [self.jobs[job_id] for job_id in self.of(State.WAITING, State.PREEMPTED)]
+            assert job.priority == max(other.priority for other in waiting)
+            assert job is min(
+                (other for other in waiting if other.owners == job.owners),
+                key=lambda other: (other.state is not State.PREEMPTED, other.id),
+            )
+            while not self.has_room(job, self.of(State.PREFILLING, State.RUNNING)):
+                fair = [v for v in self.scheduler.to_preempt(job) if v.priority == job.priority]
+                victims = ids(fair)  # a lower priority is preempted by a rule of its own
+                placed = self.of(State.PREFILLING, State.RUNNING)
+                if not victims or not self.has_room(job, [i for i in placed if i not in victims]):
+                    return
+                self.preempt(victims[0])
             self.act(job.id, "admit")
             self.look_up(job.id, 0, 0)
             self.go_on(job.id)
+
+    def has_room(self, job: Item, placed: Sequence[int]) -> bool:
+        """Tell whether a job fits beside others, by places and by memory."""
+        tokens = sum(len(self.prompts[i]) for i in [*placed, job.id])
+        return not placed or (
+            len(placed) < self.scheduler.max_batch_size and tokens <= self.memory_tokens
+        )
 
     def go_on(self, job_id: int) -> None:
         if not known(self.scheduler, job_id).remaining_tokens:
@@ -708,9 +783,10 @@ class Simulation:
         self.admit()
         plan = self.scheduler.plan(time_for(self.stall_tokens))
         jobs = [self.jobs[job_id] for job_id in self.of(State.PREFILLING, State.RUNNING)]
-        wrong = faults(plan, jobs, self.budget_tokens(plan), self.scheduler.block_size)
+        budget = self.budget_tokens(plan, jobs)
+        wrong = faults(plan, jobs, budget, self.scheduler.block_size)
         assert wrong == []
-        self.look_at_half(plan)
+        self.look_at_half(plan, budget)
         for chunk in plan.prefill:
             self.commit(chunk)
         for job_id in self.of(State.PREFILLING):
@@ -718,16 +794,22 @@ class Simulation:
                 self.look_up(job_id, known(self.scheduler, job_id).position, 0)
                 self.go_on(job_id)
         for job_id in ids(plan.decode):
+            self.jobs[job_id].generated_tokens += 1
             self.to_decode[job_id] -= 1
             if not self.to_decode[job_id]:
                 self.act(job_id, "finish")
         self.look_at_waits()
         return plan
 
-    def budget_tokens(self, plan: StepPlan[Item]) -> int:
+    def budget_tokens(self, plan: StepPlan[Item], jobs: Items) -> int:
         """Return the most tokens that a step may read."""
         budget = self.scheduler.budget_tokens
-        if self.stall_tokens is None or not plan.decode:
+        if self.stall_tokens is None:
+            return budget
+        _, first = reading(jobs)
+        several = len({job.owners for job in first}) > 1
+        short = several and any(job.remaining_tokens <= self.stall_tokens for job in first)
+        if not plan.decode and not short:
             return budget
         return min(budget, self.stall_tokens or self.scheduler.block_size)
 
@@ -741,13 +823,12 @@ class Simulation:
         self.look_up(job.id, end, chunk.tokens)
         self.go_on(job.id)
 
-    def look_at_half(self, plan: StepPlan[Item]) -> None:
+    def look_at_half(self, plan: StepPlan[Item], budget: int) -> None:
         """Half of the budget for the first reader, or in every second step at least."""
         readers = [self.jobs[job_id] for job_id in self.of(State.PREFILLING)]
         if not readers:
             return
         first = min(readers, key=lambda job: (-job.priority, job.id))
-        budget = self.budget_tokens(plan)
         short = short_of_half(plan, first, budget)
         self.short_steps = self.short_steps + 1 if short else 0
         assert self.short_steps < 2, "the first reader is held up"
@@ -864,7 +945,10 @@ class Machine(RuleBasedStateMachine):
         lower = [other for other in placed if other.priority < job.priority]
         found = simulation.scheduler.to_preempt(job)
         cheapest = sorted(lower, key=lambda other: (other.priority, -other.id))
-        assert found == cheapest
+        assert found[: len(lower)] == cheapest
+        for other in found[len(lower) :]:
+            assert other.priority == job.priority
+            assert other.owners != job.owners, "preempted for an answer of its own request"
         for victim in found[:1]:
             simulation.preempt(victim.id)
 
@@ -1025,8 +1109,8 @@ class LastComeFirstServed(Scheduler[Item]):
 
 
 class OverlooksTheServed(Scheduler[Item]):
-    def _turn(self, reader: module._Reader[Item]) -> tuple[bool, int]:
-        return (False, reader.sequence.served_tokens)
+    def _rank(self, step: int, served_tokens: int) -> tuple[bool, int]:
+        return (False, served_tokens)
 
 
 class TakesNoTurns(Scheduler[Item]):
@@ -1145,7 +1229,7 @@ def test_check_notices_what_is_lost_doubled_or_too_many() -> None:
             lambda: scheduler._sequences.pop(3),
             lambda: scheduler._line.append(scheduler._placed.pop(1).sequence),
             lambda: setattr(scheduler, "max_batch_size", 1),
-            lambda: setattr(scheduler, "max_queue", 1),
+            lambda: setattr(scheduler, "max_queue", 0),
             lambda: setattr(known(scheduler, 1), "state", State.DONE),
             lambda: setattr(known(scheduler, 3), "state", State.RUNNING),
             lambda: scheduler._sequences.update({3: item(3, state=State.DONE)}),

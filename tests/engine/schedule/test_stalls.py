@@ -13,9 +13,9 @@ from random import Random
 import pytest
 from test_scheduler import Item, admitted, item, make, shares
 
-from penstock.engine.offload.prefill_rate import PrefillRate, RunningMean
+from penstock.engine.prefill_rate import PrefillRate, RunningMean
 from penstock.engine.schedule.scheduler import PrefillChunk, State
-from penstock.engine.schedule.step_time import SLACK, ChunkSpeed, StepTime
+from penstock.engine.schedule.step_time import ALONE_SECONDS, SLACK, ChunkSpeed, StepTime
 
 STALL = 0.2
 CHUNK, BLOCK = 512, 32
@@ -66,8 +66,16 @@ class Gap:
 class Simulation:
     """One sequence that decodes for ever, and prompts beside it."""
 
-    def __init__(self, machine: Machine, speed: Callable[[Machine], ChunkSpeed] = measured) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        speed: Callable[[Machine], ChunkSpeed] = measured,
+        alone_seconds: float | None = None,
+    ) -> None:
         self.machine, self.speed = machine, speed(machine)
+        self.time = StepTime(STALL, self.speed, alone_seconds=alone_seconds)
+        self.ended: dict[int, float] = {}
+        """Time at which a prompt was read, by its number."""
         self.scheduler = make(8, CHUNK, BLOCK)
         self.gaps: list[Gap] = []
         self.learning = 0
@@ -95,7 +103,7 @@ class Simulation:
         return bool(self.scheduler.sequences(State.PREFILLING))
 
     def step(self) -> None:
-        plan = self.scheduler.plan(StepTime(STALL, self.speed))
+        plan = self.scheduler.plan(self.time)
         possible = all(self.machine.exact(c.sequence.position, 1) <= STALL for c in plan.prefill)
         began = self.clock
         for chunk in plan.prefill:
@@ -122,6 +130,12 @@ class Simulation:
         if not moved.remaining_tokens:
             self.scheduler.act(moved, "prefilled")
             self.scheduler.act(moved, "finish")
+            self.ended[moved.id] = self.clock
+
+    @property
+    def last_number(self) -> int:
+        """Number of the last prompt."""
+        return self._number
 
     def _next(self) -> int:
         self._number += 1
@@ -263,6 +277,30 @@ def test_a_machine_that_slows_down_is_learned_in_a_few_chunks() -> None:
             simulation.step()
             late.append(is_long(simulation.gaps[-1]))
         assert sum(late) <= 1, "only the chunk in which it happens"
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_short_request_beside_a_long_prompt_decodes_within_two_seconds(
+    seed: int, bounded: bool
+) -> None:
+    """Its prompt and the step in which it comes; unbounded, a slow chunk is waited for."""
+    random = Random(seed)
+    machine = Machine(0.005, random.uniform(1e-3, 4e-3), random.uniform(1e-7, 1e-6), NOISE)
+    simulation = Simulation(machine, alone_seconds=ALONE_SECONDS if bounded else None)
+    simulation.ask(18_900)
+    for _ in range(LEARNING):
+        simulation.step()
+    waits = []
+    while simulation.is_reading:
+        came = simulation.clock + random.uniform(0, 0.1)
+        simulation.step()  # it comes while this one computes
+        simulation.ask(24)
+        number = simulation.last_number
+        while number not in simulation.ended:
+            simulation.step()
+        waits.append(simulation.ended[number] - came)
+    assert (max(waits) <= 2.0) is bounded
 
 
 @pytest.mark.parametrize("worth", [True, False])

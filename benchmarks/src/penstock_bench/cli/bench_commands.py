@@ -7,12 +7,14 @@ from typer.core import TyperGroup
 
 from penstock.cli.help_groups import ListedCommands
 from penstock_bench.cli import (
+    agents_command,
     all_command,
     cache_commands,
     engine_commands,
     index_commands,
     kernels_command,
     serve_command,
+    verify_command,
     weights_command,
 )
 
@@ -37,6 +39,8 @@ app.command()(cache_commands.growth)
 app.command()(cache_commands.recall)
 app.command()(cache_commands.remember)
 app.command()(cache_commands.store)
+app.command()(agents_command.agents)
+app.command()(verify_command.verify)
 
 SUMMARY_COLUMNS = 80
 """Width of a bench's one line."""

@@ -17,6 +17,7 @@ from penstock.cli import serve_options as flags
 from penstock.cli.settings_options import Fields, with_settings
 from penstock.config.defaults import LEAST_ATTEND_TOKENS
 from penstock.errors import SettingError
+from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 from penstock_bench.bench_settings import EvalSettings
 from penstock_bench.cli.bench_options import Plot, Save, finish, progress_bar
@@ -310,7 +311,7 @@ def _legend(row: dict[str, Any], baseline: str) -> str:
     continued = (row["agreement"] or {"n": 0})["n"]
     asked = f"Questions by length: {', '.join(counts)}. " if counts else ""
     return (
-        f"{asked}Of the text {row['kl']['n']:,} tokens count, and {continued} "
+        f"{asked}Of the text {counted(row['kl']['n'], 'token')} count, and {continued} "
         f"continuations. Bytes of a token; ratio against {baseline}; KL in nats; +- is the "
         "standard error. -: nothing is continued."
     )
@@ -328,7 +329,7 @@ def _table(*headings: str) -> Table:
 
 def _heading(asked: int | str) -> str:
     """Return the heading over the answers of a length, or of a task and a length."""
-    return f"{asked:,} tokens" if isinstance(asked, int) else asked
+    return f"{counted(asked, 'token')}" if isinstance(asked, int) else asked
 
 
 def _share(estimate: dict[str, Any] | None) -> str:

@@ -46,8 +46,8 @@ def kernels(
     Compares kernels, MLX's fused attention over joined parts, and plain operations. On a CPU there
     are no kernels. Exits with 1 if plain operations are quicker than the way that is taken.
     """
-    from penstock.kv import backend
-    from penstock.kv.codecs import parse_scheme
+    from penstock.attention import devices
+    from penstock.kv.codecs.names import parse_scheme
     from penstock_bench.kernels import KernelsLoad, layer_form, measure
 
     if heads % kv_heads:
@@ -57,7 +57,7 @@ def kernels(
             parse_scheme(codec)
     except ValueError as error:
         raise SettingError(f"--codec: {error}") from None
-    kind = dtype or ("float32" if backend.current().slow_half else "float16")
+    kind = dtype or ("float32" if devices.current().facts.slow_half else "float16")
     defaults = KernelsLoad((layer_form(heads, kv_heads, head_size, kind),))
     load = KernelsLoad(
         defaults.layers,

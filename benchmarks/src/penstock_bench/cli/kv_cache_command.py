@@ -88,7 +88,7 @@ def _codec_names(codecs: str | None) -> Sequence[str]:
     Raises:
         SettingError: none is named, or one does not exist.
     """
-    from penstock.kv.codecs import parse_scheme
+    from penstock.kv.codecs.names import parse_scheme
     from penstock_bench.codecs import CODECS
 
     names = CODECS if codecs is None else [name for name in codecs.split(",") if name.strip()]

@@ -4,8 +4,8 @@
     draft  ──> all rows in one pass, token by token
     end    ──> released with the sequence; sooner where the main model needs the bytes
 
-Of its bytes, cold nodes are given back before any node of the main model is evicted, and those of
-running sequences after all other bytes. It keeps no sequence from a place.
+Its cold nodes are evicted before any node of the main model, and its KV of running sequences after
+all other memory. It keeps no sequence out of the batch.
 """
 
 from __future__ import annotations
@@ -14,43 +14,44 @@ from collections.abc import Sequence as Items
 
 import mlx.core as mx
 
+from penstock.attention.attention_plan import DecodeRow, in_order
 from penstock.engine.draft.draft_kv import DraftKV
+from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import SampledToken, likeliest
-from penstock.engine.schedule.budget import GROWTH_TOKENS, weight_bytes
+from penstock.engine.schedule.budget import GROWTH_TOKENS
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.sequence import Sequence
-from penstock.kv.attention_plan import DecodeRow, in_order
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind, PartLedger, Reservation
-from penstock.prefix.bounded_tree import BoundedTree
+from penstock.prefix.beside import Beside
+from penstock.prefix.prefixes import Prefixes
 
 
 class Draft:
     """A draft model, its tree, and its KV of the running sequences. The engine's thread.
 
-    Args:
-        stores: the draft model's.
-        estimator: of the draft model.
-        ledger: all of its bytes, in which weights, pool and buffers are reserved.
-        fixed: those reservations.
-        main: the tree of the main model.
-        chunk_tokens: most tokens of a sequence that are read in one step.
-        vocabulary_size: tokens that the main model has.
+    Its ledger counts the `fixed` reservations of weights, pool and buffers; `main` is the main
+    model's tree.
     """
+
+    proposes = True
 
     def __init__(
         self,
+        runner: Runner,
         stores: KVStores,
         estimator: MemoryEstimator,
         ledger: PartLedger,
         fixed: Items[Reservation],
-        main: BoundedTree[Segment],
+        main: Prefixes[Segment],
+        beside: Beside[Segment],
         *,
         chunk_tokens: int,
         vocabulary_size: int,
     ) -> None:
         self.stores = stores
+        self._runner = runner
         self._estimator = estimator
         self._ledger = ledger
         self._fixed = fixed
@@ -59,37 +60,34 @@ class Draft:
         self._vocabulary_size = vocabulary_size
         self._live: list[DraftKV] = []
         self._asking = False
-        """Whether it asks for room itself: its own sequences keep theirs then."""
-        main.first, main.last = _ColdNodes(stores), self
+        """Whether it makes room for itself: its own sequences keep theirs then."""
+        beside.first.append(_ColdNodes(stores))
+        beside.last.append(self)
 
     # ---- questions
 
     @property
     def live(self) -> list[DraftKV]:
-        """KV of running sequences."""
         self._live = [kv for kv in self._live if kv.is_open]
         return self._live
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that it takes before it reads anything: weights, pool, buffers, the empty index."""
+        """Bytes of weights, pool, buffers and the empty index."""
         fixed = sum(reservation.nbytes for reservation in self._fixed)
         return fixed + self.stores.prefixes.fixed_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in the ledger."""
         return self._ledger.used_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in arrays between two steps."""
         stores, weights = self.stores, self._fixed[0].nbytes
-        own = stores.own_bytes(span for kv in self.live for span in kv.own_spans)
-        return weights + stores.tails.nbytes + stores.prefixes.tree.nbytes + own
+        running = stores.own_bytes(span for kv in self.live for span in kv.own_spans)
+        return weights + stores.tails.nbytes + stores.prefixes.tree.nbytes + running
 
     def check(self) -> None:
-        """Recount all bytes, pins and slots; raise AssertionError if a count differs."""
         stores, live = self.stores, self.live
         stores.prefixes.check()
         stores.tails.check(kv.slot for kv in live if kv.slot is not None)
@@ -102,7 +100,7 @@ class Draft:
         self._ledger.check(
             {
                 **stores.prefixes.recount(),
-                Kind.WEIGHTS: weight_bytes(stores.runner.model),
+                Kind.WEIGHTS: self._runner.weight_bytes(),
                 Kind.TAILS: pool + sum(kv.reserved_bytes for kv in live) - scores,
                 Kind.BUFFERS: step + scores,
             }
@@ -112,7 +110,7 @@ class Draft:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of running sequences; 0 while it asks for room itself."""
+        """Bytes of running sequences; 0 while it makes room for itself."""
         if self._asking:
             return 0
         return self.stores.prefixes.tree.pinned_bytes + sum(kv.reserved_bytes for kv in self.live)
@@ -142,11 +140,9 @@ class Draft:
     # ---- reading
 
     def follow(self, sequences: Items[Sequence], worth_seconds: Items[float]) -> list[bool]:
-        """Read on in sequences, about a chunk in all; tell for which proposals can be made now.
+        """Read on in sequences, about a chunk in all; return which can be drafted for now.
 
-        Args:
-            sequences: of the step.
-            worth_seconds: time that drafts are expected to save each; a longer text is not read.
+        A text that takes longer to read than drafts save, `worth_seconds`, is not read.
         """
         unspent, ready = self._chunk_tokens, []
         for sequence, worth in zip(sequences, worth_seconds, strict=True):
@@ -161,16 +157,11 @@ class Draft:
             ready.append(takes and kv.unread_tokens <= self._most)
         return ready
 
-    def draft(self, sequences: Items[Sequence], most: Items[int]) -> list[list[int]]:
-        """Return the tokens that may follow each sequence, which `follow` has brought up to date.
-
-        Args:
-            sequences: of the step.
-            most: tokens to propose for each.
-        """
+    def draft(self, sequences: Items[Sequence], limits: Items[int]) -> list[list[int]]:
+        """Return up to `limits` tokens that may follow each sequence, after `follow`."""
         kvs = [self._opened(sequence) for sequence in sequences]
         drafts: list[list[int]] = [[] for _ in kvs]
-        while rows := [i for i, kv in enumerate(kvs) if self._goes_on(kv, drafts[i], most[i])]:
+        while rows := [i for i, kv in enumerate(kvs) if self._goes_on(kv, drafts[i], limits[i])]:
             feeds = [self._feed(kvs[i], drafts[i]) for i in rows]
             chosen = self._pass([kvs[i] for i in rows], feeds)
             for i, feed, token in zip(rows, feeds, chosen, strict=True):
@@ -185,32 +176,29 @@ class Draft:
 
     @property
     def _most(self) -> int:
-        """Most tokens of a row in one pass."""
         return self.stores.tails.spare + 1
 
     def _opened(self, sequence: Sequence) -> DraftKV:
-        """Return the KV of a sequence, made anew if it was released."""
         kv = sequence.draft_kv
-        if kv is None or not kv.is_open:
+        if not isinstance(kv, DraftKV) or not kv.is_open:
             kv = sequence.draft_kv = DraftKV(self.stores, sequence.kv, sequence.request.salt)
             self._live.append(kv)
         return kv
 
     def _pays(self, kv: DraftKV, worth_seconds: float) -> bool:
-        """Tell whether reading a sequence's text takes no longer than drafts save."""
+        """Return whether reading a sequence's text takes no longer than drafts save."""
         seconds = kv.unread_tokens * self._estimator.prefill_token_seconds
         return kv.unread_tokens <= self._most or seconds <= worth_seconds
 
     def _takes(self, kv: DraftKV) -> bool:
-        """Tell whether the draft model knows the unread tokens, and is made for so many."""
-        runner = self.stores.runner
-        most = min(self.stores.shared_tokens, runner.context_tokens or self.stores.shared_tokens)
+        """Return whether the draft model knows the unread tokens, and is made for so many."""
+        runner = self._runner
+        limit = min(self.stores.shared_tokens, runner.context_tokens or self.stores.shared_tokens)
         known = max(kv.tokens[kv.position :]) < runner.vocabulary_size
-        return known and len(kv.tokens) + self._most <= most
+        return known and len(kv.tokens) + self._most <= limit
 
-    def _goes_on(self, kv: DraftKV, draft: Items[int], most: int) -> bool:
-        """Tell whether a row is in the next pass."""
-        return len(draft) < most and kv.room > 0
+    def _goes_on(self, kv: DraftKV, draft: Items[int], limit: int) -> bool:
+        return len(draft) < limit and kv.room > 0
 
     def _feed(self, kv: DraftKV, draft: Items[int]) -> list[int]:
         """Return the next tokens that a row reads: those of the sequence, then the proposed."""
@@ -220,7 +208,7 @@ class Draft:
 
     def _pass(self, kvs: Items[DraftKV], feeds: Items[Items[int]]) -> list[int]:
         """Read the next tokens of all rows together; return the likeliest token behind each."""
-        runner, tails = self.stores.runner, self.stores.tails
+        runner, tails = self._runner, self.stores.tails
         width = max(map(len, feeds))
         rows = [
             DecodeRow(kv.spans(), kv.position + len(kv.drafted), kv.slot, kv.tail + len(kv.drafted))
@@ -238,7 +226,6 @@ class Draft:
         return [_token(chosen[row]) for row in range(len(rows))]
 
     def _read_tail(self, kv: DraftKV) -> int:
-        """Read a sequence on to the end of its tail; return the tokens read."""
         feed = self._feed(kv, [])
         self._pass([kv], [feed])
         kv.append_tokens(len(feed), len(feed))
@@ -252,43 +239,67 @@ class Draft:
         if not self._make_room(nbytes):
             return 0
         with self._ledger.reserve(Kind.BUFFERS, nbytes):
-            chunk = self.stores.runner.prefill(kv.tokens[start:end], kv.spans(), start)
+            chunk = self._runner.prefill(kv.tokens[start:end], kv.spans(), start)
             if not chunk.segment.is_finite():
                 raise ArithmeticError("the draft model computed something without a number")
             kv.append_chunk(chunk.segment)
         return end - start
 
     def _known(self, draft: list[int]) -> list[int]:
-        """Return a draft up to a token that the main model does not have."""
         size = self._vocabulary_size
         return draft[: next((i for i, token in enumerate(draft) if token >= size), len(draft))]
 
     def _reserved(self, kv: DraftKV) -> bool:
-        """Reserve the KV of the next tokens; False, with nothing changed, without room."""
         tokens = len(kv.tokens) + self._most
         if tokens <= kv.reserved_tokens:
             return True
         tokens += GROWTH_TOKENS
         estimator, cached = self._estimator, kv.num_cached_tokens
-        own = estimator.sequence_bytes(tokens, cached)
-        own -= estimator.sequence_bytes(kv.reserved_tokens, cached) if kv.reserved_tokens else 0
+        kv_bytes = estimator.sequence_bytes(tokens, cached)
+        kv_bytes -= (
+            estimator.sequence_bytes(kv.reserved_tokens, cached) if kv.reserved_tokens else 0
+        )
         scores = estimator.decode_bytes(tokens) - kv.scores.nbytes
         index = self.stores.prefixes.index_bytes(tokens // self.stores.block_size)
-        if not self._make_room(own + scores + index):
+        if not self._make_room(kv_bytes + scores + index):
             return False
         assert kv.reservation is not None
-        kv.reservation.resize(kv.reservation.nbytes + own)
+        kv.reservation.resize(kv.reservation.nbytes + kv_bytes)
         kv.scores.resize(kv.scores.nbytes + scores)
         kv.reserved_tokens = tokens
         return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Evict cold nodes, also of the main model; False, and none evicted, if that is no use."""
+        """Evict cold nodes, also of the main model; False, evicting none, if that is not enough."""
         self._asking = True
         try:
             return self._main.make_room(nbytes)
         finally:
             self._asking = False
+
+
+class NoDraft:
+    """No draft model: nothing is read, proposed or held."""
+
+    fixed_bytes = used_bytes = held_bytes = 0
+    proposes = False
+
+    def check(self) -> None:
+        """Find nothing."""
+
+    def close(self) -> None:
+        """Free nothing."""
+
+    def drop(self) -> None:
+        """Release nothing."""
+
+    def follow(self, sequences: Items[Sequence], worth_seconds: Items[float]) -> list[bool]:
+        """Read nothing; no sequence can be drafted."""
+        return [False] * len(sequences)
+
+    def draft(self, sequences: Items[Sequence], most: Items[int]) -> list[list[int]]:
+        """Propose nothing."""
+        return [[] for _ in sequences]
 
 
 class _ColdNodes:
@@ -299,16 +310,14 @@ class _ColdNodes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return self._prefixes.evictable_bytes
 
     def shrink(self, nbytes: int) -> int:
-        """Evict nodes until so many bytes are free, or all."""
         return self._prefixes.shrink(nbytes)
 
 
 def _token(choice: SampledToken | Exception) -> int:
-    """Return a chosen token; raise the error of a row without a finite logit."""
+    """Return a chosen token, or raise the error of its row."""
     if isinstance(choice, Exception):
         raise choice
     return choice.token

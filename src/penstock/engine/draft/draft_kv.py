@@ -1,4 +1,4 @@
-"""The KV that a draft model has of one sequence; released without any effect on the answer."""
+"""The KV of one sequence in a draft model; releasing it does not change the answer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from penstock.ledger import Kind
 class DraftKV(SequenceKV):
     """Keys and values of a sequence in the draft model. The engine's thread.
 
-    Args:
-        stores: the draft model's.
-        of: the sequence's KV in the main model; its tokens are shared.
-        salt: the tenant's.
+    `of` is its KV in the main model, whose tokens are shared.
     """
 
     def __init__(self, stores: KVStores, of: SequenceKV, salt: str) -> None:
@@ -34,17 +31,15 @@ class DraftKV(SequenceKV):
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not released yet."""
         return self.slot is not None
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are reserved for it."""
         return self.scores.nbytes + (0 if self.reservation is None else self.reservation.nbytes)
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens of the sequence that the draft model has not read; at least one, settled."""
+        """Tokens that the draft model has not read; at least one, after `settle`."""
         return len(self.tokens) - self.position
 
     @property
@@ -54,10 +49,7 @@ class DraftKV(SequenceKV):
         return min(columns - self.tail, size - self.position % size) - len(self.drafted)
 
     def settle(self) -> None:
-        """Keep the KV of the drafted tokens that are in the sequence now.
-
-        The last token stays unread: the logits behind it are needed.
-        """
+        """Keep the KV of accepted tokens; the last token stays unread, for the logits behind it."""
         came, right = self.tokens[self.position : -1], 0
         while right < min(len(came), len(self.drafted)) and came[right] == self.drafted[right]:
             right += 1
@@ -66,7 +58,7 @@ class DraftKV(SequenceKV):
         self.hash_blocks()
 
     def release(self, *, keep: bool = True) -> None:
-        """Give everything back; read tokens stay in the draft's tree, if there is room."""
+        """Release everything; read tokens stay in the draft's tree, if there is room."""
         if not self.is_open:
             return
         if keep:

@@ -1,6 +1,6 @@
-"""Answers that follow a grammar: which tokens may come next, as llguidance says.
+"""Answers that follow a grammar, by llguidance.
 
-    grammar ──Grammars, compiled once──> a copy for each answer: Constraint
+    grammar ──trial in another process──> Grammars, compiled once ──> for each answer: Constraint
     a step:   allowed() masks the logits ──> a token is chosen ──> accept(token)
 
 A grammar is a text in llguidance's form: of a JSON schema (`json_schema_grammar`), or Lark.
@@ -10,47 +10,61 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from penstock.errors import GrammarFailed, SettingError
+from penstock.engine.model.grammar_trials import grammar_limits, grammar_trials
+from penstock.errors import GrammarFailed, LedgerFull, NeverFits, SettingError
+from penstock.heap import give_back_freed_memory
+from penstock.memory.sizes import format_bytes
+from penstock.plurals import counted
 
-__all__ = ["Constraint", "Grammars", "check_grammar", "json_schema_grammar"]
+__all__ = ["Constraint", "Grammars", "check_grammar", "json_schema_grammar", "pool_bytes"]
 
 COMPILED_GRAMMARS = 16
-"""Grammars that are kept compiled, those used last."""
+"""Most recently used grammars that stay compiled."""
 GRAMMAR_BYTES = 65_536
 """Longest text of a grammar, and of all compiled ones together.
 
-Compiled, it takes 400 times as much, and the time grows faster than the text: 2 seconds for an
-object of 2,500 optional properties."""
+The time to compile one grows faster than its text: 2 seconds for an object of 2,500 optional
+properties."""
+POOL_SHARE = 8
+"""Divisor of the memory limit for the memory of compiled grammars."""
+LEAST_POOL_BYTES = 16_000_000
+MOST_POOL_BYTES = 256_000_000
+STEP_SECONDS = 0.01
+"""Processor time that an answer may spend on its grammar for each token, on average. With 150,000
+tokens it takes 0.1 to 2 ms, and 5 to 25 at the first."""
+BURST_SECONDS = 0.1
+"""Processor time by which an answer may exceed that."""
+FULL_SHARES = 8
+"""Answers that get these times in full; more of them share as much."""
 WHITESPACE = " "
-"""Text between the parts of JSON, or nothing: with more a weak model would go on for ever."""
+"""Text between the parts of JSON, or nothing: with more a weak model would never stop."""
 COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
-"""Reasons of a matcher to stop when all is well."""
+"""A matcher's reasons to stop after a complete answer."""
 EMPTY = ("NoExtension", "NoExtensionBias")
-"""Reasons of a matcher for a grammar that nothing can begin."""
+"""A matcher's reasons for a grammar that nothing can begin."""
 UNSAID = "doesn't satisfy the grammar"
-"""Reason of a matcher for forced text that the tokens cannot spell."""
+"""A matcher's reason for forced text that the tokens cannot spell."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | None) -> str:
-    """Return the grammar of the JSON that a schema describes; None is any JSON object.
-
-    Raises:
-        SettingError: the schema is none, or has rules that cannot be followed token by token.
-    """
-    wanted = {"type": "object"} if schema is None else dict(schema)
+    """Return the grammar of a JSON schema, or raise SettingError; None is any JSON object."""
+    object_schema = {"type": "object"} if schema is None else dict(schema)
     try:
         grammar = LLMatcher.grammar_from_json_schema(
-            wanted, overrides={"whitespace_pattern": WHITESPACE}
+            object_schema, overrides={"whitespace_pattern": WHITESPACE}
         )
     except (ValueError, TypeError) as error:
         raise SettingError(f"the JSON schema cannot be read: {error}") from None
@@ -59,126 +73,247 @@ def json_schema_grammar(schema: Mapping[str, Any] | None) -> str:
 
 
 def check_grammar(grammar: str, what: str) -> None:
-    """Check that a grammar is one, and not too long.
+    """Raise SettingError unless a grammar compiles quickly. Blocking: runs a trial."""
+    _tried(grammar, what)
 
-    Raises:
-        SettingError: it is not; `what` is its name there.
-    """
-    _check_size(grammar, what)
-    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    if wrong:
-        raise SettingError(f"{what} cannot be followed: {_line(messages[0])}")
+
+def pool_bytes(limit_bytes: int) -> int:
+    """Return the memory for compiled grammars under a memory limit."""
+    return min(max(limit_bytes // POOL_SHARE, LEAST_POOL_BYTES), MOST_POOL_BYTES)
+
+
+class Compiled:
+    """A compiled grammar. All answers that follow it share its lexer, whose states grow."""
+
+    def __init__(self, matcher: LLMatcher, nbytes: int) -> None:
+        self.matcher = matcher
+        self.nbytes = nbytes
+        """Upper bound of its memory, as counted in the ledger."""
+        self.spoilt = False
+        """Whether an answer has used up the lexer's states: no other can follow it."""
 
 
 class Grammars:
-    """The grammars of one tokenizer, compiled. Any thread may call it.
+    """The compiled grammars of one tokenizer. Any thread may call it.
 
-    The first call collects the bytes of all tokens for llguidance: about a second for 150,000
-    tokens. A large grammar takes as long again, the first time.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        vocabulary_size: tokens the model gives logits for; it may be another number than the
-            tokenizer has.
+    The first call collects the bytes of all tokens for llguidance: about a second for 150,000. The
+    model's `vocabulary_size` may differ from the tokenizer's.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary_size: int) -> None:
+    def __init__(
+        self, tokenizer: Any, vocabulary_size: int, pool_bytes: int = MOST_POOL_BYTES
+    ) -> None:
+        self.pool_bytes = pool_bytes
+        self.reserve: Callable[[int], None] = lambda nbytes: None
+        """Called with the bytes of all compiled grammars before they grow; may raise."""
         self._tokenizer = tokenizer
         self._size = vocabulary_size
         self._vocabulary: LLTokenizer | None = None
-        self._collecting = Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the latest last
+        self._compiling = Lock()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()  # the latest last
+        self._alive: WeakSet[Compiled] = WeakSet()
+        """Those kept, and those that answers follow."""
+        self._shares: WeakSet[GrammarTime] = WeakSet()
+        self._compiling_bytes = 0
         self._looking = Lock()
 
     def constraint(self, grammar: str) -> Constraint:
-        """Return the matcher with which one answer follows a grammar.
+        """Return the matcher of one answer for a grammar.
 
         Raises:
-            SettingError: the grammar is none.
+            SettingError: the grammar is invalid, or takes too much to compile.
+            LedgerFull, NeverFits: there is no memory for it, or answers follow others that have it.
         """
-        with self._looking:
-            matcher = self._compiled.get(grammar)
-        if matcher is None:
-            matcher = self._compile(grammar)
-        with self._looking:
-            self._compiled[grammar] = matcher
-            self._compiled.move_to_end(grammar)
-            while len(self._compiled) > COMPILED_GRAMMARS or self._kept > GRAMMAR_BYTES:
-                self._compiled.popitem(last=False)
-            return Constraint(matcher.deep_copy())
+        compiled = self._kept(grammar)
+        if compiled is None:
+            nbytes = _tried(grammar, "the grammar")
+            with self._compiling:
+                compiled = self._kept(grammar)  # another request may have had the same
+                if compiled is None:
+                    self._make_room(nbytes)
+                    self._compiling_bytes = nbytes
+                    try:
+                        compiled = self._compile(grammar, nbytes)
+                    finally:
+                        self._compiling_bytes = 0
+        return Constraint(compiled, self._shares)
 
     @property
-    def _kept(self) -> int:
-        return sum(map(len, self._compiled))
+    def nbytes(self) -> int:
+        """Upper bound of all compiled grammars' memory, with the one being compiled."""
+        return sum(compiled.nbytes for compiled in self._alive) + self._compiling_bytes
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        _check_size(grammar, "the grammar")
-        with self._collecting:
-            if self._vocabulary is None:
-                self._vocabulary = _vocabulary(self._tokenizer, self._size)
-        matcher = LLMatcher(
-            self._vocabulary, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)
-        )
+    def evict(self) -> int:
+        with self._looking:
+            self._compiled.clear()
+            return self.nbytes
+
+    def _kept(self, grammar: str) -> Compiled | None:
+        with self._looking:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None and compiled.spoilt:
+                compiled = self._compiled.pop(grammar)
+                return None
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+            return compiled
+
+    def _compile(self, grammar: str, nbytes: int) -> Compiled:
+        if self._vocabulary is None:
+            self._vocabulary = _vocabulary(self._tokenizer, self._size)
+        limits = LLParserLimits(**grammar_limits(grammar))
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             _begin(matcher)
         if matcher.is_error():
             raise SettingError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
-        return matcher
+        compiled = Compiled(matcher, nbytes)
+        with self._looking:
+            self._alive.add(compiled)
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > COMPILED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _make_room(self, nbytes: int) -> None:
+        """Reserve memory for one more, and evict the least recently used as far as needed."""
+        if nbytes > self.pool_bytes:
+            raise NeverFits(
+                f"the grammar needs {format_bytes(nbytes)}; there are "
+                f"{format_bytes(self.pool_bytes)} for all grammars. Ask for smaller counts, or "
+                "raise the memory limit",
+                nbytes,
+                self.pool_bytes,
+                self.pool_bytes,
+            )
+        while True:
+            used = self.nbytes
+            try:
+                if used + nbytes <= self.pool_bytes:
+                    self.reserve(used + nbytes)
+                    return
+                free = self.pool_bytes - used
+                raise LedgerFull(
+                    f"the grammar needs {format_bytes(nbytes)}; {format_bytes(free)} of "
+                    f"{format_bytes(self.pool_bytes)} for all grammars are free, as answers follow "
+                    "the others; try again later",
+                    nbytes,
+                    free,
+                    self.pool_bytes,
+                )
+            except LedgerFull:
+                with self._looking:
+                    if not self._compiled:
+                        raise
+                    self._compiled.popitem(last=False)
+                give_back_freed_memory()
+
+
+class GrammarTime:
+    """Processor time that an answer may still spend on its grammar."""
+
+    def __init__(self, shares: WeakSet[GrammarTime]) -> None:
+        self._shares = shares
+        self._late_seconds = 0.0
+        shares.add(self)
+
+    @contextmanager
+    def spend(self) -> Iterator[None]:
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self._late_seconds += time.thread_time() - began
+
+    def next_token(self) -> None:
+        """Count a token of the answer, which pays for some of the time."""
+        self._late_seconds = max(0.0, self._late_seconds - STEP_SECONDS / self._parts)
+
+    def check(self) -> None:
+        limit = BURST_SECONDS / self._parts
+        if self._late_seconds > limit:
+            raise GrammarFailed(
+                f"the grammar has failed: its steps take {self._late_seconds * 1e3:.0f} ms more "
+                f"than {STEP_SECONDS / self._parts * 1e3:.0f} ms a token, and may take "
+                f"{limit * 1e3:.0f} ms more. Make it less ambiguous"
+            )
+
+    @property
+    def _parts(self) -> float:
+        return max(1.0, len(self._shares) / FULL_SHARES)
 
 
 class Constraint:
-    """The place of one answer in its grammar. Used by the engine's thread alone."""
+    """The position of one answer in its grammar; a `Rule`. Used by the engine's thread alone."""
 
     free = False
-    """Whether any token may come next: only the grammar's next ones may."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        compiled: Compiled,
+        shares: WeakSet[GrammarTime],
+        matcher: LLMatcher | None = None,
+        spent: GrammarTime | None = None,
+    ) -> None:
+        self._compiled = compiled
+        self._shares = shares
+        self._matcher = (matcher or compiled.matcher).deep_copy()
+        self._spent = spent
 
     def copy(self) -> Constraint:
-        """Return another answer's place, where this one is."""
-        return Constraint(self._matcher.deep_copy())
+        """Return another answer at the same position, or one to look ahead with."""
+        return Constraint(self._compiled, self._shares, self._matcher, self._spent)
 
     def forced(self) -> list[int]:
-        """Return tokens that spell the only text with which the grammar goes on; perhaps none."""
-        return list(self._matcher.compute_ff_tokens())
+        """Return tokens that spell the only possible text; perhaps none."""
+        with self._timed():
+            return list(self._matcher.compute_ff_tokens())
 
     def allowed_tokens(self, tokens: Sequence[int]) -> int:
-        """Return how many first ones of some tokens the grammar allows, one behind the other."""
-        return int(self._matcher.validate_tokens(list(tokens)))
+        with self._timed():
+            return int(self._matcher.validate_tokens(list(tokens)))
 
     def allowed(self, size: int) -> npt.NDArray[np.bool_]:
-        """Return which of the first `size` tokens may come next, (size,).
-
-        Raises:
-            GrammarFailed: none, or the grammar has become too complex.
-        """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        """Return which of the first `size` tokens may come next, (size,); raises GrammarFailed."""
+        with self._timed() as spent:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise GrammarFailed(f"the grammar has failed: {_line(self._matcher.get_error())}")
+            raise self._failed()
+        spent.check()
         allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
         if not allowed.any():
             raise GrammarFailed("the grammar goes on with no token that the model has")
         return allowed
 
     def accept(self, token: int) -> bool:
-        """Go on with a token; return whether the grammar is complete and nothing can follow.
-
-        Raises:
-            GrammarFailed: the grammar does not allow it, or has become too complex.
-        """
+        """Advance by a token; return whether nothing can follow. Raises GrammarFailed."""
         matcher = self._matcher
-        if not matcher.consume_token(token):
-            raise GrammarFailed(f"the grammar has failed: {_line(matcher.get_error())}")
+        with self._timed() as spent:
+            accepted = matcher.consume_token(token)
+        spent.next_token()
+        if not accepted:
+            raise self._failed()
         if not matcher.is_stopped():
             return False
         if matcher.stop_reason() not in COMPLETE:
             raise GrammarFailed(f"the grammar has failed: {matcher.stop_reason()}")
         return True
 
+    @contextmanager
+    def _timed(self) -> Iterator[GrammarTime]:
+        if self._spent is None:
+            self._spent = GrammarTime(self._shares)
+        with self._spent.spend():
+            yield self._spent
+
+    def _failed(self) -> GrammarFailed:
+        """Return the matcher's error; other answers may not be able to share its lexer any more."""
+        self._compiled.spoilt = True
+        return GrammarFailed(f"the grammar has failed: {_line(self._matcher.get_error())}")
+
 
 def _vocabulary(tokenizer: Any, size: int) -> LLTokenizer:
-    """Tell llguidance the bytes of each token, and which tokens end an answer."""
+    """Pass llguidance the bytes of each token, and the tokens that end an answer."""
     ends = sorted(token for token in tokenizer.eos_token_ids if token is not None and token < size)
     # A tokenizer without an end of sequence gets one that the model cannot choose.
     room, ends = (size, ends) if ends else (size + 1, [size])
@@ -197,7 +332,7 @@ def _vocabulary(tokenizer: Any, size: int) -> LLTokenizer:
 
 
 class _DecodingTokenizer:
-    """Tokenizer for llguidance, with the bytes of each token found by decoding it alone."""
+    """Tokenizer for llguidance that finds the bytes of each token by decoding it."""
 
     def __init__(self, tokenizer: Any, size: int, ends: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -235,12 +370,9 @@ class _DecodingTokenizer:
 
 
 def _begin(matcher: LLMatcher) -> None:
-    """Check that a grammar can begin, and is not too complex there.
+    """Raise SettingError if a grammar cannot begin, or is too complex there.
 
     A grammar that cannot begin may compile, as a schema that only refers to itself.
-
-    Raises:
-        SettingError: it cannot.
     """
     first = matcher.deep_copy()
     first.compute_bitmask()
@@ -260,12 +392,18 @@ def _begin(matcher: LLMatcher) -> None:
             raise SettingError(f"the grammar cannot be followed: {why}")
 
 
-def _check_size(grammar: str, what: str) -> None:
+def _tried(grammar: str, what: str) -> int:
+    """Return a compiled grammar's memory by its trial; raise SettingError if it is refused."""
     if len(grammar) > GRAMMAR_BYTES:
         raise SettingError(
-            f"{what} cannot be followed: as a grammar it has {len(grammar):,} characters; at most "
+            f"{what} cannot be followed: as a grammar it has "
+            f"{counted(len(grammar), 'character')}; at most "
             f"{GRAMMAR_BYTES:,} are compiled. Name fewer properties or alternatives"
         )
+    verdict = grammar_trials.verdict(grammar)
+    if verdict.error:
+        raise SettingError(f"{what} cannot be followed: {_line(verdict.error)}")
+    return verdict.nbytes
 
 
 def _line(message: str) -> str:

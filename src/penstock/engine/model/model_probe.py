@@ -5,22 +5,31 @@ A probe is read on parts and tails, and compared with mlx-lm's own caches.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
+from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.attention_plan import DecodeRow
+from penstock.attention.reads import decode_reads
+from penstock.attention.span_attention import AttentionWindow
 from penstock.errors import ModelError
-from penstock.kv.attention_plan import DecodeRow, KVSpan
-from penstock.kv.reads import DecodeStep
+from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.states import RecurrentState, States, arrays, stacked
-from penstock.kv.tails import Tails
+from penstock.kv.tails import LayerShape, Tails
 from penstock.models import mlx_lm as seam
 
-if TYPE_CHECKING:
-    from penstock.engine.model.runner import Runner
-
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""Part of a weight's name that names its layer."""
+ACTIVATIONS = 2
+"""Numbers that are alive at once for each number that a layer's products compute, about."""
+MOST_EXPERTS = 8
+"""Experts of a layer that a token is read by, at most."""
 Way = Literal["shared", "joined"]
 PROBE = (3, 1, 4, 1, 5, 2)
 """Tokens that a model reads both ways before it is trusted; every vocabulary has them."""
@@ -44,6 +53,76 @@ class Fitness:
     and nothing of it is shared."""
 
 
+class ProbedChunk(Protocol):
+    """Keys, values and states that a chunk has left."""
+
+    @property
+    def segment(self) -> Segment:
+        """Keys and values of its tokens."""
+
+    @property
+    def states(self) -> States:
+        """States of the recurrent layers after its last token."""
+
+
+class ProbedRunner(Protocol):
+    """A model on trial, and its ways to read. See `runner.Runner`."""
+
+    model: Any
+    device: Any
+    layout: seam.ModelLayout
+    shapes: tuple[LayerShape, ...]
+    attention_windows: list[AttentionWindow]
+
+    def take_forms(self, segment: Segment, states: Sequence[States]) -> None:
+        """Take the forms of keys, values and states."""
+
+    def chunk(
+        self,
+        tokens: Sequence[int],
+        parts: Sequence[KVSpan],
+        position: int,
+        recurrent_state: RecurrentState | None,
+        way: Way,
+    ) -> ProbedChunk:
+        """Read tokens of one sequence in this way."""
+
+    def decode_joined(
+        self, token: int, row: DecodeRow, tails: Tails, recurrent_state: RecurrentState | None
+    ) -> tuple[mx.array, States]:
+        """Read one token over joined keys and values; return its logits and states."""
+
+    def fresh_state(self) -> RecurrentState:
+        """Return the first states of the recurrent layers."""
+
+    def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
+        """Return the logits of the last tokens, (b, vocabulary)."""
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of a model's weights, those outside of MLX's arrays among them."""
+    arrays: Any = tree_flatten(model.parameters())
+    outside: int = sum(getattr(module, "packed_bytes", 0) for module in model.modules())
+    return outside + sum(int(array.nbytes) for _, array in arrays)
+
+
+def step_token_bytes(model: Any) -> int:
+    """Return about the bytes that a token takes in the widest layer of a model, as float32."""
+    widths: Counter[str] = Counter()
+    weights: Any = tree_flatten(model.parameters())
+    for name, weight in weights:
+        layer = LAYER.search(name)
+        if layer is not None and weight.ndim > 1 and not name.endswith(("scales", "biases")):
+            experts = min(weight.shape[0], MOST_EXPERTS) if weight.ndim > 2 else 1
+            widths[layer[1]] += experts * weight.shape[-2]
+    return ACTIVATIONS * mx.float32.size * max(widths.values(), default=0)
+
+
+def probe_bytes(model: Any) -> int:
+    """Return about the bytes that trying a model takes."""
+    return len(PROBE) * step_token_bytes(model)
+
+
 def differs(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> str:
     """Return by how much float32 logits differ, in words; empty if it is little for a dtype."""
     # Some models give tokens that do not exist an infinite logit.
@@ -53,7 +132,7 @@ def differs(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> str:
     return "" if off <= TOLERANCE.get(dtype, HALF_TOLERANCE) else f"{off:.1%}"
 
 
-def try_model(runner: Runner, modules: tuple[str, ...]) -> tuple[Fitness, int]:
+def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, int]:
     """Find a way to read on which the model's results are those on its own caches.
 
     Returns the way, and the size of the vocabulary. The runner takes the forms of keys, values and
@@ -85,7 +164,7 @@ def try_model(runner: Runner, modules: tuple[str, ...]) -> tuple[Fitness, int]:
     return Fitness("joined", why, modules, whole=bool(wrong)), vocabulary_size
 
 
-def _plain_logits(runner: Runner) -> mx.array:
+def _plain_logits(runner: ProbedRunner) -> mx.array:
     """Return the logits of the last two tokens of the probe, on mlx-lm's caches."""
     caches = seam.plain_caches(runner.model)
     *first, before, last = PROBE
@@ -97,7 +176,7 @@ def _plain_logits(runner: Runner) -> mx.array:
     return mx.concatenate(logits).astype(mx.float32)
 
 
-def _difference(runner: Runner, way: Way, expected: mx.array, *, whole: bool = False) -> str:
+def _difference(runner: ProbedRunner, way: Way, expected: mx.array, *, whole: bool = False) -> str:
     """Return the fault of reading the probe this way; empty if it is right.
 
     `whole`: the prompt is cut only as for the expected logits, not for parts to be shared.
@@ -113,7 +192,7 @@ def _difference(runner: Runner, way: Way, expected: mx.array, *, whole: bool = F
     return off and f"its logits differ by {off} from those on mlx-lm's own caches"
 
 
-def _probe(runner: Runner, way: Way, *, whole: bool) -> tuple[mx.array, mx.Dtype]:
+def _probe(runner: ProbedRunner, way: Way, *, whole: bool) -> tuple[mx.array, mx.Dtype]:
     """Read the probe as two rows that share a part, one a token ahead of the other."""
     *first, before, last = PROBE
     half = len(first) if whole else len(first) // 2
@@ -141,7 +220,7 @@ def _probe(runner: Runner, way: Way, *, whole: bool) -> tuple[mx.array, mx.Dtype
 
 
 def _decoded(
-    runner: Runner,
+    runner: ProbedRunner,
     way: Way,
     tokens: Sequence[int],
     rows: list[DecodeRow],
@@ -157,13 +236,13 @@ def _decoded(
             for token, row, recurrent_state in inputs
         ]
         return mx.concatenate(row_logits)
-    step = DecodeStep.of(rows, tails)
-    readers = step.caches(runner.attention_windows)
+    step = DecodeStep.of(runner.device, rows, tails)
+    readers = decode_reads(step, runner.attention_windows)
     caches, _ = runner.layout.caches(readers, stacked(recurrent_states))
     return runner.last_logits([[token] for token in tokens], caches)
 
 
-def _check_fresh(runner: Runner, tokens: Sequence[int], expected: States) -> None:
+def _check_fresh(runner: ProbedRunner, tokens: Sequence[int], expected: States) -> None:
     """Raise ModelError if the first states of the recurrent layers are not zeros.
 
     Rows that have read nothing could then not be stacked with others.

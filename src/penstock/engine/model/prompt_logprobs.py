@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kv.segment import Segment
-from penstock.ledger import Kind
-from penstock.prefix.prefixes import Prefixes
+from penstock.ledger import Kind, Ledger
 
 __all__ = ["PromptLogprobs", "PromptToken", "ScoredBlocks", "Scores", "score"]
 
@@ -135,6 +134,16 @@ class PromptLogprobs:
             yield PromptToken(token, values[0], numbers[0], top)
 
 
+class BlockTree(Protocol):
+    """The prefix tree, as far as others take bytes beside it."""
+
+    ledger: Ledger
+    block_size: int
+
+    def make_room(self, nbytes: int) -> bool:
+        """Evict nodes until so many bytes are free; False, and none evicted, if that cannot be."""
+
+
 class ScoredBlocks:
     """Scores of blocks that were read, by block hash and next token; the oldest go first.
 
@@ -146,7 +155,7 @@ class ScoredBlocks:
         limit_bytes: the memory limit.
     """
 
-    def __init__(self, prefixes: Prefixes[Segment], limit_bytes: int) -> None:
+    def __init__(self, prefixes: BlockTree, limit_bytes: int) -> None:
         self.version = 0
         """Number of blocks remembered since the start."""
         self._prefixes = prefixes

@@ -1,10 +1,10 @@
 """Proposed tokens of one sequence, and how many of them are right. Pure: no arrays of MLX.
 
-    propose ──> what followed the same tokens elsewhere ──> checked in one decode step
+    propose ──> continuation of the same tokens elsewhere ──> checked in one decode step
     judged  ──> how many were right ──> how many are proposed next time
 
-A proposal is accepted where it is the token that the sampler chooses, so that an answer is the same
-with and without.
+A proposed token is accepted if the sampler chooses it, so that answers are the same with and
+without proposals.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.model.ngram_filter import LEAST_NGRAM, NgramFilter
-from penstock.engine.offload.prefill_rate import RunningMean
+from penstock.engine.prefill_rate import RunningMean
 
+LEAST_NGRAM = 3
+"""Tokens that must have occurred before, in this order, for a proposal."""
 LONGEST_NGRAM = 16
-"""Tokens after which a longer agreement counts no more."""
+"""Tokens after which a longer agreement makes no difference."""
 TEXT_KINDS = ("short", "long", "resumed")
 """Kinds of proposals from text."""
 PLACES_ASKED = 8
@@ -28,16 +29,16 @@ PLACES_ASKED = 8
 LONG_AGREEMENT = 8
 """Tokens from which an agreement counts as long: such proposals are more often right."""
 RESUMED_FROM = 4
-"""Tokens that agreed with a place whose next token was replaced, from which its text goes on."""
+"""Tokens that agreed with a place before a replaced token, from which its text continues."""
 FIRST_SHARE = 0.6
-"""Share of right proposals that is assumed of a sequence before the first."""
+"""Assumed share of right proposals of a new sequence."""
 RETRY_TOKENS = 64
 """Tokens without a proposal after which the assumption is made again."""
 
 RESUMED = 1
-"""Agreement of the tokens behind one that was replaced, at the place of an earlier proposal."""
+"""Agreement of the tokens after a replaced one, at the place of an earlier proposal."""
 DRAFTED = -1
-"""Agreement of the tokens that a draft model has chosen."""
+"""Agreement of the tokens chosen by a draft model."""
 LEAST_PREDICTION = 1_024
 """Tokens that an expected answer may have however short the prompt is."""
 
@@ -47,11 +48,11 @@ TextPlaces = npt.NDArray[np.intp]
 
 
 class Proposal(NamedTuple):
-    """Tokens that may follow, and how sure their place is."""
+    """Tokens that may follow, and the confidence in their place."""
 
     tokens: list[int]
     agreement: int = 0
-    """Number of last tokens that were the same in front of them; or `RESUMED`, or `DRAFTED`."""
+    """Number of last tokens that agreed in front of them; or `RESUMED`, or `DRAFTED`."""
 
 
 NOTHING = Proposal([])
@@ -60,92 +61,64 @@ NOTHING = Proposal([])
 class Proposer(Protocol):
     """A source of proposals for one sequence."""
 
-    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
-        """Return up to `most` tokens that may follow; none without an agreement.
-
-        Args:
-            tokens: prompt and answer so far; from call to call they only grow.
-            most: tokens to propose.
-        """
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+        """Return up to `limit` tokens that may follow; from call to call `tokens` only grow."""
 
 
 class NgramProposer:
-    """Proposes the tokens behind the last ones where those occurred before in the same text."""
+    """Proposes the continuation of the last tokens at earlier places in the same text."""
 
     def __init__(self) -> None:
         self._text = array("i")
-        self._runs = NgramFilter(LEAST_PREDICTION)
 
-    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
-        """Return up to `most` tokens that may follow; none if the end never occurred before.
-
-        The places count whose tokens agree longest. The tokens are the ones that most of them go on
-        with, see `_most_common`.
-        """
-        occurred = self._add(tokens)
-        count = len(self._text)
-        if not occurred or most < 1 or count <= LEAST_NGRAM:
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+        self._text.extend(tokens[len(self._text) :])
+        if limit < 1 or len(self._text) <= LEAST_NGRAM:
             return NOTHING
         text = np.frombuffer(self._text, np.intc)
         ends, agreement = agreements(text[:-1], text[-LONGEST_NGRAM:])
         if agreement < LEAST_NGRAM:
             return NOTHING
-        return Proposal(_most_common(text, ends[-PLACES_ASKED:] + 1, most), agreement)
-
-    def _add(self, tokens: Sequence[int]) -> bool:
-        """Take in the new tokens; tell whether the last ones may have occurred before."""
-        start = len(self._text)
-        self._text.extend(tokens[start:])
-        if len(self._text) > self._runs.tokens:
-            self._runs.clear(len(self._text) + 1)
-            start = 0
-        return self._runs.add(self._text[max(0, start + 1 - LEAST_NGRAM) :])
+        return Proposal(_most_common(text, ends[-PLACES_ASKED:] + 1, limit), agreement)
 
 
-def _most_common(text: Tokens, starts: TextPlaces, most: int) -> list[int]:
-    """Return the tokens of most places, one by one; of equally many the last one counts.
+def _most_common(text: Tokens, starts: TextPlaces, limit: int) -> list[int]:
+    """Return the most common tokens of all places, one by one; on a tie the last place decides.
 
-    A place that goes on with another token is left. A text that ends is taken to repeat itself.
+    A place that continues differently is dropped. A text that ends is assumed to repeat itself.
     """
     tokens: list[int] = []
     periods = len(text) - starts
-    while len(starts) > 1 and len(tokens) < most:
+    while len(starts) > 1 and len(tokens) < limit:
         following = text[starts + len(tokens) % periods][::-1].tolist()
         tokens.append(max(following, key=following.count))
         same = [token == tokens[-1] for token in reversed(following)]
         starts, periods = starts[same], periods[same]
-    rest = (np.arange(len(tokens), most) % periods[0]) + starts[0]
+    rest = (np.arange(len(tokens), limit) % periods[0]) + starts[0]
     return [*tokens, *text[rest].tolist()]
 
 
 class PredictionProposer:
     """Proposes from a text that the caller expects as the answer.
 
-    A text longer than the prompt, and than `LEAST_PREDICTION`, counts up to there.
-
-    Args:
-        prediction: the expected answer.
-        prompt_tokens: tokens in front of the answer.
+    The text counts up to the length of the prompt, or `LEAST_PREDICTION`.
     """
 
     def __init__(self, prediction: Sequence[int], prompt_tokens: int) -> None:
-        most = max(prompt_tokens, LEAST_PREDICTION)
-        self._text = np.array(prediction[:most], np.intc)
-        self._runs = NgramFilter(len(self._text))
-        self._runs.add(self._text.tolist())
+        limit = max(prompt_tokens, LEAST_PREDICTION)
+        self._text = np.array(prediction[:limit], np.intc)
         self._prompt_tokens = prompt_tokens
         self._expected = 0
-        """Place of the next token, if the answer goes on as expected."""
+        """Index of the next token, if the answer continues as expected."""
         self._seen = prompt_tokens
 
-    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
-        """Return up to `most` tokens that may follow: the text's first ones before any answer."""
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
         new = tokens[self._seen :]
         self._seen = len(tokens)
         agreement = LONGEST_NGRAM
         if not self._follows(new):
             last = tokens[max(self._prompt_tokens, self._seen - LONGEST_NGRAM) :]
-            ends, agreement = self._agreements(last)
+            ends, agreement = agreements(self._text, np.array(last, np.intc))
             if agreement < LEAST_NGRAM:
                 self._expected = len(self._text)
                 return NOTHING
@@ -153,17 +126,10 @@ class PredictionProposer:
             later = ends[ends >= self._expected]
             self._expected = int(later[0] if later.size else ends[-1]) + 1
         return Proposal(
-            self._text[self._expected : self._expected + max(0, most)].tolist(), agreement
+            self._text[self._expected : self._expected + max(0, limit)].tolist(), agreement
         )
 
-    def _agreements(self, last: Sequence[int]) -> tuple[TextPlaces, int]:
-        """Return the places that agree with the answer's last tokens, and in how many of them."""
-        if len(last) < LEAST_NGRAM or last[-LEAST_NGRAM:] not in self._runs:
-            return np.zeros(0, np.intp), 0
-        return agreements(self._text, np.array(last, np.intc))
-
     def _follows(self, new: Sequence[int]) -> bool:
-        """Move on by new tokens of the answer; tell whether they were the expected ones."""
         start, end = self._expected, self._expected + len(new)
         if end >= len(self._text) or self._text[start:end].tolist() != list(new):
             return False
@@ -174,7 +140,7 @@ class PredictionProposer:
 def agreements(text: Tokens, last: Tokens) -> tuple[TextPlaces, int]:
     """Return all places where the longest agreement with the end of `last` ends, and its length.
 
-    At least as long as `last`, or as the text in front of a place, it is not looked at further.
+    The search ends at the length of `last`, and at the beginning of the text.
     """
     ends = np.flatnonzero(text == last[-1]) if len(last) else np.zeros(0, np.intp)
     agreement = min(1, ends.size)
@@ -188,39 +154,31 @@ def agreements(text: Tokens, last: Tokens) -> tuple[TextPlaces, int]:
 
 
 class Speculation:
-    """The proposals of one sequence: the tokens, and how many of them were right.
-
-    Args:
-        proposers: those of the sequence, in order; the longest agreement counts.
-    """
+    """The proposals of one sequence, and how many of them were right."""
 
     def __init__(self, proposers: Sequence[Proposer] = ()) -> None:
         self.accepted_tokens = 0
-        """Proposed tokens that are in the answer."""
+        """Proposed tokens in the answer."""
         self.rejected_tokens = 0
         """Proposed tokens that are not."""
         self.proposers = proposers
         self._shares = {kind: RunningMean(FIRST_SHARE) for kind in (*TEXT_KINDS, "draft")}
         self._ahead: list[int] = []
-        """Tokens behind the present end at the place of the last proposal."""
+        """Tokens after the present end at the place of the last proposal."""
         self._agreed = 0
         """Tokens that agreed with that place."""
         self._missed = False
-        """Whether the last token was another one there."""
+        """Whether the last token differed there."""
         self._read = 0
-        """Tokens that were compared with that place, and all before."""
+        """Tokens compared with that place, and all before."""
         self._without = 0
         """Tokens since the last proposal."""
 
-    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
         """Return the tokens that are most likely to follow; none if no proposer has any.
 
-        Where an agreement of some tokens ended in another one, that is taken to be replaced, and
-        the text behind it is proposed.
-
-        Args:
-            tokens: prompt and answer so far.
-            most: tokens to propose; 0 is none.
+        After an agreement and one other token, that is assumed to be a replacement, and the text
+        after it is proposed.
         """
         if self._ahead:
             self._follow(tokens)
@@ -228,8 +186,8 @@ class Speculation:
         best = NOTHING
         for proposer in self.proposers:
             # Behind a proposal that is as sure as any, the others only take the tokens in.
-            wanted = 0 if best.agreement >= LONGEST_NGRAM else 2 * most
-            proposal = proposer.propose(tokens, wanted)
+            count = 0 if best.agreement >= LONGEST_NGRAM else 2 * limit
+            proposal = proposer.propose(tokens, count)
             if proposal.agreement > best.agreement:
                 best = proposal
         if best.tokens:
@@ -240,10 +198,10 @@ class Speculation:
             best = Proposal(self._ahead, RESUMED)
         else:
             return best
-        return Proposal(best.tokens[:most], best.agreement)
+        return Proposal(best.tokens[:limit], best.agreement)
 
     def _follow(self, tokens: Sequence[int]) -> None:
-        """Go on at the place of the last proposal; two tokens that are others there leave it."""
+        """Continue at the place of the last proposal; two differing tokens leave it."""
         new = tokens[self._read :]
         for token, expected in zip(new, self._ahead, strict=False):
             is_right = token == expected
@@ -256,18 +214,17 @@ class Speculation:
         self._ahead = self._ahead[len(new) :]
 
     def share(self, agreement: int) -> float:
-        """Return the share of proposals behind such an agreement that are expected to be right."""
+        """Return the expected share of right proposals after such an agreement."""
         return self._shares[_kind(agreement)].value
 
     def expect(self, agreement: int, share: float) -> None:
-        """Expect such a share of proposals behind such an agreement to be right."""
         self._shares[_kind(agreement)].value = share
 
     def judged(self, proposed: int, accepted: int, agreement: int) -> None:
-        """Take in how many first tokens of a checked proposal were right.
+        """Record how many first tokens of a checked proposal were right.
 
-        After a while without any, the share of the first one is assumed again, but not of a draft
-        model's: it would have to read all of the text.
+        After a while without any, the share of the first one is assumed again, but not of a
+        draft model's: it would have to read all of the text.
         """
         if proposed:
             self._without = 0
@@ -283,12 +240,11 @@ class Speculation:
 
 
 def outcomes(proposed: int, accepted: int) -> list[float]:
-    """Return 1 for each token that was right, and 0 for the first that was not."""
+    """Return 1 for each right token, and 0 for the first wrong one."""
     return [1.0] * accepted + [0.0] * (accepted < proposed)
 
 
 def _kind(agreement: int) -> str:
-    """Return the kind of proposals whose share is measured together."""
     if agreement == DRAFTED:
         return "draft"
     if agreement == RESUMED:

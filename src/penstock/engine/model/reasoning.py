@@ -1,4 +1,4 @@
-"""Reasoning of a bounded length: behind its last token the model's own mark is forced.
+"""Reasoning of a bounded length: after its last token the model's own end mark is forced.
 
 generated:  <think> a b c                 budget: 3
 allowed:    anything ... </think> alone, then anything
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.request import ReasoningBudget
 
-__all__ = ["ReasoningLimit"]
+if TYPE_CHECKING:
+    from penstock.engine.model.sampling import Rule
+
+__all__ = ["BehindReasoning", "ReasoningLimit"]
 
 
 class ReasoningLimit:
-    """The place of one answer in its reasoning. Used by the engine's thread alone."""
+    """The position of one answer in its reasoning; a `Rule`. Used by the engine's thread alone."""
 
     def __init__(self, budget: ReasoningBudget) -> None:
         self._budget = budget
@@ -27,12 +31,14 @@ class ReasoningLimit:
         self._latest: deque[int] = deque(maxlen=max(len(budget.start), len(budget.end), 1))
 
     @property
+    def inside(self) -> bool:
+        return self._inside
+
+    @property
     def free(self) -> bool:
-        """Whether any token may come next."""
         return not self._inside or self._used_tokens < self._budget.max_tokens
 
     def allowed(self, size: int) -> npt.NDArray[np.bool_]:
-        """Return which of the first `size` tokens may come next, (size,): the end mark's next."""
         if self.free:
             return np.ones(size, np.bool_)
         allowed = np.zeros(size, np.bool_)
@@ -48,7 +54,6 @@ class ReasoningLimit:
         return list(end[begun:])
 
     def allowed_tokens(self, tokens: Sequence[int]) -> int:
-        """Return how many first ones of some tokens may come next, one behind the other."""
         ahead = self.copy()
         for count, token in enumerate(tokens):
             if not ahead.free and token != ahead.forced()[0]:
@@ -57,7 +62,6 @@ class ReasoningLimit:
         return len(tokens)
 
     def accept(self, token: int) -> bool:
-        """Go on with a token; an answer never ends by this."""
         self._latest.append(token)
         if self._inside:
             self._used_tokens += 1
@@ -67,7 +71,6 @@ class ReasoningLimit:
         return False
 
     def copy(self) -> ReasoningLimit:
-        """Return another answer's place, where this one is."""
         other = ReasoningLimit(self._budget)
         other._inside, other._used_tokens = self._inside, self._used_tokens
         other._latest = self._latest.copy()
@@ -76,3 +79,40 @@ class ReasoningLimit:
     def _ends_with(self, mark: tuple[int, ...]) -> bool:
         latest = tuple(self._latest)
         return latest[len(latest) - len(mark) :] == mark
+
+
+class BehindReasoning:
+    """A `Rule` that begins at the end of the reasoning opened by the prompt."""
+
+    def __init__(self, limit: ReasoningLimit, grammar: Rule) -> None:
+        self._limit, self._grammar = limit, grammar
+
+    @property
+    def _rule(self) -> Rule:
+        return self._limit if self._limit.inside else self._grammar
+
+    @property
+    def free(self) -> bool:
+        return self._rule.free
+
+    def allowed(self, size: int) -> npt.NDArray[np.bool_]:
+        return self._rule.allowed(size)
+
+    def forced(self) -> list[int]:
+        return self._rule.forced()
+
+    def allowed_tokens(self, tokens: Sequence[int]) -> int:
+        limit = self._limit.copy()
+        for count, token in enumerate(tokens):
+            if not limit.inside:
+                return count + self._grammar.allowed_tokens(tokens[count:])
+            if not limit.allowed_tokens([token]):
+                return count
+            limit.accept(token)
+        return len(tokens)
+
+    def accept(self, token: int) -> bool:
+        return self._rule.accept(token)
+
+    def copy(self) -> BehindReasoning:
+        return BehindReasoning(self._limit.copy(), self._grammar.copy())

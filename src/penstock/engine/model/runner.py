@@ -12,18 +12,24 @@ from typing import Any
 
 import mlx.core as mx
 
-from penstock.engine.model.model_probe import Way, try_model
+from penstock.attention.attention_backend import (
+    AttentionBackend,
+    AttentionWays,
+    DecodeStep,
+    PlainOperations,
+)
+from penstock.attention.attention_plan import DecodeRow
+from penstock.attention.chunk_reads import ChunkReads
+from penstock.attention.joined_reads import JoinedReads
+from penstock.attention.reads import decode_reads
+from penstock.attention.selection.selection import Selection
+from penstock.attention.span_attention import AttentionWindow
+from penstock.engine.model.model_probe import Way, step_token_bytes, try_model, weight_bytes
 from penstock.errors import ModelError
-from penstock.kv.attention import AttentionWindow
-from penstock.kv.attention_plan import DecodeRow, KVSpan
-from penstock.kv.chunk_reads import ChunkReads
-from penstock.kv.codecs import Scales, Squares
+from penstock.kv.codecs.coded import Scales
+from penstock.kv.codecs.scales import Squares
 from penstock.kv.compressed import RowReads
-from penstock.kv.joined_reads import JoinedReads
-from penstock.kv.kernels.ways import Ways
-from penstock.kv.reads import DecodeStep
-from penstock.kv.segment import Segment
-from penstock.kv.selection import Selection
+from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.states import (
     RecurrentState,
     StateForm,
@@ -37,7 +43,7 @@ from penstock.kv.states import (
 from penstock.kv.tails import LayerShape, Tails, token_bytes
 from penstock.models import mlx_lm as seam
 from penstock.models.arguments import positions, query_heads
-from penstock.models.layer_seams import attach, decoding
+from penstock.models.layer_seams import attach, decoding, without_logits
 
 SCALES_SEED = "penstock scales"
 SCALES_CHUNKS = 4
@@ -82,6 +88,7 @@ class Runner:
 
     Args:
         model: mlx-lm's; its weights are evaluated here.
+        device: back end that computes.
         max_kv_size: tokens a sequence sees at most, the kept ones among them.
         keep: first tokens that are always seen.
         ranks: number of processes among which the model was divided.
@@ -91,11 +98,17 @@ class Runner:
             something else on parts than on its own caches.
     """
 
-    ways: Ways | None = None
-    """Ways to attend in decode steps; None: by plain operations."""
-
-    def __init__(self, model: Any, *, max_kv_size: int, keep: int, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: AttentionBackend,
+        *,
+        max_kv_size: int,
+        keep: int,
+        ranks: int = 1,
+    ) -> None:
         self.model = model
+        self.device = device
         mx.eval(model.parameters())
         self.layout = seam.layout(model)
         modules = attach(model)
@@ -109,6 +122,8 @@ class Runner:
         self._state_bytes = 0
         self.state_form = StateForm.of(())
         """Form of one sequence's states."""
+        self.ways: AttentionWays = PlainOperations()
+        """Ways to attend in decode steps."""
         self.selection: Selection | None = None
         """Choice of the tokens that decode steps read of long sequences; None to read all."""
         self.most_joined: int | None = None
@@ -124,6 +139,8 @@ class Runner:
                 for attention_window in self.layout.attention_windows
             ]
         self.distinct_windows = list(dict.fromkeys(self.attention_windows))
+        self.step_token_bytes = step_token_bytes(model)
+        """Bytes that a token takes in the widest layer, about."""
 
     def take_forms(self, segment: Segment, states: Sequence[States]) -> None:
         """Take the forms of keys, values and states from a segment and the states of two rows."""
@@ -134,6 +151,10 @@ class Runner:
         )
         self._state_bytes = max(map(nbytes, states))
         self.state_form = StateForm.of(states[-1])
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of the model's weights, counted now."""
+        return weight_bytes(self.model)
 
     @property
     def token_bytes(self) -> int:
@@ -215,7 +236,7 @@ class Runner:
         """Return a segment with its index, if decode steps choose by one; it begins at `start`."""
         if self.selection is None:
             return segment
-        return self.selection.index.indexed(segment, start)
+        return self.selection.index.indexed(segment, start, self.device)
 
     def nearest(self, position: int) -> int:
         """Return the first position beyond the kept ones that any layer sees from `position`."""
@@ -255,15 +276,21 @@ class Runner:
                 [RecurrentState(states, own=own) for _, states in outputs],
             )
         step = DecodeStep.of(
-            rows, tails, len(tokens[0]), self.ways, self.selection, self.most_joined
+            self.device,
+            rows,
+            tails,
+            len(tokens[0]),
+            self.ways,
+            self.selection,
+            self.most_joined,
         )
         states = (
             stacked([recurrent_state or self.fresh_state() for recurrent_state in recurrent_states])
             if recurrent_states
             else None
         )
-        caches, kept = self.layout.caches(step.caches(self.attention_windows), states)
-        with decoding():
+        caches, kept = self.layout.caches(decode_reads(step, self.attention_windows), states)
+        with decoding(self.device):
             logits = self.model(mx.array([list(new) for new in tokens]), cache=caches)
         left = unpinned(seam.states_of(kept))
         return DecodeOutput(logits, [RecurrentState(left, row) for row in range(len(rows))])
@@ -301,11 +328,14 @@ class Runner:
         mx.eval(logits)
         return logits, self._left(readers, kept, len(tokens), position)
 
-    def key_scales(self) -> tuple[Scales, ...]:
+    def key_scales(self, piece_tokens: int = SCALES_CHUNK) -> tuple[Scales, ...]:
         """Return the best scales for the channels of each layer's keys (`codecs.scales`).
 
         They follow from the sizes of keys and queries in a fixed run of tokens. A model with an
         attention of its own has none: its queries are not seen.
+
+        Args:
+            piece_tokens: most tokens that are read at once.
         """
         if self.fitness.way == "joined":
             return ()
@@ -314,14 +344,32 @@ class Runner:
         step = max(1, (self.context_tokens or SCALES_POSITIONS) // SCALES_CHUNKS)
         for chunk in range(SCALES_CHUNKS):
             tokens = [draw.randrange(self.vocabulary_size) for _ in range(min(SCALES_CHUNK, step))]
-            reads = self._chunk_reads([], chunk * step, "shared")
-            for cache, into in zip(reads, squares, strict=True):
-                assert isinstance(cache, ChunkReads)
-                cache.squares = into
-            caches, kept = self.layout.caches(reads, None)
-            self.model(mx.array([tokens]), cache=caches)
-            self._left(reads, kept, len(tokens), 0)  # also what goes to another process
+            self.read_run(tokens, chunk * step, piece_tokens, squares)
         return tuple(layer_squares.scales() for layer_squares in squares)
+
+    def read_run(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        piece_tokens: int,
+        squares: Sequence[Squares] = (),
+    ) -> list[Segment]:
+        """Read a run of tokens with nothing in front, piece by piece; return the pieces' KV.
+
+        Args:
+            tokens: the run.
+            position: of its first token.
+            piece_tokens: most tokens that are read at once.
+            squares: sums of each layer, to which keys and queries are added.
+        """
+        spans: list[KVSpan] = []
+        recurrent_state = self.fresh_state()
+        for at in range(0, len(tokens), piece_tokens):
+            piece, start = tokens[at : at + piece_tokens], position + at
+            output = self.chunk(piece, spans, start, recurrent_state, self.fitness.way, squares)
+            spans.append(KVSpan(output.segment, start, len(piece)))
+            recurrent_state = RecurrentState(output.states)
+        return [span.segment for span in spans]
 
     def chunk(
         self,
@@ -330,12 +378,20 @@ class Runner:
         position: int,
         recurrent_state: RecurrentState | None,
         way: Way,
+        squares: Sequence[Squares] = (),
     ) -> PrefillOutput:
-        """Read tokens of one sequence in this way; `prefill` takes the way that was found right."""
+        """Read tokens of one sequence in this way; `prefill` takes the way that was found right.
+
+        Keys and queries are added to the `squares` of their layer, where there are any.
+        """
         reads = self._chunk_reads(parts, position, way)
+        for cache, into in zip(reads, squares, strict=bool(squares)):
+            assert isinstance(cache, ChunkReads)
+            cache.squares = into
         caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
         # Its logits are not kept, which would keep all that they are computed from.
-        self.model(mx.array([list(tokens)]), cache=caches)
+        with without_logits():
+            self.model(mx.array([list(tokens)]), cache=caches)
         return self._left(reads, kept, len(tokens), position)
 
     def _chunk_reads(
@@ -348,7 +404,9 @@ class Runner:
         eager = read_whole or self.is_recurrent or self._passes_on
         last = -1 if eager else len(self.attention_windows) - 1
         return [
-            ChunkReads(i, s, parts, position, last=i == last, most_joined=self.most_joined)
+            ChunkReads(
+                i, s, parts, position, self.device, last=i == last, most_joined=self.most_joined
+            )
             for i, s in enumerate(self.attention_windows)
         ]
 
@@ -379,7 +437,7 @@ class Runner:
         return [
             RowReads(rows[i], i, parts, position, chunk=tail is None)
             if i in rows
-            else JoinedReads(i, attention_window, parts, position, tail)
+            else JoinedReads(i, attention_window, parts, position, self.device, tail)
             for i, attention_window in enumerate(self.attention_windows)
         ]
 

@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 NUCLEUS_TOKENS = 4096
-"""Likeliest tokens among which top-p is looked for first. Of 151,936 tokens, to find and sort
-these takes 1 ms on a CPU, to sort all 11 ms."""
+"""Likeliest tokens searched first for top-p. Of 151,936 tokens, finding and sorting these takes
+1 ms on a CPU, sorting all 11 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One token; its log-probability and the likeliest tokens' where they were asked for."""
+    """One token; its log-probability and the likeliest tokens' if requested."""
 
     token: int
     logprob: float | None = None
@@ -53,7 +53,7 @@ class SampledToken:
 
 
 class Rule(Protocol):
-    """A grammar, or a budget for reasoning, that an answer must follow, and its place in it."""
+    """A grammar, or a budget for reasoning, that an answer follows, and its position in it."""
 
     @property
     def free(self) -> bool:
@@ -63,35 +63,29 @@ class Rule(Protocol):
         """Return which of the first `size` tokens may come next, (size,)."""
 
     def accept(self, token: int) -> bool:
-        """Go on with a token; return whether the answer is complete with it."""
+        """Advance by a token; return whether it completes the answer."""
 
     def forced(self) -> list[int]:
-        """Return tokens of which the rule expects that they come next; none where it has a choice.
-
-        They are a guess: other tokens may spell the same text.
-        """
+        """Return the tokens that the rule expects next, a guess; none where it has a choice."""
 
     def allowed_tokens(self, tokens: Sequence[int]) -> int:
-        """Return how many first ones of some tokens may come next, one behind the other."""
+        """Return how many first ones of some tokens may follow each other."""
 
     def copy(self) -> Rule:
-        """Return another answer's place, where this one is."""
+        """Return another answer at the same position."""
 
 
 class TokenSampler:
     """Chooses the tokens of one answer; owned by the thread that computes the logits.
 
     Args:
-        sampling: How to choose; without a seed one is drawn here. Choices that are to share a
-            seed get `Sampling.with_seed()` of the request.
+        sampling: How to choose; without a seed one is drawn here. Choices that share a seed get
+            `Sampling.with_seed()` of the request.
         prompt_tokens: The whole prompt, however much of it came from a cache.
         choice: Number of the answer; it goes into the draws.
-        vocabulary_size: Tokens the model has; a `logit_bias` beyond it is refused here, or by
+        vocabulary_size: Tokens of the model; a `logit_bias` beyond it is refused here, or by
             `choose` where this is None.
         constraint: The grammar of the answer; each committed token goes to its `accept`.
-
-    Raises:
-        SettingError: `logit_bias` names a token that the model does not have.
     """
 
     def __init__(
@@ -113,15 +107,13 @@ class TokenSampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the place of the largest logit is all that is asked for."""
+        """Whether the largest logit decides."""
         return self.sampling.plain and (self.constraint is None or self.constraint.free)
 
     def choose(self, logits: mx.array, generated: Sequence[int]) -> SampledToken:
-        """Choose the token that follows `generated`.
+        """Choose the token that follows `generated`, from logits (vocabulary,) of any float type.
 
-        Args:
-            logits: (vocabulary,), of any float type.
-            generated: The answer so far; from call to call it only grows, or is cut short.
+        From call to call `generated` only grows, or is cut short.
 
         Raises:
             SettingError: `logit_bias` names a token beyond the logits.
@@ -132,33 +124,21 @@ class TokenSampler:
         return self._read(draft, logits, generated)
 
     def ahead(self) -> TokenSampler:
-        """Return a sampler at the same place, which may go on while this one stays."""
+        """Return a sampler at the same position, which may advance while this one stays."""
         sampler = shallow_copy(self)
         if self.constraint is not None:
             sampler.constraint = self.constraint.copy()
         return sampler
 
     def accept(self, token: int) -> bool:
-        """Go on behind a token of the answer; return whether its grammar is complete with it.
-
-        Raises:
-            StepFailed: the grammar does not allow it.
-        """
         return self.constraint is not None and self.constraint.accept(token)
 
     def key(self, position: int) -> mx.array:
-        """Return the random key of the answer's token number `position`."""
         name = f"{self.sampling.seed} {self.choice} {position}".encode()
         return mx.random.key(int.from_bytes(blake2b(name, digest_size=8).digest()))
 
     def penalized(self, logits: mx.array, generated: Sequence[int]) -> mx.array:
-        """Add the bias and take off the penalties, in mlx-lm's order.
-
-        logits: (vocabulary,) float32, as the result is.
-
-        Raises:
-            SettingError: `logit_bias` names a token beyond the logits.
-        """
+        """Apply bias and penalties to float32 logits (vocabulary,), in mlx-lm's order."""
         sampling, size = self.sampling, logits.size
         if sampling.logit_bias:
             _check_bias(sampling.logit_bias, size)
@@ -177,7 +157,6 @@ class TokenSampler:
         return logits
 
     def _allowed(self, logits: mx.array) -> mx.array:
-        """Set the tokens that the grammar forbids to -inf. logits: (vocabulary,) float32."""
         if self.constraint is None or self.constraint.free:
             return logits
         return mx.where(mx.array(self.constraint.allowed(logits.size)), logits, -math.inf)
@@ -185,8 +164,8 @@ class TokenSampler:
     def _draft(self, logits: mx.array, generated: Sequence[int], *, sure: bool = False) -> _Draft:
         """Prepare the choice without computing it; `sure` is slow and always right."""
         sampling = self.sampling
-        own = logits.astype(mx.float32)
-        scores = self.penalized(self._allowed(own), generated)
+        raw = logits.astype(mx.float32)
+        scores = self.penalized(self._allowed(raw), generated)
         enough = None
         if sampling.greedy:
             token = mx.argmax(scores)
@@ -196,7 +175,7 @@ class TokenSampler:
             token = mx.random.categorical(kept / sampling.temperature, key=key)
         draft = _Draft(token, scores[token], enough)
         if sampling.logprobs:
-            logprobs = own - mx.logsumexp(own)
+            logprobs = raw - mx.logsumexp(raw)
             draft.logprob = logprobs[token]
             if sampling.top_logprobs:
                 count = min(sampling.top_logprobs, logprobs.size)
@@ -205,7 +184,7 @@ class TokenSampler:
         return draft
 
     def _read(self, draft: _Draft, logits: mx.array, generated: Sequence[int]) -> SampledToken:
-        """Read a computed draft; make a sure one where it turns out not to be enough."""
+        """Read a computed draft; repeat it with `sure` if top-p needs more tokens."""
         if draft.enough is not None and not draft.enough.item():
             draft = self._draft(logits, generated, sure=True)
             mx.eval(draft.arrays)
@@ -218,13 +197,13 @@ class TokenSampler:
 
 
 def greedy_only(samplers: Sequence[TokenSampler]) -> bool:
-    """Say whether `likeliest` of the logits is all that these rows ask for."""
+    """Return whether `likeliest` of the logits decides all of these rows."""
     return all(sampler.plain for sampler in samplers)
 
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """The largest logit of each row and its place, perhaps not computed yet."""
+    """The largest logit of each row and its index, perhaps not computed yet."""
 
     tokens: mx.array
     """(B,) uint32."""
@@ -232,10 +211,7 @@ class Likeliest:
     """(B,) float32."""
 
     def read(self) -> list[SampledToken | Exception]:
-        """Return the rows' tokens; computes the missing ones, all in one `mx.eval`.
-
-        A row without a finite logit is an error of that row.
-        """
+        """Return the rows' tokens, or an error without a finite logit; one `mx.eval` for all."""
         mx.eval(self.tokens, self.values)
         return [
             SampledToken(token) if math.isfinite(value) else _no_finite_logit(value)
@@ -256,18 +232,10 @@ def likeliest(logits: mx.array) -> Likeliest:
 def sample_all(
     logits: mx.array, samplers: Sequence[TokenSampler], generated: Sequence[Sequence[int]]
 ) -> list[SampledToken | Exception]:
-    """Choose a token for every row of a step; an error of one row stands in its place.
+    """Choose a token for every row of logits (B, vocabulary); an error of one row takes its place.
 
-    Rows that are `plain` cost one argmax and one `mx.eval` for all of them.
-
-    Args:
-        logits: (B, vocabulary).
-        samplers: B of them.
-        generated: Each row's answer so far, as in `TokenSampler.choose`.
-
-    Raises:
-        ValueError: there is not one chooser a row.
-        Exception: any that computing the logits raises. That is the step's failure, not a row's.
+    Rows that are `plain` cost one argmax and one `mx.eval` for all of them. An error of
+    computing the logits is the step's, and raised.
     """
     if logits.shape[0] != len(samplers):
         raise ValueError(f"logits of {logits.shape[0]} rows for {len(samplers)} choosers")
@@ -299,8 +267,8 @@ def sample_all(
 def without_frames(error: Exception) -> Exception:
     """Return the error with its traceback as a note, not as frames.
 
-    Frames keep their local variables: a kept error would keep the step's arrays, which are in
-    no ledger.
+    Frames keep their local variables: a kept error would keep the step's arrays, which are in no
+    ledger.
     """
     if error.__traceback__ is not None:
         error.add_note("".join(traceback.format_exception(error)))
@@ -309,10 +277,10 @@ def without_frames(error: Exception) -> Exception:
 
 
 def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """Keep the fewest likeliest tokens that hold `top_p` of the probability; -inf elsewhere.
+    """Keep the fewest likeliest tokens with `top_p` of the probability; -inf elsewhere.
 
     logprobs: (..., vocabulary), or scores with the largest near 0. Tokens as likely as the last
-    one kept stay too.
+    kept one stay too.
     """
     ascending = mx.sort(logprobs, axis=-1)
     probs = mx.exp(ascending.astype(mx.float32))
@@ -340,7 +308,7 @@ def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
 def _filtered(
     scores: mx.array, sampling: Sampling, *, sure: bool
 ) -> tuple[mx.array, mx.array | None]:
-    """Set tokens not to be drawn to -inf; return also whether top-p saw enough, if in doubt.
+    """Set excluded tokens to -inf; return also whether top-p saw enough, if in doubt.
 
     scores: (vocabulary,) float32 of at most 0, log-probabilities but for a constant.
     """
@@ -357,10 +325,7 @@ def _filtered(
 
 
 def _nucleus(logprobs: mx.array, top_p: float, tokens: int) -> tuple[mx.array, mx.array]:
-    """Do as `apply_top_p`, if the `tokens` likeliest hold enough; return whether they do.
-
-    logprobs: (vocabulary,), of at most 0.
-    """
+    """Apply `apply_top_p` to the `tokens` likeliest; return whether they are enough."""
     ascending = mx.sort(mx.topk(logprobs, tokens))
     above = mx.cumsum(mx.exp(ascending), reverse=True, inclusive=False)
     dropped = above >= top_p * mx.exp(logprobs).sum()
@@ -368,7 +333,6 @@ def _nucleus(logprobs: mx.array, top_p: float, tokens: int) -> tuple[mx.array, m
 
 
 def _at_least(logprobs: mx.array, ascending: mx.array, dropped: mx.array) -> mx.array:
-    """Keep the values from the first one of `ascending` that is not dropped."""
     first = dropped.sum(axis=-1, keepdims=True)
     least = mx.take_along_axis(ascending, first, axis=-1)
     return mx.where(logprobs < least, -math.inf, logprobs)
@@ -382,7 +346,7 @@ class _Draft:
     value: mx.array
     """The token's logit."""
     enough: mx.array | None = None
-    """Whether top-p was found among the tokens looked at."""
+    """Whether top-p ended among the tokens looked at."""
     logprob: mx.array | None = None
     top_tokens: mx.array | None = None
     top_logprobs: mx.array | None = None
@@ -400,7 +364,7 @@ class _Draft:
         return [array for array in every if array is not None]
 
     def top(self) -> tuple[tuple[int, float], ...]:
-        """Return the likeliest tokens, likeliest first, equally likely ones by number."""
+        """Return the likeliest tokens in order, equally likely ones by number."""
         if self.top_tokens is None or self.top_logprobs is None:
             return ()
         pairs = zip(_numbers(self.top_tokens), _numbers(self.top_logprobs), strict=True)
@@ -408,20 +372,17 @@ class _Draft:
 
 
 class _Occurrences:
-    """Counts of each token among the last `window` of `before` and the answer.
-
-    Kept up from token to token: a long prompt is counted once.
-    """
+    """Counts of each token among the last `window` of `before` and the answer, kept up to date."""
 
     def __init__(self, before: Sequence[int], window: int | None) -> None:
         self._before = before
         self._window = window
         self._counts: npt.NDArray[np.int32] | None = None
         self._taken = 0
-        """Tokens of the answer that are counted."""
+        """Tokens of the answer counted so far."""
 
     def counts(self, answer: Sequence[int], size: int) -> npt.NDArray[np.int32]:
-        """Return (size,) counts, ours: not to be written to. Tokens beyond `size` are left out."""
+        """Return (size,) counts, not to be written to. Tokens beyond `size` are left out."""
         if self._counts is None or self._counts.size != size or len(answer) < self._taken:
             self._counts = self._counted(answer, size)
         else:
@@ -437,7 +398,7 @@ class _Occurrences:
         return np.bincount(tokens[tokens < size], minlength=size).astype(np.int32)
 
     def _move(self, counts: npt.NDArray[np.int32], answer: Sequence[int], position: int) -> None:
-        """Count the answer's token at `position`, and drop the one that it pushes out."""
+        """Count the answer's token at `position`, and drop the one it pushes out of the window."""
         if answer[position] < counts.size:
             counts[answer[position]] += 1
         if self._window is None:
@@ -459,9 +420,9 @@ def _check_bias(bias: dict[int, float], size: int) -> None:
 
 
 def _computed(drafts: Iterable[_Draft]) -> bool:
-    """Compute the drafts, all at once; say whether all could be.
+    """Compute the drafts, all at once; return whether all could be.
 
-    If not, none of them may be read. After an `mx.eval` that failed, arrays of its graph count as
+    If not, none of them may be read. After a failed `mx.eval`, arrays of its graph count as
     computed and hold old contents of the memory.
     """
     try:
@@ -472,7 +433,6 @@ def _computed(drafts: Iterable[_Draft]) -> bool:
 
 
 def _numbers(array: mx.array) -> Any:
-    """Return a computed array's number, or list of numbers; its type is the caller's to know."""
     return array.tolist()
 
 

@@ -14,10 +14,10 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """mlx-lm's streaming detokenizer, of which each answer has its own copy."""
+    """mlx-lm's streaming detokenizer, a copy for each answer."""
 
     def add_token(self, token: int) -> None:
-        """Take in one token."""
+        """Add one token."""
 
     def finalize(self) -> None:
         """Stop waiting for the rest of a character."""
@@ -31,23 +31,23 @@ class Detokenizer(Protocol):
 
     @property
     def last_segment(self) -> str:
-        """Whole characters since this was read last."""
+        """Whole characters since the last read."""
 
 
 class TextStream:
-    """The text of one answer, piece by piece, each piece as soon as it is certain.
+    """The text of one answer in pieces, each as soon as it is certain.
 
-    The stop string that is completed first ends the text, of several the longest; the text is cut
-    where it begins. How the text is divided into tokens makes no difference. Text that may be the
-    start of a stop string is held back until it is known. Linear in the text.
+    The stop string completed first ends the text, of several the longest; the text is cut where it
+    begins. The division into tokens makes no difference. A possible start of a stop string is held
+    back until it is decided. Linear in the text.
 
     Args:
         detokenizer: this answer's own.
         stop: strings that end the text.
-        before: last tokens in front of the text: with them its first space is told, which mlx-lm's
-            detokenizers drop at the start of a text.
-        keep_stop: whether the text has the stop string that ends it.
-        min_tokens: first tokens, with none of which a stop string can end the text.
+        before: last tokens in front of the text: with them its first space is emitted, which
+            mlx-lm's detokenizers drop at the start of a text.
+        keep_stop: whether the text keeps the stop string that ends it.
+        min_tokens: first tokens that no stop string can end.
         silent: tokens that add nothing to the text.
     """
 
@@ -70,23 +70,22 @@ class TextStream:
         self._keep_stop = keep_stop
         self._silent = silent
         self._early_tokens = min_tokens + 1
-        """Tokens that must come before a stop string may count, the one that completes it too."""
+        """Tokens before a stop string may count, the one that completes it included."""
         self._known = 0
-        """Characters of `before` that the detokenizer has not told yet."""
+        """Characters of `before` that the detokenizer has not emitted yet."""
         self._begin_behind(before)
         self._stops = _Stops(stop) if stop else None
         self._state = _ROOT
         self._held = ""
         self.stopped: str | None = None
-        """The stop string that was found."""
+        """The stop string that ended the text."""
 
     @property
     def may_stop(self) -> bool:
-        """Whether a stop string can end the text."""
         return self._stops is not None
 
     def push(self, token: int) -> str:
-        """Take in a token; return the text that is certain with it. Empty after a stop."""
+        """Add a token; return the text that is certain with it. Empty after a stop."""
         if self.stopped is not None:
             return ""
         self._early_tokens = max(0, self._early_tokens - 1)
@@ -95,18 +94,19 @@ class TextStream:
         self._detokenizer.add_token(token)
         return self._certain(self._new())
 
-    def finish(self) -> str:
-        """Return the text that was held back; `stopped` may be set by its last characters."""
+    def finish(self, *, cut: bool = False) -> str:
+        """Return the text held back; `cut` drops an incomplete character."""
         if self.stopped is not None:
             return ""
         self._detokenizer.finalize()
-        text = self._certain(self._new())
-        held, self._held = self._held, ""
+        rest = self._new()
+        text = self._certain(rest.rstrip(REPLACEMENT) if cut else rest)
+        pending, self._held = self._held, ""
         self._state = _ROOT
-        return text + held
+        return text + pending
 
     def _begin_behind(self, before: Sequence[int]) -> None:
-        """Have the detokenizer read the tokens in front of the text, which are not emitted."""
+        """Let the detokenizer read the tokens in front of the text, which are not emitted."""
         if not before:
             return
         for token in before:
@@ -118,14 +118,13 @@ class TextStream:
         self._known = len(whole.text.rstrip(REPLACEMENT)) - emitted
 
     def _new(self) -> str:
-        """Return the whole characters of the text since this was asked last."""
         piece = self._detokenizer.last_segment
         known = min(max(0, self._known), len(piece))
         self._known -= known
         return piece[known:]
 
     def _certain(self, piece: str) -> str:
-        """Take in text; return the part in which no stop string can begin any more."""
+        """Add text; return the part in which no stop string can begin any more."""
         if self._stops is None:
             return piece
         for end, char in enumerate(piece, 1):
@@ -147,7 +146,7 @@ _ROOT = 0
 class _Stops:
     """Finds several strings in one pass over the text (Aho and Corasick 1975).
 
-    A state is the longest end of the text so far that begins one of the strings.
+    A state is the longest suffix of the text so far that begins one of the strings.
     """
 
     __slots__ = ("_fallback", "_next", "depth", "found")
@@ -164,7 +163,6 @@ class _Stops:
         self._link()
 
     def step(self, state: int, char: str) -> int:
-        """Return the state after one more character."""
         while state != _ROOT and char not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(char, _ROOT)
@@ -184,7 +182,7 @@ class _Stops:
         self.found[state] = stop
 
     def _link(self) -> None:
-        """Fill in where each state goes on when a character does not fit, shallow ones first."""
+        """Set where each state continues when a character does not fit, shallow ones first."""
         waiting = deque(self._next[_ROOT].values())
         while waiting:
             state = waiting.popleft()

@@ -1,6 +1,6 @@
-"""Checking proposed tokens: one that the sampler chooses itself is accepted.
+"""Checks of proposed tokens: those that the sampler chooses itself are accepted.
 
-The choice behind n accepted tokens is the one that the sampler makes of the same logits without
+The choice after n accepted tokens is the one that the sampler makes of the same logits without
 proposals: its draw depends on seed, answer and position alone. So the distribution is the model's,
 and a seeded answer is the same.
 """
@@ -22,9 +22,7 @@ def verified_greedy(
 ) -> list[list[SampledToken] | Exception]:
     """Return each row's tokens up to the first that was not proposed.
 
-    Args:
-        chosen: behind each new token of each row, row by row.
-        proposals: of each row; a row has one new token more than the longest.
+    `chosen` has the token after each new one, row by row, one more a row than the longest proposal.
     """
     width = 1 + max(map(len, proposals))
     return [
@@ -35,11 +33,11 @@ def verified_greedy(
 
 def _accepted(chosen: Sequence[Choice], proposal: Sequence[int]) -> list[SampledToken] | Exception:
     tokens: list[SampledToken] = []
-    for at, choice in enumerate(chosen):
+    for index, choice in enumerate(chosen):
         if isinstance(choice, Exception):
             return tokens or choice
         tokens.append(choice)
-        if at < len(proposal) and choice.token != proposal[at]:
+        if index < len(proposal) and choice.token != proposal[index]:
             break
     return tokens
 
@@ -50,13 +48,9 @@ def verified(
     samplers: Sequence[TokenSampler],
     generated: Sequence[Sequence[int]],
 ) -> list[list[SampledToken] | Exception]:
-    """Choose each row's tokens one behind the other, up to the first that was not proposed.
+    """Choose each row's tokens up to the first that was not proposed.
 
-    Args:
-        logits: (rows, width, vocabulary), computed.
-        proposals: of each row.
-        samplers: of each row.
-        generated: each row's answer so far.
+    logits: (rows, width, vocabulary), computed.
     """
     first = sample_all(logits[:, 0], samplers, generated)
     rows: list[list[SampledToken] | Exception] = []
@@ -75,16 +69,16 @@ def _go_on(
     sampler: TokenSampler,
     generated: Sequence[int],
 ) -> list[SampledToken]:
-    """Choose on behind a first token as long as the last one was proposed."""
+    """Choose further tokens as long as the last one was proposed."""
     ahead = sampler.ahead() if proposal else sampler
-    for at, proposed in enumerate(proposal):
-        if tokens[at].token != proposed:
+    for index, proposed in enumerate(proposal):
+        if tokens[index].token != proposed:
             break
         before = [*generated, *(token.token for token in tokens)]
         try:
             if ahead.accept(proposed):  # complete: nothing follows
                 break
-            tokens.append(ahead.choose(logits[at + 1], before))
+            tokens.append(ahead.choose(logits[index + 1], before))
         # A boundary: the next step meets the error again, as one of its own.
         except Exception as error:  # noqa: BLE001
             without_frames(error)

@@ -6,9 +6,9 @@ import logging
 
 import mlx.core as mx
 
+from penstock.attention.attention_plan import DecodeRow
 from penstock.engine.model.model_probe import PROBE, differs
 from penstock.engine.model.runner import Runner
-from penstock.kv.attention_plan import DecodeRow
 from penstock.kv.tails import Tails
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""Storage of evicted blocks in slower tiers, and their way back."""
+"""The engine's side of cold tiers: writes of blocks, and reads back."""

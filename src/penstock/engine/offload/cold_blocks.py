@@ -1,11 +1,11 @@
-"""Blocks of keys and values that lie in a cold tier alone: their places, a cache, checked reads.
+"""Spilled blocks of keys and values: their places, a cache, checked reads.
 
     hold ───> in the cache? ──no──> all others in one request: parts of records, in the order of
               their bytes, neighbors together ──> checksums
          ───> damaged, missing or late: the next tier, or `SpilledLost`
-    fetch ──> the same past the cache, for what is read once
+    fetch ──> the same past the cache, for blocks read once
 
-A place is the number of a block of `BLOCK_TOKENS` in the records that were spilled.
+A place is the number of a block of `BLOCK_TOKENS` in the spilled records.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.kv.codecs.spilled import (
 )
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind, Ledger
-from penstock.tiers.record_parts import ArrayPart
+from penstock.tiers.record import ArrayPart
 from penstock.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 LATE_SECONDS = 10.0
 """Longest wait for blocks of a tier."""
 RECORD_BYTES = 400
-"""Python overhead of one record that was spilled."""
+"""Python overhead of one spilled record, in bytes."""
 STREAMED_COPIES = 6
-"""Copies of a piece that is read whole: as read, in order, and as MLX has it; in two lanes."""
+"""Copies of a piece that is read whole: as read, in order, and MLX's; in two lanes."""
 SIDES = ("keys", "values")
 Wanted: TypeAlias = dict[bytes, list[ArrayPart]]
 Parts: TypeAlias = dict[bytes, list[RawBlocks]]
@@ -56,16 +56,8 @@ Parts: TypeAlias = dict[bytes, list[RawBlocks]]
 class ColdBlocks(BlockCache):
     """Reads spilled blocks. Not thread-safe: the engine's thread.
 
-    Args:
-        tiers: of the engine.
-        shapes: of one token in each layer.
-        record_tokens: tokens of a whole record.
-        ledger: counts the cache, the places, and the buffers of reads.
-        cached_tokens: tokens whose blocks the cache has room for, all layers and heads.
-        layers: numbers of the layers that are spilled.
-
-    Raises:
-        LedgerFull, NeverFits: there is no room for the cache.
+    The ledger counts the cache of `cached_tokens`, the places, and the buffers of reads; raises
+    LedgerFull or NeverFits.
     """
 
     def __init__(
@@ -99,16 +91,13 @@ class ColdBlocks(BlockCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes set aside for the cache, the places and the buffers of reads."""
         return self._reserved.nbytes
 
     @property
     def records(self) -> int:
-        """Records with a place."""
         return len(self._keys)
 
     def _sizes(self, layer: int) -> tuple[int, int]:
-        """Return the bytes of a block of keys, and of one of values."""
         shape = self._shapes[layer]
         token_bytes = BLOCK_TOKENS * shape.dtype.size
         return shape.key_dim * token_bytes, shape.value_dim * token_bytes
@@ -129,7 +118,6 @@ class ColdBlocks(BlockCache):
         return number * self.record_blocks
 
     def retain(self, places: Collection[int]) -> None:
-        """Forget the records that have none of the given places."""
         kept = {place // self.record_blocks for place in places}
         for number in [number for number in self._keys if number not in kept]:
             key = self._keys.pop(number)
@@ -138,86 +126,74 @@ class ColdBlocks(BlockCache):
         self._reserved.resize(self._fixed_bytes + RECORD_BYTES * len(self._keys))
 
     def forget(self, places: Collection[int]) -> None:
-        """Forget records that were lost: the next spill of them asks the tiers anew."""
+        """Forget lost records: the next spill of them asks the tiers again."""
         for number in {place // self.record_blocks for place in places}:
             key = self._keys.get(number)
             if key is not None:
                 self._numbers.pop(key, None)
 
     def held(self, keys: Collection[bytes]) -> set[bytes]:
-        """Return those of some records that are in a tier: a question to each for all of them.
-
-        Those with a place are.
-        """
-        held, none = {key for key in keys if key in self._numbers}, list[bytes]()
+        """Return which records have a place or are in a tier, by one question to each tier."""
+        present, none = {key for key in keys if key in self._numbers}, list[bytes]()
         for tier in self._tiers:
-            missing = [key for key in keys if key not in held]
+            missing = [key for key in keys if key not in present]
             if not missing:
                 break
             with suppress(TimeoutError):
-                held.update(tier.tier.call(partial(_held, keys=missing), none).result(LATE_SECONDS))
-        return held
+                present.update(
+                    tier.tier.call(partial(_held, keys=missing), none).result(LATE_SECONDS)
+                )
+        return present
 
     def release(self) -> None:
-        """Give back the bytes that were set aside."""
         self._reserved.release()
 
     # ---- reading
 
-    def hold(self, wanted: Sequence[BlockPairs]) -> HeldPairs:
-        """Have blocks of one layer in memory; see `BlockCache`."""
-        pairs = BlockPairs.joined(wanted)
+    def hold(self, lists: Sequence[BlockPairs]) -> HeldPairs:
+        pairs = BlockPairs.joined(lists)
         cache, split = self._caches[pairs.layer], self._sizes(pairs.layer)[0]
         rows, memory, new = cache.find(pairs.checksums), [cache.room], 0
         lacking = np.flatnonzero(rows < 0)
         if len(lacking):
-            records, at = np.divmod(pairs.places[lacking], self.record_blocks)
-            lacking = lacking[np.lexsort((at, pairs.heads[lacking], records))]
+            records, offsets = np.divmod(pairs.places[lacking], self.record_blocks)
+            lacking = lacking[np.lexsort((offsets, pairs.heads[lacking], records))]
             numbers: dict[tuple[int, ...], int] = {}
             checksums = map(tuple, pairs.checksums[lacking].tolist())
             same = [numbers.setdefault(pair, len(numbers)) for pair in checksums]
             _, firsts = np.unique(same, return_index=True)
-            own, new = pairs.some(lacking[firsts]), len(numbers)
+            missing_pairs, new = pairs.some(lacking[firsts]), len(numbers)
             slots = cache.make_room(new)
-            raw = self._read([own.side(0), own.side(1)])
+            raw = self._read([missing_pairs.side(0), missing_pairs.side(1)])
             memory.append(np.concatenate([part[len(slots) :] for part in raw], axis=1))
-            cache.keep(slots, own.checksums[: len(slots)], raw)
+            cache.keep(slots, missing_pairs.checksums[: len(slots)], raw)
             beside = np.arange(len(cache.room), len(cache.room) + len(memory[1]))
             rows[lacking] = np.concatenate([slots, beside])[same]
         self.counts.cached_blocks += 2 * (len(rows) - new)
         self.counts.read_blocks += 2 * new
-        ends = np.cumsum([len(of.places) for of in wanted])
+        ends = np.cumsum([len(of.places) for of in lists])
         return HeldPairs(memory, np.split(rows, ends[:-1]), split)
 
-    def fetch(self, wanted: Sequence[BlockList]) -> list[RawBlocks]:
-        """Return the bytes of blocks, read past the cache; see `BlockReader`.
-
-        In the cache they would drive out what is chosen.
-        """
-        raw = self._read(wanted)
+    def fetch(self, lists: Sequence[BlockList]) -> list[RawBlocks]:
+        raw = self._read(lists)
         self.counts.streamed_blocks += sum(map(len, raw))
         return raw
 
     def forget_cached(self) -> None:
-        """Empty the cache."""
         for cache in self._caches.values():
             cache.clear()
 
-    def _read(self, wanted: Sequence[BlockList]) -> list[RawBlocks]:
-        """Read blocks from the nearest tier that has them unharmed, (blocks, bytes) each.
-
-        Raises:
-            SpilledLost: no tier has all of them.
-        """
+    def _read(self, lists: Sequence[BlockList]) -> list[RawBlocks]:
+        """Read blocks, (blocks, bytes) each, from the nearest tiers, or raise SpilledLost."""
         raw: dict[int, RawBlocks] = {}
         missing: list[_Slice] = []
-        ends = dict.fromkeys((of.side for of in wanted), 0)
+        ends = dict.fromkeys((of.side for of in lists), 0)
         places = []
         for side in ends:  # all lists of a side together: what they want may be neighbors
-            own = BlockList.joined([of for of in wanted if of.side == side])
-            raw[side] = np.empty((len(own.places), self._sizes(own.layer)[side]), np.uint8)
-            missing += self._slices(own, raw[side])
-        for of in wanted:
+            blocks = BlockList.joined([of for of in lists if of.side == side])
+            raw[side] = np.empty((len(blocks.places), self._sizes(blocks.layer)[side]), np.uint8)
+            missing += self._slices(blocks, raw[side])
+        for of in lists:
             start = ends[of.side]
             ends[of.side] += len(of.places)
             places.append((of.side, slice(start, ends[of.side])))
@@ -225,38 +201,39 @@ class ColdBlocks(BlockCache):
             if not missing:
                 break
             by_record: dict[bytes, list[_Slice]] = {}
-            for one in missing:
-                by_record.setdefault(one.key, []).append(one)
+            for part in missing:
+                by_record.setdefault(part.key, []).append(part)
             missing = self._read_from(tier, by_record)
         if missing:
-            lost = {place for one in missing for place in one.places}
-            self.counts.lost_blocks += sum(len(one.rows) for one in missing)
+            lost = {place for part in missing for place in part.places}
+            self.counts.lost_blocks += sum(len(part.rows) for part in missing)
             raise SpilledLost(tuple(lost))
-        return [raw[side][own] for side, own in places]
+        return [raw[side][blocks] for side, blocks in places]
 
     def _read_from(self, tier: EngineTier, by_record: dict[bytes, list[_Slice]]) -> list[_Slice]:
-        """Read from a tier what it has unharmed; return the others."""
-        for own in by_record.values():
-            own.sort(key=lambda one: one.part)
+        for slices in by_record.values():
+            slices.sort(key=lambda part: part.part)
         self.counts.requests += 1
-        read = self._asked(tier, {key: [one.part for one in own] for key, own in by_record.items()})
+        read = self._asked(
+            tier, {key: [part.part for part in slices] for key, slices in by_record.items()}
+        )
         missing = []
-        for key, own in by_record.items():
+        for key, slices in by_record.items():
             parts = read.get(key)
             if parts is None:
-                missing += own
+                missing += slices
                 continue
-            wrong = [one for one, data in zip(own, parts, strict=True) if not one.takes(data)]
+            wrong = [part for part, data in zip(slices, parts, strict=True) if not part.takes(data)]
             if wrong:
                 tier.tier.call(partial(_drop_damaged, key=key), None)
             missing += wrong
-            self.counts.read_bytes += sum(one.part.nbytes for one in own)
+            self.counts.read_bytes += sum(part.part.nbytes for part in slices)
         return missing
 
     def _slices(self, of: BlockList, raw: RawBlocks) -> Iterator[_Slice]:
-        """Yield the blocks of a list, those together that lie behind each other in a record."""
-        numbers, at = np.divmod(of.places, self.record_blocks)
-        starts = of.heads * self.record_blocks + at
+        """Yield the blocks of a list, consecutive ones of a record together."""
+        numbers, offsets = np.divmod(of.places, self.record_blocks)
+        starts = of.heads * self.record_blocks + offsets
         order = np.lexsort((starts, numbers))
         numbers, starts = numbers[order], starts[order]
         ends = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(starts) != 1)) + 1
@@ -268,19 +245,18 @@ class ColdBlocks(BlockCache):
         runs = pairwise([*firsts.tolist(), len(starts)])
         for (first, last), start, key in zip(runs, begin, records, strict=True):
             part = ArrayPart(name, start * nbytes, (last - first) * nbytes)
-            own = slice(first, last)
-            yield _Slice(key, part, places[own], checksums[own], raw, order[own])
+            span = slice(first, last)
+            yield _Slice(key, part, places[span], checksums[span], raw, order[span])
 
-    def _asked(self, tier: EngineTier, wanted: Wanted) -> Parts:
-        """Return the parts that a tier has in time."""
-        answer = tier.tier.read_parts(wanted)
+    def _asked(self, tier: EngineTier, parts: Wanted) -> Parts:
+        answer = tier.tier.read_parts(parts)
         try:
             return answer.result(LATE_SECONDS)
         # A boundary: an error of a store is as good as no answer; the blocks count as lost.
         except Exception as error:
             error.__traceback__ = None  # the answer keeps it, and its frames the step's arrays
             answer.cancel()
-            logger.warning("no blocks of %s records came: %s", len(wanted), type(error).__name__)
+            logger.warning("no blocks of %s records came: %s", len(parts), type(error).__name__)
             logger.debug("its error", exc_info=error)
             return {}
 
@@ -294,7 +270,7 @@ def _drop_damaged(store: Store, key: bytes) -> None:
 
 
 class _Slice(NamedTuple):
-    """Consecutive blocks of a list that are consecutive in an array of a record, too."""
+    """Consecutive blocks of a list that are also consecutive in an array of a record."""
 
     key: bytes
     part: ArrayPart
@@ -303,10 +279,10 @@ class _Slice(NamedTuple):
     raw: RawBlocks
     """Rows of the list's blocks, (blocks, bytes)."""
     rows: NDArray[np.int64]
-    """Numbers of those that the bytes are copied to."""
+    """Indices of the rows that the bytes are copied to."""
 
     def takes(self, data: RawBlocks) -> bool:
-        """Copy bytes that were read to where they belong, if they are as written; else False."""
+        """Copy bytes to their rows if their checksums are right; else return False."""
         blocks = data.reshape(len(self.rows), -1)
         if [xxhash.xxh3_64_intdigest(block.data) for block in blocks] != self.checksums:
             return False

@@ -1,10 +1,10 @@
-"""Ends of conversations on their way to a cold tier: they wait, since most go on in a moment.
+"""Ends of conversations on their way to a cold tier: they wait, since most continue soon.
 
-    note  ──> linger ──> the conversation goes on: dropped, its next end lies behind it
+    note  ──> linger ──> the conversation continues: dropped, its next end lies behind it
                     ├──> it does not for `LINGER_SECONDS`: written
                     └──> its memory is needed, or the engine ends: written first
 
-So a conversation has no record for every turn. Chains alone, no KV.
+So a conversation has no record for every turn. Only chains, no KV.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock.prefix.node import Node
 LINGER_SECONDS = 10.0
 """Seconds that the end of a conversation waits for the next turn."""
 LAPSE_TOKENS = 2_048
-"""Tokens behind one written end from which the next is written though the conversation goes on."""
+"""Tokens since the last written end after which the next is written in any case."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationEnd:
-    """A position at which a conversation resumes if it goes on."""
+    """A position at which a conversation resumes if it continues."""
 
     block_hashes: tuple[bytes, ...]
     """Chain of the conversation, up to the end."""
@@ -32,31 +32,22 @@ class ConversationEnd:
     due_seconds: float
     """Time at which it is written."""
     written_blocks: int
-    """Blocks of the chain in front of the last end that was written."""
+    """Blocks of the chain before the last written end."""
     asked: bool = False
-    """Whether a prompt ended or parted there, and not a conversation: others may, too."""
+    """Whether a prompt ended or diverged there, not a conversation: others may, too."""
 
     def is_passed_by(self, block_hashes: Sequence[bytes]) -> bool:
-        """Tell whether a chain goes on from here."""
         blocks = len(self.block_hashes)
         return blocks < len(block_hashes) and block_hashes[blocks - 1] == self.block_hashes[-1]
 
     def needs(self, node: Node[Segment], block_size: int) -> bool:
-        """Tell whether a node has blocks of the chain."""
-        at = node.start // block_size
+        block = node.start // block_size
         first = node.block_hashes[:1]
-        return bool(first) and first == self.block_hashes[at : at + 1]
+        return bool(first) and first == self.block_hashes[block : block + 1]
 
 
 class ConversationEnds:
-    """The ends that wait. Not thread-safe: the engine's thread.
-
-    Args:
-        block_size: tokens of a block.
-        most: ends that wait at the same time, at most.
-        clock: seconds.
-        most_blocks: blocks of all their chains, at most.
-    """
+    """The waiting ends, at most `most` with `most_blocks` together. The engine's thread."""
 
     def __init__(
         self,
@@ -80,18 +71,11 @@ class ConversationEnds:
         answered: bool = False,
         asked: bool = False,
     ) -> list[ConversationEnd]:
-        """Let an end wait in the place of those that its chain passes, but for the asked ones.
+        """Queue an end; it replaces queued ends of its own prefixes unless they were requested.
 
-        Args:
-            block_hashes: the chain, up to the end.
-            root: hash before the first block.
-            asked: see `ConversationEnd`.
-            answered: whether it lies behind the answer of the same turn; the end in front of the
-                answer stays, since a template may leave reasoning out of the next prompt.
-
-        Returns:
-            Ends that are written now: the one passed last if the last written one is far behind,
-            and the oldest if there are too many.
+        Returns the ends that are written now: the last replaced one if the last written one is far
+        behind, and the oldest if there are too many. If `answered`, the end in front of the answer
+        stays, since a template may leave reasoning out of the next prompt.
         """
         chain = tuple(block_hashes)
         if chain in self:
@@ -110,20 +94,17 @@ class ConversationEnds:
         return due
 
     def drop_passed(self, block_hashes: Sequence[bytes]) -> None:
-        """Drop the ends that a chain passes, the asked ones as well."""
+        """Drop the ends of prefixes of a chain, requested ones as well."""
         self._ends = [end for end in self._ends if not end.is_passed_by(block_hashes)]
 
     def take_due(self) -> list[ConversationEnd]:
-        """Take out the ends that have waited long enough."""
         now = self._clock()
         return self._take(lambda end: end.due_seconds <= now)
 
     def take_needing(self, node: Node[Segment]) -> list[ConversationEnd]:
-        """Take out the ends whose chains a node has blocks of."""
         return self._take(lambda end: end.needs(node, self._block_size))
 
     def take_all(self) -> list[ConversationEnd]:
-        """Take all ends out."""
         return self._take(lambda end: True)
 
     def __iter__(self) -> Iterator[ConversationEnd]:
@@ -131,14 +112,13 @@ class ConversationEnds:
 
     @property
     def _blocks(self) -> int:
-        """Blocks of all chains."""
         return sum(len(end.block_hashes) for end in self._ends)
 
     def __contains__(self, block_hashes: Sequence[bytes]) -> bool:
         return any(end.block_hashes == tuple(block_hashes) for end in self._ends)
 
     def _take(self, is_taken: Callable[[ConversationEnd], bool]) -> list[ConversationEnd]:
-        """Take ends out, the longest first: a record replaces shorter ones."""
+        """Remove and return ends, the longest first: a record replaces shorter ones."""
         taken = [end for end in self._ends if is_taken(end)]
         if taken:
             self._ends = [end for end in self._ends if end not in taken]

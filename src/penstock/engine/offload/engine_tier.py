@@ -1,9 +1,9 @@
 """One cold tier of an engine: its reads, its speed, and the buffers of its thread.
 
-    begin ──> memory of the segments-to-be, filled by the tier's thread ──> taken in
+    begin ──> memory of the future segments, filled by the tier's thread ──> committed
 
-`tier_writer` writes, `preload` reads ahead, `tier_group` says which tier, and when. Nothing here
-waits for the store. Buffers that the tier's thread uses stay in the ledger until it is done with
+`tier_writer` writes, `preload` reads ahead, `tier_group` decides which tier, and when. Nothing here
+waits for the store. Buffers used by the tier's thread stay in the ledger until it is done with
 them, also after a cancel.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from penstock.engine.offload.prefill_rate import FIRST_BYTES_PER_SECOND, PrefillRate, ReadRate
 from penstock.engine.offload.tier_writer import PENDING_BYTES, TierWriter
+from penstock.engine.prefill_rate import FIRST_BYTES_PER_SECOND, PrefillRate, ReadRate
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
@@ -27,13 +27,13 @@ from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer
 from penstock.tiers.worker import ColdTier, TierStats
 
 QUEUE_RECORDS = 2
-"""Copied records that wait to be written, unless written blocks leave memory."""
+"""Copied records waiting to be written, unless written blocks leave memory."""
 FILE_RECORDS = 2
 """Copies of a record while its file is written: the bytes, and the buffer behind them."""
 TOKEN_BYTES = 4
-"""Bytes of a token's number, which is in the file beside its KV."""
+"""Bytes of a token's number in the file."""
 WORTH_WRITING = 2.0
-"""Ratio of computing to reading a record from which one that was used once is written."""
+"""Ratio of computing to reading a record from which it is written after one use."""
 WORTH_READING = 2.0
 """Ratio of computing to reading blocks from which they are read."""
 LEAST_PATIENCE_SECONDS = 0.25
@@ -45,19 +45,16 @@ CLOSE_SECONDS = 30.0
 
 @dataclass(eq=False, slots=True)
 class Restore:
-    """Consecutive blocks of a chain, or the checkpoint behind them, on the way from a tier."""
+    """Consecutive blocks of a chain, or the checkpoint behind them, being read from a tier."""
 
     first: int
     """Blocks before them in the chain."""
     buffer: RestoreBuffer | StateRestoreBuffer
     answer: Future[int]
-    """Number of their records that were read, from the first one on."""
+    """Number of their records that were read, from the first on."""
     paid: Reservation
-    """Reservation of the buffers."""
     tier: EngineTier
-    """Tier that they are read from."""
     blocks: int = 1
-    """Number of blocks."""
     cached_blocks: int = 0
     """Blocks before them that are in the tree and read again, as part of the first record."""
     cached_bytes: int = 0
@@ -65,7 +62,7 @@ class Restore:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of the buffers, without blocks that are in the tree."""
+        """Bytes of the buffers without blocks in the tree."""
         return self.paid.nbytes - self.cached_bytes
 
     def segment(self, blocks: int, block_size: int) -> Segment:
@@ -82,18 +79,15 @@ class EngineTier:
     """One of an engine's cold tiers. Not thread-safe: the engine's thread.
 
     Args:
-        open_tier: makes the tier, for the number of bytes that may wait in it.
+        open_tier: makes the tier, for a number of bytes that may wait in it.
         prefixes: of the engine.
-        forms: how blocks are held.
+        forms: formats of blocks.
         prefill_rate: measured speed of the model.
         in_place: whether files can be read into MLX's arrays.
         state_form: of the recurrent layers' states; None if the model has none.
-        buffer_bytes: held by the store itself, besides blocks that are written.
+        buffer_bytes: memory of the store itself, besides blocks being written.
         queue_records: copied records that may wait to be written.
         group: the ranks of the engine; an answer of a tier counts when all have it.
-
-    Raises:
-        LedgerFull, NeverFits: there is no room for blocks that are being written.
     """
 
     def __init__(
@@ -142,7 +136,6 @@ class EngineTier:
 
     @property
     def paid_bytes(self) -> int:
-        """Bytes of buffers that are being read into."""
         return sum(restore.paid.nbytes for restore in (*self._restores, *self._left))
 
     def stats(self) -> TierStats:
@@ -153,11 +146,9 @@ class EngineTier:
 
     @property
     def is_written(self) -> bool:
-        """Whether no write is pending."""
         return not (self.writer.has_pending or self.tier.is_busy)
 
     def held(self, block_hashes: Sequence[bytes]) -> Future[int]:
-        """Ask how many first blocks of a chain could be read."""
         return self.tier.call(lambda store: store.held(block_hashes, resumable=self.has_states), 0)
 
     @property
@@ -166,15 +157,7 @@ class EngineTier:
         return self._state_form is not None
 
     def saved_seconds(self, first: int, stop: int) -> float:
-        """Return the seconds by which reading blocks is faster than computing them.
-
-        Args:
-            first: the first of the blocks.
-            stop: the block behind the last.
-
-        Returns:
-            0 if reading is not worth it; reads that have begun come first.
-        """
+        """Return the seconds saved by reading the blocks first..stop-1; 0 if it is not worth it."""
         if stop <= first:
             return 0.0
         ahead = sum(restore.paid.nbytes for restore in self._restores)
@@ -206,15 +189,13 @@ class EngineTier:
             )
         )
 
-    def begin(self, block_hashes: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
+    def begin(
+        self, block_hashes: Sequence[bytes], first: int, reservation: Reservation
+    ) -> list[Restore]:
         """Begin to read the blocks of a chain from block `first` on, in several restores.
 
-        Return none if there is no room for the blocks before `first` of the same record.
-
-        Args:
-            block_hashes: up to the last block to be read.
-            first: blocks before them.
-            own: reservation of the sequence, which passes the bytes on.
+        Returns none if there is no room for the blocks before `first` of the same record. The
+        sequence's reservation pays for them.
         """
         size, begun = self._prefixes.block_size, []
         for ends in self._runs(first, len(block_hashes)):
@@ -223,7 +204,7 @@ class EngineTier:
             if not self._prefixes.make_room(cached_bytes):
                 break
             paid = self._prefixes.ledger.reserve(Kind.TAILS, cached_bytes)
-            own.pass_on(paid, self.forms.nbytes(first, stop))
+            reservation.pass_on(paid, self.forms.nbytes(first, stop))
             buffer = RestoreBuffer(
                 self.forms.of(first),
                 len(ends),
@@ -242,16 +223,13 @@ class EngineTier:
         return begun
 
     def _runs(self, first: int, stop: int) -> Iterator[list[int]]:
-        """Yield the ends of the records of the blocks first..stop-1.
-
-        Records of one size come together, up to the size of a node.
-        """
+        """Yield the ends of the records of blocks first..stop-1, equal ones together."""
         most_tokens = self._prefixes.tree.max_merge_tokens
-        spans, most = self._spans, max(1, most_tokens // self._prefixes.block_size)
+        spans, most_blocks = self._spans, max(1, most_tokens // self._prefixes.block_size)
         while first < stop:
             start, ends = spans.start(first), [min(spans.end(first), stop)]
             blocks = ends[0] - start
-            while ends[-1] != spans.cut and ends[-1] + blocks <= min(stop, start + most):
+            while ends[-1] != spans.cut and ends[-1] + blocks <= min(stop, start + most_blocks):
                 if spans.end(ends[-1]) != ends[-1] + blocks:
                     break
                 ends.append(ends[-1] + blocks)
@@ -259,7 +237,6 @@ class EngineTier:
             first = ends[-1]
 
     def begin_states(self, block_hashes: Sequence[bytes]) -> Restore | None:
-        """Begin to read the checkpoint behind a chain; return None if there is no room."""
         assert self._state_form is not None
         if not self._prefixes.make_room(self.state_bytes):
             return None
@@ -273,7 +250,7 @@ class EngineTier:
         return restore
 
     def take_states(self, restore: Restore) -> States | None:
-        """Return the states of a restore that is done, if they were read.
+        """Return the states of a finished restore, if they were read.
 
         Their bytes are released: the caller reserves them at once.
         """
@@ -283,13 +260,13 @@ class EngineTier:
         assert isinstance(restore.buffer, StateRestoreBuffer)
         return restore.buffer.states() if there else None
 
-    def take(self, restore: Restore, own: Reservation) -> int:
-        """Return how many blocks of a restore were read, and pass its bytes to `own`.
+    def take(self, restore: Restore, reservation: Reservation) -> int:
+        """Return how many blocks of a restore were read, and pass its bytes on.
 
-        Bytes of blocks that are in the tree are released: the caller reserves them at once.
+        Bytes of blocks in the tree are released: the caller reserves them at once.
         """
         self._restores.remove(restore)
-        restore.paid.pass_on(own, restore.own_bytes)
+        restore.paid.pass_on(reservation, restore.own_bytes)
         restore.paid.release()
         counts = self.tier.stats().counts
         nbytes, seconds = self._read
@@ -300,13 +277,13 @@ class EngineTier:
         there = records * (cached + restore.blocks) // restore.buffer.blocks
         return max(0, there - cached)
 
-    def cancel(self, restore: Restore, own: Reservation) -> bool:
-        """Cancel a restore that has not begun and pass its bytes to `own`; return whether it is."""
+    def cancel(self, restore: Restore, reservation: Reservation) -> bool:
+        """Cancel a restore that has not begun and return its bytes; False if it has."""
         if not restore.answer.cancel():
             return False
         self._restores.remove(restore)
         if isinstance(restore.buffer, RestoreBuffer):  # states are no part of the own
-            restore.paid.pass_on(own, restore.own_bytes)
+            restore.paid.pass_on(reservation, restore.own_bytes)
         restore.paid.release()
         return True
 
@@ -318,13 +295,11 @@ class EngineTier:
         self.sweep()
 
     def sweep(self) -> None:
-        """Release the bytes of abandoned restores that are done."""
         for restore in [left for left in self._left if left.answer.done()]:
             self._left.remove(restore)
             restore.paid.release()
 
     def write_all(self, until_seconds: float) -> None:
-        """Offer all that was noted, as long as there is time, by the monotonic clock."""
         self.writer.release_ends()
         while self.writer.has_pending and time.monotonic() < until_seconds:
             self.sweep()
@@ -332,7 +307,6 @@ class EngineTier:
                 self.tier.wait(LOOK_SECONDS)
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write pending records as long as there is time, and close the tier."""
         until = time.monotonic() + timeout_seconds
         self.write_all(until)
         self.writer.forget()
@@ -345,7 +319,7 @@ class EngineTier:
     # ---- parts
 
     def _is_dear(self) -> bool:
-        """Tell whether computing a record takes so long that it is written after its first use."""
+        """Return whether a record takes so long to compute that one use is enough to write it."""
         seconds = self.read_rate.seconds(self._most_record_bytes)
         return self._prefill_seconds(self._spans.blocks) > WORTH_WRITING * seconds
 
@@ -353,6 +327,5 @@ class EngineTier:
         return self.prefill_rate.prefill_seconds(blocks * self._prefixes.block_size)
 
     def _nbytes(self, first: int, stop: int) -> int:
-        """Return the bytes of the blocks first..stop-1 in files."""
         tokens = (stop - first) * self._prefixes.block_size
         return self.forms.nbytes(first, stop) + TOKEN_BYTES * tokens

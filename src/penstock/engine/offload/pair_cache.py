@@ -1,7 +1,7 @@
-"""Cache of the spilled blocks of one layer that were read last: keys and values in pairs.
+"""Cache of the last read spilled blocks of one layer: keys and values in pairs.
 
-A pair is known by its checksums alone, whatever sequence, head or place it is of. All memory is
-set aside at the start.
+Checksums alone identify a pair, whatever its sequence, head or place. All memory is allocated at
+the start.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ FREE = -1
 
 
 class PairCache:
-    """Keeps the pairs of one layer. Not thread-safe.
-
-    Args:
-        count: pairs that there is room for.
-        nbytes: of one pair.
-    """
+    """Cache of the pairs of one layer, `count` of `nbytes` each. Not thread-safe."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.room = np.empty((count, nbytes), np.uint8)
@@ -41,46 +36,35 @@ class PairCache:
         """In order."""
 
     def __len__(self) -> int:
-        """Pairs that are held."""
         return len(self.held_checksums())
 
     def held_checksums(self) -> Checksums:
-        """Return the checksums of the pairs that are held, (pairs, 2)."""
-        held: Checksums = self._checksums[self._requests != FREE]
-        return held
+        """Return the checksums of the cached pairs, (pairs, 2)."""
+        cached: Checksums = self._checksums[self._requests != FREE]
+        return cached
 
     def find(self, checksums: Checksums) -> Slots:
-        """Begin a request: return the slot of each pair, -1 for those that are not held.
+        """Begin a request: return the slots of pairs, -1 for missing ones.
 
-        Args:
-            checksums: of keys and values, (pairs, 2).
+        `checksums` are those of keys and values, (pairs, 2).
         """
         self._request += 1
-        at = np.searchsorted(self._names, _names(checksums))
-        slots = self._order[np.minimum(at, len(self._order) - 1)]
+        indices = np.searchsorted(self._names, _names(checksums))
+        slots = self._order[np.minimum(indices, len(self._order) - 1)]
         equal = (self._checksums[slots] == checksums).all(axis=1)
-        held = equal & (self._requests[slots] != FREE)
-        self._requests[slots[held]] = self._request
-        return np.where(held, slots, -1)
+        cached = equal & (self._requests[slots] != FREE)
+        self._requests[slots[cached]] = self._request
+        return np.where(cached, slots, -1)
 
     def make_room(self, count: int) -> Slots:
-        """Forget the pairs asked for longest ago; return the slots of up to `count`, free now.
-
-        Those of this request stay.
-        """
+        """Free up to `count` slots of the least recently requested pairs but this request's."""
         oldest = np.argsort(self._requests, kind="stable")[:count]
         slots = oldest[self._requests[oldest] < self._request]
         self._forget(slots)
         return slots
 
     def keep(self, slots: Slots, checksums: Checksums, raw: Sequence[RawBlocks]) -> None:
-        """Copy pairs to free slots.
-
-        Args:
-            slots: as `make_room` has returned them.
-            checksums: of the pairs, (slots, 2).
-            raw: their keys and their values, and perhaps those of more pairs, (pairs, bytes) each.
-        """
+        """Copy pairs to slots; `raw` are sides, (pairs, bytes) each, perhaps of more pairs."""
         start = 0
         for side in raw:
             self.room[slots, start : start + side.shape[1]] = side[: len(slots)]
@@ -92,7 +76,6 @@ class PairCache:
         self._names = names[self._order]
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._forget(slice(None))
 
     def _forget(self, slots: Slots | slice) -> None:
@@ -101,6 +84,6 @@ class PairCache:
 
 
 def _names(checksums: Checksums) -> NDArray[np.uint64]:
-    """Return a number for each pair; two that have one are told apart by their checksums."""
+    """Return a number for each pair; checksums distinguish pairs of one number."""
     names: NDArray[np.uint64] = checksums[:, 0] + MIXER * checksums[:, 1]
     return names

@@ -1,4 +1,4 @@
-"""Reading ahead of all requests: the chains worth most, from a cold tier into free memory."""
+"""Reads ahead of all requests: the most valuable chains, from a cold tier into free memory."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ from penstock.engine.offload.engine_tier import EngineTier, Restore
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState
 from penstock.ledger import Kind, Reservation
-from penstock.prefix.checkpoints import Checkpoints
+from penstock.prefix.checkpoints import Checkpoints, resume
 from penstock.prefix.node import Match
 from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.host import RestoreBuffer
 
 PRELOAD_SECONDS = 60.0
-"""Longest wait for a chain that is read ahead of all requests."""
+"""Longest wait for a chain read ahead of all requests."""
 
 
 class Preloader:
-    """Reads the most valuable chains of a tier into free memory; nothing is evicted for them.
+    """Reads the most valuable chains of a tier into free memory; evicts nothing for them.
 
     With recurrent layers a chain ends at its last checkpoint, which is read too.
-
-    Args:
-        tier: to read from; nothing else uses it meanwhile.
-        prefixes: of the engine.
-        checkpoints: of the tree, for a model with states.
     """
 
     def __init__(
@@ -42,7 +37,7 @@ class Preloader:
         self._checkpoints = checkpoints
 
     def run(self) -> int:
-        """Read as many chains as fit; return the tokens that the tree has more than before."""
+        """Read as many chains as fit; return the tokens added to the tree."""
         ledger, before = self._prefixes.ledger, self._prefixes.tree.tokens
         none: list[list[bytes]] = []
         chains = self._tier.tier.call(lambda store: store.chains(ledger.free_bytes), none)
@@ -54,7 +49,7 @@ class Preloader:
         return self._prefixes.tree.tokens - before
 
     def _read(self, block_hashes: Sequence[bytes]) -> None:
-        """Read a chain, as far as it is not in the tree, if there is room for all of that."""
+        """Read the part of a chain missing in the tree, if there is room for all of it."""
         match, ledger = self._prefixes.match(block_hashes), self._prefixes.ledger
         first = match.tokens // self._prefixes.block_size
         missing = first < len(block_hashes)
@@ -65,13 +60,12 @@ class Preloader:
         with self._prefixes.pin(match) as pin:
             if missing:
                 nbytes = self._forms.nbytes(first, len(block_hashes))
-                with ledger.reserve(Kind.TAILS, nbytes) as own:
-                    self._read_blocks(block_hashes, pin, first, own)
+                with ledger.reserve(Kind.TAILS, nbytes) as reservation:
+                    self._read_blocks(block_hashes, pin, first, reservation)
             if self._checkpoints is not None:
                 self._read_states(block_hashes, pin, self._checkpoints)
 
     def _needed_bytes(self, block_hashes: Sequence[bytes], match: Match[Segment]) -> int:
-        """Return the free bytes from which a chain is read."""
         first = match.tokens // self._prefixes.block_size
         start, stop = self._forms.spans.start(first), len(block_hashes)
         nbytes = self._forms.nbytes(first, stop)
@@ -83,24 +77,27 @@ class Preloader:
         return room
 
     def _read_blocks(
-        self, block_hashes: Sequence[bytes], pin: Pin[Segment], first: int, own: Reservation
+        self, block_hashes: Sequence[bytes], pin: Pin[Segment], first: int, reservation: Reservation
     ) -> None:
-        restores = self._tier.begin(block_hashes, first, own)
+        restores = self._tier.begin(block_hashes, first, reservation)
         try:
             while restores:
                 restores[0].answer.result(PRELOAD_SECONDS)
-                if not self._insert(restores.pop(0), block_hashes, pin, own):
+                if not self._insert(restores.pop(0), block_hashes, pin, reservation):
                     break
         finally:
             for restore in restores:
                 self._tier.leave(restore)
 
     def _insert(
-        self, restore: Restore, block_hashes: Sequence[bytes], pin: Pin[Segment], own: Reservation
+        self,
+        restore: Restore,
+        block_hashes: Sequence[bytes],
+        pin: Pin[Segment],
+        reservation: Reservation,
     ) -> bool:
-        """Take blocks that were read into the tree; return whether that are all of them."""
         nbytes = restore.paid.nbytes if restore.cached_blocks else 0
-        if self._tier.take(restore, own) < restore.blocks:
+        if self._tier.take(restore, reservation) < restore.blocks:
             return False
         assert isinstance(restore.buffer, RestoreBuffer)
         size = self._prefixes.block_size
@@ -111,16 +108,15 @@ class Preloader:
                 block_hashes[: restore.first + restore.blocks],
                 restore.buffer.tokens[restore.cached_blocks * size :],
                 restore.segment(restore.blocks, size),
-                own,
+                reservation,
             )
         return committed.refused is None
 
     def _read_states(
         self, block_hashes: Sequence[bytes], pin: Pin[Segment], checkpoints: Checkpoints
     ) -> None:
-        """Read the checkpoint behind a chain that is in the tree, unless it is there."""
         end = len(block_hashes) * self._prefixes.block_size
-        resume_tokens, _ = checkpoints.resume(pin.path, end)
+        resume_tokens, _ = resume(pin.path, end)
         if resume_tokens == end or self._prefixes.match(block_hashes).tokens < end:
             return
         restore = self._tier.begin_states(block_hashes)

@@ -1,12 +1,12 @@
 """The cold tiers of an engine: lookups while a request waits, reads while others decode, writes.
 
     enqueue ──> ask: how much of the chain has each tier? the system reads it ahead
-    step    ──> fastest: from which of them it is read ──> EngineTier.begin ──> taken in
-    commit    ──> note: these blocks are new ──> each tier has them written at its own pace
+    step    ──> fastest: the tier to read from ──> EngineTier.begin ──> committed
+    commit    ──> note: these blocks are new ──> each tier writes them at its own pace
     turn    ──> note_checkpoint ──> the states at its end, behind the blocks
 
-Nothing here waits for a tier, and no tier for another. A tier that does not answer in time has
-nothing. Blocks restored from one tier go to the others when a request asks for them again.
+Nothing here waits for a tier, and no tier for another. A tier that does not answer in time counts
+as empty. Blocks restored from one tier go to the others when a request asks for them again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ from penstock.engine.offload.engine_tier import (
     EngineTier,
     Restore,
 )
-from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.offload.preload import Preloader
-from penstock.engine.offload.tier_kinds import (
-    TIER_KINDS,
-    StoreOpener,
-    TierContent,
-    check_tiers,
-)
+from penstock.engine.offload.tier_kind import StoreOpener, TierContent
+from penstock.engine.offload.tier_kinds import TIER_KINDS, check_tiers
 from penstock.engine.offload.tier_writer import PENDING_TURNS
+from penstock.engine.prefill_rate import PrefillRate
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.block_spans import Spans
@@ -46,7 +42,7 @@ from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.worker import ColdTier, TierStats
 
 LATE_SECONDS = 0.1
-"""Longest wait for a tier that has not answered, once another one has."""
+"""Longest wait for the other tiers, once one has answered."""
 
 
 class TierLookup:
@@ -64,7 +60,7 @@ class TierLookup:
         self._late_at = clock() + LATE_SECONDS
 
     def done(self) -> bool:
-        """Tell whether there is nothing to wait for.
+        """Return whether there is nothing to wait for.
 
         All have answered, or one has the whole chain, or one has answered and the others are late.
         """
@@ -75,7 +71,6 @@ class TierLookup:
         return len(blocks_by_tier) == len(self._answers) or (late and bool(blocks_by_tier))
 
     def found(self) -> dict[EngineTier, int]:
-        """Return the number of first blocks in each tier that has answered."""
         return {
             tier: 0 if answer.exception() else answer.result()
             for tier, answer in self._answers.items()
@@ -83,19 +78,15 @@ class TierLookup:
         }
 
     def late(self) -> TierLookup | None:
-        """Return the part without an answer yet; None if all tiers have answered."""
+        """Return the unanswered part; None if all tiers have answered."""
         answers = {tier: answer for tier, answer in self._answers.items() if not answer.done()}
         return TierLookup(answers, self._blocks, self._clock) if answers else None
 
 
 class TierGroup:
-    """The cold tiers of an engine. Not thread-safe: the engine's thread.
+    """The cold tiers of an engine, the nearest first. Not thread-safe: the engine's thread.
 
-    Args:
-        tiers: at least one, by name as in `TIER_KINDS`, the nearest first.
-        prefixes: of the engine.
-        clock: seconds, by which an answer is late.
-        records: most records that are offered to a tier between two steps.
+    `records` are offered to a tier between two steps at most.
     """
 
     def __init__(
@@ -118,12 +109,10 @@ class TierGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved for buffers of the tiers, and for the lists of pending blocks."""
         return sum(tier.nbytes for tier in self)
 
     @property
     def paid_bytes(self) -> int:
-        """Bytes of segments that are being read."""
         return sum(tier.paid_bytes for tier in self)
 
     @property
@@ -133,23 +122,13 @@ class TierGroup:
 
     @property
     def where(self) -> str:
-        """Places of the tiers, in words."""
         return " or ".join(TIER_KINDS[name].where for name in self.tiers)
 
     def stats(self) -> dict[str, TierStats]:
-        """Return the figures of each tier, by its name."""
         return {name: tier.stats() for name, tier in self.tiers.items()}
 
     def held_tokens(self, block_hashes: Sequence[bytes], timeout_seconds: float) -> int | None:
-        """Return how many first tokens of a chain the tiers have, the one with most.
-
-        Args:
-            block_hashes: the chain.
-            timeout_seconds: longest wait for the answers.
-
-        Returns:
-            Tokens; None if no tier has answered in time.
-        """
+        """Return the tokens of the longest prefix of a chain in any tier; None if all are late."""
         until = time.monotonic() + timeout_seconds
         blocks = []
         for answer in [tier.held(block_hashes) for tier in self]:
@@ -160,14 +139,9 @@ class TierGroup:
     def fastest(
         self, blocks_by_tier: Mapping[EngineTier, int], first: int
     ) -> tuple[EngineTier, int] | None:
-        """Return the tier that saves most time, and its number of first blocks.
+        """Return the tier that saves most time beyond the `first` blocks, and its number of blocks.
 
-        Args:
-            blocks_by_tier: see `TierLookup.found`.
-            first: blocks that need not be read.
-
-        Returns:
-            None if computing the blocks is as fast.
+        None if computing the blocks is as fast.
         """
         saved = {tier: tier.saved_seconds(first, n) for tier, n in blocks_by_tier.items()}
         tier = max(saved, key=lambda tier: saved[tier], default=None)
@@ -187,17 +161,15 @@ class TierGroup:
             {tier: tier.ask(block_hashes, cached) for tier in self}, len(block_hashes), self._clock
         )
 
-    def cancel(self, restores: Sequence[Restore], own: Reservation) -> list[Restore]:
-        """Cancel restores that have not begun and pass their bytes to `own`; return the others."""
-        return [restore for restore in restores if not restore.tier.cancel(restore, own)]
+    def cancel(self, restores: Sequence[Restore], reservation: Reservation) -> list[Restore]:
+        return [restore for restore in restores if not restore.tier.cancel(restore, reservation)]
 
     def leave(self, restores: Sequence[Restore]) -> None:
-        """Abandon restores; their bytes are released as soon as their tiers are done with them."""
         for restore in restores:
             restore.tier.leave(restore)
 
     def preload(self, checkpoints: Checkpoints | None = None) -> int:
-        """Restore the most valuable chains into free memory; return the tokens they have."""
+        """Restore the most valuable chains into free memory; return their tokens."""
         return sum(Preloader(tier, self._prefixes, checkpoints).run() for tier in self)
 
     # ---- writing
@@ -205,35 +177,20 @@ class TierGroup:
     def note(
         self, block_hashes: Sequence[bytes], root: bytes, first: int, *, seen: bool = False
     ) -> None:
-        """Take note of new blocks in the tree: those of a chain from `first` on.
-
-        Args:
-            block_hashes: the chain.
-            root: hash before the first block.
-            first: blocks before the new ones.
-            seen: whether they are written in any case.
-        """
+        """Note the blocks of a chain from `first` on as new; `seen` ones are always written."""
         for tier in self:
             tier.writer.note(block_hashes, root, first, seen=seen)
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes) -> None:
-        """Take note of the end of a conversation behind a chain that was noted."""
         for tier in self:
             tier.writer.note_end(block_hashes, root)
 
     def note_held(
         self, lookup: TierLookup, block_hashes: Sequence[bytes], root: bytes, cached_blocks: int
     ) -> None:
-        """Take note of a chain in the tree whose end a tier may lack.
+        """Note a chain in the tree whose end a tier may lack; for late tiers when they answer.
 
-        For a tier that has not answered yet this is done when it has.
-
-        Args:
-            lookup: of the chain.
-            block_hashes: the chain, as far as it is in the tree.
-            root: hash before the first block.
-            cached_blocks: blocks before the position where the sequence resumes, which may have a
-                checkpoint.
+        The sequence resumes after `cached_blocks`, where a checkpoint may be.
         """
         late = lookup.late()
         for tier, blocks in lookup.found().items():
@@ -252,24 +209,16 @@ class TierGroup:
         seen: bool = False,
         answered: bool = False,
     ) -> None:
-        """Take note of a checkpoint behind the last block of a chain."""
         for tier in self:
             tier.writer.note_checkpoint(block_hashes, root, seen=seen, answered=answered)
 
     def save(self, node: Node[Segment]) -> None:
-        """Have the ends of conversations written that need a node about to be evicted."""
+        """Write the ends of conversations that need a node about to be evicted."""
         for tier in self:
             tier.writer.save(node)
 
     def work(self, *, busy: bool) -> bool:
-        """Offer records to the tiers that have room, or wait a moment for them.
-
-        Args:
-            busy: whether the engine has something else to do, so that it does not wait.
-
-        Returns:
-            False if there is nothing to write.
-        """
+        """Offer records, or wait for a tier unless `busy`; False if nothing is pending."""
         for late in [note for note in self._late if note[0].done()]:
             self._late.remove(late)
             self.note_held(*late)
@@ -284,10 +233,9 @@ class TierGroup:
         return bool(waited_for)
 
     def clear(self) -> dict[str, Future[int | None]]:
-        """Forget the noted blocks, and remove this model's blocks from tiers that only we use.
+        """Forget the noted blocks, and remove this model's blocks from tiers that are not shared.
 
-        Returns:
-            How many each tier has removed, by its name; None of one that is off.
+        Returns how many each tier has removed, by its name; None for one that is off.
         """
         self._late.clear()
         for tier in self:
@@ -295,20 +243,21 @@ class TierGroup:
         return {name: tier.tier.clear(all_models=False) for name, tier in self.tiers.items()}
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until all that was noted is written or dropped; return whether it is."""
+        """Wait until all noted blocks are written or dropped; return whether they are."""
         until = time.monotonic() + timeout_seconds
         for tier in self:
             tier.write_all(until)
         return all(tier.tier.flush(max(0.0, until - time.monotonic())) for tier in self)
 
     def waiting_nodes(self) -> set[int]:
-        """Return the ids of nodes with blocks that wait to be written."""
         return set().union(*(tier.writer.waiting_nodes() for tier in self))
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write pending records as long as there is time, and close the tiers."""
         for tier in self:
             tier.close(timeout_seconds)
+
+    def __len__(self) -> int:
+        return len(self.tiers)
 
     def __iter__(self) -> Iterator[EngineTier]:
         return iter(self.tiers.values())
@@ -323,19 +272,12 @@ def open_tiers(
     in_place: bool,
     state_form: StateForm | None = None,
     group: ProcessGroup,
-) -> TierGroup | None:
-    """Open the cold tiers that an engine's settings name; return None if they name none.
-
-    See `EngineTier` for the arguments.
-
-    Raises:
-        LedgerFull, NeverFits: there is no room for blocks that are being written.
-        SettingError: a limit is too small for anything, or a URL names no store.
-    """
+) -> TierGroup:
+    """Open the cold tiers of an engine's settings; see `EngineTier` for arguments and errors."""
     check_tiers(limits)
     named = [kind for kind in TIER_KINDS.values() if kind.is_named(limits)]
     if not named:
-        return None
+        return TierGroup({}, prefixes, group.clock)
     content = TierContent(
         prefixes.fingerprint,
         forms.spans,
@@ -361,20 +303,18 @@ def open_tiers(
         for opened in tiers.values():
             opened.close()
         raise
-    opened_tiers = TierGroup(tiers, prefixes, group.clock, records=records)
-    prefixes.evicting = opened_tiers.save
-    return opened_tiers
+    return TierGroup(tiers, prefixes, group.clock, records=records)
 
 
 def _records_a_step(limits: EngineSettings, spans: Spans) -> int:
-    """Return how many records are copied a step: all of a chunk, if written blocks leave memory."""
+    """Return the records copied a step: all of a chunk, if written blocks leave memory."""
     if limits.active_kv_size is None:
         return 1
     return -(-limits.step_tokens // (spans.blocks * limits.block_size))
 
 
 def _tier_of(store: StoreOpener) -> Callable[[int], ColdTier]:
-    """Return a function that makes a store's tier, for the bytes that may wait in it."""
+    """Return a function that makes a store's tier, for a number of bytes that may wait in it."""
     return lambda queue_bytes: ColdTier(
         store.open, queue_bytes=queue_bytes, name=store.name, tombstone=store.tombstone
     )

@@ -1,7 +1,7 @@
-"""Blocks that a cold tier is still to write: noted, copied and offered between two steps.
+"""Blocks that a cold tier will write: noted, copied and offered between two steps.
 
     note     ──> these blocks are new ──> those of one record are copied ──> ColdTier.offer
-    note_end ──> a conversation may go on here ──> it lingers ──> its last blocks, its states
+    note_end ──> a conversation may continue here ──> it lingers ──> its last blocks, its states
 
 Nothing here waits for the store. `engine_tier` reads.
 """
@@ -28,13 +28,13 @@ from penstock.tiers.record import HostArray, Record
 from penstock.tiers.worker import ColdTier
 
 PENDING_HASHES = 16_384
-"""Most block hashes that wait for their turn to be written."""
+"""Most block hashes waiting to be written."""
 PENDING_TURNS = 64
-"""Checkpoints, at most, that wait for their turn; the oldest are left out. As many ends linger."""
+"""Most checkpoints waiting to be written; the oldest are dropped. As many ends linger."""
 PENDING_HASH_BYTES = 80
 """Python overhead of one pending block hash."""
 LINGERING_HASH_BYTES = 8
-"""Bytes of a block hash in the chain of an end that lingers: the tree has the hash itself."""
+"""Bytes of a block hash in the chain of a lingering end: the tree has the hash itself."""
 PENDING_BYTES = PENDING_HASHES * (PENDING_HASH_BYTES + LINGERING_HASH_BYTES)
 """Bytes of the lists of pending blocks, and of ends."""
 
@@ -48,29 +48,21 @@ class _Pending:
     first: int
     """First block of the next record."""
     ended: bool
-    """Whether the last blocks of the chain are written even if they make no whole record."""
+    """Whether the last blocks of the chain are written even as an incomplete record."""
 
     def goes_on(self, block_hashes: Sequence[bytes], first: int) -> bool:
-        """Tell whether a chain's blocks from `first` on lie behind these."""
-        at = len(self.block_hashes)
+        """Return whether a chain's blocks from `first` on continue these."""
+        end = len(self.block_hashes)
         return (
-            self.first <= first <= at <= len(block_hashes)
-            and block_hashes[at - 1] == self.block_hashes[-1]
+            self.first <= first <= end <= len(block_hashes)
+            and block_hashes[end - 1] == self.block_hashes[-1]
         )
 
 
 class TierWriter:
     """The blocks and checkpoints that a cold tier lacks. Not thread-safe: the engine's thread.
 
-    Args:
-        tier: takes the records.
-        prefixes: of the engine.
-        forms: how blocks are held.
-        state_form: of the recurrent layers' states; None if the model has none.
-        record_bytes: of the largest record.
-        is_dear: tells whether computing a record takes so long that it is written after its first
-            use.
-        clock: seconds, for ends that linger.
+    `is_dear` returns whether a record takes so long to compute that one use is enough to write it.
     """
 
     def __init__(
@@ -113,17 +105,10 @@ class TierWriter:
         seen: bool = False,
         ended: bool = False,
     ) -> None:
-        """Take note of blocks in the tree, from `first` on, that the tier may lack.
+        """Note blocks in the tree, from `first` on, that the tier may lack.
 
-        Those that are worth it are written when there is time.
-
-        Args:
-            block_hashes: the chain, up to the last of the blocks.
-            root: hash before the first block.
-            first: blocks before them.
-            seen: whether they were asked for before.
-            ended: whether a conversation ended there: its last blocks are written even if they
-                make no whole record, until there is more of the chain.
+        `seen` ones were requested before. If the conversation `ended`, its last blocks are
+        written even as an incomplete record, until there is more of the chain.
         """
         if self._is_short(block_hashes) or not (seen or self._is_dear()):
             return
@@ -137,9 +122,9 @@ class TierWriter:
             self._linger(block_hashes, root, asked=seen)
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False) -> None:
-        """Take note of the end of a conversation behind a chain that was noted.
+        """Note the end of a conversation behind a noted chain.
 
-        Its last blocks are written even if they make no whole record, unless it goes on soon.
+        Its last blocks are written even as an incomplete record, unless it continues soon.
         """
         if not self._is_short(block_hashes) and (seen or self._is_dear()):
             self._linger(block_hashes, root)
@@ -152,15 +137,9 @@ class TierWriter:
         seen: bool = False,
         answered: bool = False,
     ) -> None:
-        """Take note of a checkpoint behind a chain, at which a conversation resumes.
+        """Note a checkpoint behind a chain, where a conversation resumes; see `note` and `add`.
 
-        It is written after the blocks, unless the conversation goes on soon.
-
-        Args:
-            block_hashes: the chain.
-            root: hash before the first block.
-            seen: whether it was asked for before.
-            answered: whether it lies behind an answer, and not in front of one.
+        It is written after the blocks, unless the conversation continues soon.
         """
         if self._is_short(block_hashes) or not block_hashes or not (seen or self._is_dear()):
             return
@@ -168,11 +147,7 @@ class TierWriter:
             self._release(end)
 
     def offer_next(self) -> bool:
-        """Offer a copy of the next record or checkpoint to the tier, if it has room.
-
-        Returns:
-            Whether one was offered.
-        """
+        """Offer a copy of the next record or checkpoint, if the tier has room; return whether."""
         if self._tier.is_off:
             self.forget()
         for end in self._ends.take_due():
@@ -187,7 +162,6 @@ class TierWriter:
         return True
 
     def waiting_nodes(self) -> set[int]:
-        """Return the ids of nodes with blocks that wait to be written."""
         size = self._prefixes.block_size
         waiting = [(pending.block_hashes, pending.first) for pending in self._pending]
         waiting += [(end.block_hashes, self._whole(end.block_hashes)) for end in self._ends]
@@ -204,7 +178,7 @@ class TierWriter:
             self._release(end)
 
     def save(self, node: Node[Segment]) -> None:
-        """Offer the ends whose chains need a node that is about to be evicted."""
+        """Offer the ends whose chains need a node about to be evicted."""
         for end in self._ends.take_needing(node):
             self._release(end, urgent=True)
             while self._pending and self._pending[0].block_hashes == end.block_hashes:
@@ -215,7 +189,6 @@ class TierWriter:
                 self._offer_states(end.block_hashes)
 
     def forget(self) -> None:
-        """Drop all pending blocks and checkpoints."""
         while self._pending:
             self._abandon(self._pending[0])
         self._turns.clear()
@@ -224,7 +197,7 @@ class TierWriter:
     # ---- parts
 
     def _is_short(self, block_hashes: Sequence[bytes]) -> bool:
-        """Tell whether a chain is raw in memory, though tiers hold its blocks coded."""
+        """Return whether a chain is raw in memory, though tiers store its blocks coded."""
         return len(block_hashes) < self._forms.least_blocks
 
     def _whole(self, block_hashes: Sequence[bytes]) -> int:
@@ -238,7 +211,6 @@ class TierWriter:
                 self._release(end)
 
     def _release(self, end: ConversationEnd, *, urgent: bool = False) -> None:
-        """Have an end written that has lingered."""
         block_hashes = end.block_hashes
         whole = self._whole(block_hashes)
         if whole < len(block_hashes):
@@ -255,7 +227,6 @@ class TierWriter:
         ended: bool = False,
         urgent: bool = False,
     ) -> None:
-        """Put blocks into the queue, behind those of the same chain that wait there."""
         first = self._spans.start(first)
         for pending in [entry for entry in self._pending if entry.goes_on(block_hashes, first)]:
             if not (
@@ -270,7 +241,6 @@ class TierWriter:
             self._abandon(self._pending[0])
 
     def _offer(self, pending: _Pending) -> None:
-        """Offer the next record, if its blocks are still in the tree."""
         block_hashes, first = pending.block_hashes, pending.first
         stop = self._spans.end(first)
         if pending.ended:
@@ -299,10 +269,8 @@ class TierWriter:
     def _copied(self, block_hashes: Sequence[bytes], first: int) -> dict[str, HostArray] | None:
         """Return a copy of a chain's blocks from `first` on, in the codec of the tier.
 
-        Blocks that still wait in the tree to be quantized are quantized here.
-
-        Returns:
-            None if not all of them are in the tree, or MLX has no room for the codes.
+        Blocks in the tree that wait to be quantized are quantized here. None if not all are in the
+        tree, or MLX has no room for the codes.
         """
         match, size = self._prefixes.match(block_hashes), self._prefixes.block_size
         start, stop = first * size, len(block_hashes) * size
@@ -313,18 +281,17 @@ class TierWriter:
             part = slice(max(0, start - node.start), stop - node.start)
             if node.end <= start:
                 continue
-            held = None
+            piece = None
             with suppress(MemoryError, RuntimeError):  # MLX found no room for the codes
                 end = min(part.stop, len(node.tokens))
-                held = self._forms.held(node.segment.part(part.start, end), first)
-            if held is None:
+                piece = self._forms.held(node.segment.part(part.start, end), first)
+            if piece is None:
                 return None
-            pieces.append(held)
+            pieces.append(piece)
             tokens.append(node.tokens[part])
         return host_block(pieces[0], np.concatenate(tokens), *pieces[1:])
 
     def _offer_states(self, block_hashes: Sequence[bytes]) -> None:
-        """Offer a checkpoint, if it is still in the tree."""
         match = self._prefixes.match(block_hashes)
         end = len(block_hashes) * self._prefixes.block_size
         if match.tokens < end:

@@ -2,19 +2,19 @@
 
 A model may be divided among processes (`mlx_lm`'s `shard`), each with its part of every layer's
 weights, keys and values. Each process, a *rank*, has a core of its own, with scheduler, tree,
-ledger and cold tier. The cores stay equal: all that a core does follows from its commands, the time
-it is given, and a few facts that one process knows. The ranks agree on these facts:
+ledger and cold tier. The cores stay equal: everything a core does follows from its commands, the
+time, and a few facts that one process knows. The ranks agree on these facts:
 
     rank 0   enqueue, cancel, clear ──noted──┐
                                              │  begin: one exchange in front of each step
     rank 1   ────────────────────────────────┴─> the same commands, the same time
     ...
-    tokens                 rank 0 chooses, the others are told
-    restored blocks        as soon as every rank has it, and as much as the one that has least
+    tokens                 rank 0 chooses for all
+    restored blocks        as soon as every rank has them, and as many as the rank with the least
     memory                 the rank with the least room decides for all
 
-A rank that cannot compute a step ends, and with it the group: the others wait for it in the
-middle of a layer. `watch.Watch` sees to it that they do not wait for long.
+A rank that cannot compute a step ends, and with it the group: the others wait for it in the middle
+of a layer. `watch.Watch` makes sure that they do not wait for long.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from zlib import crc32
 
 import mlx.core as mx
 import numpy as np
 
 from penstock.engine.model.sampling import SampledToken
-from penstock.engine.offload.prefill_rate import RunningMean
+from penstock.engine.prefill_rate import RunningMean
 from penstock.errors import PenstockError, SettingError
 
 NUMBERS = 16
-"""Numbers of 64 bits that every rank tells the others in one exchange."""
+"""Numbers of 64 bits that every rank sends in one exchange."""
 INLINE_BYTES = 1_024
 """Bytes of rank 0's message in the same exchange; the rest follows in a second one."""
 NAME_BYTES = 64
@@ -48,14 +48,14 @@ _HEAD = struct.Struct(f"<{NUMBERS + 1}q")
 
 
 class RanksBroken(PenstockError, RuntimeError):
-    """The ranks of a group cannot go on together; the group has ended."""
+    """The ranks of a group cannot continue together; the group has ended."""
 
     status = 503
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command that rank 0 got between two steps."""
+    """A command to rank 0 between two steps."""
 
     name: str
     arguments: dict[str, Any]
@@ -64,71 +64,26 @@ class Command:
     """Time of the command on rank 0's clock, in seconds."""
 
 
-class ProcessGroup(Protocol):
-    """The processes that run the same engine, as its core sees them."""
+class ProcessGroup:
+    """The processes of one engine, as its core sees them: here a single one."""
 
-    rank: int
-    size: int
-
-    def clock(self) -> float:
-        """Return the seconds that are the same for all ranks."""
-
-    def note(self, name: str, **arguments: Any) -> None:
-        """Take note of a command of rank 0, before it is done there."""
-
-    def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None:
-        """Agree before a step. All ranks but the first do the commands of that one.
-
-        Args:
-            state: numbers after the last step that must be equal on all ranks.
-            do: runs a command.
-
-        Raises:
-            RanksBroken: the ranks' states differ.
-        """
-
-    def least(self, number: int) -> int:
-        """Return the least of all ranks' numbers."""
-
-    def most(self, number: int) -> int:
-        """Return the largest of all ranks' numbers."""
-
-    def chosen(self, own: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
-        """Return the token that rank 0 has chosen for each row."""
-
-    def answer(self, own: Future[int]) -> Future[int]:
-        """Return the least of all ranks' answers, which is there when every rank has its own."""
-
-    def mean(self, first: float) -> RunningMean:
-        """Return a running mean of rank 0's measurements, which is the same on all ranks."""
-
-    def fault(self, doing: str, error: Exception) -> None:
-        """Report that a step could not be computed here.
-
-        Raises:
-            RanksBroken: there are other ranks, which wait for it.
-        """
-
-    def check_equal(self, what: str, own: object) -> None:
-        """Compare a value that must be the same on every rank.
-
-        Raises:
-            SettingError: it differs; on every rank.
-        """
-
-
-class SingleProcess:
-    """The group of an engine in one process: there is no other rank to agree with."""
-
-    rank = 0
-    size = 1
+    rank: int = 0
+    size: int = 1
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
+        self._source = clock
 
-    def note(self, name: str, **arguments: Any) -> None: ...
+    def clock(self) -> float:
+        return self._source()
 
-    def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None: ...
+    def note(self, name: str, **arguments: Any) -> None:
+        """Record a command of rank 0, before it is executed there."""
+
+    def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None:
+        """Agree before a step: all other ranks execute the commands of rank 0 with `do`.
+
+        Raises RanksBroken if their states, numbers after the last step, differ.
+        """
 
     def least(self, number: int) -> int:
         return number
@@ -136,22 +91,27 @@ class SingleProcess:
     def most(self, number: int) -> int:
         return number
 
-    def chosen(self, own: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
-        return list(own)
+    def chosen(self, local: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
+        """Return the token chosen by rank 0 for each row."""
+        return list(local)
 
-    def answer(self, own: Future[int]) -> Future[int]:
-        return own
+    def answer(self, local: Future[int]) -> Future[int]:
+        """Return the least of all ranks' answers, once every rank has its own."""
+        return local
 
     def mean(self, first: float) -> RunningMean:
+        """Return a running mean of rank 0's measurements, the same on all ranks."""
         return RunningMean(first)
 
-    def fault(self, doing: str, error: Exception) -> None: ...
+    def fault(self, doing: str, error: Exception) -> None:
+        """Report a step that failed here; raises RanksBroken if other ranks wait for it."""
 
-    def check_equal(self, what: str, own: object) -> None: ...
+    def check_equal(self, what: str, local: object) -> None:
+        """Raise SettingError on every rank unless a value is the same on all."""
 
 
 class AgreedMean(RunningMean):
-    """A running mean that changes between two steps only, to rank 0's own."""
+    """A running mean that changes only between two steps, to rank 0's."""
 
     def __init__(self, first: float) -> None:
         super().__init__(first)
@@ -162,23 +122,19 @@ class AgreedMean(RunningMean):
         self.own.add(measured)
 
 
-class RankGroup:
-    """The processes of a group of MLX's, each with a core over its part of one model.
+class RankGroup(ProcessGroup):
+    """The processes of an MLX group, each with a core over its part of one model.
 
-    Used by the thread that owns the arrays, in the same order on every rank.
-
-    Args:
-        group: of more than one process.
-        clock: rank 0's, in seconds.
+    Used by the thread that owns the arrays, in the same order on every rank, by rank 0's clock.
     """
 
     def __init__(
         self, group: mx.distributed.Group, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__(clock)
         self.group = group
-        self.rank: int = group.rank()
-        self.size: int = group.size()
-        self._source = clock
+        self.rank = group.rank()
+        self.size = group.size()
         self._now = 0.0
         self._journal: list[Command] = []
         self._answers: list[tuple[Future[int], Future[int]]] = []
@@ -189,7 +145,7 @@ class RankGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, whose word counts."""
+        """Whether this is rank 0, which decides."""
         return self.rank == 0
 
     def clock(self) -> float:
@@ -203,15 +159,15 @@ class RankGroup:
     def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None:
         digest = crc32(json.dumps(list(state)).encode())
         open_answers = self._answers[: NUMBERS - 2]
-        numbers = [digest, len(open_answers), *(_reading(own) for own, _ in open_answers)]
+        numbers = [digest, len(open_answers), *(_reading(local) for local, _ in open_answers)]
         rows, message = self._exchange("begin", numbers, self._words() if self.leads else b"")
         self._check_same([row[0] for row in rows], state)
         # What rank 0 was asked since the last step the others have not asked for yet.
         common = min(row[1] for row in rows)
-        for column, (own, agreed) in enumerate(open_answers[:common], 2):
+        for column, (local, agreed) in enumerate(open_answers[:common], 2):
             seen = [row[column] for row in rows]
             if PENDING not in seen:
-                self._answers.remove((own, agreed))
+                self._answers.remove((local, agreed))
                 agreed.set_result(0 if FAILED in seen else min(seen))
         words = json.loads(message)
         for command in () if self.leads else [Command(*parts) for parts in words["commands"]]:
@@ -227,12 +183,12 @@ class RankGroup:
     def most(self, number: int) -> int:
         return max(self._all("most", number))
 
-    def chosen(self, own: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
-        tokens = [FAILED if isinstance(token, Exception) else token.token for token in own]
+    def chosen(self, local: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
+        tokens = [FAILED if isinstance(token, Exception) else token.token for token in local]
         message = struct.pack(f"<{len(tokens)}q", *tokens)
         _, message = self._exchange("chosen", (), message if self.leads else b"")
         if self.leads:
-            return list(own)
+            return list(local)
         return [
             RanksBroken("rank 0 could not choose its next token")
             if token < 0
@@ -240,10 +196,10 @@ class RankGroup:
             for (token,) in struct.iter_unpack("<q", message)
         ]
 
-    def answer(self, own: Future[int]) -> Future[int]:
+    def answer(self, local: Future[int]) -> Future[int]:
         agreed: Future[int] = Future()
         agreed.set_running_or_notify_cancel()  # others wait for it, so it cannot be cancelled
-        self._answers.append((own, agreed))
+        self._answers.append((local, agreed))
         return agreed
 
     def mean(self, first: float) -> RunningMean:
@@ -255,8 +211,8 @@ class RankGroup:
         reason = text[0] if text else type(error).__name__
         raise RanksBroken(f"{self.names[self.rank]} failed while {doing}: {reason}") from error
 
-    def check_equal(self, what: str, own: object) -> None:
-        digest = crc32(json.dumps(own, sort_keys=True, default=str).encode())
+    def check_equal(self, what: str, local: object) -> None:
+        digest = crc32(json.dumps(local, sort_keys=True, default=str).encode())
         digests = self._all("check_equal", digest)
         by_name = zip(self.names, digests, strict=True)
         others = [name for name, other in by_name if other != digests[0]]
@@ -266,9 +222,8 @@ class RankGroup:
                 f"{self.names[0]}"
             )
 
-    def secret(self, own: bytes) -> bytes:
-        """Return rank 0's bytes, on every rank."""
-        return self._exchange("secret", (), own if self.leads else b"")[1]
+    def secret(self, local: bytes) -> bytes:
+        return self._exchange("secret", (), local if self.leads else b"")[1]
 
     # ---- parts
 
@@ -282,7 +237,6 @@ class RankGroup:
         return json.dumps(words, default=lambda request: request.model_dump(mode="json")).encode()
 
     def _first(self, number: float) -> float:
-        """Return rank 0's number."""
         first: float = struct.unpack("<d", self.secret(struct.pack("<d", number)))[0]
         return first
 
@@ -300,8 +254,8 @@ class RankGroup:
             )
 
     def _gather_names(self) -> tuple[str, ...]:
-        own = platform.node().encode()[:NAME_BYTES].ljust(NAME_BYTES)
-        rows = self._gather(own)
+        name = platform.node().encode()[:NAME_BYTES].ljust(NAME_BYTES)
+        rows = self._gather(name)
         return tuple(
             f"rank {rank} ({bytes(row).decode(errors='replace').strip()})"
             for rank, row in enumerate(rows)
@@ -310,11 +264,7 @@ class RankGroup:
     def _exchange(
         self, what: str, numbers: Sequence[int], message: bytes = b""
     ) -> tuple[list[tuple[int, ...]], bytes]:
-        """Tell all ranks some numbers, and return those of each, with rank 0's message.
-
-        Raises:
-            RanksBroken: another rank is at another place, and talks of something else.
-        """
+        """Send numbers to all ranks; return those of each, and rank 0's message."""
         padded = (*numbers, *(0,) * (NUMBERS - len(numbers)), crc32(what.encode()))
         size = len(message).to_bytes(8, "little")
         inline = message[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
@@ -332,14 +282,13 @@ class RankGroup:
             text += np.array(summed).tobytes()
         return heads, text
 
-    def _gather(self, own: bytes) -> Any:
-        """Return the bytes of every rank, (ranks, bytes); all give as many."""
-        row = mx.array(np.frombuffer(own, np.uint8))[None]
+    def _gather(self, local: bytes) -> Any:
+        """Return the bytes of every rank, (ranks, bytes); all send as many."""
+        row = mx.array(np.frombuffer(local, np.uint8))[None]
         return np.array(mx.distributed.all_gather(row, group=self.group))
 
 
-def _reading(own: Future[int]) -> int:
-    """Return the state of an answer as a number."""
-    if not own.done():
+def _reading(answer: Future[int]) -> int:
+    if not answer.done():
         return PENDING
-    return FAILED if own.cancelled() or own.exception() else own.result()
+    return FAILED if answer.cancelled() or answer.exception() else answer.result()

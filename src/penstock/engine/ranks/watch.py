@@ -1,13 +1,13 @@
 """Heartbeats between the processes of a group, which ends as a whole when one of them is gone.
 
-A process that is gone would leave the others waiting for its part of a layer, for ever.
+Otherwise the others would wait for ever for its part of a layer.
 
     rank 1 ──┐  a beat a second, both ways
-    rank 2 ──┼──> rank 0: a rank silent for 8 s, or cut off, is named to all, and all end
+    rank 2 ──┼──> rank 0: names a rank silent for 8 s, or cut off, to all, and all end
     ...    ──┘
 
 The connections are Python's (`multiprocessing.connection`), with a key that rank 0 draws and the
-group's own transport carries; bytes go over them, nothing is unpickled.
+group's own transport carries; they carry bytes, nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ JOIN_SECONDS = 60.0
 """Longest wait at the start until all ranks have called rank 0."""
 KEY_BYTES = 32
 MOST_BYTES = 1_024
-"""Bytes of a message, at most."""
+"""Largest message, in bytes."""
 BEAT, END = b"beat", b"end"
 ANY = "0.0.0.0"
 
 
 class Watch:
-    """The heartbeats of one rank. Use it in a `with` block, which ends it in good order.
+    """The heartbeats of one rank. Use it in a `with` block, which closes it.
 
     Args:
         ranks: the group; made by all at the same time, since its key goes over the group.
-        gone: called once, in the watch's thread, with one line that names the rank that is gone. It
-            is to end the process, as its other threads may never come back.
+        gone: called once, in the watch's thread, with one line that names the lost rank. It should
+            end the process, as its other threads may never come back.
         silent_seconds: longest silence of a rank.
     """
 
@@ -64,7 +64,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Tell the others that this rank ends as it should, and hang up. Again does nothing."""
+        """Notify the others of a regular end, and hang up. Again does nothing."""
         self._closing.set()
         self._thread.join(2 * BEAT_SECONDS)
 
@@ -106,7 +106,6 @@ class Watch:
         return {0: connection}
 
     def _accept(self, listener: Listener, connections: dict[int, Connection]) -> None:
-        """Accept the calls of all other ranks."""
         while len(connections) < self._ranks.size - 1:
             try:
                 connection = listener.accept()
@@ -119,7 +118,7 @@ class Watch:
     # ---- the thread
 
     def _run(self) -> None:
-        """Be the thread, which alone touches the connections."""
+        """Run the thread, the only one to use the connections."""
         beat_at = 0.0
         while not self._closing.is_set() and self._group:
             now = time.monotonic()
@@ -162,7 +161,6 @@ class Watch:
                 connection.send_bytes(message)
 
     def _end(self, why: str) -> None:
-        """End the group: tell all ranks, and call `gone`."""
         self._send(why.encode()[:MOST_BYTES])
         self._gone(why)
 

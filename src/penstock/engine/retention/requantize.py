@@ -23,20 +23,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from weakref import ref
 
 from penstock.config import EngineSettings
+from penstock.engine.retention.retention import Path, Retention
 from penstock.kv.block_format import BlockFormat
-from penstock.kv.quantization import QuantizationRule, piece_bytes
+from penstock.kv.codecs.code_ops import CodeOps
+from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
-from penstock.kv.tails import LayerShape
+from penstock.kv.tails import LayerShape, piece_bytes
 from penstock.ledger import Kind
-from penstock.prefix.checkpoints import Path
 from penstock.prefix.node import Node, upwards
 from penstock.prefix.prefixes import Prefixes
 
 
-class Requantizer:
+class Requantizer(Retention):
     """Holds nodes as a rule says. Not thread-safe: the engine's thread.
 
     Args:
@@ -44,6 +46,7 @@ class Requantizer:
         prefixes: of the engine.
         shapes: of one token in each layer.
         limits: the engine's settings.
+        ops: compute codes.
 
     Raises:
         LedgerFull: there is no room for the codes that are made meanwhile.
@@ -56,8 +59,10 @@ class Requantizer:
         prefixes: Prefixes[Segment],
         shapes: Sequence[LayerShape],
         limits: EngineSettings,
+        ops: CodeOps,
     ) -> None:
         self.rule = rule
+        self._ops = ops
         self._token_bits, left = rule.token_bits(shapes)
         self.token_bytes = (self._token_bits + left) / 8
         """Bytes of one token's KV in all layers, encoded by the rule."""
@@ -77,12 +82,33 @@ class Requantizer:
         self._awaited: set[int] = set()
         """Ids of nodes that preempted answers will read again."""
         block = BlockFormat.of(shapes).nbytes(prefixes.block_size) if self.active else 0
-        self._buffers = prefixes.ledger.reserve(Kind.BUFFERS, piece_bytes(shapes) + block)
+        self._buffers = prefixes.ledger.reserve(
+            Kind.BUFFERS, piece_bytes(shapes, ops.lanes) + block
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes set aside for encoding."""
         return self._buffers.nbytes
+
+    @property
+    def codec_name(self) -> str:
+        """Codec of the rule."""
+        return self.rule.scheme.name
+
+    def coded_token_bytes(self, nbytes: float) -> float:
+        """Return the bytes of a token's KV, encoded by the rule."""
+        return self.token_bytes
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether prompts are read block by block: with `active`."""
+        return self.active
+
+    @property
+    def ends_blocks(self) -> bool:
+        """Whether each block is committed alone: with `active`, as codes."""
+        return self.active
 
     def changed(self) -> None:
         """Note that nodes have come, or are no longer read."""
@@ -98,9 +124,12 @@ class Requantizer:
         Raises:
             MemoryError, RuntimeError: MLX found no room.
         """
-        return segment if not self.active or start < self._first else self.rule.encoded(segment)
+        if not self.active or start < self._first:
+            return segment
+        # An index is that of the codes, as it is where they were read from a tier.
+        return replace(self.rule.encoded(segment, self._ops), index=())
 
-    def work(self, awaited: Iterable[Path]) -> Node[Segment] | None:
+    def exchange_one(self, awaited: Iterable[Path]) -> Node[Segment] | None:
         """Encode one node that is due and return it; None without one.
 
         None, too, without room for both its forms: it is tried again at the next step.
@@ -157,7 +186,7 @@ class Requantizer:
         try:
             if blocks > 0 and not self._prefixes.cut(node, blocks):
                 return False
-            if not self._prefixes.exchange(node, self.rule.encoded, self._bytes_of(node)):
+            if not self._prefixes.exchange(node, self._encoded, self._bytes_of(node)):
                 return False
         except BaseException:
             self._left.add(node.id)
@@ -165,6 +194,9 @@ class Requantizer:
         if not self._form.holds(node.segment):
             self._left.add(node.id)
         return True
+
+    def _encoded(self, segment: Segment) -> Segment:
+        return self.rule.encoded(segment, self._ops)
 
     def _bytes_of(self, node: Node[Segment]) -> int:
         """Return the most bytes that a node's new form takes."""

@@ -12,37 +12,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
+from penstock.attention.selection.selection import Selection
 from penstock.engine.offload.cold_blocks import ColdBlocks
 from penstock.engine.offload.engine_tier import LOOK_SECONDS
 from penstock.engine.offload.tier_group import TierGroup
+from penstock.engine.retention.retention import Retention, RunningPath
 from penstock.engine.stats import SpillStats
-from penstock.kv.block_spans import Spans, span_tokens
-from penstock.kv.codecs import Coded
+from penstock.kv.block_spans import Spans
+from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.spilled import BLOCK_TOKENS, Numbers, Spilled
 from penstock.kv.segment import Layer, Segment
-from penstock.kv.selection import Selection
-from penstock.prefix.node import Node, index_bytes
+from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
-
-if TYPE_CHECKING:
-    from penstock.engine.schedule.cached_path import CachedPath
 
 WRITE_SECONDS = 30.0
 """Longest wait for a tier to write the KV that has to leave memory."""
-SPILLED_MERGE_TOKENS = 512
-"""Tokens of a node that has not left memory, at most, unless a chunk of a prompt has more."""
 PAUSE_SECONDS = 30.0
 """Seconds after a loss in which nothing is spilled that memory has room for."""
 RETAIN_FROM = 64
 """Records that are not in use by any node, from which on they are looked for."""
 
 
-class Spilling:
+class Spilling(Retention):
     """Spills nodes to cold tiers. Not thread-safe: the engine's thread.
 
     Args:
@@ -96,9 +91,21 @@ class Spilling:
         counts = replace(self.blocks.counts)
         return SpillStats(self._prefixes.tree.tokens - spilled, spilled, counts)
 
+    @property
+    def spills(self) -> bool:
+        """Whether keys and values of running sequences leave memory."""
+        return True
+
     # ---- acts
 
-    def work(self, readers: Iterable[CachedPath], *, urgent: bool = False) -> bool:
+    def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:
+        """Spill written nodes far behind all their readers; wait for the others if told to."""
+        if wait:
+            self.wait(readers)
+        else:
+            self.work(readers)
+
+    def work(self, readers: Iterable[RunningPath], *, urgent: bool = False) -> bool:
         """Spill written nodes that lie behind the active tokens of all their readers.
 
         Args:
@@ -131,7 +138,7 @@ class Spilling:
         self._retain()
         return waiting
 
-    def wait(self, readers: Iterable[CachedPath]) -> bool:
+    def wait(self, readers: Iterable[RunningPath]) -> bool:
         """Have the tiers write the KV that is due, wait, and spill it; False if they did not."""
         paths = list(readers)
         until = time.monotonic() + WRITE_SECONDS
@@ -229,12 +236,6 @@ class Spilling:
             held |= places_of(node.segment)
         self.blocks.retain(held)
         self._records = self.blocks.records
-
-
-def path_bytes(tokens: int, block_size: int) -> int:
-    """Return the bytes of the tree's index of so many tokens, in nodes of a span of blocks."""
-    blocks, nodes = -(-tokens // block_size), -(-tokens // span_tokens(block_size))
-    return index_bytes(blocks, block_size, nodes)
 
 
 def is_spilled(segment: Segment) -> bool:

@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
 
+from penstock.attention.span_attention import AttentionWindow
+from penstock.engine.retention.retention import Path, PathReader, Retention
 from penstock.kv import columns as col
-from penstock.kv.attention import AttentionWindow
 from penstock.kv.segment import Segment
 from penstock.kv.states import Checkpoint
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind
-from penstock.prefix.checkpoints import Path
 from penstock.prefix.node import NODE_BYTES, Node, upwards
 from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
@@ -30,19 +30,19 @@ from penstock.prefix.prefixes import Prefixes
 TURN_ENDS = 2
 """Newest ends of turns of a branch that are retained; with recurrent layers also of answers."""
 
-PathReader = tuple[Path, int]
-"""Path of a running sequence, and the number of its first tokens that the sequence reads."""
 Droppable = dict[int, dict[int, int]]
 """First tokens that can be dropped: by node id, then by layer."""
 
 
-class Windows:
+class Windows(Retention):
     """Drops and refills the KV of sliding-window layers. Not thread-safe: the engine's thread.
 
     Args:
         prefixes: of the engine.
         windows: see `windows_of`; not empty.
         shapes: of one token in each layer.
+        marks_prompts: whether the ends of prompts are retained. With recurrent layers a checkpoint
+            says that a turn ends.
 
     Raises:
         LedgerFull: there is no room for the copy of one layer's window.
@@ -53,7 +53,10 @@ class Windows:
         prefixes: Prefixes[Segment],
         windows: Mapping[int, int],
         shapes: Sequence[LayerShape],
+        *,
+        marks_prompts: bool = True,
     ) -> None:
+        self._marks_prompts = marks_prompts
         self.windows = dict(windows)
         self._layers: dict[int, list[int]] = {}
         """Layers by their window."""
@@ -77,14 +80,9 @@ class Windows:
 
     # ---- questions
 
-    def resume(self, path: Path, max_kv_tokens: int) -> int:
-        """Return the deepest position of a path at which every window is complete.
-
-        Args:
-            path: nodes from the root.
-            max_kv_tokens: the deepest position that is asked for.
-        """
-        return resume(path, max_kv_tokens, self.windows)
+    def complete(self, path: Path, limit: int) -> int:
+        """Return the deepest position of a path, up to a limit, at which every window is whole."""
+        return resume(path, limit, self.windows)
 
     def is_useless(self, node: Node[Segment]) -> bool:
         """Tell whether no sequence reads a node, and none can resume in it or behind it."""
@@ -160,9 +158,10 @@ class Windows:
     def end_prompt(self, path: Path, position: int) -> None:
         """Retain the position where a prompt ends, until a later one ends on the same branch.
 
-        The next turn may leave out some of the answer, or ask for another one. For models without
-        recurrent layers: with them a checkpoint says that a turn ends.
+        The next turn may leave out some of the answer, or ask for another one.
         """
+        if not self._marks_prompts:
+            return
         forks = [number for number, node in enumerate(path, 1) if len(node.children) > 1]
         shared = max(forks, default=0)
         for number, node in enumerate(path):
@@ -215,12 +214,14 @@ class Windows:
             for layer, count in droppable[node.id].items():
                 yield node, layer, count
 
-    def fill(self, pin: Pin[Segment], keys: Sequence[bytes], segment: Segment, start: int) -> bool:
+    def fill(
+        self, pin: Pin[Segment], block_hashes: Sequence[bytes], segment: Segment, start: int
+    ) -> bool:
         """Let the nodes that have a segment's tokens hold them in all layers.
 
         Args:
             pin: of a sequence that reads its path up to `start`.
-            keys: block hashes of the sequence.
+            block_hashes: of the sequence.
             segment: the blocks behind `start`, computed or read again.
             start: position of the segment, between two blocks.
 
@@ -228,7 +229,7 @@ class Windows:
             False if there is no room; the pin then ends where its sequence reads.
         """
         prefixes, size = self._prefixes, self._prefixes.block_size
-        chain = keys[: (start + segment.tokens) // size]
+        chain = block_hashes[: (start + segment.tokens) // size]
         match = prefixes.match(chain)
         if not _short(match.path, start):
             return True

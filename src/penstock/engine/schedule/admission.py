@@ -13,13 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from typing import Protocol
 
-from penstock.engine.retention.windows import PathReader
+from penstock.engine.offload.engine_tier import Restore
+from penstock.engine.retention.retention import PathReader
 from penstock.engine.schedule.budget import MemoryBudget
+from penstock.engine.schedule.fair_shares import Path
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.scheduler import PLACED, Scheduler, State
 from penstock.engine.schedule.sequence import Sequence
-from penstock.errors import LedgerFull, NeverFits, PenstockError, SpilledLost
+from penstock.errors import Displaced, LedgerFull, NeverFits, PenstockError, SpilledLost
+
+
+class Restorers(Protocol):
+    """The cold tiers, as far as sequences leave them."""
+
+    def leave(self, restores: Items[Restore]) -> None:
+        """Abandon restores."""
 
 
 class Admission:
@@ -29,6 +39,7 @@ class Admission:
         scheduler: says which sequence is next.
         budget: the bytes of the engine.
         stores: the engine's stores of keys and values.
+        tiers: have the restores that are under way.
     """
 
     def __init__(
@@ -37,13 +48,14 @@ class Admission:
         *,
         budget: MemoryBudget,
         stores: KVStores,
+        tiers: Restorers,
     ) -> None:
         self.sequences: dict[int, Sequence] = {}
         self._scheduler = scheduler
         self._budget = budget
         self._stores = stores
         self._tails = stores.tails
-        self._tiers = stores.tiers
+        self._tiers = tiers
         self._counters = stores.counters
 
     # ---- questions
@@ -77,14 +89,28 @@ class Admission:
         self._scheduler.add(*sequences)
         self.sequences.update((sequence.id, sequence) for sequence in sequences)
 
+    def make_queue_room(self, owners: Path, added: int) -> None:
+        """Make room in the queue for a request of so many sequences.
+
+        Other requests may end for it with the error `Displaced`.
+
+        Raises:
+            QueueFull: too many are waiting; none is displaced.
+        """
+        displaced = self._scheduler.to_displace(owners, added)
+        waiting = self._scheduler.waiting_by_client
+        for sequence in displaced:
+            client = sequence.owners[0]
+            self.fail(sequence, Displaced(waiting[client], self._scheduler.max_queue))
+
     def admit(self) -> None:
         """Admit the sequences that fit, in order; none passes one that does not."""
-        for sequence in self._scheduler.in_line():
+        while (sequence := self._scheduler.next_in_line()) is not None:
             while not (self._scheduler.free_places and self._try_admit(sequence)):
-                lower = self._scheduler.to_preempt(sequence)
-                if not lower or not self._worth_preempting(sequence, lower):
+                others = self._others_to_preempt(sequence)
+                if not others:
                     return
-                self.preempt(lower[0])
+                self.preempt(others[0])
 
     def catch_up(self) -> None:
         """Let prefilling sequences share the blocks that others have committed meanwhile."""
@@ -103,14 +129,14 @@ class Admission:
         Waits for the tiers where memory is short. A sequence that finds no room then is preempted;
         alone, once, for the tree may hold more of it than it reads. If that is not it, it fails.
         """
-        spilling = self._stores.spilling
-        if spilling is None or sequence.kv.reservation is None:
+        stores = self._stores
+        if not stores.spills or sequence.kv.reservation is None:
             return
         paths = [other.kv for other in self.sequences.values()]
-        spilling.work(paths)
+        stores.spill(paths)
         if sequence.kv.commit_again() and self._budget.top_up(sequence):
             return
-        spilling.wait(paths)
+        stores.spill(paths, wait=True)
         if sequence.kv.commit_again() and self._budget.top_up(sequence):
             return
         alone = self._scheduler.placed() == [sequence]
@@ -126,29 +152,29 @@ class Admission:
 
     def compute_again(self, error: SpilledLost) -> None:
         """Preempt the sequences that read lost blocks, and drop those from the tree."""
-        spilling = self._stores.spilling
-        assert spilling is not None
-        lost = {node.id for node in spilling.lost_nodes(error.places)}
+        parts = self._stores.retentions
+        lost = {node.id for part in parts for node in part.lost_nodes(error.places)}
         for sequence in self._scheduler.placed():
             path = () if sequence.kv.pin is None else sequence.kv.pin.path
             if any(node.id in lost for node in path):
                 self.preempt(sequence)
-        spilling.drop_lost(error.places)
+        for part in parts:
+            part.drop_lost(error.places)
 
     # ---- getting on
 
     def grow(self) -> None:
         """Reserve the bytes of the next tokens of all running sequences, the highest first.
 
-        Where room ends the lowest priority, and of these the latest arrival, is preempted. The
-        answer of a sequence that has no more room though it is alone ends with "length".
+        Where room ends the scheduler's lowest is preempted. The answer of a sequence that has no
+        more room though it is alone ends with "length".
         """
         self._end_outgrown()
         for sequence in self._scheduler.placed():
             while sequence.state is State.RUNNING and sequence.needs_growth:
                 if self._budget.grow(sequence):
                     break
-                lowest = self._scheduler.placed()[-1]
+                lowest = self._scheduler.lowest()
                 if lowest is sequence and self._scheduler.placed() == [sequence]:
                     self._outgrow(sequence)
                 else:
@@ -248,11 +274,17 @@ class Admission:
     def _try_admit(self, sequence: Sequence) -> bool:
         """Attach a path, reserve the rest, take a slot; False, with nothing taken, without room."""
         sequence.kv.hash_blocks()
+        alone = not self._scheduler.placed()
+        # Beside others it may be preempted for them; what it did alone is to be tried again then.
+        sequence.stuck = sequence.stuck and alone
+        if sequence.stuck:
+            sequence.kv.drop_unread()
         taken = self._take(sequence)
-        if not taken and not self._scheduler.placed():
-            # A node that is longer than what the sequence reads of it may take the room that
-            # it needs. Nothing else runs: without the path, all nodes can be evicted.
-            taken = self._take(sequence, shared=False)
+        if not taken and alone:
+            # A node that is longer than what the sequence reads of it, or the index of many
+            # nodes, may take the room that it needs. Nothing else runs: those that it does not
+            # read can be evicted.
+            taken = any(self._take(sequence, path) for path in sequence.kv.shorter_paths())
         if not taken:
             return False
         sequence.kv.take_slot()
@@ -265,25 +297,38 @@ class Admission:
         self.advance(sequence)
         return True
 
-    def _take(self, sequence: Sequence, *, shared: bool = True) -> bool:
-        """Attach the cached path, if it may be shared, and reserve the next tokens' bytes.
+    def _take(self, sequence: Sequence, block_hashes: list[bytes] | None = None) -> bool:
+        """Attach the cached path and reserve the next tokens' bytes.
+
+        Args:
+            sequence: without a place.
+            block_hashes: those of the blocks to share; all by default.
 
         Returns:
             False, with nothing taken, without room.
         """
         # It is a reader from now on: its path is not evicted to make room for the rest.
-        sequence.kv.attach(None if shared else [])
+        sequence.kv.attach(block_hashes)
         has_room = self._budget.has_room(sequence, self._scheduler.placed())
         if has_room and self._budget.reserve(sequence):
             return True
         sequence.kv.undo_attach()
         return False
 
-    def _worth_preempting(self, sequence: Sequence, others: Items[Sequence]) -> bool:
-        """Tell whether a sequence would fit if all of the others were preempted."""
-        staying = [other for other in self._scheduler.placed() if other not in others]
-        reachable = sequence.kv.reachable_tokens
-        return self._budget.would_fit(sequence, reachable, others, staying)
+    def _others_to_preempt(self, sequence: Sequence) -> Items[Sequence]:
+        """Return sequences to preempt, in order, so that a waiting one fits; empty if it will not.
+
+        Before their turns end only as far as the tree keeps all that they have computed.
+        """
+        placed, reachable = self._scheduler.placed(), sequence.kv.reachable_tokens
+        for others, evict in (
+            (self._scheduler.to_preempt(sequence), True),
+            (self._scheduler.to_preempt_early(sequence), False),
+        ):
+            staying = [other for other in placed if other not in others]
+            if others and self._budget.would_fit(sequence, reachable, others, staying, evict=evict):
+                return others
+        return ()
 
     def _outgrow(self, sequence: Sequence) -> None:
         """End an answer that has no more room alone; once, admit it again with all room its own.
@@ -304,9 +349,8 @@ class Admission:
 
     def _release(self, sequence: Sequence) -> None:
         """Release everything that a sequence holds; its tokens stay."""
-        if self._tiers is not None:
-            self._tiers.leave(sequence.restores)
-            sequence.restores = []
+        self._tiers.leave(sequence.restores)
+        sequence.restores = []
         sequence.resumed_at = None
         if sequence.draft_kv is not None:
             sequence.draft_kv.release()

@@ -12,41 +12,23 @@ The module `costs` estimates the bytes; this one reserves them in the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from mlx.utils import tree_flatten
-
-from penstock.config import EngineSettings
-from penstock.engine.model.runner import Runner
-from penstock.engine.model.shared_text import SharedText
-from penstock.engine.ranks.process_group import ProcessGroup
+from penstock.engine.model.prompt_logprobs import BlockTree, PromptLogprobs
 from penstock.engine.schedule.answer_lengths import AnswerLengths
 from penstock.engine.schedule.costs import MemoryEstimator
-from penstock.engine.schedule.largest_steps import check_largest_steps
-from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import NeverFits
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
-from penstock.ledger import Kind, Ledger, Reservation
-from penstock.memory import format_bytes
-from penstock.prefix.prefixes import Prefixes
+from penstock.ledger import Kind, Reservation
+from penstock.memory.sizes import format_bytes
+from penstock.prefix.pin import Pin
 
-TAIL_TOKENS = 8
-"""Least columns of a tail. More are copied out less often, and leave fewer parts to be read; fewer
-waste less."""
-MOST_TAIL_TOKENS = 32
-"""Most columns of a tail."""
 GROWTH_TOKENS = 32
 """Tokens of an answer whose bytes are reserved together, before they are decoded."""
-POOL_TOKENS = 64
-"""Columns of all tails together while a batch has few places: eight tails of the least length."""
-LARGE_POOL_TOKENS = 128
-"""Columns of all tails together where they take at most `POOL_SHARE` of the weights' bytes."""
-POOL_SHARE = 0.025
-"""Share of the bytes of the weights."""
 
 
 class Copying(Protocol):
@@ -55,6 +37,76 @@ class Copying(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes set aside."""
+
+
+class KVTree(BlockTree, Protocol):
+    """The prefix tree, as far as it takes and gives bytes; see `Prefixes`."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that are held with an empty tree, too."""
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes that evicting all unpinned nodes would free."""
+
+    @property
+    def pinned_relief_bytes(self) -> int:
+        """Bytes that can be freed of pinned nodes."""
+
+    def index_bytes(self, blocks: int) -> int:
+        """Return the index bytes of a node of so many blocks."""
+
+    def recount(self) -> dict[Kind, int]:
+        """Return the bytes in use, counted again."""
+
+
+class ReservedKV(Protocol):
+    """Keys and values of a sequence, as far as their bytes are reserved."""
+
+    reservation: Reservation | None
+    """Bytes of its own tokens, computed or not; None without a place."""
+
+    @property
+    def pin(self) -> Pin[Segment] | None:
+        """The pinned path; None without one."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """First tokens of the path that the sequence reads."""
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Scores of the prompt's tokens; None if they are not asked for."""
+
+
+class Admissible(Protocol):
+    """A sequence, as far as bytes are reserved for it; see `Sequence`."""
+
+    step_reservation: Reservation | None
+    """Bytes that its length adds to a step's buffers; None without a place."""
+    reserved_tokens: int
+    """Tokens for whose KV, and for whose step, bytes are reserved."""
+
+    @property
+    def kv(self) -> ReservedKV:
+        """Keys and values of its tokens."""
+
+    @property
+    def tokens(self) -> Items[int]:
+        """Prompt and answer so far."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Number of tokens that the answer has so far."""
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Most tokens with KV that it can ever read."""
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it gets all room at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +140,7 @@ class MemoryBudget:
         self,
         aside: FixedReservations,
         estimator: MemoryEstimator,
-        prefixes: Prefixes[Segment],
+        prefixes: KVTree,
         *,
         copying: Items[Copying],
         token_bytes: int,
@@ -97,6 +149,8 @@ class MemoryBudget:
         self.token_bytes = token_bytes
         self.lengths = AnswerLengths()
         """Lengths of the answers so far, from which those to come are expected."""
+        self.evict_grammars: Callable[[], int] = lambda: self._grammars.nbytes
+        """Evicts compiled grammars that no answer follows, and returns the bytes of the others."""
         self._aside = aside
         self._estimator = estimator
         self._prefixes = prefixes
@@ -104,6 +158,7 @@ class MemoryBudget:
         self._copying = copying
         self._draft_bytes = draft_bytes
         self._prompts = prefixes.ledger.reserve(Kind.PROMPTS, 0)
+        self._grammars = prefixes.ledger.reserve(Kind.GRAMMARS, 0)
 
     # ---- questions
 
@@ -120,7 +175,8 @@ class MemoryBudget:
     @property
     def fixed_bytes(self) -> int:
         """Bytes that are set aside for any sequences."""
-        kinds = (self._aside.weights, self._aside.pool, self._aside.step, self._prompts)
+        aside = self._aside
+        kinds = (aside.weights, aside.pool, aside.step, self._prompts, self._grammars)
         fixed = sum(kind.nbytes for kind in kinds) + self._prefixes.fixed_bytes
         return fixed + self._copies_bytes + self._draft_bytes
 
@@ -129,9 +185,9 @@ class MemoryBudget:
         """Tokens of a sequence that can be in memory before others of it leave it."""
         return self._estimator.in_flight_tokens
 
-    def check_fits(self, sequence: Sequence) -> None:
+    def check_fits(self, sequence: Admissible) -> None:
         """Raise NeverFits if a sequence could not get one more token even if it were alone."""
-        if self.fits_alone(sequence):
+        if self.fits_alone(sequence) or (self._evict_grammars() and self.fits_alone(sequence)):
             return
         fixed, limit, tokens = self.fixed_bytes, self._ledger.limit_bytes, len(sequence.tokens)
         logits = self._logits_bytes(sequence) + _score_bytes(sequence)
@@ -152,7 +208,7 @@ class MemoryBudget:
             limit,
         )
 
-    def fits_alone(self, sequence: Sequence) -> bool:
+    def fits_alone(self, sequence: Admissible) -> bool:
         """Tell whether a sequence could get one more token if it were alone."""
         room = self._ledger.limit_bytes - self.fixed_bytes
         needed = self._needed_bytes(len(sequence.tokens)) + self._logits_bytes(sequence)
@@ -186,7 +242,7 @@ class MemoryBudget:
                 limit_bytes,
             )
 
-    def has_room(self, sequence: Sequence, placed: Iterable[Sequence]) -> bool:
+    def has_room(self, sequence: Admissible, placed: Iterable[Admissible]) -> bool:
         """Tell whether the expected bytes of a sequence fit beside those of the others.
 
         Nothing is evicted for it yet: evictable bytes count as free. Alone, a sequence may
@@ -199,17 +255,18 @@ class MemoryBudget:
         placed = list(placed)
         if not placed:
             return True
-        relief = self._prefixes.relief
         room = self._ledger.free_bytes + self._prefixes.evictable_bytes
         needed = self._expected_bytes(sequence, sequence.kv.num_cached_tokens, placed)
-        return needed <= room or (relief is not None and needed <= room + relief.pinned_bytes)
+        return needed <= room or needed <= room + self._prefixes.pinned_relief_bytes
 
     def would_fit(
         self,
-        sequence: Sequence,
+        sequence: Admissible,
         num_cached_tokens: int,
-        others: Iterable[Sequence],
-        staying: Items[Sequence],
+        others: Iterable[Admissible],
+        staying: Items[Admissible],
+        *,
+        evict: bool = True,
     ) -> bool:
         """Tell whether a sequence would fit if all of the others were preempted.
 
@@ -218,14 +275,14 @@ class MemoryBudget:
             num_cached_tokens: tokens of it that the tree holds.
             others: admitted ones.
             staying: the other admitted ones.
+            evict: whether nodes may be evicted for it, those included that only the others read.
         """
-        freed = self._ledger.free_bytes + self._prefixes.evictable_bytes
+        freed = self._ledger.free_bytes + (self._prefixes.evictable_bytes if evict else 0)
         for other in others:
-            held = [
-                r.nbytes for r in (other.kv.reservation, other.step_reservation) if r is not None
-            ]
-            path = other.kv.pin.path if other.kv.pin is not None else ()
-            freed += sum(held) + sum(n.segment.nbytes + n.index_bytes for n in path if n.pins == 1)
+            held = (other.kv.reservation, other.step_reservation)
+            freed += sum(reserved.nbytes for reserved in held if reserved is not None)
+            path = other.kv.pin.path if evict and other.kv.pin is not None else ()
+            freed += sum(n.segment.nbytes + n.index_bytes for n in path if n.pins == 1)
         if staying:
             return self._expected_bytes(sequence, num_cached_tokens, staying) <= freed
         tokens, cached = len(sequence.tokens), num_cached_tokens * self.token_bytes
@@ -234,12 +291,13 @@ class MemoryBudget:
 
     def check(
         self,
-        sequences: Iterable[Sequence],
+        sequences: Iterable[Admissible],
         tails: Tails,
         *,
         weights: int,
         draft: int,
         reading: int,
+        scored: int,
     ) -> None:
         """Raise AssertionError if the bytes in the ledger are not those that are in use.
 
@@ -249,12 +307,12 @@ class MemoryBudget:
             weights: bytes of the model's, counted again.
             draft: bytes of the draft model, counted again.
             reading: bytes of the blocks that are being read from cold tiers.
+            scored: bytes of the scores of prompts' tokens, counted again.
         """
         reserved = [(s.kv.reservation, s.step_reservation) for s in sequences]
         promised = sum(own.nbytes for own, _ in reserved if own is not None)
         steps = sum(step.nbytes for _, step in reserved if step is not None)
         buffers = self._aside.step.nbytes + steps + self._aside.chunk.nbytes
-        spare = self._prefixes.spare
         self._ledger.check(
             {
                 **self._prefixes.recount(),
@@ -262,7 +320,8 @@ class MemoryBudget:
                 Kind.DRAFT: draft,
                 Kind.TAILS: self._aside.pool.nbytes + promised + reading,
                 Kind.BUFFERS: buffers + self._copies_bytes,
-                Kind.PROMPTS: self._prompts.nbytes + (0 if spare is None else spare.recount()),
+                Kind.PROMPTS: self._prompts.nbytes + scored,
+                Kind.GRAMMARS: self._grammars.nbytes,
             }
         )
         pool = self._aside.pool.nbytes
@@ -281,7 +340,17 @@ class MemoryBudget:
         self._prompts.resize(min(nbytes, room // 2))
         return self._prompts.nbytes
 
-    def reserve(self, sequence: Sequence) -> bool:
+    def reserve_grammars(self, nbytes: int) -> None:
+        """Reserve memory for all compiled grammars.
+
+        Raises:
+            LedgerFull, NeverFits: as many bytes do not fit beside running sequences, or the
+                weights; nothing is changed.
+        """
+        self._prefixes.make_room(max(0, nbytes - self._grammars.nbytes))
+        self._grammars.resize(nbytes)
+
+    def reserve(self, sequence: Admissible) -> bool:
         """Reserve the KV behind a sequence's cached tokens, and the bytes that it adds to a step.
 
         The tokens are those that it has, and the next few of its answer.
@@ -299,7 +368,7 @@ class MemoryBudget:
         sequence.kv.reservation = sequence.step_reservation = None
         return False
 
-    def grow(self, sequence: Sequence) -> bool:
+    def grow(self, sequence: Admissible) -> bool:
         """Reserve the next few tokens of an answer; just one if there is no room for more.
 
         One that was stuck gets all that can be its own: the index of its nodes takes none of it.
@@ -314,7 +383,7 @@ class MemoryBudget:
             ahead = [max(tokens, min(most, alone - 1))]
         return any(self._reserve_up_to(sequence, end) for end in ahead)
 
-    def reserve_anew(self, sequence: Sequence) -> bool:
+    def reserve_anew(self, sequence: Admissible) -> bool:
         """Reserve a sequence's KV anew, after its cached tokens have changed.
 
         Returns:
@@ -326,23 +395,23 @@ class MemoryBudget:
             self._estimator.sequence_bytes(sequence.reserved_tokens, cached)
             - sequence.kv.reservation.nbytes
         )
-        if more > 0 and not self._prefixes.make_room(more):
+        if more > 0 and not self._make_room(more):
             return False
         sequence.kv.reservation.resize(sequence.kv.reservation.nbytes + more)
         return True
 
-    def top_up(self, sequence: Sequence) -> bool:
+    def top_up(self, sequence: Admissible) -> bool:
         """Reserve the next tokens' bytes again, as others leave memory; False without room."""
         own = sequence.kv.reservation
         assert own is not None
         tokens = max(0, sequence.reserved_tokens - sequence.kv.num_cached_tokens)
         more = max(0, self._estimator.next_bytes(tokens) - own.nbytes)
-        if not self._prefixes.make_room(more):
+        if not self._make_room(more):
             return False
         own.resize(own.nbytes + more)
         return True
 
-    def release(self, sequence: Sequence, sequences: Iterable[Sequence]) -> None:
+    def release(self, sequence: Admissible, sequences: Iterable[Admissible]) -> None:
         """Release a sequence's reservations.
 
         The chunk's reservation shrinks to the need of the longest sequence that remains.
@@ -361,10 +430,24 @@ class MemoryBudget:
         self._aside.pool.resize(0)
         self._aside.step.resize(0)
         self._prompts.resize(0)
+        self._grammars.resize(0)
 
     # ---- parts
 
-    def _reserve_up_to(self, sequence: Sequence, tokens: int) -> bool:
+    def _make_room(self, nbytes: int) -> bool:
+        """Evict cold nodes, then grammars that no answer follows; False if that is not enough."""
+        if self._prefixes.make_room(nbytes):
+            return True
+        return self._evict_grammars() and self._prefixes.make_room(nbytes)
+
+    def _evict_grammars(self) -> bool:
+        """Evict compiled grammars that no answer follows; False if there are none."""
+        before = self._grammars.nbytes
+        if before:
+            self._grammars.resize(min(before, self.evict_grammars()))
+        return self._grammars.nbytes < before
+
+    def _reserve_up_to(self, sequence: Admissible, tokens: int) -> bool:
         """Reserve the KV of a sequence's first `tokens`; False, with nothing changed, if full."""
         own, step, chunk = sequence.kv.reservation, sequence.step_reservation, self._aside.chunk
         assert own is not None and step is not None
@@ -374,7 +457,7 @@ class MemoryBudget:
         kv -= estimator.sequence_bytes(before, cached) if before else 0
         scores = estimator.decode_bytes(tokens) + _score_bytes(sequence) - step.nbytes
         reading = max(0, self._chunk_bytes(sequence, tokens) - chunk.nbytes)
-        if not self._prefixes.make_room(kv + scores + reading):
+        if not self._make_room(kv + scores + reading):
             return False
         own.resize(own.nbytes + kv)
         step.resize(step.nbytes + scores)
@@ -382,14 +465,14 @@ class MemoryBudget:
         sequence.reserved_tokens = tokens
         return True
 
-    def _expected_tokens(self, sequence: Sequence) -> int:
+    def _expected_tokens(self, sequence: Admissible) -> int:
         """Return the KV tokens that are expected of a sequence at its end."""
         rest = self.lengths.rest_tokens(sequence.generated_tokens)
         tokens = min(len(sequence.tokens) - 1 + rest, sequence.max_kv_tokens)
         return max(tokens, sequence.reserved_tokens)
 
     def _expected_bytes(
-        self, sequence: Sequence, num_cached_tokens: int, placed: Iterable[Sequence]
+        self, sequence: Admissible, num_cached_tokens: int, placed: Iterable[Admissible]
     ) -> int:
         """Return the bytes expected of a new sequence, and of placed ones beyond their own."""
         estimator, tokens = self._estimator, self._expected_tokens(sequence)
@@ -403,12 +486,12 @@ class MemoryBudget:
             chunk = max(chunk, self._chunk_bytes(other, expected))
         return needed + max(0, chunk - self._aside.chunk.nbytes)
 
-    def _logits_bytes(self, sequence: Sequence) -> int:
+    def _logits_bytes(self, sequence: Admissible) -> int:
         """Return the bytes of a chunk's logits and their scores, where a prompt's are read."""
         scores = sequence.kv.prompt_logprobs
         return 0 if scores is None else self._estimator.logits_bytes_of(scores)
 
-    def _chunk_bytes(self, sequence: Sequence, tokens: int) -> int:
+    def _chunk_bytes(self, sequence: Admissible, tokens: int) -> int:
         """Return the bytes that a sequence of so many tokens adds to a step that prefills it."""
         return self._estimator.prefill_bytes(tokens) + self._logits_bytes(sequence)
 
@@ -429,52 +512,7 @@ class MemoryBudget:
         return sum(part.nbytes for part in self._copying)
 
 
-def reserve_fixed(
-    weights: Reservation,
-    ledger: Ledger,
-    limits: EngineSettings,
-    runner: Runner,
-    estimator: MemoryEstimator,
-    group: ProcessGroup,
-) -> tuple[FixedReservations, Tails]:
-    """Reserve and make the pool of tails, then measure a step and reserve its bytes.
-
-    Of a group, the rank whose step takes most counts.
-
-    Raises:
-        LedgerFull, NeverFits: there is no room for both beside the weights.
-        StepTooLarge: there is no room even for a fraction of them; nothing was reserved.
-    """
-    slots, spare = limits.max_batch_size, limits.speculative_tokens
-    large = LARGE_POOL_TOKENS * runner.token_bytes <= POOL_SHARE * weights.nbytes
-    columns = _tail_columns(limits, LARGE_POOL_TOKENS if group.least(large) else POOL_TOKENS)
-    check_largest_steps(ledger, limits, runner, group, columns + spare)
-    pool = ledger.reserve(Kind.TAILS, slots * (columns + spare) * runner.token_bytes)
-    tails = Tails(slots, columns, runner.shapes, spare)
-    step_bytes = group.most(estimator.measure_step(tails)) + (
-        SharedText.nbytes_of() if spare else 0
-    )
-    step = ledger.reserve(Kind.BUFFERS, step_bytes)
-    tails.drop()  # until a sequence decodes
-    chunk = ledger.reserve(Kind.BUFFERS, 0)
-    return FixedReservations(weights=weights, pool=pool, step=step, chunk=chunk), tails
-
-
-def _tail_columns(limits: EngineSettings, pool_tokens: int) -> int:
-    """Return the columns of a tail where all of a small batch may have so many together."""
-    block_size = limits.block_size
-    columns = min(MOST_TAIL_TOKENS, pool_tokens // limits.max_batch_size, block_size // 2)
-    # Proposals end with the tail.
-    return min(max(TAIL_TOKENS, columns, 2 * limits.speculative_tokens), block_size)
-
-
-def weight_bytes(model: Any) -> int:
-    """Return the bytes of a model's weights."""
-    arrays: Any = tree_flatten(model.parameters())
-    return sum(array.nbytes for _, array in arrays)
-
-
-def _score_bytes(sequence: Sequence) -> int:
+def _score_bytes(sequence: Admissible) -> int:
     """Return the bytes of the log-probabilities of a prompt, if they are asked for.
 
     At the end of the sequence they are left to the holder of its handle, like the text.

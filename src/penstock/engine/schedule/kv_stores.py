@@ -2,54 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from contextlib import suppress
-from dataclasses import InitVar, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
+from penstock.engine.counters import Counters
+from penstock.engine.model.figures import ModelFigures
 from penstock.engine.model.prompt_logprobs import ScoredBlocks
-from penstock.engine.model.runner import Runner
-from penstock.engine.offload.tier_group import TierGroup
-from penstock.engine.retention.requantize import Requantizer
-from penstock.engine.retention.spilling import Spilling
-from penstock.engine.retention.windows import Windows
-from penstock.engine.stats import Counters
-from penstock.kv.attention_plan import KVSpan
-from penstock.kv.block_spans import span_tokens
-from penstock.kv.segment import Segment
+from penstock.engine.retention.retention import Path, Retention, RunningPath
+from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.states import RecurrentState
 from penstock.kv.tails import Tails
-from penstock.prefix.checkpoints import Checkpoints, Path
 from penstock.prefix.node import Node
+from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
+
+_R = TypeVar("_R", bound=Retention)
+
+
+class Tiers(Protocol):
+    """The cold tiers of an engine, as the writer of a sequence's KV sees them."""
+
+    def note(
+        self, block_hashes: Items[bytes], root: bytes, first: int, *, seen: bool = False
+    ) -> None:
+        """Take note of new blocks in the tree; see `TierGroup.note`."""
+
+    def note_end(self, block_hashes: Items[bytes], root: bytes) -> None:
+        """Take note of the end of a conversation."""
+
+    def note_checkpoint(
+        self, block_hashes: Items[bytes], root: bytes, *, answered: bool = False
+    ) -> None:
+        """Take note of a checkpoint behind the last block of a chain."""
+
+    def close(self) -> None:
+        """Write pending records as long as there is time, and close."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVStores:
-    """All parts of an engine that hold or compute KV; None for a part that it does without."""
+    """All parts of an engine that hold KV."""
 
     prefixes: Prefixes[Segment]
-    checkpoints: Checkpoints | None
-    windows: Windows | None
-    requantizer: Requantizer | None
-    tiers: TierGroup | None
-    spilling: Spilling | None
-    scored: ScoredBlocks = field(init=False)
+    retentions: tuple[Retention, ...]
+    """Kinds of state that layers resume from, beside plain keys and values."""
+    tiers: Tiers
+    scored: ScoredBlocks
     """Scores of the tokens of prompts, by block."""
-    limit_bytes: InitVar[int]
-    """Memory limit of the rank that has least."""
     tails: Tails
-    runner: Runner
-    counters: Counters
+    figures: ModelFigures
+    counters: Counters = field(default_factory=Counters)
     shared_tokens: int
     """Position up to which KV depends on the tokens alone, not on the window; a multiple of the
     block size."""
+    span_tokens: Callable[[int], int] = lambda block_size: block_size
+    """Tokens of the blocks that make one part to read together, by the size of a block."""
 
-    def __post_init__(self, limit_bytes: int) -> None:
-        scored = ScoredBlocks(self.prefixes, limit_bytes)
-        object.__setattr__(self, "scored", scored)
-        self.prefixes.spare = scored
+    def of(self, kind: type[_R]) -> _R | None:
+        """Return the retention of a kind; None if the engine does without."""
+        return next(iter(self.all_of(kind)), None)
+
+    def all_of(self, kind: type[_R]) -> list[_R]:
+        """Return the retentions of a kind."""
+        return [part for part in self.retentions if isinstance(part, kind)]
 
     @property
     def block_size(self) -> int:
@@ -62,14 +79,12 @@ class KVStores:
 
         Later blocks then read a block as codes; its own tokens read it as it was computed.
         """
-        active = self.requantizer is not None and self.requantizer.active
-        return active and self.shared_tokens > 0
+        return self.shared_tokens > 0 and any(part.reads_blocks for part in self.retentions)
 
     @property
     def whole_blocks(self) -> bool:
         """Whether a chunk of a prompt may not end inside a block."""
-        runner = self.runner
-        return self.by_block or bool(runner.layout.rows) or runner.fitness.whole
+        return self.by_block or self.figures.whole or not self.resumes_inside
 
     @property
     def commit_tokens(self) -> int:
@@ -77,8 +92,18 @@ class KVStores:
 
         Several blocks make one part to read where no block's end needs work of its own.
         """
-        single = self.runner.layout.rows or self.checkpoints is not None or self.by_block
-        return self.block_size if single else span_tokens(self.block_size)
+        single = any(part.ends_blocks for part in self.retentions)
+        return self.block_size if single else self.span_tokens(self.block_size)
+
+    @property
+    def resumes_inside(self) -> bool:
+        """Whether a sequence can resume inside a block."""
+        return all(part.resumes_inside for part in self.retentions)
+
+    @property
+    def spills(self) -> bool:
+        """Whether keys and values of running sequences leave memory."""
+        return any(part.spills for part in self.retentions)
 
     def own_bytes(self, spans: Iterable[KVSpan]) -> int:
         """Return the bytes of sequences' own spans, but those that are a leaf of the tree, too.
@@ -100,15 +125,21 @@ class KVStores:
             path: nodes from the root on.
             max_kv_tokens: the position is no later than this.
         """
+        position = limit = max_kv_tokens
         while True:
-            if self.windows is not None:
-                max_kv_tokens = self.windows.resume(path, max_kv_tokens)
-            if self.checkpoints is None:
-                return max_kv_tokens, None
-            position, recurrent_state = self.checkpoints.resume(path, max_kv_tokens)
-            if self.windows is None or position in (0, max_kv_tokens):
-                return position, recurrent_state
-            max_kv_tokens = position
+            for part in self.retentions:
+                position = part.resume(path, position)
+            if position in (0, limit):
+                break
+            limit = position
+        states = (part.state(path, position) for part in self.retentions)
+        return position, next((state for state in states if state is not None), None)
+
+    def complete(self, path: Path, limit: int) -> int:
+        """Return the last position of a path, up to a limit, before which no KV is missing."""
+        for part in self.retentions:
+            limit = part.complete(path, limit)
+        return limit
 
     def readable_tokens(self, tokens: int) -> int:
         """Return the most first tokens of so many that a sequence can read from the cache.
@@ -134,8 +165,6 @@ class KVStores:
             block_hashes: those of its whole blocks.
             salt: the tenant's.
         """
-        if self.checkpoints is None and self.windows is None and not self.by_block:
-            return None, ""
         match = self.prefixes.match(block_hashes)
         cached = min(match.tokens, max(0, len(tokens) - 1))
         most = min(cached, self.readable_tokens(len(tokens)))
@@ -143,10 +172,10 @@ class KVStores:
         root = block_hashes[blocks - 1] if blocks else self.prefixes.root(salt)
         leaf = self.prefixes.find_partial(match, root, tokens[match.tokens : len(tokens) - 1])
         if leaf is not None and self.resume((*match.path, leaf), leaf.end)[0] == leaf.end:
-            return None if self.checkpoints is None else leaf.end, ""
+            return leaf.end if self.figures.is_recurrent else None, ""
         resumes, _ = self.resume(match.path, most)
-        whole = most if self.windows is None else self.windows.resume(match.path, most)
-        if self.checkpoints is None and whole == cached:
+        whole = self.complete(match.path, most)
+        if whole == cached and not self.figures.is_recurrent:
             return None, ""
         return resumes, _resume_reason(match.tokens, cached, most, whole, resumes)
 
@@ -155,17 +184,14 @@ class KVStores:
 
         The form does not depend on the tree's room. They stay raw if MLX found no room for codes.
         """
-        if self.requantizer is None:
-            return segment
+        coded = segment
         try:
-            coded = self.requantizer.committed(segment, start)
-            if coded is segment:
-                return segment
-            # The index is that of the codes, as it is where they were read from a tier.
-            return self.runner.indexed(replace(coded, index=()), start)
+            for part in self.retentions:
+                coded = part.committed(coded, start)
         except (MemoryError, RuntimeError):
             self.counters.out_of_memory += 1
             return segment
+        return coded
 
     def cut_tail(self, slot: int, stop: int, start: int, behind: Segment | None = None) -> Segment:
         """Copy the first columns of a slot of the pool, behind a segment if there is one.
@@ -176,28 +202,52 @@ class KVStores:
             start: position of the first of them, or of the segment.
             behind: what they come behind.
         """
-        if self.runner.selection is None:
+        if not self.figures.index_token_bytes:
             return self.tails.cut(slot, stop, behind)
         own = start + (0 if behind is None else behind.tokens)
-        tail = self.runner.indexed(self.tails.cut(slot, stop), own)
-        return tail if behind is None else self.runner.indexed(behind, start).join(tail)
+        tail = self.computed(self.tails.cut(slot, stop), own)
+        return tail if behind is None else self.computed(behind, start).join(tail)
 
-    def index(self, path: Path) -> None:
-        """Index the keys of nodes that came without: from a tier, or before there was an index.
+    def computed(self, segment: Segment, start: int) -> Segment:
+        """Return computed KV with what is kept beside it."""
+        for part in self.retentions:
+            segment = part.computed(segment, start)
+        return segment
 
-        A node for whose index there is no room is read whole.
-        """
-        selection, runner = self.runner.selection, self.runner
-        if selection is None:
-            return
-        for node in path:
-            if selection.index.complete(node.segment):
-                continue
-            nbytes = len(node.tokens) * runner.index_token_bytes
-            with suppress(MemoryError, RuntimeError):
-                if self.prefixes.make_room(nbytes):
-                    indexed = partial(runner.indexed, start=node.start)
-                    self.prefixes.exchange(node, indexed, nbytes)
+    def attached(self, path: Path) -> None:
+        """Prepare a path that a sequence reads from now on."""
+        for part in self.retentions:
+            part.attached(path)
+
+    def fill(
+        self, pin: Pin[Segment], block_hashes: Items[bytes], segment: Segment, start: int
+    ) -> bool:
+        """Let nodes that lack KV take it from whole blocks; False without room."""
+        return all(part.fill(pin, block_hashes, segment, start) for part in self.retentions)
+
+    def completed(self, segment: Segment, state: RecurrentState) -> tuple[Segment, RecurrentState]:
+        """Move what states hold for a block that is full into its segment; return both."""
+        for part in self.retentions:
+            segment, state = part.completed(segment, state)
+        return segment, state
+
+    def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
+        """Return the end of a sequence as it can be resumed from; None if it cannot be."""
+        end: Segment | None = segment
+        for part in self.retentions:
+            end = None if end is None else part.ended(end, state)
+        return end
+
+    def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:
+        """Let KV leave memory that lies far behind the end of all its readers."""
+        paths = list(readers)
+        for part in self.retentions:
+            part.spill(paths, wait=wait)
+
+    def changed(self) -> None:
+        """Note that nodes have come, or are no longer read."""
+        for part in self.retentions:
+            part.changed()
 
     def tidy(self, node: Node[Segment] | None) -> None:
         """Merge small nodes of a path that a sequence has left; a failure loses nothing."""
@@ -208,14 +258,9 @@ class KVStores:
 
     def close(self) -> None:
         """Free all KV that is not read; tiers write their pending blocks if there is time."""
-        if self.tiers is not None:
-            self.tiers.close()
-        if self.requantizer is not None:
-            self.requantizer.release()
-        if self.spilling is not None:
-            self.spilling.release()
-        if self.windows is not None:
-            self.windows.release()
+        self.tiers.close()
+        for part in self.retentions:
+            part.release()
         self.prefixes.clear()
         self.tails.drop()
 

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from weakref import ref
 
 from penstock.engine.schedule.kv_stores import KVStores
-from penstock.kv import states as st
-from penstock.kv.attention_plan import KVSpan
-from penstock.kv.segment import Segment
-from penstock.kv.states import Checkpoint, RecurrentState
+from penstock.kv.segment import KVSpan, Segment
+from penstock.kv.states import RecurrentState
 from penstock.ledger import Reservation
 from penstock.prefix.node import Match, Node
 from penstock.prefix.pin import Pin
@@ -43,7 +41,7 @@ class PartialBlock:
     @property
     def enabled(self) -> bool:
         """Whether a sequence can resume inside a block, as not with rows of compressing layers."""
-        return not self._stores.runner.layout.rows
+        return self._stores.resumes_inside
 
     @property
     def tokens(self) -> int:
@@ -108,13 +106,9 @@ class PartialBlock:
             paid: a reservation that counts the segment.
         """
         prefixes, blocks_done = self._stores.prefixes, start // self._stores.block_size
-        if self._stores.checkpoints is not None:
-            if recurrent_state is None or not prefixes.make_room(self._stores.runner.state_bytes):
-                return
-            states = recurrent_state.owned()
-            if not st.is_finite(states):
-                return
-            segment = segment.checkpointed([Checkpoint(segment.tokens, states, turn_end=True)])
-        leaf = prefixes.insert_partial(pin, blocks_done, root, tokens, segment, paid)
+        end = self._stores.ended(segment, recurrent_state)
+        if end is None:
+            return
+        leaf = prefixes.insert_partial(pin, blocks_done, root, tokens, end, paid)
         if leaf is not None and self._leaf is not leaf:
             self.covered(start + len(tokens))

@@ -10,7 +10,7 @@
 
 A step of the engine is
 
-    for sequence in in_line():      admit those that fit in the ledger, in order, until one does not
+    while sequence := next_in_line():  admit those that fit in the ledger, until one does not
         act(sequence, "admit")      and "prefilled" at once where nothing is left to prefill
     plan()                          all that run decode one token, some prefill a chunk
     act(sequence, ...)              after the step
@@ -26,8 +26,11 @@ from bisect import insort
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 from typing import Generic, Literal, Protocol, TypeVar
 
+from penstock.engine.schedule.fair_shares import FairShares, Path, Sharer, shares_of
+from penstock.engine.schedule.queue_shares import BEYOND, QueueShares
 from penstock.engine.schedule.step_time import StepTime
 from penstock.errors import QueueFull, UnknownSequence
 
@@ -79,15 +82,11 @@ def next_state(state: State, event: Event) -> State:
         raise ValueError(f"{event!r} cannot happen to a sequence that is {state.value}") from None
 
 
-class SchedulerSequence(Protocol):
+class SchedulerSequence(Sharer, Protocol):
     """One sequence, as the scheduler sees it."""
 
     state: State
     """State in the scheduler, its only writer; WAITING when the sequence is added."""
-
-    @property
-    def id(self) -> int:
-        """Number in the order of arrival."""
 
     @property
     def priority(self) -> int:
@@ -102,16 +101,8 @@ class SchedulerSequence(Protocol):
         """Number of tokens with computed KV: its next chunk begins here."""
 
     @property
-    def remaining_tokens(self) -> int:
-        """Tokens still to prefill before it decodes."""
-
-    @property
     def next_block_hash(self) -> bytes | None:
         """Hash of the block that its next chunk begins with; None where nothing can be shared."""
-
-    @property
-    def served_tokens(self) -> int:
-        """Tokens that the model has prefilled for it."""
 
 
 T = TypeVar("T", bound=SchedulerSequence)
@@ -163,27 +154,38 @@ class Scheduler(Generic[T]):
     """Sequences and their states. Not thread-safe: one owner, the thread that runs the steps.
 
     The oldest sequence of the highest priority gets half or more of a step's prefill tokens, so
-    that no later one can hold it up. The rest goes to the sequence that was served least, so that a
-    short prompt does not wait for a long one. A sequence that has made no progress for as many
-    steps as there are places goes before these. Where blocks are so long that the rest is of no
-    use, the first sequence and the others take turns. Where a step's time is too short for a block,
-    one sequence reads a part of it. So a sequence with a place makes progress at least once in
-    `3 x max_batch_size` steps, however many others arrive. Admission has no such rule: a lower
-    priority waits for as long as higher ones come.
+    that no later one can hold it up. The rest goes to the client, of that to the request, of that
+    to the sequence that was served least, so that a short prompt does not wait for long ones. One
+    that has made no progress for as many steps as there are places goes before these. Where blocks
+    are so long that the rest is of no use, the first sequence and the others take turns. Where a
+    step's time is too short for a block, one sequence reads a part of it. So a request with places
+    makes progress at least once in `3 x max_batch_size` steps, however many others arrive.
+
+    Places are shared out fairly (`fair_shares`), priorities first: a lower priority waits for as
+    long as higher ones come.
 
     Args:
         max_batch_size: places: sequences that are prefilling or running at the same time.
         budget_tokens: tokens that may be prefilled in a step, all sequences together; at least a
             block.
         block_size: tokens; a chunk ends at a multiple of it, or with the prompt.
-        max_queue: sequences that may wait for their first place. Preempted ones do not count.
+        max_queue: sequences that may wait for their first place, see `QueueShares`. Preempted ones
+            do not count.
+        preempts_for_shares: whether larger shares give places back. Not where tokens that are
+            computed again differ: a step with a choice has not read what a prefill reads.
 
     Raises:
         ValueError: one of them is below 1, or a block is longer than `budget_tokens`.
     """
 
     def __init__(
-        self, max_batch_size: int, budget_tokens: int, block_size: int, max_queue: int
+        self,
+        max_batch_size: int,
+        budget_tokens: int,
+        block_size: int,
+        max_queue: int,
+        *,
+        preempts_for_shares: bool = True,
     ) -> None:
         self.max_batch_size = _positive("max_batch_size", max_batch_size)
         self.budget_tokens = _positive("budget_tokens", budget_tokens)
@@ -196,7 +198,10 @@ class Scheduler(Generic[T]):
         self.max_queue = _positive("max_queue", max_queue)
         self._sequences: dict[int, T] = {}
         self._line: list[T] = []  # waiting and preempted, in the order of admission
+        self._waiting: Counter[str | int] = Counter()  # those that never had a place, by client
         self._placed: dict[int, _Place[T]] = {}
+        self._shares: FairShares[T] = FairShares()
+        self._preempts_for_shares = preempts_for_shares
         self._step = 1
         self._progressed = (
             False  # a sequence that is no longer prefilling got on since the last plan
@@ -218,12 +223,26 @@ class Scheduler(Generic[T]):
         return sorted((s for s in self._sequences.values() if s.state is state), key=_order)
 
     def in_line(self) -> list[T]:
-        """Return the waiting and preempted sequences in the order of admission, places or not.
+        """Return the waiting and preempted sequences: the highest priority first.
 
-        Priority first; of the same priority, preempted ones before those that never had a place;
-        then by arrival. If the first does not fit, let no other pass it, or it may wait forever.
+        Of the same priority, preempted ones before those that never had a place; then by arrival.
         """
         return list(self._line)
+
+    def next_in_line(self) -> T | None:
+        """Return the sequence to admit next, places or not; None if none waits.
+
+        Of the highest priority, the share with the fewest places and the least work is next, and
+        its first sequence in line. If it does not fit, let no other pass it.
+        While no place is free, a share that cannot get another's lets others divide their own.
+        """
+        if not self._line:
+            return None
+        highest = self._line[0].priority
+        order = self._shares.in_order(takewhile(lambda s: s.priority == highest, self._line))
+        if self.free_places:
+            return order[0]
+        return next((sequence for sequence in order if self.to_preempt(sequence)), order[0])
 
     def placed(self) -> list[T]:
         """Return the sequences in a place, highest priority first, then by arrival."""
@@ -247,12 +266,67 @@ class Scheduler(Generic[T]):
         ]
 
     def to_preempt(self, sequence: T) -> list[T]:
-        """Return the placed sequences of lower priority, which may be preempted for another.
+        """Return the placed sequences that may be preempted for another, in this order.
 
-        The cheapest sacrifice first: the lowest priority, and of these the latest arrival.
+        First the lower priorities, of these the lowest, of these the latest arrival. Then those of
+        its own priority that have more than their fair share of the places.
         """
-        lower = [other for other in self.placed() if other.priority < sequence.priority]
-        return lower[::-1]
+        placed = self.placed()
+        lower = [other for other in placed if other.priority < sequence.priority]
+        if not self._preempts_for_shares:
+            return lower[::-1]
+        equal = (other for other in placed if other.priority == sequence.priority)
+        return [*lower[::-1], *self._shares.to_preempt(sequence, equal)]
+
+    def to_preempt_early(self, sequence: T) -> list[T]:
+        """Return the placed sequences that make way for a short new one before their turn ends.
+
+        Only where memory is short and places are not, and where it takes nothing of what they have
+        computed; in this order.
+        """
+        is_new = sequence.state is State.WAITING
+        if not (self._preempts_for_shares and is_new and self.free_places):
+            return []
+        equal = (other for other in self.placed() if other.priority == sequence.priority)
+        return self._shares.to_preempt_early(sequence, equal)
+
+    def to_displace(self, owners: Path, added: int) -> list[T]:
+        """Return the waiting sequences to end so that a request may wait: whole other requests.
+
+        They are of clients with more in the queue, and none of them has begun.
+
+        Args:
+            owners: of the new request.
+            added: its sequences.
+
+        Raises:
+            QueueFull: there is no room, and none is to be made.
+        """
+        if self._waiting.total() + added <= self.max_queue:
+            return []
+        requests: dict[Path, list[T]] = {}
+        for sequence in self._line:
+            if not self._shares.has_begun(sequence.owners):
+                requests.setdefault(sequence.owners, []).append(sequence)
+        sizes = {request: len(sequences) for request, sequences in requests.items()}
+        queue = QueueShares(self.max_queue, self._waiting)
+        displaced = queue.to_displace(owners[0], added, sizes)
+        return [sequence for request in displaced for sequence in requests[request]]
+
+    @property
+    def waiting_by_client(self) -> dict[str | int, int]:
+        """Sequences that wait for their first place, by their client."""
+        return dict(self._waiting)
+
+    def lowest(self) -> T:
+        """Return the placed sequence to preempt where memory ends.
+
+        It is of the lowest priority, then of the largest share, then the latest arrival.
+        """
+        return min(
+            self.placed(),
+            key=lambda s: (s.priority, *(-places for places in self._shares.places(s)), -s.id),
+        )
 
     # ---- acts
 
@@ -271,16 +345,12 @@ class Scheduler(Generic[T]):
             new.add(sequence.id)
             if wrong := _impossible(sequence):
                 raise ValueError(wrong)
-        self.check_room(len(sequences))
+        if sequences and self.to_displace(sequences[0].owners, len(sequences)):
+            raise QueueFull(self._waiting.total(), len(sequences), self.max_queue)
         for sequence in sequences:
             self._sequences[sequence.id] = sequence
+            self._shares.open(sequence)
             self._enter(sequence)
-
-    def check_room(self, added: int) -> None:
-        """Raise QueueFull if so many new sequences would be more than may wait."""
-        waiting = sum(sequence.state is State.WAITING for sequence in self._line)
-        if waiting + added > self.max_queue:
-            raise QueueFull(waiting, added, self.max_queue)
 
     def act(self, sequence: T, event: Event) -> State:
         """Let `event` happen to a sequence, and return its new state.
@@ -306,8 +376,14 @@ class Scheduler(Generic[T]):
                 f"sequence {sequence.id} has {sequence.remaining_tokens} tokens left to prefill"
             )
         self._leave(sequence)
-        sequence.state = state
+        before, sequence.state = sequence.state, state
         self._enter(sequence)
+        if event == "admit":
+            self._shares.begin_turn(sequence, again=before is State.PREEMPTED)
+        elif before in PLACED and state not in PLACED:
+            self._shares.end_turn(sequence, prefilled=before is State.RUNNING)
+        if state is State.DONE:
+            self._shares.close(sequence)
         return state
 
     def plan(self, time: StepTime | None = None) -> StepPlan[T]:
@@ -319,15 +395,18 @@ class Scheduler(Generic[T]):
         least one while any can be.
 
         Args:
-            time: for prompts while other sequences decode; None is no bound beyond
-                `budget_tokens`. A block for which no token's time would do is read all the same.
+            time: for prompts; None is no bound beyond `budget_tokens`. A block for which no token's
+                time would do is read all the same.
         """
         self._note_progress()
         placed = self.placed()
         decode = tuple(sequence for sequence in placed if sequence.state is State.RUNNING)
         if len(decode) == len(placed):  # the most frequent step by far
             return StepPlan(decode, ())
-        return StepPlan(decode, self._prefill(self._readers(placed), time if decode else None))
+        readers = self._readers(placed)
+        if time is not None and not decode and not self._short_one_waits(readers, time):
+            time = time.alone
+        return StepPlan(decode, self._prefill(readers, time))
 
     def check(self) -> None:
         """Raise AssertionError if a sequence is lost or doubled, or if too many have a place."""
@@ -343,9 +422,11 @@ class Scheduler(Generic[T]):
             wrong.append(f"{len(self._placed)} sequences in {self.max_batch_size} places")
         if self._line != sorted(self._line, key=_line_order):
             wrong.append("the line is out of order")
-        waiting = sum(sequence.state is State.WAITING for sequence in self._line)
-        if waiting > self.max_queue:
-            wrong.append(f"{waiting} sequences in a queue of {self.max_queue}")
+        waiting = Counter(s.owners[0] for s in self._line if s.state is State.WAITING)
+        if waiting != self._waiting:
+            wrong.append(f"{waiting} sequences wait, {self._waiting} counted")
+        if waiting.total() > BEYOND * self.max_queue:
+            wrong.append(f"{waiting.total()} sequences in a queue of {self.max_queue}")
         wrong += [self._fault(key, sequence) for key, sequence in self._sequences.items()]
         if any(wrong):
             raise AssertionError("; ".join(filter(None, wrong)))
@@ -373,12 +454,17 @@ class Scheduler(Generic[T]):
             self._progressed |= sequence.state is State.PREFILLING and place.progressed
         else:
             self._line.remove(sequence)
+            if sequence.state is State.WAITING:
+                self._waiting[client := sequence.owners[0]] -= 1
+                if not self._waiting[client]:
+                    del self._waiting[client]
 
     def _enter(self, sequence: T) -> None:
         if sequence.state is State.DONE:
             del self._sequences[sequence.id]
         elif sequence.state not in PLACED:
             insort(self._line, sequence, key=_line_order)
+            self._waiting[sequence.owners[0]] += sequence.state is State.WAITING
         else:
             self._placed[sequence.id] = _Place(
                 sequence, sequence.position, sequence.served_tokens, self._step
@@ -416,6 +502,13 @@ class Scheduler(Generic[T]):
             oldest[leader] = min(step, oldest.get(leader, step))
         return [_Reader(self._sequences[leader], step) for leader, step in oldest.items()]
 
+    def _short_one_waits(self, readers: list[_Reader[T]], time: StepTime) -> bool:
+        """Tell whether a prompt that is soon at its end is read beside another request's."""
+        if len({reader.sequence.owners for reader in readers}) < 2:
+            return False
+        sequences = (reader.sequence for reader in readers)
+        return any(time.is_short(s.position, s.remaining_tokens) for s in sequences)
+
     def _prefill(
         self, readers: list[_Reader[T]], time: StepTime | None
     ) -> tuple[PrefillChunk[T], ...]:
@@ -425,11 +518,20 @@ class Scheduler(Generic[T]):
         given = {reader.sequence: 0 for reader in readers}
         for sequence, most in self._offers(readers, time):
             room = self._whole(sequence, min(most, self._room(sequence, given, time)))
-            if not room and not any(given.values()):  # the first that is offered any gets some
-                block = self._rounded_up(sequence, 1)
-                room = block if time is None else time.part(sequence.position, block)
+            if not any(given.values()):  # the first that is offered any gets some
+                room = max(room, self._least(sequence, time)) or self._part(sequence, time)
             given[sequence] = max(given[sequence], room)
         return tuple(PrefillChunk(sequence, count) for sequence, count in given.items() if count)
+
+    def _least(self, sequence: T, time: StepTime | None) -> int:
+        """Return the tokens that a sequence has even if they take too long."""
+        least = 0 if time is None else time.least(sequence.position)
+        return self._whole(sequence, min(least, self.budget_tokens))
+
+    def _part(self, sequence: T, time: StepTime | None) -> int:
+        """Return the tokens that a sequence has where there is no time for a block: some of it."""
+        block = self._rounded_up(sequence, 1)
+        return block if time is None else time.part(sequence.position, block)
 
     def _room(self, sequence: T, given: dict[T, int], time: StepTime | None) -> int:
         """Return the most tokens that a sequence may have beside the tokens of the others."""
@@ -441,20 +543,37 @@ class Scheduler(Generic[T]):
         first, budget = readers[0].sequence, self.budget_tokens
         most = self._room(first, {}, time)
         half = self._whole(first, min(most, self._rounded_up(first, (most + 1) // 2)))
-        others = [reader.sequence for reader in sorted(readers[1:], key=self._turn)]
+        others = self._in_turn(readers[1:])
         offers = [(first, half), *((sequence, budget) for sequence in others), (first, budget)]
-        if not others or self._whole(others[0], self._room(others[0], {first: half}, time)):
+        taken = {first: max(half, self._least(first, time)) or self._part(first, time)}
+        if not others or self._whole(others[0], self._room(others[0], taken, time)):
             return offers
         if self._crowded_step == self._step - 1:  # now it is the others' turn
             return [(others[0], self._rounded_up(others[0], 1)), (first, budget), *offers]
         self._crowded_step = self._step
         return offers
 
-    def _turn(self, reader: _Reader[T]) -> tuple[bool, int]:
-        """Return the key that orders the others: long overlooked first, then least served."""
-        step = reader.oldest_progress_step
+    def _in_turn(self, readers: list[_Reader[T]]) -> list[T]:
+        """Order shares, and sequences of one: long overlooked first, then least served."""
+        served: Counter[Path] = Counter()
+        for place in self._placed.values():
+            for share in shares_of(place.sequence):
+                served[share] += place.sequence.served_tokens
+        latest: dict[Path, int] = {}
+        for reader in readers:
+            for share in shares_of(reader.sequence):
+                latest[share] = max(reader.oldest_progress_step, latest.get(share, 0))
+
+        def turn(reader: _Reader[T]) -> list[tuple[bool, int]]:
+            sequence = reader.sequence
+            ranks = [self._rank(latest[share], served[share]) for share in shares_of(sequence)]
+            return [*ranks, self._rank(reader.oldest_progress_step, sequence.served_tokens)]
+
+        return [reader.sequence for reader in sorted(readers, key=turn)]
+
+    def _rank(self, step: int, served_tokens: int) -> tuple[bool, int]:
         overlooked = self._step - step >= self.max_batch_size
-        return (not overlooked, step if overlooked else reader.sequence.served_tokens)
+        return (not overlooked, step if overlooked else served_tokens)
 
     def _whole(self, sequence: T, tokens: int) -> int:
         """Return the largest length, up to `tokens`, of a chunk that ends a block or the prompt."""

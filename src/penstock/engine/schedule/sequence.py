@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from penstock.engine.draft.draft_kv import DraftKV
+from penstock.attention.attention_plan import DecodeRow
 from penstock.engine.handle import Handle, notify
 from penstock.engine.model.proposals import Speculation
 from penstock.engine.model.sampling import SampledToken, TokenSampler, without_frames
@@ -13,14 +14,21 @@ from penstock.engine.model.text import TextStream
 from penstock.engine.offload.engine_tier import Restore
 from penstock.engine.offload.tier_group import TierLookup
 from penstock.engine.request import Finish, Reason, Request, Token, Usage
+from penstock.engine.schedule.fair_shares import Path
 from penstock.engine.schedule.scheduler import State
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.errors import PenstockError, StepFailed
-from penstock.kv.attention_plan import DecodeRow
 from penstock.ledger import Reservation
 
 WHOLE_CHUNK = 2_048
 """Most tokens of a prompt that mlx-lm's generate reads at once."""
+
+
+class DraftedKV(Protocol):
+    """KV of a sequence in a draft model, as its place in the batch sees it."""
+
+    def release(self) -> None:
+        """Give everything back."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -35,6 +43,8 @@ class Sequence:
     text: TextStream | None
     kv: SequenceKV
     """Keys and values of its tokens."""
+    owners: Path
+    """Client, salt and request that it belongs to."""
     priority: int = 0
     """Priority of the request; higher goes first."""
     deadline_seconds: float | None = None
@@ -59,7 +69,7 @@ class Sequence:
     """Seconds on the engine's clock when it stops waiting for blocks and computes them."""
     speculation: Speculation = field(default_factory=Speculation)
     """Proposed tokens, where they pay."""
-    draft_kv: DraftKV | None = None
+    draft_kv: DraftedKV | None = None
     """Its keys and values in the draft model; None where nothing was drafted."""
     step_reservation: Reservation | None = None
     """Bytes that its length adds to a step's buffers."""
@@ -229,7 +239,7 @@ class Sequence:
                     raise self.fault
                 if stop_at in self.request.stop_tokens and self.request.keep_stop:
                     text = self.text.push(int(stop_at))
-                text += self.text.finish()
+                text += self.text.finish(cut=reason != "stop")
             # A boundary: a detokenizer's fault is this answer's, and the engine goes on.
             except Exception as fault:  # noqa: BLE001
                 without_frames(fault)  # they would keep the step's arrays

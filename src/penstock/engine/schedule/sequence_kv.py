@@ -9,34 +9,41 @@
 
 A block is committed at once, so that other sequences share it, and the states at its end are
 captured under it. A block that cannot be committed, for want of room or behind the window, stays
-in the sequence's own spans.
+in the sequence's own spans. Blocks that are new in the tree are announced to the tiers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from penstock.engine.model.prompt_logprobs import PromptLogprobs
-from penstock.engine.schedule.cached_path import CachedPath
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.partial_blocks import PartialBlock
-from penstock.kv.attention_plan import KVSpan
-from penstock.kv.compressed import completed
-from penstock.kv.segment import Segment
+from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.states import RecurrentState, States
 from penstock.ledger import Kind, Reservation
-from penstock.prefix.node import Match
+from penstock.prefix.node import Match, Node
+from penstock.prefix.pin import Pin
 
 
-class SequenceKV(CachedPath):
+class SequenceKV:
     """The KV of one sequence, and its only writer. Not thread-safe: the engine's thread.
 
     The KV of a sequence lies in three places, one behind the other. These are the first
     `num_cached_tokens` of the pinned path, its `own_spans`, and `tail` columns of a slot in the
     pool. Nothing of the last two outlives its place in the batch.
 
-    Args: as `CachedPath`, which has the path alone.
+    Args:
+        stores: the engine's.
+        tokens: prompt and answer; grows as the answer does.
+        block_hashes: those of the whole blocks of `tokens`, as far as they may be shared.
+        salt: the tenant's.
+        hold_tokens: first tokens that stay cached for a while after the end; 0 for none.
+        hold_seconds: duration of that.
+        transient: whether its blocks are evicted at its end, and go to no tier without need.
+        prompt_logprobs: of the prompt, whose logits are then read; None if they are not.
     """
 
     def __init__(
@@ -51,16 +58,21 @@ class SequenceKV(CachedPath):
         transient: bool = False,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
-        super().__init__(
-            stores,
-            tokens,
-            block_hashes,
-            salt=salt,
-            hold_tokens=hold_tokens,
-            hold_seconds=hold_seconds,
-            transient=transient,
-            prompt_logprobs=prompt_logprobs,
-        )
+        self.tokens = tokens
+        self.block_hashes = block_hashes
+        self.pin: Pin[Segment] | None = None
+        self.num_cached_tokens = 0
+        self.matched_tokens = 0
+        """Tokens that the tree held at admission: other sequences may branch there, too."""
+        self.transient = transient
+        self.prompt_logprobs = prompt_logprobs
+        self._matched_version: tuple[int, int] | None = None
+        """Version of the tree, and of scored blocks, in which its path was looked up; or None."""
+        self._stores = stores
+        self._size = stores.block_size
+        self._salt = salt
+        self._hold_tokens = hold_tokens
+        self._hold_seconds = hold_seconds
         self.own_spans: list[KVSpan] = []
         self.slot: int | None = None
         self.tail = 0
@@ -71,6 +83,69 @@ class SequenceKV(CachedPath):
         self._partial_block = PartialBlock(stores)
 
     # ---- questions
+
+    @property
+    def node(self) -> Node[Segment] | None:
+        """Deepest node of the path; None without one."""
+        return None if self.pin is None else self.pin.node
+
+    @property
+    def last_boundary(self) -> int:
+        """End of the last whole block in front of the last token."""
+        return (len(self.tokens) - 1) // self._size * self._size
+
+    @property
+    def readable_tokens(self) -> int:
+        """Most tokens of a path that the sequence reads.
+
+        Where the logits of the prompt are read, it is the tokens whose logits were.
+        """
+        most = self._stores.readable_tokens(len(self.tokens))
+        logprobs = self.prompt_logprobs
+        if logprobs is None:
+            return most
+        self._stores.scored.fill(logprobs, self.block_hashes)
+        if logprobs.done:
+            return most
+        return min(most, logprobs.read_positions // self._size * self._size)
+
+    @property
+    def reachable_tokens(self) -> int:
+        """Number of tokens cached now behind which the sequence could resume."""
+        match = self._stores.prefixes.match(self.block_hashes)
+        resumed, _ = self._stores.resume(match.path, min(match.tokens, self.readable_tokens))
+        return resumed
+
+    @property
+    def _version(self) -> tuple[int, int]:
+        """Version of all that decides how much of the path is read."""
+        scored = 0 if self.prompt_logprobs is None else self._stores.scored.version
+        return self._stores.prefixes.tree.version, scored
+
+    def cached_spans(self) -> list[KVSpan]:
+        """Return the spans of the path that the sequence reads, in order."""
+        path = self.pin.path if self.pin is not None else ()
+        return [
+            KVSpan(node.segment, node.start, min(node.end, self.num_cached_tokens) - node.start)
+            for node in path
+            if node.start < self.num_cached_tokens
+        ]
+
+    def _root_at(self, position: int) -> bytes:
+        """Return the hash of the block that ends at a position, or the root hash."""
+        blocks = position // self._size
+        return self.block_hashes[blocks - 1] if blocks else self._stores.prefixes.root(self._salt)
+
+    def _holds_next(self) -> bool:
+        """Tell whether the path holds the token behind the cached ones as well.
+
+        It is the last token of a prompt cached to its end, computed for its logits alone.
+        """
+        block, node = self.num_cached_tokens // self._size, self.node
+        if node is None or node.end <= self.num_cached_tokens or block >= len(self.block_hashes):
+            return False
+        held = node.block_hashes[block - node.start // self._size]
+        return bool(held == self.block_hashes[block])
 
     @property
     def committed_end(self) -> int:
@@ -108,8 +183,9 @@ class SequenceKV(CachedPath):
 
     def check(self) -> None:
         """Raise AssertionError without KV that a window layer sees, or with unreserved bytes."""
-        if self._stores.windows is not None and self.pin is not None:
-            self._stores.windows.check(self.pin.path, self.num_cached_tokens, self.position)
+        if self.pin is not None:
+            for part in self._stores.retentions:
+                part.check(self.pin.path, self.num_cached_tokens, self.position)
         own = sum(span.segment.nbytes for span in self.own_spans)
         if self.reservation is None and (own or self.slot is not None or self.pin):
             raise AssertionError("a sequence holds KV that was not reserved")
@@ -164,8 +240,7 @@ class SequenceKV(CachedPath):
         if self.slot is not None:
             self._stores.tails.give_back(self.slot)
             self.slot = None
-        if self._stores.requantizer is not None:
-            self._stores.requantizer.changed()
+        self._stores.changed()
         self._hold()
         self._release()
 
@@ -274,13 +349,13 @@ class SequenceKV(CachedPath):
         # What the tree has taken over is off already; what others had committed is not needed.
         moved = before - self.reservation.nbytes
         restored = self.num_cached_tokens - start
-        self.spare(restored * self._stores.runner.held_token_bytes - moved)
+        self.spare(restored * self._stores.figures.held_token_bytes - moved)
         self._index_path()
         return True
 
     def _reserved_index(self, segment: Segment) -> int:
         """Return the bytes, reserved beside a segment's, that the tree's index of it takes."""
-        if self._stores.spilling is None or self.reservation is None:
+        if not self._stores.spills or self.reservation is None:
             return 0
         index = self._stores.prefixes.index_bytes(segment.tokens // self._size)
         return max(0, min(index, self.reservation.nbytes - segment.nbytes))
@@ -302,31 +377,30 @@ class SequenceKV(CachedPath):
 
     def capture(self, *, turn_end: bool = False) -> None:
         """Capture the recurrent states under the boundary at which the path ends, if it is one."""
-        checkpoints = self._stores.checkpoints
-        if checkpoints is None or self.recurrent_state is None or self.pin is None:
+        if self.recurrent_state is None:
             return
         at_end = self.position == self.num_cached_tokens
         if at_end and self.num_cached_tokens % self._size == 0:
-            checkpoints.capture(
-                self.pin.path, self.num_cached_tokens, self.recurrent_state, turn_end=turn_end
-            )
-            if turn_end:
+            self._capture(self.num_cached_tokens, self.recurrent_state, turn_end=turn_end)
+            if turn_end and self.pin is not None:
                 self._note_checkpoint(self.num_cached_tokens)
 
     def capture_restored(self, at: int, states: States) -> None:
         """Capture states that were read from a tier under a boundary of the path."""
-        if self._stores.checkpoints is not None and self.pin is not None:
-            state = RecurrentState(states, own=True)
-            self._stores.checkpoints.capture(self.pin.path, at, state, turn_end=True)
+        self._capture(at, RecurrentState(states, own=True), turn_end=True)
+
+    def _capture(self, at: int, state: RecurrentState, *, turn_end: bool) -> None:
+        """Capture states under a boundary of the path, if there is one."""
+        if self.pin is not None:
+            for part in self._stores.retentions:
+                part.capture(self.pin.path, at, state, turn_end=turn_end)
 
     def end_prompt(self) -> None:
         """Retain the windows in front of the prompt's last block, if it was read up to there."""
-        windows, last = self._stores.windows, self.last_boundary
-        if windows is None or self._stores.checkpoints is not None or self.pin is None:
-            return
-        prefilled = len(self.tokens) - 1 == self.position
-        if prefilled and 0 < last <= self.num_cached_tokens:
-            windows.end_prompt(self.pin.path, last)
+        last, prefilled = self.last_boundary, len(self.tokens) - 1 == self.position
+        if self.pin is not None and prefilled and 0 < last <= self.num_cached_tokens:
+            for part in self._stores.retentions:
+                part.end_prompt(self.pin.path, last)
 
     def keep_end(self) -> None:
         """Commit the whole blocks behind the path, and keep the rest as a leaf, if there is room.
@@ -340,7 +414,7 @@ class SequenceKV(CachedPath):
         if not self._partial_block.enabled or tokens == self._partial_block.tokens:
             return
         self.hash_blocks()
-        nbytes = 2 * tokens * stores.runner.held_token_bytes
+        nbytes = 2 * tokens * stores.figures.held_token_bytes
         if not stores.prefixes.make_room(nbytes):
             return
         # Without room in MLX for the copies, the tokens will be computed again.
@@ -453,11 +527,11 @@ class SequenceKV(CachedPath):
 
     def _complete(self) -> None:
         """Put the rows of compressing layers, which were kept beside it, into a full block."""
-        rows = self._stores.runner.layout.rows
-        if rows and self.recurrent_state is not None:
-            span = self.own_spans[-1]
-            segment, self.recurrent_state = completed(span.segment, self.recurrent_state, rows)
-            self.own_spans[-1] = replace(span, segment=segment)
+        if self.recurrent_state is None:
+            return
+        span, state = self.own_spans[-1], self.recurrent_state
+        segment, self.recurrent_state = self._stores.completed(span.segment, state)
+        self.own_spans[-1] = replace(span, segment=segment)
 
     def _commit_spans(self) -> None:
         """Commit the own spans of whole blocks that continue the path."""
@@ -478,9 +552,9 @@ class SequenceKV(CachedPath):
 
     def _forget_unseen(self) -> None:
         """Free the spans, and the part of the path, that no layer will see again."""
-        runner = self._stores.runner
-        nearest = runner.nearest(self.position)
-        keep = max((window.keep for window in runner.distinct_windows), default=0)
+        figures = self._stores.figures
+        nearest = figures.nearest(self.position)
+        keep = max((window.keep for window in figures.windows), default=0)
         if nearest <= keep or not self.own_spans:
             return
         *spans, last = self.own_spans
@@ -490,6 +564,195 @@ class SequenceKV(CachedPath):
         ] + [last]
         if self.num_cached_tokens > keep and nearest >= self.num_cached_tokens:
             self._withdraw(keep)
+
+    # ---- the chain
+
+    def hash_blocks(self) -> None:
+        """Hash the whole blocks that are new since the last call, as far as they may be shared."""
+        size, prefixes = self._size, self._stores.prefixes
+        blocks = min(len(self.tokens), self._stores.shared_tokens) // size
+        if blocks > len(self.block_hashes):
+            rest = self.tokens[len(self.block_hashes) * size : blocks * size]
+            after = self.block_hashes[-1] if self.block_hashes else None
+            self.block_hashes += prefixes.block_hashes(rest, self._salt, after=after)
+
+    def unshare(self) -> None:
+        """Copy tokens and hashes, which the answers of a request share until admission."""
+        self.tokens, self.block_hashes = list(self.tokens), list(self.block_hashes)
+
+    # ---- the path
+
+    def _pin(self, match: Match[Segment], cached_tokens: int, *, whole: bool) -> None:
+        """Pin a path, of which the sequence reads so many tokens.
+
+        Args:
+            match: the path.
+            cached_tokens: tokens of the path that are read.
+            whole: whether it is the match of all blocks of the sequence.
+        """
+        self.pin = self._stores.prefixes.pin(match)
+        self._index_path()
+        self.num_cached_tokens = cached_tokens
+        self.matched_tokens = match.tokens
+        self._matched_version = self._version if whole else None
+
+    def _index_path(self) -> None:
+        """Index the keys of nodes that came without an index."""
+        if self.pin is not None:
+            self._stores.attached(self.pin.path)
+
+    def _release(self) -> None:
+        """Let go of the path."""
+        if self.pin is not None:
+            self.pin.release()
+        self.pin, self.num_cached_tokens = None, 0
+
+    def _read_to(self, cached_tokens: int) -> None:
+        """Read so many tokens of the path from now on."""
+        self.num_cached_tokens = cached_tokens
+
+    def _follow_others(self) -> int:
+        """Move the pin on to blocks that other sequences have committed; return the whole blocks.
+
+        Looks nothing up while the tree is as it was.
+        """
+        cached_blocks = self.num_cached_tokens // self._size
+        version = self._version
+        if self.pin is None or version == self._matched_version:
+            return cached_blocks
+        if cached_blocks >= len(self.block_hashes):
+            return cached_blocks
+        self._matched_version = version
+        return self._stores.prefixes.follow(self.pin, self.block_hashes, cached_blocks)
+
+    def follow(self, block_hashes: list[bytes]) -> int:
+        """Move on to all blocks of a chain that the tree has, and return the cached blocks.
+
+        There need not be states at their end.
+        """
+        assert self.pin is not None
+        stores, size = self._stores, self._size
+        blocks = stores.prefixes.follow(self.pin, block_hashes, self.num_cached_tokens // size)
+        if stores.complete(self.pin.path, blocks * size) == blocks * size:
+            self.num_cached_tokens = blocks * size
+        return self.num_cached_tokens // size
+
+    def leave_last(self) -> None:
+        """Leave the last token of the prompt to be computed, for its logits."""
+        self.num_cached_tokens = min(self.num_cached_tokens, self.readable_tokens)
+
+    def shorter_paths(self) -> Iterator[list[bytes]]:
+        """Yield the hashes of its cached path without the last nodes, and ever fewer, down to none.
+
+        Without the last, then two, four, ...: little is computed again where little is missing.
+        """
+        path = self._stores.prefixes.match(self.block_hashes).path
+        left_out = 1
+        while left_out < len(path):
+            end = path[-left_out - 1].end
+            yield self.block_hashes[: end // self._size]
+            left_out *= 2
+        yield []
+
+    def drop_unread(self) -> None:
+        """Evict the cached nodes of which the sequence would read the first tokens, or none.
+
+        They would be pinned whole, and their split may have no room. Its own whole nodes stay.
+        """
+        prefixes = self._stores.prefixes
+        path, readable = prefixes.match(self.block_hashes).path, self.reachable_tokens
+        end = -(-readable // self._size) * self._size
+        unread = next((node for node in path if node.end > end), None)
+        if unread is not None:
+            prefixes.drop(unread, "limit")
+
+    def forget(self) -> None:
+        """Evict all blocks of the sequence that no other one reads."""
+        prefixes = self._stores.prefixes
+        if path := prefixes.match(self.block_hashes).path:
+            prefixes.drop(path[0], "cleared")
+
+    def _insert(self, segment: Segment, paid: Reservation) -> bool:
+        """Insert whole blocks behind the cached tokens into the tree; False without room.
+
+        Args:
+            segment: of the blocks.
+            paid: counts the segment; goes down by the bytes that the tree has taken over.
+        """
+        assert self.pin is not None
+        stores, size, start = self._stores, self._size, self.num_cached_tokens
+        if not stores.fill(self.pin, self.block_hashes, segment, start):
+            return False
+        inserted = stores.prefixes.insert(
+            self.pin,
+            start // size,
+            self.block_hashes,
+            self.tokens[start : start + segment.tokens],
+            segment,
+            paid,
+        )
+        if inserted.refused is not None:
+            return False
+        stores.changed()
+        end = inserted.blocks_readable * size
+        if stores.complete(self.pin.path, end) < end:
+            return False  # KV that was filled in had to be evicted for the rest
+        if start < self._hold_tokens:
+            self._hold()  # before it is merged with nodes that are not to be held
+        self.num_cached_tokens = end
+        return True
+
+    def _withdraw(self, keep: int) -> None:
+        """Let go of the nodes behind the first `keep` tokens."""
+        assert self.pin is not None
+        self._hold()
+        path = [node for node in self.pin.path if node.start < keep]
+        self.pin.withdraw(path[-1] if path else None)
+        self.num_cached_tokens = min(self.num_cached_tokens, path[-1].end if path else 0)
+
+    def _hold(self) -> None:
+        """Prefer the first nodes of the path from now on, if the request asks for it."""
+        if self.pin is not None and self._hold_tokens and self._hold_seconds:
+            self._stores.prefixes.hold(self.pin, self._hold_tokens, self._hold_seconds)
+
+    # ---- tiers
+
+    def _note_blocks(self, first: int) -> None:
+        """Have the cached blocks from the `first` on written to the tiers."""
+        stores = self._stores
+        spills = stores.spills  # what has to leave memory is always written
+        if spills or not self.transient:
+            block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
+            stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first, seen=spills)
+
+    def note_again(self) -> None:
+        """Have all cached blocks that the tiers lack written to them."""
+        self._note_blocks(0)
+
+    def _note_checkpoint(self, at: int, *, answered: bool = False) -> None:
+        """Have the states that were captured under a boundary written to the tiers."""
+        stores = self._stores
+        if not self.transient:
+            root = stores.prefixes.root(self._salt)
+            block_hashes = self.block_hashes[: at // self._size]
+            stores.tiers.note_checkpoint(block_hashes, root, answered=answered)
+
+    def end_turn(self, known_tokens: int) -> None:
+        """Retain the states with which a conversation goes on behind this answer.
+
+        Args:
+            known_tokens: first tokens that were cached before.
+        """
+        if self.transient:
+            return
+        stores = self._stores
+        if stores.figures.is_recurrent and self.pin is not None:
+            path, end = self.pin.path, self.num_cached_tokens
+            at = max((part.end_turn(path, end) for part in stores.retentions), default=0)
+            self._note_checkpoint(at, answered=True)
+        elif self.num_cached_tokens - known_tokens >= self._size:
+            block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
+            stores.tiers.note_end(block_hashes, stores.prefixes.root(self._salt))
 
 
 def _first(span: KVSpan, tokens: int) -> KVSpan:

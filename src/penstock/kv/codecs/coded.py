@@ -1,8 +1,8 @@
-"""A codec holds one side of a layer, its keys or its values, in fewer bits than the model's.
+"""A codec stores one side of a layer, its keys or its values, in fewer bits than the model's.
 
-Codes are read as they lie. `score` and `mix` are the two products of attention.
+Codes are read without dequantizing. `score` and `mix` are the two products of attention.
 `mx.quantized_matmul` makes them of the codes wherever the form allows it, so that no back end needs
-a kernel of its own. Scales are float16 for any type of the model: in a float32 model they would
+a kernel of its own. Scales are float16 for any dtype of the model: in a float32 model they would
 otherwise be most of the cost.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 import mlx.core as mx
 
-from penstock.kv import backend
+from penstock.kv.codecs.code_ops import CodeOps
 
 TOKEN_AXIS = 2
 GROUP_SIZES = (128, 64, 32)
@@ -27,7 +27,7 @@ SMALLEST = 2.0**-24
 INFINITY = 0x7C00
 """Bits of infinity in float16, without the sign."""
 Cut: TypeAlias = tuple[slice, slice]
-"""Heads, and which of their tokens."""
+"""A range of heads, and of their tokens."""
 Put: TypeAlias = Callable[[int, mx.array, int, int], None]
 """Takes the number of a part, an array of it, and its first head and first column there."""
 Scales: TypeAlias = tuple[bytes, ...]
@@ -35,35 +35,42 @@ Scales: TypeAlias = tuple[bytes, ...]
 
 
 class Codec(ABC):
-    """How numbers are held. Two that are equal encode a vector to the same bits."""
+    """A form of numbers in fewer bits. Two equal codecs encode a vector to the same bits."""
 
     span: ClassVar[int] = 1
-    """Tokens that are encoded together; a run of tokens that is encoded, or cut, is a multiple."""
+    """Tokens encoded together; a run of tokens to encode, or to cut, is a multiple."""
 
     buffers: ClassVar[float] = 8
-    """Arrays of float32 that are alive together, at most, while something is encoded or
-    dequantized; measured."""
+    """Largest number of float32 arrays alive together while encoding or dequantizing; measured."""
+
+    FORMS: ClassVar[str] = ""
+
+    @classmethod
+    def parse(cls, word: str, *, keys: bool) -> Self | None:
+        """Return the codec named by a word of settings, for keys or for values; else None."""
+        return None
+
+    @property
+    def of_values(self) -> str | None:
+        """Codec of the values where only this one is named; None is this one."""
+        return None
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Name in settings; with the head size it is all of its identity."""
+        """Name in settings; with the head size its whole identity."""
 
     @abstractmethod
     def token_bits(self, dim: int) -> int:
-        """Return the bits that one token of one head takes, all parts together.
-
-        Raises:
-            ValueError: heads of this size cannot be held so; says why.
-        """
+        """Return the bits of one token of one head; ValueError if the size does not fit."""
 
     @property
     def takes_scales(self) -> bool:
-        """Whether it holds keys better if their channels have scales."""
+        """Whether scales of the channels improve its keys."""
         return False
 
     def scaled(self, scales: Scales) -> Codec:
-        """Return it for keys of such scales; itself if it takes none."""
+        """Return the codec for keys of such scales; itself if it takes none."""
         return self
 
     def of_heads(self, start: int, stop: int) -> Codec:
@@ -71,39 +78,36 @@ class Codec(ABC):
         return self
 
     @abstractmethod
-    def encode(self, x: mx.array) -> Coded:
+    def encode(self, x: mx.array, ops: CodeOps) -> Coded:
         """Encode (batch, heads, tokens, dim), in any floating type."""
 
-    def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put) -> Iterator[None]:
-        """Encode a few heads' tokens at a time, to the bits of `encode`.
-
-        Each piece is put where it belongs, one cut before each yield; it is not computed yet.
-        """
+    def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put, ops: CodeOps) -> Iterator[None]:
+        """Encode to the bits of `encode`, one cut per yield; the pieces are not computed yet."""
         for heads, tokens in cuts:
-            coded = self.of_heads(heads.start, heads.stop).encode(x[:, heads, tokens])
+            coded = self.of_heads(heads.start, heads.stop).encode(x[:, heads, tokens], ops)
             for number, part in enumerate(coded.parts):
                 put(number, part, heads.start, tokens.start // self.span)
             del coded, part  # what was put is not held meanwhile
             yield
 
     @abstractmethod
-    def dequantize(self, coded: Coded) -> mx.array:
+    def dequantize(self, coded: Coded, ops: CodeOps) -> mx.array:
         """Return (batch, heads, tokens, dim) float32: the input of `encode`, but for its error."""
 
     def transform_query(self, queries: mx.array) -> mx.array:
-        """Return queries (heads, m, dim) as they meet the codes of keys."""
+        """Transform queries (heads, m, dim) for products with the codes of keys."""
         return queries
 
     def inverse_transform(self, mixed: mx.array, dim: int) -> mx.array:
-        """Return a mix of codes, or the sum of several, as values (heads, m, dim)."""
+        """Transform a mix of codes, or the sum of several, to values (heads, m, dim)."""
         return mixed
 
     @abstractmethod
-    def score(self, queries: mx.array, coded: Coded) -> mx.array:
+    def score(self, queries: mx.array, coded: Coded, ops: CodeOps) -> mx.array:
         """Multiply transformed queries with one sequence's keys: (heads, m, tokens)."""
 
     @abstractmethod
-    def mix(self, weights: mx.array, coded: Coded) -> mx.array:
+    def mix(self, weights: mx.array, coded: Coded, ops: CodeOps) -> mx.array:
         """Mix one sequence's values by weights (heads, m, tokens); `inverse_transform` follows."""
 
 
@@ -117,16 +121,13 @@ class Coded:
     codec: Codec
     parts: tuple[mx.array, ...]
     dim: int
-    """Numbers of a head."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens it holds."""
         return self.parts[0].shape[TOKEN_AXIS] * self.codec.span
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parts."""
         return sum(part.nbytes for part in self.parts)
 
     def take(self, start: int, stop: int) -> Coded:
@@ -138,12 +139,11 @@ class Coded:
         return Coded(self.codec, parts, self.dim)
 
     def of_heads(self, start: int, stop: int) -> Coded:
-        """Return the heads start..stop-1 as a view."""
         parts = tuple(part[:, start:stop] for part in self.parts)
         return Coded(self.codec.of_heads(start, stop), parts, self.dim)
 
     def join(self, *others: Coded) -> Coded:
-        """Return a copy of this one's tokens and then the others', which have the same codec."""
+        """Return a copy of this side's tokens and then the others', which have the same codec."""
         runs = zip(self.parts, *(other.parts for other in others), strict=True)
         return Coded(
             self.codec,
@@ -160,7 +160,7 @@ class Coded:
         return Coded(self.codec, (*mx.depends([codes], [earlier]), *others), self.dim)
 
     def is_finite(self) -> mx.array:
-        """Tell whether all scales are finite, a boolean: one too large for float16 is not.
+        """Return whether all scales are finite, a boolean: one too large for float16 is not.
 
         Nothing is allocated for it: read as integers, infinity and NaN are beyond all others.
         """
@@ -171,48 +171,45 @@ class Coded:
                 finite = finite & (part.view(mx.uint16).max() < INFINITY + 2**15)
         return finite
 
-    def dequantize(self) -> mx.array:
-        """See `Codec.dequantize`."""
-        return self.codec.dequantize(self)
+    def dequantize(self, ops: CodeOps) -> mx.array:
+        return self.codec.dequantize(self, ops)
 
-    def score(self, queries: mx.array) -> mx.array:
+    def score(self, queries: mx.array, ops: CodeOps) -> mx.array:
         """Multiply queries (heads, m, dim) with one sequence's keys: (heads, m, tokens)."""
-        return self.codec.score(self.codec.transform_query(queries), self)
+        return self.codec.score(self.codec.transform_query(queries), self, ops)
 
-    def mix(self, weights: mx.array) -> mx.array:
+    def mix(self, weights: mx.array, ops: CodeOps) -> mx.array:
         """Mix one sequence's values by weights (heads, m, tokens): (heads, m, dim)."""
-        return self.codec.inverse_transform(self.codec.mix(weights, self), self.dim)
+        return self.codec.inverse_transform(self.codec.mix(weights, self, ops), self.dim)
 
 
 def largest_group(dim: int) -> int:
-    """Return how many neighbors share a scale if as many do as can.
-
-    Raises:
-        ValueError: no group divides the head.
-    """
+    """Return the largest group of neighbors that can share a scale, or raise ValueError."""
     for size in GROUP_SIZES:
         if dim % size == 0:
             return size
     raise ValueError(f"a head of {dim} numbers is not a multiple of 32, the smallest group")
 
 
-def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return codes, and scales and offsets as float16, of (..., n) in any floating type.
+def quantized(
+    x: mx.array, group_size: int, bits: int, ops: CodeOps
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Return codes, and float16 scales and offsets, of (..., n) in any floating type.
 
     MLX quantizes float32 quicker than float16 on a CPU. At 8 bits steps are so small that the
-    rounding of scales counts, an eighth of the squared error. So codes are made for the scales as
-    they are rounded, on every device.
+    rounding of scales counts, an eighth of the squared error. So codes are made for the rounded
+    scales, on every device.
     """
     if bits == 8:
-        return _bytes(x, group_size)
+        return _bytes(x, group_size, ops)
     codes, scales, offsets = mx.quantize(x.astype(mx.float32), group_size=group_size, bits=bits)
     return codes, scales.astype(mx.float16), offsets.astype(mx.float16)
 
 
-def _bytes(x: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
+def _bytes(x: mx.array, group_size: int, ops: CodeOps) -> tuple[mx.array, mx.array, mx.array]:
     """Return (..., n) in codes of 8 bits, three times as quickly as `mx.quantize` on a CPU."""
-    scales, offsets, grid = Grid.of(x, group_size)
-    return grid.codes(x), scales, offsets
+    scales, offsets, grid = Grid.of(x, group_size, ops)
+    return grid.codes(x, ops), scales, offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,30 +218,28 @@ class Grid:
 
     per_step: mx.array
     zero: mx.array
-    """Code of zero, and half a step: codes are cut, not rounded."""
+    """Code of zero, plus half a step: codes are truncated, not rounded."""
 
     @classmethod
-    def of(cls, x: mx.array, group_size: int) -> tuple[mx.array, mx.array, Grid]:
-        """Return scales and offsets, float16, and the factors of the codes that count them.
+    def of(cls, x: mx.array, group_size: int, ops: CodeOps) -> tuple[mx.array, mx.array, Grid]:
+        """Return float16 scales and offsets, and the factors of their codes.
 
-        Offsets are rounded down and scales up, so that no code is out of its range and none need
-        be cut to it.
+        Offsets are rounded down and scales up, so that no code is out of its range.
         """
         *rows, n = x.shape
-        least, most = backend.current().extremes(x.reshape(*rows, n // group_size, group_size))
-        offsets = (least - mx.abs(least) * (1.01 * ROUNDING) - SMALLEST).astype(mx.float16)
-        wide = offsets.astype(mx.float32)
-        scales = ((most - wide) * ((1 + 2 * ROUNDING) / 255) + SMALLEST).astype(mx.float16)
+        smallest, largest = ops.extremes(x.reshape(*rows, n // group_size, group_size))
+        offsets = (smallest - mx.abs(smallest) * (1.01 * ROUNDING) - SMALLEST).astype(mx.float16)
+        rounded = offsets.astype(mx.float32)
+        scales = ((largest - rounded) * ((1 + 2 * ROUNDING) / 255) + SMALLEST).astype(mx.float16)
         per_step = 1 / scales.astype(mx.float32)
-        return scales, offsets, cls(per_step, 0.5 - wide * per_step)
+        return scales, offsets, cls(per_step, 0.5 - rounded * per_step)
 
     def part(self, heads: slice, tokens: slice) -> Grid:
-        """Return the grid of some heads and tokens of (batch, heads, tokens, dim)."""
         return Grid(self.per_step[:, heads, tokens], self.zero[:, heads, tokens])
 
-    def codes(self, x: mx.array) -> mx.array:
-        """Return the numbers' codes, (..., n / 4) uint32."""
-        groups = backend.current().as_float32(x).reshape(*self.zero.shape, -1)
+    def codes(self, x: mx.array, ops: CodeOps) -> mx.array:
+        """Return the codes of the numbers, (..., n / 4) uint32."""
+        groups = ops.as_float32(x).reshape(*self.zero.shape, -1)
         steps = groups * mx.expand_dims(self.per_step, -1) + mx.expand_dims(self.zero, -1)
         return steps.astype(mx.uint8).reshape(x.shape).view(mx.uint32)
 

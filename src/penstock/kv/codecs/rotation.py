@@ -1,7 +1,7 @@
 """Random signs and a Hadamard transform: an orthonormal matrix that spreads large numbers.
 
 Every coordinate of a rotated vector is a sum of all, and so about normally distributed, for any
-vector. The product of two rotated vectors is the product of the vectors.
+vector. Rotation preserves products of vectors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ SEED = 0
 
 
 def rotate(x: mx.array, width: int | None = None) -> mx.array:
-    """Rotate (..., dim), in float32, into (..., width).
-
-    With more dimensions a later error is spread over all of them.
-    """
+    """Rotate (..., dim), in float32, into (..., width), over which later errors are spread."""
     x = x.astype(mx.float32)
     *rows, dim = x.shape
     if width is not None and width > dim:
@@ -35,7 +32,7 @@ def rotate_back(x: mx.array, dim: int | None = None) -> mx.array:
 
 
 def _transform(x: mx.array) -> mx.array:
-    """Transform a head in parts of a power of two, as large as can be: its own inverse.
+    """Transform a head in parts of the largest possible power of two: its own inverse.
 
     MLX also knows transforms of 12, 20 and 28 times a power of two, which are not symmetric.
     """

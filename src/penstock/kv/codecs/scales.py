@@ -26,8 +26,7 @@ import xxhash
 from penstock.kv.codecs.coded import Codec, Scales
 
 FROM = 2
-"""The least exponent that a channel is scaled by: keys that are 8 times as large, beside queries
-of one size."""
+"""Least exponent of a scale: keys 8 times as large, for queries of one size."""
 MOST = 16
 LEAST = 1e-30
 """Smallest mean square of a channel that counts."""
@@ -35,34 +34,28 @@ LEAST = 1e-30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled(Codec):
-    """A codec whose keys may have scales; they are part of its identity."""
+    """A codec whose keys may have scales, which are part of its identity."""
 
     scales: Scales = field(default=(), repr=False)
 
     @property
     def takes_scales(self) -> bool:
-        """See `Codec`."""
         return True
 
     def scaled(self, scales: Scales) -> Self:
-        """See `Codec`."""
         return replace(self, scales=scales)
 
     def of_heads(self, start: int, stop: int) -> Self:
-        """See `Codec`."""
         return replace(self, scales=self.scales[start:stop]) if self.scales else self
 
 
 def divided(x: mx.array, scales: Scales) -> mx.array:
-    """Return keys (batch, heads, tokens, dim) as they are encoded, in float32 if that differs."""
+    """Divide keys (batch, heads, tokens, dim) by their scales, in float32, before encoding."""
     return x.astype(mx.float32) / _factors(scales) if scales else x
 
 
 def multiplied(x: mx.array, scales: Scales) -> mx.array:
-    """Return queries (heads, m, dim) transformed for the codes, or keys in their old scale.
-
-    Keys are (batch, heads, tokens, dim).
-    """
+    """Multiply queries (heads, m, dim), or dequantized keys (batch, heads, tokens, dim)."""
     return x.astype(mx.float32) * _factors(scales) if scales else x
 
 
@@ -77,17 +70,14 @@ def _powers(scales: Scales) -> npt.NDArray[np.float32]:
 
 
 class Squares:
-    """How large keys and queries are, by head and channel."""
+    """Mean squares of keys and queries, by head and channel."""
 
     def __init__(self) -> None:
         self._keys: mx.array | None = None
         self._queries: mx.array | None = None
 
     def add(self, keys: mx.array, queries: mx.array) -> None:
-        """Add keys (1, kv_heads, n, dim) and the queries (1, heads, n, dim) that score them.
-
-        Evaluates the sums.
-        """
+        """Add keys (1, kv_heads, n, dim) and their queries (1, heads, n, dim); evaluated."""
         kv_heads, dim = keys.shape[1], keys.shape[3]
         sums = []
         for before, new in ((self._keys, keys), (self._queries, queries)):
@@ -98,13 +88,10 @@ class Squares:
         self._keys, self._queries = sums
 
     def scales(self) -> Scales:
-        """Return the scales of channels that are large beside the median of their head.
-
-        Returns none if no channel is, or before any `add`.
-        """
+        """Return the scales of channels that are large beside their head's median, perhaps none."""
         if self._keys is None or self._queries is None:
             return ()
-        keys, queries = (np.array(one, np.float64) for one in (self._keys, self._queries))
+        keys, queries = (np.array(sums, np.float64) for sums in (self._keys, self._queries))
         known = (keys > LEAST) & (queries > LEAST) & np.isfinite(keys) & np.isfinite(queries)
         logs = np.log2(np.where(known, keys, 1.0) / np.where(known, queries, 1.0)) / 4
         middles = [
@@ -117,7 +104,7 @@ class Squares:
 
 
 def digest(layers: Sequence[Scales]) -> str:
-    """Return a key that is equal where all scales are."""
+    """Return a key of all scales."""
     hashed = xxhash.xxh3_128()
     for scales in layers:
         for head in (len(scales).to_bytes(8, "little"), *scales):

@@ -1,7 +1,7 @@
-"""Keys or values that lie in a cold tier: of each block a checksum and its place are in memory.
+"""Keys or values in a cold tier: memory holds a checksum and a place for each block.
 
-A spilled side is cut, joined and shared as codes are. A reader gets the numbers that were
-computed, to the bit: a reader fetches the blocks, and compares each with its checksum.
+A spilled side is cut, joined and shared like codes. Its reader fetches the blocks and compares each
+with its checksum, so that it gets the original numbers to the bit.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from penstock.kv.codecs.code_ops import CodeOps
 from penstock.kv.codecs.coded import Codec, Coded
 
 BLOCK_TOKENS = 16
-"""Tokens that are read, and checked, together: those that are chosen together."""
+"""Tokens read, and checked, together: those chosen together."""
 ENTRY_BYTES = 300
-"""Python overhead of one block that is asked for."""
+"""Python overhead of one requested block, in bytes."""
 PIECE_TOKENS = 640
-"""Most tokens of a side that are read together where all of them are."""
+"""Largest number of tokens of a side read together where all of them are read."""
 Numbers = NDArray[np.int32]
 Checksums = NDArray[np.uint64]
 RawBlocks = NDArray[np.uint8]
@@ -37,7 +38,7 @@ class BlockList:
     side: int
     """0 for keys, 1 for values."""
     heads: Numbers
-    """Number of the head of each block, (blocks,)."""
+    """Head of each block, (blocks,)."""
     places: Numbers
     """Place of each block, (blocks,)."""
     checksums: Checksums
@@ -45,7 +46,6 @@ class BlockList:
 
     @classmethod
     def joined(cls, lists: Sequence[BlockList]) -> BlockList:
-        """Return the blocks of all lists, which are of one side, in order."""
         if len(lists) == 1:
             return lists[0]
         columns = ("heads", "places", "checksums")
@@ -67,13 +67,11 @@ class BlockPairs:
 
     @classmethod
     def of(cls, keys: BlockList, values: BlockList) -> BlockPairs:
-        """Return blocks of both sides in pairs; they have the same heads and places."""
         checksums = np.stack([keys.checksums, values.checksums], axis=1)
         return cls(keys.layer, keys.heads, keys.places, checksums)
 
     @classmethod
     def joined(cls, parts: Sequence[BlockPairs]) -> BlockPairs:
-        """Return the pairs of all parts, which are of one layer, in order."""
         if len(parts) == 1:
             return parts[0]
         heads, places = (
@@ -82,21 +80,19 @@ class BlockPairs:
         return cls(parts[0].layer, heads, places, np.concatenate([p.checksums for p in parts]))
 
     def some(self, numbers: NDArray[np.int64]) -> BlockPairs:
-        """Return the pairs with these numbers."""
         heads, places = self.heads[numbers], self.places[numbers]
         return BlockPairs(self.layer, heads, places, self.checksums[numbers])
 
     def side(self, side: int) -> BlockList:
-        """Return the blocks of keys, 0, or of values, 1."""
         return BlockList(self.layer, side, self.heads, self.places, self.checksums[:, side])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPairs:
-    """Where pairs of blocks lie in memory. They lie there until the next ones are asked for."""
+    """Where pairs of blocks lie in memory, until the next ones are requested."""
 
     memory: Sequence[RawBlocks]
-    """Rows of bytes, each the keys and then the values of a pair, (rows, bytes)."""
+    """Bytes of keys and then values of a pair in each row, (rows, bytes)."""
     rows: Sequence[NDArray[np.int64]]
     """Row of each pair, list by list; counted through all of the memory, (pairs,) each."""
     key_bytes: int
@@ -124,32 +120,24 @@ class HeldPairs:
 
 
 class BlockReader(ABC):
-    """Reads blocks, wherever they lie."""
+    """Reads blocks from a tier."""
 
     @abstractmethod
-    def fetch(self, wanted: Sequence[BlockList]) -> list[RawBlocks]:
-        """Return the bytes of blocks, (blocks, bytes) for each list, in one request.
-
-        Raises:
-            SpilledLost: not all of them can be had, unharmed and in time.
-        """
+    def fetch(self, lists: Sequence[BlockList]) -> list[RawBlocks]:
+        """Return the bytes of blocks, (blocks, bytes) for each list, or raise SpilledLost."""
 
 
 class BlockCache(BlockReader):
-    """Reads blocks, and keeps those in memory that the next step may want again."""
+    """Reads blocks, and keeps those in memory that the next step may need again."""
 
     @abstractmethod
-    def hold(self, wanted: Sequence[BlockPairs]) -> HeldPairs:
-        """Have blocks of one layer in memory, those of all lists together, in one request.
-
-        Raises:
-            SpilledLost: see `fetch`.
-        """
+    def hold(self, lists: Sequence[BlockPairs]) -> HeldPairs:
+        """Load all lists' blocks of one layer into memory in one request, or raise SpilledLost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spilled(Codec):
-    """How a side of a layer is held that lies in a tier: its checksums, and the blocks' places."""
+    """Codec of a side that lies in a tier: its checksums, and the blocks' places."""
 
     reader: BlockReader
     layer: int
@@ -174,15 +162,13 @@ class Spilled(Codec):
     def of_heads(self, start: int, stop: int) -> Codec:
         return replace(self, first_head=self.first_head + start)
 
-    def encode(self, x: mx.array) -> Coded:
+    def encode(self, x: mx.array, ops: CodeOps) -> Coded:
         raise ValueError("keys and values are spilled with the places of their blocks")
 
     def spilled(self, x: mx.array, places: Numbers) -> Coded:
         """Return the part of (1, heads, tokens, dim) that stays in memory, evaluated.
 
-        Args:
-            x: the keys or values; tokens are a multiple of `BLOCK_TOKENS`.
-            places: of their blocks, (blocks,).
+        `tokens` is a multiple of `BLOCK_TOKENS`; `places` are those of the blocks, (blocks,).
         """
         _, heads, tokens, dim = x.shape
         blocks = tokens // BLOCK_TOKENS
@@ -198,22 +184,19 @@ class Spilled(Codec):
 
     @property
     def cache(self) -> BlockCache:
-        """The reader, which keeps what is read, as that of all segments of a tree does."""
+        """The reader, which caches blocks, as that of all segments of a tree does."""
         assert isinstance(self.reader, BlockCache)
         return self.reader
 
     def blocks(self, coded: Coded, heads: Numbers, columns: Numbers) -> BlockList:
-        """List blocks of a side by their heads and columns, (blocks,) each."""
         checksums, places = (np.asarray(part)[0, heads, columns] for part in coded.parts)
         first = np.int32(self.first_head)
         return BlockList(self.layer, self.side, heads + first, places, checksums)
 
     def all_blocks(self, coded: Coded) -> BlockList:
-        """List all blocks of a side, head by head."""
         return self.run(coded, 0, coded.tokens)
 
     def run(self, coded: Coded, start: int, stop: int) -> BlockList:
-        """List the blocks of a side's columns start..stop-1, head by head."""
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         shape = coded.parts[0].shape[1], last - first
         heads, columns = np.indices(shape, np.int32).reshape(2, -1)
@@ -227,21 +210,21 @@ class Spilled(Codec):
         return mx.array(raw.reshape(-1)).view(self.dtype).reshape(heads, -1, coded.dim)
 
     def wide(self, coded: Coded, raw: RawBlocks) -> mx.array:
-        """Return the numbers of all blocks, (1, heads, tokens, dim), by their bytes."""
+        """Return the numbers of all blocks, (1, heads, tokens, dim), from their bytes."""
         return mx.array(self.numbers(coded, raw))[None]
 
-    def dequantize(self, coded: Coded) -> mx.array:
-        """Return the keys or values as they were computed, (1, heads, tokens, dim)."""
+    def dequantize(self, coded: Coded, ops: CodeOps) -> mx.array:
+        """Return the original keys or values, (1, heads, tokens, dim)."""
         (raw,) = self.reader.fetch([self.all_blocks(coded)])
         return self.wide(coded, raw)
 
-    def score(self, queries: mx.array, coded: Coded) -> mx.array:
-        return queries @ coded.dequantize().squeeze(0).swapaxes(-1, -2)
+    def score(self, queries: mx.array, coded: Coded, ops: CodeOps) -> mx.array:
+        return queries @ coded.dequantize(ops).squeeze(0).swapaxes(-1, -2)
 
-    def mix(self, weights: mx.array, coded: Coded) -> mx.array:
-        return weights @ coded.dequantize().squeeze(0).astype(mx.float32)
+    def mix(self, weights: mx.array, coded: Coded, ops: CodeOps) -> mx.array:
+        return weights @ coded.dequantize(ops).squeeze(0).astype(mx.float32)
 
 
 def is_spilled(side: object) -> TypeGuard[Coded]:
-    """Tell whether keys or values lie in a tier."""
+    """Return whether keys or values lie in a tier."""
     return isinstance(side, Coded) and isinstance(side.codec, Spilled)

@@ -1,21 +1,23 @@
-"""Rotated vectors, each by its own length, on one grid for all coordinates (TurboQuant).
+"""Rotated vectors, each with its own length, on one grid for all coordinates (TurboQuant).
 
 A rotated vector's coordinates are about normal with the same variance, so that one grid fits all
 and a vector needs one number beside its codes (Zandieh et al. 2025, "TurboQuant", the form that
-minimizes the squared error). The grid is even, so that `mx.quantized_matmul` reads the codes as
-they lie. Its step is the best one for normal numbers (Max 1960, "Quantizing for minimum
+minimizes the squared error). The grid is even, so that `mx.quantized_matmul` reads the codes
+directly. Its step is the best one for normal numbers (Max 1960, "Quantizing for minimum
 distortion"). At 1 or 2 bits it is as good as the best uneven grid, at 3 bits 8 % worse, at 4 bits
 21 %.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import mlx.core as mx
 
-from penstock.kv import backend
+from penstock.kv.codecs.code_ops import CodeOps
 from penstock.kv.codecs.coded import (
     GROUP_SIZES,
     Coded,
@@ -26,7 +28,9 @@ from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
 STEPS = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
-"""Distance between two levels, in standard deviations, by bits; at 1 bit it is the sign alone."""
+"""Distance between two levels, in standard deviations, by bits; 1 bit is the sign."""
+
+_NAME = re.compile(r"turbo([1-8])(\.5)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,26 @@ class Turbo(Scaled):
     For values it is the one of least squared error.
     """
 
+    FORMS: ClassVar[str] = "turbo2, turbo2.5, ..., turbo6, turbo8"
+
     bits: int
     half: bool = False
     unbiased: bool = True
 
+    @classmethod
+    def parse(cls, word: str, *, keys: bool) -> Self | None:
+        match = _NAME.fullmatch(word)
+        if match is None:
+            return None
+        bits, half = int(match[1]), match[2] is not None
+        exists = 1 < bits in STEPS and (not half or bits + 1 in STEPS)
+        return cls(bits, half, unbiased=keys) if exists else None
+
     @property
     def name(self) -> str:
-        """As `turbo3`, `turbo3.5`."""
         return f"turbo{self.bits}{'.5' if self.half else ''}"
 
     def token_bits(self, dim: int) -> int:
-        """See `Codec`."""
         if self.half and dim % 64:
             raise ValueError(
                 f"{self.name} halves a head, and {dim} is not a multiple of 64; turbo{self.bits} "
@@ -66,52 +79,45 @@ class Turbo(Scaled):
         width = padded(dim)
         return (width // 2, width // 2) if self.half else (width,)
 
-    def encode(self, x: mx.array) -> Coded:
-        """See `Codec`."""
+    def encode(self, x: mx.array, ops: CodeOps) -> Coded:
         dim = x.shape[-1]
         z = rotate(divided(x, self.scales), padded(dim))
         spread = mx.sqrt(mx.mean(z * z, axis=-1, keepdims=True))
         unit = z / mx.maximum(spread, 1e-30)
         codes, levels, start = [], [], 0
         for width, bits in zip(self._widths(dim), self._each, strict=True):
-            step, most = STEPS[bits], 2**bits - 1
-            middle = most / 2
-            code = mx.clip(mx.round(unit[..., start : start + width] / step + middle), 0, most)
+            step, largest = STEPS[bits], 2**bits - 1
+            middle = largest / 2
+            code = mx.clip(mx.round(unit[..., start : start + width] / step + middle), 0, largest)
             codes.append(pack(code, bits))
             levels.append((code - middle) * step)
             start += width
         scales = fitted(z, mx.concatenate(levels, axis=-1), unbiased=self.unbiased)
         return Coded(self, (*codes, scales), dim)
 
-    def dequantize(self, coded: Coded) -> mx.array:
-        """See `Codec`."""
+    def dequantize(self, coded: Coded, ops: CodeOps) -> mx.array:
         *codes, scales = coded.parts
         z = [
-            backend.current().dequantize_codes(
-                part, step, offsets, group_size=largest_group(width), bits=bits
-            )
+            ops.dequantize_codes(part, step, offsets, group_size=largest_group(width), bits=bits)
             for part, offsets, step, width, bits in self._as_mlx(codes, scales, coded.dim)
         ]
         whole = z[0] if len(z) == 1 else mx.concatenate(z, axis=-1)
         return multiplied(rotate_back(whole, coded.dim), self.scales)
 
     def transform_query(self, queries: mx.array) -> mx.array:
-        """See `Codec`."""
         return rotate(multiplied(queries, self.scales), padded(queries.shape[-1]))
 
     def inverse_transform(self, mixed: mx.array, dim: int) -> mx.array:
-        """See `Codec`."""
         return multiplied(rotate_back(mixed, dim), self.scales)
 
-    def score(self, queries: mx.array, coded: Coded) -> mx.array:
-        """See `Codec`."""
+    def score(self, queries: mx.array, coded: Coded, ops: CodeOps) -> mx.array:
         if self._each == (1,):
             codes, scales = (part.squeeze(0) for part in coded.parts)
             levels = scales.astype(mx.float32) * (STEPS[1] / 2)
-            return backend.current().multiply_signs(queries, codes, levels)
+            return ops.multiply_signs(queries, codes, levels)
         total, start = None, 0
         for codes, offsets, scales, width, bits in self._readable(coded):
-            product = backend.current().multiply_codes(
+            product = ops.multiply_codes(
                 queries[..., start : start + width],
                 codes,
                 scales,
@@ -125,10 +131,9 @@ class Turbo(Scaled):
         assert total is not None
         return total
 
-    def mix(self, weights: mx.array, coded: Coded) -> mx.array:
-        """See `Codec`."""
+    def mix(self, weights: mx.array, coded: Coded, ops: CodeOps) -> mx.array:
         mixed = [
-            backend.current().multiply_codes(
+            ops.multiply_codes(
                 weights,
                 codes,
                 scales,
@@ -161,7 +166,7 @@ class Turbo(Scaled):
 
 
 def padded(dim: int) -> int:
-    """Return how many numbers a head is rotated into: whole groups of the smallest size."""
+    """Return the size of a rotated head: whole groups of the smallest size."""
     return -(-dim // GROUP_SIZES[-1]) * GROUP_SIZES[-1]
 
 

@@ -1,4 +1,4 @@
-"""Models in GGUF files: header, config, weights and tokenizer, as mlx-lm wants them.
+"""Models in GGUF files: header, config, weights and tokenizer in mlx-lm's form.
 
 Nothing here imports mlx-lm; `penstock.models.mlx_lm` puts the parts together.
 """

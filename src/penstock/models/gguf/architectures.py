@@ -8,6 +8,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and of llama.cpp's
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import numpy as np
 
 from penstock.errors import ModelError
 from penstock.models.gguf.header import Header
+from penstock.plurals import counted
 
 Config = dict[str, Any]
 
@@ -49,7 +51,9 @@ _EXPERTS = {
 }
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that the config takes in; the model has none of these names."""
+"""Tensors that go into the config; the model has none of these names."""
+_PARTLY_ROTARY = ("phi3",)
+"""Architectures that may rotate a part of a head's numbers."""
 _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.(\w+)\.(weight|bias)")
 
 
@@ -60,21 +64,17 @@ class Architecture:
     model_type: str
     """The name of mlx-lm's module."""
     special: Callable[[Header, str], Config]
-    """Function of the header for the config's part of this architecture alone."""
+    """Function of the header for the part of the config only this architecture has."""
     names: Mapping[str, str] = field(default_factory=lambda: _COMMON)
     """Names of mlx-lm's modules within a layer, by the file's."""
     interleaved: bool = False
-    """Whether the rows of queries and keys lie in RoPE's interleaved order."""
+    """Whether the rows of queries and keys are in RoPE's interleaved order."""
     norm_offset: float = 0.0
     """Number that the file adds to the weights of norms, and mlx-lm adds itself."""
 
 
 def architecture(header: Header) -> Architecture:
-    """Return the architecture of a file.
-
-    Raises:
-        ModelError: it is not one of those that are read; the error lists them.
-    """
+    """Return the architecture of a file, or raise ModelError that lists the supported ones."""
     name = header.get("general.architecture", str)
     if name not in ARCHITECTURES:
         raise ModelError(
@@ -87,18 +87,15 @@ def architecture(header: Header) -> Architecture:
 
 
 def config(header: Header) -> Config:
-    """Return a config as mlx-lm's loader and `penstock plan` read it.
-
-    Raises:
-        ModelError: the architecture is unknown, a number is missing, or tensors contradict one.
-    """
+    """Return a config as mlx-lm's loader and `penstock plan` read it, or raise ModelError."""
     kind, prefix = architecture(header), str(header.metadata["general.architecture"])
     heads = header.integer(f"{prefix}.attention.head_count")
     hidden = header.integer(f"{prefix}.embedding_length")
     theta = header.number(f"{prefix}.rope.freq_base", 10_000.0)
     if not 0 < heads <= hidden or theta <= 0:
         raise ModelError(
-            f"{header.name}: {heads:,} heads on {hidden:,} numbers, turned by a base of {theta:g}, "
+            f"{header.name}: {counted(heads, 'head')} on {counted(hidden, 'number')}, "
+            f"turned by a base of {theta:g}, "
             f"are no model"
         )
     common = {
@@ -116,6 +113,14 @@ def config(header: Header) -> Config:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "eos_token_id": end_tokens(header),
     }
+    head = header.integer(f"{prefix}.attention.key_length", hidden // heads)
+    rotary = header.integer(f"{prefix}.rope.dimension_count", head)
+    if rotary != head and prefix not in _PARTLY_ROTARY:
+        raise ModelError(
+            f"{header.name}: {rotary:,} of {counted(head, 'number')} of a head are "
+            f"turned; only all of them "
+            "are read"
+        )
     scaling = _rope_scaling(header, prefix)
     whole = {
         **common,
@@ -127,7 +132,7 @@ def config(header: Header) -> Config:
 
 
 def _check_sizes(header: Header, config: Config) -> None:
-    """Raise ModelError where a size is not that of the tensors: memory is taken by the config."""
+    """Raise ModelError where the config contradicts a tensor's size: it decides about memory."""
     for name, claimed, actual in _claims(header, config):
         if claimed != actual:
             raise ModelError(
@@ -158,7 +163,7 @@ def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
 
 
 def module_of(kind: Architecture, tensor: str) -> str | None:
-    """Return the name in mlx-lm's model of a tensor of the file; None for one that it has not.
+    """Return the name in mlx-lm's model of a tensor of the file; None for one it lacks.
 
     >>> module_of(ARCHITECTURES["llama"], "blk.3.attn_q.weight")
     'model.layers.3.self_attn.q_proj.weight'
@@ -172,30 +177,48 @@ def module_of(kind: Architecture, tensor: str) -> str | None:
 
 
 def end_tokens(header: Header) -> list[int]:
-    """Return the tokens that end an answer, as llama.cpp takes them.
-
-    They are those that the metadata names, and marks whose text says so.
-    """
+    """Return the tokens that end an answer, by the metadata and by their text, like llama.cpp."""
     texts = header.get("tokenizer.ggml.tokens", list, [])
-    kinds = header.get("tokenizer.ggml.token_type", np.ndarray)
     named = [
         header.integer(f"tokenizer.ggml.{key}_token_id")
-        for key in ("eos", "eot", "eom")
+        for key in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
         if f"tokenizer.ggml.{key}_token_id" in header.metadata
     ]
-    control = range(len(texts)) if kinds is None else np.flatnonzero(kinds == CONTROL).tolist()
-    ends = [token for token in control if token < len(texts) and texts[token] in _ENDS]
-    return list(dict.fromkeys([*named, *ends]))
+    ends = _end_marks(frozenset(text for text in texts if isinstance(text, str)))
+    marks = [token for token, text in enumerate(texts) if text in ends]
+    return list(dict.fromkeys([*named, *marks]))
+
+
+def _end_marks(texts: frozenset[str]) -> frozenset[str]:
+    ends = texts & END_MARKS
+    if texts.issuperset(("<|return|>", "<|call|>")) or texts.issuperset(("<|calls|>", "<|flush|>")):
+        ends -= {"<|end|>"}  # which ends a message there, and no answer
+    if texts & {"<|tool_response>", "<|plamo:eos|>"}:
+        ends -= {"</s>"}  # a text like any other there
+    return ends
 
 
 CONTROL = 3
-"""Type of a token that is a mark and no text."""
-_ENDS = frozenset(
+"""Type of a token that is a mark, not text."""
+END_MARKS = frozenset(
     (
-        "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
-        "<|end_of_text|>", "<EOT>", "_<EOT>", "<|end_of_turn|>",
+        *(
+            "<|eot_id|>",
+            "<|im_end|>",
+            "<|end|>",
+            "<|return|>",
+            "<|call|>",
+            "<|flush|>",
+            "<|calls|>",
+        ),
+        *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]"),
+        *("[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>"),
+        *("<｜end▁of▁sentence｜>", "[e~[", "<|end_of_turn|>"),
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     )
-)  # fmt: skip
+)
+"""Texts of marks that end an answer: of a turn, of a text, and between files of code."""
 
 
 def _vocabulary(header: Header) -> int:
@@ -207,23 +230,42 @@ def _vocabulary(header: Header) -> int:
 
 
 def _rope_scaling(header: Header, prefix: str) -> Config | None:
-    """Return how positions are scaled; None if they are not."""
-    kind = header.get(f"{prefix}.rope.scaling.type", str, "none")
-    if kind == "none":
+    """Return the scaling of positions; None without one. Raises ModelError if not supported."""
+    kind = header.get(f"{prefix}.rope.scaling.type", str, "linear")
+    old = header.number(f"{prefix}.rope.scale_linear", 0.0)
+    factor = header.number(f"{prefix}.rope.scaling.factor", old) or 1.0
+    longest = header.integer(f"{prefix}.context_length")
+    original = header.integer(f"{prefix}.rope.scaling.original_context_length", 0) or longest
+    attention = header.number(f"{prefix}.rope.scaling.attn_factor", 1.0)
+    if not 0 < factor < math.inf or not 0 < attention < math.inf:
+        raise ModelError(
+            f"{header.name}: positions scaled by {factor:g}, attention by {attention:g}, are none"
+        )
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
-    factor = header.number(f"{prefix}.rope.scaling.factor", 1.0)
-    original = header.integer(f"{prefix}.rope.scaling.original_context_length", 0)
     if kind == "linear":
         return {"type": "linear", "rope_type": "linear", "factor": factor}
-    if kind == "yarn" and original:
-        return {"type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     if kind == "longrope":
         return None  # its factors are tensors
-    raise ModelError(f"{header.name}: positions are scaled by {kind!r}, which is not read")
+    if kind != "yarn":
+        raise ModelError(f"{header.name}: positions are scaled by {kind!r}, which is not read")
+    for name, read in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", 1.0)):
+        value = header.number(f"{prefix}.rope.scaling.{name}", read)
+        if value not in (read, -1.0):  # -1 leaves it to the reader
+            raise ModelError(f"{header.name}: {name} is {value:g}; only {read:g} is read")
+    scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    for name in ("beta_fast", "beta_slow"):
+        key = f"{prefix}.rope.scaling.yarn_{name}"
+        if key in header.metadata:
+            scaling[name] = header.number(key)
+    if attention != 1.0 and factor > 1.0:
+        # mlx-lm multiplies by 0.1 * mscale * ln(factor) + 1.
+        log = 0.1 * math.log(factor)
+        scaling["mscale"] = ((log + 1.0) * attention - 1.0) / log
+    return scaling
 
 
 def _factors(header: Header, name: str) -> list[float]:
-    """Return the numbers of a small tensor in float32."""
     tensor = header.tensors[name]
     if tensor.form.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 1 << 12:
         raise ModelError(f"{header.name}: {name} is no short row of float32")
@@ -233,10 +275,10 @@ def _factors(header: Header, name: str) -> list[float]:
 
 
 def _llama(header: Header, prefix: str) -> Config:
-    """Llama 3's positions stand in the file as one factor for each frequency."""
-    own: Config = {"rope_traditional": False}
+    """Return Llama 3's scaling, which the file has as one factor for each frequency."""
+    config: Config = {"rope_traditional": False}
     if "rope_freqs.weight" not in header.tensors:
-        return own
+        return config
     factors = _factors(header, "rope_freqs.weight")
     scaling = {
         "rope_type": "llama3",
@@ -249,17 +291,13 @@ def _llama(header: Header, prefix: str) -> Config:
     ours = llama3_factors(theta, scaling, len(factors)) if min(factors, default=0.0) >= 1 else []
     if not ours or not np.allclose(factors, ours, rtol=1e-3):
         raise ModelError(f"{header.name}: the factors in rope_freqs.weight are not Llama 3's")
-    return {**own, "rope_scaling": scaling}
+    return {**config, "rope_scaling": scaling}
 
 
 def llama3_factors(theta: float, scaling: Mapping[str, Any], count: int) -> list[float]:
-    """Return by how much Llama 3 divides each frequency (Meta's `apply_scaling`).
+    """Return the factors by which Llama 3 divides each frequency (Meta's `apply_scaling`).
 
-    Args:
-        theta: base of the frequencies.
-        scaling: `factor`, `low_freq_factor`, `high_freq_factor` and
-            `original_max_position_embeddings`.
-        count: frequencies: half of the head's numbers.
+    `theta` is the base of the frequencies, `count` half of the head's numbers.
     """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = [
@@ -287,7 +325,7 @@ def _qwen3moe(header: Header, prefix: str) -> Config:
 
 
 def _query_scale(header: Header, prefix: str, large: int) -> int:
-    """Return Gemma's scale of queries, which the file leaves to the size of the model."""
+    """Return Gemma's scale of queries, which depends on the size of the model."""
     head = header.integer(f"{prefix}.attention.key_length")
     if header.integer(f"{prefix}.block_count") != large:
         return head
@@ -319,19 +357,34 @@ def _phi3(header: Header, prefix: str) -> Config:
     heads = header.integer(f"{prefix}.attention.head_count")
     head = header.integer(f"{prefix}.embedding_length") // heads
     longest = header.integer(f"{prefix}.context_length")
-    own: Config = {
+    config: Config = {
         "partial_rotary_factor": header.integer(f"{prefix}.rope.dimension_count", head) / head,
         "original_max_position_embeddings": header.integer(
             f"{prefix}.rope.scaling.original_context_length", longest
         ),
     }
     if "rope_factors_long.weight" in header.tensors:
-        own["rope_scaling"] = {
+        _check_attention_factor(
+            header, prefix, longest / config["original_max_position_embeddings"]
+        )
+        config["rope_scaling"] = {
             "type": "longrope",
             "long_factor": _factors(header, "rope_factors_long.weight"),
             "short_factor": _factors(header, "rope_factors_short.weight"),
         }
-    return own
+    return config
+
+
+def _check_attention_factor(header: Header, prefix: str, ratio: float) -> None:
+    """Raise ModelError where the file's factor of attention differs from mlx-lm's."""
+    key = f"{prefix}.rope.scaling.attn_factor"
+    original = header.integer(f"{prefix}.rope.scaling.original_context_length", 0)
+    computed = 1.0
+    if ratio > 1.0 and original > 1:
+        computed = math.sqrt(1 + math.log(ratio) / math.log(original))
+    value = header.number(key, computed)
+    if not math.isclose(value, computed, rel_tol=1e-3):
+        raise ModelError(f"{header.name}: {key} is {value:g}; only {computed:g} is read")
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -343,4 +396,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA, norm_offset=1.0),
     "phi3": Architecture("phi3", _phi3, _PHI),
 }
-"""Architectures that are read, by the name in the file; llama has Mistral and SmolLM in it."""
+"""Supported architectures by the name in the file; llama includes Mistral and SmolLM."""

@@ -1,9 +1,9 @@
-"""Numbers of a GGUF tensor as MLX holds them: dense, or codes with a scale and a bias a group.
+"""Numbers of a GGUF tensor for MLX: dense, or codes with a scale and a bias a group.
 
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are affine in groups of 32, which is one of MLX's own
-forms: the codes are packed anew and nothing is lost. Q2_K, Q3_K and Q6_K have groups of 16; they
-are dequantized by the package `gguf`, and quantized by MLX where codes stay codes. The layouts of
-blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+forms: the codes are repacked without loss. Q2_K, Q3_K and Q6_K have groups of 16; the package
+`gguf` dequantizes them, and MLX quantizes them where codes stay codes. The layouts of blocks are
+those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations
@@ -29,31 +29,21 @@ class AffineCodes:
     weight: mx.array
     """Codes as uint32, rows x packed columns."""
     scales: mx.array
-    """Scales in float32, rows x groups; the file's own are float16, or products of two."""
+    """Scales in float32, rows x groups; the file's are float16, or products of two."""
     biases: mx.array
     bits: int
 
     def dequantized(self) -> mx.array:
-        """Return the numbers in float32."""
         return mx.dequantize(
             self.weight, self.scales, self.biases, group_size=GROUP, bits=self.bits
         )
 
     def rows(self, order: mx.array) -> AffineCodes:
-        """Return the same matrix with its rows in another order."""
         return AffineCodes(self.weight[order], self.scales[order], self.biases[order], self.bits)
 
 
 def read(tensor: TensorInfo, *, wide: bool = False) -> mx.array | AffineCodes:
-    """Read one tensor; its file's other parts are not touched.
-
-    Args:
-        tensor: of the header.
-        wide: whether it becomes float32 anyway: a form that MLX does not have is not rounded then.
-
-    Raises:
-        ModelError: the form needs the package `gguf`, and it is not installed.
-    """
+    """Read one tensor; `wide` ones become float32 anyway, so that they are not rounded to codes."""
     raw = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.nbytes,))
     form, bits = tensor.form.name, tensor.form.bits
     if form == "BF16":
@@ -75,11 +65,7 @@ def read(tensor: TensorInfo, *, wide: bool = False) -> mx.array | AffineCodes:
 
 
 def nearest_error(tensor: TensorInfo) -> float:
-    """Return the root mean square error of MLX's nearest codes, over that of the numbers.
-
-    Raises:
-        ModelError: as `read`.
-    """
+    """Return the root mean square error of MLX's nearest codes, relative to the numbers."""
     exact, nearest = read(tensor, wide=True), read(tensor)
     if not isinstance(exact, mx.array) or not isinstance(nearest, AffineCodes):
         return 0.0
@@ -91,11 +77,7 @@ _DENSE = {"F32": "<f4", "F16": "<f2"}
 
 
 def _packed(codes: Bytes, bits: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Pack codes as `mx.quantize` does: a stream of bits, the lowest first.
-
-    Args:
-        codes: blocks x 32, each below 2 ** bits.
-    """
+    """Pack codes (blocks, 32) as `mx.quantize` does: a stream of bits, the lowest first."""
     if bits == 8:
         stream = codes
     elif bits == 4:
@@ -182,14 +164,13 @@ _AFFINE: dict[str, Callable[[Bytes], tuple[Bytes, Floats, Floats]]] = {
 
 
 def _dequantized(raw: Bytes, tensor: TensorInfo) -> Floats:
-    """Return a tensor's numbers by the package `gguf`."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
     except ImportError:
         raise ModelError(
             f"{tensor.file.name}: tensor {tensor.name[:64]!r} is in {tensor.form.name}, which "
-            f"needs the package gguf: pip install 'penstock[gguf]'"
+            f"needs the package gguf: pip install gguf"
         ) from None
     kind = GGMLQuantizationType[tensor.form.name]
     blocks = np.asarray(raw).reshape(*tensor.shape[:-1], -1)

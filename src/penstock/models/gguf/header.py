@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata and the places of its tensors; no weights are read.
 
 The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
-little-endian. Every length and count is checked against the bytes that are left in the file before
-memory is taken for it. So a damaged or hostile header costs no more than its own size.
+little-endian. Every length and count is checked against the bytes left in the file before memory is
+allocated for it. So a damaged or hostile header costs no more than its own size.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ModelError
+from penstock.plurals import counted
+from penstock.regular_files import open_regular
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 MAX_METADATA_BYTES = 256 << 20
-"""Bytes of metadata that are read; a vocabulary of 262,144 tokens takes 15 MB."""
+"""Largest metadata, in bytes; a vocabulary of 262,144 tokens takes 15 MB."""
 MAX_KEYS = 65_536
-"""Keys of metadata that are read; files have about 40."""
+"""Largest number of metadata keys; files have about 40."""
 MAX_TENSORS = 65_536
-"""Tensors of one file; the largest models have about 2,000."""
+"""Largest number of tensors; the largest models have about 2,000."""
 MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
@@ -40,20 +42,19 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a tensor's numbers are stored: blocks of some numbers in some bytes."""
+    """Storage of a tensor's numbers: blocks of some numbers in some bytes."""
 
     name: str
     numbers: int
-    """Numbers of one block."""
     block_bytes: int
     bits: int | None = None
-    """Bits of MLX's codes for it; None for numbers that stay as they are."""
+    """Bits of MLX's codes for it; None for numbers that stay the same."""
     is_exact: bool = True
-    """Whether MLX holds the same numbers."""
+    """Whether MLX represents the same numbers."""
 
 
 GROUP = 32
-"""Numbers of a group that share a scale and a bias in MLX's codes."""
+"""Numbers that share a scale and a bias in MLX's codes."""
 FORMS = {
     0: Form("F32", 1, 4),
     1: Form("F16", 1, 2),
@@ -69,7 +70,7 @@ FORMS = {
     14: Form("Q6_K", 256, 210, 8, is_exact=False),
     30: Form("BF16", 1, 2),
 }
-"""Forms that are read, by their number in the file."""
+"""Supported forms by their number in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +79,14 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    """Rows first, as MLX has it: the reverse of the order in the file."""
+    """Rows first, as in MLX: the reverse of the order in the file."""
     form: Form
     file: Path
     offset: int
-    """Byte of the file at which the numbers begin."""
+    """First byte of the numbers in the file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         return prod(self.shape) // self.form.numbers * self.form.block_bytes
 
 
@@ -99,22 +99,14 @@ class Header:
     tensors: Mapping[str, TensorInfo] = field(repr=False)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Return a value of the metadata; None or `default` if it is not there.
-
-        Raises:
-            ModelError: the value is of another kind.
-        """
+        """Return a value of the metadata, or `default`; raise ModelError for another kind."""
         value = self.metadata.get(key, default)
         if value is None or isinstance(value, kind):
             return value
         raise ModelError(f"{self.name}: {key} is of type {type(value).__name__}")
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a count of the metadata.
-
-        Raises:
-            ModelError: it is missing and has no default, negative, or no whole number.
-        """
+        """Return a count of the metadata, or `default`; raise ModelError without a valid one."""
         value = self.get(key, (int, np.ndarray), default)
         if isinstance(value, np.ndarray):  # one a layer: equal ones are one number
             if value.dtype.kind not in "iu" or len(set(value.tolist())) != 1:
@@ -127,11 +119,7 @@ class Header:
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number of the metadata.
-
-        Raises:
-            ModelError: it is missing and has no default, or it is not finite.
-        """
+        """Return a finite number of the metadata; raise ModelError without it and a default."""
         value = self.get(key, (int, float), default)
         if value is None or not np.isfinite(value):
             raise ModelError(f"{self.name}: the metadata has no finite {key}")
@@ -139,20 +127,15 @@ class Header:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Tell whether a path names a GGUF file that is there."""
+    """Return whether a path is an existing GGUF file."""
     file = Path(path).expanduser()
     return file.suffix == SUFFIX and file.is_file()
 
 
 def read_header(path: str | Path) -> Header:
-    """Read the header of a GGUF file, and of its other parts if there are any.
+    """Read the header of a GGUF file, or of all parts from `NAME-00001-of-0000N.gguf` on.
 
-    Args:
-        path: the file, or the first of the parts `NAME-00001-of-0000N.gguf`.
-
-    Raises:
-        ModelError: no GGUF file, a part that is missing, a form that cannot be read, or a header
-            that is damaged: says where.
+    Raises ModelError: no GGUF file, a missing part, an unknown form, or a damaged header.
     """
     first = Path(path).expanduser()
     files = _parts(first)
@@ -170,7 +153,6 @@ def read_header(path: str | Path) -> Header:
 
 
 def _parts(first: Path) -> list[Path]:
-    """Return the files of a model, by the numbers in the first one's name."""
     match = _PART.search(first.name)
     if match is None:
         return [first]
@@ -186,9 +168,8 @@ def _parts(first: Path) -> list[Path]:
 
 
 def _read_file(file: Path) -> Header:
-    """Read the header of one file."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             if stream.read(4) != MAGIC:
                 raise ModelError(f"{file.name} is no GGUF file: it does not begin with GGUF")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as raw:
@@ -205,7 +186,6 @@ class _Cursor:
         self.at = len(MAGIC)
 
     def header(self) -> Header:
-        """Read the whole header."""
         version = self.scalar("<I")
         if version not in (2, 3):
             raise self.damage(f"version {version} is not 2 or 3")
@@ -222,20 +202,17 @@ class _Cursor:
         return Header(self.file.name, metadata, self.placed(infos, metadata))
 
     def damage(self, why: str) -> ModelError:
-        """Return the error of a header that is damaged at this byte."""
         return ModelError(f"{self.file.name} is damaged at byte {self.at:,}: {why}")
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes."""
         end = self.at + count
         if end > min(len(self.raw), MAX_METADATA_BYTES):
-            raise self.damage(f"{count:,} bytes should follow, and the header ends before")
+            raise self.damage(f"{counted(count, 'byte')} should follow, and the header ends before")
         taken = self.raw[self.at : end]
         self.at = end
         return taken
 
     def scalar(self, form: str) -> Any:
-        """Return the next number of a form of `struct`."""
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def string(self) -> str:
@@ -251,7 +228,6 @@ class _Cursor:
         return self.numbers(kind, 1)[0].item()
 
     def array(self, kind: int, count: int) -> Any:
-        """Return the next array."""
         if kind != _STRING:
             return self.numbers(kind, count)
         if count * 8 > len(self.raw) - self.at:
@@ -259,7 +235,6 @@ class _Cursor:
         return [self.string() for _ in range(count)]
 
     def numbers(self, kind: int, count: int) -> np.ndarray[Any, Any]:
-        """Return the next numbers of one kind."""
         if kind not in _SCALARS:
             raise self.damage(f"values of kind {kind} are unknown")
         dtype = np.dtype(_SCALARS[kind])
@@ -285,7 +260,6 @@ class _Cursor:
         return TensorInfo(name, shape, form, self.file, offset)
 
     def placed(self, tensors: list[TensorInfo], metadata: dict[str, Any]) -> dict[str, TensorInfo]:
-        """Return the tensors with offsets in the file, after checking that they lie in it."""
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment % 8:
             raise self.damage(f"general.alignment is {alignment!r}")
@@ -294,14 +268,15 @@ class _Cursor:
             TensorInfo(x.name, x.shape, x.form, x.file, begin + x.offset)
             for x in sorted(tensors, key=lambda x: x.offset)
         ]
-        for one, other in pairwise(moved):
-            if one.offset + one.nbytes > other.offset:
-                raise self.damage(f"tensors {one.name[:64]!r} and {other.name[:64]!r} overlap")
+        for left, right in pairwise(moved):
+            if left.offset + left.nbytes > right.offset:
+                raise self.damage(f"tensors {left.name[:64]!r} and {right.name[:64]!r} overlap")
         for tensor in moved[-1:]:
             if tensor.offset + tensor.nbytes > len(self.raw):
                 raise ModelError(
                     f"{self.file.name} is cut off: its header tells of "
-                    f"{tensor.offset + tensor.nbytes:,} bytes, the file has {len(self.raw):,}; "
+                    f"{counted(tensor.offset + tensor.nbytes, 'byte')}, the file "
+                    f"has {len(self.raw):,}; "
                     f"download it again"
                 )
         placed = {tensor.name: tensor for tensor in moved}

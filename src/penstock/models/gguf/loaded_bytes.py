@@ -1,4 +1,4 @@
-"""Bytes of a GGUF file's weights once they are loaded; nothing here needs MLX."""
+"""Bytes of a GGUF file's weights once loaded; nothing here needs MLX."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from penstock.models.gguf.architectures import ROPE_TENSORS
 from penstock.models.gguf.header import GROUP, Header, TensorInfo
 
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
+_AROUND_A_MIDDLE = ("Q4_0", "Q5_0", "Q8_0")
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 _NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 def activation_dtype(header: Header) -> str:
-    """Return the dtype in which a model computes whose codes stay codes.
-
-    It is float16 beside codes, and else that of the largest matrix.
-    """
+    """Return the dtype in which a model computes: float16 beside codes, or the largest matrix's."""
     if any(tensor.form.bits for tensor in held(header)):
         return "float16"
     largest = max(held(header), key=lambda tensor: tensor.nbytes)
@@ -34,18 +33,34 @@ def wide_bytes(header: Header) -> int:
     return sum(4 * prod(tensor.shape) for tensor in held(header))
 
 
+def packed_bytes(header: Header) -> int:
+    """Return the bytes of the weights where codes are multiplied as they lie, sizes left out.
+
+    Beside 4 or 8 bits a number has a scale and, but for codes around a middle, an offset in float32
+    a group. Embeddings lie as MLX's codes; those that are the last layer, too, lie twice.
+    """
+    total = 0
+    for tensor in held(header):
+        numbers, bits = prod(tensor.shape), tensor.form.bits
+        if bits is None:
+            total += 4 * numbers
+            continue
+        if tensor.name == EMBEDDING:
+            total += numbers // 8 * bits + numbers // GROUP * 4 * 2
+            if OUTPUT in header.tensors:
+                continue
+        sides = 1 if tensor.form.name in _AROUND_A_MIDDLE else 2
+        total += numbers // 8 * (4 if bits <= 4 else 8) + numbers // GROUP * 4 * sides
+    return total
+
+
 def held(header: Header) -> list[TensorInfo]:
     """Return the tensors that become weights of the model."""
     return [x for x in header.tensors.values() if x.name not in ROPE_TENSORS]
 
 
 def bytes_by_kind(header: Header, *, wide: bool) -> dict[str, int]:
-    """Sum the bytes of weights as `memory.read_model_spec` takes them.
-
-    Args:
-        header: of the model.
-        wide: whether all weights become float32.
-    """
+    """Sum the bytes of weights as `memory.read_model_spec` takes them; `wide` is all in float32."""
     dtype = "float32" if wide else activation_dtype(header)
     sums: Counter[str] = Counter()
     for tensor in held(header):
@@ -58,7 +73,6 @@ def bytes_by_kind(header: Header, *, wide: bool) -> dict[str, int]:
 
 
 def _bytes(tensor: TensorInfo, dtype: str) -> tuple[int, int]:
-    """Return the bytes of a tensor's floats, and of its codes."""
     numbers, width, bits = prod(tensor.shape), _WIDTHS[dtype], tensor.form.bits
     if bits is None:
         return numbers * width, 0

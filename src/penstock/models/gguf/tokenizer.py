@@ -1,9 +1,9 @@
 """The tokenizer of a GGUF file, as the files of a model folder: tokenizer.json and its config.
 
-Two kinds are read: byte-level BPE (`gpt2` in the metadata: GPT-2, Llama 3, Qwen, SmolLM) and
-SentencePiece's BPE with scores (`llama`: Llama 2, Mistral, Gemma, Phi 3). How a text is split
-before BPE stands in the metadata as a name, `tokenizer.ggml.pre`; the rules behind the names are
-those of llama.cpp's `src/llama-vocab.cpp`.
+Two kinds are supported: byte-level BPE (`gpt2` in the metadata: GPT-2, Llama 3, Qwen, SmolLM) and
+SentencePiece's BPE with scores (`llama`: Llama 2, Mistral, Gemma, Phi 3). The metadata names the
+rules that split a text before BPE, `tokenizer.ggml.pre`; the rules are those of llama.cpp's
+`src/llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from tokenizers import (
 )
 
 from penstock.errors import ModelError
-from penstock.models.gguf.architectures import CONTROL
+from penstock.models.gguf.architectures import CONTROL, END_MARKS, end_tokens
 from penstock.models.gguf.header import Header
+from penstock.plurals import counted
 
 USER_DEFINED, BYTE = 4, 6
 """Types of tokens: text that is always one token; one byte."""
 LONGEST_PIECE = 1_024
-"""Characters of one piece of SentencePiece; trained ones have 16 or 32."""
+"""Most characters of a piece of SentencePiece; trained ones have 16 or 32."""
 MOST_CHARACTERS = 16_000_000
-"""Characters of all its pieces; the largest vocabularies have two million."""
+"""Most characters of all its pieces; the largest vocabularies have two million."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDINGS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -47,27 +48,48 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDINGS}"
 )
+_ENDED = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?"
+_GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDED}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDED}|"
+    rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDINGS}"
+)
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+    rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDINGS}"
+)
+_SEED = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_ENDINGS}"
+_MINICPM5 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}+|{_MARKS}|{_ENDINGS}"
 _DIGIT = r"\p{N}"
+_LLAMA3_NAMES = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+)
 SPLITS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "mpt", "jina-en"), (_GPT2,)),
+    "default": (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "exaone4"), (_GPT2,)),
+    **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (_DIGIT, _GPT2)),
+    **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), (_DIGIT, _GPT2)),
+    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe", "falcon3"), (_LLAMA3,)
+        ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "kormo", "hunyuan"), (_QWEN2,)
     ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT_4O,)),
+    "seed-coder": (_SEED,),
+    "minicpm5": (r"\p{N}{1,3}", _MINICPM5),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGIT),
 }
-"""Patterns that split a text before BPE, in turn, by the name in the metadata."""
-_WHOLE_WORDS = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"))
+"""Patterns that split a text before BPE, in turn, by their name in the metadata."""
+_BEGIN = frozenset((*_LLAMA3_NAMES, "tekken"))
+"""Names of the rules by which texts begin with a token."""
+_WHOLE_WORDS = _BEGIN | {"minicpm5"}
 """Names of the rules by which a word in the vocabulary is one token, with or without merges."""
 
 
 def write_tokenizer(header: Header, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into a folder.
-
-    Raises:
-        ModelError: a kind of tokenizer that is not read, or lists that do not fit together.
-    """
+    """Write tokenizer.json and tokenizer_config.json into a folder, or raise ModelError."""
     texts = _texts(header)
     build = {"gpt2": _byte_level, "llama": _sentence_piece}.get(
         str(header.get("tokenizer.ggml.model", str))
@@ -78,9 +100,7 @@ def write_tokenizer(header: Header, folder: Path) -> None:
     tokenizer = build(header, texts)
     tokenizer.add_tokens(_added(header, texts))
     begin = _special(header, "bos", texts)
-    if begin is not None and header.get(
-        "tokenizer.ggml.add_bos_token", bool, build is not _byte_level
-    ):
+    if begin is not None and header.get("tokenizer.ggml.add_bos_token", bool, _begins(header)):
         _put_first(tokenizer, texts[begin], begin)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
@@ -88,8 +108,15 @@ def write_tokenizer(header: Header, folder: Path) -> None:
     )
 
 
+def _begins(header: Header) -> bool:
+    """Return whether texts begin with a token where the file does not say."""
+    if header.get("tokenizer.ggml.model", str) == "llama":
+        return True
+    return str(header.get("tokenizer.ggml.pre", str, "default")) in _BEGIN
+
+
 def _texts(header: Header) -> list[str]:
-    """Return the vocabulary, each text once: a repeated one cannot be told from the first."""
+    """Return the vocabulary, repeated texts replaced: they cannot be told from the first."""
     texts = header.get("tokenizer.ggml.tokens", list)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ModelError(f"{header.name} has no vocabulary of texts")
@@ -103,42 +130,49 @@ def _texts(header: Header) -> list[str]:
 
 
 def _types(header: Header, count: int) -> list[int]:
-    """Return the type of each token; normal ones where the file does not say."""
     types = header.get("tokenizer.ggml.token_type", np.ndarray)
     if types is None:
         return [1] * count
     if len(types) != count:
-        raise ModelError(f"{header.name}: {len(types):,} types for {count:,} tokens")
+        raise ModelError(f"{header.name}: {len(types):,} types for {counted(count, 'token')}")
     return [int(kind) for kind in types]
 
 
 def _added(header: Header, texts: Sequence[str]) -> list[AddedToken]:
-    """Return the tokens that are found in a text before anything else."""
-    types = _types(header, len(texts))
+    ends = {texts[token] for token in end_tokens(header) if token < len(texts)} & END_MARKS
+    swallows = _swallows_blanks(header)
     return [
-        AddedToken(text, special=kind == CONTROL, normalized=False)
-        for text, kind in zip(texts, types, strict=True)
-        if kind in (CONTROL, USER_DEFINED)
+        AddedToken(
+            text,
+            special=kind == CONTROL or text in ends,
+            normalized=False,
+            rstrip=swallows and text not in _KEEPS_BLANKS,
+        )
+        for text, kind in zip(texts, _types(header, len(texts)), strict=True)
+        if kind in (CONTROL, USER_DEFINED) or text in ends
     ]
 
 
-def _special(header: Header, name: str, texts: Sequence[str]) -> int | None:
-    """Return the token of a role; None if the file names none.
+_KEEPS_BLANKS = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
-    Raises:
-        ModelError: it is not in the vocabulary.
-    """
+
+def _swallows_blanks(header: Header) -> bool:
+    """Return whether blanks after marks are ignored, as in Phi 3, known by its name alone."""
+    name = str(header.get("general.name", str, "")).lower()
+    return any(sign in name for sign in ("phi-3", "phi3"))
+
+
+def _special(header: Header, name: str, texts: Sequence[str]) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     if key not in header.metadata:
         return None
     token = header.integer(key)
     if token >= len(texts):
-        raise ModelError(f"{header.name}: {key} is {token:,} of {len(texts):,} tokens")
+        raise ModelError(f"{header.name}: {key} is {token:,} of {counted(len(texts), 'token')}")
     return token
 
 
 def _byte_level(header: Header, texts: Sequence[str]) -> Tokenizer:
-    """Return a tokenizer that merges bytes."""
     name = str(header.get("tokenizer.ggml.pre", str, "default"))
     if name not in SPLITS:
         raise ModelError(
@@ -151,7 +185,7 @@ def _byte_level(header: Header, texts: Sequence[str]) -> Tokenizer:
         pair for pair in pairs if len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys()
     ]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
-    if name.startswith(("qwen2", "deepseek-r1-qwen")):
+    if name in ("qwen2", "qwen35", "deepseek-r1-qwen"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -167,16 +201,17 @@ def _byte_level(header: Header, texts: Sequence[str]) -> Tokenizer:
 
 
 def _sentence_piece(header: Header, texts: Sequence[str]) -> Tokenizer:
-    """Return a tokenizer that merges pieces, the one with the best score first."""
     scores = header.get("tokenizer.ggml.scores", np.ndarray)
     if scores is None or len(scores) != len(texts):
-        raise ModelError(f"{header.name} has not one score for each of {len(texts):,} tokens")
+        raise ModelError(
+            f"{header.name} has not one score for each of {counted(len(texts), 'token')}"
+        )
     types = _types(header, len(texts))
     normal = [kind not in (CONTROL, USER_DEFINED, BYTE) for kind in types]
     lengths = [len(text) for text, merged in zip(texts, normal, strict=True) if merged]
     if max(lengths, default=0) > LONGEST_PIECE or sum(lengths) > MOST_CHARACTERS:
         raise ModelError(
-            f"{header.name}: its pieces have up to {max(lengths):,} characters, and "
+            f"{header.name}: its pieces have up to {counted(max(lengths), 'character')}, and "
             f"{sum(lengths):,} together; at most {LONGEST_PIECE:,} and {MOST_CHARACTERS:,} are read"
         )
     vocabulary = {text: token for token, text in enumerate(texts)}
@@ -205,8 +240,8 @@ def _merges(
 ) -> list[tuple[str, str]]:
     """Return all pairs of pieces that make a piece, in the order in which they are merged.
 
-    SentencePiece merges the neighbors whose piece has the best score, and of pieces with one score
-    the left-most. A fixed order cannot say that, so the order of the vocabulary stands for it.
+    SentencePiece merges the neighbors whose piece has the best score, and of equal scores the
+    left-most. A fixed order cannot express that, so the order of the vocabulary stands for it.
     """
     ranks = {text: token for token, text in enumerate(texts)}
     merges = [
@@ -220,24 +255,38 @@ def _merges(
 
 
 def _put_first(tokenizer: Tokenizer, text: str, token: int) -> None:
-    """Let every text begin with a token."""
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{text} $A", pair=f"{text} $A {text}:1 $B:1", special_tokens=[(text, token)]
     )
 
 
 def _config(header: Header, texts: Sequence[str]) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json."""
     roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     tokens = {
         key: texts[token]
         for name, key in roles.items()
         if (token := _special(header, name, texts)) is not None
     }
-    template = header.get("tokenizer.chat_template", str)
+    template = _templates(header)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **tokens,
         **({} if template is None else {"chat_template": template}),
     }
+
+
+def _templates(header: Header) -> str | list[dict[str, str]] | None:
+    prefix = "tokenizer.chat_template"
+    plain = header.get(prefix, str)
+    named = {
+        key.removeprefix(f"{prefix}."): str(text)
+        for key, text in header.metadata.items()
+        if key.startswith(f"{prefix}.") and isinstance(text, str)
+    }
+    if not named:
+        return None if plain is None else str(plain)
+    default = str(plain) if plain is not None else next(iter(named.values()))
+    return [
+        {"name": name, "template": text} for name, text in {"default": default, **named}.items()
+    ]

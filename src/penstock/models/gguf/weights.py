@@ -14,9 +14,9 @@ import mlx.core as mx
 from penstock.errors import ModelError
 from penstock.models.gguf import architectures, blocks
 from penstock.models.gguf.header import GROUP, Header
-from penstock.models.gguf.loaded_bytes import activation_dtype, held
-from penstock.models.gguf.template_trial import check_template
+from penstock.models.gguf.loaded_bytes import held
 from penstock.models.gguf.tokenizer import write_tokenizer
+from penstock.plurals import counted
 
 Weight: TypeAlias = mx.array | blocks.AffineCodes
 
@@ -25,33 +25,24 @@ MEASURED_TENSORS = 2
 """Tensors of a form whose error is measured."""
 
 
-def write_folder(header: Header, folder: Path, *, wide: bool) -> None:
-    """Write the files that mlx-lm's loaders read of a model folder, except for the weights.
+def write_folder(header: Header, folder: Path, *, wide: bool, dtype: str) -> None:
+    """Write a model folder for mlx-lm's loaders, without weights.
 
-    Args:
-        header: of the model.
-        folder: an empty one.
-        wide: whether the model shall have dense matrices in float32.
+    `wide` makes dense matrices; all numbers that are no codes have the `dtype`.
     """
     config = architectures.config(header)
-    config["torch_dtype"] = "float32" if wide else activation_dtype(header)
+    config["torch_dtype"] = dtype
     if not wide and (quantization := _quantization(header)):
         config["quantization"] = quantization
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    check_template(header)
     write_tokenizer(header, folder)
 
 
-def weights(header: Header, *, wide: bool) -> Iterator[tuple[str, mx.array]]:
+def weights(header: Header, *, wide: bool, dtype: str) -> Iterator[tuple[str, mx.array]]:
     """Yield the weights by mlx-lm's names, evaluated; one tensor of the file is held at a time.
 
-    Args:
-        header: of the model.
-        wide: whether all of them become float32. Else codes stay codes, and float32 numbers beside
-            them (norms, biases) get the dtype of `activation_dtype`.
-
-    Raises:
-        ModelError: a tensor that the architecture does not have.
+    With `wide` codes become numbers. All numbers, those beside codes (scales, norms, biases) among
+    them, get the `dtype`.
     """
     kind = architectures.architecture(header)
     config = architectures.config(header)
@@ -59,7 +50,7 @@ def weights(header: Header, *, wide: bool) -> Iterator[tuple[str, mx.array]]:
         "attn_q": config["num_attention_heads"],
         "attn_k": config["num_key_value_heads"],
     }
-    dtype: mx.Dtype = getattr(mx, "float32" if wide else activation_dtype(header))
+    number_type: mx.Dtype = getattr(mx, dtype)
     for tensor in held(header):
         name = architectures.module_of(kind, tensor.name)
         if name is None:
@@ -71,22 +62,20 @@ def weights(header: Header, *, wide: bool) -> Iterator[tuple[str, mx.array]]:
         if rotated is not None:
             if tensor.shape[0] % (2 * rotated):
                 raise ModelError(
-                    f"{header.name}: {tensor.shape[0]:,} rows of {tensor.name} are no pairs for "
+                    f"{header.name}: {counted(tensor.shape[0], 'row')} of "
+                    f"{tensor.name} are no pairs for "
                     f"{rotated} heads"
                 )
             value = _straightened(value, rotated)
         if name.endswith(NORM) and kind.norm_offset:
             value = _dense(value) - kind.norm_offset
-        for suffix, array in _parts(value, name, dtype, wide=wide):
+        for suffix, array in _parts(value, name, number_type, wide=wide):
             mx.eval(array)
             yield suffix, array
 
 
 def nearest_errors(header: Header) -> dict[str, float]:
-    """Return the relative error of MLX's nearest codes, by form, for forms that it does not have.
-
-    It is the largest of a few tensors, which are read.
-    """
+    """Return the largest relative error of MLX's nearest codes in a few tensors, by form."""
     errors: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for tensor in header.tensors.values():
@@ -98,7 +87,7 @@ def nearest_errors(header: Header) -> dict[str, float]:
 
 
 def _quantization(header: Header) -> dict[str, Any]:
-    """Return mlx-lm's `quantization`: the bits of each module that has codes; empty without any."""
+    """Return mlx-lm's `quantization`: the bits of each quantized module; empty without any."""
     kind = architectures.architecture(header)
     forms = {
         str(architectures.module_of(kind, tensor.name)).removesuffix(".weight"): bits
@@ -114,8 +103,8 @@ def _quantization(header: Header) -> dict[str, Any]:
 def _straightened(value: Weight, heads: int) -> Weight:
     """Return rows of queries or keys in the order of Hugging Face's models.
 
-    The file has each head's rows as pairs that RoPE turns; there the first halves of all pairs come
-    first.
+    The file has each head's rows as the pairs that RoPE rotates; there the first halves of all
+    pairs come first.
     """
     rows = (value.weight if isinstance(value, blocks.AffineCodes) else value).shape[0]
     order = mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
@@ -123,14 +112,12 @@ def _straightened(value: Weight, heads: int) -> Weight:
 
 
 def _dense(value: Weight) -> mx.array:
-    """Return numbers as they are, or codes as float32."""
     return value.dequantized() if isinstance(value, blocks.AffineCodes) else value
 
 
 def _parts(
     value: Weight, name: str, dtype: mx.Dtype, *, wide: bool
 ) -> Iterator[tuple[str, mx.array]]:
-    """Yield the arrays of one weight with their names."""
     if wide or not isinstance(value, blocks.AffineCodes):
         yield name, _dense(value).astype(dtype)
         return

@@ -29,12 +29,18 @@ class Answer {
     this.cost = make("p", { class: "cost" });
     this.element = make(
       "article",
-      { class: "message assistant coming", "aria-label": "Model" },
+      { class: "message assistant", "aria-label": "Model" },
       this.folded,
       this.body,
       this.cost,
     );
     this.began = performance.now();
+  }
+
+  /** Wait for the stream, which may go on with what is there. */
+  begin() {
+    this.element.classList.add("coming");
+    setText(this.cost, "");
   }
 
   /** Take in a piece of the stream; return whether there was anything in it. */

@@ -9,6 +9,7 @@ export const KINDS = [
   ["draft", "Draft model"],
   ["buffers", "Buffers"],
   ["prompts", "Prompts"],
+  ["grammars", "Grammars"],
   ["index", "Index"],
   ["checkpoints", "Checkpoints"],
   ["tails", "Tails"],

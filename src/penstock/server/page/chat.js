@@ -5,6 +5,8 @@ import { ask, events } from "./api.js";
 import { answerBubble, questionBubble } from "./bubbles.js";
 import { byId, count, duration, make, percent, setText, speed } from "./format.js";
 
+/** Tokens of a text that goes on without a template, where no length is asked for: it has no end. */
+const CONTINUED_TOKENS = 256;
 const HINT_SECONDS = 0.35;
 /** Tokens from which an answer shows its speed: a shorter one comes in one piece. */
 const LEAST_TOKENS = 8;
@@ -19,6 +21,10 @@ const RECALL = [
       "The code of the golden kettle is 1307. The owner of the rusty anchor is Diana.",
     then: ["What is the code of the amber falcon?", "Who is the owner of the rusty anchor?"],
   },
+];
+const TEXT = [
+  { name: "A penstock is", text: "A penstock is", then: [] },
+  { name: "1, 1, 2, 3, 5,", text: "1, 1, 2, 3, 5,", then: [] },
 ];
 const ANY = [
   {
@@ -39,6 +45,8 @@ export class Chat {
   /** Messages in the order of the bubbles; those of a failed turn have `leftOut`. */
   messages = [];
   model = "";
+  /** Whether the model has a chat template; one without continues the text. */
+  chats = true;
   running = null;
   /** Questions that a starter offers for later turns. */
   next = [];
@@ -69,10 +77,12 @@ export class Chat {
   }
 
   /** Learn which model is served: what could be said first depends on it. */
-  serves(model) {
+  serves(model, chats) {
     if (model === this.model) return;
     this.model = model;
-    this.starters = /recall/i.test(model) ? RECALL : ANY;
+    this.chats = chats;
+    this.starters = !chats ? TEXT : /recall/i.test(model) ? RECALL : ANY;
+    if (!chats) this.offerText();
     byId("starters")?.replaceChildren(
       ...this.starters.map(({ name, text, then }) =>
         suggestion(name, () => {
@@ -81,6 +91,14 @@ export class Chat {
         }),
       ),
     );
+  }
+
+  /** Say that a model without a chat template continues what is written. */
+  offerText() {
+    const says = "This model has no chat template: it continues the text that you begin.";
+    const welcome = byId("welcome") ?? this.welcome;
+    if (welcome) setText(welcome.querySelector("p"), says);
+    this.draft.placeholder = "Begin a text";
   }
 
   clear() {
@@ -96,6 +114,7 @@ export class Chat {
   async send(text) {
     const said = text.trim();
     if (!said || this.running) return;
+    this.offered?.remove();
     this.welcome ??= byId("welcome");
     this.welcome.remove();
     this.suggested?.remove();
@@ -108,19 +127,28 @@ export class Chat {
     await this.answer();
   }
 
-  async answer() {
+  /** Go on with the last answer, which was cut. */
+  async goOn(bubble) {
+    if (this.running || this.messages.at(-1)?.role !== "assistant") return;
+    this.offered?.remove();
+    const body = this.body(true);
+    this.messages.pop();
+    await this.answer(bubble, body);
+  }
+
+  async answer(bubble = answerBubble(), body = this.body()) {
     const running = new AbortController();
     this.running = running;
     this.showRunning();
-    const bubble = answerBubble();
     this.append(bubble.element);
+    bubble.begin();
     const started = performance.now();
     const seen = { first: null, last: null, usage: null, finish: null };
     let failure = null;
     try {
-      for await (const { event, data } of events("v1/chat/completions", {
+      for await (const { event, data } of events(this.chats ? "v1/chat/completions" : "v1/completions", {
         method: "POST",
-        body: this.body(),
+        body,
         signal: running.signal,
       })) {
         if (data === "[DONE]") break;
@@ -130,7 +158,7 @@ export class Chat {
         const [choice] = chunk.choices ?? [];
         seen.finish = choice?.finish_reason ?? seen.finish;
         if (chunk.prompt_progress) setText(bubble.cost, reading(chunk.prompt_progress));
-        if (!bubble.add(choice?.delta ?? {})) continue;
+        if (!bubble.add(choice?.delta ?? { content: choice?.text })) continue;
         if (seen.first === null) setText(bubble.cost, ""); // the prompt is read
         seen.last = performance.now();
         seen.first ??= seen.last;
@@ -148,7 +176,8 @@ export class Chat {
     this.keep(bubble, failure);
     this.running = null;
     this.showRunning();
-    this.suggest();
+    if (seen.finish === "length" && bubble.text) this.offerMore(bubble);
+    else this.suggest();
     this.follow();
     if (matchMedia("(pointer: fine)").matches) this.draft.focus();
   }
@@ -171,6 +200,12 @@ export class Chat {
     this.send(content);
   }
 
+  /** Offer to go on with an answer that was cut. */
+  offerMore(bubble) {
+    this.offered = suggestion("Continue", () => this.goOn(bubble));
+    this.log.append(this.offered);
+  }
+
   /** Offer the next question of a starter. */
   suggest() {
     if (!this.next.length || this.messages.at(-1).leftOut) return;
@@ -179,16 +214,25 @@ export class Chat {
     this.log.append(this.suggested);
   }
 
-  body() {
-    return {
+  /** The request: what is left empty in the settings is the model's own. */
+  body(goesOn = false) {
+    const temperature = byId("temperature").value.trim();
+    const longest = Number(byId("max-tokens").value) || (this.chats ? 0 : CONTINUED_TOKENS);
+    const asked = {
       ...(this.model && { model: this.model }), // the server knows its own
-      messages: this.conversation(),
-      temperature: Number(byId("temperature").value) || 0,
-      max_tokens: Number(byId("max-tokens").value) || 256,
+      ...(temperature && { temperature: Number(temperature) }),
+      ...(longest && { max_tokens: longest }),
       stream: true,
       stream_options: { include_usage: true },
-      return_progress: true,
     };
+    if (!this.chats) return { ...asked, prompt: this.text() };
+    const more = goesOn ? { continue_final_message: true, add_generation_prompt: false } : {};
+    return { ...asked, messages: this.conversation(), return_progress: true, ...more };
+  }
+
+  /** The text so far, for a model without a chat template. */
+  text() {
+    return this.conversation().map(({ content }) => content).join("");
   }
 
   conversation() {
@@ -257,7 +301,8 @@ export class Chat {
     if (!draft || this.running) return this.hint("");
     try {
       const messages = [...this.conversation(), { role: "user", content: draft }];
-      const found = await ask("v1/cache/explain", { method: "POST", body: { messages } });
+      const body = this.chats ? { messages } : { prompt: this.text() + draft };
+      const found = await ask("v1/cache/explain", { method: "POST", body });
       if (this.draft.value.trim() !== draft) return;
       const { held_tokens: held, prompt_tokens: all } = found;
       this.hint(`${count(held)} of ${count(all)} tokens are in the cache already (${percent(held / all)})`, held / all);

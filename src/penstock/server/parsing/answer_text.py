@@ -1,7 +1,7 @@
-"""Text that comes in pieces, and readers of it that wait for the next.
+"""Text that arrives in pieces, and readers of it.
 
-A reader is a generator that yields when it needs more text than there is, and goes on from there.
-So its result cannot depend on the pieces that the text comes in.
+A reader is a generator that yields when it needs more text, so its result cannot depend on how the
+text is divided.
 """
 
 from __future__ import annotations
@@ -10,68 +10,96 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias, TypeVar
 
+import regex
+
 from penstock.server.parsing.events import BrokenCall
+
+MOST_REREAD = 1_000_000
+"""Characters reread before broken calls count as text up to their ends."""
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-"""Generator that yields where it waits for text; its result is the value that it has read."""
+"""Reader that yields to wait for text, and returns what it has read."""
 Emit: TypeAlias = Callable[[str], None]
+Pattern: TypeAlias = regex.Pattern[str]
+"""Pattern that supports partial matches."""
+Match: TypeAlias = regex.Match[str]
 
 
 class AnswerText:
-    """Text so far, and the place up to which it has been read."""
+    """Text so far, and the position up to which it is read."""
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.closed = False
-        """Whether no more text will come."""
+        self.cut = False
+        """Whether the answer was cut off, so that its last call may lack its end."""
+        self.stops: tuple[str, ...] = ()
+        """Marks of the answer's format that occur in no call."""
+        self._reread = 0
         self._kept: list[str] | None = None
+        self._recorded: list[str] | None = None
 
     def push(self, text: str) -> None:
-        """Take in more text."""
         self.text = self.text[self.at :] + text
         self.at = 0
 
-    def close(self) -> None:
-        """Note that no more text will come."""
-        self.closed = True
+    def close(self, *, cut: bool = False) -> None:
+        self.closed, self.cut = True, cut
+
+    def unread(self, text: str) -> None:
+        self.text = text + self.text[self.at :]
+        self.at = 0
+        self._reread += len(text)
+
+    @property
+    def rereads(self) -> bool:
+        """Whether text may be reread: each mark may begin a call that breaks."""
+        return self._reread < MOST_REREAD
 
     @property
     def ready(self) -> bool:
-        """Whether the next sign is there, or will never be."""
+        """Whether the next character is there, or will never be."""
         return self.at < len(self.text) or self.closed
 
     @property
     def sign(self) -> str:
-        """Next sign; empty at the end, or where it is not there yet."""
+        """Next character; empty if there is none yet."""
         return self.text[self.at : self.at + 1]
 
     def advance(self, count: int = 1) -> str:
-        """Read on by so many signs, which must be there, and return them."""
         taken = self.text[self.at : self.at + count]
         self.at += count
-        if self._kept is not None:
-            self._kept.append(taken)
+        for parts in (self._kept, self._recorded):
+            if parts is not None:
+                parts.append(taken)
         return taken
 
     def keep(self, first: str = "") -> None:
-        """Keep the text that is read from now on, behind the part that has been read already."""
         self._kept = [first]
 
     def kept(self) -> str:
-        """Return the kept text, and keep no more."""
         text = "".join(self._kept or ())
         self._kept = None
+        return text
+
+    def record(self, first: str = "") -> None:
+        """Start recording the text read, independently of `keep`."""
+        self._recorded = [first]
+
+    def recorded(self) -> str:
+        text = "".join(self._recorded or ())
+        self._recorded = None
         return text
 
 
 def until(
     source: AnswerText, marks: Sequence[str], emit: Emit, *, take: bool = True
 ) -> Reading[str | None]:
-    """Emit the text in front of the first of the marks; return it, or None at the end.
+    """Emit the text before the first of `marks`; return that mark, or None at the end.
 
-    No mark may be the beginning of another.
+    No mark may be a prefix of another.
     """
     pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
     while True:
@@ -85,8 +113,28 @@ def until(
         yield
 
 
+def peek(source: AnswerText, pattern: Pattern, offset: int = 0) -> Reading[Match | None]:
+    """Match a pattern `offset` characters ahead, without reading.
+
+    The pattern must end with a mark, so that more text cannot extend its match.
+    """
+    while True:
+        match = pattern.match(source.text, source.at + offset, partial=not source.closed)
+        if match is None or not match.partial:
+            return match
+        yield
+
+
+def take(source: AnswerText, pattern: Pattern) -> Reading[Match | None]:
+    """Read a pattern's match, if it matches."""
+    match = yield from peek(source, pattern)
+    if match is not None:
+        source.advance(match.end() - match.start())
+    return match
+
+
 def accept(source: AnswerText, *marks: str) -> Reading[str | None]:
-    """Read over blanks and the longest mark that comes next; read nothing if none does."""
+    """Read blanks and the longest mark that follows; nothing if none does."""
     while True:
         rest = source.text[source.at :]
         bare = rest.lstrip()
@@ -99,11 +147,7 @@ def accept(source: AnswerText, *marks: str) -> Reading[str | None]:
 
 
 def expect(source: AnswerText, *marks: str) -> Reading[str]:
-    """Read over blanks and one of the marks, which must come next.
-
-    Raises:
-        BrokenCall: something else comes.
-    """
+    """Read blanks and one of the marks; BrokenCall if none follows."""
     mark = yield from accept(source, *marks)
     if mark is None:
         raise BrokenCall(f"{marks[0]!r} is missing")
@@ -111,7 +155,7 @@ def expect(source: AnswerText, *marks: str) -> Reading[str]:
 
 
 def blanks(source: AnswerText, emit: Emit | None = None) -> Reading[str]:
-    """Read over blanks; return the sign behind them, which is not read, or nothing at the end."""
+    """Read blanks; return the character after them, unread, or "" at the end."""
     while True:
         while not source.ready:
             yield
@@ -122,24 +166,20 @@ def blanks(source: AnswerText, emit: Emit | None = None) -> Reading[str]:
             emit(blank)
 
 
-def line(source: AnswerText, end: str, *, most: int = 256) -> Reading[str]:
-    """Read up to `end` and over it; return the text in front of it.
-
-    Raises:
-        BrokenCall: it does not come within so many signs.
-    """
+def line(source: AnswerText, end: str, *, max_length: int = 256) -> Reading[str]:
+    """Read up to and over `end`; BrokenCall if it is not within `most` characters."""
     text = ""
     while not text.endswith(end):
         while not source.ready:
             yield
-        if not source.sign or len(text) > most:
+        if not source.sign or len(text) > max_length:
             raise BrokenCall(f"{end!r} is missing")
         text += source.advance()
     return text.removesuffix(end)
 
 
 def _beginning(source: AnswerText, marks: Sequence[str]) -> int:
-    """Return how many signs at the end of the text may be the start of a mark."""
+    """Return how many characters at the end may begin a mark."""
     longest = max(map(len, marks), default=0)
     tail = source.text[max(source.at, len(source.text) - longest) :]
     return max(

@@ -1,6 +1,6 @@
-"""JSON types of a tool's arguments, as its schema names them.
+"""JSON types of a tool's arguments, according to its schema.
 
-Formats that write each argument between tags write a text as it is, and all else as JSON.
+Formats with a tag for each argument write text verbatim, and everything else as JSON.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any
 
 DEPTH = 8
-"""References and unions that are followed one behind the other."""
+"""Longest chain of references and unions."""
 MOST_BRANCHES = 64
-"""Schemas of one value that are looked at."""
+"""Most alternative schemas of a value."""
 _PYTHON_TYPES = {
     bool: "boolean",
     dict: "object",
@@ -25,14 +25,10 @@ _PYTHON_TYPES = {
 
 
 def json_types(schema: Any, root: Any = None) -> set[str]:
-    """Return the types that a schema allows; none where it does not say.
+    """Return the types a schema allows; empty if it does not say. `root` resolves `$ref`s.
 
     >>> sorted(json_types({"anyOf": [{"type": "integer"}, {"type": "null"}]}))
     ['integer', 'null']
-
-    Args:
-        schema: of a value.
-        root: the schema whose parts its `$ref`s name.
     """
     types = set[str]()
     for branch in branches(schema, root):
@@ -42,17 +38,14 @@ def json_types(schema: Any, root: Any = None) -> set[str]:
         elif isinstance(named, str):
             types.add(named)
         elif isinstance(named, list):
-            types |= {one for one in named if isinstance(one, str)}
+            types |= {name for name in named if isinstance(name, str)}
         else:
             return set()
     return types
 
 
 def branches(schema: Any, root: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas of which a value follows one, without references and unions.
-
-    Behind so many that no value needs them it is a schema that allows anything.
-    """
+    """Yield a value's alternative schemas, resolved; past `MOST_BRANCHES` one that allows all."""
     schemas = _branches(schema, root, DEPTH)
     yield from islice(schemas, MOST_BRANCHES)
     if next(schemas, None) is not None:
@@ -75,46 +68,16 @@ def _branches(schema: Any, root: Any, depth: int) -> Iterator[Mapping[str, Any]]
 
 
 def constants(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the values that a schema lists; none if it lists none."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
     return values if isinstance(values, list) else []
 
 
-def with_plain_types(tools: Any) -> list[Any]:
-    """Return tools whose properties have one `type` each, for parsers that look for nothing else.
-
-    mlx-lm's would give an `anyOf` of an integer and null as a text; Python's optional arguments
-    have such a schema.
-
-    >>> (tool,) = with_plain_types([{"function": {"parameters": {"properties": {
-    ...     "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}}}}])
-    >>> tool["function"]["parameters"]["properties"]["n"]["type"]
-    'integer'
-    """
-    return [_plain_tool(tool) for tool in tools]
-
-
-def _plain_tool(tool: Any) -> Any:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    root = function.get("parameters") if isinstance(function, Mapping) else None
-    properties = root.get("properties") if isinstance(root, Mapping) else None
-    if function is None or root is None or not isinstance(properties, Mapping):
-        return tool
-    plain = {name: _plain(schema, root) for name, schema in properties.items()}
-    return {**tool, "function": {**function, "parameters": {**root, "properties": plain}}}
-
-
-def _plain(schema: Any, root: Any) -> Any:
-    types = json_types(schema, root)
-    wanted = {"string"} if "string" in types else types - {"null"}
-    return {**schema, "type": wanted.pop()} if len(wanted) == 1 else schema
-
-
 def _part(root: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference to it names; None if there is none."""
-    at = root
+    """Resolve a `$ref`; None if there is no such part."""
+    part = root
     for key in reference.removeprefix("#").strip("/").split("/"):
-        at = at.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
-    return at if reference.startswith("#/") else None
+        name = key.replace("~1", "/").replace("~0", "~")
+        part = part.get(name) if isinstance(part, Mapping) else None
+    return part if reference.startswith("#/") else None

@@ -1,6 +1,7 @@
-"""Granite 3: a JSON list of calls behind a mark, closed by some of its versions."""
+"""Granite 3: a JSON list of calls after a mark, closed in some versions."""
 
 from penstock.server.parsing.parser import ReasoningMarks
+from penstock.server.parsing.registry import NamedCalls
 from penstock.server.parsing.shapes import json_shape
 from penstock.server.parsing.tagged import TaggedJson
 
@@ -10,6 +11,14 @@ GRANITE = TaggedJson(
     shape=json_shape("<|tool_call|>[", "]"),
 )
 RESPONSE = ReasoningMarks("<think>", "</think>", ("<response>", "</response>"))
-"""Marks of Granite 3.3, whose answers stand between marks of their own."""
+"""Granite 3.3, whose answers have marks of their own."""
 WORDED = ReasoningMarks("Here is my thought process:", "Here is my response:")
-"""Marks of Granite 3.2, in words."""
+"""Granite 3.2, whose marks are words."""
+
+
+def _shown(template: str) -> bool:
+    named = "<|start_of_role|>" in template or "Granite" in template
+    return named and "<|tool_call|>" in template
+
+
+FORMATS = (NamedCalls("granite", GRANITE, _shown),)

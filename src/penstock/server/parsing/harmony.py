@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>commentary
     to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
 
-The answer begins behind `<|start|>assistant`. The messages of the channel `final` are its text,
-and so are the messages of `commentary` that are for no tool.
+The answer begins after `<|start|>assistant`. Its text is in messages of the channel `final`, and
+in those of `commentary` without a recipient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN = "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 REASONING = (f"{CHANNEL}analysis{MESSAGE}", END)
-"""Marks around the reasoning of an answer."""
 SHAPE = CallShape(
     opening=CHANNEL,
     before="commentary to=functions.",
@@ -36,17 +35,10 @@ _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(?P<channel>[^\s<]+)")
 _CONSTRAIN = re.compile(rf"{re.escape(CONSTRAIN)}\s*")
 
 Head: TypeAlias = tuple[Literal["text", "reasoning", "call"], str]
-"""Kind of a message, and the name of its tool."""
 
 
 def harmony_answer(source: AnswerText, out: Events, tools: Tools) -> Reading[None]:
-    """Read the messages of an answer. Calls are text where no tools are offered.
-
-    Args:
-        source: its text.
-        out: takes the events.
-        tools: those that the request offers.
-    """
+    """Read the messages of an answer; without tools, calls are text."""
     if (yield from begins_with_a_header(source)):
         yield from _message(source, out, tools, "")
     while (mark := (yield from until(source, _OVER, out.text))) is not None:
@@ -57,7 +49,7 @@ def harmony_answer(source: AnswerText, out: Events, tools: Tools) -> Reading[Non
 
 
 def begins_with_a_header(source: AnswerText) -> Reading[bool]:
-    """Tell whether the answer begins with a header; with a grammar of its own it does not."""
+    """Whether the answer begins with a header; under a grammar it does not."""
     yield from blanks(source)
     while True:
         rest = source.text[source.at :]
@@ -69,7 +61,7 @@ def begins_with_a_header(source: AnswerText) -> Reading[bool]:
 
 
 def _message(source: AnswerText, out: Events, tools: Tools, opening: str) -> Reading[None]:
-    """Read a message from its header on; the mark that ends it is not read."""
+    """Read a message from its header on, up to its end mark."""
     header: list[str] = []
     source.keep(opening)
     mark = yield from until(source, (MESSAGE, END, CALL, RETURN, START), header.append, take=False)
@@ -89,10 +81,10 @@ def _message(source: AnswerText, out: Events, tools: Tools, opening: str) -> Rea
 
 
 def _read_header(header: str, tools: Tools) -> Head | None:
-    """Read the header of a message; None if there is none.
+    """Read the header of a message; None if malformed.
 
-    The recipient is the word behind `to=`, or else the first of at most two, as `openai-harmony`
-    reads it; the second is the type of the content.
+    The recipient is the word after `to=`, else the first of at most two, as in `openai-harmony`;
+    the second is the content type.
     """
     match = _CHANNEL.search(header)
     channel = "" if match is None else match["channel"]
@@ -108,7 +100,7 @@ def _read_header(header: str, tools: Tools) -> Head | None:
 
 
 def _words(header: str) -> list[str]:
-    """Return the words of a header without its channel and its role.
+    """Return the words of a header without its channel and role.
 
     >>> _words("<|start|>assistant to=functions.f<|constrain|> json")
     ['to=functions.f', '<|constrain|>json']
@@ -121,7 +113,6 @@ def _words(header: str) -> list[str]:
 
 
 def _call(source: AnswerText, out: Events, name: str) -> Reading[None]:
-    """Read the arguments of a call."""
     if (yield from blanks(source)) != "{":
         raise BrokenCall("arguments that are no object")
     out.start(name)

@@ -1,18 +1,16 @@
-"""Readers of JSON as it grows. Line ends within strings, which models write, are escaped."""
+"""Incremental readers of JSON. Line ends within strings, which models write, are escaped."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from penstock.server.parsing.answer_text import AnswerText, Emit, Reading, accept, blanks, expect
 from penstock.server.parsing.events import BrokenCall, Events
 
 DEEPEST = 64
-"""Objects and lists within each other, at most."""
 ARGUMENTS = ("arguments", "parameters")
-"""Keys of a call's arguments."""
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
@@ -20,11 +18,7 @@ _SCALAR_SIGNS = frozenset("-+.0123456789abcdefghijklmnopqrstuvwxyzE")
 
 
 def value(source: AnswerText, emit: Emit, depth: int = 0) -> Reading[None]:
-    """Read a value of any kind.
-
-    Raises:
-        BrokenCall: no JSON goes on so, as in all readers here.
-    """
+    """Read a value; as all readers here, raises BrokenCall on invalid JSON."""
     sign = yield from blanks(source, emit)
     if depth > DEEPEST:
         raise BrokenCall("too deep")
@@ -39,7 +33,6 @@ def value(source: AnswerText, emit: Emit, depth: int = 0) -> Reading[None]:
 
 
 def members(source: AnswerText, emit: Emit, read: Callable[[str], Reading[None]]) -> Reading[None]:
-    """Read an object; `read` reads the value of each key."""
     yield from sign_of(source, emit, "{")
     if (yield from blanks(source, emit)) == "}":
         emit(source.advance())
@@ -54,7 +47,6 @@ def members(source: AnswerText, emit: Emit, read: Callable[[str], Reading[None]]
 
 
 def string(source: AnswerText, emit: Emit) -> Reading[str]:
-    """Read a string; return its text."""
     parts: list[str] = []
 
     def add(part: str) -> None:
@@ -81,7 +73,6 @@ def string(source: AnswerText, emit: Emit) -> Reading[str]:
 
 
 def sign_of(source: AnswerText, emit: Emit, signs: str) -> Reading[str]:
-    """Read one of these signs, and the blanks in front of it."""
     sign = yield from blanks(source, emit)
     if not sign or sign not in signs:
         raise BrokenCall(f"one of {signs} is missing")
@@ -131,42 +122,33 @@ def _scalar(source: AnswerText, emit: Emit) -> Reading[None]:
     emit(text)
 
 
-def call(source: AnswerText, out: Events, names: Collection[str] | None = None) -> Reading[None]:
-    """Read an object that is a call: its name, and its arguments under one of their keys.
+def call(source: AnswerText, out: Events) -> Reading[None]:
+    """Read a call object: its name, and its arguments under one of their keys.
 
-    The call begins as soon as both are there, and its arguments grow from then on.
-
-    Args:
-        source: begins with the object, or with blanks.
-        out: takes the events.
-        names: of tools; a call of another one is none. None is any name.
+    The call begins once both are there, and its arguments grow from then on.
     """
-    state = _CallState(out, names)
+    state = _CallState(out)
     yield from members(source, _ignore, lambda key: _member(source, key, state))
     state.close()
     source.keep()
 
 
 class _CallState:
-    """State of a call that is read."""
-
-    def __init__(self, out: Events, names: Collection[str] | None) -> None:
+    def __init__(self, out: Events) -> None:
         self.out = out
-        self._names = names
         self._name: str | None = None
         self._parts: list[str] | None = None
         self._begun = False
 
     def name(self, name: str) -> None:
-        """Note the name; the arguments, as far as they are there, follow it."""
-        if self._name is not None or (self._names is not None and name not in self._names):
-            raise BrokenCall("not the name of a tool")
+        if self._name is not None:
+            raise BrokenCall("a name twice")
+        self.out.check(name)
         self._name = name
         if self._parts is not None:
             self._start()
 
     def open(self) -> None:
-        """Note that the arguments begin."""
         if self._parts is not None:
             raise BrokenCall("arguments twice")
         self._parts = []
@@ -174,14 +156,12 @@ class _CallState:
             self._start()
 
     def grow(self, part: str) -> None:
-        """Take in a part of the arguments."""
         if self._begun:
             self.out.arguments(part)
         elif self._parts is not None:
             self._parts.append(part)
 
     def close(self) -> None:
-        """End the call; without arguments it has none to give."""
         if self._name is None:
             raise BrokenCall("a call without a name")
         if self._parts is None:
@@ -214,13 +194,10 @@ def _member(source: AnswerText, key: str, state: _CallState) -> Reading[None]:
 
 
 def arguments_text(arguments: object) -> str:
-    r"""Return arguments as JSON: an object, or none, or an object that is written as a text.
+    r"""Return arguments as JSON: an object, also from None or text; else BrokenCall.
 
     >>> arguments_text({"a": "é"}), arguments_text(None), arguments_text("{\"a\": 1}")
     ('{"a": "é"}', '{}', '{"a": 1}')
-
-    Raises:
-        BrokenCall: they are something else.
     """
     if arguments is None or arguments == "":
         return "{}"
@@ -244,38 +221,28 @@ def calls(
     *,
     closings: tuple[str, ...] = (),
     separators: tuple[str, ...] = (),
-    names: Collection[str] | None = None,
 ) -> Reading[None]:
-    """Read a call or a list of calls, and their closing signs, if they are there.
-
-    Args:
-        source: begins with them, or with blanks.
-        out: takes the events.
-        closings: marks that end them.
-        separators: marks with another call or list behind them.
-        names: of tools; a call of another one is none. None is any name.
-    """
+    """Read a call or a list of calls, and their closing marks, if present."""
     while True:
         if (yield from accept(source, "[")):
-            yield from listed(source, out, names)
+            yield from listed(source, out)
         else:
             yield from blanks(source)
-            yield from call(source, out, names)
+            yield from call(source, out)
         if (yield from accept(source, *closings, *separators)) not in separators:
             return
 
 
-def listed(source: AnswerText, out: Events, names: Collection[str] | None = None) -> Reading[None]:
-    """Read the calls of a list, behind its bracket, and the bracket that closes it."""
+def listed(source: AnswerText, out: Events) -> Reading[None]:
+    """Read the calls of a list, after its opening bracket."""
     if (yield from accept(source, "]")):
         return
     while True:
         yield from blanks(source)
-        yield from call(source, out, names)
+        yield from call(source, out)
         if (yield from expect(source, ",", "]")) == "]":
             source.keep()
             return
 
 
-def _ignore(_: str) -> None:
-    """Drop a part."""
+def _ignore(_: str) -> None: ...

@@ -1,10 +1,10 @@
-"""Messages of Muse Spark and Muse Glimmer: a header with a recipient in front of each.
+"""Muse Spark and Muse Glimmer: messages with a recipient in their headers.
 
      to=self<|message|>reasoning<|eom|><|start|>assistant to=user<|message|>text<|eot|>
      to=look_up<|message|><atem:function_calls>...</atem:function_calls><|eot|>
 
-The answer begins behind `<|start|>assistant`. A message to `self` is reasoning. In all others
-calls may stand, by the format of calls.
+The answer begins after `<|start|>assistant`. A message to `self` is reasoning; all others may
+contain calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from penstock.server.parsing.parser import CallFormat, ReasoningMarks, Tools, ca
 MUSE = "muse_spark"
 END, END_OF_TURN = "<|eom|>", "<|eot|>"
 REASONING = ReasoningMarks(f" to=self{MESSAGE}", END)
-"""Marks around the reasoning of an answer."""
 _OVER = (END, END_OF_TURN, START)
 _HEADER = re.compile(r"\s*(?:assistant\b)?\s*(?:to=(?P<to>[^\s<]+))?\s*")
 
@@ -27,14 +26,6 @@ _HEADER = re.compile(r"\s*(?:assistant\b)?\s*(?:to=(?P<to>[^\s<]+))?\s*")
 def muse_answer(
     source: AnswerText, out: Events, calls: CallFormat | None, tools: Tools
 ) -> Reading[None]:
-    """Read the messages of an answer.
-
-    Args:
-        source: its text.
-        out: takes the events.
-        calls: format of calls; None looks for none.
-        tools: tools of the request.
-    """
     if (yield from begins_with_a_header(source)):
         yield from _message(source, out, "")
     while (mark := (yield from _text(source, out, calls, tools))) is not None:
@@ -46,7 +37,7 @@ def muse_answer(
 
 
 def _message(source: AnswerText, out: Events, opening: str) -> Reading[None]:
-    """Read the header of a message, and the message if it is reasoning; the end is not read."""
+    """Read the header of a message, and its body if it is reasoning."""
     header: list[str] = []
     source.keep(opening)
     mark = yield from until(source, (MESSAGE, *_OVER), header.append, take=False)
@@ -63,7 +54,7 @@ def _message(source: AnswerText, out: Events, opening: str) -> Reading[None]:
 def _text(
     source: AnswerText, out: Events, calls: CallFormat | None, tools: Tools
 ) -> Reading[str | None]:
-    """Read text and calls up to the end of a message; return its mark, which is not read."""
+    """Read text and calls up to the end of a message; return its mark, unread."""
     openings = () if calls is None else calls.openings
     while True:
         mark = yield from until(source, (*openings, *_OVER), out.text, take=False)

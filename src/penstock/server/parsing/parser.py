@@ -13,55 +13,44 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from penstock.server.parsing.answer_text import AnswerText, Reading, blanks, until
+from penstock.server.parsing.answer_text import AnswerText, Emit, Reading, blanks, until
 from penstock.server.parsing.events import BrokenCall, Events, ParsedEvent
 from penstock.server.parsing.shapes import CallShape
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""Tools that a request offers, in OpenAI's form."""
 
 
 class CallFormat(Protocol):
-    """Way in which a family of models writes calls."""
+    """How a family of models writes calls."""
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """Marks that begin calls; none is the beginning of another."""
+        """Marks that begin calls; none is a prefix of another."""
 
     @property
     def bare(self) -> str:
-        """Signs that may begin calls without a mark, where a text begins."""
+        """Characters that may begin calls without a mark, at the start of a text."""
 
     @property
     def shape(self) -> CallShape | None:
-        """Text around names and arguments that are JSON; None if they are written otherwise."""
+        """Text around names and JSON arguments; None if written otherwise."""
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
-        """Read the text behind an opening; a bare sign has not been read.
+        """Read the text after an opening; a bare character is still unread.
 
-        Raises:
-            BrokenCall: it is no call; everything after the last call's end is text then.
+        BrokenCall: it is not a call; everything after the last call's end is text then.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """Marks around the model's reasoning."""
-
     start: str
     end: str
     dropped: tuple[str, ...] = ()
-    """Marks in the text behind it that are left out."""
 
 
 class Parser:
-    """Parser of one answer: a reader of the format, which gets the text as it comes.
-
-    Args:
-        source: of the reader.
-        out: of the reader.
-        reading: the reader itself.
-    """
+    """Parser of one answer: feeds a format's reader with text as it comes."""
 
     def __init__(self, source: AnswerText, out: Events, reading: Reading[None]) -> None:
         self._source = source
@@ -69,21 +58,27 @@ class Parser:
         self._reading = reading
 
     def feed(self, text: str) -> list[ParsedEvent]:
-        """Take in text; return the events that are certain with it."""
         self._source.push(text)
         next(self._reading, None)
         return self._out.take()
 
-    def end(self) -> list[ParsedEvent]:
-        """Take in the end; return the rest."""
-        self._source.close()
+    def end(self, *, cut: bool = False) -> list[ParsedEvent]:
+        """Return the last events; if `cut` off, a call without its end is text."""
+        self._source.close(cut=cut)
         next(self._reading, None)
         return self._out.take()
 
 
 def names_of(tools: Tools) -> Collection[str]:
-    """Return the names of tools."""
     return {tool["function"]["name"] for tool in tools}
+
+
+def schema_of(name: str, tools: Tools) -> Mapping[str, Any]:
+    schemas = (
+        tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name
+    )
+    schema = next(schemas, None)
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def marked_answer(
@@ -95,20 +90,13 @@ def marked_answer(
     calls: CallFormat | None,
     tools: Tools,
 ) -> Reading[None]:
-    """Read an answer whose reasoning and calls stand between marks in its text.
-
-    Args:
-        source: its text.
-        out: takes the events.
-        reasoning: marks of the reasoning; None looks for none.
-        inside: whether it begins inside the reasoning.
-        calls: format of calls; None looks for none.
-        tools: tools of the request.
-    """
-    if inside and reasoning is not None:
-        yield from until(source, (reasoning.end,), out.reasoning)
+    """Read an answer with reasoning and calls between marks in its text."""
     openings = calls.openings if calls is not None else ()
     around = (reasoning.start, *reasoning.dropped) if reasoning is not None else ()
+    if reasoning is not None:
+        source.stops = (reasoning.end,)
+        if inside:
+            yield from _thought(source, out, reasoning.end, calls, tools)
     while True:
         if calls is not None and calls.bare and not out.has_text:
             sign = yield from blanks(source, out.text)
@@ -121,17 +109,53 @@ def marked_answer(
         if calls is not None and mark in openings:
             yield from call_or_text(source, out, mark, calls.read(source, out, mark, tools))
         elif reasoning is not None and mark == reasoning.start:
-            yield from until(source, (reasoning.end,), out.reasoning)
+            yield from _thought(source, out, reasoning.end, calls, tools)
+
+
+def _thought(
+    source: AnswerText, out: Events, end: str, calls: CallFormat | None, tools: Tools
+) -> Reading[None]:
+    """Read reasoning and its end mark.
+
+    A call inside is a draft if the reasoning ends after it. If it never ends, everything from the
+    first call on is put back, for the reader of calls.
+    """
+    openings = calls.openings if calls is not None else ()
+    drafted: list[str] = []
+    emit: Emit = out.reasoning
+    while (mark := (yield from until(source, (end, *openings), emit))) not in (None, end):
+        assert calls is not None and mark is not None
+        drafts = Events(names_of(tools))
+        source.record(mark)
+        try:
+            yield from calls.read(source, drafts, mark, tools)
+        except BrokenCall:
+            text = source.recorded()
+            first = text[: len(mark)] if source.rereads else text
+            emit(first)
+            source.unread(text[len(first) :])
+        else:
+            drafted.append(source.recorded())
+            emit = drafted.append
+    if mark is None:
+        source.unread("".join(drafted))
+    else:
+        out.reasoning("".join(drafted))
 
 
 def call_or_text(
     source: AnswerText, out: Events, opening: str, reading: Reading[None]
 ) -> Reading[None]:
-    """Read calls; the rest goes out as text, from the last call's end on."""
+    """Read calls; after the last complete one the rest is text, in which calls may begin."""
     source.keep(opening)
     try:
         yield from reading
     except BrokenCall:
-        out.broken(source.kept())
+        text = source.kept()
+        first = text[: len(opening) or 1] if text.startswith(opening) else ""
+        if not source.rereads:
+            first = text
+        out.broken(first)
+        source.unread(text[len(first) :])
     else:
         source.kept()

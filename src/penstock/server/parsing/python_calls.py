@@ -1,4 +1,4 @@
-"""Calls in the words of Python: `name(key=value)`."""
+"""Calls in Python syntax: `name(key=value)`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import ast
 import warnings
 from typing import Any
 
-from penstock.server.parsing.answer_text import AnswerText, Reading
+import regex
+
+from penstock.server.parsing.answer_text import AnswerText, Reading, peek, until
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.json_text import arguments_text
 
 _OPENING, _CLOSING = "([{", ")]}"
+_ARGUMENT_DEPTH = 2
+"""Brackets open around an argument: the list's and the call's."""
+_BEHIND_VALUE = regex.compile(r"\s*(?:,\s*[A-Za-z_]\w*\s*=|\)\s*(?:,|\]))")
+"""Text after an argument: the next one's name, or the end of its call in a list."""
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
-def closed(source: AnswerText, before: str) -> Reading[str]:
-    """Read up to where all brackets are closed; return the expression.
+def closed(source: AnswerText, before: str, *, verbatim: bool = False) -> Reading[str]:
+    """Read until all brackets are closed; return the expression.
 
-    Args:
-        source: continues the expression.
-        before: its begin, which has been read: no strings, and at least one open bracket.
-
-    Raises:
-        BrokenCall: they are never closed.
+    `before` is its beginning, already read. `verbatim`: single-quoted arguments have no escapes.
+    BrokenCall: they are never closed.
     """
     text, depth = before, sum(map(before.count, _OPENING))
     while depth:
@@ -32,7 +34,8 @@ def closed(source: AnswerText, before: str) -> Reading[str]:
         if not sign:
             raise BrokenCall("a bracket without an end")
         if sign in "\"'":
-            text += yield from _quoted(source)
+            as_it_is = verbatim and sign == "'" and depth == _ARGUMENT_DEPTH
+            text += yield from (_verbatim if as_it_is else _quoted)(source)
             continue
         text += source.advance()
         depth += (sign in _OPENING) - (sign in _CLOSING)
@@ -40,22 +43,41 @@ def closed(source: AnswerText, before: str) -> Reading[str]:
 
 
 def emit_calls(out: Events, text: str) -> None:
-    """Emit the calls of an expression: one, or a list of them.
-
-    Raises:
-        BrokenCall: the expression is something else.
-    """
+    """Emit the call or calls of an expression; BrokenCall if it is something else."""
+    body = _parsed(text)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an escape that Python does not have stays as it is
-            body = ast.parse(text, mode="eval").body
         read = [_call(node) for node in (body.elts if isinstance(body, ast.List) else [body])]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise BrokenCall("no call in Python") from error
+    if not read:
+        raise BrokenCall("no calls")
+    for name, _ in read:
+        out.check(name)
     for name, arguments in read:
         out.start(name)
         out.arguments(arguments)
         out.end()
+
+
+def python_value(text: str) -> Any:
+    """Evaluate a Python literal with JSON's words; BrokenCall if it is none.
+
+    >>> python_value("{'a': [True, null, 1]}")
+    {'a': [True, None, 1]}
+    """
+    try:
+        return ast.literal_eval(_Literals().visit(_parsed(text)))
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise BrokenCall("no literal of Python's") from error
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an escape that Python does not have stays as it is
+            return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BrokenCall("no expression of Python's") from error
 
 
 def _quoted(source: AnswerText) -> Reading[str]:
@@ -73,6 +95,20 @@ def _quoted(source: AnswerText) -> Reading[str]:
             while not source.ready:
                 yield
             text += source.advance() if source.sign else ""
+
+
+def _verbatim(source: AnswerText) -> Reading[str]:
+    """Read text without escapes, and return it as a Python literal.
+
+    A quote after which no value ends is part of the text.
+    """
+    source.advance()
+    parts: list[str] = []
+    while (yield from until(source, ("'",), parts.append)) is not None:
+        if (yield from peek(source, _BEHIND_VALUE)) is not None:
+            return repr("".join(parts))
+        parts.append("'")
+    raise BrokenCall("a string without an end")
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
@@ -95,7 +131,7 @@ def _name(node: ast.expr) -> str:
 
 
 class _Literals(ast.NodeTransformer):
-    """Reader of the names that JSON has for Python's."""
+    """Replaces JSON's constants by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id not in _LITERALS:

@@ -1,4 +1,4 @@
-"""Text around the names and the arguments of calls, which a grammar can keep to."""
+"""Text around names and arguments of calls, for grammars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 
 class ParameterTags(NamedTuple):
-    """Text around one argument of a call that has tags for each of them.
+    """Text around one argument, in formats with a tag for each.
 
     before NAME as_text TEXT gap end after     before NAME as_json JSON gap end after
     """
@@ -17,24 +17,24 @@ class ParameterTags(NamedTuple):
     before: str
     as_text: str
     as_json: str
-    """Text in front of JSON, in which `TYPE` stands for the value's JSON type."""
+    """Text before JSON; `TYPE` stands for the value's JSON type."""
     end: str
-    """Text that no value holds."""
+    """Text that no value contains."""
     gap: str = ""
-    """Text in front of the end, which may be missing."""
+    """Optional text before the end."""
     after: str = ""
     separator: str = ""
     """Text between two arguments."""
     notation: Literal["tags", "json", "gemma"] = "tags"
-    """Whether texts are written as they are, as JSON, or so within JSON, too, as Gemma's are."""
+    """Texts verbatim, as JSON, or verbatim also within JSON (Gemma)."""
     keys: str = r'[^\s<>"]{1,128}'
-    """Regular expression of the names that can be written."""
+    """Regular expression of valid names."""
     outside: Collection[str] = ()
-    """Texts that no text holds, beside its end and that of the call."""
+    """Other texts that no value contains."""
 
 
 class CallShape(NamedTuple):
-    """Text around the parts of calls whose arguments are JSON, or stand between tags.
+    """Text around the parts of calls.
 
     opening (before NAME between ARGUMENTS after) separator (before ...) closing
     """
@@ -46,17 +46,17 @@ class CallShape(NamedTuple):
     after: str
     closing: str = ""
     separator: str | None = ""
-    """Text between two calls behind one opening; None where there can be one alone."""
+    """Text between two calls; None if one opening has one call."""
     json: bool = False
-    """Whether the text around is JSON, in which blanks may stand."""
+    """Whether the text around is JSON, with optional blanks."""
     tags: ParameterTags | None = None
-    """Tags of each argument; None where all arguments are one JSON object."""
+    """Tags of each argument; None if the arguments are one JSON object."""
     names: str = ".+"
-    """Regular expression of the names of tools that can be called."""
+    """Regular expression of valid tool names."""
 
 
 def json_shape(opening: str, closing: str) -> CallShape:
-    """Return the shape of calls that are JSON objects between marks.
+    """Return the shape of JSON calls between marks.
 
     >>> json_shape("<TOOLCALL>[", "]</TOOLCALL>").separator, json_shape("<a>", "</a>").separator
     (', ', None)
@@ -67,14 +67,11 @@ def json_shape(opening: str, closing: str) -> CallShape:
 
 
 class Marks(NamedTuple):
-    """Special tokens of a tokenizer, by their texts."""
-
     special: Mapping[str, int]
     ends: Collection[int] = ()
-    """Those that end an answer."""
 
     def of(self, text: str) -> str:
-        r"""Return a text as Lark has it: strings, and special tokens by their numbers.
+        r"""Return a text in Lark: strings, and special tokens by number.
 
         >>> Marks({"<|call|>": 7}).of("<|call|>a\n")
         '<[7]> "a\\n"'
@@ -82,11 +79,10 @@ class Marks(NamedTuple):
         return " ".join(self._parts(text)) or '""'
 
     def token(self, text: str) -> int | None:
-        """Return the special token that a text begins with; None if it begins with none."""
         return next((self.special[mark] for mark in self.special if text.startswith(mark)), None)
 
     def others(self, *excluded: int | None) -> str | None:
-        """Return an expression for all special tokens but some; None without any."""
+        """Return an expression of all special tokens except ends and `excluded`."""
         left_out = {*self.ends, *excluded}
         tokens = sorted({*self.special.values()} - left_out)
         return f"<[{','.join(map(str, tokens))}]>" if tokens else None
@@ -104,7 +100,6 @@ NO_MARKS = Marks({})
 
 
 def marks_of(tokenizer: Any) -> Marks:
-    """Return the special tokens of mlx-lm's wrapper of a tokenizer."""
     ends = {token for token in tokenizer.eos_token_ids if token is not None}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

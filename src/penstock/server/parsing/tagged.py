@@ -1,4 +1,4 @@
-"""Calls as JSON between marks, the form of most families."""
+"""JSON calls between marks, the form of most families."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from penstock.server.parsing.shapes import CallShape
 
 @dataclass(frozen=True, slots=True)
 class TaggedJson:
-    """Format of calls that are JSON between marks: an object, or a list of objects."""
-
     openings: tuple[str, ...]
     closings: tuple[str, ...]
     lists: tuple[str, ...] = ()
-    """Openings that end with a list's bracket."""
+    """Openings that include a list's bracket."""
     bare: str = ""
     shape: CallShape | None = None
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
-        """Read the calls behind a mark, and the mark that closes them, if it is there."""
         if opening in self.lists:
             yield from json_text.listed(source, out)
         else:

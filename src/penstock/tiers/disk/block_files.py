@@ -1,4 +1,4 @@
-"""Files of blocks in a folder: their names, and reading them although others remove them."""
+"""Files of blocks in a folder: their names, and reads while others remove them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,19 @@ SUFFIX = ".safetensors"
 
 
 def block_file(blocks: Path, key: bytes) -> Path:
-    """Return where the file of a block lies in the folder of blocks."""
+    """Return the path of a block's file."""
     return Path(block_path(str(blocks), key))
 
 
 def block_path(blocks: str, key: bytes) -> str:
-    """Do as `block_file` with text: paths take longer to make than a file to open."""
+    """Return the path of a block's file as text: paths take longer to make than a file to open."""
     name = key.hex()
     return f"{blocks}/{name[:2]}/{name}{SUFFIX}"
 
 
 @contextmanager
 def opened(path: Path | str) -> Iterator[int]:
-    """Open a file for reading.
-
-    Raises:
-        FileNotFoundError: there is none.
-        Damaged: the entry is no file; it is not waited for either, as for a pipe.
-    """
+    """Open a file for reading; Damaged if it is no regular file, such as a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except NotADirectoryError as error:
@@ -58,19 +53,19 @@ def file_size(path: Path) -> int | None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a superfluous file, if it can be: any other is not ours."""
+    """Remove a superfluous file if possible: any other is not ours."""
     with suppress(OSError):
         path.unlink()
 
 
 def read_ahead(descriptor: int) -> None:
-    """Have the system read a file into its own memory, where it can be told to."""
+    """Let the system read a file into its own memory, where that can be requested."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def listed(folder: Path) -> list[Path]:
-    """List a folder; one that is none, or is gone by now, is empty."""
+    """List a folder; a missing one is empty."""
     try:
         return list(folder.iterdir())
     except OSError as error:
@@ -80,7 +75,7 @@ def listed(folder: Path) -> list[Path]:
 
 
 def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
-    """Read the headers of files; files that are no blocks are passed over."""
+    """Read the headers of files, ignoring those that are no blocks."""
     for path in paths:
         try:
             with opened(path) as file:
@@ -106,7 +101,7 @@ def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename last, where folders can be synced."""
+    """Make a rename durable, where folders can be synced."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

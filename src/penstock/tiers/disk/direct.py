@@ -1,4 +1,4 @@
-"""Writing a file past the pages in which the system keeps files, where that can be done.
+"""Writes of a file past the system's page cache, where possible.
 
 Blocks written here are read again after they have left memory, if at all. The system's pages for
 them would be taken from other files. Finding the pages takes most of the time of a write: 12 ms of
@@ -20,18 +20,14 @@ ALIGNED_BYTES = 4_096
 
 
 class Writer:
-    """Writes new files, synced. Keeps a buffer of the largest. One owner."""
+    """Writes new files, synced, through a buffer of the largest. One owner."""
 
     def __init__(self) -> None:
         self._direct = bool(DIRECT)
         self._buffer: mmap.mmap | None = None
 
     def write(self, path: Path, raw: bytes) -> None:
-        """Write a file that is not there yet, for its owner alone, and sync it.
-
-        Raises:
-            OSError: there is such a file, or the disk fails; the part that was written is left.
-        """
+        """Write a new file, for its owner alone, and sync it; an OSError may leave a part."""
         if self._direct:
             try:
                 self._write_direct(path, raw)

@@ -1,7 +1,7 @@
-"""Blocks in a folder: written once, read back checked, inside a limit that all processes keep.
+"""Blocks in a folder: written once, read back checked, within a limit common to all processes.
 
     write   claim in the index (room is made) -> file aside -> sync -> rename -> written
-    read    index -> file -> straight to where it belongs -> hash, or a miss that is counted
+    read    index -> file -> into its buffers -> hash, or a miss that is counted
 
 A fault of a record is a miss, and the record is gone afterwards. A fault of the folder itself is an
 `OSError`, on which the store's worker switches the tier off.
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kv.block_spans import Spans
-from penstock.memory import format_bytes
+from penstock.memory.sizes import format_bytes
 from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, is_hash_of
 from penstock.tiers.disk.block_files import (
     SUFFIX,
@@ -53,15 +53,16 @@ from penstock.tiers.disk.index import (
 from penstock.tiers.disk.limits import payload_bytes
 from penstock.tiers.record import (
     FORMAT,
+    ArrayPart,
     Damaged,
     FileSource,
     Record,
     Target,
     encode,
-    read_into,
+    read_from,
+    read_parts,
     read_tokens,
 )
-from penstock.tiers.record_parts import ArrayPart, read_parts
 from penstock.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,9 @@ BLOCKS_NAME = "blocks"
 ASIDE_NAME = "aside"
 LOCK_NAME = "lock"
 FLOOR_BYTES = 1_000_000_000
-"""Free bytes of the disk that are never gone below."""
+"""Bytes of the disk that always stay free."""
 READ_SECONDS = 10.0
-"""Seconds that `close` waits for files that are being read."""
+"""Seconds that `close` waits for reads."""
 LOCK_LOOK_SECONDS = 0.02
 
 Written: TypeAlias = Claim | Literal["disk"]
@@ -86,12 +87,12 @@ class SSDStore(Store):
     Not thread-safe: one owner, the thread with the files.
 
     Args:
-        folder: made if it is not there; only its owner may look into it.
-        limit_bytes: for everything in it, files that are being written and the index included.
+        folder: made if it is missing; only its owner may look into it.
+        limit_bytes: for everything in it, files being written and the index included.
         fingerprint: identity of everything but the tokens that KV depends on.
-        floor_bytes: free bytes of the disk that are never gone below.
+        floor_bytes: bytes of the disk that always stay free.
         budget_bytes: bytes that all processes may write to the folder in a day; None is no limit.
-        spans: which blocks make a record together.
+        spans: blocks that make a record together.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -129,7 +130,6 @@ class SSDStore(Store):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files of blocks, of all models, those that are being written included."""
         return self.index.nbytes
 
     def _first(self, block_hashes: Sequence[bytes]) -> int:
@@ -140,10 +140,6 @@ class SSDStore(Store):
         return 0 if last is None else last + 1
 
     def chains(self, most_bytes: int) -> list[list[bytes]]:
-        """Return the hashes of the blocks worth most of this model, whole chains from their start.
-
-        As many as fit into `nbytes` bytes of files.
-        """
         entries = [
             entry
             for entry in self.index.entries()
@@ -169,10 +165,7 @@ class SSDStore(Store):
         return chains
 
     def _block_keys(self, chain: Iterable[Entry]) -> list[bytes]:
-        """Return the hashes of all blocks in a chain's records, as their tokens give them.
-
-        Stops at the first block whose tokens do not have its hash.
-        """
+        """Return the hashes of all blocks in a chain's records, up to the first wrong one."""
         block_hashes: list[bytes] = []
         for entry in chain:
             try:
@@ -188,11 +181,7 @@ class SSDStore(Store):
     # ---- acts
 
     def write(self, record: Record) -> Written:
-        """Keep a record, unless it is there; evicts the blocks worth least, and those it replaces.
-
-        Raises:
-            OSError: the disk or the folder fails; nothing of the record is left.
-        """
+        """Write a record, unless it is there; evicts the least valuable, and those it replaces."""
         if self.index.get(record.key) is not None:
             self.index.touch(record.key)
             self.counts.known_blocks += 1
@@ -203,23 +192,13 @@ class SSDStore(Store):
         return written
 
     def take(self, record: Record, raw: bytes, fingerprint: str) -> Written:
-        """Keep a block's file of any model as it is, unless it is there; as `write`.
-
-        Args:
-            record: the content of the file, which was checked.
-            raw: the file.
-            fingerprint: as the file tells it.
-
-        Raises:
-            OSError: the disk or the folder fails; nothing of the block is left.
-        """
+        """Write a checked block's file of any model unchanged, unless it is there; see `write`."""
         if self.index.get(record.key) is not None:
             self.counts.known_blocks += 1
             return "known"
         return self._keep(record, raw, fingerprint)
 
     def _keep(self, record: Record, raw: bytes, fingerprint: str) -> Written:
-        """Claim a block, and write its file."""
         if not self.index.is_current:
             raise OSError(f"the index of {self._folder} was removed or made anew by others")
         if not self._has_space(len(raw)):
@@ -265,13 +244,8 @@ class SSDStore(Store):
     ) -> int:
         """Return how many first blocks of a chain could be read, and count a use of each.
 
-        The uses are written to the index by `note_uses`, wherever the blocks are read from.
-
-        Args:
-            block_hashes: of the blocks.
-            known: how many first ones need not be read; the system is told that the others will
-                be, so that it may read them ahead.
-            resumable: as of `held`.
+        `note_uses` writes the uses to the index, wherever the blocks are read from. The system is
+        told to read the blocks behind the `known` first ones ahead.
         """
         count = self.held(block_hashes, resumable=resumable)
         ends = [*self.spans.ends(count), count] if count else []
@@ -286,13 +260,11 @@ class SSDStore(Store):
         return count
 
     def note_uses(self) -> None:
-        """Write which blocks were used since the last time."""
         if self._used:
             used, self._used = self._used, []
             self.index.use(used)
 
     def clear(self, *, all_models: bool = True) -> int:
-        """Remove all blocks, or this model's, but those being written; return how many."""
         block_hashes = [
             entry.key
             for entry in self.index.entries()
@@ -302,12 +274,12 @@ class SSDStore(Store):
         return len(block_hashes)
 
     def reconcile(self) -> None:
-        """Bring index and files together: after a crash, or after files were removed by hand."""
+        """Make index and files agree, after a crash or after files were removed by hand."""
         for _ in self.reconciling():
             pass
 
     def reconciling(self) -> Iterator[None]:
-        """Do as `reconcile`, and yield now and then: others may use the store in between."""
+        """Reconcile as above, yielding now and then: others may use the store in between."""
         for page in self.index.pages():
             for entry in page:
                 self._reconcile_entry(entry)
@@ -319,10 +291,7 @@ class SSDStore(Store):
         self.index.shrink(self.payload_bytes, self._unlink)
 
     def _reconcile_entry(self, entry: Entry) -> None:
-        """Remove an entry whose file is missing, of another length, or half written.
-
-        Half written means: by a writer that was killed.
-        """
+        """Remove an entry whose file is missing, of another length, or left by a killed writer."""
         if entry.owner is not None:
             gone = not is_alive(entry.owner)
         else:  # unless another process has just removed both, or written it again
@@ -334,7 +303,7 @@ class SSDStore(Store):
             self._forget([entry.key])
 
     def _reconcile_file(self, path: Path) -> None:
-        """Remove a dead writer's remains; take in a block that the index lacks, or remove it."""
+        """Remove a dead writer's remains; index a block that the index lacks, or remove it."""
         if path.parent == self._aside:
             if not is_alive(path.name.partition(".")[2]):
                 remove_file(path)
@@ -346,14 +315,13 @@ class SSDStore(Store):
                 remove_file(path)
 
     def close(self) -> None:
-        """Close the index."""
         try:
             self.note_uses()
         finally:
             self._end()
 
     def abandon(self, error: Exception) -> None:
-        """Close after an error; an index that is damaged is removed, and will be made anew."""
+        """Close after an error; a damaged index is removed, to be rebuilt."""
         self._end()
         if is_damage(error) and self.index.is_current:
             with suppress(OSError, sqlite3.Error), _alone(self._folder / LOCK_NAME):
@@ -367,7 +335,7 @@ class SSDStore(Store):
     # ---- parts
 
     def _has_space(self, nbytes: int) -> bool:
-        """Tell whether a file of so many bytes leaves enough of the disk free; note it if not."""
+        """Return whether a file of so many bytes leaves enough of the disk free; sets `full`."""
         free = shutil.disk_usage(self._folder).free
         self.full = None
         if free - nbytes < self.floor_bytes:
@@ -379,7 +347,6 @@ class SSDStore(Store):
         return self.full is None
 
     def _open_index(self) -> Index:
-        """Open the index; one that is damaged is made anew from the headers of the files."""
         file = self._folder / INDEX_NAME
         old_mask = os.umask(0o077)  # SQLite makes its files as others would
         try:
@@ -410,7 +377,6 @@ class SSDStore(Store):
             yield from (path for path in listed(folder) if path.is_file())
 
     def _entry_of(self, path: Path) -> Entry | None:
-        """Return the entry whose file this is."""
         try:
             key = bytes.fromhex(path.name.removesuffix(SUFFIX))
         except ValueError:
@@ -432,7 +398,6 @@ class SSDStore(Store):
         self.index.remove(block_hashes, self._unlink)
 
     def _put(self, key: bytes, raw: bytes) -> None:
-        """Write a file aside, sync it, and give it its name."""
         path = self._path(key)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         aside = self._aside / f"{key.hex()}.{self._owner}"
@@ -444,12 +409,8 @@ class SSDStore(Store):
         sync_folder(path.parent)
 
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
-        """Read a block into its buffers; return the bytes of its file.
-
-        Any thread may call it. It touches the file alone.
-        """
         with opened(self._path(key)) as file:
-            words = read_into(file, targets)
+            words = read_from(FileSource(file), targets)
             self._check_is(words, key)
             return os.fstat(file).st_size
 
@@ -460,7 +421,7 @@ class SSDStore(Store):
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Be the only process that opens an index; wait for others as long as the index does."""
+    """Lock the opening of an index against other processes, waiting as long as the index does."""
     until = time.monotonic() + BUSY_SECONDS
     with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         while True:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TypeAlias
 
 from penstock.errors import CacheFileError, SettingError
@@ -26,13 +25,13 @@ from penstock.tiers.record import FORMAT
 FORMATS = "penstock-block-"
 """Common prefix of the folders of all format versions."""
 SHOWN_CHARACTERS = 12
-"""Characters that are shown of hashes and fingerprints."""
+"""Characters shown of hashes and fingerprints."""
 Progress: TypeAlias = Callable[[int], None]
-"""Is told how many bytes more are done."""
+"""Called with the number of further bytes done."""
 
 
 class IndexDamaged(CacheFileError):
-    """The index is lost, or cannot be read; the blocks themselves may be whole."""
+    """The index is lost, or unreadable; the blocks themselves may be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,9 @@ class ModelUsage:
     nbytes: int
     """Bytes of the files, unfinished ones included."""
     chains: int
-    """Blocks that no other follows: so many prefixes end here."""
+    """Blocks without a child: so many prefixes end here."""
     hits: int
     writing_blocks: int
-    """Blocks whose files are still being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +53,19 @@ class FolderUsage:
     """Figures of a folder. Bytes are those of files."""
 
     models: tuple[ModelUsage, ...]
-    """The largest first."""
+    """Models, the largest first."""
     index_bytes: int
-    """Bytes of the index and its log."""
     written_today_bytes: int
     """Bytes written by all processes since midnight UTC, including files removed again."""
     writing_files: int
-    """Files aside, whose writers live."""
+    """Files aside with live writers."""
     left_over_files: int
     """Unfinished files of killed writers; the next process to open the folder removes them."""
     other_formats: tuple[str, ...]
-    """Folders of other versions, which are left alone."""
+    """Folders of other versions, which are ignored."""
     other_format_bytes: int
     foreign: int
-    """Files and folders beside the blocks that are not ours, and are left alone."""
+    """Files and folders beside the blocks that are not ours, and ignored."""
     disk_free_bytes: int
 
 
@@ -86,14 +83,10 @@ class Freed:
 class Folder:
     """The blocks of all models in a folder. Not thread-safe; a context manager.
 
-    Args:
-        path: as `--ssd-cache-dir` names it.
-
     Raises:
         SettingError: there is no such folder, or it is not one of the cold tier.
         IndexDamaged: the index is lost or damaged.
-        OSError: the folder may not be looked into.
-        sqlite3.OperationalError: another process holds the index for too long.
+        OSError, sqlite3.OperationalError: it is not readable, or another process holds the index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,55 +108,41 @@ class Folder:
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.index.close()
 
     # ---- questions
 
     def file(self, key: bytes) -> Path:
-        """Return where the file of a block is, or would be."""
         return block_file(self.blocks, key)
 
     def files(self) -> Iterator[Path]:
-        """Yield every file of any kind in the folders of the blocks."""
         for folder in sorted(listed(self.blocks)):
             yield from (path for path in sorted(listed(folder)) if path.is_file())
 
     def files_aside(self) -> Iterator[tuple[Path, bool]]:
-        """Yield the files that are being written, and whether their writers live."""
         for path in sorted(listed(self.aside)):
             yield path, is_alive(path.name.partition(".")[2])
 
     def entries(self, fingerprint: str | None = None) -> list[Entry]:
-        """Return the blocks of one model, or of all, worth most first."""
         entries = self.index.entries()
         return [entry for entry in entries if fingerprint in (None, entry.fingerprint)]
 
     def model(self, prefix: str) -> str:
-        """Return the one fingerprint that begins with `prefix`.
-
-        Raises:
-            SettingError: there is none, or more than one.
-        """
+        """Return the one fingerprint that begins with `prefix`, or raise SettingError."""
         if not prefix:
             raise SettingError("--model needs the beginning of a fingerprint; ls shows them")
         known = {entry.fingerprint for entry in self.index.entries()}
-        matches = sorted(one for one in known if one.startswith(prefix))
+        matches = sorted(fingerprint for fingerprint in known if fingerprint.startswith(prefix))
         if not matches:
             names = ", ".join(map(shown, sorted(known))) or "none"
             raise SettingError(f"--model {prefix}: no fingerprint begins so; there are: {names}")
         if len(matches) > 1:
-            names = ", ".join(shown(one, 2 * SHOWN_CHARACTERS) for one in matches)
+            names = ", ".join(shown(fingerprint, 2 * SHOWN_CHARACTERS) for fingerprint in matches)
             raise SettingError(f"--model {prefix}: more than one model begins so: {names}")
         return matches[0]
 
     def usage(self) -> FolderUsage:
-        """Count everything that is there."""
         others, foreign = self._others()
         aside = [alive for _, alive in self.files_aside()]
         index = self.blocks.with_name(INDEX_NAME)
@@ -182,10 +161,7 @@ class Folder:
     # ---- acts
 
     def shrink(self, limit_bytes: int, progress: Progress) -> Freed:
-        """Remove the blocks worth least until all together are within a limit.
-
-        Unfinished blocks stay, and the blocks in front of them.
-        """
+        """Remove the least valuable finished blocks until all are within a limit."""
         blocks = nbytes = 0
 
         def unlink(key: bytes) -> None:
@@ -197,9 +173,9 @@ class Folder:
                 blocks, nbytes = blocks + 1, nbytes + size
                 progress(size)
 
-        while (held := self.index.nbytes) > limit_bytes:
-            step = PAGE_ENTRIES * held // max(len(self.index), 1)
-            if not self.index.shrink(max(limit_bytes, held - step), unlink):
+        while (total_bytes := self.index.nbytes) > limit_bytes:
+            step = PAGE_ENTRIES * total_bytes // max(len(self.index), 1)
+            if not self.index.shrink(max(limit_bytes, total_bytes - step), unlink):
                 break
         return Freed(blocks, nbytes, self.index.nbytes)
 
@@ -221,13 +197,12 @@ class Folder:
         return Freed(blocks, nbytes, self.index.nbytes)
 
     def unlink(self, key: bytes) -> None:
-        """Remove the file of a block, if it is there; the index knows nothing of it."""
+        """Remove the file of a block, if it is there, but not its entry."""
         self.file(key).unlink(missing_ok=True)
 
     # ---- parts
 
     def _others(self) -> tuple[list[Path], int]:
-        """Return the folders of other formats, and how much else is not ours."""
         beside = [path for path in sorted(listed(self.path)) if path.name != FORMAT]
         others = [path for path in beside if path.name.startswith(FORMATS) and path.is_dir()]
         ours = {BLOCKS_NAME, ASIDE_NAME, LOCK_NAME}
@@ -240,12 +215,7 @@ class Folder:
 
 
 def check_is_ours(path: Path) -> None:
-    """Refuse a folder that is not one of the cold tier.
-
-    Raises:
-        SettingError: says why.
-        OSError: it may not be looked into.
-    """
+    """Raise SettingError unless this is a folder of the cold tier."""
     if not path.is_dir():
         raise SettingError(f"--ssd-cache-dir {path}: there is no such folder")
     if not (path / FORMAT).is_dir():  # which is made first: what is in it may not be there yet

@@ -1,8 +1,8 @@
-"""The index of a folder of blocks: which there are, how large, and which is worth least.
+"""The index of a folder of blocks: their sizes, and their order of eviction.
 
 SQLite in WAL mode, shared by all processes that use the folder. Each act is one transaction: the
-sum of all bytes, those of files that are only being written included, is never over the limit in
-between. Recency is counted in uses, not in seconds, so a clock that jumps changes nothing.
+sum of all bytes, those of files being written included, never exceeds the limit in between.
+Recency is counted in uses, not in seconds, so a clock that jumps changes nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Literal, TypeAlias
 import psutil
 
 BUSY_SECONDS = 5.0
-"""Seconds for which a transaction waits for the lock of another process."""
+"""Seconds that a transaction waits for the lock of another process."""
 WORTH_OF_A_HIT = 256.0
-"""Uses of other blocks after which one that was hit twice as often is worth as little."""
+"""Uses of other blocks that offset twice the hits."""
 KEYS_AT_ONCE = 500
 PAGE_ENTRIES = 256
 Unlink: TypeAlias = Callable[[bytes], None]
 """Removes the file of a block, if it is there."""
 Claim: TypeAlias = Literal["claimed", "known", "full", "orphan", "budget"]
 """Answer to a request to write a block. claimed: write it now. known: it is there, or being
-written. full: it does not fit. orphan: the block in front of it is missing, so it could not be
-read. budget: today's bytes are used up."""
+written. full: it does not fit. orphan: its parent is missing, so it could not be read. budget:
+today's bytes are used up."""
 DAY_SECONDS = 86_400
 REMEMBERED_DAYS = 30
 _SCHEMA = """
@@ -77,7 +77,7 @@ SELECT key, nbytes FROM blocks WHERE owner IS NULL AND key != ?
 _FORGET_DAYS = """
 DELETE FROM days WHERE day NOT IN (SELECT day FROM days ORDER BY abs(day - ?) LIMIT ?)
 """
-"""All but the nearest: a clock that jumps far, and back, has not forgotten today."""
+"""Keeps the nearest days: a clock that jumps far, and back, has not forgotten today."""
 
 
 class _Full(Exception):
@@ -96,7 +96,7 @@ class Entry:
     """Bytes of the block's file."""
     hits: int
     used: int
-    """The number of the use that was its last one; of all blocks together they are counted."""
+    """Number of its last use; uses are counted over all blocks."""
     written_seconds: float
     """Seconds since 1970."""
     owner: str | None
@@ -109,8 +109,7 @@ _COLUMNS = ", ".join(Entry.__dataclass_fields__)
 class Index:
     """One process's connection. Not thread-safe: one owner, the thread with the files.
 
-    Raises:
-        sqlite3.DatabaseError: the file is no index, or damaged.
+    Raises sqlite3.DatabaseError: the file is no index, or damaged.
     """
 
     def __init__(self, file: Path) -> None:
@@ -138,7 +137,6 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, those that are being written included."""
         return self._number("SELECT nbytes FROM sums")
 
     @property
@@ -155,22 +153,20 @@ class Index:
         return int(self._db.execute("SELECT count(*) FROM blocks").fetchone()[0])
 
     def written_bytes(self, day: int) -> int:
-        """Return the bytes that all processes wrote on a day, counted since 1970."""
         row = self._db.execute("SELECT nbytes FROM days WHERE day = ?", (day,)).fetchone()
         return 0 if row is None else int(row[0])
 
     def get(self, key: bytes) -> Entry | None:
-        """Return a block's entry, written or being written."""
         row = self._db.execute(f"SELECT {_COLUMNS} FROM blocks WHERE key = ?", (key,)).fetchone()
         return None if row is None else Entry(*row)
 
     def entries(self) -> Iterator[Entry]:
-        """Yield all entries, the one worth most first."""
+        """Yield all entries, the most valuable first."""
         query = f"SELECT {_COLUMNS} FROM blocks ORDER BY worth DESC, depth"
         return (Entry(*row) for row in self._db.execute(query).fetchall())
 
     def pages(self) -> Iterator[list[Entry]]:
-        """Yield all entries by key, some at a time; changes made meanwhile may be missed."""
+        """Yield all entries by key, in pages; changes made meanwhile may be missed."""
         after = b""
         query = f"SELECT {_COLUMNS} FROM blocks WHERE key > ? ORDER BY key LIMIT {PAGE_ENTRIES}"
         while page := [Entry(*row) for row in self._db.execute(query, (after,))]:
@@ -178,7 +174,7 @@ class Index:
             after = page[-1].key
 
     def held(self, block_hashes: Sequence[bytes], fingerprint: str) -> int:
-        """Return how many keys of a chain, from its first on, are there and written."""
+        """Return how many keys of a chain, from its start, are written."""
         count = 0
         for start in range(0, len(block_hashes), KEYS_AT_ONCE):
             batch = list(block_hashes[start : start + KEYS_AT_ONCE])
@@ -190,7 +186,7 @@ class Index:
         return count
 
     def deepest(self, block_hashes: Sequence[bytes], fingerprint: str) -> int | None:
-        """Return the place of the last of some keys that is there and written."""
+        """Return the index of the last of some keys that is written."""
         for start in reversed(range(0, len(block_hashes), KEYS_AT_ONCE)):
             batch = list(block_hashes[start : start + KEYS_AT_ONCE])
             present = self._found(batch, fingerprint)
@@ -211,13 +207,9 @@ class Index:
     def claim(
         self, entry: Entry, limit_bytes: int, unlink: Unlink, budget_bytes: int | None = None
     ) -> Claim:
-        """Add an entry that is being written, once there is room for it.
+        """Add an entry to be written once there is room; its bytes count as written on its day.
 
-        Args:
-            entry: of the block; its bytes count as written on its day.
-            limit_bytes: for all files together.
-            unlink: removes the files of evicted blocks.
-            budget_bytes: bytes that all processes together may write in a day.
+        The limit is for all files together, the budget for all that processes write in a day.
         """
         day = int(entry.written_seconds // DAY_SECONDS)
         with suppress(_Full), self._writing():
@@ -243,7 +235,7 @@ class Index:
         return "full"
 
     def adopt(self, entries: Iterable[Entry]) -> None:
-        """Add entries whose files are there, unless they are known."""
+        """Add entries of existing files, unless they are known."""
         names = list(Entry.__dataclass_fields__)
         with self._writing():
             self._db.executemany(
@@ -253,12 +245,11 @@ class Index:
             )
 
     def written(self, key: bytes) -> None:
-        """Say that a block's file is there."""
         with self._writing():
             self._db.execute("UPDATE blocks SET owner = NULL WHERE key = ?", (key,))
 
     def touch(self, key: bytes) -> None:
-        """Make a block as recent as one that is used now; it was not hit."""
+        """Make a block as recent as one used now, without a hit."""
         with self._writing():
             used = self._next_use()
             self._db.execute(
@@ -267,7 +258,6 @@ class Index:
             )
 
     def use(self, block_hashes: Sequence[bytes]) -> None:
-        """Count a hit on each of these blocks."""
         with self._writing():
             used = self._next_use()
             self._db.executemany(
@@ -277,12 +267,11 @@ class Index:
             )
 
     def remove(self, block_hashes: Sequence[bytes], unlink: Unlink) -> None:
-        """Take blocks out, and their files."""
         with self._writing():
             self._remove(block_hashes, unlink)
 
     def remove_ends(self, block_hashes: Sequence[bytes], unlink: Unlink) -> None:
-        """Take out those of these records, and their files, that nothing lies behind."""
+        """Remove those of these records, and their files, that have no children."""
         with self._writing():
             query = "SELECT 1 FROM blocks WHERE parent = ? LIMIT 1"
             ends = [
@@ -294,12 +283,9 @@ class Index:
     def remove_if(
         self, block_hashes: Sequence[bytes], is_wanted: Callable[[Entry], bool], unlink: Unlink
     ) -> list[Entry]:
-        """Take out those of these blocks, and their files, that are wanted; return their entries.
+        """Remove those of these blocks, and their files, that `is_wanted` selects.
 
-        Args:
-            block_hashes: of blocks; those that are not there are passed over.
-            is_wanted: called while nothing can change, so that files and index agree.
-            unlink: removes a file.
+        It is called while nothing can change, so that files and index agree. Returns their entries.
         """
         with self._writing():
             entries = [entry for key in block_hashes if (entry := self.get(key)) is not None]
@@ -308,25 +294,20 @@ class Index:
             return gone
 
     def shrink(self, limit_bytes: int, unlink: Unlink) -> bool:
-        """Remove the blocks worth least until all files together are within a limit.
-
-        Returns:
-            False, and nothing is changed, if those that are being written are over it alone.
-        """
+        """Remove the least valuable blocks until all fit; False if unfinished ones do not."""
         with suppress(_Full), self._writing():
             self._make_room(0, limit_bytes, unlink)
             return True
         return False
 
     def close(self) -> None:
-        """Close the connection."""
         self._db.close()
 
     # ---- parts
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Be the only writer of all processes, and do all or nothing."""
+        """Be the only writer of all processes, in one transaction."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -350,11 +331,7 @@ class Index:
         return row[0]
 
     def _make_room(self, nbytes: int, limit_bytes: int, unlink: Unlink, keep: bytes = b"") -> None:
-        """Take out the ends of chains that are worth least, but for the block `keep`.
-
-        Raises:
-            _Full: that is not enough; the transaction is to be evicted.
-        """
+        """Remove the least valuable ends of chains but `keep`, or raise _Full to roll back."""
         over = self.nbytes + nbytes - limit_bytes
         gone: list[bytes] = []
         while over > 0:
@@ -378,7 +355,7 @@ class Index:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Tell whether an error says that the index itself is damaged.
+    """Return whether an error means that the index itself is damaged.
 
     A disk that fails, is full or read-only, or a lock of another process, is no damage.
     """
@@ -400,7 +377,7 @@ _writers: set[str] = set()
 
 
 def new_writer() -> str:
-    """Name a writer of this process as no other one is ever named; it lives until `end_writer`."""
+    """Return a unique name for a writer of this process, alive until `end_writer`."""
     name = f"{this_process()}+{next(_numbers)}"
     _writers.add(name)
     return name
@@ -412,7 +389,7 @@ def end_writer(name: str) -> None:
 
 
 def is_alive(owner: str) -> bool:
-    """Tell whether the writer that an entry names is alive; False without a name."""
+    """Return whether the writer of this name is alive; False without a name."""
     process, _, _ = owner.partition("+")
     if process == this_process():
         return owner in _writers
@@ -421,14 +398,14 @@ def is_alive(owner: str) -> bool:
 
 
 def this_process() -> str:
-    """Name this process as no other one is ever named: its number, and when it began."""
+    """Return a unique name of this process: its number, and when it began."""
     return _process(os.getpid()) or f"{os.getpid()}@"
 
 
 def _process(number: int) -> str | None:
-    """Name a process that runs; None if there is none.
+    """Return the name of a running process; None if there is none.
 
-    Its beginning is counted from the system's where that is told, since clocks are set.
+    On Linux its beginning is counted from the system's, since clocks are set.
     """
     if sys.platform == "linux":
         try:
@@ -453,7 +430,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _text(raw: bytes) -> str:
-    """Read a text; where bits have flipped it is another one, and no error."""
+    """Decode a text; flipped bits make another text, and no error."""
     return raw.decode(errors="replace")
 
 
@@ -462,7 +439,6 @@ def _fields(entry: Entry) -> dict[str, object]:
 
 
 def _statements(script: str) -> Iterator[str]:
-    """Split a script where its statements end; those of triggers hold semicolons, too."""
     statement = ""
     for line in script.splitlines(keepends=True):
         statement += line

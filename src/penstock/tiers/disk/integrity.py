@@ -28,9 +28,9 @@ from penstock.tiers.record import (
 UNBOUNDED_BYTES = 1 << 60
 """Limit that is never reached, in bytes."""
 NO_MODEL = ""
-"""The fingerprint of a store that is opened for all models."""
+"""Fingerprint of a store that is opened for all models."""
 FINGERPRINT_CHARACTERS = 256
-"""No fingerprint is longer."""
+"""Longest fingerprint, in characters."""
 
 Kind: TypeAlias = Literal["damaged", "missing", "unknown", "left over"]
 """Kind of a fault: a block that differs from the one written; a block without a file; a file that
@@ -53,32 +53,27 @@ class IntegrityReport:
 
     checked_blocks: int = 0
     checked_bytes: int = 0
-    """Bytes of the files that were read."""
     faults: list[Fault] = field(default_factory=list)
     repaired: bool = False
 
     def count(self, kind: Kind) -> int:
-        """Return how many faults are of a kind."""
         return Counter(fault.kind for fault in self.faults)[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A block's file that is whole."""
+    """A valid block's file."""
 
     record: Record
     fingerprint: str
 
 
 def check_block(raw: bytes) -> Checked:
-    """Read a block's file, from wherever it comes.
+    """Decode a block's file from an untrusted source, or raise Damaged.
 
-    Beside the checks of `decode`, its key must be the hash of its parent and its tokens, or of its
-    parent's checkpoint. Its words must be within bounds. Nothing can check that the arrays are
+    Beside the checks of `decode`, its key must be the hash of its parent and its tokens, or of
+    its parent's checkpoint, and its words within bounds. Nothing can check that the arrays are
     those the model computes from the tokens.
-
-    Raises:
-        Damaged: names the fault.
     """
     try:
         record, fingerprint = decode(raw), header(raw)["fingerprint"]
@@ -101,14 +96,8 @@ def check_block(raw: bytes) -> Checked:
 def verify(folder: Folder, *, repair: bool, progress: Progress) -> IntegrityReport:
     """Read every block, and compare index and files; others may use the folder meanwhile.
 
-    Args:
-        folder: opened.
-        repair: remove damaged, missing and superfluous entries; take in whole blocks that the index
-            does not know, and remove other files from among the blocks.
-        progress: of the bytes of files.
-
-    Raises:
-        OSError: the disk fails.
+    With `repair` damaged, missing and superfluous entries are removed, whole blocks that the index
+    lacks are indexed, and other files removed from among the blocks.
     """
     verdict = IntegrityReport(repaired=repair)
     for page in folder.index.pages():
@@ -126,7 +115,7 @@ def verify(folder: Folder, *, repair: bool, progress: Progress) -> IntegrityRepo
 
 
 def reconcile(path: Path) -> None:
-    """Bring index and files of all models together, with any limit of the folder."""
+    """Make index and files of all models agree, with any limit of the folder."""
     store = SSDStore(path, UNBOUNDED_BYTES, fingerprint=NO_MODEL)
     try:
         store.reconcile()
@@ -135,18 +124,12 @@ def reconcile(path: Path) -> None:
 
 
 def make_index(path: Path) -> None:
-    """Make a lost or damaged index anew from the headers of the files.
-
-    A server that has the old one open sees it when it writes next, and opens this one.
-    """
+    """Rebuild a lost or damaged index from the files; servers reopen it when they write next."""
     SSDStore(path, UNBOUNDED_BYTES, fingerprint=NO_MODEL).close()
 
 
 def _check_entry(folder: Folder, entry: Entry, verdict: IntegrityReport) -> None:
-    """Check one block, and check a suspect again while nothing can change.
-
-    It may just have been removed, or written again.
-    """
+    """Check one block, and check a suspect, which may just have changed, again under the lock."""
     wrong = _fault(folder, entry)
     if wrong is None:
         if entry.owner is None:
@@ -164,7 +147,6 @@ def _check_entry(folder: Folder, entry: Entry, verdict: IntegrityReport) -> None
 
 
 def _fault(folder: Folder, entry: Entry) -> Fault | None:
-    """Return the fault of a block that the index knows."""
     path = folder.file(entry.key)
     name = _name(folder, path)
     if entry.owner is not None:
@@ -189,7 +171,7 @@ def _fault(folder: Folder, entry: Entry) -> Fault | None:
 
 
 def _check_file(folder: Folder, path: Path, verdict: IntegrityReport) -> None:
-    """Report a file that the index does not know; a repair keeps it only if it is whole."""
+    """Report a file that the index lacks; a repair keeps it only if it is whole."""
     name = path.name.removesuffix(SUFFIX)
     try:
         key = bytes.fromhex(name)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from penstock.memory import format_bytes
+from penstock.memory.sizes import format_bytes
 
 INDEX_SHARE = 0.02
-"""Share of the limit that is left to the index: 100,000 blocks take 30 MB there."""
+"""Share of the limit for the index: 100,000 blocks take 30 MB there."""
 LEAST_INDEX_BYTES = 8_000_000
-"""Smallest size of an index with its log, in bytes, however few blocks there are."""
+"""Smallest size of an index with its log, in bytes."""
 
 
 def payload_bytes(limit_bytes: int) -> int:
-    """Return the bytes that a limit leaves to the files of blocks.
-
-    Raises:
-        ValueError: nothing.
-    """
+    """Return the bytes that a limit leaves to the files of blocks, or raise ValueError."""
     index_bytes = max(LEAST_INDEX_BYTES, int(INDEX_SHARE * limit_bytes))
     if index_bytes >= limit_bytes:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""A deletion that is not done yet, remembered across restarts of the process.
+"""An unfinished deletion, remembered across restarts of the process.
 
-A small file says whose blocks are to be removed. It lies in the folder of the blocks, or beside
-that folder where it cannot be written to. A tier that finds one clears the folder first.
+A small file says whose blocks to remove. It lies in the folder of the blocks, or beside that folder
+where it cannot be written to. A tier that finds one clears the folder first.
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ from pathlib import Path
 from penstock.tiers.record import FORMAT
 
 PREFIX = "cleared-"
-"""Start of the files' names."""
+"""Prefix of the files' names."""
 ALL, OWN = "all models", "one model"
 
 
 class Tombstone:
-    """The file that remembers a deletion of one model's blocks. Any thread may call it.
-
-    Args:
-        folder: of the cold tier, as `--ssd-cache-dir` names it.
-        fingerprint: of the model.
-    """
+    """The file of a pending deletion of one model's blocks. Any thread may call it."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         name = PREFIX + hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
@@ -31,11 +26,7 @@ class Tombstone:
         """Paths of the file: in the folder, and beside it."""
 
     def place(self, *, all_models: bool) -> None:
-        """Remember a deletion.
-
-        Raises:
-            OSError: neither place can be written to.
-        """
+        """Remember a deletion; raises OSError if neither place can be written to."""
         inside, beside = self.places
         words = ALL if all_models else OWN
         try:
@@ -44,7 +35,7 @@ class Tombstone:
             beside.write_text(words)
 
     def read(self) -> bool | None:
-        """Return whether all models' blocks are to be removed, or this one's; None is nothing."""
+        """Return whether to remove all models' blocks, or this one's; None is nothing."""
         words = []
         for path in self.places:
             with suppress(OSError, UnicodeDecodeError):
@@ -52,11 +43,7 @@ class Tombstone:
         return any(word == ALL for word in words) if words else None
 
     def remove(self) -> None:
-        """Forget the deletion: it is done.
-
-        Raises:
-            OSError: a file cannot be removed.
-        """
+        """Forget a completed deletion; raises OSError if a file cannot be removed."""
         for path in self.places:
             with suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()

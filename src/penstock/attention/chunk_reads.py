@@ -1,0 +1,126 @@
+"""Caches that a model gets for a chunk of a prompt: they read spans, and keep its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from penstock.attention import span_attention
+from penstock.attention.attention_backend import AttentionBackend
+from penstock.attention.joined_reads import join_parts
+from penstock.attention.reads import Reads
+from penstock.attention.span_attention import LOG2_E, AttentionWindow
+from penstock.attention.streamed_reads import attend_streamed
+from penstock.kv.codecs.scales import Squares
+from penstock.kv.segment import KVSpan
+
+
+class ChunkReads(Reads):
+    """One layer of a prefill chunk of one sequence, behind the parts it reads.
+
+    The chunk's own keys and values are kept here, in buffers of just their size, and become a
+    segment when the step is done.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        attention_window: AttentionWindow,
+        parts: Sequence[KVSpan],
+        position: int,
+        device: AttentionBackend,
+        *,
+        last: bool = False,
+        most_joined: int | None = None,
+    ) -> None:
+        """Prepare to read the parts.
+
+        Args:
+            layer: number of the layer.
+            attention_window: of the layer.
+            parts: spans in front of the chunk.
+            position: of its first token.
+            device: computes.
+            last: the output of the layer's attention is never read, so it is never computed.
+            most_joined: most tokens in front of it that are joined; None joins any number.
+        """
+        super().__init__(layer, attention_window)
+        self.device = device
+        self.parts = parts
+        self.last = last
+        self.most_joined = most_joined
+        self.offset: int = position
+        self.values: mx.array | None = None
+        self.squares: Squares | None = None
+        """Sums of squares of the tokens read, where their size is wanted; else None."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Keep the chunk's tokens, (1, kv_heads, n, dim), and return them."""
+        self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
+        # All of the layers before is computed with them: what they had joined is let go.
+        mx.eval(self.keys, self.values)
+        self._given = keys, values
+        return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend as the model's own attention would: (1, heads, n, d) -> (1, heads, n, dim)."""
+        attention_window = self.check_given(keys, values, mask)
+        if self.squares is not None:
+            self.squares.add(keys, queries)
+        if self._streams(attention_window):
+            assert self.keys is not None and self.values is not None
+            own = self.keys, self.values
+            asked = span_attention.in_base_2(queries, scale)
+            sunk = None if sinks is None else sinks * LOG2_E
+            result = attend_streamed(asked, own, self.parts, self.layer, self.device, sunk)
+            return result.astype(queries.dtype)
+        all_keys, all_values, columns = self.joined(attention_window)
+        return self.device.prefill(
+            queries,
+            all_keys,
+            all_values,
+            columns=columns,
+            start=self.offset,
+            scale=scale,
+            attention_window=attention_window,
+            sinks=sinks,
+            eager=not self.last,
+        )
+
+    def _streams(self, attention_window: AttentionWindow) -> bool:
+        """Tell whether too much is in front of the chunk to be joined."""
+        most = self.most_joined
+        assert self.keys is not None
+        if most is None or not attention_window.sees_all(self.offset + self.keys.shape[2] - 1):
+            return False
+        return bool(self.parts) and self.parts[-1].end > most
+
+    def joined(
+        self, attention_window: AttentionWindow
+    ) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Join the visible columns with the chunk: one layer, for as long as it is read.
+
+        Returns:
+            Keys, values (1, kv_heads, m, dim), and the positions (m,) of the columns, None if
+            they are 0 .. m - 1.
+        """
+        assert self.keys is not None and self.values is not None
+        own = self.keys, self.values
+        return join_parts(
+            self.parts,
+            self.layer,
+            attention_window,
+            self.offset,
+            own,
+            self.device,
+            lazily=self.last,
+        )

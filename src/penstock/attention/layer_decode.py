@@ -1,0 +1,284 @@
+"""Attention of a layer of a decode step, by MLX's operations: the reference for every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from penstock.attention import span_attention
+from penstock.attention.attention_backend import AttentionBackend, DecodeStep
+from penstock.attention.attention_plan import AttentionPlan, DecodeRow, SharedRead, plan_attention
+from penstock.attention.joined_reads import SideData, read_sides
+from penstock.attention.selection.selected_reads import choose
+from penstock.attention.selection.selection import SelectedKV
+from penstock.attention.selection.spilled_reads import whole
+from penstock.attention.span_attention import MASKED, AttentionWindow, Partial
+from penstock.attention.streamed_reads import attend_streamed
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDecode:
+    """One layer of a decode step: its rows read their spans and their tails."""
+
+    device: AttentionBackend
+    step: DecodeStep
+    layer: int
+    window: AttentionWindow
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        """See `AttentionBackend.decode`."""
+        step = self.step
+        choosing = step.choosing(self.layer, self.window)
+        by_row = bool(choosing) or step.has_apart(self.layer)
+        if not by_row:
+            done = step.ways.attend(step, self.layer, self.window, queries, scale, sinks)
+            if done is not None:
+                return done
+        sunk = None if sinks is None else sinks.astype(mx.float32) * span_attention.LOG2_E
+        in_base_2 = span_attention.in_base_2(queries, scale)
+        if by_row:
+            asked = queries.astype(mx.float32) * scale
+            result = self._by_row(in_base_2, asked, choosing, sunk)
+        elif self.device.reads_together(*step.size):
+            result = self.together(in_base_2, step.layout(self.window), sunk)
+        else:
+            result = self._alone(in_base_2, step.rows[0], step.layout(self.window), sunk)
+        return result if result.dtype == queries.dtype else result.astype(queries.dtype)
+
+    def _by_row(
+        self,
+        queries: mx.array,
+        asked: mx.array,
+        numbers: Sequence[int],
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Let each row read by itself: the choices of its new tokens, or all of its parts.
+
+        Args:
+            queries: of all rows, in base 2.
+            asked: the same in base e, float32.
+            numbers: new tokens that choose.
+            sinks: in base 2.
+        """
+        step, width = self.step, self.step.width
+        chosen: dict[int, mx.array | SelectedKV] = {}
+        if numbers:
+            assert step.selection is not None
+            shape = step.tails.shapes[self.layer]
+            reader = self.device.choice_reader(step.selection, shape.key_dim, shape.value_dim)
+            if width > 1:
+                asked = asked.swapaxes(1, 2).reshape(-1, asked.shape[1], 1, asked.shape[3])
+            given = reader, step.new_tokens, numbers, asked
+            chosen = choose(*given, self.layer, step.tails, sinks, step.memory)
+        results = []
+        for number, row in enumerate(step.rows):
+            own, first = queries[number : number + 1], number * width
+            if chosen.keys().isdisjoint(range(first, first + width)):
+                results.append(self._whole(own, row, sinks))
+                continue
+            tokens = [
+                self._token(own[:, :, at : at + 1], row.ahead(at), chosen.get(first + at), sinks)
+                for at in range(min(width, 1 + row.proposed))
+            ]
+            tokens += [mx.zeros_like(tokens[0])] * (width - len(tokens))  # nobody reads these
+            results.append(tokens[0] if width == 1 else mx.concatenate(tokens, axis=2))
+        return results[0] if len(results) == 1 else mx.concatenate(results)
+
+    def _token(
+        self,
+        queries: mx.array,
+        row: DecodeRow,
+        choice: mx.array | SelectedKV | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Read the choice of one new token, or all parts of its row; return attention as it is."""
+        if isinstance(choice, mx.array):
+            return choice
+        if choice is None:
+            return self._whole(queries, row, sinks)
+        first, recent = (
+            read_sides(p, self.layer, self.device) for p in (choice.first, choice.recent)
+        )
+        keys, values = (
+            [*first[side], held, *recent[side]]
+            for side, held in enumerate((choice.keys, choice.values))
+        )
+        return self._parts(queries, row, (keys, values), row.tail + 1, None, sinks, choice.rest)
+
+    def _whole(
+        self,
+        queries: mx.array,
+        row: DecodeRow,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Read all parts of a row beside rows that choose, or from a tier."""
+        apart = self.step.is_apart(row, self.layer)
+        if apart and self.step.streams(row, self.window):
+            own = self.step.tails.read_block(self.layer, row.slot, 1, row.tail + queries.shape[2])
+            return attend_streamed(queries, own, row.parts, self.layer, self.device, sinks)
+        if apart and self.window.sees_all(row.position):
+            row = whole(row, self.layer)
+        layout = plan_attention([row], self.window, queries.shape[2])
+        result = self._alone(queries, row, layout, sinks)
+        if apart:  # what was read for it is let go
+            mx.eval(result)
+        return result
+
+    def _alone(
+        self,
+        queries: mx.array,
+        row: DecodeRow,
+        layout: AttentionPlan,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Read all parts of a row and its tail."""
+        columns = layout.tail_columns
+        shared_reads = [shared for level in layout.levels for shared in level]
+        pieces = [piece for shared in shared_reads for piece in shared.pieces]
+        seen = _seen_alone(shared_reads, layout, columns, queries.shape[2])
+        sides = read_sides(pieces, self.layer, self.device)
+        return self._parts(queries, row, sides, columns, seen, sinks)
+
+    def _parts(
+        self,
+        queries: mx.array,
+        row: DecodeRow,
+        sides: tuple[list[SideData], list[SideData]],
+        columns: int,
+        seen: mx.array | None,
+        sinks: mx.array | None,
+        rest: Partial | None = None,
+    ) -> mx.array:
+        """Read parts and the tail of a row under one softmax, with the rest of its tokens."""
+        keys, values = sides
+        heads, width = queries.shape[1:3]
+        tail = self.step.tails.read_block(self.layer, row.slot, 1, columns)
+        stacked = span_attention.grouped(queries, tail[0].shape[1])
+        if seen is not None and width > 1:
+            seen = mx.tile(seen, (stacked.shape[1] // width, 1))
+        # One row multiplies better with all threads of BLAS, which codes are not multiplied by.
+        with self.device.lane(None if span_attention.mostly_coded(keys) else 0):
+            part = self.device.attend_decode(
+                stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
+            )
+        sunk = None if sinks is None else _sunk(sinks, stacked.shape[0], 1, width)
+        parts = [part] if rest is None else [part, rest]
+        return span_attention.ungrouped(span_attention.merged(parts, sunk), 1, heads)
+
+    def together(
+        self, queries: mx.array, layout: AttentionPlan, sinks: mx.array | None
+    ) -> mx.array:
+        """Read shared parts once, own ones row by row, and all tails in one product."""
+        b, heads = queries.shape[:2]
+        tails, columns = self.step.tails, layout.tail_columns
+        if self.step.neighbors:
+            tail_keys, tail_values = tails.read_block(
+                self.layer, self.step.rows[0].slot, b, columns
+            )
+        else:
+            tail_keys, tail_values = tails.read(self.layer, self.step.slots, columns)
+        kv_heads = tail_keys.shape[1]
+        r = heads // kv_heads * self.step.width
+        stacked = span_attention.grouped(queries, kv_heads)
+        partials = [self._tail_partial(queries, tail_keys, tail_values, layout)]
+        before = [partials[0].mixed] * self.device.lanes
+        """Last result of each lane by now; codes of the next read are read after it."""
+        for level in layout.levels:
+            parts_read: list[Partial] = []
+            row = 0
+            for number, shared in enumerate(level):
+                if shared.first > row:
+                    parts_read.append(_nothing(stacked, (shared.first - row) * r, tail_values))
+                place = number % self.device.lanes
+                with self.device.lane(number if len(level) > 1 else None):
+                    parts_read.append(self._shared_partial(stacked, shared, r, before[place]))
+                if len(level) > 1:
+                    before[place] = parts_read[-1].mixed
+                else:  # it may have had all lanes
+                    before = [parts_read[-1].mixed] * self.device.lanes
+                row = shared.last
+            if row < b:
+                parts_read.append(_nothing(stacked, (b - row) * r, tail_values))
+            partials.append(_side_by_side(parts_read))
+        sunk = None if sinks is None else _sunk(sinks, kv_heads, b, self.step.width)
+        return span_attention.ungrouped(span_attention.merged(partials, sunk), b, heads)
+
+    def _shared_partial(
+        self, stacked: mx.array, shared: SharedRead, r: int, after: mx.array
+    ) -> Partial:
+        keys, values = read_sides(shared.pieces, self.layer, self.device)
+        seen = None if shared.seen is None else _for_stacked(shared.seen, r)
+        rows = stacked
+        if stacked.shape[1] != (shared.last - shared.first) * r:
+            rows = stacked[:, shared.first * r : shared.last * r]
+        return self.device.attend_decode(rows, keys, values, seen, after)
+
+    def _tail_partial(
+        self, queries: mx.array, keys: mx.array, values: mx.array, layout: AttentionPlan
+    ) -> Partial:
+        b, heads, n, d = queries.shape
+        kv_heads = keys.shape[1]
+        r = heads // kv_heads * n
+        scores = span_attention.score(queries.reshape(b, kv_heads, r, d), [keys], self.device)
+        if layout.tail_seen is not None:
+            seen = _for_stacked(layout.tail_seen, r).reshape(b, 1, r, -1)
+            scores = mx.where(seen, scores, MASKED)
+        top, weights, total = span_attention.weigh(scores, self.device)
+
+        def rows_last(x: mx.array) -> mx.array:
+            return x.swapaxes(0, 1).reshape(kv_heads, b * r, x.shape[-1])
+
+        mixed = span_attention.mix(weights, total, [values], self.device)
+        return Partial(rows_last(top), rows_last(total), rows_last(mixed))
+
+
+def _seen_alone(
+    shared_reads: Sequence[SharedRead], layout: AttentionPlan, tail: int, width: int
+) -> mx.array | None:
+    """Return (width, columns) booleans over the columns read and the tail's, if any is hidden."""
+    if layout.tail_seen is None and all(shared.seen is None for shared in shared_reads):
+        return None
+    masks = []
+    for shared in shared_reads:
+        count = sum(stop - start for _, start, stop in shared.pieces)
+        masks.append(mx.ones((width, count), mx.bool_) if shared.seen is None else shared.seen[0])
+    own = layout.tail_seen
+    masks.append(mx.ones((width, tail), mx.bool_) if own is None else own[0])
+    return mx.concatenate(masks, axis=-1)
+
+
+def _for_stacked(seen: mx.array, r: int) -> mx.array:
+    """Return booleans of rows (b, width, columns) as those of stacked queries, (1, b*r, columns).
+
+    The r stacked queries of a row are its heads of one key head, each with all new tokens.
+    """
+    b, width, columns = seen.shape
+    wide = mx.broadcast_to(seen[:, None], (b, r // width, width, columns))
+    return wide.reshape(1, b * r, columns)
+
+
+def _sunk(sinks: mx.array, kv_heads: int, b: int, width: int) -> mx.array:
+    """Return the sinks of all heads as those of stacked queries, (kv_heads, rows, 1)."""
+    by_head = sinks.reshape(kv_heads, 1, -1, 1)
+    wide = mx.broadcast_to(by_head, (kv_heads, b, by_head.shape[2], width))
+    return wide.reshape(kv_heads, -1, 1)
+
+
+def _nothing(stacked: mx.array, rows: int, values: mx.array) -> Partial:
+    """Return the contribution of rows that read nothing."""
+    kv_heads = stacked.shape[0]
+    top = mx.full((kv_heads, rows, 1), MASKED, mx.float32)
+    zero = mx.zeros((kv_heads, rows, 1))
+    return Partial(top, zero, mx.zeros((kv_heads, rows, values.shape[-1])))
+
+
+def _side_by_side(partials: Sequence[Partial]) -> Partial:
+    if len(partials) == 1:
+        return partials[0]
+    return Partial(
+        mx.concatenate([part.top for part in partials], axis=1),
+        mx.concatenate([part.total for part in partials], axis=1),
+        mx.concatenate([part.mixed for part in partials], axis=1),
+    )

@@ -1,0 +1,104 @@
+"""Attention by MLX's own operations: the back end of Metal and CUDA, and of any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from penstock.attention import span_attention
+from penstock.attention.attention_backend import AttentionBackend, DecodeStep
+from penstock.attention.attention_memory import AttentionMemory, DeviceFacts
+from penstock.attention.layer_decode import LayerDecode
+from penstock.attention.piece_reads import PieceReads
+from penstock.attention.selection.selected_reads import ChoiceReader
+from penstock.attention.selection.selection import Selection
+from penstock.attention.span_attention import AttentionWindow
+
+
+class MLXBackend(AttentionBackend):
+    """Attention by MLX's operations on spans as they lie, with the same numbers on any device."""
+
+    @property
+    def memory(self) -> AttentionMemory:
+        """See `AttentionBackend`."""
+        return AttentionMemory(self.scores_at_once)
+
+    def decode(
+        self,
+        step: DecodeStep,
+        layer: int,
+        window: AttentionWindow,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """See `AttentionBackend`."""
+        return LayerDecode(self, step, layer, window).attend(queries, scale, sinks)
+
+    def prefill(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        columns: mx.array | None,
+        start: int,
+        scale: float,
+        attention_window: AttentionWindow,
+        sinks: mx.array | None = None,
+        eager: bool = False,
+    ) -> mx.array:
+        """See `AttentionBackend`; nothing is computed yet."""
+        n, m = queries.shape[2], keys.shape[2]
+        mask: mx.array | str = "causal"
+        if columns is not None or not attention_window.sees_all(start + n - 1):
+            mask = span_attention.seen_by_chunk(attention_window, start, n, m, columns)
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+
+    def piece_reads(self, stacked: Sequence[mx.array]) -> AbstractContextManager[PieceReads]:
+        """See `AttentionBackend`."""
+        return nullcontext(PieceReads(self, stacked))
+
+    def choice_reader(self, selection: Selection, key_dim: int, value_dim: int) -> ChoiceReader:
+        """See `AttentionBackend`."""
+        return ChoiceReader(selection, self)
+
+    def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
+        """See `AttentionBackend`."""
+        return x @ weights.T
+
+    def decoding(self, rows: int, width: int, tokens: int) -> AbstractContextManager[None]:
+        """See `AttentionBackend`: nothing is to be prepared."""
+        return nullcontext()
+
+    def reads_together(self, rows: int, width: int, tokens: int) -> bool:
+        """See `AttentionBackend`: several are."""
+        return rows > 1
+
+
+class KernelCaller(Protocol):
+    """Takes calls of our own kernels in place of a GPU."""
+
+    @property
+    def target(self) -> str:
+        """Language of the kernels' text that it takes."""
+
+    def __call__(self, call: Any, /) -> Sequence[mx.array]:
+        """Compute one `kernels.attend.KernelCall`."""
+
+
+@dataclass(frozen=True)
+class GPUBackend(MLXBackend):
+    """Metal and CUDA: MLX's own kernels, which fuse attention and read codes as they lie."""
+
+    facts: DeviceFacts = field(default_factory=DeviceFacts)
+    kernel_language: str | None = None
+    """Language of kernels on this device, "metal" or "cuda"; None where none are compiled."""
+    call_kernel: KernelCaller | None = None
+    """Takes calls of our own kernels in place of the GPU, in tests."""

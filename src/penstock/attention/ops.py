@@ -1,0 +1,92 @@
+"""Operations of attention, as a device computes them: the reference in MLX's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.attention import span_attention
+from penstock.attention.span_attention import KVData, Partial
+from penstock.kv.codecs.code_ops import CodeOps
+from penstock.kv.codecs.coded import Codec, Coded
+from penstock.kv.numpy_arrays import Floats
+
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+
+class AttentionOps(CodeOps):
+    """Operations that attention needs, in MLX's operations; a device may override them."""
+
+    uses_numpy: bool = False
+    """Whether NumPy reads arrays where they lie, and computes some things quicker than MLX."""
+    independent_products: bool = False
+    """Whether `best_by_block` gives queries that are stacked the same bits as each alone."""
+
+    def attend_decode(
+        self,
+        stacked: mx.array,
+        keys: Sequence[KVData],
+        values: Sequence[KVData],
+        seen: mx.array | None = None,
+        after: mx.array | None = None,
+    ) -> Partial:
+        """Let stacked queries (kv_heads, m, d) read consecutive parts, under one softmax.
+
+        Args:
+            stacked: see `span_attention.grouped`.
+            keys: (kv_heads, n_i, d) each, or coded.
+            values: (kv_heads, n_i, value_dim) each, or coded.
+            seen: booleans that broadcast to (kv_heads, m, sum n_i); None sees everything.
+            after: array that must be computed before codes are read.
+        """
+        return span_attention.attend(stacked, keys, values, seen, after, self)
+
+    def multiply_keys(self, queries: mx.array, keys: mx.array) -> mx.array:
+        """Return the products (..., m, n) of queries (..., m, d) with keys (..., n, d)."""
+        return queries @ keys.swapaxes(-1, -2)
+
+    def exp2(self, x: mx.array) -> mx.array:
+        """Return 2^x for x <= 0; below -126 it is about 0."""
+        return mx.power(2.0, x)
+
+    def best_by_block(self, x: Floats, codes: mx.array, sizes: mx.array, block: int) -> Floats:
+        """Return the largest product of each block of rows with signs, see `multiply_signs`.
+
+        A device may round each row's size by up to 6 %.
+
+        Args:
+            x: (heads, m, n).
+            codes: (heads, rows, n / 32), whole blocks.
+            sizes: (heads, rows), float16.
+            block: rows of a block.
+
+        Returns:
+            (heads, m, rows / block); not finite where a size of the block is not.
+        """
+        products = self.multiply_signs(mx.array(x), codes, sizes.astype(mx.float32))
+        return np.array(products.reshape(*products.shape[:2], -1, block).max(axis=-1))
+
+    def index_codes(self, codec: Codec, side: mx.array) -> Coded:
+        """Encode keys or values for an index, (batch, heads, tokens, dim)."""
+        return codec.encode(side, self)
+
+    def divide(
+        self,
+        function: Callable[[_Task], _Result],
+        tasks: Sequence[_Task],
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[_Result]:
+        """Call a function for each of some tasks, on as many threads as there are lanes.
+
+        Args:
+            function: may run in another thread, and must not use MLX then.
+            tasks: what it is called with.
+            meanwhile: called once in this thread, while others begin.
+        """
+        if meanwhile is not None:
+            meanwhile()
+        return [function(task) for task in tasks]

@@ -1,0 +1,117 @@
+"""Caches that a model gets for one step: they write to tails, and read spans.
+
+There is one object a layer, alive for one forward pass. It speaks mlx-lm's cache protocol as far as
+a model's attention needs it (`offset`, `update_and_fetch`, `make_mask`). `update_and_fetch` returns
+the new tokens' keys and values alone, and `attend` reads all others where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.span_attention import AttentionWindow
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRequest:
+    """Stand-in for a mask: the model hands it on to attention, which knows the visible tokens.
+
+    A model that does anything else with it fails at once, and is then served joined KV.
+    """
+
+    window: int | None
+
+
+class Reads:
+    """One layer of one step, read where it lies; the seam recognizes it by its class."""
+
+    offset: mx.array | int
+    keys: mx.array | None = None
+    """Keys of the new tokens. A model whose next layers are on another process replaces them by an
+    equal array, so that the array it sends is computed with them."""
+
+    def __init__(self, layer: int, attention_window: AttentionWindow) -> None:
+        self.layer = layer
+        self.attention_window = attention_window
+        self._given: tuple[Any, Any] | None = None
+
+    def make_mask(
+        self, n: int, return_array: bool = False, window_size: int | None = None
+    ) -> MaskRequest:
+        """Return the stand-in for a mask that `attend` takes."""
+        if return_array:
+            raise TypeError("this model computes with masks; it needs joined keys and values")
+        return MaskRequest(window_size)
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim).
+
+        Raises:
+            TypeError: keys, values or mask did not come from this object.
+        """
+        raise NotImplementedError
+
+    def check_given(self, keys: object, values: object, mask: object) -> AttentionWindow:
+        """Raise TypeError unless keys, values and mask came from this object."""
+        if self._given is None or keys is not self._given[0] or values is not self._given[1]:
+            raise TypeError("this model changes keys or values after they were cached")
+        if not isinstance(mask, MaskRequest):
+            raise TypeError("this model makes its own masks")
+        return self.attention_window.within(mask.window)
+
+
+class DecodeReads(Reads):
+    """One layer of a decode step: every row adds tokens to its tail, most often one."""
+
+    def __init__(self, step: DecodeStep, layer: int, attention_window: AttentionWindow) -> None:
+        super().__init__(layer, attention_window)
+        self.step = step
+        self.offset = step.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the rows' tokens, (b, kv_heads, width, dim), behind their tails; return them."""
+        step = self.step
+        if step.aligned:
+            first = step.rows[0]
+            step.tails.write_block(self.layer, first.slot, first.tail, keys, values)
+        else:
+            step.tails.write(self.layer, step.slots, step.columns, keys, values)
+        self._given = keys, values
+        self.keys = keys
+        return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim)."""
+        window = self.check_given(keys, values, mask)
+        return self.step.device.decode(self.step, self.layer, window, queries, scale, sinks)
+
+
+def decode_reads(
+    step: DecodeStep, attention_windows: Sequence[AttentionWindow]
+) -> list[DecodeReads]:
+    """Return the model's caches of a decode step, one a layer."""
+    return [
+        DecodeReads(step, layer, attention_window)
+        for layer, attention_window in enumerate(attention_windows)
+    ]

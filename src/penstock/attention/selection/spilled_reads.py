@@ -1,0 +1,270 @@
+"""Keys and values that rows of a step read, and that lie in a cold tier: one request a layer.
+
+All that the rows choose of a layer's spilled sides is fetched together. Compiled loops read it
+where the cache of blocks has it. Without them these rows are read as others are, but their spilled
+sides are read from copies of those bytes. A row that reads all of its tokens has a request of its
+own, and they are arrays then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.attention.attention_plan import DecodeRow
+from penstock.attention.joined_reads import read_sides
+from penstock.attention.piece_reads import HostSide
+from penstock.attention.selection.selection import FIRST_TOKENS, Numbers, Selection
+from penstock.kv.codecs.code_ops import CodeOps
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.spilled import (
+    BLOCK_TOKENS,
+    BlockList,
+    BlockPairs,
+    BlockReader,
+    RawBlocks,
+    Spilled,
+)
+from penstock.kv.columns import Side
+from penstock.kv.numpy_arrays import Integers
+from penstock.kv.segment import ColumnRange, KVSpan
+
+SIDES = (0, 1)
+"""Keys and values."""
+
+
+class LoadedBlocks(BlockReader):
+    """Blocks of a row that were read.
+
+    Args:
+        lists: blocks of each side.
+        raw: their bytes.
+    """
+
+    def __init__(self, lists: Sequence[BlockList], raw: Sequence[RawBlocks]) -> None:
+        self._raw = list(raw)
+        self._order = [np.argsort(_keys(of)) for of in lists]
+        self._keys = [_keys(of)[order] for of, order in zip(lists, self._order, strict=True)]
+
+    def fetch(self, wanted: Sequence[BlockList]) -> list[RawBlocks]:
+        """Return the bytes of blocks; see `BlockReader`."""
+        return [self._fetch(of) for of in wanted]
+
+    def _fetch(self, of: BlockList) -> RawBlocks:
+        keys, held = _keys(of), self._keys[of.side]
+        at = np.searchsorted(held, keys)
+        if len(keys) and not np.array_equal(held[np.minimum(at, len(held) - 1)], keys):
+            raise AssertionError("a block is read that was not chosen")
+        return self._raw[of.side][self._order[of.side][at]]
+
+
+def _keys(of: BlockList) -> Numbers:
+    """Return a number for each block of a side."""
+    return (of.heads.astype(np.int64) << 32) + of.places
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Blocks that some key heads read: first, chosen and recent ones, and where they lie."""
+
+    first_head: int
+    places: npt.NDArray[np.int32]
+    """Place of each block in the tiers, -1 for one in memory, (heads, blocks)."""
+    checksums: npt.NDArray[np.uint64]
+    """Checksums of its keys and its values, if it has a place, (heads, blocks, 2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SpilledSides:
+    """Keys and values of a span in one layer, which are spilled."""
+
+    span: KVSpan
+    keys: Coded
+    values: Coded
+
+    @property
+    def codecs(self) -> tuple[Spilled, Spilled]:
+        """How both are held."""
+        keys, values = self.keys.codec, self.values.codec
+        assert isinstance(keys, Spilled) and isinstance(values, Spilled)
+        return keys, values
+
+    def pairs(self, read: npt.NDArray[np.bool_]) -> BlockPairs:
+        """List those blocks of each head that are read, (kv_heads, blocks)."""
+        heads, columns = (at.astype(np.int32) for at in np.nonzero(read))
+        sides = zip(self.codecs, (self.keys, self.values), strict=True)
+        return BlockPairs.of(*(codec.blocks(side, heads, columns) for codec, side in sides))
+
+
+def _spilled(row: DecodeRow, layer: int) -> Iterator[_SpilledSides]:
+    """Yield what a row has of a layer in a tier."""
+    for span in row.parts:
+        keys, values = span.segment.layers[layer]
+        if not (isinstance(keys, Coded) and isinstance(values, Coded)):
+            continue
+        if isinstance(keys.codec, Spilled):
+            yield _SpilledSides(span, keys, values)
+
+
+def loaded(
+    selection: Selection, rows: Sequence[DecodeRow], blocks: Sequence[Numbers], layer: int
+) -> list[DecodeRow]:
+    """Read all that rows need of a layer and that is in a tier; return the rows that have it.
+
+    Args:
+        selection: how much is read.
+        rows: those that choose.
+        blocks: numbers of the blocks that each key head of a row reads, (kv_heads, blocks).
+        layer: number of the layer.
+
+    Raises:
+        SpilledLost: see `BlockReader`.
+    """
+    with_them = list(rows)
+    sides = {number: own for number, row in enumerate(rows) if (own := list(_spilled(row, layer)))}
+    if not sides:
+        return with_them
+    pairs = []
+    for number, own in sides.items():
+        read = (_read(selection, rows[number], one.span, blocks[number]) for one in own)
+        parts = [one.pairs(own_read) for one, own_read in zip(own, read, strict=True)]
+        pairs.append(BlockPairs.joined(parts))
+    held = own[0].codecs[0].cache.hold(pairs)
+    for at, number in enumerate(sides):
+        reader = LoadedBlocks([pairs[at].side(side) for side in SIDES], held.copied(at))
+        with_them[number] = _with(rows[number], layer, _by(reader))
+    return with_them
+
+
+def _read(
+    selection: Selection, row: DecodeRow, span: KVSpan, chosen: Numbers
+) -> npt.NDArray[np.bool_]:
+    """Tell which blocks of a span are read by each key head: first ones, chosen and recent ones."""
+    begin, count = span.start // BLOCK_TOKENS, -(-span.columns // BLOCK_TOKENS)
+    read = np.zeros((len(chosen), count), np.bool_)
+    heads, at = np.nonzero((chosen >= begin) & (chosen < begin + count))
+    read[heads, chosen[heads, at] - begin] = True
+    read[:, : max(0, FIRST_TOKENS // BLOCK_TOKENS - begin)] = True
+    read[:, max(0, selection.recent_start(row.position) // BLOCK_TOKENS - begin) :] = True
+    return read
+
+
+@contextmanager
+def held_for(
+    rows: Sequence[DecodeRow], located: Sequence[Located], layer: int
+) -> Iterator[list[Integers]]:
+    """Have all in memory that compiled loops are to read of a layer in this context; tell where.
+
+    The addresses keep nothing. What the cache has no room for is let go behind the context.
+
+    Args:
+        rows: of which some parts are spilled.
+        located: blocks that some key heads of them read, in any order.
+        layer: number of the layer.
+
+    Yields:
+        Addresses as `ChoiceLoops.attend` takes them. They hold until the next layer asks.
+
+    Raises:
+        SpilledLost: see `BlockReader`.
+    """
+    cache = next(one.codecs[0].cache for row in rows for one in _spilled(row, layer))
+    inside = [one.places >= 0 for one in located]
+    held = cache.hold(
+        [
+            BlockPairs(
+                layer,
+                (np.nonzero(own)[0] + one.first_head).astype(np.int32),
+                one.places[own],
+                one.checksums[own],
+            )
+            for one, own in zip(located, inside, strict=True)
+        ]
+    )
+    where = []
+    for number, own in enumerate(inside):
+        where.append(np.zeros((*own.shape, 2), np.int64))
+        where[-1][own] = held.addresses(number)
+    yield where
+    del held
+
+
+def whole(row: DecodeRow, layer: int) -> DecodeRow:
+    """Read all of a row that is in a tier of a layer, in one request; return the row with it.
+
+    Its next step reads these blocks again, unless this is the step of a first token.
+
+    Raises:
+        SpilledLost: see `BlockReader`.
+    """
+    taken = []
+    for one in _spilled(row, layer):
+        stop = -(-one.span.columns // BLOCK_TOKENS) * BLOCK_TOKENS
+        taken.append(replace(one, keys=one.keys.take(0, stop), values=one.values.take(0, stop)))
+    if not taken:
+        return row
+    sides = [pair for one in taken for pair in zip(one.codecs, (one.keys, one.values), strict=True)]
+    if row.whole:
+        raw = sides[0][0].reader.fetch([codec.all_blocks(side) for codec, side in sides])
+    else:
+        pairs = [one.pairs(np.ones(one.keys.parts[0].shape[1:], np.bool_)) for one in taken]
+        held = sides[0][0].cache.hold(pairs)
+        raw = [side for number in range(len(pairs)) for side in held.copied(number)]
+    wide = (codec.wide(side, read) for (codec, side), read in zip(sides, raw, strict=True))
+    return _with(row, layer, lambda side, codec: next(wide))
+
+
+def _with(row: DecodeRow, layer: int, change: Callable[[Coded, Spilled], Side]) -> DecodeRow:
+    """Return a row whose spilled sides of a layer are others, keys and values span by span."""
+
+    def changed(side: Side) -> Side:
+        if not (isinstance(side, Coded) and isinstance(side.codec, Spilled)):
+            return side
+        return change(side, side.codec)
+
+    parts = []
+    for span in row.parts:
+        layers = list(span.segment.layers)
+        keys, values = layers[layer]
+        layers[layer] = changed(keys), changed(values)
+        parts.append(replace(span, segment=replace(span.segment, layers=tuple(layers))))
+    return replace(row, parts=tuple(parts))
+
+
+def _by(reader: LoadedBlocks) -> Callable[[Coded, Spilled], Side]:
+    """Return a function that lets another reader read a spilled side."""
+    return lambda side, codec: replace(side, codec=replace(codec, reader=reader))
+
+
+def wide_sides(
+    ranges: Sequence[ColumnRange], layer: int, ops: CodeOps
+) -> tuple[list[HostSide], list[HostSide]]:
+    """Return keys and values of consecutive columns as numbers, (kv_heads, columns, dim) each.
+
+    Spilled ones are read in one request, and are NumPy's if they are float32.
+    """
+    wanted, spilled = [], []
+    sides: tuple[list[HostSide], list[HostSide]] = ([], [])
+    for segment, start, stop in ranges:
+        pair = segment.layers[layer]
+        if not isinstance(pair[0], Coded) or not isinstance(pair[0].codec, Spilled):
+            for into, (held,) in zip(
+                sides, read_sides([(segment, start, stop)], layer, ops), strict=True
+            ):
+                into.append(held.dequantize(ops).squeeze(0) if isinstance(held, Coded) else held)
+            continue
+        for into, side in zip(sides, pair, strict=True):
+            assert isinstance(side, Coded) and isinstance(side.codec, Spilled)
+            wanted.append(side.codec.run(side, start, stop))
+            own = slice(start % BLOCK_TOKENS, start % BLOCK_TOKENS + stop - start)
+            spilled.append((into, len(into), side, side.codec, own))
+            into.append(np.empty(0, np.float32))
+    if wanted:
+        raw = spilled[0][3].reader.fetch(wanted)
+        for (into, at, side, codec, own), blocks in zip(spilled, raw, strict=True):
+            into[at] = codec.numbers(side, blocks)[:, own]
+    return sides

@@ -1,0 +1,311 @@
+"""Attention over parts that lie where they were written: exact, without joining them first.
+
+The keys and values that a sequence reads lie in parts: segments of the prefix tree, its own run,
+its tail. Each part scores the queries by itself, and the partial results are merged by the
+running maximum and sum of the softmax (Milakov & Gimelshein 2018, "Online normalizer calculation
+for softmax"). The queries of all sequences that read the same part meet its keys in one matrix
+product, so that a shared prefix is read once a step (Juravsky et al. 2024, "Hydragen").
+
+All of it is in base 2: scores are scaled by log2(e) as well, and 2^x takes the place of e^x.
+Operations that a device does in its own way, 2^x among them, are in `AttentionOps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2
+from typing import Any, Protocol, TypeAlias
+
+import mlx.core as mx
+
+LOG2_E = log2(2.718281828459045)
+MASKED = -1e30
+"""The score of a column that is not seen; finite, so that no difference of two is NaN."""
+
+
+class Arithmetic(Protocol):
+    """Operations that a device computes in its own way; `AttentionOps` has them."""
+
+    def exp2(self, x: mx.array) -> mx.array:
+        """Return 2^x for x <= 0."""
+
+    def multiply_keys(self, queries: mx.array, keys: mx.array) -> mx.array:
+        """Return the products (..., m, n) of queries (..., m, d) with keys (..., n, d)."""
+
+
+class CodedReader(Protocol):
+    """Reader of codes: the part of a codec that attention needs."""
+
+    def transform_query(self, queries: mx.array, /) -> mx.array:
+        """Return queries (heads, m, dim) as they meet the codes of keys."""
+
+    def inverse_transform(self, mixed: mx.array, dim: int, /) -> mx.array:
+        """Return a mix of codes as values (heads, m, dim)."""
+
+    def score(self, queries: mx.array, coded: Any, ops: Any, /) -> mx.array:
+        """Multiply transformed queries with keys: (heads, m, tokens)."""
+
+    def mix(self, weights: mx.array, coded: Any, ops: Any, /) -> mx.array:
+        """Mix values by weights (heads, m, tokens)."""
+
+
+class CodedSide(Protocol):
+    """Keys or values that are coded, as attention sees them."""
+
+    @property
+    def codec(self) -> CodedReader:
+        """Reader of the codes."""
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a head."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are."""
+
+    def of_heads(self, start: int, stop: int) -> CodedSide:
+        """Return the heads start..stop-1 as a view."""
+
+    def after(self, earlier: mx.array) -> CodedSide:
+        """Return the same, not read before `earlier` is computed."""
+
+
+KVData: TypeAlias = mx.array | CodedSide
+"""Keys or values of consecutive columns of one sequence: (kv_heads, n, dim), or coded."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWindow:
+    """Visible columns of a query at `position`: the last `window` and the first `keep`.
+
+    Columns behind the query are never visible.
+
+    `window` counts the query's own column; None sees everything in front.
+    """
+
+    window: int | None = None
+    keep: int = 0
+
+    def starts_at(self, position: int) -> int:
+        """Return the first column that is seen beyond the kept ones."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def sees_all(self, position: int) -> bool:
+        """Tell whether a query at `position` sees every column in front of it."""
+        return self.starts_at(position) <= self.keep
+
+    def within(self, window: int | None) -> AttentionWindow:
+        """Return this window, narrowed by the window of a mask that the model asked for.
+
+        A narrower window hides the kept tokens, too, as in the rings of `penstock.kv`.
+        """
+        if window is None or (self.window is not None and self.window <= window):
+            return self
+        return AttentionWindow(window)
+
+    def mask(self, queries: mx.array, columns: mx.array) -> mx.array:
+        """Return the mask of positions (n,) over columns (m,): (n, m) booleans, true if seen."""
+        q, c = queries[:, None], columns[None]
+        seen = c <= q
+        if self.window is not None:
+            near = c > q - self.window
+            seen = seen & (near | (c < self.keep) if self.keep else near)
+        return seen
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Attention over some of the columns, unnormalized, in float32.
+
+    top: (..., 1), the largest score; total: (..., 1), the sum of 2^(score - top);
+    mixed: (..., value_dim), the values weighted by the same.
+    """
+
+    top: mx.array
+    total: mx.array
+    mixed: mx.array
+
+
+def in_base_2(queries: mx.array, scale: float) -> mx.array:
+    """Scale queries so that `score` makes exponents of 2 of them."""
+    return queries * (scale * LOG2_E if queries.dtype == mx.float32 else scale)
+
+
+def grouped(queries: mx.array, kv_heads: int) -> mx.array:
+    """Stack the queries that meet the same key head: (b, heads, n, d) -> (kv_heads, b*r*n, d).
+
+    r = heads / kv_heads: mlx-lm's models let r consecutive heads share one key head.
+    """
+    b, heads, n, d = queries.shape
+    r = heads // kv_heads
+    split = queries.reshape(b, kv_heads, r * n, d)
+    return split.squeeze(0) if b == 1 else split.swapaxes(0, 1).reshape(kv_heads, b * r * n, d)
+
+
+def ungrouped(stacked: mx.array, b: int, heads: int) -> mx.array:
+    """Undo `grouped`: (kv_heads, b*r*n, d) -> (b, heads, n, d)."""
+    kv_heads, rows, d = stacked.shape
+    n = rows * kv_heads // (b * heads)
+    split = stacked.reshape(kv_heads, b, rows // b, d).swapaxes(0, 1)
+    return split.reshape(b, heads, n, d)
+
+
+def weigh(scores: mx.array, device: Arithmetic) -> tuple[mx.array, mx.array, mx.array]:
+    """Turn scores (..., n) into their maximum, weights 2^(score - maximum), and the sum of those.
+
+    The sum is a matrix product with ones: four times as fast as a reduction on the CPU.
+    """
+    top = _largest(scores)
+    weights = device.exp2(scores - top)
+    return top, weights, weights @ mx.ones((scores.shape[-1], 1), weights.dtype)
+
+
+def _largest(scores: mx.array) -> mx.array:
+    """Return the maximum over the last axis, (..., 1); down columns it is twice as fast."""
+    *rows, n = scores.shape
+    if n >= 1024 and n % 64 == 0:
+        scores = mx.max(scores.reshape(*rows, n // 64, 64), axis=-2)
+    return mx.max(scores, axis=-1, keepdims=True)
+
+
+def score(
+    stacked: mx.array,
+    parts: Sequence[KVData],
+    device: Arithmetic,
+    after: mx.array | None = None,
+) -> mx.array:
+    """Score queries (..., m, d) against keys (..., n_i, d): (..., m, sum n_i), float32, base 2.
+
+    In half precision the matrix product is the last that is rounded; the softmax is not. Codes
+    are read one part after the other, and after `after`.
+    """
+    products: list[mx.array] = []
+    codec, queries = None, stacked
+    for keys in parts:
+        if isinstance(keys, mx.array):
+            products.append(device.multiply_keys(stacked, keys))
+            continue
+        if keys.codec != codec:
+            codec, queries = keys.codec, keys.codec.transform_query(stacked)
+        coded = keys if after is None else keys.after(after)
+        after = keys.codec.score(queries, coded, device)
+        products.append(after)
+    if len({product.dtype for product in products}) > 1:
+        products = [product.astype(mx.float32) for product in products]
+    scores = products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)
+    if scores.dtype != mx.float32:
+        scores = scores.astype(mx.float32)
+    return scores if stacked.dtype == mx.float32 else scores * LOG2_E
+
+
+def mix(
+    weights: mx.array, total: mx.array, parts: Sequence[KVData], device: Arithmetic
+) -> mx.array:
+    """Mix values (..., n_i, d) by float32 weights (..., m, sum n_i): (..., m, d), float32.
+
+    total: the weights' sums. Weights of float16 values are divided by them for the product,
+    which would overflow otherwise.
+    """
+    sums: list[mx.array] = []
+    codec, mixed, dim = None, None, 0
+    start = 0
+    for values in parts:
+        stop = start + columns(values)
+        part_weights = weights if len(parts) == 1 else weights[..., start:stop]
+        start = stop
+        if isinstance(values, mx.array):
+            sums.append(_mix(part_weights, total, values))
+            continue
+        coded = values.after(total if mixed is None else mixed)
+        part_mix = values.codec.mix(part_weights, coded, device).astype(mx.float32)
+        if codec is not None and mixed is not None and values.codec != codec:
+            sums.append(codec.inverse_transform(mixed, dim))
+            mixed = None
+        codec, dim = values.codec, values.dim
+        mixed = part_mix if mixed is None else mixed + part_mix
+    if codec is not None and mixed is not None:
+        sums.append(codec.inverse_transform(mixed, dim))
+    return sum(sums[1:], start=sums[0])
+
+
+def columns(side: KVData) -> int:
+    """Return how many columns a side has."""
+    return side.shape[-2] if isinstance(side, mx.array) else side.tokens
+
+
+def _mix(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
+    if values.dtype == mx.float32:
+        return weights @ values
+    if values.dtype == mx.float16:
+        return ((weights / total).astype(mx.float16) @ values).astype(mx.float32) * total
+    return (weights.astype(values.dtype) @ values).astype(mx.float32)
+
+
+def mostly_coded(sides: Sequence[KVData]) -> bool:
+    """Tell whether more than half of the columns are coded."""
+    coded = sum(side.tokens for side in sides if not isinstance(side, mx.array))
+    return coded > 0 and 2 * coded > sum(map(columns, sides))
+
+
+def of_heads(sides: Sequence[KVData], start: int, stop: int) -> list[KVData]:
+    """Return the key heads start..stop-1 of each side."""
+    return [
+        side[start:stop] if isinstance(side, mx.array) else side.of_heads(start, stop)
+        for side in sides
+    ]
+
+
+def attend(
+    stacked: mx.array,
+    keys: Sequence[KVData],
+    values: Sequence[KVData],
+    seen: mx.array | None,
+    after: mx.array | None,
+    device: Arithmetic,
+) -> Partial:
+    """Let stacked queries read consecutive parts, see `AttentionOps.attend_decode`."""
+    scores = score(stacked, keys, device, after)
+    if seen is not None:
+        scores = mx.where(seen, scores, MASKED)
+    top, weights, total = weigh(scores, device)
+    return Partial(top, total, mix(weights, total, values, device))
+
+
+def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
+    """Merge partial results over disjoint columns into the attention's result, float32.
+
+    Args:
+        sinks: scores in base 2 that take part in the softmax and have no value, of a shape that
+            broadcasts to (..., 1); gpt-oss has one a head.
+    """
+    if len(parts) == 1 and sinks is None:
+        return parts[0].mixed / parts[0].total
+    top = parts[0].top if sinks is None else mx.maximum(parts[0].top, sinks)
+    for part in parts[1:]:
+        top = mx.maximum(top, part.top)
+    shares = [mx.power(2.0, part.top - top) for part in parts]
+    total, mixed = shares[0] * parts[0].total, shares[0] * parts[0].mixed
+    for share, part in zip(shares[1:], parts[1:], strict=True):
+        total = total + share * part.total
+        mixed = mixed + share * part.mixed
+    if sinks is not None:
+        total = total + mx.power(2.0, sinks - top)
+    return mixed / total
+
+
+def together(one: Partial, other: Partial) -> Partial:
+    """Return the partial result over the columns of both."""
+    top = mx.maximum(one.top, other.top)
+    mine, theirs = mx.power(2.0, one.top - top), mx.power(2.0, other.top - top)
+    total = mine * one.total + theirs * other.total
+    return Partial(top, total, mine * one.mixed + theirs * other.mixed)
+
+
+def seen_by_chunk(
+    attention_window: AttentionWindow, start: int, n: int, m: int, columns: mx.array | None
+) -> mx.array:
+    """Return (n, m) booleans for queries from `start` on, the last of which owns column m - 1."""
+    at = mx.arange(start + n - m, start + n) if columns is None else columns
+    return attention_window.mask(mx.arange(start, start + n), at)

@@ -1,0 +1,139 @@
+"""Processes that end with their parent, however that ends.
+
+    start ──> this file as a program ──exec──> the command, under the same process id
+                │ Linux: the kernel sends it SIGTERM when the thread that started it is gone
+                └ elsewhere: a watcher beside it does, when the parent's end of a pipe closes
+
+As a program it imports nothing of penstock's, so it starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+KERNEL_WATCHES = sys.platform == "linux"
+"""Whether the kernel signals a process at its parent's end."""
+LOOK_SECONDS = 0.5
+"""Seconds between two checks of a watcher whether its command has ended."""
+STOP_SECONDS = 15.0
+"""Seconds between SIGTERM and SIGKILL."""
+_PR_SET_PDEATHSIG = 1
+
+
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a command that gets SIGTERM when this process, or the calling thread, ends.
+
+    `options` are those of `subprocess.Popen`. A missing program is exit code 1 of the process,
+    and no error here.
+    """
+    program = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+    if KERNEL_WATCHES:
+        return subprocess.Popen([*program, "-1", *command], **options)
+    reading, writing = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [*program, str(reading), *command], pass_fds=(reading,), **options
+        )
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    weakref.finalize(process, os.close, writing)
+    return process
+
+
+def run(
+    command: Sequence[str],
+    *,
+    input: bytes | None = None,
+    timeout: float | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """Run a command to its end with `start`, as `subprocess.run` does."""
+    stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
+    with start(command, **{"stdin": stdin, **options}) as process:
+        try:
+            out, errors = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def end(process: subprocess.Popen[Any], seconds: float = STOP_SECONDS) -> None:
+    """End a process: SIGTERM, and SIGKILL if it is still there after `seconds`."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+# ---- the program
+
+
+def _become(parent: int, pipe: int, command: list[str]) -> None:
+    if pipe < 0:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it has ended before the kernel knew
+            sys.exit(1)
+    else:
+        _watch_beside(pipe)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
+
+
+def _watch_beside(pipe: int) -> None:
+    """Leave an orphan process behind that watches a pipe for this one."""
+    watched = os.getpid()
+    child = os.fork()
+    if child:
+        os.close(pipe)
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    for stream in (0, 1, 2):  # a reader of the command's output waits for nobody else
+        os.close(stream)
+    while _lives(watched):
+        if select.select([pipe], [], [], LOOK_SECONDS)[0]:
+            _kill(watched, signal.SIGTERM)
+            until = time.monotonic() + STOP_SECONDS
+            while _lives(watched) and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
+            _kill(watched, signal.SIGKILL)
+            break
+    os._exit(0)
+
+
+def _lives(process: int) -> bool:
+    return _kill(process, 0)
+
+
+def _kill(process: int, sig: int) -> bool:
+    """Send a signal; return False if there is no such process."""
+    try:
+        os.kill(process, sig)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.cli import options
+from penstock.cli.answer_figures import AnswerFigures
+from penstock.cli.engines import make_engine
+from penstock.config import SamplingSettings, WeightsDtype
+from penstock.engine.engine import Engine
+from penstock.engine.text_calls import Text
+from penstock.memory.sizes import format_bytes
+from penstock.plurals import counted
+
+
+def open_engine(model: str, weights_dtype: WeightsDtype, limits: dict[str, Any]) -> Engine:
+    """Load a model, and make an engine that answers one request at a time."""
+    loaded = options.load_model(model, weights_dtype, limits["memory_limit"])
+    # One answer decodes at a time, so blocks can be quantized while it is written.
+    return make_engine(loaded, max_batch_size=1, kv_cache_quantize_when="active", **limits)
+
+
+class LocalChat:
+    """A conversation with a model here; the engine's prefix cache holds earlier turns."""
+
+    def __init__(self, engine: Engine, system: str | None = None) -> None:
+        self.engine = engine
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = []
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
+        self.last: AnswerFigures | None = None
+        self.engine.clear()
+
+    def answer(self, text: str, sampling: SamplingSettings) -> Generator[str]:
+        """Stream the answer; a turn is recorded once its last piece was taken."""
+        said = [*self.messages, {"role": "user", "content": text}]
+        reply, figures = "", AnswerFigures()
+        with self.engine.chat(said, stream=True, **sampling.model_dump()) as answer:
+            for piece in measured(answer, figures):
+                reply += piece
+                yield piece
+        self.messages = [*said, {"role": "assistant", "content": reply}]
+        self.last = figures
+
+    def stats(self) -> str:
+        return kv_line(self.engine) if self.last is None else figures_line(self.last, self.engine)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def measured(answer: Text, figures: AnswerFigures) -> Iterator[str]:
+    began = first = time.perf_counter()
+    for piece in answer:
+        if not figures.first_seconds:
+            first = time.perf_counter()
+            figures.first_seconds = first - began
+        yield piece
+    assert answer.finish is not None
+    usage = answer.finish.usage
+    figures.prompt_tokens = usage.prompt_tokens
+    figures.cached_tokens = usage.cached_tokens
+    figures.completion_tokens = usage.completion_tokens
+    figures.seconds = time.perf_counter() - first
+
+
+def figures_line(figures: AnswerFigures, engine: Engine) -> str:
+    peak = format_bytes(mx.get_peak_memory())
+    return f"{figures.line()}; peak memory {peak}; {kv_line(engine)}"
+
+
+def figures_record(
+    text: str, reason: str, figures: AnswerFigures, engine: Engine
+) -> dict[str, Any]:
+    return {
+        "text": text,
+        "finish_reason": reason,
+        "prompt_tokens": figures.prompt_tokens,
+        "prompt_tokens_per_second": figures.prompt_tokens_per_second,
+        "generated_tokens": figures.completion_tokens,
+        "generated_tokens_per_second": figures.tokens_per_second,
+        "peak_memory_bytes": mx.get_peak_memory(),
+        "kv": kv_use(engine),
+    }
+
+
+def kv_use(engine: Engine) -> dict[str, int]:
+    stats = engine.stats()
+    kinds = ("nodes", "checkpoints", "key_index")
+    return {"tokens": stats.held_tokens, "nbytes": sum(stats.by_kind[kind] for kind in kinds)}
+
+
+def kv_line(engine: Engine) -> str:
+    use = kv_use(engine)
+    return f"KV {counted(use['tokens'], 'token')} in {format_bytes(use['nbytes'])}"

@@ -1,0 +1,54 @@
+"""Lines for people: on a terminal they break between words alone, so that figures stay whole."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.text import Text
+
+
+def print_line(console: Console, line: str, *, indent: int = 0, label: str = "") -> None:
+    """Print a line, whole where the output is no terminal.
+
+    Args:
+        console: to print to.
+        line: its text.
+        indent: blanks in front of its second and later lines.
+        label: its beginning, in bold.
+    """
+    if console.is_terminal:
+        line = broken(line, console.width, indent)
+    text = Text(line)
+    text.stylize("bold", 0, len(label))
+    console.print(text, soft_wrap=True)
+
+
+def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Print labels and their values in two columns."""
+    pairs = list(rows)
+    width = max(len(label) for label, _ in pairs) + 2
+    for label, value in pairs:
+        print_line(console, f"{label:<{width}}{value}", indent=width, label=label)
+
+
+def broken(line: str, width: int, indent: int = 0) -> str:
+    """Break a text between words, into lines of a width where its words allow it.
+
+    >>> print(broken("a folder: /home/someone/models 1,200 tokens", 12, 2))
+    a folder:
+      /home/someone/models
+      1,200
+      tokens
+    """
+    return "\n".join(
+        textwrap.fill(
+            one,
+            width,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for one in line.split("\n")
+    )

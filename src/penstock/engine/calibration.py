@@ -1,0 +1,87 @@
+"""Runs of random tokens from which an opening engine learns about its model, in reserved bytes.
+
+A run is read in the engine's own chunks, so that it takes no more than its keys and values beside
+the buffers of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.attention.selection.key_centers import (
+    RUN_TOKENS,
+    KeyCenters,
+    centers_of,
+    run_of_tokens,
+)
+from penstock.attention.selection.selection import Selection
+from penstock.config import EngineSettings
+from penstock.engine.model.runner import SCALES_CHUNK, Runner
+from penstock.engine.schedule.costs import MemoryEstimator
+from penstock.kv.codecs.coded import Scales
+from penstock.kv.numpy_arrays import Floats
+from penstock.ledger import Kind, Ledger
+
+KEY_BYTES = 4
+"""Bytes of a number of a key while centers are found, in all layers: as float32."""
+LAYER_BYTES = 4 * 8 + 2 * 4
+"""Bytes more in the layer whose center is found: four arrays of float64, and copies of pieces."""
+SQUARES_BYTES = 2 * 4
+"""Bytes of a number of keys and queries while it is squared: itself and its square, in float32."""
+
+
+class Calibration:
+    """What an engine measures of its model once, before it takes requests.
+
+    Args:
+        runner: of the model.
+        estimator: of the bytes of its steps; those of the largest are reserved.
+        limits: fitted to the model.
+        ledger: the account of the engine.
+    """
+
+    def __init__(
+        self, runner: Runner, estimator: MemoryEstimator, limits: EngineSettings, ledger: Ledger
+    ) -> None:
+        self._runner = runner
+        self._estimator = estimator
+        self._limits = limits
+        self._ledger = ledger
+
+    def centered(self, selection: Selection) -> Selection:
+        """Return a choice whose index leaves out what the keys of each layer have in common.
+
+        Raises:
+            LedgerFull: there is no room for the run.
+        """
+        shapes = self._runner.shapes
+        numbers = [RUN_TOKENS * shape.kv_heads * shape.key_dim for shape in shapes]
+        beside = KEY_BYTES * sum(numbers) + LAYER_BYTES * max(numbers, default=0)
+        with self._ledger.reserve(Kind.BUFFERS, self._estimator.run_bytes(RUN_TOKENS) + beside):
+            return replace(selection, index=replace(selection.index, centers=self._centers()))
+
+    def key_scales(self) -> tuple[Scales, ...]:
+        """Return scales for the channels of each layer's keys; see `Runner.key_scales`.
+
+        Raises:
+            LedgerFull: there is no room for the runs.
+        """
+        runner = self._runner
+        numbers = (SCALES_CHUNK * (s.kv_heads + runner.heads) * s.key_dim for s in runner.shapes)
+        beside = SQUARES_BYTES * max(numbers, default=0)
+        with self._ledger.reserve(Kind.BUFFERS, self._estimator.run_bytes(SCALES_CHUNK) + beside):
+            return runner.key_scales(min(SCALES_CHUNK, self._limits.step_tokens))
+
+    def _centers(self) -> dict[int, KeyCenters]:
+        runner = self._runner
+        tokens = run_of_tokens(runner.vocabulary_size)
+        run = runner.read_run(tokens, 0, self._limits.step_tokens)
+        keys: list[Floats | None] = []
+        for layer in zip(*(segment.layers for segment in run), strict=True):
+            raw = [side for side, _ in layer if isinstance(side, mx.array)]
+            sides = [np.array(side.astype(mx.float32))[0] for side in raw]
+            keys.append(np.concatenate(sides, axis=1) if sides else None)
+        return centers_of(runner.model, keys)

@@ -1,0 +1,39 @@
+"""Figures of the model that a runner runs."""
+
+from __future__ import annotations
+
+from penstock.engine.model.figures import ALL_TOKENS, ChoiceFigures, ModelFigures
+from penstock.engine.model.runner import Runner
+
+
+def figures_of(runner: Runner) -> ModelFigures:
+    """Return the figures of a runner's model as they are now, with the choice that is set."""
+    return ModelFigures(
+        shapes=runner.shapes,
+        heads=runner.heads,
+        choice=_choice(runner),
+        most_joined=ALL_TOKENS if runner.most_joined is None else runner.most_joined,
+        state_bytes=runner.state_bytes,
+        windows=tuple(runner.distinct_windows),
+        whole=runner.fitness.whole,
+        joined=runner.fitness.way == "joined",
+        compresses=runner.layout.compression is not None,
+        is_recurrent=runner.is_recurrent,
+        vocabulary_size=runner.vocabulary_size,
+        context_tokens=runner.context_tokens,
+    )
+
+
+def _choice(runner: Runner) -> ChoiceFigures:
+    """Return the figures of a runner's choice; those of none where it reads all tokens."""
+    if runner.selection is None:
+        return ChoiceFigures()
+    index, memory = runner.selection.index, runner.device.memory
+    step_bytes = index.piece_bytes(runner.shapes) + memory.sign_bytes
+    step_bytes += index.read_bytes(runner.shapes, runner.heads, memory.code_bytes)
+    return ChoiceFigures(
+        tokens=runner.selection.tokens,
+        layers=index.layers,
+        index_token_bytes=runner.index_token_bytes,
+        step_bytes=step_bytes,
+    )

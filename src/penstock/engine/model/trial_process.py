@@ -1,0 +1,109 @@
+"""Process that tries grammars out; started by `grammar_trials`, it imports nothing of penstock.
+
+    a line of JSON: grammar and limits ──> a fork with limits compiles it ──> a line: what it took
+
+Each fork may use so much processor time and memory, and ends; this process stays small. It ends
+when its input closes, so at the latest with the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LINE_BYTES = 1_000
+"""Most bytes of an error's text, so that a pipe takes it at once."""
+
+
+class Bytes:
+    """Tokenizer with a token for each byte, and a special one."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<|special|>")
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode())
+
+
+def main(lines: Iterable[str]) -> None:
+    """Try each grammar of the lines, and write a line for it."""
+    from llguidance import LLTokenizer, TokenizerWrapper  # its place is in the arguments
+
+    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()), slices=[])
+    for line in lines:
+        sys.stdout.write(json.dumps(_forked(tokenizer, **json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+def _forked(
+    tokenizer: Any, grammar: str, limits: dict[str, Any], seconds: float, nbytes: int
+) -> dict[str, Any]:
+    """Return the error of a grammar, if any, its bytes, and its fork's time and signal."""
+    reading, writing = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        try:
+            os.close(reading)
+            _error(tokenizer, 'start: "a"', limits)  # it touches what any grammar does
+            before = _resident_bytes()
+            _limit(seconds, nbytes)
+            error = _error(tokenizer, grammar, limits)
+            result = {"error": error[:LINE_BYTES], "nbytes": _resident_bytes() - before}
+            os.write(writing, json.dumps(result).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        result = json.loads(answer.read() or b"{}")
+    _, status, usage = os.wait4(fork, 0)
+    spent = usage.ru_utime + usage.ru_stime
+    ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    return {**result, "seconds": spent, "signal": ended}
+
+
+def _limit(seconds: float, nbytes: int) -> None:
+    """End this process by a signal after so many seconds of work, or at more than those bytes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    # Without Linux's figures, and where the limit is not kept, the bytes are compared at the end.
+    with suppress(OSError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + nbytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _error(tokenizer: Any, grammar: str, limits: dict[str, Any]) -> str:
+    """Return why a grammar is none, or cannot begin; empty if it can."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    bounds = LLParserLimits(**limits)
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=bounds)
+    if wrong:
+        return str(messages[0])
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=bounds)
+    # The tokens are not the model's: what it cannot say is found where that is known.
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return ""
+
+
+def _resident_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1_024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+if __name__ == "__main__":
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.path[:] = json.loads(sys.argv[1])
+    main(sys.stdin)

@@ -1,0 +1,53 @@
+"""Retention of the index by which decode steps choose tokens: beside the keys of each segment."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+
+from penstock.attention.ops import AttentionOps
+from penstock.attention.selection.key_index import KeyIndex
+from penstock.engine.retention.retention import Path, Retention
+from penstock.kv.segment import Segment
+from penstock.prefix.prefixes import Prefixes
+
+
+class KeyIndexing(Retention):
+    """Indexes the keys of segments. Not thread-safe: the engine's thread.
+
+    Args:
+        index: of the engine's choice.
+        prefixes: of the engine.
+        token_bytes: bytes of the index of one token in all layers.
+        ops: encode the index.
+    """
+
+    def __init__(
+        self, index: KeyIndex, prefixes: Prefixes[Segment], token_bytes: int, ops: AttentionOps
+    ) -> None:
+        self._index = index
+        self._prefixes = prefixes
+        self._token_bytes = token_bytes
+        self._ops = ops
+
+    def computed(self, segment: Segment, start: int) -> Segment:
+        """Return a segment with its index."""
+        return self._index.indexed(segment, start, self._ops)
+
+    def committed(self, segment: Segment, start: int) -> Segment:
+        """Return a segment with its index; one that was encoded has lost that of its keys."""
+        return self._index.indexed(segment, start, self._ops)
+
+    def attached(self, path: Path) -> None:
+        """Index the keys of nodes that came without: from a tier, or before there was an index.
+
+        A node for whose index there is no room is read whole.
+        """
+        for node in path:
+            if self._index.complete(node.segment):
+                continue
+            nbytes = len(node.tokens) * self._token_bytes
+            with suppress(MemoryError, RuntimeError):
+                if self._prefixes.make_room(nbytes):
+                    indexed = partial(self.computed, start=node.start)
+                    self._prefixes.exchange(node, indexed, nbytes)

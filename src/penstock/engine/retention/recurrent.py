@@ -1,0 +1,58 @@
+"""Retention of recurrent layers: checkpoints of their states at boundaries between blocks."""
+
+from __future__ import annotations
+
+from penstock.engine.retention.retention import Path, Retention
+from penstock.kv import states as st
+from penstock.kv.segment import Segment
+from penstock.kv.states import Checkpoint, RecurrentState
+from penstock.prefix import checkpoints as marks
+from penstock.prefix.checkpoints import Checkpoints
+from penstock.prefix.prefixes import Prefixes
+
+
+class RecurrentStates(Retention):
+    """Keeps and evicts checkpoints of a tree. Not thread-safe: the engine's thread.
+
+    Args:
+        prefixes: of the engine.
+        state_bytes: of one sequence's states.
+        spacing_tokens: between two checkpoints that stay near a path's end.
+    """
+
+    def __init__(
+        self, prefixes: Prefixes[Segment], state_bytes: int, *, spacing_tokens: int
+    ) -> None:
+        self.checkpoints = Checkpoints(prefixes, state_bytes, spacing_tokens=spacing_tokens)
+        self._prefixes = prefixes
+        self._state_bytes = state_bytes
+
+    @property
+    def ends_blocks(self) -> bool:
+        """Whether each block is committed alone: states are captured at its end."""
+        return True
+
+    def resume(self, path: Path, limit: int) -> int:
+        """Return the position of the deepest checkpoint of a path, up to a limit, or 0."""
+        return marks.resume(path, limit)[0]
+
+    def state(self, path: Path, position: int) -> RecurrentState | None:
+        """Return the states at a position that `resume` returned; None at the beginning."""
+        return marks.resume(path, position)[1]
+
+    def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
+        """Return the end of a sequence with its states; None without room, or finite states."""
+        if state is None or not self._prefixes.make_room(self._state_bytes):
+            return None
+        states = state.owned()
+        if not st.is_finite(states):
+            return None
+        return segment.checkpointed([Checkpoint(segment.tokens, states, turn_end=True)])
+
+    def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> None:
+        """Keep states under a boundary of a path; see `Checkpoints.capture`."""
+        self.checkpoints.capture(path, position, state, turn_end=turn_end)
+
+    def end_turn(self, path: Path, position: int) -> int:
+        """Mark the deepest checkpoint as the end of a turn; see `Checkpoints.end_turn`."""
+        return self.checkpoints.end_turn(path, position)

@@ -1,0 +1,1 @@
+"""A step of the engine: proposals, and the passes of the model over its sequences."""

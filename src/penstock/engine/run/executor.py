@@ -1,0 +1,308 @@
+"""Passes of the model over sequences: the middle one of the three calls of a step.
+
+    decode   ──> a token of each running sequence is computed and chosen
+    prefill  ──> a chunk of a prompt is computed
+
+Nothing that counts is changed here: the columns that a pass wrote lie behind the visible ends until
+it is postprocessed. A pass that fails is handed on with its error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import mlx.core as mx
+
+from penstock.attention.attention_plan import DecodeRow, in_order
+from penstock.engine.model.prompt_logprobs import Scores, score
+from penstock.engine.model.runner import DecodeOutput, PrefillOutput, Runner
+from penstock.engine.model.sampling import (
+    SampledToken,
+    TokenSampler,
+    greedy_only,
+    likeliest,
+    without_frames,
+)
+from penstock.engine.model.verification import verified, verified_greedy
+from penstock.engine.ranks.process_group import ProcessGroup
+from penstock.engine.run.speculator import Speculator
+from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
+from penstock.engine.schedule.scheduler import State, StepPlan
+from penstock.engine.schedule.sequence import Sequence
+from penstock.errors import PenstockError, StepFailed
+from penstock.kv.states import RecurrentState
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePass:
+    """The next tokens of each of some sequences, or the error of the pass."""
+
+    sequences: list[Sequence]
+    choices: list[list[SampledToken] | Exception]
+    """Tokens of each sequence, at least one, or the error for which none could be chosen."""
+    states: list[RecurrentState | None]
+    """Recurrent states behind the token, one a sequence; None without recurrent layers."""
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class PrefillPass:
+    """The next tokens of one sequence's prompt, or the error of the pass."""
+
+    sequence: Sequence
+    tokens: int
+    started_seconds: float
+    """Start of the pass, in seconds of `time.perf_counter`."""
+    captures: bool = False
+    """Whether the states behind the tokens are kept."""
+    chunk: PrefillOutput | None = None
+    scores: Scores | None = None
+    """Scores of the prompt's tokens behind those of the pass, if they are asked for."""
+    error: Exception | None = None
+
+    def take(self) -> PrefillOutput:
+        """Hand the arrays over: the pass does not keep them alive afterwards."""
+        assert self.chunk is not None
+        chunk, self.chunk = self.chunk, None
+        return chunk
+
+
+StepOutput: TypeAlias = Iterator[DecodePass | PrefillPass]
+
+
+class ModelExecutor:
+    """Runs the model over an engine's sequences. Not thread-safe: the engine's thread.
+
+    Args:
+        runner: of the model.
+        stores: of keys and values; their cold nodes are evicted when MLX is out of memory.
+        group: the processes that run the same passes over the other parts of the model.
+        speculator: proposes tokens that a decode pass checks.
+        logits_tokens: most tokens of a prompt whose logits are computed together.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        stores: KVStores,
+        group: ProcessGroup,
+        speculator: Speculator,
+        *,
+        logits_tokens: int,
+    ) -> None:
+        self._logits_tokens = logits_tokens
+        self._stores = stores
+        self._runner = runner
+        self._tails = stores.tails
+        self._counters = stores.counters
+        self._group = group
+        self._speculator = speculator
+
+    def run(self, plan: StepPlan[Sequence], meanwhile: Callable[[], object]) -> StepOutput:
+        """Yield the passes of a step; each is computed when the one before it was taken.
+
+        So a decoded token counts before a prompt's chunk begins, and a chunk reads the codes of the
+        block in front of it. The arrays of two passes are never held together.
+
+        Args:
+            plan: of the step.
+            meanwhile: called while a decode pass computes.
+        """
+        if plan.decode:
+            yield self._decode(list(plan.decode), meanwhile)
+        for chunk in plan.prefill:
+            yield from self._prefill(chunk.sequence, chunk.tokens)
+
+    # ---- decoding
+
+    def _decode(self, sequences: list[Sequence], meanwhile: Callable[[], object]) -> DecodePass:
+        """Compute and choose the next tokens of each sequence: those proposed that are right."""
+        rows = [sequence.row() for sequence in sequences]
+        order = in_order(rows)
+        sequences, rows = [sequences[i] for i in order], [rows[i] for i in order]
+        proposed = self._speculator.propose(sequences)
+        proposals = [proposal.tokens for proposal in proposed]
+        rows = [
+            replace(row, proposed=len(proposal))
+            for row, proposal in zip(rows, proposals, strict=True)
+        ]
+        width = 1 + max(map(len, proposals))
+        # What stands behind a proposal is written behind what is ever read.
+        new = [
+            [s.tokens[-1], *proposal, *[0] * (width - 1 - len(proposal))]
+            for s, proposal in zip(sequences, proposals, strict=True)
+        ]
+        before = self._recurrent_states(sequences)
+        started = time.perf_counter()
+        try:
+            samplers = [s.sampler for s in sequences]
+            device = self._runner.device
+            with device.decoding(len(rows), width, rows[0].held_tokens):
+                decoded = self._runner.decode(new, rows, self._tails, before)
+                logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
+                if greedy_only(samplers) and _unruled(samplers, proposals):
+                    best = likeliest(logits.reshape(-1, logits.shape[-1]))
+                    _evaluate(meanwhile, best.tokens, best.values, *writes)
+                    chosen = verified_greedy(best.read(), proposals)
+                else:
+                    _evaluate(meanwhile, logits, *writes)
+                    chosen = verified(logits, proposals, samplers, [s.generated for s in sequences])
+            states: list[RecurrentState | None] = [None] * len(sequences)
+            if before:
+                states = self._states_behind(decoded, chosen, new, rows, before)
+        # A boundary: a model's code may raise anything, and none of it may end the engine.
+        except Exception as error:  # noqa: BLE001
+            self._group.fault("decoding", error)
+            return DecodePass(sequences, [], [], without_frames(error))
+        if width == 1:  # of several ranks it always is
+            chosen = _listed(self._group.chosen(_alone(chosen)))
+        seconds = time.perf_counter() - started
+        right = [None if isinstance(of, Exception) else len(of) - 1 for of in chosen]
+        self._speculator.judge(sequences, proposed, right, seconds)
+        self._counters.decode_steps += 1
+        self._counters.decode_seconds.append(seconds)
+        self._counters.model_seconds += seconds
+        return DecodePass(sequences, chosen, states)
+
+    def _recurrent_states(self, sequences: list[Sequence]) -> list[RecurrentState | None]:
+        """Return the states of recurrent layers of each sequence; nothing without such layers."""
+        return [s.kv.recurrent_state for s in sequences] if self._runner.is_recurrent else []
+
+    def _states_behind(
+        self,
+        decoded: DecodeOutput,
+        chosen: list[list[SampledToken] | Exception],
+        new: list[list[int]],
+        rows: list[DecodeRow],
+        before: list[RecurrentState | None],
+    ) -> list[RecurrentState | None]:
+        """Return each row's states of recurrent layers behind its accepted tokens.
+
+        A state that has seen more cannot be taken back: those tokens are read again, from the
+        state before the step.
+        """
+        states: list[RecurrentState | None] = list(decoded.recurrent_states)
+        rejected: dict[int, list[int]] = {}
+        for row, tokens in enumerate(chosen):
+            if not isinstance(tokens, Exception) and len(tokens) < len(new[row]):
+                rejected.setdefault(len(tokens), []).append(row)
+        for count, members in rejected.items():
+            again = self._runner.decode(
+                [new[row][:count] for row in members],
+                [rows[row] for row in members],
+                self._tails,
+                [before[row] for row in members],
+            )
+            mx.eval(again.arrays(), self._tails.buffers())
+            for row, state in zip(members, again.recurrent_states, strict=True):
+                states[row] = state
+        return states
+
+    # ---- prefilling
+
+    def _prefill(self, sequence: Sequence, tokens: int) -> Iterator[PrefillPass]:
+        """Yield the passes over the next tokens of a prompt.
+
+        A model that takes a prompt as mlx-lm cuts it reads up to the next cut.
+        """
+        for stop in self._stops(sequence, tokens):
+            # A decode pass that ran out of memory preempts, and a chunk that fails ends it.
+            while sequence.state is State.PREFILLING and sequence.position < stop:
+                end = min(stop, self._pass_end(sequence, stop))
+                yield self._read(sequence, end - sequence.position, captures=end == stop)
+
+    def _pass_end(self, sequence: Sequence, stop: int) -> int:
+        """Return the position at which a pass over a prompt ends that may go on up to `stop`."""
+        size, start, most = self._stores.block_size, sequence.position, stop
+        if self._stores.by_block:
+            most = size
+        elif sequence.reads_logits and not self._runner.fitness.whole:
+            most = self._logits_tokens
+        return min(stop, start // size * size + most)
+
+    def _stops(self, sequence: Sequence, tokens: int) -> list[int]:
+        """Return the positions, in order, at which a pass over a prompt must end."""
+        start = sequence.position
+        if self._runner.fitness.whole:
+            return [sequence.whole_stop]
+        end = start + tokens
+        if not self._runner.is_recurrent:
+            return [end]
+        # The ends of its last whole block, and of the tree at its admission.
+        wanted = {sequence.kv.last_boundary, sequence.kv.matched_tokens}
+        return [*sorted(stop for stop in wanted if start < stop < end), end]
+
+    def _read(self, sequence: Sequence, count: int, *, captures: bool) -> PrefillPass:
+        """Compute the next `count` tokens of a prompt together."""
+        start, state = sequence.position, sequence.kv.recurrent_state
+        tokens = sequence.tokens[start : start + count]
+        started = time.perf_counter()
+        for attempt in (1, 2):
+            try:
+                called = time.perf_counter()
+                chunk, scores = self._compute(sequence, tokens, start, state)
+                self._counters.model_seconds += time.perf_counter() - called
+                return PrefillPass(sequence, count, started, captures, chunk, scores)
+            # A boundary, as in `_decode`.
+            except Exception as error:  # noqa: BLE001
+                self._group.fault("reading a prompt", error)
+                failed = without_frames(error)
+            if not (attempt == 1 and self._shrink_after(failed)):
+                break
+        return PrefillPass(sequence, count, started, error=failed)
+
+    def _compute(
+        self, sequence: Sequence, tokens: list[int], start: int, state: RecurrentState | None
+    ) -> tuple[PrefillOutput, Scores | None]:
+        """Compute tokens of a prompt, and the scores of those behind them if they are wanted."""
+        spans, logprobs = sequence.kv.spans(), sequence.kv.prompt_logprobs
+        end = start + len(tokens)
+        if logprobs is None or end <= logprobs.read_positions:
+            return self._runner.prefill(tokens, spans, start, state), None
+        logits, chunk = self._runner.read(tokens, spans, start, state)
+        return chunk, score(logits, logprobs.targets(start, end), logprobs.top)
+
+    def _shrink_after(self, error: Exception) -> bool:
+        """Make room for a second try after MLX ran out of memory; tell whether that was it."""
+        return self._stores.shrink_after(error)
+
+
+def _evaluate(meanwhile: Callable[[], object], *arrays: mx.array) -> None:
+    """Compute arrays, and do something else at the same time."""
+    mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
+    try:
+        meanwhile()
+    finally:
+        mx.eval(*arrays)
+
+
+def _unruled(samplers: list[TokenSampler], proposals: list[list[int]]) -> bool:
+    """Tell whether no row with a rule has a proposal, behind which the rule may forbid tokens."""
+    pairs = zip(samplers, proposals, strict=True)
+    return not any(proposal and sampler.constraint is not None for sampler, proposal in pairs)
+
+
+def _alone(chosen: list[list[SampledToken] | Exception]) -> list[SampledToken | Exception]:
+    """Return the only token of each row."""
+    return [of if isinstance(of, Exception) else of[0] for of in chosen]
+
+
+def _listed(chosen: list[SampledToken | Exception]) -> list[list[SampledToken] | Exception]:
+    return [of if isinstance(of, Exception) else [of] for of in chosen]
+
+
+def step_error(doing: str, error: Exception) -> PenstockError:
+    """Return the error with which an answer ends because of one in a step, without its frames."""
+    if isinstance(error, PenstockError):
+        without_frames(error)  # they would keep the step's arrays
+        return error
+    if out_of_memory(error):
+        failed = StepFailed(f"out of memory while {doing}, after cold nodes were evicted: {error}")
+        failed.status = 503
+        return failed
+    failed = StepFailed(f"the model failed while {doing}: {type(error).__name__}: {error}")
+    failed.__cause__ = without_frames(error)  # its frames would keep the step's arrays
+    return failed

@@ -1,0 +1,159 @@
+"""Check that the largest steps that the settings ask for fit, before they take memory.
+
+Small steps are run in reserved bytes; a line through the last two predicts the one that is asked
+for. A step is doubled as long as the next one fits, from a few tokens to a few times a usual one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import log2
+
+import mlx.core as mx
+
+from penstock.config import MAX_BATCH_SIZE, PREFILL_CHUNK, EngineSettings
+from penstock.engine.model.runner import Runner
+from penstock.engine.model.step_trials import SLACK, Reserve
+from penstock.engine.ranks.process_group import ProcessGroup
+from penstock.engine.run.measured_steps import LOGIT_COPIES, decode, prefill, sample
+from penstock.engine.schedule.costs import MASK_BYTES
+from penstock.errors import StepTooLarge
+from penstock.kv.tails import Tails
+from penstock.ledger import Kind, Ledger
+from penstock.memory.sizes import format_bytes
+
+SMALL_BATCH = 8
+"""Sequences of a usual step."""
+FIRST = 4
+"""Tokens or sequences of the first step that is run."""
+DOUBLINGS = 3
+"""Most doublings of a step beyond two usual ones; its bytes grow in a line from there on."""
+
+
+def check_largest_steps(
+    ledger: Ledger, limits: EngineSettings, runner: Runner, group: ProcessGroup, columns: int
+) -> None:
+    """Refuse a batch or a chunk that cannot fit beside the weights; the usual ones are not tried.
+
+    Args:
+        ledger: the ledger; the weights are counted in it.
+        limits: the engine's settings.
+        runner: runs its model.
+        group: the ranks; the one that takes most counts.
+        columns: columns of a tail.
+
+    Raises:
+        StepTooLarge: one cannot fit; the error has the bytes that it would take.
+    """
+    free, reserve = ledger.free_bytes, partial(ledger.reserve, Kind.BUFFERS)
+    sequences, tokens = limits.max_batch_size, limits.step_tokens
+    if sequences > MAX_BATCH_SIZE:
+        pool = sequences * columns * runner.token_bytes
+        masks = MASK_BYTES * sequences * runner.vocabulary_size
+        _check("max_batch_size", sequences, pool + masks, ledger)
+        width, logits = limits.speculative_tokens + 1, LOGIT_COPIES * 4 * runner.vocabulary_size
+        row = width * (runner.step_token_bytes + logits) + columns * runner.token_bytes
+        for run, beside, unit in (
+            (partial(sample, runner), pool + masks, logits),
+            (partial(_decode, runner, columns, width), pool, row),
+        ):
+            trial = SizedTrial(run, unit, reserve, group)
+            step = trial.needed(SMALL_BATCH, sequences, free - beside)
+            _check("max_batch_size", sequences, beside + int(SLACK * step), ledger)
+    if tokens > PREFILL_CHUNK and not runner.fitness.whole:
+        setting = "prefill_chunk" if tokens == limits.prefill_chunk else "block_size"
+        _check(setting, tokens, tokens * runner.held_token_bytes, ledger)
+        # From a usual chunk on, back ends that bound their scores have as many as they ever do.
+        trial = SizedTrial(partial(prefill, runner), runner.step_token_bytes, reserve, group)
+        step = trial.needed(PREFILL_CHUNK, tokens, free)
+        _check(setting, tokens, int(SLACK * step), ledger)
+
+
+def _check(setting: str, asked: int, needed: int, ledger: Ledger) -> None:
+    limit, free = ledger.limit_bytes, ledger.free_bytes
+    if needed <= free:
+        return
+    flag = f"--{setting.replace('_', '-')}"
+    raise StepTooLarge(
+        f"{setting} ({flag}) of {asked:,} needs about {format_bytes(needed)} for one step; the "
+        f"limit of {format_bytes(limit)} leaves {format_bytes(free)} beside the weights. Lower "
+        f"{flag}, or raise --memory-limit",
+        needed,
+        free,
+        limit,
+    )
+
+
+class SizedTrial:
+    """Runs of a step of growing size, each in the bytes that it is expected to take.
+
+    Args:
+        run: runs a step of a size.
+        unit_bytes: bytes that a token or sequence takes, about.
+        reserve: reserves bytes.
+        group: the ranks; the one that takes most counts.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[int], object],
+        unit_bytes: int,
+        reserve: Reserve,
+        group: ProcessGroup,
+    ) -> None:
+        self._run = run
+        self._unit_bytes = unit_bytes
+        self._reserve = reserve
+        self._group = group
+
+    def needed(self, small: int, asked: int, free_bytes: int) -> int:
+        """Return the bytes of a step of `asked` tokens or sequences; only steps that fit are run.
+
+        Args:
+            small: the size from twice which on the line through two sizes is believed.
+            asked: the size in question; more than `small`.
+            free_bytes: bytes that a step may take.
+        """
+        size, less, taken = min(FIRST, small), 0, 0
+        expected = self._unit_bytes * size
+        while expected <= free_bytes:
+            less, taken = taken, self._taken(size, expected)
+            if size == asked:
+                return taken
+            if size >= small << DOUBLINGS + 1:
+                return _line(size, less, taken, asked)
+            following = min(2 * size, asked)
+            # Bytes that grow in a line, beside a constant; or bytes that grow with a power.
+            power = taken * (taken / max(1, less)) ** log2(following / size)
+            if size >= 2 * small:
+                line = _line(size, less, taken, asked)
+                if max(line, power) > free_bytes or asked <= 2 * size:
+                    return max(line, int(power))
+            expected = int(SLACK * (power if less else taken * following / size))
+            size = following
+        return max(expected, expected * asked // size)
+
+    def _taken(self, size: int, expected: int) -> int:
+        """Return the bytes that a step takes."""
+        with self._reserve(expected):
+            if size <= FIRST:
+                self._run(size)  # the first time, something else may be made
+            return max(1, self._group.most(_peak(partial(self._run, size))))
+
+
+def _line(size: int, less: int, taken: int, asked: int) -> int:
+    """Return the bytes of a size on the line through those of a size and of its half."""
+    return taken + (taken - less) * (asked - size) * 2 // size
+
+
+def _decode(runner: Runner, columns: int, width: int, count: int) -> None:
+    """Decode `width` tokens for so many empty sequences, with tails of their own."""
+    decode(runner, Tails(count, columns, runner.shapes), width, count)
+
+
+def _peak(run: Callable[[], object]) -> int:
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    run()
+    return mx.get_peak_memory() - before

@@ -1,0 +1,154 @@
+"""Measurement of the largest steps of an engine, which run once, without content."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import inf
+
+import mlx.core as mx
+
+from penstock.attention.attention_plan import DecodeRow
+from penstock.config import EngineSettings
+from penstock.engine.model.runner import Runner
+from penstock.engine.model.runner_figures import figures_of
+from penstock.engine.model.sampling import TokenSampler, sample_all
+from penstock.engine.model.step_peaks import StepPeaks, measured_once
+from penstock.engine.model.step_trials import Reserve, StepTrials
+from penstock.engine.request import Sampling
+from penstock.engine.schedule.costs import first_scores_bytes
+from penstock.kv.block_format import BlockFormat
+from penstock.kv.segment import KVSpan
+from penstock.kv.states import RecurrentState
+from penstock.kv.tails import Tails
+
+logger = logging.getLogger(__name__)
+
+FAR_TOKENS = 4_096
+"""Tokens in front of the chunk that is measured where layers compress: as many as give all the rows
+that are ever picked for a token."""
+LOGIT_COPIES = 4
+"""Copies of a row's logits, as float32, while a token is chosen with all settings, about."""
+EVERYTHING = Sampling(
+    temperature=1.0,
+    top_p=0.9,
+    top_k=50,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logprobs=True,
+    top_logprobs=20,
+)
+"""Settings with which sampling takes most memory."""
+
+
+def no_reservation(nbytes: int) -> AbstractContextManager[object]:
+    """Reserve nothing."""
+    return nullcontext()
+
+
+def no_bound() -> float:
+    """Return that any number of bytes could be reserved."""
+    return inf
+
+
+def step_peaks(
+    runner: Runner,
+    limits: EngineSettings,
+    tails: Tails,
+    reserve: Reserve = no_reservation,
+    free: Callable[[], float] = no_bound,
+) -> StepPeaks:
+    """Return the bytes that the largest steps take beside their result.
+
+    They run once, unless an engine with the same limits was made on a model of this form before.
+    The tails may have allocated their memory afterwards.
+
+    Args:
+        runner: of the model.
+        limits: fitted to the model.
+        tails: the pool, reserved.
+        reserve: reserves the bytes that a step is expected to take, before it runs.
+        free: returns the bytes that could be reserved.
+
+    Raises:
+        LedgerFull, NeverFits: there is no room for a step, or for one that would tell.
+    """
+    run_as = (
+        *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),
+        *(tails.columns, limits.speculative_tokens, type(runner.device), runner.divided),
+        *(runner.layout.compression is not None, limits.attend_tokens, limits.attend_full_layers),
+        limits.attend_rest,
+        runner.ways.nbytes(1, 1) > 0,
+    )
+    return measured_once(
+        runner.model, run_as, lambda: run_steps(runner, limits, tails, reserve, free)
+    )
+
+
+def run_steps(
+    runner: Runner,
+    limits: EngineSettings,
+    tails: Tails,
+    reserve: Reserve = no_reservation,
+    free: Callable[[], float] = no_bound,
+) -> StepPeaks:
+    """Run the largest steps without content, or smaller ones where they take too long."""
+    width, slots = limits.speculative_tokens + 1, limits.max_batch_size
+    figures = figures_of(runner)
+    # The bytes of states, and of compressed rows, do not grow in proportion.
+    in_steps = figures.is_recurrent or figures.compresses
+    trials = StepTrials(reserve, free, alone=runner.ranks == 1, whole=in_steps)
+    token, logits = runner.step_token_bytes, LOGIT_COPIES * 4 * runner.vocabulary_size
+    scores = partial(first_scores_bytes, figures, runner.device.memory)
+    logger.info("measuring a short step")
+    read = trials.measure(partial(prefill, runner), limits.step_tokens, token, scores=scores)
+    decoded = trials.measure(partial(decode, runner, tails, width), slots, width * (token + logits))
+    sampled = trials.measure(partial(sample, runner), slots, logits)
+    far = 0
+    if figures.compresses:
+        blank = BlockFormat.of(runner.shapes).blank(FAR_TOKENS).nbytes
+        beyond = trials.measure(
+            partial(_prefill_far, runner), limits.step_tokens, token, beside=blank, scores=scores
+        )
+        far = blank + beyond.scaled(limits.step_tokens)
+    return StepPeaks(
+        prefill=read.scaled(limits.step_tokens),
+        decode=decoded.scaled(slots),
+        sample=sampled.scaled(slots),
+        far=far,
+        far_tokens=FAR_TOKENS,
+        token_seconds=read.seconds / read.size,
+        measured_tokens=read.size,
+    )
+
+
+def prefill(runner: Runner, count: int) -> None:
+    """Read a chunk of so many tokens of number 0."""
+    runner.prefill([0] * count, (), 0)
+
+
+def decode(runner: Runner, tails: Tails, width: int, count: int) -> None:
+    """Decode `width` tokens for so many empty sequences."""
+    rows = [DecodeRow((), 0, slot, 0) for slot in range(count)]
+    recurrent_states = [None] * count if runner.is_recurrent else []
+    decoded = runner.decode([[0] * width] * count, rows, tails, recurrent_states)
+    mx.eval(decoded.logits, decoded.arrays(), tails.buffers())
+
+
+def sample(runner: Runner, count: int) -> None:
+    """Choose tokens for so many sequences."""
+    logits = mx.random.normal((count, runner.vocabulary_size), key=mx.random.key(0))
+    samplers = [TokenSampler(EVERYTHING, (0,), choice) for choice in range(count)]
+    sample_all(logits, samplers, [()] * count)
+
+
+def _prefill_far(runner: Runner, count: int) -> None:
+    """Read a chunk of so many tokens behind `FAR_TOKENS` blank ones."""
+    states = runner.state_form
+    nothing = {name: mx.zeros(shape, dtype) for name, shape, dtype in states.arrays}
+    blank = BlockFormat.of(runner.shapes).blank(FAR_TOKENS)
+    span = KVSpan(blank, 0, FAR_TOKENS)
+    runner.prefill([0] * count, [span], FAR_TOKENS, RecurrentState(states.states(nothing)))

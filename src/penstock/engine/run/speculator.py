@@ -1,0 +1,246 @@
+"""Speculation of an engine: the tokens that a decode step checks, and their outcome.
+
+    propose ──> a proposal a sequence, as far as its rule allows ──> all as long as pays
+    draft   ──> tokens of a draft model, where they pay with what it costs to choose them
+    judge   ──> time of the step, tokens that were right
+
+A failure here is a missing proposal, which is counted; no answer depends on one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Items
+
+from penstock.engine.draft.draft import Draft, NoDraft
+from penstock.engine.model.proposals import (
+    DRAFTED,
+    FIRST_SHARE,
+    LONGEST_NGRAM,
+    NOTHING,
+    NgramProposer,
+    PredictionProposer,
+    Proposal,
+    Proposer,
+    outcomes,
+)
+from penstock.engine.model.sampling import Rule
+from penstock.engine.model.shared_text import SharedProposer, SharedText
+from penstock.engine.model.step_costs import FORGET_STEPS, StepCosts
+from penstock.engine.prefill_rate import RunningMean
+from penstock.engine.schedule.kv_stores import KVStores
+from penstock.engine.schedule.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class Speculator:
+    """Proposes tokens for an engine's sequences. Not thread-safe: the engine's thread.
+
+    Args:
+        stores: of keys and values; proposals end with their tails and blocks.
+        most: proposed tokens of a sequence in a step; 0 is none.
+        draft: a draft model, or none.
+    """
+
+    def __init__(self, stores: KVStores, most: int, draft: Draft | NoDraft) -> None:
+        self.most = most
+        self._stores = stores
+        self._counters = stores.counters
+        self._block_size = stores.block_size
+        self._costs = StepCosts()
+        self._shared = SharedText() if most else SharedText(0)
+        self._draft = draft
+        self._draft_share = RunningMean(FIRST_SHARE)
+        """Share of drafted tokens that were right, of all sequences."""
+        self._undrafted = 0
+        """Steps since a drafted token was checked."""
+
+    def forget(self) -> None:
+        """Forget the text of sequences."""
+        self._shared.clear()
+
+    def propose(self, sequences: Items[Sequence]) -> list[Proposal]:
+        """Return the tokens to check for each sequence in the next step."""
+        checked = nothing = [NOTHING] * len(sequences)
+        if not self.most:
+            return nothing
+        proposals = [self._proposal(sequence) for sequence in sequences]
+        try:
+            if self._draft.proposes:
+                proposals = self._drafted(sequences, proposals)
+            if proposals != nothing and (
+                width := self._costs.best_width(_expected(sequences, proposals))
+            ):
+                checked = [Proposal(tokens[:width], agreement) for tokens, agreement in proposals]
+        # A boundary: a proposal may be missing, an answer may not.
+        except Exception:  # noqa: BLE001
+            self._note_fault()
+        return checked
+
+    def judge(
+        self,
+        sequences: Items[Sequence],
+        proposals: Items[Proposal],
+        accepted: Items[int | None],
+        seconds: float,
+    ) -> None:
+        """Count the proposals that were right, and learn of them and of the step's time.
+
+        Args:
+            sequences: of the step.
+            proposals: of each.
+            accepted: how many first tokens of each were right; None for a row that failed.
+            seconds: of the step.
+        """
+        if not self.most:
+            return
+        try:
+            width = max([len(proposal.tokens) for proposal in proposals])
+            self._costs.add(len(sequences), width, seconds)
+            for sequence, (tokens, agreement), right in zip(
+                sequences, proposals, accepted, strict=True
+            ):
+                if right is not None:
+                    sequence.speculation.judged(len(tokens), right, agreement)
+                    self._counters.proposed_tokens += len(tokens)
+                    self._counters.accepted_tokens += right
+                    if agreement == DRAFTED:
+                        self._judge_draft(len(tokens), right)
+            if self._draft.proposes:
+                self._retry(sequences)
+        # A boundary, as in `propose`.
+        except Exception:  # noqa: BLE001
+            self._note_fault()
+
+    # ---- parts
+
+    def _drafted(self, sequences: Items[Sequence], proposals: list[Proposal]) -> list[Proposal]:
+        rooms = [self._room(sequence) for sequence in sequences]
+        wanting = [i for i, s in enumerate(sequences) if rooms[i] and _wants(s, proposals[i])]
+        texts = _expected(sequences, proposals)
+        hoped = list(texts)
+        for i in wanting:
+            hoped[i] = (rooms[i], sequences[i].speculation.share(DRAFTED))
+        width, speed = self._costs.best(hoped, len(wanting))
+        if not wanting or speed <= self._costs.best(texts)[1]:
+            return proposals
+        try:
+            saved = self._costs.saved_seconds(len(sequences), speed)
+            ready = self._draft.follow(
+                [sequences[i] for i in wanting],
+                [saved * sequences[i].missing_tokens for i in wanting],
+            )
+            wanting = [i for i, is_ready in zip(wanting, ready, strict=True) if is_ready]
+            most = [min(width, rooms[i]) for i in wanting]
+            drafts = self._timed([sequences[i] for i in wanting], most)
+            return _merged(sequences, proposals, dict(zip(wanting, drafts, strict=True)))
+        # A boundary, as in `propose`.
+        except Exception:  # noqa: BLE001
+            self._note_fault()
+            self._draft.drop()
+            return proposals
+
+    def _timed(self, sequences: list[Sequence], most: list[int]) -> list[list[int]]:
+        """Return the tokens of the draft model, and note the time of one of its passes."""
+        started = time.perf_counter()
+        drafts = self._draft.draft(sequences, most)
+        if longest := max(map(len, drafts), default=0):
+            seconds = time.perf_counter() - started
+            self._costs.add_draft(len(sequences), seconds / longest)
+        return drafts
+
+    def _judge_draft(self, proposed: int, right: int) -> None:
+        self._counters.drafted_tokens += proposed
+        self._counters.accepted_draft_tokens += right
+        self._undrafted = 0
+        for value in outcomes(proposed, right):
+            self._draft_share.add(value)
+
+    def _retry(self, sequences: Items[Sequence]) -> None:
+        """Expect something of the draft model again, after many steps without it."""
+        self._undrafted += 1
+        if self._undrafted > FORGET_STEPS:
+            self._undrafted = 0
+            self._draft_share.value = max(self._draft_share.value, FIRST_SHARE)
+            for sequence in sequences:
+                sequence.speculation.expect(DRAFTED, self._draft_share.value)
+
+    def _proposal(self, sequence: Sequence) -> Proposal:
+        """Return a sequence's proposal; none where it fails."""
+        try:
+            most, speculation = self._room(sequence), sequence.speculation
+            if not speculation.proposers:
+                speculation.proposers = self._proposers(sequence)
+                speculation.expect(DRAFTED, self._draft_share.value)
+            proposal = speculation.propose(sequence.kv.tokens, most)
+            if len(proposal.tokens) > most:
+                proposal = Proposal(proposal.tokens[:most], proposal.agreement)
+            return _allowed(sequence.sampler.constraint, proposal, most)
+        # A boundary, as in `propose`.
+        except Exception:  # noqa: BLE001
+            self._note_fault()
+            return NOTHING
+
+    def _note_fault(self) -> None:
+        """Count a proposal that failed; the step goes on without."""
+        logger.warning("a proposal failed", exc_info=True)
+        self._counters.failed_proposals += 1
+
+    def _room(self, sequence: Sequence) -> int:
+        """Return the most tokens that can be proposed; they end with the tail and the block."""
+        kv = sequence.kv
+        position = kv.position
+        room = min(
+            self._stores.tails.columns - kv.tail,
+            self._block_size - position % self._block_size,
+            sequence.reserved_tokens - position,
+            sequence.missing_tokens,
+        )
+        return max(0, min(self.most, room - 1))
+
+    def _proposers(self, sequence: Sequence) -> list[Proposer]:
+        """Return the proposers of a sequence; the first of those with the same agreement counts."""
+        request = sequence.request
+        root = self._stores.prefixes.root(request.salt)
+        shared = SharedProposer(self._shared, sequence.id, root, sequence.kv.matched_tokens)
+        proposers: list[Proposer] = [NgramProposer(), shared]
+        if request.prediction:
+            proposers.insert(0, PredictionProposer(request.prediction, sequence.prompt_tokens))
+        return proposers
+
+
+def _expected(sequences: Items[Sequence], proposals: Items[Proposal]) -> list[tuple[int, float]]:
+    return [
+        (len(proposal.tokens), sequence.speculation.share(proposal.agreement))
+        for sequence, proposal in zip(sequences, proposals, strict=True)
+    ]
+
+
+def _wants(sequence: Sequence, proposal: Proposal) -> bool:
+    """Tell whether a draft model is expected to be right more often than a proposal."""
+    speculation = sequence.speculation
+    better = speculation.share(DRAFTED) > speculation.share(proposal.agreement)
+    return better or not proposal.tokens
+
+
+def _merged(
+    sequences: Items[Sequence], proposals: Items[Proposal], drafts: dict[int, list[int]]
+) -> list[Proposal]:
+    """Return proposals with drafted tokens in the place of some, as far as rules allow them."""
+    return [
+        _allowed(sequences[i].sampler.constraint, Proposal(drafts[i], DRAFTED), len(drafts[i]))
+        if drafts.get(i)
+        else proposal
+        for i, proposal in enumerate(proposals)
+    ]
+
+
+def _allowed(rule: Rule | None, proposal: Proposal, most: int) -> Proposal:
+    """Return a proposal as far as the answer's rule allows it; tokens that it forces come first."""
+    if rule is None:
+        return proposal
+    if forced := rule.forced()[:most]:
+        return Proposal(forced, LONGEST_NGRAM)
+    return Proposal(proposal.tokens[: rule.allowed_tokens(proposal.tokens)], proposal.agreement)

@@ -1,0 +1,205 @@
+"""Restores blocks of admitted sequences from cold tiers, instead of computing them.
+
+    prefilling ──> begin: a tier has more of the chain, and reading it is quicker
+    restoring  ──> take: blocks that have come join the tree; late ones are computed
+               ──> all is there, or it takes too long: prefilling again
+
+With recurrent layers the blocks come first and the checkpoint behind them last. A sequence cannot
+resume before the checkpoint is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.engine.offload.engine_tier import EngineTier, Restore
+from penstock.engine.offload.tier_group import TierGroup
+from penstock.engine.schedule.admission import Admission
+from penstock.engine.schedule.budget import MemoryBudget
+from penstock.engine.schedule.kv_stores import KVStores
+from penstock.engine.schedule.scheduler import Scheduler, State
+from penstock.engine.schedule.sequence import Sequence
+from penstock.kv.segment import Segment
+from penstock.ledger import Kind
+from penstock.prefix.prefixes import Prefixes
+from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer
+
+ASK_SECONDS = 0.5
+"""Longest wait of a prompt until the tiers have said how much of it they hold."""
+
+
+class Restoring:
+    """Reads from cold tiers for sequences. Not thread-safe: the engine's thread.
+
+    Args:
+        tiers: the tiers.
+        prefixes: tree that takes the restored blocks.
+        scheduler: knows which sequences are admitted, and which wait for a tier.
+        admission: of the sequences.
+        stores: of keys and values.
+        budget: for tokens that are computed after all.
+        clock: seconds, for deadlines of restores.
+    """
+
+    def __init__(
+        self,
+        tiers: TierGroup,
+        prefixes: Prefixes[Segment],
+        scheduler: Scheduler[Sequence],
+        *,
+        admission: Admission,
+        stores: KVStores,
+        budget: MemoryBudget,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tiers = tiers
+        self._prefixes = prefixes
+        self._scheduler = scheduler
+        self._admission = admission
+        self._stores = stores
+        self._budget = budget
+        self._clock = clock
+        self._size = prefixes.block_size
+
+    def begin(self) -> None:
+        """Begin to restore blocks that would take longer to compute."""
+        restored = self._scheduler.restoring_hashes()
+        for sequence in self._scheduler.placed():
+            lookup = sequence.tier_lookup
+            if lookup is None or sequence.next_block_hash in restored:
+                continue
+            if not lookup.done():
+                if sequence.state is State.PREFILLING:
+                    self._scheduler.act(sequence, "fetch")
+                    sequence.restore_deadline = self._clock() + ASK_SECONDS
+                continue
+            blocks_by_tier = lookup.found()
+            most = self._most_blocks(sequence)
+            # Asked once; where all of them do not fit into memory together, some are read.
+            longest = max(blocks_by_tier.values(), default=0)
+            sequence.tier_lookup = lookup if longest > most else None
+            blocks_by_tier = {tier: min(n, most) for tier, n in blocks_by_tier.items()}
+            held = self._stores.matched(sequence.block_hashes) // self._size
+            root = self._prefixes.root(sequence.request.salt)
+            cached_blocks = sequence.kv.num_cached_tokens // self._size
+            self._tiers.note_held(lookup, sequence.block_hashes[:held], root, cached_blocks)
+            if sequence.state is State.PREFILLING and self._begin(sequence, blocks_by_tier):
+                restored |= self._scheduler.restoring_hashes()
+
+    def take(self) -> None:
+        """Insert restored blocks, and let sequences compute blocks that take too long to come."""
+        for sequence in self._scheduler.sequences(State.RESTORING):
+            while sequence.restores and sequence.restores[0].answer.done():
+                self._take_in(sequence, sequence.restores.pop(0))
+            impatient = self._clock() > sequence.restore_deadline
+            if sequence.restores and impatient:
+                self._lose_patience(sequence)
+            lookup = sequence.tier_lookup
+            if lookup is not None and impatient:
+                lookup = sequence.tier_lookup = None
+            if not sequence.restores and (lookup is None or lookup.done()):
+                self._scheduler.act(sequence, "fetched")
+                if sequence.resumed_at is None or self._go_on(sequence):
+                    self._admission.advance(sequence)
+                    self._admission.spill(sequence)
+
+    # ---- parts
+
+    def _most_blocks(self, sequence: Sequence) -> int:
+        """Return up to which block of its chain a sequence has room for restored ones."""
+        if not self._stores.spills:
+            return len(sequence.block_hashes)
+        cached = sequence.kv.num_cached_tokens
+        return (cached + self._budget.in_flight_tokens) // self._size
+
+    def _begin(self, sequence: Sequence, blocks_by_tier: dict[EngineTier, int]) -> bool:
+        """Begin to restore a chain from the fastest tier; return False if that saves no time."""
+        cached = sequence.kv.num_cached_tokens // self._size
+        if self._stores.by_block:  # the last token's block is computed
+            most = sequence.kv.readable_tokens // self._size
+            blocks_by_tier = {tier: min(n, most) for tier, n in blocks_by_tier.items()}
+        blocked = bool(sequence.kv.own_spans)
+        if not self._stores.figures.is_recurrent and sequence.kv.resumed_tokens:
+            blocked = False  # its states are those of the path: it can resume a block earlier
+        fastest = None if blocked else self._tiers.fastest(blocks_by_tier, cached)
+        if fastest is None:
+            return False
+        assert sequence.kv.reservation is not None
+        self._admission.count_hit(sequence, -sequence.kv.drop_partial())
+        tier, in_tier = fastest
+        block_hashes, states = sequence.block_hashes[:in_tier], None
+        sequence.restore_deadline = self._clock() + tier.patience_seconds(cached, in_tier)
+        if tier.has_states:
+            states = tier.begin_states(block_hashes)
+            if states is None:
+                return False
+            sequence.resumed_at = sequence.kv.num_cached_tokens
+            cached = sequence.kv.follow(block_hashes)  # those need the states alone
+        sequence.restores = tier.begin(block_hashes, cached, sequence.kv.reservation)
+        if states is not None:
+            sequence.restores.append(states)
+        self._scheduler.act(sequence, "fetch")
+        return True
+
+    def _go_on(self, sequence: Sequence) -> bool:
+        """Resume at the deepest restored position with states.
+
+        Returns:
+            False if there is no room to compute the tokens behind it; the sequence is preempted.
+        """
+        before, sequence.resumed_at = sequence.resumed_at, None
+        sequence.kv.resume()
+        if not self._budget.reserve_anew(sequence):
+            self._admission.preempt(sequence)
+            return False
+        self._admission.count_hit(
+            sequence, sequence.kv.num_cached_tokens - (before or 0), restored=True
+        )
+        return True
+
+    def _take_in(self, sequence: Sequence, restore: Restore) -> None:
+        """Insert restored blocks into the tree; cancel the reads behind a missing one."""
+        assert sequence.kv.reservation is not None
+        if isinstance(restore.buffer, StateRestoreBuffer):
+            self._take_in_states(sequence, restore)
+            return
+        start, size = sequence.kv.num_cached_tokens, self._size
+        nbytes = restore.paid.nbytes
+        blocks = restore.tier.take(restore, sequence.kv.reservation)
+        if restore.first * size != start:  # those in front of them are missing
+            return
+        copied = nbytes if restore.cached_blocks or blocks < restore.blocks else 0
+        if blocks and self._prefixes.make_room(copied):
+            with self._prefixes.ledger.reserve(Kind.BUFFERS, copied):
+                sequence.kv.splice(restore.segment(blocks, size))
+        # The last token of a prompt is computed in any case, for its logits.
+        sequence.kv.leave_last()
+        if sequence.resumed_at is None:
+            self._admission.count_hit(
+                sequence, sequence.kv.num_cached_tokens - start, restored=True
+            )
+        self._admission.advance(sequence)
+        if sequence.kv.num_cached_tokens < min(
+            start + restore.blocks * size, sequence.kv.readable_tokens
+        ):
+            sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv.reservation)
+
+    def _take_in_states(self, sequence: Sequence, restore: Restore) -> None:
+        """Capture a restored checkpoint, if all the blocks before it are there."""
+        states = restore.tier.take_states(restore)
+        if states is not None:
+            sequence.kv.capture_restored(restore.first * self._size, states)
+
+    def _lose_patience(self, sequence: Sequence) -> None:
+        """Let a sequence compute blocks that did not come in time, if there is room for both."""
+        assert sequence.kv.reservation is not None
+        sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv.reservation)
+        nbytes = sum(
+            restore.own_bytes
+            for restore in sequence.restores
+            if isinstance(restore.buffer, RestoreBuffer)
+        )
+        if self._prefixes.make_room(nbytes):
+            self._tiers.leave(sequence.restores)
+            sequence.restores = []
+            sequence.kv.reservation.resize(sequence.kv.reservation.nbytes + nbytes)

@@ -1,0 +1,171 @@
+"""Text in, text out: prompts of people become requests, and their events text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+from penstock.engine.handle import Handle
+from penstock.engine.request import Finish, Request, Sampling, Token
+from penstock.errors import SettingError
+from penstock.models.mlx_lm import encode, render
+from penstock.models.template_renderer import TemplateRenderer
+from penstock.plurals import counted
+
+Message: TypeAlias = Mapping[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that chat templates know."""
+_GIVEN = {"prompt", "sampling", "n", "goes_on"}
+"""Fields of `Request` that these calls set themselves."""
+NAMES = frozenset(Sampling.model_fields) | (frozenset(Request.model_fields) - _GIVEN)
+"""Settings of an answer: fields of `Request` and of its `Sampling`, by the same names."""
+
+
+def text_request(tokens: Sequence[int], *, goes_on: bool, settings: Mapping[str, Any]) -> Request:
+    """Return the request of an answer, from fields of `Request` and of `Sampling` together.
+
+    Raises:
+        SettingError: a name is none of theirs, or a value is out of its range.
+    """
+    for name in settings:
+        if name not in NAMES:
+            near = get_close_matches(name, NAMES, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            more = "; engine.submit(Request(...)) takes it" if name in _GIVEN else hint
+            raise SettingError(f"{name} is no setting of an answer{more}")
+    chosen = {name: value for name, value in settings.items() if name in Sampling.model_fields}
+    rest = {name: value for name, value in settings.items() if name not in chosen}
+    if isinstance(rest.get("stop"), str):
+        rest["stop"] = (rest["stop"],)
+    return Request(prompt=tuple(tokens), sampling=Sampling(**chosen), goes_on=goes_on, **rest)
+
+
+def check_length(request: Request, context_tokens: int | None) -> None:
+    """Refuse an answer for which the model has no positions.
+
+    Raises:
+        SettingError: prompt and answer are longer than the model's context.
+    """
+    left = (context_tokens or 2**31) - len(request.prompt)
+    if left < 1:
+        raise SettingError(
+            f"the prompt has {counted(len(request.prompt), 'token')}; the model's context has "
+            f"{context_tokens:,} for prompt and answer; shorten the prompt"
+        )
+    if request.max_tokens > left:
+        raise SettingError(
+            f"max_tokens {request.max_tokens:,} is too many: behind the prompt's "
+            f"{counted(len(request.prompt), 'token')} the model's context has room for {left:,}; "
+            f"lower max_tokens"
+        )
+
+
+def text_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that a model is to continue.
+
+    Raises:
+        SettingError: it is no text, or empty; or there is no tokenizer.
+    """
+    _check_tokenizer(tokenizer)
+    if not isinstance(text, str):
+        raise SettingError(
+            f"the prompt is a {type(text).__name__}, not text; tokens go into "
+            f"engine.submit(Request(prompt=...)), messages into engine.chat"
+        )
+    tokens = encode(tokenizer, text)
+    if not tokens:
+        raise SettingError("the prompt is empty; give some text to continue")
+    return tokens
+
+
+def chat_tokens(
+    tokenizer: Any,
+    messages: str | Sequence[Message],
+    template_args: Mapping[str, Any],
+    renderer: TemplateRenderer,
+) -> list[int]:
+    """Return the tokens of a conversation, by the model's chat template.
+
+    Raises:
+        SettingError: a message has no role that templates know, or no content.
+        ModelError: there is no chat template, or it refuses the messages, or does not end.
+    """
+    _check_tokenizer(tokenizer)
+    talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    return render(tokenizer, list(_checked(talk)), renderer=renderer, **template_args)
+
+
+def _checked(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    if not messages:
+        raise SettingError("messages is empty; give at least one, the user's")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise SettingError(
+                f"messages[{number}] is a {type(message).__name__}; a message is a dict as "
+                f"{{'role': 'user', 'content': 'Hello'}}"
+            )
+        role = message.get("role")
+        if role not in ROLES:
+            near = get_close_matches(str(role), ROLES, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it is one of {', '.join(ROLES)}"
+            raise SettingError(f"messages[{number}] has the role {role!r}{hint}")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise SettingError(f"messages[{number}] has no content; give its text")
+        yield {**message}
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is None:
+        raise SettingError(
+            "this engine has no tokenizer: make it with Engine(model, tokenizer), or give tokens "
+            "to engine.submit"
+        )
+
+
+class Text(Iterator[str]):
+    """The text of one answer, as it becomes certain: iterate, or take `rest`.
+
+    The answer is cancelled when this is closed, left as a context manager, or deleted.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+        """The request behind it, with tokens and log-probabilities in `choices`."""
+
+    @property
+    def finish(self) -> Finish | None:
+        """The end, with its reason and usage; None before it."""
+        return self.handle.choices[0].finish
+
+    def __next__(self) -> str:
+        """Return the next text that is not empty.
+
+        Raises:
+            PenstockError: the reason why the answer failed.
+        """
+        while not self.handle.done:
+            event: Token | Finish = next(iter(self.handle))
+            if isinstance(event, Finish) and event.error is not None:
+                raise event.error
+            if event.text:
+                return event.text
+        raise StopIteration
+
+    def rest(self) -> str:
+        """Wait for the end, and return the text that was not yet taken."""
+        return "".join(self)
+
+    def close(self) -> None:
+        """Cancel the answer, if it has not ended."""
+        if not self.handle.done:
+            self.handle.cancel()
+
+    def __enter__(self) -> Text:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,25 @@
+"""Plug-ins: parts found by entry points, and imported by nothing by name.
+
+`pyproject.toml` names those of this package, in the group `penstock.plugins`. Another package may
+name one in place of ours.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+GROUP = "penstock.plugins"
+
+
+@cache
+def extension(name: str) -> Any | None:
+    """Return the object of a plug-in's entry point; None where it is not installed."""
+    for entry in entry_points(group=GROUP, name=name):
+        try:
+            return entry.load()
+        except ModuleNotFoundError as error:
+            if error.name is None or not entry.module.startswith(error.name):
+                raise  # it lacks another module; its own is gone otherwise
+    return None

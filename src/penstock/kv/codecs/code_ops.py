@@ -1,0 +1,74 @@
+"""Operations on codes: the reference in MLX's operations."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import mlx.core as mx
+
+from penstock.kv.codecs.wide_codes import multiply
+
+SIGNS_AT_ONCE = 2**18
+"""Codes of one bit that become floats together: 1 MiB."""
+
+
+class CodeOps:
+    """Operations that codecs need, in MLX's operations; a device may override them."""
+
+    lanes: int = 1
+    """Streams that work is divided between."""
+
+    def lane(self, number: int | None) -> AbstractContextManager[None]:
+        """Put computations in this context on a lane, by its number; None: on neither."""
+        return nullcontext()
+
+    def settle(self, number: int) -> None:
+        """Wait until everything this thread has put into a lane is computed."""
+        with self.lane(number):
+            mx.synchronize()
+
+    def extremes(self, groups: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the float32 minimum and maximum over the last axis; NaN propagates."""
+        return groups.min(axis=-1).astype(mx.float32), groups.max(axis=-1).astype(mx.float32)
+
+    def as_float32(self, x: mx.array) -> mx.array:
+        """Return x as float32; numbers that are not finite may become finite."""
+        return x.astype(mx.float32)
+
+    def dequantize_codes(
+        self, codes: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int
+    ) -> mx.array:
+        """Return the numbers of codes (..., rows, words), float32, as `mx.dequantize` does."""
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
+
+    def multiply_codes(
+        self,
+        x: mx.array,
+        codes: mx.array,
+        scales: mx.array,
+        biases: mx.array,
+        *,
+        transpose: bool,
+        group_size: int,
+        bits: int,
+    ) -> mx.array:
+        """Multiply by codes as `mx.quantized_matmul` does, in the quickest precision."""
+        return mx.quantized_matmul(
+            x,
+            codes,
+            scales.astype(x.dtype),
+            biases.astype(x.dtype),
+            transpose=transpose,
+            group_size=group_size,
+            bits=bits,
+        )
+
+    def multiply_signs(self, x: mx.array, codes: mx.array, levels: mx.array) -> mx.array:
+        """Multiply x (heads, m, n) by signs (heads, rows, n / 32) of sizes `levels` (heads, rows).
+
+        A bit a number, 1 is plus. Returns (heads, m, rows), float32. MLX has no kernel for it.
+        """
+        steps, x = 2 * mx.expand_dims(levels, -1), x.astype(mx.float32)
+        parts = x, codes, steps, -steps / 2
+        return multiply(*parts, transpose=True, bits=1, at_once=SIGNS_AT_ONCE)

@@ -1,0 +1,48 @@
+"""Codecs of keys and of values, as a setting pairs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from penstock.kv.codecs.coded import Codec, Scales
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Codecs of keys and of values; None is raw."""
+
+    name: str
+    keys: Codec | None
+    values: Codec | None
+    scales: tuple[Scales, ...] = ()
+    """Scales of the keys' channels, by layer; empty means 1 everywhere."""
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return tuple(codec for codec in (self.keys, self.values) if codec is not None)
+
+    def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> Scheme:
+        """Return it with the scales that `measure` returns, if the keys' codec uses any."""
+        if self.keys is None or not self.keys.takes_scales:
+            return self
+        scales = measure()
+        return replace(self, scales=scales if any(scales) else ())
+
+    def of_layer(self, number: int) -> Scheme:
+        if self.keys is None or not self.scales:
+            return self
+        return replace(self, keys=self.keys.scaled(self.scales[number]), scales=())
+
+    def token_bits(self, key_dim: int, value_dim: int, dtype_bits: int) -> int:
+        """Return the bits of one token of one head, both sides; raise ValueError as codecs do."""
+        sides = ((self.keys, key_dim), (self.values, value_dim))
+        return sum(
+            dim * dtype_bits if codec is None else codec.token_bits(dim) for codec, dim in sides
+        )
+
+    def ratio(self, key_dim: int, value_dim: int, dtype_bits: int = 16) -> float:
+        """Return the compression of raw numbers of so many bits."""
+        raw_bits = (key_dim + value_dim) * dtype_bits
+        return float(Fraction(raw_bits, self.token_bits(key_dim, value_dim, dtype_bits)))

@@ -1,0 +1,142 @@
+"""Codes as floats, in place of MLX's own kernels for codes on the CPU.
+
+There MLX reads every code again for each row of the product. With several rows codes become floats
+once, which BLAS multiplies: 3 to 8 times quicker for 32 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import mlx.core as mx
+
+ALONG_FROM = {1: 1, 2: 3, 3: 3, 4: 2, 5: 4, 6: 3, 8: 1}
+"""Rows from which a product along codes of so many bits is quicker with floats. MLX has no
+kernel for 1 bit."""
+ACROSS_FROM = {1: 1, 2: 3, 3: 3, 4: 5, 5: 3, 6: 5, 8: 5}
+"""Rows from which a product across codes of so many bits is quicker with floats."""
+BUFFERS = 5
+"""Floats alive at a time, as a multiple of the floats multiplied together; 4.4 measured, with MLX
+working several operations ahead."""
+
+
+def is_quicker(rows: int, bits: int, *, transpose: bool) -> bool:
+    """Return whether a product of so many rows with codes is quicker with floats."""
+    return rows >= (ALONG_FROM if transpose else ACROSS_FROM)[bits]
+
+
+def multiply(
+    x: mx.array,
+    codes: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    *,
+    transpose: bool,
+    bits: int,
+    at_once: int,
+) -> mx.array:
+    """Multiply float32 by codes as `mx.quantized_matmul` does, up to `at_once` codes together."""
+    biases = biases + scales * 2 ** (bits - 1)  # of codes about zero, see `_WideCodes`
+    products: list[mx.array] = []
+    by_span = codes.ndim > 3  # tokens are in spans, with a product each
+    count = codes.shape[1]
+    step = max(1, at_once * bits * count // max(1, 32 * codes.size))
+    for start in range(0, max(1, count), step):
+        columns = slice(start, start + step)
+        now = codes[:, columns]
+        if products:  # one after the other, so that few of them are floats at the same time
+            now = mx.depends([now], [products[-1]])[0]
+        chunk = _WideCodes(now, scales[:, columns], biases[:, columns], bits)
+        if transpose:
+            products.append(chunk.along(x[:, columns] if by_span else x))
+        else:
+            products.append(chunk.across(x[:, columns] if by_span else x[..., columns]))
+    if len(products) == 1:
+        return products[0]
+    if by_span or transpose:
+        return mx.concatenate(products, axis=1 if by_span else -1)
+    return sum(products[1:], start=products[0])
+
+
+def dequantize(
+    codes: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int
+) -> mx.array:
+    """Return float32 numbers of codes, 2 to 13 times quicker than `mx.dequantize` on the CPU."""
+    parts = planes(codes, bits)
+    whole = parts[0] if len(parts) == 1 else mx.stack(parts, axis=-1)
+    groups = whole.reshape(*scales.shape, group_size).astype(mx.float32)
+    return (groups * scales[..., None] + biases[..., None]).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class _WideCodes:
+    """Codes multiplied as floats; scales and offsets apply to the products.
+
+    Half their range is subtracted from all codes: adding a product and an offset of the opposite
+    sign and about its size would lose digits.
+    """
+
+    codes: mx.array
+    """(..., rows, words)"""
+    scales: mx.array
+    """(..., rows, groups), as the offsets."""
+    biases: mx.array
+    bits: int
+
+    def along(self, x: mx.array) -> mx.array:
+        """Return x (..., m, n) times the rows: (..., m, rows)."""
+        total, groups = None, self.scales.shape[-1]
+        width = x.shape[-1] // groups
+        for group in range(groups):
+            part = x[..., group * width : (group + 1) * width]
+            floats = self._floats(group)
+            products = [
+                part[..., number :: len(floats)] @ plane.swapaxes(-1, -2)
+                for number, plane in enumerate(floats)
+            ]
+            scaled = sum(products[1:], start=products[0]) * self.scales[..., None, :, group]
+            scaled = scaled + part.sum(axis=-1, keepdims=True) * self.biases[..., None, :, group]
+            total = scaled if total is None else total + scaled
+        assert total is not None
+        return total
+
+    def across(self, x: mx.array) -> mx.array:
+        """Return the rows' sum, weighed by x (..., m, rows): (..., m, n)."""
+        products = []
+        for group in range(self.scales.shape[-1]):
+            weights = x * self.scales[..., None, :, group]
+            columns = mx.stack([weights @ plane for plane in self._floats(group)], axis=-1)
+            offset = x @ self.biases[..., group : group + 1]
+            products.append(columns.flatten(-2) + offset)
+        return products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)
+
+    def _floats(self, group: int) -> list[mx.array]:
+        """Return the planes of one group, about zero."""
+        width = self.codes.shape[-1] // self.scales.shape[-1]
+        codes = self.codes[..., group * width : (group + 1) * width]
+        half = 2 ** (self.bits - 1)
+        return [
+            (plane - half).view(mx.int8).astype(mx.float32) for plane in planes(codes, self.bits)
+        ]
+
+
+def planes(codes: mx.array, bits: int) -> list[mx.array]:
+    """Return codes (..., words) as uint8, (..., codes): number i of k has the codes i, i + k, ...
+
+    They lie as `pack` lays them, the lowest bits first, in two bytes at most.
+    """
+    raw = codes.view(mx.uint8)
+    common = gcd(8, bits)
+    floats = []
+    for number in range(8 // common):
+        first, shift = divmod(number * bits, 8)
+        code = raw[..., first :: bits // common]
+        if shift:
+            code = code >> shift
+        if shift + bits > 8:
+            code = code | (raw[..., first + 1 :: bits // common] << (8 - shift))
+        if shift + bits != 8:
+            code = code & (2**bits - 1)
+        floats.append(code)
+    return floats

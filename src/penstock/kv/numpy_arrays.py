@@ -1,0 +1,12 @@
+"""NumPy arrays of keys, values and their places, by the type of their elements."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Integers: TypeAlias = npt.NDArray[np.int64]
+Booleans: TypeAlias = npt.NDArray[np.bool_]

@@ -1,0 +1,61 @@
+"""Replacement of a model's chat template: from a file, or one known by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.errors import SettingError
+from penstock.models.mlx_lm import Loaded, chat_templates, render, set_chat_template
+from penstock.models.template_trial import check_template
+
+MOST_BYTES = 1_000_000
+"""Largest file of a template, in bytes."""
+TURN_END = "<|im_end|>"
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TEMPLATES = {"chatml": CHATML}
+"""Templates by their names in `--chat-template`."""
+
+
+def template_text(setting: str, named: Mapping[str, str] | None = None) -> str:
+    """Return the template of a setting: one of the `named` ones, a file, or the text.
+
+    >>> template_text("{{ messages[0].content }}")
+    '{{ messages[0].content }}'
+    """
+    known = {**(named or {}), **TEMPLATES}
+    if setting in known:
+        return known[setting]
+    if "{%" in setting or "{{" in setting:
+        return setting
+    file = Path(setting).expanduser()
+    if not file.is_file():
+        raise SettingError(
+            f"--chat-template {setting}: there is no such file; name one, or {', '.join(known)}"
+        )
+    if file.stat().st_size > MOST_BYTES:
+        raise SettingError(
+            f"--chat-template {setting}: a template has {MOST_BYTES:,} bytes at most"
+        )
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--chat-template {setting}: {error}; name a file of text") from None
+
+
+def use_template(loaded: Loaded, setting: str) -> None:
+    """Replace a model's chat template, and try it on a question; SettingError or ModelError.
+
+    With ChatML the end of a turn ends an answer, where the vocabulary has that mark.
+    """
+    text = template_text(setting, chat_templates(loaded.tokenizer))
+    check_template("--chat-template", text)
+    set_chat_template(loaded.tokenizer, text)
+    if text == CHATML and TURN_END in loaded.tokenizer.get_vocab():
+        loaded.tokenizer.add_eos_token(TURN_END)
+    render(loaded.tokenizer, [{"role": "user", "content": "Hello"}])

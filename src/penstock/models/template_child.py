@@ -1,0 +1,216 @@
+"""Render chat templates in a process of little memory and time.
+
+`template_trial` and `template_renderer` run this file by its path; it imports nothing of
+penstock's, so it starts at once. It ends with `TOO_LARGE` where memory runs out, by a signal where
+time does, and else with 0. An error of the template itself is for the user that sends it messages.
+
+    CPU_SECONDS MEMORY_BYTES            render a template of standard input with a few talks
+    CPU_SECONDS MEMORY_BYTES requests   render a request a line, and answer each with a line
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+TOO_LARGE = 3
+LINE_CHARACTERS = 200
+"""Characters of an error's first line that are told."""
+USER = {"role": "user", "content": "Hello"}
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "look_up", "arguments": {"text": "Tern."}},
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "description": "Look up.", "parameters": {"type": "object"}},
+}
+TALKS = (
+    [USER],
+    [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {"role": "assistant", "content": "Hi"},
+        USER,
+    ],
+    [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "A bird.", "tool_call_id": "call00001", "name": "look_up"},
+    ],
+)
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+def bound_memory(nbytes: int) -> None:
+    """Bound the memory of this process, on systems that can."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+
+
+def bound_time(seconds: float) -> None:
+    """End this process after so many seconds of computing from now; 0 is no end.
+
+    On a system without such a bound the parent's clock ends it.
+    """
+    with suppress(ImportError, AttributeError, ValueError, OSError):
+        import signal
+
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def environment() -> Any:
+    """Return Jinja's environment with all that transformers gives to a template."""
+    from jinja2.exceptions import SecurityError, TemplateError
+    from jinja2.ext import Extension
+    from jinja2.nodes import Scope
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - as Jinja has it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return Scope(body).set_lineno(line)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(
+        x: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(x, ensure_ascii=ensure_ascii, **options)
+
+    class TemplateDict:
+        """Maker of dicts, whose type is not to be had."""
+
+        def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
+            return dict(*args, **entries)
+
+        def fromkeys(self, *args: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args)
+
+    class TemplateNamespace(Namespace):
+        """Namespace without attributes of Python's own."""
+
+        def __init__(*args: Any, **attributes: Any) -> None:  # `self=...` is an attribute, too
+            entries = dict(*args[1:], **attributes)
+            for name in entries:
+                TemplateNamespace.check_name(name)
+            Namespace.__init__(args[0], entries)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            TemplateNamespace.check_name(name)
+            Namespace.__setitem__(self, name, value)
+
+        @staticmethod
+        def check_name(name: Any) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise SecurityError(f"a namespace has no attribute {name!r}")
+
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    jinja.filters["tojson"] = tojson
+    jinja.globals["dict"] = TemplateDict()
+    jinja.globals["namespace"] = TemplateNamespace
+    jinja.globals["raise_exception"] = raise_exception
+    jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return jinja
+
+
+def compiled(jinja: Any, source: str) -> Any:
+    """Compile a template; raise MemoryError if its constants alone take too much.
+
+    Jinja computes constants when it compiles, and ignores those that fail.
+    """
+    from jinja2.nodes import EvalContext, Expr, Impossible
+
+    for node in jinja.parse(source).find_all(Expr):
+        try:
+            node.as_const(EvalContext(jinja))
+        except Impossible as error:
+            if isinstance(error.__cause__, MemoryError):
+                raise error.__cause__ from None
+    return jinja.from_string(source)
+
+
+def render(source: str, cpu_seconds: float) -> None:
+    """Render every talk as transformers does, ignoring errors of the template."""
+    jinja = environment()  # to import Jinja where nothing is compiled takes a second of its own
+    bound_time(cpu_seconds)
+    for tools in (None, [TOOL]):
+        for talk in TALKS:
+            variables = {"messages": talk, "tools": tools, "documents": None, **TOKENS}
+            try:
+                compiled(jinja, source).render(add_generation_prompt=True, **variables)
+            except MemoryError:
+                sys.exit(TOO_LARGE)
+            except Exception:  # noqa: BLE001 - a template raises anything
+                continue
+
+
+def program(file: str, name: str) -> Callable[..., str]:
+    """Return a function of a file."""
+    spec = importlib.util.spec_from_file_location("template_program", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[..., str] = getattr(module, name)
+    return function
+
+
+def refusal(error: Exception) -> str:
+    """Return an error's class and first line."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line[:LINE_CHARACTERS]}".removesuffix(": ")
+
+
+def serve(cpu_seconds: float) -> None:
+    """Render the requests of standard input, a JSON line each, until it ends."""
+    jinja = environment()
+    renderers: dict[str, Callable[..., str]] = {}
+    for line in sys.stdin.buffer:
+        try:
+            request = json.loads(line)
+            source, function = request["source"], request["program"]
+            key = json.dumps([source, function])
+            if function is not None and key not in renderers:
+                renderers = {key: program(*function)}
+            bound_time(cpu_seconds)
+            if key not in renderers:
+                renderers = {key: compiled(jinja, source).render}
+            text = renderers[key](**request["given"])
+            bound_time(0)
+            much = len(text) > request["most_characters"]
+            answer = json.dumps({"characters": len(text)} if much else {"text": text})
+        except MemoryError:
+            sys.exit(TOO_LARGE)
+        except Exception as error:  # noqa: BLE001 - a template raises anything
+            bound_time(0)
+            answer = json.dumps({"refusal": refusal(error)})
+        sys.stdout.write(f"{answer}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    bound_memory(int(sys.argv[2]))
+    if "requests" in sys.argv:
+        serve(float(sys.argv[1]))
+    else:
+        render(sys.stdin.buffer.read().decode("utf-8", "replace"), float(sys.argv[1]))

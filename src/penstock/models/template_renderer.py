@@ -1,0 +1,164 @@
+"""Renders chat templates, which are programs of models' makers, in bounded processes.
+
+A template may never end, or take all memory. So none is rendered in the process of the engine:
+`template_child` renders it in one of its own, and its text comes back.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import penstock.children as children
+from penstock.errors import ModelError
+from penstock.models import template_child
+from penstock.plurals import counted
+
+CPU_SECONDS = 2
+"""Processor time of a rendering; real templates take milliseconds."""
+WALL_SECONDS = 60.0
+"""Seconds after which a rendering counts as hung, where processor time cannot be bounded."""
+MEMORY_BYTES = 1 << 30
+END_SECONDS = 30.0
+"""Seconds in which a process whose output has ended ends by itself."""
+WAIT_SECONDS = 0.05
+"""Seconds between two looks whether a text is still wanted."""
+TEXT_SHARE = 16
+"""Characters of a text for each byte of the messages it is made of, at most."""
+LEAST_TEXT = 1_000_000
+"""Characters that any text may have."""
+
+
+class TemplateOverrun(ModelError):
+    """A chat template does not end, or takes too much memory."""
+
+    status = 400
+
+
+class TemplateRefusal(ModelError):
+    """A chat template raises for a conversation; the text is its error's class and first line."""
+
+    status = 400
+
+
+class TemplateRenderer:
+    """Renderer of chat templates, with a bounded process for each thread that asks.
+
+    Any thread may call it. Its processes end with it, with their thread, or with `close`.
+    """
+
+    def __init__(self, cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._memory_bytes = memory_bytes
+        self._own = threading.local()
+        self._ends: list[weakref.finalize[Any, Any]] = []
+
+    def __enter__(self) -> TemplateRenderer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; a later call starts one again."""
+        while self._ends:
+            self._ends.pop()()
+
+    def start(self) -> None:
+        """Start this thread's process, so that no rendering waits for it."""
+        self.render("", {})
+
+    def render(
+        self,
+        source: str,
+        given: Mapping[str, Any],
+        gone: Callable[[], bool] = lambda: False,
+        *,
+        program: tuple[str, str] | None = None,
+    ) -> str:
+        """Return the text of a template.
+
+        Args:
+            source: the template, in Jinja's language.
+            given: its variables.
+            gone: tells whether nobody waits for the text any more.
+            program: file and name of a function that takes the variables, in place of a template.
+
+        Raises:
+            TemplateRefusal: the template raises.
+            TemplateOverrun: it does not end in time, or takes too much memory.
+        """
+        variables = json.dumps(given, default=str)
+        most = LEAST_TEXT + len(source) + TEXT_SHARE * len(variables)
+        head = json.dumps({"source": source, "program": program, "most_characters": most})
+        line = f'{head[:-1]}, "given": {variables}}}\n'.encode()
+        process = self._process()
+        answer = self._exchange(process, line, gone)
+        if answer:
+            outcome = json.loads(answer)
+            if "refusal" in outcome:
+                raise TemplateRefusal(outcome["refusal"])
+            if "text" in outcome:
+                return str(outcome["text"])
+            much = f"makes {counted(outcome['characters'], 'character')}, more than {most:,},"
+        else:
+            self._own.process = None
+            if _end(process, 0.0 if answer is None else END_SECONDS) == template_child.TOO_LARGE:
+                much = f"takes more than {self._memory_bytes >> 20:,} MiB"
+            else:
+                much = f"does not end within {self._cpu_seconds:g} s"
+        raise TemplateOverrun(f"the model's chat template {much} for these messages")
+
+    def _exchange(
+        self, process: subprocess.Popen[bytes], line: bytes, gone: Callable[[], bool]
+    ) -> bytes | None:
+        """Send a request; return the answer, empty if the process has ended, None in no time."""
+        assert process.stdin is not None and process.stdout is not None
+        until = time.monotonic() + WALL_SECONDS
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+        except OSError:
+            return b""
+        while time.monotonic() < until and not gone():
+            if select.select([process.stdout], [], [], WAIT_SECONDS)[0]:
+                return process.stdout.readline()
+        return None
+
+    def _process(self) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
+        if process is None or process.poll() is not None:
+            process = self._own.process = children.start(
+                [
+                    *(sys.executable, "-I", template_child.__file__),
+                    *(str(self._cpu_seconds), str(self._memory_bytes), "requests"),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            self._ends = [end for end in self._ends if end.alive]
+            self._ends.append(weakref.finalize(self, _end, process))
+        return process
+
+
+def _end(process: subprocess.Popen[bytes], seconds: float = 0.0) -> int:
+    """End a process, by force after some seconds, close its pipes, and return its exit code."""
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+    return code

@@ -1,0 +1,81 @@
+"""Attention of a layer of a decode step on the CPU: several rows at once, by NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import mlx.core as mx
+
+from penstock.attention.attention_plan import AttentionPlan
+from penstock.attention.layer_decode import LayerDecode
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRead:
+    """Columns that the rows first..last-1 of a decode step read together."""
+
+    first: int
+    last: int
+    pieces: Sequence[tuple[mx.array, mx.array, int, int]]
+    """Keys and values (1, kv_heads, n, dim) of segments, and the columns start..stop-1 of them."""
+    seen: mx.array | None
+    """(rows, width, columns) booleans; None if every row sees all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTails:
+    """Tails of the rows of a decode step, in the buffers of all slots."""
+
+    keys: mx.array
+    """(slots, kv_heads, columns, dim)."""
+    values: mx.array
+    slots: Sequence[int]
+    """Slots of the rows."""
+    columns: int
+    """Columns of the longest, the new tokens among them."""
+    seen: mx.array | None
+    """(rows, width, columns) booleans; None if every row sees all of it."""
+
+
+RowsAttention: TypeAlias = Callable[
+    [mx.array, Sequence[RowsRead], RowTails, mx.array | None], mx.array | None
+]
+"""Attention of several rows at once; None where it is to be part by part."""
+
+
+@dataclass(frozen=True, slots=True)
+class CPULayerDecode(LayerDecode):
+    """One layer of a decode step, whose rows are read together where all is float32."""
+
+    attend_rows: RowsAttention
+
+    def together(
+        self, queries: mx.array, layout: AttentionPlan, sinks: mx.array | None
+    ) -> mx.array:
+        """See `LayerDecode`."""
+        reads = self._uncoded(layout)
+        if reads is not None:
+            tails, slots = self.step.tails, [row.slot for row in self.step.rows]
+            columns = layout.tail_columns
+            own = RowTails(*tails.layer(self.layer), slots, columns, layout.tail_seen)
+            done = self.attend_rows(queries, reads, own, sinks)
+            if done is not None:
+                return done
+        return LayerDecode.together(self, queries, layout, sinks)
+
+    def _uncoded(self, layout: AttentionPlan) -> list[RowsRead] | None:
+        """Return all reads of a plan in this layer; None if some of them are in codes."""
+        reads = []
+        for shared in (shared for level in layout.levels for shared in level):
+            pieces = []
+            for segment, start, stop in shared.pieces:
+                if segment.missing:
+                    start, stop = segment.columns(self.layer, start, stop)
+                keys, values = segment.layers[self.layer]
+                if not (isinstance(keys, mx.array) and isinstance(values, mx.array)):
+                    return None
+                pieces.append((keys, values, start, stop))
+            reads.append(RowsRead(shared.first, shared.last, pieces, shared.seen))
+        return reads

@@ -1,0 +1,221 @@
+"""Attention of several rows' decode step on the CPU, by NumPy, where MLX's arrays lie.
+
+Each row reads parts of its own, which are small. MLX takes some thirty operations a part and
+layer for them, and their dispatch was more than half of a step of eight rows; NumPy takes ten.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from penstock.attention.span_attention import MASKED
+from penstock.blas import multiplies_unpacked
+from penstock.kv.numpy_arrays import Booleans, Floats
+from penstock.plugins.cpu.cpu_softmax import exp2_in_place
+
+ColumnArrays: TypeAlias = tuple[Floats, Floats]
+"""Keys and values of consecutive columns, (..., n, dim) each."""
+
+_QUIET = np.errstate(all="ignore")  # what a model makes of numbers that are not finite is its own
+FEW_QUERIES, MANY_KEYS = 32, 64
+"""Most queries that are quicker from the right, up to 6 times (64 take twice as long), and the
+fewest keys for which that holds in NumPy."""
+UNPACKED_PRODUCTS = 10**6
+"""Single products up to which OpenBLAS copies nothing if it has such kernels."""
+DIVIDED_FROM = 2**15
+"""Scores of all parts from which a second thread takes half of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPart:
+    """Columns that neighboring rows read under one softmax."""
+
+    rows: slice
+    """Rows of the stacked queries (kv_heads, m, d)."""
+    pieces: Sequence[ColumnArrays]
+    """(kv_heads, n_i, dim) each."""
+    seen: Booleans | None
+    """Visible columns, broadcastable to (kv_heads, rows, sum n_i); None sees everything."""
+
+    @property
+    def columns(self) -> int:
+        """Number of columns."""
+        return sum(keys.shape[-2] for keys, _ in self.pieces)
+
+    @property
+    def scores(self) -> int:
+        """Number of scores of a key head."""
+        return int(self.rows.stop - self.rows.start) * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Attention over some of the columns, unnormalized: `attention.Partial` in NumPy's arrays."""
+
+    top: Floats
+    total: Floats
+    mixed: Floats
+
+    @_QUIET
+    def add(self, rows: slice, other: Sums) -> None:
+        """Add the sums of these rows, (kv_heads, m, ...), over other columns."""
+        top, total, mixed = self.top[:, rows], self.total[:, rows], self.mixed[:, rows]
+        both = np.maximum(top, other.top)
+        share, more = np.exp2(top - both), np.exp2(other.top - both)
+        top[...] = both
+        total *= share
+        total += more * other.total
+        mixed *= share
+        mixed += more * other.mixed
+
+    @_QUIET
+    def result(self, sinks: Floats | None) -> Floats:
+        """Return the normalized attention; sinks as `attention.merged` takes them."""
+        if sinks is None:
+            return self.mixed / self.total
+        top = np.maximum(self.top, sinks)
+        share = np.exp2(self.top - top)
+        return self.mixed * share / (self.total * share + np.exp2(sinks - top))
+
+
+_Task: TypeAlias = "tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]"
+
+
+class SecondThread:
+    """A thread that computes beside its owner, until the owner lets it go.
+
+    A daemon, unlike those of `concurrent.futures`: Python does not wait for it at its end.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        name = "penstock-attention"
+        threading.Thread(target=_compute, args=(self._tasks,), name=name, daemon=True).start()
+
+    def __del__(self) -> None:
+        self._tasks.put(None)
+
+    def submit(self, function: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Let the thread call a function; nothing of the call is held behind its result."""
+        future: Future[Any] = Future()
+        self._tasks.put((future, function, args))
+        return future
+
+
+def _compute(tasks: SimpleQueue[_Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        future, function, args = task
+        try:
+            future.set_result(function(*args))
+        except Exception as error:  # noqa: BLE001  the owner raises it
+            future.set_exception(error)
+        del task, future, function, args
+
+
+@_QUIET
+def sums(queries: Floats, pieces: Sequence[ColumnArrays], seen: Booleans | None) -> Sums:
+    """Let queries (..., m, d), in base 2, read pieces under one softmax."""
+    columns = sum(keys.shape[-2] for keys, _ in pieces)
+    scores = np.empty((*queries.shape[:-1], columns), np.float32)
+    start = 0
+    for keys, _ in pieces:
+        stop = start + keys.shape[-2]
+        _score(queries, keys, scores[..., start:stop])
+        start = stop
+    if seen is not None:
+        np.copyto(scores, MASKED, where=~seen)
+    top = scores.max(axis=-1, keepdims=True)
+    scores -= top
+    exp2_in_place(scores)
+    mixed, start = None, 0
+    for _, values in pieces:
+        stop = start + values.shape[-2]
+        product = scores[..., start:stop] @ values
+        mixed = product if mixed is None else np.add(mixed, product, out=mixed)
+        start = stop
+    assert mixed is not None
+    return Sums(top, scores.sum(axis=-1, keepdims=True), mixed)
+
+
+def _score(queries: Floats, keys: Floats, scores: Floats) -> None:
+    """Write the products (..., m, n) of queries and keys: few queries with the keys on the left.
+
+    With AVX-512 OpenBLAS copies nothing to pack it if the right side is small and lies in order:
+    four queries and 2,016 keys take a quarter of the time. With other kernels nothing is gained.
+    """
+    (m, d), n = queries.shape[-2:], keys.shape[-2]
+    if m == 1 or m > FEW_QUERIES or n < MANY_KEYS or not multiplies_unpacked():
+        np.matmul(queries, keys.swapaxes(-1, -2), out=scores)
+        return
+    turned = np.ascontiguousarray(queries.swapaxes(-1, -2))
+    step = max(MANY_KEYS, UNPACKED_PRODUCTS // (m * d))
+    for start in range(0, n, step):
+        product = keys[..., start : start + step, :] @ turned
+        scores[..., start : start + step] = product.swapaxes(-1, -2)
+
+
+def add_parts(
+    into: Sums, queries: Floats, parts: Sequence[RowsPart], other: SecondThread | None
+) -> None:
+    """Add the sums over the parts of stacked queries' rows to the sums over their tails.
+
+    Args:
+        into: (kv_heads, m, ...), written to.
+        queries: (kv_heads, m, d), in base 2.
+        parts: of the rows.
+        other: a second thread, for half of the work where that is much.
+    """
+    mine, theirs = (list(parts), []) if other is None else _divided(parts, queries.shape[0])
+    task = other.submit(_sums_of_all, queries, theirs) if other is not None and theirs else None
+    for part in mine:
+        into.add(part.rows, sums(queries[:, part.rows], part.pieces, part.seen))
+    if task is not None:
+        for part, summed in zip(theirs, task.result(), strict=True):
+            into.add(part.rows, summed)
+
+
+def _sums_of_all(queries: Floats, parts: Sequence[RowsPart]) -> list[Sums]:
+    return [sums(queries[:, part.rows], part.pieces, part.seen) for part in parts]
+
+
+def _divided(parts: Sequence[RowsPart], kv_heads: int) -> tuple[list[RowsPart], list[RowsPart]]:
+    """Divide parts into two lists of about the same work; little work is left in the first."""
+    scores = [kv_heads * part.scores for part in parts]
+    if sum(scores) < DIVIDED_FROM:
+        return list(parts), []
+    half, done = sum(scores) / 2, 0
+    lists: tuple[list[RowsPart], list[RowsPart]] = ([], [])
+    for part, count in zip(parts, scores, strict=True):
+        columns = part.columns
+        # The part in the middle is cut where the half of all work ends, or not at all.
+        cut = min(columns, max(0, round((half - done) / count * columns)))
+        if 0 < cut < columns and min(cut, columns - cut) * count < DIVIDED_FROM // 4 * columns:
+            cut = 0 if 2 * cut < columns else columns
+        done += count
+        for one, piece in zip(lists, _cut(part, cut), strict=True):
+            if piece is not None:
+                one.append(piece)
+    return lists
+
+
+def _cut(part: RowsPart, at: int) -> tuple[RowsPart | None, RowsPart | None]:
+    """Return the first `at` columns of a part, and the others; None for none."""
+    if at in (0, part.columns):
+        return (None, part) if at == 0 else (part, None)
+    pieces: tuple[list[ColumnArrays], list[ColumnArrays]] = ([], [])
+    start = 0
+    for keys, values in part.pieces:
+        cut = min(max(0, at - start), keys.shape[-2])
+        start += keys.shape[-2]
+        for side, columns in zip(pieces, (slice(0, cut), slice(cut, None)), strict=True):
+            if keys[..., columns, :].shape[-2]:
+                side.append((keys[..., columns, :], values[..., columns, :]))
+    seen = (None, None) if part.seen is None else (part.seen[..., :at], part.seen[..., at:])
+    return RowsPart(part.rows, pieces[0], seen[0]), RowsPart(part.rows, pieces[1], seen[1])

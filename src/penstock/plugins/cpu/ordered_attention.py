@@ -1,0 +1,173 @@
+"""Attention whose bits depend neither on a batch nor on where a sequence's KV is cut.
+
+A row reads all columns that it sees under one softmax, in their order, by one compiled loop: alone
+or beside others, in a chunk or in a decode step, from spans that others share or from one buffer.
+BLAS adds up in an order that follows from shapes. Where activations are rounded to 8 bits behind
+it, a difference in the last bit becomes one of a two-hundredth of a number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.span_attention import AttentionWindow
+from penstock.kv.numpy_arrays import Floats, Integers
+from penstock.plugins.cpu.attending_loops import PLACES
+from penstock.plugins.cpu.choice_loops import segment_addresses, side_addresses
+from penstock.plugins.cpu.compiled import has_numba
+from penstock.plugins.cpu.cpu_rows import SecondThread
+from penstock.plugins.cpu.onnx_graph import cores
+from penstock.plugins.cpu.ordered_loops import ordered_loop
+
+DIVIDED_FROM = 2**14
+"""Scores from which a second thread computes half of them."""
+
+
+class _Order(threading.local):
+    kept = False
+    second: SecondThread | None = None
+
+
+_order = _Order()
+
+
+@contextmanager
+def in_order() -> Iterator[None]:
+    """Let the CPU's back end attend in order in this thread meanwhile."""
+    _order.kept = True
+    try:
+        yield
+    finally:
+        _order.kept = False
+
+
+def keeps_order() -> bool:
+    """Tell whether attention is to be in order; never without Numba."""
+    return _order.kept and has_numba()
+
+
+def attend_buffer(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float
+) -> mx.array | None:
+    """Attend causally to one buffer; None where it is not float32, or Numba is missing.
+
+    Args:
+        queries: (b, heads, n, d), of the last n columns.
+        keys: (b, kv_heads, m, d).
+        values: (b, kv_heads, m, value_dim).
+        scale: factor of the scores.
+    """
+    if not has_numba() or not {queries.dtype, keys.dtype, values.dtype} <= {mx.float32}:
+        return None
+    rows = _rows(queries, scale)
+    b, _, n, _ = queries.shape
+    sides = [_with_whole_heads(np.asarray(side)) for side in (keys, values)]
+    columns = keys.shape[2]
+    spans = np.array(
+        [[*side_addresses(sides[0][i]), *side_addresses(sides[1][i]), columns] for i in range(b)],
+        np.int64,
+    )
+    limits = np.tile(np.arange(columns - n + 1, columns + 1), b)
+    mixed = _attend(rows, keys.shape[1], spans, np.arange(b + 1), limits, n, values.shape[-1])
+    return _as_queries(mixed, queries)
+
+
+def attend_step(
+    step: DecodeStep, layer: int, window: AttentionWindow, queries: mx.array, scale: float
+) -> mx.array | None:
+    """Attend in a decode step as `AttentionBackend.decode` does; None where rows choose or drop."""
+    if step.choosing(layer, window) or step.has_apart(layer):
+        return None
+    keys, values = step.tails.layer(layer)
+    if not {queries.dtype, keys.dtype, values.dtype} <= {mx.float32}:
+        return None
+    plan = step.kernel_plans.get(attend_step)
+    if plan is None:
+        plan = step.kernel_plans[attend_step] = _plan(step)
+    if plan is None or not all(window.sees_all(row.position + step.width - 1) for row in step.rows):
+        return None
+    rows = _rows(queries, scale)
+    mx.eval(keys, values)
+    tails = [np.asarray(side) for side in (keys, values)]
+    spans, firsts, limits, slots = plan
+    own = spans[layer]
+    own[firsts[1:] - 1, :4] = [
+        [*side_addresses(tails[0][slot]), *side_addresses(tails[1][slot])] for slot in slots
+    ]
+    mixed = _attend(rows, keys.shape[1], own, firsts, limits, step.width, values.shape[-1])
+    return _as_queries(mixed, queries)
+
+
+def _plan(step: DecodeStep) -> tuple[Integers, Integers, Integers, list[int]] | None:
+    """Return the spans of all layers, (layers, spans, 5), where rows begin, and what they see.
+
+    The last span of a row is its tail, whose addresses are each layer's own. None if some span is
+    in codes, spilled, or incomplete.
+    """
+    spans: list[Integers] = []
+    firsts: list[int] = [0]
+    limits: list[int] = []
+    layers = len(step.tails.shapes)
+    for row in step.rows:
+        if row.held_tokens + row.tail != row.position:
+            return None
+        for part in row.parts:
+            sides = part.segment.derived(segment_addresses)
+            if part.segment.missing or sides[:, PLACES].any() or not sides[:, :2, 0].all():
+                return None
+            counted = np.full((layers, 1), part.columns)
+            spans.append(np.concatenate([sides[:, :2].reshape(layers, 4), counted], axis=1))
+        spans.append(np.full((layers, 5), row.tail + step.width))
+        firsts.append(len(spans))
+        limits += range(row.position + 1, row.position + step.width + 1)
+    slots = [row.slot for row in step.rows]
+    return np.stack(spans, axis=1), np.array(firsts), np.array(limits), slots
+
+
+def _rows(queries: mx.array, scale: float) -> Floats:
+    """Return queries (b, heads, n, d) as scaled rows (b * n, heads, d)."""
+    by_row = (queries * scale).transpose(0, 2, 1, 3)
+    rows: Floats = np.ascontiguousarray(np.asarray(by_row))
+    return rows.reshape(-1, *rows.shape[2:])
+
+
+def _as_queries(mixed: Floats, queries: mx.array) -> mx.array:
+    b, heads, n, _ = queries.shape
+    return mx.array(mixed).reshape(b, n, heads, -1).transpose(0, 2, 1, 3)
+
+
+def _with_whole_heads(side: Floats) -> Floats:
+    """Return (b, heads, m, d) whose heads are without gaps, copied if they must be."""
+    gapless = (side.shape[-1] * side.itemsize, side.itemsize)
+    return side if side.strides[-2:] == gapless else np.ascontiguousarray(side)
+
+
+def _attend(
+    queries: Floats,
+    kv_heads: int,
+    spans: Integers,
+    firsts: Integers,
+    limits: Integers,
+    width: int,
+    value_dim: int,
+) -> Floats:
+    """Run the loop, by two threads if there is enough to do."""
+    rows, heads, key_dim = queries.shape
+    mixed = np.empty((rows, heads, value_dim), np.float32)
+    loop = ordered_loop(key_dim, value_dim)
+    shared = queries, kv_heads, spans, firsts, limits, width
+    if heads * int(limits.sum()) < DIVIDED_FROM or cores() < 2:
+        loop(*shared, 0, 1, mixed)
+        return mixed
+    if _order.second is None:
+        _order.second = SecondThread()
+    other = _order.second.submit(loop, *shared, 1, 2, mixed)
+    loop(*shared, 0, 2, mixed)
+    other.result()
+    return mixed

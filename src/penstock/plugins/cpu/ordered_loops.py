@@ -1,0 +1,102 @@
+"""The loop of attention in an order of its own, compiled; see `ordered_attention`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from penstock.plugins.cpu.compiled import SUMS, exp_loop, pointer
+
+IN_ORDER = {"contract"}
+"""Liberties of the compiler where sums are in order: products added without rounding."""
+
+
+@cache
+def _score_loop(key_dim: int) -> Any:
+    """Return the loop that multiplies one query with keys: a key's sum is the same anywhere."""
+    from numba import carray, float32, njit
+
+    address_of = pointer()
+
+    @njit(nogil=True, fastmath=SUMS)
+    def score(query, address, scores):  # type: ignore[no-untyped-def]
+        keys = carray(address_of(address), (len(scores), key_dim), np.float32)
+        for token in range(len(scores)):
+            total = float32(0)
+            for number in range(key_dim):
+                total += query[number] * keys[token, number]
+            scores[token] = total
+
+    return score
+
+
+@cache
+def _mix_loop(value_dim: int) -> Any:
+    """Return the loop that adds weighted values, one token after the other."""
+    from numba import carray, njit
+
+    address_of = pointer()
+
+    @njit(nogil=True, fastmath=IN_ORDER)
+    def mix(weights, address, mixed):  # type: ignore[no-untyped-def]
+        tokens = len(weights)
+        values = carray(address_of(address), (tokens, value_dim), np.float32)
+        four = tokens - tokens % 4
+        for token in range(0, four, 4):
+            for number in range(value_dim):
+                total = mixed[number] + weights[token] * values[token, number]
+                total = total + weights[token + 1] * values[token + 1, number]
+                total = total + weights[token + 2] * values[token + 2, number]
+                mixed[number] = total + weights[token + 3] * values[token + 3, number]
+        for token in range(four, tokens):
+            for number in range(value_dim):
+                mixed[number] = mixed[number] + weights[token] * values[token, number]
+
+    return mix
+
+
+@cache
+def ordered_loop(key_dim: int, value_dim: int) -> Any:
+    """Return the loop of attention for keys and values of these sizes.
+
+    Its arguments are queries (rows, heads, key_dim), with the scale in them; the number of key
+    heads; spans (spans, 5), the address of their first key, the bytes to the next head's, the same
+    of their values, and their tokens; the first span of each sequence, and the end; the columns
+    that each row sees; rows of a sequence; the first item of rows x heads, and the distance of the
+    next; and the result (rows, heads, value_dim).
+    """
+    from numba import njit
+
+    score, mix, exp = _score_loop(key_dim), _mix_loop(value_dim), exp_loop()
+
+    @njit(nogil=True)
+    def attend(queries, kv_heads, spans, firsts, limits, width, item, step, mixed):  # type: ignore[no-untyped-def]
+        rows, heads, _ = queries.shape
+        scores = np.empty(limits.max(), np.float32)
+        while item < rows * heads:
+            row, head = item // heads, item % heads
+            sequence, key_head, limit = row // width, head * kv_heads // heads, limits[row]
+            column, span = 0, firsts[sequence]
+            while column < limit:
+                tokens = min(spans[span, 4], limit - column)
+                keys = spans[span, 0] + key_head * spans[span, 1]
+                score(queries[row, head], keys, scores[column : column + tokens])
+                column, span = column + tokens, span + 1
+            top = scores[0]
+            for place in range(limit):
+                top = max(top, scores[place])
+            total = exp(scores[:limit], top)
+            into = mixed[row, head]
+            into[:] = 0
+            column, span = 0, firsts[sequence]
+            while column < limit:
+                tokens = min(spans[span, 4], limit - column)
+                values = spans[span, 2] + key_head * spans[span, 3]
+                mix(scores[column : column + tokens], values, into)
+                column, span = column + tokens, span + 1
+            into /= total
+            item += step
+
+    return attend

@@ -1,0 +1,321 @@
+"""Products with weights in 4 or 8 bits, as they lie: `MatMulNBits` of ONNX Runtime.
+
+The operator is quick for codes around a middle alone: 8 of 16, or 128 of 256. Affine codes are more
+than that, number = scale x (code - middle) + offset. So the products are those of the middle's
+codes, and the sums of each row's blocks times the offsets: exact, at a thirty-second of the work.
+
+Rows are rounded to 8 bits a block, as llama.cpp does; `exact` leaves them in float32. A row's
+result does not depend on the rows beside it. On some processors a row alone is added up in another
+order: it is computed twice there (`least_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import xxhash
+
+from penstock.models.layer_seams import skips_logits
+from penstock.plugins.cpu.onnx_graph import MICROSOFT, Array, Graph, RowSession
+
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+
+ROUNDED, EXACT = 4, 1
+"""Levels of the operator: rows in 8 bits, and in float32."""
+BLOCKS = (16, 32, 64, 128, 256)
+"""Numbers of a row that have one scale, as the operator knows them."""
+WIDER = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}
+"""Bits that codes of so many bits lie in."""
+ALIGNMENT = 64
+"""Bytes at a multiple of which the runtime puts its own arrays, too."""
+CODES_AT_ONCE = 1 << 22
+"""Codes that are unpacked at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """A matrix in codes: number = scale x (code - middle) + offset, with one of both a block."""
+
+    codes: Array
+    """Codes as bytes, the lower half of a byte first, (rows, blocks, block x bits / 8)."""
+    scales: Floats
+    """Scales, (rows, blocks)."""
+    offsets: Floats | None
+    """Offsets, (rows, blocks); None where all are 0."""
+    bits: int
+    """Width of a code, 4 or 8."""
+    block: int
+    """Numbers that have one scale."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix: numbers of a product."""
+        return len(self.codes)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the matrix: numbers that are multiplied."""
+        return int(self.codes.shape[1]) * self.block
+
+    def digest(self) -> str:
+        """Return a name of the numbers, to the bit."""
+        hashed = xxhash.xxh3_128()
+        for array in (self.codes, self.scales, self.offsets):
+            hashed.update(b"" if array is None else array.tobytes())
+        return str(hashed.hexdigest())
+
+    def halves(self) -> tuple[PackedCodes, PackedCodes]:
+        """Return two matrices of 4 bits whose sum is this one of 8."""
+        high, low = self.codes >> 4, self.codes & 15
+        middle = 8 * self.scales
+        offsets = middle if self.offsets is None else self.offsets + middle
+        return (
+            PackedCodes(_in_bytes(high, 4), 16 * self.scales, None, 4, self.block),
+            PackedCodes(_in_bytes(low, 4), self.scales, offsets, 4, self.block),
+        )
+
+
+def packed_codes(module: nn.Module) -> PackedCodes | None:
+    """Return the codes of a linear layer or an embedding of MLX; None if the operator has no form.
+
+    Bits that the operator does not have become codes of more bits, around the same middle.
+    """
+    if "scales" not in module or module.get("biases") is None or module.mode != "affine":
+        return None
+    bits, block = int(module.bits), int(module.group_size)
+    if bits not in WIDER or block not in BLOCKS or module.weight.ndim != 2:
+        return None
+    scales, offsets = (_floats(module[name]) for name in ("scales", "biases"))
+    offsets = offsets + np.float32(1 << bits - 1) * scales
+    rows, blocks = scales.shape
+    wider = WIDER[bits]
+    if wider == bits:
+        codes = np.asarray(module.weight).view(np.uint8).reshape(rows, blocks, -1)
+    else:
+        codes = _widened(module.weight, bits, wider, rows, blocks, block)
+    return PackedCodes(codes, scales, offsets if offsets.any() else None, wider, block)
+
+
+def _floats(array: mx.array) -> Floats:
+    floats: Floats = np.array(array.astype(mx.float32))
+    return floats
+
+
+def _widened(weight: mx.array, bits: int, wider: int, rows: int, blocks: int, block: int) -> Array:
+    """Return codes in more bits, moved so that their middle is that of the wider ones."""
+    out = np.empty((rows, blocks, block * wider // 8), np.uint8)
+    step = max(1, CODES_AT_ONCE // (blocks * block))
+    for first in range(0, rows, step):
+        part = weight[first : first + step]
+        ones = mx.ones((len(part), blocks), mx.float32)
+        numbers = mx.dequantize(part, ones, 0 * ones, group_size=block, bits=bits)
+        moved = numbers + ((1 << wider - 1) - (1 << bits - 1))
+        codes = np.asarray(moved.astype(mx.uint8)).reshape(len(part), blocks, block)
+        out[first : first + step] = _in_bytes(codes, wider)
+    return out
+
+
+def _in_bytes(codes: Array, bits: int) -> Array:
+    """Return codes of a byte each in `bits`."""
+    return codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+# ---- nodes of graphs
+
+
+def add_product(
+    graph: Graph, x: str, sums: dict[int, str], matrix: PackedCodes, *, exact: bool
+) -> str:
+    """Add the product of rows with a matrix to a graph; return the name of the result.
+
+    Args:
+        graph: to add to.
+        x: name of the rows.
+        sums: names of the sums of the rows' blocks, by the block; those that lack are added.
+        matrix: codes.
+        exact: whether rows stay in float32.
+    """
+    if exact and matrix.bits == 8:  # in float32 the operator has a quick way for 4 bits alone
+        parts = [add_product(graph, x, sums, half, exact=True) for half in matrix.halves()]
+        return str(graph.node("Add", *parts))
+    product = graph.node(
+        "MatMulNBits", x, graph.weight(matrix.codes), graph.weight(matrix.scales),
+        domain=MICROSOFT, K=matrix.columns, N=matrix.rows, bits=matrix.bits,
+        block_size=matrix.block, accuracy_level=EXACT if exact else ROUNDED,
+    )  # fmt: skip
+    if matrix.offsets is None:
+        return str(product)
+    if matrix.block not in sums:
+        shape = np.array([0, -1, matrix.block], np.int64)
+        blocks = graph.node("Reshape", x, graph.weight(shape))
+        last = graph.weight(np.array([2], np.int64))
+        sums[matrix.block] = graph.node("ReduceSum", blocks, last, keepdims=0)
+    offsets = graph.weight(matrix.offsets.T)
+    return str(graph.node("Add", product, graph.node("MatMul", sums[matrix.block], offsets)))
+
+
+def add_products(
+    graph: Graph, x: str, sums: dict[int, str], matrices: Sequence[PackedCodes], *, exact: bool
+) -> list[str]:
+    """Add the products of the same rows with several matrices, in one if they are of one form.
+
+    Args and result are those of `add_product`.
+    """
+    whole = _stacked(matrices)
+    if whole is None:
+        return [add_product(graph, x, sums, matrix, exact=exact) for matrix in matrices]
+    product = add_product(graph, x, sums, whole, exact=exact)
+    if len(matrices) == 1:
+        return [product]
+    sizes = graph.weight(np.array([matrix.rows for matrix in matrices], np.int64))
+    parts: list[str] = graph.node("Split", product, sizes, outputs=len(matrices), axis=1)
+    return parts
+
+
+def _stacked(matrices: Sequence[PackedCodes]) -> PackedCodes | None:
+    """Return the matrices below each other; None if they are of different forms."""
+    if len({(matrix.bits, matrix.block) for matrix in matrices}) > 1:
+        return None
+    offsets = []
+    if any(matrix.offsets is not None for matrix in matrices):
+        offsets = [0 * x.scales if x.offsets is None else x.offsets for x in matrices]
+    return PackedCodes(
+        np.concatenate([matrix.codes for matrix in matrices]),
+        np.concatenate([matrix.scales for matrix in matrices]),
+        np.concatenate(offsets) if offsets else None,
+        matrices[0].bits,
+        matrices[0].block,
+    )
+
+
+@cache
+def least_rows() -> int:
+    """Return the fewest rows that are multiplied together, 1 or 2.
+
+    With AVX2 alone the operator adds up a single row of 4 bits in another order than several.
+    """
+    draw = np.random.default_rng(0)
+    codes = draw.integers(0, 256, (64, 32, 16), np.uint8)
+    scales = draw.random((64, 32), np.float32)
+    graph = Graph()
+    matrix = PackedCodes(codes, scales, scales.copy(), 4, 32)
+    product = add_product(graph, "x", {}, matrix, exact=False)
+    session = graph.session({"x": 1024}, {product: 64})
+    rows = draw.standard_normal((3, 1024), np.float32)
+    (together,) = session.run(rows)
+    alone = [session.run(rows[row : row + 1])[0] for row in range(3)]
+    return 1 if np.array_equal(np.concatenate(alone), together) else 2
+
+
+def run_rows(session: RowSession, *inputs: Array) -> list[Array]:
+    """Run a session with products on rows; no result depends on their number."""
+    rows = len(inputs[0])
+    whole = session.run(*(_aligned(x, max(rows, least_rows())) for x in inputs))
+    return [out[:rows] for out in whole]
+
+
+def _aligned(x: Array, rows: int) -> Array:
+    """Return rows at a multiple of 64 bytes, the last one repeated up to a number of rows.
+
+    Where sums begin at another place within a vector, they are added up in another order.
+    """
+    if len(x) == rows and x.__array_interface__["data"][0] % ALIGNMENT == 0:
+        return x
+    raw = np.empty(rows * x.shape[1] * x.itemsize + ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    copy = raw[start : start + rows * x.shape[1] * x.itemsize].view(x.dtype).reshape(rows, -1)
+    copy[: len(x)], copy[len(x) :] = x, x[-1]
+    return copy
+
+
+# ---- modules
+
+
+class PackedModule(nn.Module):
+    """A module whose weights lie in sessions, outside of MLX's arrays."""
+
+    packed_bytes = 0
+    """Bytes of the weights in its sessions."""
+
+    def __init__(self, matrices: Sequence[PackedCodes], *, exact: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.packed_width = max(matrix.rows for matrix in matrices)
+        self.name_of_weights = f"{'exact' if exact else 'rounded'} rows, weights "
+        self.name_of_weights += " ".join(matrix.digest() for matrix in matrices)
+
+    def _extra_repr(self) -> str:
+        return self.name_of_weights
+
+
+class PackedLinear(PackedModule):
+    """A linear layer with weights in codes; its rows are computed when it is called."""
+
+    def __init__(self, matrix: PackedCodes, bias: mx.array | None, *, exact: bool) -> None:
+        super().__init__([matrix], exact=exact)
+        if bias is not None:
+            self.bias = bias.astype(mx.float32)
+        self._product = product_session(matrix, exact=exact)
+        self.packed_bytes = self._product.weight_bytes
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Multiply (..., n) by the weights, to (..., m), and add the bias."""
+        products = multiplied(self._product, x)
+        return products + self["bias"] if "bias" in self else products
+
+
+class PackedHead(PackedLinear):
+    """The last layer of a model; where logits are not read, they are not computed."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the logits (..., vocabulary) of (..., n)."""
+        return no_logits(x, self.packed_width) if skips_logits() else super().__call__(x)
+
+
+class PackedEmbedding(PackedModule):
+    """An embedding whose weights are those of the last layer, too: for its rows they lie twice."""
+
+    def __init__(self, codes: nn.QuantizedEmbedding, matrix: PackedCodes, *, exact: bool) -> None:
+        super().__init__([matrix], exact=exact)
+        self.codes = codes
+        self._product = product_session(matrix, exact=exact)
+        self.packed_bytes = self._product.weight_bytes
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Return the rows (..., n) of tokens."""
+        rows: mx.array = self.codes(tokens)
+        return rows
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Return the logits (..., vocabulary) of (..., n)."""
+        if skips_logits():
+            return no_logits(x, self.packed_width)
+        return multiplied(self._product, x)
+
+
+def no_logits(x: mx.array, width: int) -> mx.array:
+    """Return what stands for the logits of rows where nothing reads them; it is not computed."""
+    return mx.zeros((*x.shape[:-1], width))
+
+
+def product_session(matrix: PackedCodes, *, exact: bool) -> RowSession:
+    """Return what multiplies rows by a matrix."""
+    graph = Graph()
+    product = add_product(graph, "x", {}, matrix, exact=exact)
+    return graph.session({"x": matrix.columns}, {product: matrix.rows})
+
+
+def multiplied(session: RowSession, x: mx.array) -> mx.array:
+    """Run a session with one input and one output on an array's rows, now."""
+    (products,) = run_rows(session, rows_of(x))
+    return mx.array(products).reshape(*x.shape[:-1], products.shape[-1])
+
+
+def rows_of(x: mx.array) -> Floats:
+    """Return the rows of an array (..., n) as (rows, n), computed, and copied if they must be."""
+    return np.ascontiguousarray(np.asarray(x.astype(mx.float32)).reshape(-1, x.shape[-1]))

@@ -1,0 +1,74 @@
+"""Packed weights of a whole model, module by module; see `penstock.models.weight_packer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import onnxruntime  # noqa: F401 - where it is not installed, this plug-in is not there
+
+from penstock.plugins.cpu.packed_layers import is_known, packed_layer
+from penstock.plugins.cpu.packed_products import (
+    BLOCKS,
+    WIDER,
+    PackedEmbedding,
+    PackedHead,
+    PackedLinear,
+    packed_codes,
+)
+
+
+def takes(module: nn.Module) -> bool:
+    """See `WeightPacker`: affine codes of linear layers and embeddings."""
+    return (
+        isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
+        and module.mode == "affine"
+        and module.bits in WIDER
+        and module.group_size in BLOCKS
+    )
+
+
+def pack(model: nn.Module, *, exact: bool) -> None:
+    """See `WeightPacker`: decoder layers of known forms as two graphs, others layer by layer."""
+    for name in _names(model, is_known):
+        layer = packed_layer(_at(model, name), exact=exact)
+        if layer is not None:
+            _put(model, name, layer)
+    has_head = "lm_head" in model
+    for name in _names(model, takes):
+        replacement = _packed(name, _at(model, name), has_head=has_head, exact=exact)
+        if replacement is not None:
+            _put(model, name, replacement)
+    mx.eval(model.parameters())  # type: ignore[no-untyped-call]
+
+
+def _packed(name: str, module: Any, *, has_head: bool, exact: bool) -> nn.Module | None:
+    """Return what stands for a single module; None if it stays."""
+    matrix = packed_codes(module)
+    if matrix is None:
+        return None
+    if isinstance(module, nn.QuantizedEmbedding):
+        return None if has_head else PackedEmbedding(module, matrix, exact=exact)
+    kind = PackedHead if name == "lm_head" else PackedLinear
+    return kind(matrix, module.get("bias"), exact=exact)
+
+
+def _names(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[str]:
+    """Return the names of modules; none of these is held, so that replaced ones are freed."""
+    modules: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
+    return [name for name, module in modules if wanted(module)]
+
+
+def _at(model: nn.Module, name: str) -> Any:
+    module: Any = model
+    for step in name.split("."):
+        module = module[int(step)] if isinstance(module, list) else module[step]
+    return module
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    holder = _at(model, parent) if parent else model
+    holder[int(last) if isinstance(holder, list) else last] = module

@@ -1,0 +1,185 @@
+"""The loop that reads blocks that were not chosen from their index, compiled; see `choice_loops`.
+
+Keys of the index meet the queries as in `choosing_loops`, by tables of sums. Its values are widened
+a few tokens at a time, and mixed as exact ones are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCKS, HALF_NOISE
+from penstock.kv.codecs.turbo import STEPS
+from penstock.plugins.cpu.attending_loops import mix_loop
+from penstock.plugins.cpu.choosing_loops import fill_loop, sum_loop
+from penstock.plugins.cpu.compiled import exp_loop, half_bits_loop, pointer
+from penstock.plugins.cpu.sign_products import HIDDEN, LANE_BITS, LANES
+
+BLOCKS_AT_ONCE = 64
+"""Blocks whose weights are held at a time."""
+CODES = 16
+"""Codes of two bits in a word."""
+
+
+@cache
+def _widen_loop(words: int) -> Any:
+    """Return the loop that makes numbers of the codes of some tokens; their sizes are left out."""
+    from numba import carray, njit, uint32
+
+    address_of = pointer()
+    codes = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3
+    numbers = ((codes - 1.5) * STEPS[2]).astype(np.float32)
+
+    @njit(nogil=True)
+    def widen(address, tokens, wide):  # type: ignore[no-untyped-def]
+        held = carray(address_of(address), (tokens, words), np.uint32)
+        for token in range(tokens):
+            into = wide[token]
+            for word in range(words):
+                code = held[token, word]
+                for octet in range(4):
+                    four = numbers[code & uint32(255)]
+                    place = CODES * word + 4 * octet
+                    for number in range(4):
+                        into[place + number] = four[number]
+                    code >>= uint32(8)
+
+    return widen
+
+
+@cache
+def _lane_loops(words: int) -> tuple[Any, Any]:
+    """Return the loops that sum tokens' signs for four queries, and take one query's sums out."""
+    from numba import float32, njit
+
+    sum_up, hidden = sum_loop(words), int(HIDDEN)
+    lanes_of, half = LANES, float32(2 ** (LANE_BITS - 1))
+
+    @njit(nogil=True)
+    def add(table, signs, totals):  # type: ignore[no-untyped-def]
+        for token in range(len(signs)):
+            totals[token] = sum_up(table, signs, token) + hidden
+
+    @njit(nogil=True)
+    def spread(lanes, into):  # type: ignore[no-untyped-def]
+        for token in range(len(into)):
+            into[token] = float32(lanes[lanes_of * token]) - half
+
+    return add, spread
+
+
+@cache
+def _meet_loop(words: int, value_words: int) -> Any:
+    """Return the loop in which queries meet the keys of blocks that were not chosen.
+
+    It takes as many blocks as the arrays have room for. Of each token it writes the sums of all
+    queries, and the bits of the sizes of its key and of its value. Of each run of tokens it writes
+    the address of the values' codes, its first column, and its tokens; of each block its number.
+
+    `place` is the next block, how many of the chosen ones are in front of it, and its span.
+    """
+    from numba import carray, njit
+
+    address_of, write_bits = pointer(), half_bits_loop()
+    (add, spread), block, lanes_of = _lane_loops(words), BLOCK_TOKENS, LANES
+
+    @njit(nogil=True)
+    def meet(tables, sides, starts, head, chosen, stop, place, sums, bits, runs, blocks):  # type: ignore[no-untyped-def]
+        number, own, at = place
+        totals = np.empty(block, np.int64)
+        lanes = totals.view(np.uint16)
+        queries, most = sums.shape
+        columns = count = 0
+        while number < stop and columns + block <= most:
+            if own < len(chosen) and chosen[own] == number:
+                own, number = own + 1, number + 1
+                continue
+            blocks[columns // block] = number
+            token, end = number * block, (number + 1) * block
+            while token < end:
+                while starts[at + 1] <= token:
+                    at += 1
+                side, column = sides[at], token - starts[at]
+                run = min(end, starts[at + 1]) - token
+                codes = side[:, 0] + head * side[:, 1]
+                signs = carray(address_of(codes[2] + 4 * words * column), (run, words), np.uint32)
+                sizes = carray(address_of(codes[3] + 2 * column), run, np.uint16)
+                own_sizes = carray(address_of(codes[5] + 2 * column), run, np.uint16)
+                for group in range(len(tables)):
+                    add(tables[group], signs, totals)
+                    for lane in range(min(lanes_of, queries - lanes_of * group)):
+                        spread(lanes[lane:], sums[lanes_of * group + lane, columns : columns + run])
+                write_bits(sizes, bits[0, columns : columns + run])
+                write_bits(own_sizes, bits[1, columns : columns + run])
+                runs[count, 0] = codes[4] + 4 * value_words * column
+                runs[count, 1] = columns
+                runs[count, 2] = run
+                count, columns, token = count + 1, columns + run, token + run
+            number += 1
+        return (number, own, at), columns, count
+
+    return meet
+
+
+@cache
+def rest_loop(words: int, value_words: int) -> Any:
+    """Return the loop that reads what was not chosen, by the words of a token's key and value."""
+    from numba import float32, njit
+
+    fill, exp, mix = fill_loop(), exp_loop(), mix_loop(CODES * value_words)
+    meet, widen = _meet_loop(words, value_words), _widen_loop(value_words)
+    lanes, block, first = LANES, BLOCK_TOKENS, FIRST_BLOCKS
+    most, dim = BLOCKS_AT_ONCE * BLOCK_TOKENS, CODES * value_words
+    noise, bias = float32(HALF_NOISE), float32(2.0**112)
+    infinite = float32(2.0**16)  # what the bits of an infinite float16 are by then
+
+    @njit(nogil=True)
+    def score(sums, sizes, unit, above, center):  # type: ignore[no-untyped-def]
+        top = float32(-np.inf)
+        for token in range(len(sums)):
+            size = sizes[token] * bias
+            scored = size * (sums[token] * unit - above * size) + center
+            sums[token] = scored if size < infinite else float32(-1e30)
+            top = max(top, sums[token])
+        return top
+
+    @njit(nogil=True)
+    def rest(x, units, squares, centers, sides, starts, first_head, chosen, stop, done, mixed):  # type: ignore[no-untyped-def]
+        tops, totals = done
+        heads, queries, _ = x.shape
+        tables = np.empty((-(-queries // lanes), 4 * words, 256), np.int64)
+        weights, bits = np.empty((queries, most), np.float32), np.empty((2, most), np.int32)
+        sizes, runs = bits.view(np.float32), np.empty((most, 3), np.int64)
+        blocks = np.empty(most // block, np.int64)
+        wide, one = np.empty((block, dim), np.float32), np.empty((1, 4), np.int64)
+        one[0, 1] = wide.ctypes.data
+        for head in range(heads):
+            fill(tables, x[head], units[head])
+            place = (first, 0, 0)
+            while place[0] < stop:
+                place, columns, count = meet(
+                    *(tables, sides, starts, first_head + head, chosen[head], stop, place),
+                    *(weights, bits, runs, blocks),
+                )
+                for query in range(queries if columns else 0):
+                    own, unit = weights[query, :columns], units[head, query, 0]
+                    above, top = squares[head, query] * noise, tops[head, query]
+                    for number in range(columns // block):
+                        center = centers[head, query, blocks[number] - first]
+                        at = slice(block * number, block * (number + 1))
+                        top = max(top, score(own[at], sizes[0, at], unit, above, center))
+                    shrunk = np.exp(tops[head, query] - top)
+                    tops[head, query] = top
+                    totals[head, query] = totals[head, query] * shrunk + exp(own, top)
+                    mixed[head, query] *= shrunk
+                    for column in range(columns):
+                        own[column] *= sizes[1, column] * bias
+                for number in range(count):
+                    widen(runs[number, 0], runs[number, 2], wide)
+                    one[0, 2:] = runs[number, 1:]
+                    mix(weights, one, mixed[head])
+
+    return rest

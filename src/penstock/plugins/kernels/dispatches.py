@@ -1,0 +1,288 @@
+"""Reads of a decode step as the integers that a kernel takes, and their arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.attention.attention_plan import AttentionPlan, DecodeRow, SharedRead
+from penstock.attention.span_attention import AttentionWindow
+from penstock.kv import columns as col
+from penstock.kv.codecs.turbo import padded
+from penstock.kv.columns import Side
+from penstock.kv.segment import Segment
+from penstock.plugins.kernels.kernel_text import most_spans
+from penstock.plugins.kernels.span_forms import LEAST_NUMBERS, SpanForm, form_of
+
+FAR = 2**30
+"""Limit that no column reaches."""
+SPLITS = (32, 64, 128, 256, 512, 1_024)
+"""Columns of a task."""
+SIMDGROUPS = 8
+"""Most simdgroups of a threadgroup: a lane has up to 168 registers on an H100, as nvrtc compiles
+it, and a multiprocessor 65,536."""
+THREADGROUPS = 512
+"""Threadgroups that keep a GPU busy; columns are split until there are as many, if possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Division of a task's rows between lanes and simdgroups."""
+
+    rows: int
+    """Rows of a simdgroup, whose queries and results are in its registers."""
+    lanes: int
+    """Lanes that share a column."""
+    simdgroups: int
+    """Simdgroups of a threadgroup; with more than one, columns are staged."""
+
+    @classmethod
+    def of(cls, form: SpanForm, stacked: int) -> Geometry:
+        dim = max(form.keys.dim, form.values.dim)
+        lanes = min(32, _power_of_two(dim // 8))
+        rows = min(4 if dim <= 8 * lanes else 2, _power_of_two(stacked))
+        return cls(rows, lanes, min(SIMDGROUPS, _power_of_two(-(-stacked // rows))))
+
+    @property
+    def at_once(self) -> int:
+        return self.rows * self.simdgroups
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Columns c of a span that a row's first new token sees.
+
+    They are < end and < last, and < keep or >= low. `last` and `low` are one more for each
+    token behind it.
+    """
+
+    end: int
+    last: int
+    low: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Columns first..stop-1 of a span, read by the rows from `row` on, each with its limits."""
+
+    span: int
+    base: int
+    """Column 0 of head 0 in the arrays, counted in columns."""
+    head_stride: int
+    """Columns from a head to the next."""
+    first: int
+    stop: int
+    row: int
+    limits: tuple[Limits, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One kernel call over spans of one form, and the merge behind it."""
+
+    form: SpanForm
+    segments: tuple[Segment | None, ...]
+    """Segments of the spans; None is the tails."""
+    geometry: Geometry
+    plan: mx.array
+    lists: mx.array
+    tasks: int
+    partials: int
+    """Rows of all tasks together: the partial results of a key head."""
+    most_stacked: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.most_stacked // self.geometry.at_once)
+
+    def sides(self, layer: int, tails: tuple[Side, Side]) -> list[tuple[Side, Side]]:
+        return [tails if segment is None else segment.layers[layer] for segment in self.segments]
+
+    def nbytes(self, kv_heads: int) -> int:
+        return self.partials * kv_heads * (self.form.values.dim + 2) * mx.float32.size
+
+
+@dataclass(frozen=True, slots=True)
+class StepReading:
+    """Heads and rows of a step."""
+
+    rows: Sequence[DecodeRow]
+    window: AttentionWindow
+    width: int
+    kv_heads: int
+    repeats: int
+    """Query heads that share a key head."""
+
+    @property
+    def per_row(self) -> int:
+        return self.repeats * self.width
+
+    def result_bytes(self, planned: Sequence[Dispatch]) -> int:
+        stacked = len(self.rows) * self.per_row * self.kv_heads
+        merged = sum(
+            stacked * (dispatch.form.values.dim + 2) * mx.float32.size for dispatch in planned
+        )
+        return merged + sum(dispatch.nbytes(self.kv_heads) for dispatch in planned)
+
+
+def partial_bytes(heads: int, dim: int, width: int, tokens: int, parts: int) -> int:
+    """Return an upper bound of a row's results, partial and merged, in bytes.
+
+    Each of the `parts` spans of `tokens` columns ends with a task; `width` are its new tokens.
+    """
+    tasks = -(-tokens // SPLITS[0]) + 2 * parts
+    return heads * width * (tasks + parts) * (padded(dim) + 2) * mx.float32.size
+
+
+def limits_of(row: DecodeRow, start: int, end: int, window: AttentionWindow) -> Limits:
+    """Return the columns that a row sees of a span at position `start` with `end` columns."""
+    low = -FAR if window.window is None else row.position - window.window + 1 - start
+    keep = window.keep - start if window.window is not None else 0
+    return Limits(end, row.position + 1 - start, max(low, -FAR), keep)
+
+
+def signature(layout: AttentionPlan, layer: int, dtype: mx.Dtype) -> Hashable:
+    """Return a key common to layers of one plan; None if no kernel reads all of it."""
+    parts = []
+    for segment in segments_of(layout):
+        form = form_of(segment.layers[layer], dtype)
+        if form is None:
+            return None
+        keys = segment.layers[layer][0]
+        parts.append((form, col.columns(keys), segment.missing[layer] if segment.missing else 0))
+    return tuple(parts)
+
+
+def segments_of(layout: AttentionPlan) -> Iterator[Segment]:
+    """Yield the segment of each piece that is read."""
+    for level in layout.levels:
+        for shared in level:
+            for segment, _, _ in shared.pieces:
+                yield segment
+
+
+def dispatches(
+    reading: StepReading,
+    layout: AttentionPlan,
+    layer: int,
+    tails: tuple[SpanForm, int],
+    threadgroups: int = THREADGROUPS,
+) -> list[Dispatch]:
+    """Plan the kernel calls of a layer: one for each form, or each dozen of its spans."""
+    by_form: dict[SpanForm, dict[int, list[Range]]] = {}
+    segments: dict[int, Segment] = {}
+    for level in layout.levels:
+        for shared in level:
+            for segment, ranged in _ranges(reading, shared, layer):
+                form = form_of(segment.layers[layer], tails[0].dtype)
+                assert form is not None
+                segments[id(segment)] = segment
+                by_form.setdefault(form, {}).setdefault(id(segment), []).append(ranged)
+    tail_ranges = [_tail_range(reading, i, tails[1]) for i in range(len(reading.rows))]
+    by_form.setdefault(tails[0], {})[0] = tail_ranges
+    calls = []
+    for form, spans in by_form.items():
+        limit, names = most_spans(form), list(spans)
+        for first in range(0, len(names), limit):
+            chosen = names[first : first + limit]
+            ranges = [
+                (number, ranged) for number, name in enumerate(chosen) for ranged in spans[name]
+            ]
+            chosen_segments = [segments.get(name) for name in chosen]
+            calls.append(_dispatch(reading, form, chosen_segments, ranges, threadgroups))
+    return calls
+
+
+def _ranges(
+    reading: StepReading, shared: SharedRead, layer: int
+) -> Iterator[tuple[Segment, Range]]:
+    members = reading.rows[shared.first : shared.last]
+    for segment, start, stop in shared.pieces:
+        parts = [next(part for part in row.parts if part.segment is segment) for row in members]
+        gone = segment.missing[layer] if segment.missing else 0
+        limits = tuple(
+            limits_of(row, part.start + gone, part.columns - gone, reading.window)
+            for row, part in zip(members, parts, strict=True)
+        )
+        head_stride = col.columns(segment.layers[layer][0])
+        first, stop = segment.columns(layer, start, stop)
+        yield segment, Range(0, 0, head_stride, first, stop, shared.first, limits)
+
+
+def _tail_range(reading: StepReading, number: int, columns: int) -> Range:
+    row = reading.rows[number]
+    stop = row.tail + reading.width
+    limits = limits_of(row, row.position - row.tail, stop, reading.window)
+    base = row.slot * reading.kv_heads * columns
+    return Range(0, base, columns, 0, stop, number, (limits,))
+
+
+def _dispatch(
+    reading: StepReading,
+    form: SpanForm,
+    segments: Sequence[Segment | None],
+    ranges: Sequence[tuple[int, Range]],
+    threadgroups: int,
+) -> Dispatch:
+    stacked = [len(ranged.limits) * reading.per_row for _, ranged in ranges]
+    geometry = Geometry.of(form, max(stacked))
+    split = _split(form, ranges, reading.kv_heads, threadgroups)
+    tasks: list[int] = []
+    limits: list[int] = []
+    lists: list[list[int]] = [[] for _ in reading.rows]
+    out = count = 0
+    for (span, ranged), rows in zip(ranges, stacked, strict=True):
+        first_limit = len(limits)
+        for limit in ranged.limits:
+            limits += [limit.end, limit.last, limit.low, limit.keep]
+        for begin in range(ranged.first // form.span * form.span, ranged.stop, split):
+            first = max(begin, ranged.first)
+            columns = min(begin + split, ranged.stop) - first
+            tasks += [span, ranged.base, ranged.head_stride, first, columns]
+            tasks += [ranged.row, len(ranged.limits), out, first_limit]
+            for i in range(len(ranged.limits)):
+                lists[ranged.row + i].append(out + i * reading.per_row)
+            out += rows
+            count += 1
+    header = [reading.repeats, reading.width, reading.kv_heads, out]
+    header.append(len(reading.rows) * reading.per_row)
+    places = np.array([*header, *tasks, *limits], np.int32)
+    places[len(header) + 8 : len(header) + len(tasks) : 9] += len(header) + len(tasks)
+    return Dispatch(
+        form,
+        tuple(segments),
+        geometry,
+        mx.array(places),
+        mx.array(_flat(lists)),
+        count,
+        out,
+        max(stacked),
+    )
+
+
+def _split(
+    form: SpanForm, ranges: Sequence[tuple[int, Range]], kv_heads: int, threadgroups: int
+) -> int:
+    """Return the columns of a task: the most that make enough threadgroups."""
+    splits = [split for split in SPLITS if split % form.span == 0]
+    for split in reversed(splits):
+        count = sum(-(-(ranged.stop - ranged.first) // split) for _, ranged in ranges)
+        if count * kv_heads >= threadgroups:
+            return split
+    return splits[0]
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Return where each row's list begins, where the last ends, and the lists."""
+    ends = len(lists) + 1 + np.cumsum([0, *map(len, lists)])
+    items = [item for entries in lists for item in entries]
+    padding = [0] * LEAST_NUMBERS  # MLX has arrays of fewer numbers in another address space
+    return np.array([*ends, *items, *padding], np.int32)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()

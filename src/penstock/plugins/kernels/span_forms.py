@@ -1,0 +1,172 @@
+"""Layouts of a span's keys and values that kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import mlx.core as mx
+
+from penstock.kv import columns as col
+from penstock.kv.codecs.affine import Affine
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.kivi import Kivi
+from penstock.kv.codecs.turbo import Turbo, padded
+from penstock.kv.columns import Side
+
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
+"""Head sizes of the kernels."""
+BITS = (2, 3, 4, 5, 6, 8)
+"""Widths of codes of the kernels."""
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+LEAST_NUMBERS = 8
+"""Numbers of the smallest array for kernels: MLX has shorter ones in another address space."""
+MOST_COLUMNS = 2**30
+"""Most columns of all heads of an array: their indices are 32 bits wide."""
+MOST_NUMBERS = 2**31 - 1
+"""Most numbers of a head in an array, for the same reason."""
+TILE_COLUMNS = 32
+"""Least columns of a tile of a codec by channel: whole words of each channel."""
+MOST_TILE_BYTES = 24_576
+"""Threadgroup memory of such a tile, of the 32 KiB that a threadgroup of Metal has."""
+
+
+class ArrayKind(Enum):
+    """Numbers that an array holds."""
+
+    OWN = "the model's"
+    CODES = "32 bits of codes"
+    HALF = "float16"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldArray:
+    """One array of a side."""
+
+    suffix: str
+    """Suffix of its name among a kernel's arguments, after the side's."""
+    kind: ArrayKind
+    count: int
+    """Numbers of a head in the columns encoded together."""
+
+    def nbytes(self, dtype: mx.Dtype) -> int:
+        sizes = {
+            ArrayKind.OWN: dtype.size,
+            ArrayKind.CODES: mx.uint32.size,
+            ArrayKind.HALF: mx.float16.size,
+        }
+        return self.count * sizes[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class SideForm:
+    """Keys or values of a span: raw, or in codes."""
+
+    dim: int
+    """Numbers of a column, with those added by a codec."""
+    bits: int = 0
+    """Bits of a code; 0 for raw numbers."""
+    group: int = 0
+    """Neighbors with a scale and an offset in common; 0: one scale a column."""
+    half: bool = False
+    """Whether the first half of a column has one bit more."""
+    span: int = 1
+    """Columns encoded together; with more than one, each channel has its own scale and offset."""
+
+    @property
+    def arrays(self) -> tuple[HeldArray, ...]:
+        if not self.bits:
+            return (HeldArray("", ArrayKind.OWN, self.dim),)
+        scales, offsets = HeldArray("s", ArrayKind.HALF, 1), HeldArray("o", ArrayKind.HALF, 1)
+        if self.half:
+            finer, coarser = (self.dim // 2 * bits // 32 for bits in (self.bits + 1, self.bits))
+            return (
+                HeldArray("", ArrayKind.CODES, finer),
+                HeldArray("c", ArrayKind.CODES, coarser),
+                scales,
+            )
+        codes = HeldArray("", ArrayKind.CODES, self.span * self.dim * self.bits // 32)
+        if not self.group and self.span == 1:
+            return codes, scales
+        count = self.dim if self.span > 1 else self.dim // self.group
+        return codes, replace(scales, count=count), replace(offsets, count=count)
+
+    @property
+    def name(self) -> str:
+        if not self.bits:
+            return "raw"
+        if self.span > 1:
+            return f"{self.bits}c"
+        return f"{self.bits}h" if self.half else f"{self.bits}g{self.group}"
+
+    def column_bytes(self, dtype: mx.Dtype) -> int:
+        return -(-sum(array.nbytes(dtype) for array in self.arrays) // self.span)
+
+    @classmethod
+    def of(cls, side: Side) -> SideForm | None:
+        if isinstance(side, Coded):
+            form = _coded(side)
+        elif isinstance(side, mx.array) and side.dtype in DTYPES:
+            form = cls(side.shape[-1])
+        else:
+            return None
+        arrays = col.arrays(side)
+        short = any(array.size < LEAST_NUMBERS for array in arrays)
+        rows, heads = arrays[0].shape[:2]
+        if form is None or form.dim not in HEAD_SIZES or short:
+            return None
+        columns = col.columns(side)
+        long = rows * heads * columns > MOST_COLUMNS or columns * form.dim > MOST_NUMBERS
+        return None if long else form
+
+
+@dataclass(frozen=True, slots=True)
+class SpanForm:
+    """Keys and values of a span."""
+
+    keys: SideForm
+    values: SideForm
+    dtype: mx.Dtype
+    """Dtype of raw numbers."""
+
+    @property
+    def arrays(self) -> int:
+        return len(self.keys.arrays) + len(self.values.arrays)
+
+    @property
+    def span(self) -> int:
+        return max(self.keys.span, self.values.span)
+
+    @property
+    def column_bytes(self) -> int:
+        return self.keys.column_bytes(self.dtype) + self.values.column_bytes(self.dtype)
+
+    @property
+    def name(self) -> str:
+        return f"{self.keys.name}_{self.values.name}"
+
+
+def form_of(sides: Sequence[Side], dtype: mx.Dtype) -> SpanForm | None:
+    """Return the form of keys and values; None if no kernel reads it."""
+    keys, values = map(SideForm.of, sides)
+    if keys is None or values is None:
+        return None
+    if any(isinstance(side, mx.array) and side.dtype != dtype for side in sides):
+        return None
+    form = SpanForm(keys, values, dtype)
+    large = form.span > 1 and TILE_COLUMNS * form.column_bytes > MOST_TILE_BYTES
+    return None if large else form
+
+
+def _coded(side: Coded) -> SideForm | None:
+    codec, dim = side.codec, side.dim
+    if isinstance(codec, Turbo):
+        form = SideForm(padded(dim), codec.bits, half=codec.half)
+    elif isinstance(codec, Kivi):
+        form = SideForm(dim, codec.bits, span=codec.span)
+    elif isinstance(codec, Affine):
+        form = SideForm(dim, codec.bits, codec.group_size)
+    else:
+        return None
+    return form if form.bits in BITS else None

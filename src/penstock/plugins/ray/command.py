@@ -1,0 +1,39 @@
+"""`penstock serve --ray`: start the replicas, and serve until told to stop."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from penstock import __version__, config
+from penstock.plugins.ray.environment import prepare_environment
+
+
+def run_in_ray(
+    model: str,
+    name: str,
+    settings: config.ServerSettings,
+    limits: dict[str, Any],
+    fleet: config.FleetSettings,
+    *,
+    preload: bool,
+    weights_dtype: config.WeightsDtype,
+) -> None:
+    prepare_environment()
+    from penstock.plugins.ray.application import Fleet, running, wait_for_signal
+    from penstock.plugins.ray.replica import Served
+
+    served = Served(model, name, settings, limits, preload, weights_dtype)
+    with running(served, Fleet(**fleet.model_dump())) as url:
+        maximum = fleet.max_replicas
+        count = fleet.replicas if maximum is None else f"{fleet.replicas} to {maximum}"
+        print(f"penstock {__version__} serves {name} on {url} with {count} replicas in Ray Serve")
+        if not url.endswith(f":{settings.port}"):
+            print("port     that of the Serve which runs in that Ray already")
+        shared = os.environ.get("RAY_ADDRESS")
+        ports = f"at {shared}" if shared else "on all addresses, against its token"
+        print(f"ray      {ports}")
+        print(f"routing  {fleet.routing}")
+        sys.stdout.flush()
+        wait_for_signal(settings)

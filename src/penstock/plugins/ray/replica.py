@@ -1,0 +1,146 @@
+"""One engine and its whole server without a socket: Ray passes requests in and answers out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.types import Message
+
+from penstock.config import ApiKey, ServerSettings, WeightsDtype
+from penstock.engine.engine import Engine
+from penstock.engine.view import EngineView
+from penstock.errors import EngineStopped
+from penstock.models.mlx_lm import load_within
+from penstock.plugins.ray.autoscaling import CLAIMED
+from penstock.plugins.ray.router import BLOCKS, METRICS
+from penstock.routing import Summary
+from penstock.server.access import Access, KeyHolder
+from penstock.server.app import create_app
+from penstock.server.service import Service
+
+T = TypeVar("T")
+
+USED = "penstock.used"
+"""Type of an answer's last message: tokens of the prompt and the answer."""
+OPERATOR = KeyHolder(ApiKey(name="", sha256="0" * 64, admin=True))
+GONE_SECONDS = 5.0
+"""Seconds for a request to end after its client disconnected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Settings from which each replica makes its engine."""
+
+    model: str
+    """Folder or Hugging Face name."""
+    name: str
+    settings: ServerSettings
+    limits: dict[str, Any]
+    preload: bool = False
+    weights_dtype: WeightsDtype = "auto"
+
+
+class Replica:
+    """The application of `penstock serve`, called through Ray."""
+
+    def __init__(self, served: Served) -> None:
+        limit = served.limits.get("memory_limit")
+        loaded = load_within(served.model, served.weights_dtype, limit)
+        self._engine = Engine(loaded.model, loaded.tokenizer, **served.limits)
+        if served.preload:
+            self._engine.preload()
+        self._service = Service(
+            self._engine,
+            loaded.tokenizer,
+            served.settings,
+            served.name,
+            sampling=loaded.sampling,
+            # The file of keys may be on another machine: the door has its content.
+            access=Access(served.settings.api_key, file=served.settings.keys),
+        )
+        self._app = create_app(self._service)
+        self._watching: asyncio.Task[None] | None = None
+
+    async def names(self) -> tuple[str, int]:
+        return await self._ask(lambda view: (view.fingerprint, view.limits.block_size))
+
+    async def _ask(self, question: Callable[[EngineView], T]) -> T:
+        return await asyncio.wrap_future(self._engine.ask(question))
+
+    async def answer(
+        self,
+        scope: dict[str, Any],
+        body: bytes,
+        *,
+        block_hashes: bytes = b"",
+        cache_key: str | None = None,
+        attempt: str = "",
+    ) -> AsyncIterator[Message]:
+        """Answer a request in ASGI messages; leaving early cancels it. The rest is for routing."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._service.watch())
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        gone = asyncio.Event()
+        coming = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if coming:
+                return coming.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        answering = asyncio.ensure_future(self._app(scope, receive, messages.put))
+        answering.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+            await answering
+            if (client := scope["state"]["key_holder"]) is not None and client.tokens:
+                yield {"type": USED, "tokens": client.tokens}
+        finally:
+            gone.set()
+            if not answering.done():
+                await asyncio.wait((answering,), timeout=GONE_SECONDS)
+                answering.cancel()
+
+    # ---- what Ray asks, by these names
+
+    async def record_routing_stats(self) -> dict[str, bytes]:
+        with suppress(EngineStopped):
+            blocks = await self._ask(lambda view: Summary.of(view.block_hashes()).to_bytes())
+            return {BLOCKS: blocks, METRICS: await self._metrics()}
+        return {}
+
+    async def _metrics(self) -> bytes:
+        request = {"type": "http", "http_version": "1.1", "method": "GET", "scheme": "http"}
+        where = {"path": "/metrics", "raw_path": b"/metrics", "query_string": b""}
+        scope = {**request, **where, "headers": [], "state": {"key_holder": OPERATOR}}
+        messages = [message async for message in self.answer(scope, b"")]
+        return b"".join(message.get("body", b"") for message in messages)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        with suppress(EngineStopped):
+            return {CLAIMED: await self._ask(lambda view: view.claimed_share)}
+        return {}
+
+    async def check_health(self) -> None:
+        """Raise EngineStopped if the engine has died, so that Ray starts another replica."""
+        if not self._engine.alive:
+            raise EngineStopped("the engine's thread has died")
+
+    async def __del__(self) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Write pending blocks and end the engine; idempotent."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._service.draining = True
+        settings = self._service.settings
+        await asyncio.to_thread(self._engine.drain, settings.drain_timeout_seconds)
+        await asyncio.to_thread(self._engine.close)
+        self._service.close()

@@ -1,0 +1,57 @@
+"""Interface of an object store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+MOST_WORDS = 300
+"""Characters of an error that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPiece:
+    """Some bytes of a value."""
+
+    nbytes: int
+    """Bytes of the whole value."""
+    raw: bytes | memoryview
+
+
+class Objects(Protocol):
+    """Values by name, in a store that others use as well. Any thread may call.
+
+    Every failure is an `OSError` without secrets, and comes in bounded time.
+    """
+
+    def get(self, name: str, offset: int, nbytes: int) -> ObjectPiece | None:
+        """Return up to `nbytes` bytes of a value from `offset` on; None without such a value."""
+
+    def put(self, name: str, raw: bytes) -> bool:
+        """Write a value, whole or not at all; False if the store takes none."""
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """Return which values are there, and renew those."""
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove values, if they are there and the store is writable."""
+
+    def close(self) -> None:
+        """End all connections."""
+
+
+def described(error: BaseException, url: str) -> str:
+    """Return an error's text in one line, without the secrets of a URL.
+
+    >>> described(OSError("no entry for :se%20cret@cache, or se cret"), "redis://:se%20cret@cache")
+    'no entry for :***@cache, or ***'
+    """
+    words = str(error).partition("\n")[0]
+    password = urlsplit(url).password
+    for secret in filter(None, (password, unquote(password or ""))):
+        words = words.replace(secret, "***")
+    words = re.sub(r"(://[^\s?]*)\?\S*", r"\1", words)  # signatures are options of a request's URL
+    return words[:MOST_WORDS] or type(error).__name__

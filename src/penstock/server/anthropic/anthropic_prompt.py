@@ -1,0 +1,248 @@
+"""Prompt of an Anthropic request, and the prefix of it to hold.
+
+system, tools, messages with blocks ──> OpenAI's form, which templates read
+`cache_control` of a block          ──> Hold: the prompt up to there, and for how long
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from penstock.server.anthropic.anthropic_forms import (
+    CacheControl,
+    CountRequest,
+    Marked,
+    Other,
+    RedactedThinking,
+    TextBlock,
+    Thinking,
+    ToolResult,
+    ToolUse,
+    Turn,
+)
+from penstock.server.problems import BadRequest
+from penstock.server.prompts import Prompts, last_user
+from penstock.server.reasoning_effort import level_switch, thinking_switch
+from penstock.server.templates import shared
+
+BETWEEN_BLOCKS = "\n\n"
+"""Separator of a message's text blocks, for templates that read one text."""
+BILLING_HEADER = "x-anthropic-billing-header"
+"""First line of Claude Code's prompt; it changes so often that nothing after it is shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Prefix of a prompt that a client wants held."""
+
+    seconds: float
+    tokens: int | None
+    """Length in tokens; None is the whole prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnthropicPrompt:
+    tokens: tuple[int, ...]
+    hold: Hold | None
+    in_reasoning: bool
+
+
+def prompt_of(request: CountRequest, prompts: Prompts) -> AnthropicPrompt:
+    """Render a prompt and the prefix to hold; BadRequest names a faulty field. Blocking."""
+    if not prompts.keep_billing_header:
+        request = without_billing_header(request)
+    _check_asked(request.messages)
+    tokens = _render(request, prompts, request.system_blocks, request.messages)
+    return AnthropicPrompt(
+        tokens=tokens,
+        hold=_hold(request, prompts, tokens),
+        in_reasoning=prompts.starts_in_reasoning(tokens),
+    )
+
+
+def without_billing_header(request: CountRequest) -> CountRequest:
+    """Remove the line of Claude Code's system prompt that no model is meant to read."""
+    blocks = request.system_blocks
+    if not blocks or not blocks[0].text.startswith(BILLING_HEADER):
+        return request
+    rest = blocks[0].text.partition("\n")[2].lstrip("\n")
+    kept = [blocks[0].model_copy(update={"text": rest})] if rest else []
+    return request.model_copy(update={"system": [*kept, *blocks[1:]]})
+
+
+def _check_asked(turns: Sequence[Turn]) -> None:
+    """Refuse unreadable parts of the last user message; elsewhere placeholders stand for them.
+
+    A message with tool results may have them: agents attach the picture or document that a tool has
+    read.
+    """
+    last = last_user([{"role": turn.role} for turn in turns])
+    if last < 0 or any(isinstance(block, ToolResult) for block in turns[last].blocks):
+        return
+    for index, block in enumerate(turns[last].blocks):
+        if isinstance(block, Other) and block.text is None:
+            place = f"messages.{last}.content.{index}"
+            raise BadRequest(
+                f"{place}: content of type {block.type[:40]!r} cannot be read; this server reads "
+                "text only",
+                param=place,
+                code="unsupported_content",
+            )
+
+
+def tools_of(request: CountRequest) -> list[dict[str, Any]]:
+    functions = []
+    none = request.tool_choice is not None and request.tool_choice.type == "none"
+    for index, tool in enumerate(() if none else request.tools or ()):
+        if not tool.is_function:
+            continue
+        if tool.input_schema is None or not tool.name:
+            missing = "name" if tool.input_schema is not None else "input_schema"
+            raise BadRequest(
+                f"tools.{index}.{missing} is missing: a tool has a name, a description and an "
+                "input_schema",
+                param=f"tools.{index}.{missing}",
+            )
+        function = {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": {
+                key: part for key, part in tool.input_schema.items() if part is not None
+            },
+        }
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
+def _render(
+    request: CountRequest,
+    prompts: Prompts,
+    system: Sequence[TextBlock],
+    turns: Sequence[Turn],
+    *,
+    whole: bool = True,
+) -> tuple[int, ...]:
+    """Render a conversation; a final assistant turn is continued."""
+    messages: list[dict[str, Any]] = []
+    if text := _text_of(system):
+        messages.append({"role": "system", "content": text})
+    messages += _messages(turns)
+    goes_on = messages[-1]["role"] == "assistant"
+    more: dict[str, Any] = thinking_switch(prompts, request.thinks)
+    more |= level_switch(request.effort, prompts)
+    if getattr(prompts.tokenizer, "has_thinking", False):
+        more["enable_thinking"] = request.thinks
+    if whole and goes_on:
+        more["continue_final_message"] = True
+    tools = tools_of(request)
+    more["salt"] = request.cache_salt
+    return prompts.render(messages, tools or None, answer=whole and not goes_on, **more)
+
+
+def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Convert messages to OpenAI's form; consecutive ones of a role become one."""
+    converted: list[dict[str, Any]] = []
+    names = {
+        block.id: block.name
+        for turn in turns
+        for block in turn.blocks
+        if isinstance(block, ToolUse)
+    }
+    for role, group in groupby(turns, key=lambda turn: turn.role):
+        blocks = [block for turn in group for block in turn.blocks]
+        texts = [block for block in blocks if isinstance(block, TextBlock | Other)]
+        for block in blocks:
+            if isinstance(block, ToolResult):
+                converted.append(_result(block, names.get(block.tool_use_id)))
+        message: dict[str, Any] = {"role": role, "content": _text_of(texts)}
+        thoughts = [b.words for b in blocks if isinstance(b, Thinking | RedactedThinking)]
+        if any(thoughts) and role == "assistant":
+            message["reasoning_content"] = BETWEEN_BLOCKS.join(filter(None, thoughts))
+        if calls := [_call(block) for block in blocks if isinstance(block, ToolUse)]:
+            message["tool_calls"] = calls
+        elif not texts and any(isinstance(block, ToolResult) for block in blocks):
+            continue
+        converted.append(message)
+    return converted
+
+
+def _text_of(blocks: Sequence[TextBlock | Other]) -> str:
+    return BETWEEN_BLOCKS.join(b.text if isinstance(b, TextBlock) else b.words for b in blocks)
+
+
+def _call(block: ToolUse) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": block.input}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _result(block: ToolResult, name: str | None) -> dict[str, Any]:
+    text = block.content if isinstance(block.content, str) else _text_of(block.content)
+    if block.is_error:
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text}
+
+
+# ---- the prefix to hold
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    control: CacheControl
+    system: Sequence[TextBlock]
+    turns: Sequence[Turn]
+
+
+def _marks(request: CountRequest) -> Iterator[_Mark]:
+    system = request.system_blocks
+    for tool in request.offered:
+        if tool.cache_control is not None:
+            # Templates write tools before or behind the system prompt: both are held.
+            yield _Mark(tool.cache_control, system, ())
+    for index, block in enumerate(system):
+        if block.cache_control is not None:
+            yield _Mark(block.cache_control, system[: index + 1], ())
+    for index, turn in enumerate(request.messages):
+        blocks = turn.blocks
+        for place, said in enumerate(blocks):
+            control = said.cache_control if isinstance(said, Marked) else None
+            if control is not None:
+                cut = Turn(role=turn.role, content=blocks[: place + 1])
+                yield _Mark(control, system, [*request.messages[:index], cut])
+
+
+def _hold(request: CountRequest, prompts: Prompts, tokens: tuple[int, ...]) -> Hold | None:
+    """Return the prefix up to the deepest mark, for the longest time of any: it serves them all."""
+    marks, whole = list(_marks(request)), request.cache_control
+    controls = [mark.control for mark in marks] + ([] if whole is None else [whole])
+    if not controls:
+        return None
+    seconds = max(control.seconds for control in controls)
+    if whole is not None:
+        return Hold(seconds, None)
+    try:
+        before = _up_to(request, prompts, _deepest(marks))
+    except BadRequest:  # a template that refuses a conversation cut there; the whole one it takes
+        return None
+    common = shared(tokens, before)
+    return Hold(seconds, common) if common else None
+
+
+def _deepest(marks: Sequence[_Mark]) -> _Mark:
+    """Return the mark with the least after it; one on tools covers the whole system prompt."""
+    last = marks[-1]
+    return last if last.turns else max(marks, key=lambda mark: len(mark.system))
+
+
+def _up_to(request: CountRequest, prompts: Prompts, mark: _Mark) -> tuple[int, ...]:
+    """Render the conversation up to a mark, followed by text that differs from the prompt."""
+    # A template may want a user's message, whatever it says: its text is where the two part.
+    turns = mark.turns or [Turn(role="user", content=_other(request))]
+    return _render(request, prompts, mark.system, turns, whole=False)
+
+
+def _other(request: CountRequest) -> str:
+    first = _text_of([b for b in request.messages[0].blocks if isinstance(b, TextBlock)])
+    return "1" if first.startswith("0") else "0"

@@ -1,0 +1,71 @@
+"""`EngineClient`: the engine as the server sees it.
+
+The server is handed an engine and imports none; one in another process needs these methods alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from penstock.config import EngineSettings
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.engine.stats import Cleared, Stats
+from penstock.prefix.explanation import Explanation
+from penstock.prefix.node import NodeView
+
+T = TypeVar("T")
+
+
+class EngineState(Protocol):
+    """State of an engine between two steps, as `EngineView` has it."""
+
+    @property
+    def limits(self) -> EngineSettings: ...
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The model's context length; None if it does not say."""
+
+    @property
+    def fitting_tokens(self) -> int: ...
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    def held_tokens(self, tokens: Sequence[int], salt: str = "") -> int: ...
+
+    def tree(self) -> list[NodeView]: ...
+
+    def stats(self) -> Stats: ...
+
+    def waiting_by_client(self) -> dict[str | int, int]: ...
+
+    def explain(
+        self, tokens: Sequence[int], salt: str = "", *, ask_tiers: bool = False
+    ) -> Explanation: ...
+
+
+class EngineClient(Protocol):
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def hangs(self) -> bool: ...
+
+    def open(self, request: Request) -> Handle: ...
+
+    def enqueue(self, handles: Sequence[Handle]) -> Future[Explanation | None]:
+        """Enqueue the requests of handles, all or none; never blocks."""
+
+    def ask(self, question: Callable[[EngineState], T]) -> Future[T]:
+        """Answer a question between two steps; never blocks."""
+
+    def drain(self, timeout_seconds: float) -> bool: ...
+
+    def clear(self) -> Cleared: ...
+
+    def set_aside_prompts(self, nbytes: int) -> int:
+        """Reserve bytes for the server's prompts; return how many."""

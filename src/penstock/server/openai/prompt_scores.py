@@ -1,0 +1,49 @@
+"""Log-probabilities of prompts: limits, and the memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.memory.sizes import format_bytes
+from penstock.server.problems import BadRequest
+from penstock.server.prompt_memory import HOLD
+
+MOST_TOP = 20
+"""Largest number of likeliest tokens, other than all."""
+TOKEN_SCORE_BYTES = 900
+"""Bytes of a token's score, from the engine's numbers to the response text."""
+TOP_SCORE_BYTES = 400
+"""Bytes of each likely token with it."""
+
+
+def check_scores(top: int | None, *, stream: bool) -> None:
+    """Refuse `prompt_logprobs` in a stream, as vLLM does."""
+    if top is not None and stream:
+        raise BadRequest(
+            "prompt_logprobs do not come in a stream; leave stream out", param="prompt_logprobs"
+        )
+
+
+def top_of(prompt_logprobs: int | None, vocabulary_size: int) -> int | None:
+    """Return the likeliest tokens that `prompt_logprobs` asks for; -1 is the whole vocabulary.
+
+    >>> top_of(-1, 4_096), top_of(5, 4_096), top_of(None, 4_096)
+    (4096, 5, None)
+    """
+    return vocabulary_size if prompt_logprobs == -1 else prompt_logprobs
+
+
+def hold_scores(prompts: Sequence[Sequence[int]], top: int, copies: int = 1) -> None:
+    """Hold the memory of prompts' scores; BadRequest if the whole vocabulary exceeds the pool."""
+    hold, tokens = HOLD.get(), sum(map(len, prompts))
+    if hold is None:
+        return
+    nbytes = tokens * copies * (TOKEN_SCORE_BYTES + top * TOP_SCORE_BYTES)
+    if top > MOST_TOP and nbytes > hold.most_free_bytes:
+        raise BadRequest(
+            f"prompt_logprobs: all {top} tokens of the vocabulary beside each of {tokens} tokens "
+            f"take {format_bytes(nbytes)}; there are {format_bytes(hold.most_free_bytes)} for all "
+            f"prompts. Ask for at most {MOST_TOP}, send less, or raise --memory-limit",
+            param="prompt_logprobs",
+        )
+    hold.keep(nbytes)

@@ -1,0 +1,1 @@
+"""Calls of tools: what a request allows, and the grammars that keep an answer to it."""

@@ -1,0 +1,149 @@
+"""Demanded calls: a grammar that allows the model nothing else.
+
+It needs to know the text around calls, as for most models; tool and arguments stay the model's
+choice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from penstock.engine.model.constraint import GRAMMAR_BYTES
+from penstock.server.parsing.formats import NONE, AnswerFormat
+from penstock.server.problems import BadRequest
+from penstock.server.tools.call_rules import (
+    ANY_ARGUMENTS,
+    CallRule,
+    call_rules,
+    demanded_grammar,
+    free_grammar,
+)
+
+LEFT_OUT = "x-penstock-left-out"
+"""Header: names of tools omitted from the prompt."""
+DESCRIBED = "x-penstock-tools-in-system"
+"""Header: names of tools described in the system message, not by the chat template."""
+UNENFORCED = "x-penstock-unenforced"
+"""Header: rules of tools' schemas that a demanded call may break."""
+MOST_HEADER_CHARACTERS = 2_000
+
+
+class CallGrammar(NamedTuple):
+    grammar: str | None
+    unenforced: tuple[str, ...] = ()
+    """Schema rules that are not enforced, as "search:uniqueItems"."""
+    free: bool = False
+    """Whether text and reasoning may stand around the calls."""
+
+
+def named_header(header: str, names: Iterable[str]) -> dict[str, str]:
+    r"""Return a header that lists names; no header without any.
+
+    >>> named_header(LEFT_OUT, ["web_search", "search:uniqueItems", "a\r\nb"])
+    {'x-penstock-left-out': 'web_search, search:uniqueItems, a__b'}
+    """
+    plain = [re.sub(r"[^\w.:$-]", "_", name, flags=re.ASCII) for name in dict.fromkeys(names)]
+    return {header: ", ".join(plain)[:MOST_HEADER_CHARACTERS]} if plain else {}
+
+
+def offered(
+    tools: Sequence[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None
+) -> list[dict[str, Any]] | None:
+    return list(tools) if tools and tool_choice != "none" else None
+
+
+def demanded(
+    form: AnswerFormat,
+    tools: Sequence[dict[str, Any]] | None,
+    tool_choice: str | dict[str, Any] | None,
+    inputs: Mapping[str, str] | None = None,
+) -> CallGrammar | None:
+    """Return the grammar of the call that `tool_choice` demands, if any; else BadRequest."""
+    if tool_choice in (None, "auto", "none"):
+        return None
+    if tool_choice == "required":
+        return call_grammar(form, tools, inputs=inputs)
+    if isinstance(tool_choice, dict) and tool_choice.get("type") == "function":
+        function = tool_choice.get("function", tool_choice)  # of responses: without the layer
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            return call_grammar(form, tools, name, inputs)
+    raise BadRequest(
+        'tool_choice can be "auto", "none", "required" or a function with its name',
+        param="tool_choice",
+        code="unsupported_value",
+    )
+
+
+def call_grammar(
+    form: AnswerFormat,
+    tools: Sequence[Mapping[str, Any]] | None,
+    name: str | None = None,
+    inputs: Mapping[str, str] | None = None,
+) -> CallGrammar:
+    """Return the grammar of a call of the named tool, or of any; BadRequest if impossible."""
+    functions = [tool["function"] for tool in tools or ()]
+    candidates = [function for function in functions if name in (None, function["name"])]
+    if not candidates:
+        what = "no tool" if name is None else f"no tool named {name[:80]!r}"
+        raise BadRequest(f"tool_choice: {what} is offered", param="tool_choice")
+    if (shape := form.shape) is None:
+        raise _refused(form, "cannot be held to a call")
+    named = [function for function in candidates if re.fullmatch(shape.names, function["name"])]
+    if not named:
+        unnamed = candidates[0]["name"]
+        raise _refused(form, f"has no calls of a tool named {unnamed[:80]!r}: rename it")
+    rules = call_rules(shape, form.marks, rules_of(named, inputs))
+    return CallGrammar(demanded_grammar(shape, form.marks, rules), rules.unenforced)
+
+
+def _refused(form: AnswerFormat, why: str) -> BadRequest:
+    what = f"the format of this model's calls, {form.call_name}, {why}"
+    if form.call_name == NONE:
+        what = "this model's chat template shows no format of calls"
+    return BadRequest(
+        f"tool_choice can be auto or none here: {what}. Ask for the call in the prompt, or name "
+        "another format with penstock serve --tool-parser if the model writes that",
+        param="tool_choice",
+        code="unsupported_value",
+    )
+
+
+def free_call_grammar(
+    form: AnswerFormat,
+    tools: Sequence[Mapping[str, Any]],
+    kept: Collection[str],
+    inputs: Mapping[str, str] | None = None,
+    *,
+    inside: bool = False,
+) -> CallGrammar:
+    """Return the grammar of free text in which calls of the `kept` tools follow their schemas."""
+    inputs = inputs or {}
+    functions = [tool["function"] for tool in tools]
+    named = [f"{name}:strict" for name in kept] + [f"{name}:grammar" for name in inputs]
+    if (shape := form.free_shape) is None:
+        return CallGrammar(None, tuple(named))
+    rules_kept = [
+        rule if rule.name in kept or rule.input_grammar else CallRule(rule.name)
+        for rule in rules_of(functions, inputs)
+    ]
+    rules = call_rules(shape, form.marks, rules_kept)
+    grammar = free_grammar(shape, form.marks, rules, form.reasoning, inside=inside)
+    if len(grammar) > GRAMMAR_BYTES:  # no call is demanded: without a grammar it is answered, too
+        return CallGrammar(None, tuple(named))
+    return CallGrammar(grammar, rules.unenforced, free=True)
+
+
+def rules_of(
+    functions: Iterable[Mapping[str, Any]], inputs: Mapping[str, str] | None = None
+) -> list[CallRule]:
+    return [
+        CallRule(
+            function["name"],
+            function.get("parameters") or ANY_ARGUMENTS,
+            (inputs or {}).get(function["name"]),
+        )
+        for function in functions
+    ]

@@ -1,0 +1,221 @@
+r"""Grammars of calls with a tag for each argument, as Qwen's and DeepSeek's.
+
+    <parameter=path>     a text: as it is, up to the end of its tag
+    a.txt
+    </parameter>
+    <parameter=count>    all else: JSON by its schema
+    3
+    </parameter>
+
+The properties stand in the order of their schema. A text follows `enum` and `const`, and none of
+the other rules for texts. Where all is JSON, as in Python's calls, texts follow their schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from penstock.server.parsing.argument_types import branches, constants, json_types
+from penstock.server.parsing.shapes import CallShape, Marks, ParameterTags
+from penstock.server.tools.gemma_rules import GemmaWriter
+from penstock.server.tools.tool_schemas import COMPOSING, LITTLE_SPACE
+
+EMPTY = '""'
+TEXT_RULES = ("format", "maxLength", "minLength", "not", "pattern")
+TYPE = "TYPE"
+"""Placeholder for a value's JSON type."""
+_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
+_LOCAL = re.compile(r"#/(?:\$defs|definitions)/")
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class TagRules(NamedTuple):
+    text: str
+    unenforced: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class TagWriter:
+    shape: CallShape
+    marks: Marks
+    room: int
+
+    @property
+    def tags(self) -> ParameterTags:
+        assert self.shape.tags is not None
+        return self.shape.tags
+
+    def rules(self, name: str, schema: Mapping[str, Any]) -> TagRules:
+        rules = self._rules(name, schema)
+        if len(rules.text) > self.room:
+            rules = TagRules(self._rules(name, {}).text, ("size",))
+        self.room -= len(rules.text)
+        return rules
+
+    def _rules(self, name: str, schema: Mapping[str, Any]) -> TagRules:
+        if self.tags.notation == "gemma":
+            text = self._text(f"{name}_text")
+            writer = GemmaWriter(name, schema, self.marks, self.tags.end, text)
+            return TagRules(writer.rules(), tuple(writer.unenforced))
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping) or COMPOSING & schema.keys():
+            composed = sorted(COMPOSING & schema.keys())
+            text = ordered(name, [], self._separator, f"{name}_any")
+            return TagRules(f"{text}{self._any(name)}", tuple(composed))
+        required = schema.get("required") or ()
+        sequence, lines, unenforced = list[tuple[str, bool]](), list[str](), list[str]()
+        for number, (key, value) in enumerate(properties.items()):
+            if not re.fullmatch(self.tags.keys, key):
+                unenforced.append("properties")
+                continue
+            rule = f"{name}_{number}"
+            sequence.append((rule, key in required))
+            lines.append(f"{rule}: {self._parameter(rule, key, value, schema)}")
+            unenforced += self._left_out(value, schema)
+        # As readers have it: a text could not be told from one with a tag of another name in it.
+        is_open = not properties or bool(schema.get("additionalProperties"))
+        if self.tags.notation == "json":
+            is_open = schema.get("additionalProperties") is not False
+        if is_open:
+            lines.append(self._any(name))
+        whole = ordered(name, sequence, self._separator, f"{name}_any" if is_open else None)
+        return TagRules("".join((whole, *lines)), tuple(dict.fromkeys(unenforced)))
+
+    @property
+    def _separator(self) -> str:
+        return self.marks.of(self.tags.separator) if self.tags.separator else ""
+
+    def _any(self, name: str) -> str:
+        """Return the rules of an argument of any name, which is text."""
+        tags, rule = self.tags, f"{name}_any"
+        before, key = self.marks.of(tags.before), f"/{tags.keys}/"
+        if tags.notation == "json":
+            return f"{rule}: {before} {key} {self.marks.of(tags.as_json)} {self._json(rule, {})}"
+        return f"{rule}: {before} {key} {self.marks.of(tags.as_text)} {self._text(rule)}"
+
+    def _parameter(self, rule: str, key: str, value: Any, root: Mapping[str, Any]) -> str:
+        tags, types = self.tags, json_types(value, root)
+        if tags.notation != "json" and (not types or "string" in types):
+            head = self.marks.of(f"{tags.before}{key}{tags.as_text}")
+            texts = _texts(value, root)
+            if texts is None or any(tags.end in text for text in texts):
+                return f"{head} {self._text(rule)}"
+            return f"{head} ({' | '.join(map(_quoted, texts))}) {self._end}\n"
+        schema = _alone(value, root) or ({"type": sorted(types)} if types else {})
+        return f"{self._typed(key, types)} {self._json(rule, schema)}"
+
+    def _typed(self, key: str, types: Collection[str]) -> str:
+        """Return the text before JSON, with its type if the tag names it."""
+        first, named, rest = f"{self.tags.before}{key}{self.tags.as_json}".partition(TYPE)
+        if not named:
+            return self.marks.of(first)
+        names = sorted({"number" if name == "integer" else name for name in types})
+        choice = " | ".join(map(_quoted, names))
+        return f"{self.marks.of(first)} ({choice}) {self.marks.of(rest)}"
+
+    def _json(self, rule: str, schema: Mapping[str, Any]) -> str:
+        spaced = {**schema, "x-guidance": LITTLE_SPACE}
+        return f"{rule}_json {self._end}\n{rule}_json: %json {json.dumps(spaced)}\n"
+
+    def _text(self, rule: str) -> str:
+        """Return the rules of text up to and including its end tag."""
+        tags, special = self.tags, self.marks.special
+        marks = [mark for mark in special if mark in tags.end]
+        if not marks:
+            # The whole call ends at the first mark behind it, in a text, too.
+            ends = "|".join(map(_pattern, (self.shape.closing.strip(), *tags.outside)))
+            over = f"/(?s:.*){_pattern(tags.end)}/ & ~/(?s:.*)({ends})(?s:.*)/"
+            return f"{rule}_text {self._after}\n{rule}_text[lazy]: {over}\n"
+        first, _, rest = tags.end.partition(max(marks, key=len))
+        mark = self.marks.of(tags.end[len(first) : len(tags.end) - len(rest)])
+        end = f"{mark} {self.marks.of(rest)}"
+        if not first:  # a mark is in no text
+            return f"/(?s:.+)/? {end} {self._after}\n"
+        lines = f"{rule}_part[lazy]: /(?s:.*){_pattern(first)}/\n"
+        return f"{rule}_part+ {end} {self._after}\n{lines}"
+
+    @property
+    def _after(self) -> str:
+        return self.marks.of(self.tags.after)
+
+    @property
+    def _end(self) -> str:
+        return self.marks.of(f"{self.tags.gap}{self.tags.end}{self.tags.after}")
+
+    def _left_out(self, value: Any, root: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the unenforced rules of an argument."""
+        types = json_types(value, root)
+        if self.tags.notation == "json" or (types and "string" not in types):
+            if _alone(value, root) is None:
+                yield "$ref"
+            return
+        for branch in branches(value, root):
+            if not constants(branch):
+                yield from (rule for rule in TEXT_RULES if rule in branch)
+
+
+def ordered(
+    name: str, members: Sequence[tuple[str, bool]], separator: str, more: str | None
+) -> str:
+    r"""Return the rules of members in order, some of them optional.
+
+    >>> ordered("a", [("b", True), ("c", False)], "", None)
+    'a: b c?\n'
+    >>> print(ordered("a", [("b", False), ("c", True)], '","', None))
+    a: b a_from_1 | c a_from_2
+    a_from_1: "," c a_from_2
+    a_from_2: ""
+    <BLANKLINE>
+    """
+    if not separator:
+        parts = [rule if needed else f"{rule}?" for rule, needed in members]
+        return f"{name}: {' '.join([*parts, *([f'{more}*'] if more else [])]) or EMPTY}\n"
+    starts, lines, empty = list[str](), list[str](), True
+    for i, (rule, needed) in enumerate(members, 1):
+        if empty:
+            starts.append(f"{rule} {name}_from_{i}")
+        empty = empty and not needed
+        if i > 1:
+            pair = f"{separator} {rule}"
+            lines.append(
+                f"{name}_from_{i - 1}: {pair if needed else f'({pair})?'} {name}_from_{i}\n"
+            )
+    last = f"({separator} {more})*" if more else EMPTY
+    if members:
+        lines.append(f"{name}_from_{len(members)}: {last}\n")
+    if empty:
+        starts += [f"{more} {last}"] if more else []
+        starts.append(EMPTY)
+    return "".join((f"{name}: {' | '.join(starts)}\n", *lines))
+
+
+def _alone(value: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an argument's schema with its definitions; None if a reference is not local."""
+    references = _REFERENCE.findall(json.dumps([value, *map(root.get, _DEFINITIONS)]))
+    if any(not _LOCAL.match(reference) for reference in references):
+        return None
+    parts = {part: root[part] for part in _DEFINITIONS if references and part in root}
+    return {**value, **parts}
+
+
+def _texts(value: Any, root: Mapping[str, Any]) -> list[str] | None:
+    """Return all texts that a value can be; None if it can be others."""
+    texts = list[str]()
+    for branch in branches(value, root):
+        listed = constants(branch)
+        if not listed and json_types(branch, root) != {"null"}:
+            return None
+        texts += [text for text in listed if isinstance(text, str)]
+    return texts or None
+
+
+def _pattern(text: str) -> str:
+    return re.escape(text).replace("/", "\\/")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,11 @@
+"""The user's folder for files that penstock can make or fetch again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def user_cache() -> Path:
+    """Return `XDG_CACHE_HOME/penstock`, which may not exist yet; RuntimeError without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"

@@ -1,0 +1,54 @@
+"""Progress of a start: nothing in its first second, then lines, and none of other levels."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+
+import pytest
+from rich.console import Console
+
+from penstock.cli import start_progress
+from penstock.cli.start_progress import LOGGER, StartProgress
+
+PLAIN = Console(file=io.StringIO(), force_terminal=False)
+
+
+def wait_for(text: str, shown: io.StringIO) -> None:
+    until = time.monotonic() + 30
+    while text not in shown.getvalue():
+        assert time.monotonic() < until, shown.getvalue()
+        time.sleep(0.005)
+
+
+def test_a_quick_start_prints_nothing() -> None:
+    shown = io.StringIO()
+    with StartProgress(PLAIN, "loading a", clock=lambda: 0.0, stream=shown):
+        LOGGER.info("measuring")
+    assert shown.getvalue() == ""
+    assert not LOGGER.handlers
+
+
+def test_a_slow_start_prints_what_it_does_and_says_again_how_long_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start_progress, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(start_progress, "REPEAT_SECONDS", 0.01)
+    shown, now = io.StringIO(), [0.0]
+    with StartProgress(PLAIN, "loading a", clock=lambda: now[0], stream=shown):
+        wait_for("penstock: loading a (0 s)\n", shown)
+        now[0] = 12.0
+        logging.getLogger("penstock.engine.model.step_trials").info("measuring %d steps", 2)
+        wait_for("penstock: measuring 2 steps (12 s)\n", shown)
+        now[0] = 22.0
+        wait_for("penstock: measuring 2 steps (22 s)\n", shown)
+        LOGGER.warning("another handler's")
+    assert "another" not in shown.getvalue()
+
+
+def test_a_terminal_has_a_spinner() -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=80)
+    with StartProgress(terminal, "loading a", stream=screen):
+        wait_for("loading a", screen)

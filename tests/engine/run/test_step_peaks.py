@@ -1,0 +1,105 @@
+"""An engine that is opened again on a model asks for what it asked for at first, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tiny_families import build, uncompiled
+
+from penstock.engine.core import Core
+from penstock.engine.model import step_peaks, step_trials
+from penstock.engine.model.runner import Runner
+from penstock.errors import NeverFits
+
+LIMITS: dict[str, Any] = {"max_kv_size": 512, "prefill_chunk": 128, "max_batch_size": 4}
+FAMILIES = ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mamba2", "falcon_h1", "qwen3_next"]
+
+
+def asked(model: Any, limit_bytes: int | str = "400MB", **settings: Any) -> int:
+    """Return the bytes that an engine sets aside at its start, or those that it lacks room for."""
+    try:
+        core = Core(model, memory_limit=limit_bytes, **{**LIMITS, **settings})
+    except NeverFits as error:
+        return error.needed_bytes
+    try:
+        return core.budget.fixed_bytes
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_engine_asks_for_what_the_first_did(family: str) -> None:
+    with uncompiled():
+        model = build(family)
+        first = asked(model)
+        assert [asked(model) for _ in range(3)] == [first] * 3
+        # Of a smaller limit the index takes less.
+        little = asked(model, first) // 2
+        lacking = [asked(model, little) for _ in range(3)]
+        assert lacking == [lacking[0]] * 3
+        assert lacking[0] > little
+
+
+def test_other_limits_and_other_weights_are_measured_by_themselves() -> None:
+    model = build("llama")
+    step_peaks._measured.clear()
+    first = asked(model)
+    assert asked(model, prefill_chunk=256) > first
+    asked(model, max_batch_size=8)
+    assert len(step_peaks._measured) == 3
+    model.set_dtype(mx.float16)
+    assert asked(model) != first
+    assert len(step_peaks._measured) == 4
+    asked(build("gemma2"))
+    assert len(step_peaks._measured) == 5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mamba2"])
+def test_a_slow_model_is_reckoned_from_a_short_step_and_not_too_low(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest: list[int] = []
+    with uncompiled():
+        model = build(family)
+        whole = asked(model)
+        step_peaks._measured.clear()
+        monkeypatch.setattr(step_trials, "MOST_SECONDS", 0.0)
+        prefill = Runner.prefill
+
+        def noting(runner: Runner, tokens: Sequence[int], *given: Any) -> Any:
+            longest.append(len(tokens))
+            return prefill(runner, tokens, *given)
+
+        monkeypatch.setattr(Runner, "prefill", noting)
+        reckoned = asked(model)
+    # A state's bytes do not grow in proportion, so that its chunk is measured whole.
+    assert max(longest) == (128 if family == "mamba2" else step_trials.TRIAL_TOKENS)
+    assert reckoned >= 0.99 * whole
+    assert reckoned <= whole + 20_000_000
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_a_model_that_is_loaded_again_asks_for_what_the_first_did(family: str) -> None:
+    step_peaks._measured.clear()
+    with uncompiled():
+        first = asked(build(family))
+        measured = dict(step_peaks._measured)
+        gc.collect()
+        assert asked(build(family)) == first
+    assert step_peaks._measured == measured
+
+
+def test_the_number_of_measurements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_peaks, "MOST_FORMS", 2)
+    step_peaks._measured.clear()
+    model = build("llama")
+    for tokens in (64, 128, 256):
+        asked(model, prefill_chunk=tokens)
+    kept = list(step_peaks._measured)
+    assert len(kept) == 2
+    asked(model, prefill_chunk=64)
+    assert kept[1] in step_peaks._measured and kept[0] not in step_peaks._measured

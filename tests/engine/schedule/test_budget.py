@@ -1,0 +1,335 @@
+"""`MemoryBudget` on plain sequences, a real ledger and a real tree: without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from text_segment import Text
+
+from penstock.attention.attention_backend import PlainOperations
+from penstock.attention.attention_memory import AttentionMemory
+from penstock.config import EngineSettings
+from penstock.engine.model.figures import ModelFigures
+from penstock.engine.model.prompt_logprobs import PromptLogprobs
+from penstock.engine.model.step_peaks import StepPeaks
+from penstock.engine.schedule.budget import FixedReservations, MemoryBudget
+from penstock.engine.schedule.costs import MemoryEstimator
+from penstock.errors import LedgerFull, NeverFits
+from penstock.kv.tails import LayerShape
+from penstock.ledger import Kind, Ledger, Reservation
+from penstock.prefix.pin import Pin
+from penstock.prefix.prefixes import Prefixes
+
+BLOCK = 16
+TOKEN = 1_024
+"""Bytes of a token: two heads of 64, keys and values, as float32."""
+LIMIT = 2_000_000
+FIXED = 100_000 + 20_000 + 30_000
+"""Bytes of weights, pool and step."""
+PEAKS = StepPeaks(0, 0, 0, far=0, far_tokens=1, token_seconds=0.0, measured_tokens=8)
+
+
+@dataclass
+class KV:
+    """Keys and values of a sequence, as the budget sees them."""
+
+    num_cached_tokens: int = 0
+    reservation: Reservation | None = None
+    pin: Pin[Any] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass
+class Answer:
+    """A sequence, as the budget sees it."""
+
+    prompt_tokens: int
+    max_tokens: int = 500
+    generated_tokens: int = 0
+    kv: KV = field(default_factory=KV)
+    step_reservation: Reservation | None = None
+    reserved_tokens: int = 0
+    stuck: bool = False
+
+    @property
+    def tokens(self) -> range:
+        return range(self.prompt_tokens + self.generated_tokens)
+
+    @property
+    def max_kv_tokens(self) -> int:
+        return self.prompt_tokens + self.max_tokens - 1
+
+
+class Copies:
+    """A part that has set 5,000 bytes aside."""
+
+    nbytes = 5_000
+
+
+def scores(tokens: int) -> int:
+    """Return the bytes of a decode step's scores: two heads, eight floats each."""
+    return tokens * 2 * 32
+
+
+def layer(tokens: int) -> int:
+    """Return the bytes of a layer that a chunk joins; its scores are within those of any step."""
+    return 2 * tokens * TOKEN
+
+
+def budget(limit_bytes: int = LIMIT) -> MemoryBudget:
+    figures = ModelFigures(
+        shapes=(LayerShape(2, 64, 64, mx.float32),), heads=2, vocabulary_size=100
+    )
+    limits = EngineSettings(
+        memory_limit=limit_bytes, block_size=BLOCK, prefill_chunk=32, max_kv_size=4_096
+    )
+    ledger = Ledger(limit_bytes)
+    aside = FixedReservations(
+        weights=ledger.reserve(Kind.WEIGHTS, 100_000),
+        pool=ledger.reserve(Kind.TAILS, 20_000),
+        step=ledger.reserve(Kind.BUFFERS, 30_000),
+        chunk=ledger.reserve(Kind.BUFFERS, 0),
+    )
+    prefixes: Prefixes[Text] = Prefixes(ledger, block_size=BLOCK, remembered=0)
+    memory = AttentionMemory(scores_at_once=2**20)
+    estimator = MemoryEstimator(figures, limits, memory, PEAKS, PlainOperations())
+    return MemoryBudget(aside, estimator, prefixes, copying=(), token_bytes=TOKEN)
+
+
+def cached(of: MemoryBudget, tokens: int) -> Pin[Text]:
+    """Commit so many tokens to the tree, and return a pin on them."""
+    prefixes: Any = of._prefixes
+    content = tuple(range(tokens))
+    pin: Pin[Text] = prefixes.pin(prefixes.find(content))
+    with prefixes.reserve(Kind.TAILS, Text.token_bytes * tokens) as paid:
+        hashes = prefixes.block_hashes(content)
+        assert prefixes.insert(pin, 0, hashes, content, Text(content), paid).refused is None
+    return pin
+
+
+def test_what_is_set_aside_is_weights_pool_step_and_the_parts() -> None:
+    made = budget()
+    index = made._prefixes.fixed_bytes
+    assert made.fixed_bytes == FIXED + index
+    parts = MemoryBudget(
+        made._aside,
+        made._estimator,
+        made._prefixes,
+        copying=[Copies(), Copies()],
+        token_bytes=TOKEN,
+        draft_bytes=7,
+    )
+    assert parts.fixed_bytes == FIXED + index + 2 * 5_000 + 7
+    assert (parts.weights_bytes, parts.step_bytes) == (100_000, 30_000)
+    parts.check_limit(FIXED + index + 10_007)
+    with pytest.raises(NeverFits, match="the limit cannot be"):
+        parts.check_limit(FIXED + index + 10_006)
+
+
+def test_an_admitted_sequence_has_its_tokens_and_the_next_32_reserved() -> None:
+    made, answer = budget(), Answer(100)
+    assert made.reserve(answer)
+    assert answer.reserved_tokens == 99 + 32
+    assert answer.kv.reservation is not None and answer.kv.reservation.nbytes == 131 * TOKEN
+    assert answer.step_reservation is not None and answer.step_reservation.nbytes == scores(131)
+    assert made._aside.chunk.nbytes == layer(131)
+
+
+def test_cached_tokens_are_not_reserved_again() -> None:
+    made, answer = budget(), Answer(100, kv=KV(num_cached_tokens=64))
+    assert made.reserve(answer)
+    assert answer.kv.reservation is not None
+    assert answer.kv.reservation.nbytes == (131 - 64) * TOKEN
+
+
+def test_an_answer_grows_by_what_is_new_and_never_past_its_end() -> None:
+    made, answer = budget(), Answer(100, max_tokens=50)
+    assert made.reserve(answer) and answer.reserved_tokens == 131
+    answer.generated_tokens = 32
+    assert made.grow(answer) and answer.reserved_tokens == answer.max_kv_tokens == 149
+    assert answer.kv.reservation is not None and answer.kv.reservation.nbytes == 149 * TOKEN
+    assert made._ledger.used_bytes == (made.fixed_bytes + 149 * TOKEN + scores(149) + layer(149))
+
+
+def test_without_room_for_32_tokens_one_is_reserved_and_without_that_nothing() -> None:
+    one = FIXED + budget()._prefixes.fixed_bytes + 100 * TOKEN + scores(100) + layer(100)
+    answer = Answer(100)
+    assert budget(one).reserve(answer) and answer.reserved_tokens == 100
+    full, other = budget(one - 1), Answer(100)
+    before = full._ledger.by_class()
+    assert not full.reserve(other)
+    assert full._ledger.by_class() == before
+    assert other.kv.reservation is other.step_reservation is None and other.reserved_tokens == 0
+
+
+def test_a_sequence_that_was_stuck_gets_all_that_can_be_its_own() -> None:
+    made = budget(FIXED + 700_000)
+    answer = Answer(100, max_tokens=4_000, stuck=True)
+    assert made.reserve(answer)
+    assert answer.reserved_tokens == made.most_tokens() - 1 > 131
+
+
+def test_the_longest_sequence_sets_the_room_of_a_chunk_and_leaves_it() -> None:
+    made, long, short = budget(), Answer(200), Answer(50)
+    assert made.reserve(long) and made.reserve(short)
+    assert made._aside.chunk.nbytes == layer(199 + 32)
+    made.release(long, [short])
+    assert long.kv.reservation is None and long.reserved_tokens == 0
+    assert made._aside.chunk.nbytes == layer(49 + 32)
+    made.release(short, [])
+    assert made._ledger.used_bytes == made.fixed_bytes
+
+
+def test_most_tokens_is_the_last_length_that_fits_alone() -> None:
+    made = budget()
+    most = made.most_tokens()
+    fits, over = Answer(most - 1), Answer(most)
+    assert made.fits_alone(fits) and not made.fits_alone(over)
+    made.check_fits(fits)
+    with pytest.raises(NeverFits, match=rf"{most} tokens > {most - 1} maximum") as told:
+        made.check_fits(over)
+    needed = most * TOKEN + scores(most) + layer(most)
+    needed += made._prefixes.index_bytes(most // BLOCK + 1)
+    assert told.value.needed_bytes == needed
+
+
+def test_log_probabilities_of_a_prompt_count_with_it() -> None:
+    """Their rows of 4 times 8 bytes a token, and a chunk's logits."""
+    made, plain = budget(12_000_000), Answer(100)
+    asked = Answer(100, kv=KV(prompt_logprobs=PromptLogprobs(range(100), top=3)))
+    logits = made._estimator.logits_bytes + 2 * 8 * 32 * 4 + 40 * (2**18 // 100) * 3
+    assert made.reserve(plain) and made.reserve(asked)
+    assert asked.step_reservation is not None
+    assert asked.step_reservation.nbytes == scores(131) + 8 * 100 * 4
+    assert made._aside.chunk.nbytes == layer(131) + logits
+    made.release(asked, [plain])
+    assert made._aside.chunk.nbytes == layer(131)
+
+
+def test_room_is_made_of_unpinned_nodes_and_never_of_pinned_ones() -> None:
+    made = budget()
+    pin = cached(made, 64)
+    room = 100 * TOKEN + scores(100) + layer(100)
+    rest = made._ledger.reserve(Kind.BUFFERS, made._ledger.free_bytes - room + 1)
+    assert not made.reserve(Answer(100))
+    pin.release()
+    answer = Answer(100)
+    assert made.reserve(answer) and answer.reserved_tokens == 100
+    assert made._prefixes.evictable_bytes == 0, "the node had to go"
+    rest.release()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_new_sequence_is_let_in_for_its_expected_length_beside_others(*, alone: bool) -> None:
+    """256 tokens are expected of an answer; both are to reach their ends together."""
+    tokens = 99 + 256
+    both = 2 * (tokens * TOKEN + scores(tokens)) + layer(tokens)
+    made = budget(FIXED + both - 1)
+    running = Answer(100)
+    assert made.reserve(running)
+    assert made.has_room(Answer(100), [] if alone else [running]) is alone
+    enough = budget(FIXED + both + enough_index())
+    assert enough.reserve(other := Answer(100))
+    assert enough.has_room(Answer(100), [other])
+
+
+def enough_index() -> int:
+    """Return the bytes of an empty tree."""
+    return budget()._prefixes.fixed_bytes
+
+
+def test_preempting_another_frees_what_it_holds_alone() -> None:
+    made = budget()
+    running = Answer(1, max_tokens=1)
+    running.kv.pin = cached(made, 64)
+    assert made.reserve(running)
+    assert running.kv.reservation is not None and running.step_reservation is not None
+    held = running.kv.reservation.nbytes + running.step_reservation.nbytes
+    node = 64 * Text.token_bytes + running.kv.pin.node.index_bytes  # type: ignore[union-attr]
+    new = Answer(100, max_tokens=1)
+    needed = 100 * TOKEN + scores(100) + layer(100) - made._aside.chunk.nbytes
+    blocker = made._ledger.reserve(Kind.BUFFERS, made._ledger.free_bytes - needed + held + node)
+    assert made.would_fit(new, 0, [running], [])
+    assert not made.would_fit(new, 0, [running], [], evict=False)
+    blocker.resize(blocker.nbytes + 1)
+    assert not made.would_fit(new, 0, [running], [])
+    assert made.would_fit(new, 16, [running], []), "sixteen of its tokens are cached"
+
+
+def test_cached_tokens_that_were_lost_are_reserved_anew() -> None:
+    made, answer = budget(), Answer(100, kv=KV(num_cached_tokens=64))
+    assert made.reserve(answer)
+    answer.kv.num_cached_tokens = 16
+    assert made.reserve_anew(answer)
+    assert answer.kv.reservation is not None
+    assert answer.kv.reservation.nbytes == (131 - 16) * TOKEN
+    made._ledger.reserve(Kind.BUFFERS, made._ledger.free_bytes - 16 * TOKEN + 1)
+    answer.kv.num_cached_tokens = 0
+    assert not made.reserve_anew(answer)
+    assert answer.kv.reservation.nbytes == (131 - 16) * TOKEN
+
+
+def test_topping_up_brings_back_what_was_spent_and_takes_nothing_away() -> None:
+    made, answer = budget(), Answer(100)
+    assert made.reserve(answer)
+    own = answer.kv.reservation
+    assert own is not None
+    own.resize(own.nbytes - 10 * TOKEN)
+    assert made.top_up(answer) and own.nbytes == 131 * TOKEN
+    answer.kv.num_cached_tokens = 100
+    assert made.top_up(answer) and own.nbytes == 131 * TOKEN
+
+
+def test_prompts_get_at_most_half_of_what_is_free() -> None:
+    made = budget()
+    free = made._ledger.free_bytes
+    assert made.set_aside_prompts(10_000) == 10_000
+    assert made.set_aside_prompts(free) == free // 2
+    assert made.set_aside_prompts(0) == 0 and made._ledger.free_bytes == free
+
+
+def test_grammars_go_where_a_sequence_needs_their_bytes() -> None:
+    room = 100 * TOKEN + scores(100) + layer(100)
+    made = budget(FIXED + enough_index() + room + 1_000)
+    made.reserve_grammars(3_000)
+    assert not made.reserve(Answer(100))
+    kept: list[int] = [1_000]
+    evict: Callable[[], int] = lambda: kept[0]  # noqa: E731
+    made.evict_grammars = evict
+    assert made.reserve(Answer(100))
+    assert made._grammars.nbytes == 1_000
+    with pytest.raises(LedgerFull):
+        made.reserve_grammars(room)
+    assert made._grammars.nbytes == 1_000
+
+
+def test_the_check_finds_bytes_that_nothing_holds() -> None:
+    made, answer = budget(), Answer(100)
+    assert made.reserve(answer)
+
+    class Pool:
+        nbytes = 20_000
+
+    def check() -> None:
+        tails: Any = Pool()
+        made.check([answer], tails, weights=100_000, draft=0, reading=0, scored=0)
+
+    check()
+    lost = made._ledger.reserve(Kind.TAILS, 1)
+    with pytest.raises(AssertionError):
+        check()
+    lost.release()
+    Pool.nbytes = 10_000
+    with pytest.raises(AssertionError, match="tails of 10000 bytes, 20000 counted"):
+        check()
+
+
+def test_closing_leaves_the_weights_counted() -> None:
+    made = budget()
+    made.set_aside_prompts(10_000)
+    made.close()
+    assert made._ledger.used_bytes == 100_000 + made._prefixes.fixed_bytes

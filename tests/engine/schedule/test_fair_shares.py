@@ -1,0 +1,411 @@
+"""Fair shares of the places: by client, then by request, for the one that has just come too.
+
+The rules stand once more in `unfair`, told from the sequences alone. Schedulers that break one rule
+each are run until it fails.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_scheduler import (
+    QUICK,
+    SOAK,
+    Item,
+    Simulation,
+    admitted,
+    item,
+    known,
+    make,
+    read,
+    shares,
+)
+
+from penstock.engine.schedule import fair_shares
+from penstock.engine.schedule.fair_shares import EARLY_WORK, GENERATED_WORK, TURN_WORK
+from penstock.engine.schedule.scheduler import PLACED, Scheduler, State
+
+TURN_STEPS = TURN_WORK // GENERATED_WORK
+SHORT_STEPS = 5
+
+
+def of(simulation: Simulation, *states: State) -> list[Item]:
+    return [simulation.jobs[job_id] for job_id in simulation.of(*states)]
+
+
+def places(simulation: Simulation, level: int) -> Counter[object]:
+    """Count the places of clients (1) or requests (3)."""
+    return Counter(job.owners[:level] for job in of(simulation, *PLACED))
+
+
+def unfair(simulation: Simulation) -> list[str]:
+    """List the clients and requests that wait though another has two places more."""
+    found = []
+    placed = of(simulation, *PLACED)
+    for job in of(simulation, State.WAITING, State.PREEMPTED):
+        for other in placed:
+            if other.priority > job.priority:
+                continue
+            level = next((n for n in (1, 3) if other.owners[:n] != job.owners[:n]), None)
+            if level is None:
+                continue
+            held = places(simulation, level)
+            if held[other.owners[:level]] >= held[job.owners[:level]] + 2:
+                found.append(f"{job.owners} waits with {held}")
+    return found
+
+
+def steps_until_placed(simulation: Simulation, job_id: int, most: int = 10_000) -> int:
+    """Run until a sequence has its first place; return the steps before that."""
+    for step in range(most):
+        simulation.step()
+        if job_id not in simulation.states or simulation.states[job_id] in PLACED:
+            return step
+    raise AssertionError(f"job {job_id} starves")
+
+
+def serving(count: int, *, n: int, cls: type[Scheduler[Item]] = Scheduler) -> Simulation:
+    """Return an engine of eight places in which requests of `n` long answers run."""
+    simulation = Simulation(make(8, 512, 32, 1_000, cls=cls))
+    for number in range(count):
+        simulation.submit(range(number * 100, number * 100 + 40), n=n, outputs=400, client="a")
+    for _ in range(20):
+        simulation.step()
+    return simulation
+
+
+@pytest.mark.parametrize("client", ["a", "b"])
+@pytest.mark.parametrize(("count", "n"), [(1, 128), (2, 128), (4, 2)])
+def test_a_request_beside_many_answers_has_its_place_at_once(
+    count: int, n: int, client: str
+) -> None:
+    simulation = serving(count, n=n)
+    assert len(of(simulation, State.RUNNING)) == 8
+    (short,) = simulation.submit(range(900, 910), outputs=2, client=client)
+    assert steps_until_placed(simulation, short) == 0
+    assert simulation.preemptions == 1
+
+
+def test_a_request_gets_a_place_of_its_own_client_while_another_waits() -> None:
+    simulation = Simulation(make(8, 512, 32, 1_000))
+    for number, client in enumerate("ab"):
+        simulation.submit(range(100 * number, 100 * number + 40), n=128, outputs=400, client=client)
+    for _ in range(20):
+        simulation.step()
+    for number, client in enumerate("ab"):
+        (short,) = simulation.submit([-number - 1] * 10, outputs=2, client=client)
+        assert steps_until_placed(simulation, short) == 0
+        assert places(simulation, 1) == {("a",): 4, ("b",): 4}
+
+
+def test_a_client_of_many_requests_has_half_of_the_places() -> None:
+    simulation = serving(20, n=1)
+    for number in range(9):
+        simulation.submit(range(5_000 + 50 * number, 5_030 + 50 * number), client="b")
+    simulation.step()
+    assert places(simulation, 1) == {("a",): 4, ("b",): 4}
+
+
+def test_salts_of_a_client_are_served_alike() -> None:
+    scheduler = make(4)
+    line = [item(number) for number in range(6)]
+    for job, salt in zip(line, "xxxxxy", strict=True):
+        job.salt = salt
+    scheduler.add(*line)
+    admitted_ids = []
+    while scheduler.free_places and (following := scheduler.next_in_line()) is not None:
+        admitted_ids.append(following.id)
+        scheduler.act(following, "admit")
+    assert admitted_ids == [0, 5, 1, 2]
+
+
+def test_a_long_answer_alone_in_one_place_makes_way_and_goes_on() -> None:
+    simulation = Simulation(make(1, 512, 32))
+    (long,) = simulation.submit(range(40), outputs=4_000)
+    simulation.step()
+    for number in range(20):
+        (short,) = simulation.submit([-number - 1] * 10, outputs=2)
+        assert steps_until_placed(simulation, short) <= TURN_STEPS
+        assert steps_until_placed(simulation, long) <= 3
+    assert simulation.preemptions == 20
+
+
+def test_a_long_prompt_waits_for_a_longer_turn() -> None:
+    simulation = Simulation(make(1, 512, 32))
+    simulation.submit(range(40), outputs=4_000)
+    simulation.step()
+    (long,) = simulation.submit(range(1_000, 5_000), outputs=2)
+    steps = steps_until_placed(simulation, long)
+    assert 4_000 // GENERATED_WORK - 10 <= steps <= 4_000 // GENERATED_WORK
+
+
+def test_at_most_half_of_a_turn_is_work_done_again() -> None:
+    simulation = Simulation(make(1, 32, 32))
+    for number in range(2):
+        simulation.submit(range(1_000 * number, 1_000 * number + 640), outputs=200)
+    preemptions, answers = 0, 2 * 200 * GENERATED_WORK
+    while simulation.states:
+        simulation.step()
+        if simulation.preemptions > preemptions:
+            preemptions = simulation.preemptions
+            simulation.tree.clear()  # memory has no room for both
+        first_time, last_turns = 2 * 640, 2 * 640
+        assert simulation.read_tokens <= first_time + answers + last_turns
+    assert preemptions > 1
+
+
+def test_a_short_new_request_may_end_a_turn_early() -> None:
+    scheduler = make()
+    long, short = item(1, left=9_000), item(2, left=100)
+    admitted(scheduler, long)
+    scheduler.add(short, item(3, left=TURN_WORK + 1), item(4, priority=-1))
+    assert scheduler.to_preempt_early(short) == [], "it has just begun"
+    read(scheduler, scheduler.plan())
+    assert scheduler.to_preempt_early(short) == [long]
+    assert scheduler.to_preempt(short) == [long], "512 tokens are a turn"
+    for other in (3, 4):
+        waiting = known(scheduler, other)
+        assert scheduler.to_preempt_early(waiting) == [], "too long, or of a lower priority"
+    scheduler.act(short, "admit")
+    scheduler.act(short, "preempt")
+    assert scheduler.to_preempt_early(short) == [], "once"
+    admitted(scheduler, *(item(number, left=9_000) for number in (5, 6, 7)))
+    scheduler.add(another := item(8, left=100))
+    assert scheduler.to_preempt_early(another) == [], "places are short, not memory"
+
+
+def test_a_turn_that_was_broken_off_goes_on() -> None:
+    """What is computed again is made up for by as much new work, up to a turn's."""
+    scheduler = make(prefill_chunk=64)
+    long, short = item(1, left=800), item(2, left=100)
+    admitted(scheduler, long)
+    scheduler.act(long, "preempt")
+    scheduler.act(long, "admit")
+    for _ in range(3):
+        for _ in range(2):
+            read(scheduler, scheduler.plan())
+        scheduler.act(long, "preempt")
+        scheduler.act(long, "admit")
+    scheduler.add(short)
+    while long.state is State.PREFILLING:
+        assert bool(scheduler.to_preempt_early(short)) is (
+            long.remaining_tokens > TURN_WORK and long.served_tokens >= 384 + EARLY_WORK
+        )
+        read(scheduler, scheduler.plan())
+    while not scheduler.to_preempt_early(short):
+        long.generated_tokens += 1
+    assert long.generated_tokens == TURN_STEPS, "800 tokens were read before, and 256 are new"
+    assert scheduler.to_preempt(short) == []
+    long.generated_tokens = 800 // GENERATED_WORK
+    assert scheduler.to_preempt(short) == [long]
+
+
+def test_many_that_wait_do_not_take_turns() -> None:
+    """The keys and values of so many would push each other out of memory."""
+    simulation = serving(8 + 9, n=1)
+    for _ in range(200):
+        simulation.step()
+    assert simulation.preemptions == 0
+
+
+def test_among_equal_shares_the_one_with_the_least_work_is_next() -> None:
+    scheduler = make(1)
+    mine = [item(number, client="a", group=number) for number in range(3)]
+    theirs = [item(10 + number, client="b", group=10 + number) for number in range(3)]
+    scheduler.add(*mine, *theirs)
+    order = []
+    while (job := scheduler.next_in_line()) is not None:
+        order.append(job.id)
+        scheduler.act(job, "admit")
+        job.generated_tokens += 30 if job.client == "a" else 10
+        scheduler.act(job, "finish")
+    assert order == [0, 10, 11, 12, 1, 2]
+
+
+def test_time_without_requests_is_no_credit() -> None:
+    scheduler = make(1)
+    first, second = item(1, client="a"), item(2, client="a")
+    admitted(scheduler, first)
+    first.generated_tokens = 1_000
+    scheduler.add(second, late := item(3, client="b"), item(4, client="b"))
+    scheduler.act(first, "finish")
+    assert scheduler.next_in_line() is second, "both have as much work: the first to arrive"
+    scheduler.act(second, "admit")
+    second.generated_tokens = 1
+    scheduler.act(second, "finish")
+    assert scheduler.next_in_line() is late
+
+
+def test_shares_are_forgotten_with_their_last_sequence() -> None:
+    simulation = Simulation(make(2, 512, 32))
+    for client in "aab":
+        simulation.submit(range(40), n=2, outputs=3, client=client)
+    simulation.finish()
+    shares = simulation.scheduler._shares
+    assert list(shares._shares) == [()]
+    assert (shares._turns, shares._shares[()].children) == ({}, set())
+
+
+def test_where_memory_ends_the_largest_share_is_preempted() -> None:
+    scheduler = make()
+    jobs = [item(1, group=1), item(2, group=2), item(3, group=2), item(4)]
+    admitted(scheduler, *jobs)
+    assert scheduler.lowest() is jobs[2]
+    scheduler.act(jobs[2], "preempt")
+    assert scheduler.lowest() is jobs[3]
+    admitted(scheduler, low := item(0, -1))
+    assert scheduler.lowest() is low
+
+
+@pytest.mark.parametrize("client", ["a", "b"])
+def test_a_short_prompt_is_read_beside_the_many_of_another_request(client: str) -> None:
+    """It is read in the step that admits it, and no long prompt that was not read goes first."""
+    scheduler = make(8)
+    long = [item(number, left=9_000, client="a", group=0) for number in range(7)]
+    admitted(scheduler, *long)
+    long[0].position, long[0].served_tokens, long[0].remaining_tokens = 512, 512, 8_488
+    admitted(scheduler, item(9, left=100, client=client))
+    assert shares(scheduler.plan())[9] == 100
+
+
+def test_a_request_whose_other_prompts_were_overlooked_goes_first() -> None:
+    scheduler = make(3)
+    admitted(scheduler, *(item(number, left=9_000, client="a", group=0) for number in range(2)))
+    for number in range(2, 12):
+        short = item(number, left=300, client="b")
+        admitted(scheduler, short)
+        plan = scheduler.plan()
+        if 1 in shares(plan):
+            return
+        read(scheduler, plan)
+        scheduler.act(short, "finish")
+    raise AssertionError("the second prompt is never read")
+
+
+# ---- any requests
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, and the steps until the next one comes."""
+
+    client: str
+    prompt_tokens: int
+    n: int
+    outputs: int
+    priority: int
+    steps: int
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Let turns be as short as the answers here."""
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(fair_shares, "TURN_WORK", SHORT_STEPS * GENERATED_WORK)
+        yield
+
+
+asks = st.builds(
+    Ask,
+    client=st.sampled_from("abc"),
+    prompt_tokens=st.integers(1, 30),
+    n=st.sampled_from([1, 1, 2, 5]),
+    outputs=st.integers(1, 16),
+    priority=st.sampled_from([0, 0, 0, 1]),
+    steps=st.integers(0, 8),
+)
+
+
+def run(requests: list[Ask], batch: int, cls: type[Scheduler[Item]] = Scheduler) -> list[list[int]]:
+    """Run all requests to their end; return the sequences in places, step by step."""
+    simulation = Simulation(make(batch, 64, 4, 1_000, cls=cls))
+    log: list[list[int]] = []
+    bound = sum(ask.n + ask.n * ask.outputs // SHORT_STEPS for ask in requests)
+
+    def step() -> None:
+        simulation.admit()
+        assert not (simulation.scheduler.free_places and simulation.scheduler.in_line())
+        assert unfair(simulation) == []
+        log.append([job.id for job in of(simulation, *PLACED)])
+        simulation.step()
+        simulation.check()
+        assert simulation.preemptions <= bound, "sequences are preempted for nothing"
+
+    for ask in requests:
+        tokens = [-next(simulation.numbers)] * ask.prompt_tokens
+        simulation.submit(tokens, ask.priority, ask.n, ask.outputs, client=ask.client)
+        for _ in range(ask.steps):
+            step()
+    while simulation.states:
+        step()
+    return log
+
+
+CROWD = [Ask("a", 30, 9, 20, 0, 8), Ask("b", 10, 1, 2, 0, 1), Ask("a", 10, 1, 2, 0, 1)]
+
+
+FEW = settings(QUICK, max_examples=1_000 if SOAK else 20)
+
+
+@FEW
+@given(requests=st.lists(asks, max_size=5), batch=st.integers(1, 4))
+@example(requests=CROWD, batch=4)
+def test_whatever_comes_places_are_shared_fairly_and_seldom_taken(
+    requests: list[Ask], batch: int
+) -> None:
+    with short_turns():
+        assert run(requests, batch) == run(requests, batch)
+
+
+@FEW
+@given(requests=st.lists(asks, min_size=1, max_size=5), batch=st.integers(1, 4))
+def test_each_request_has_a_place_in_bounded_time(requests: list[Ask], batch: int) -> None:
+    """However long the answers of the others are: a turn for each of those that wait before it."""
+    simulation = Simulation(make(batch, 64, 4, 1_000))
+    firsts = []
+    for ask in requests:
+        tokens = [-next(simulation.numbers)] * ask.prompt_tokens
+        firsts.append(simulation.submit(tokens, 0, ask.n, 100_000, client=ask.client)[0])
+    turn = SHORT_STEPS + 3 * batch  # and the steps in which others read their prompts
+    with short_turns():
+        for first in firsts:
+            steps_until_placed(simulation, first, len(requests) * turn + 1)
+
+
+# ---- negative controls
+
+
+class FirstComeFirstServed(Scheduler[Item]):
+    def next_in_line(self) -> Item | None:
+        return self._line[0] if self._line else None
+
+    def to_preempt(self, sequence: Item) -> list[Item]:
+        return []
+
+
+class PreemptsForNothing(Scheduler[Item]):
+    def to_preempt(self, sequence: Item) -> list[Item]:
+        others = [job for job in self.placed() if job.owners != sequence.owners]
+        return [job for job in others if self._shares._turns[job.id].work][:1]
+
+
+@pytest.mark.parametrize(
+    ("broken", "fault"),
+    [(FirstComeFirstServed, "waits with"), (PreemptsForNothing, "waits with|for nothing")],
+)
+def test_a_broken_share_is_noticed(broken: type[Scheduler[Item]], fault: str) -> None:
+    with short_turns(), pytest.raises(AssertionError, match=fault):
+        run(CROWD, 4, broken)
+
+
+def test_starving_beside_many_answers_is_noticed() -> None:
+    simulation = serving(1, n=128, cls=FirstComeFirstServed)
+    (short,) = simulation.submit(range(900, 910), outputs=2, client="b")
+    with pytest.raises(AssertionError, match="starves"):
+        steps_until_placed(simulation, short, 100)

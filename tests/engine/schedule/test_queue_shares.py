@@ -1,0 +1,174 @@
+"""The queue by client: one that fills it leaves to each other its equal share."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from fault_setup import assert_right, error_of, made, prompt_of
+from test_scheduler import Item, item, make
+
+from penstock.engine.engine import _enqueue
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.engine.schedule.queue_shares import BEYOND
+from penstock.engine.schedule.scheduler import Scheduler, State
+from penstock.errors import Displaced, QueueFull
+
+
+def fill(scheduler: Scheduler[Item], client: str, count: int, n: int = 1) -> list[Item]:
+    """Let requests of a client wait, of `n` answers each."""
+    first = len(scheduler)
+    jobs = [
+        item(1_000 + first + number, left=10, client=client, group=1_000 + (first + number) // n)
+        for number in range(count)
+    ]
+    for start in range(0, count, n):
+        scheduler.add(*jobs[start : start + n])
+    return jobs
+
+
+def arrive(scheduler: Scheduler[Item], new: Item) -> list[Item]:
+    """Let a request come; return those that it has displaced."""
+    displaced = scheduler.to_displace(new.owners, 1)
+    for job in displaced:
+        scheduler.act(job, "finish")
+    scheduler.add(new)
+    scheduler.check()
+    return displaced
+
+
+def test_one_client_alone_has_the_whole_queue() -> None:
+    scheduler = make(max_queue=8)
+    fill(scheduler, "a", 8)
+    with pytest.raises(QueueFull, match="8 waiting, 1 more asked for, max_queue 8"):
+        arrive(scheduler, item(1, client="a"))
+
+
+def test_another_displaces_its_latest_requests_up_to_half() -> None:
+    scheduler = make(max_queue=8)
+    jobs = fill(scheduler, "a", 8)
+    for number in range(4):
+        assert arrive(scheduler, item(number, client="b")) == [jobs[7 - number]]
+    for client in "ab":
+        with pytest.raises(QueueFull):
+            arrive(scheduler, item(9, client=client))
+    assert scheduler.waiting_by_client == {"a": 4, "b": 4}
+
+
+def test_each_of_several_has_an_equal_share() -> None:
+    scheduler = make(max_queue=12)
+    fill(scheduler, "a", 12)
+    numbers = iter(range(100))
+    for client in "bcd":
+        try:
+            while True:
+                arrive(scheduler, item(next(numbers), client=client))
+        except QueueFull:
+            pass
+    assert scheduler.waiting_by_client == {"a": 3, "b": 3, "c": 3, "d": 3}
+
+
+def test_whole_requests_leave_that_have_not_begun() -> None:
+    scheduler = make(max_queue=8)
+    jobs = fill(scheduler, "a", 8, n=2)
+    scheduler.act(jobs[6], "admit")
+    assert arrive(scheduler, item(0, client="b")) == []
+    assert arrive(scheduler, item(1, client="b")) == jobs[4:6]
+    assert scheduler.waiting_by_client == {"a": 5, "b": 2}
+
+
+def test_beside_requests_that_have_begun_others_wait_beyond_the_queue() -> None:
+    scheduler = make(max_queue=8)
+    jobs = fill(scheduler, "a", 8, n=8)
+    scheduler.act(jobs[0], "admit")
+    assert arrive(scheduler, item(0, client="b")) == []
+    for number in range(1, 4):
+        assert arrive(scheduler, item(number, client="b")) == []
+    for client in "ab":
+        with pytest.raises(QueueFull):
+            arrive(scheduler, item(4, client=client))
+    assert scheduler.waiting_by_client == {"a": 7, "b": 4}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whoever_comes_the_queue_is_bounded_and_shares_are_kept(seed: int) -> None:
+    draw = random.Random(seed)
+    scheduler, open_jobs = make(3, max_queue=draw.randrange(1, 9)), dict[int, Item]()
+    for number in range(300):
+        client, n = draw.choice("aaaabc"), draw.choice([1, 1, 2, 4])
+        waiting = Counter(scheduler.waiting_by_client)
+        new = [item(1_000 * number + k, client=client, group=number) for k in range(n)]
+        try:
+            displaced = scheduler.to_displace(new[0].owners, n)
+        except QueueFull:
+            share = scheduler.max_queue // len({*waiting, client})
+            assert waiting.total() + n > scheduler.max_queue
+            full = waiting.total() + n > BEYOND * scheduler.max_queue
+            assert waiting[client] + n > share or full, "its share was free"
+            displaced, new = [], []
+        for job in displaced:
+            assert job.client != client
+            assert job.state is State.WAITING
+            del open_jobs[job.id]
+            scheduler.act(job, "finish")
+        if displaced:
+            now = scheduler.waiting_by_client
+            assert all(now[job.client] >= waiting[client] + n for job in displaced)
+        scheduler.add(*new)
+        open_jobs.update((job.id, job) for job in new)
+        if (following := scheduler.next_in_line()) is not None and scheduler.free_places:
+            scheduler.act(following, "admit")
+        if open_jobs and draw.random() < 0.4:
+            ended = open_jobs.pop(draw.choice(list(open_jobs)))
+            scheduler.act(ended, "finish")
+        scheduler.check()
+        assert sum(scheduler.waiting_by_client.values()) <= BEYOND * scheduler.max_queue
+
+
+def test_a_displaced_request_ends_with_its_error_and_the_others_go_on() -> None:
+    with made(max_batch_size=1, max_queue=4) as setup:
+        first = setup.ask(20, 4, client="a")
+        setup.step()
+        waiting = [setup.ask(20, 4, client="a") for _ in range(4)]
+        with pytest.raises(QueueFull):
+            setup.ask(20, 4, client="a")
+        other = setup.ask(20, 4, client="b")
+        error = error_of(waiting[-1])
+        assert isinstance(error, Displaced)
+        assert (error.status, "made way for another client" in str(error)) == (429, True)
+        setup.drain()
+        for handle in (first, other, *waiting[:-1]):
+            assert_right(handle)
+        stats = setup.core.view.stats()
+        assert (stats.waiting, stats.waiting_clients, stats.most_waiting) == (0, 0, 0)
+
+
+def test_a_call_of_many_prompts_displaces_none_unless_all_of_them_may_wait() -> None:
+    with made(max_batch_size=1, max_queue=4) as setup:
+        setup.ask(20, 4, client="a")
+        setup.step()
+        for _ in range(4):
+            setup.ask(20, 4, client="a")
+        request = Request(prompt=prompt_of(20), max_tokens=4, client="b", group="call")
+        for answers in (3, 2):
+            handles = [Handle(request, setup.core.cancel) for _ in range(answers)]
+            if answers == 3:
+                with pytest.raises(QueueFull):
+                    _enqueue(setup.core, handles)
+            else:
+                _enqueue(setup.core, handles)
+            displaced = sum(setup.state(handle) is State.DONE for handle in setup.asked)
+            assert displaced == {3: 0, 2: 2}[answers]
+
+
+def test_a_queue_first_come_first_served_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control."""
+    scheduler = make(max_queue=2)
+    monkeypatch.setattr(scheduler, "to_displace", lambda owners, added: [])
+    fill(scheduler, "a", 2)
+    scheduler.add(item(1, client="b"))
+    scheduler.add(item(2, client="b"), item(3, client="b"))
+    with pytest.raises(AssertionError, match="5 sequences in a queue of 2"):
+        scheduler.check()

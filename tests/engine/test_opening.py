@@ -1,0 +1,210 @@
+"""Opening an engine takes no more memory than its limit, near the least limit at which it opens."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tiny_families
+from small_models import BASE
+from small_models import build as small_model
+
+from penstock.engine import fixed_memory
+from penstock.engine.core import Core
+from penstock.engine.model import step_peaks, step_trials
+from penstock.engine.model.model_probe import weight_bytes
+from penstock.engine.model.runner import Runner
+from penstock.engine.run import measured_steps
+from penstock.errors import NeverFits, StepTooLarge
+from penstock.kv.segment import Segment
+from penstock.ledger import Ledger
+
+SMALL: dict[str, Any] = {"max_batch_size": 1, "max_kv_size": 512, "kernels": "off"}
+SHORT: dict[str, Any] = {"prefill_chunk": 8, "block_size": 8}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("wide", {**SHORT, "attend_tokens": 128}),
+    ("wide", {**SHORT, "kv_cache_quantization": "turbo4"}),
+    ("wide", {**SHORT, "attend_tokens": 128, "kv_cache_quantization": "turbo8"}),
+    ("wide", {"prefill_chunk": 128, "attend_tokens": 128, "attend_rest": True}),
+    ("wide", {**SHORT, "speculative_tokens": 2, "draft": True}),
+    ("wide", {**SHORT, "max_batch_size": 8, "kv_cache_quantization": "8"}),
+    ("gpt_oss", {**SHORT, "attend_tokens": 128}),
+    ("falcon_h1", {**SHORT, "attend_tokens": 128}),
+    ("qwen3_next", {**SHORT, "kv_cache_quantization": "turbo4"}),
+    ("deepseek_v41", SHORT),
+    ("gemma2", SHORT),
+]
+CALIBRATED = CASES[:2]
+"""A chunk of a wide model takes many times the bytes of the weights of its attention."""
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    """Return a tiny model of a family, or a llama whose layers compute many numbers of a token."""
+    if family != "wide":
+        return tiny_families.build(family)
+    mx.random.seed(1)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    size = {"hidden_size": 32, "intermediate_size": 32_768, "num_hidden_layers": 2}
+    config = {
+        "model_type": "llama",
+        "torch_dtype": "float32",
+        "vocab_size": tiny_families.VOCABULARY_TOKENS,
+    }
+    model = small_model({**BASE, **config, **heads, **size})
+    mx.eval(model.parameters())
+    return model
+
+
+class Peak:
+    """The most bytes that MLX has had since it was made, also before others reset its peak."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reset, self._most = mx.reset_peak_memory, 0
+        self.reset()
+        monkeypatch.setattr(mx, "reset_peak_memory", self._note)
+
+    def _note(self) -> None:
+        self._most = self.nbytes
+        self.reset()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, those included that were there before."""
+        return max(self._most, mx.get_peak_memory())
+
+
+def opened(family: str, limit_bytes: int, *, draft: bool = False, **settings: Any) -> Core:
+    """Open an engine, which measures its steps as the first of its process does."""
+    model = model_of(family)
+    step_peaks._measured.clear()
+    draft_model = (model_of("llama"), None) if draft else None
+    limits = {**SMALL, **settings}
+    return Core(model, None, memory_limit=limit_bytes, draft_model=draft_model, **limits)
+
+
+def least_limit(family: str, settings: dict[str, Any]) -> int:
+    """Return about the least limit at which an engine opens."""
+    limit = 1_000_000_000
+    for _ in range(2):  # of a smaller limit the index takes less
+        core = opened(family, limit, **settings)
+        limit = core.budget.fixed_bytes
+        core.close()
+    return limit
+
+
+def peak_bytes(family: str, settings: dict[str, Any], limit: int, patch: pytest.MonkeyPatch) -> int:
+    """Return the most bytes while an engine is opened, the weights included."""
+    gc.collect()
+    models = [model_of(family)] + ([model_of("llama")] if settings.get("draft") else [])
+    others = mx.get_active_memory() - sum(map(weight_bytes, models))
+    peak = Peak(patch)
+    opened(family, limit, **settings).close()
+    return peak.nbytes - others
+
+
+@pytest.mark.parametrize(("family", "settings"), CASES, ids=str)
+def test_an_engine_opens_within_its_limit(
+    family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = least_limit(family, settings)
+    limit += limit // 16  # measured steps differ by some percent
+    assert peak_bytes(family, settings, limit, monkeypatch) <= limit
+
+
+def drawn(seed: int) -> tuple[str, dict[str, Any]]:
+    """Return a family and settings that are drawn independently."""
+    draw = random.Random(seed)
+    family = draw.choice(["wide", "gpt_oss", "falcon_h1", "qwen3_next", "deepseek_v41", "gemma2"])
+    settings: dict[str, Any] = {
+        "prefill_chunk": draw.choice([8, 32, 128, 512]),
+        "block_size": draw.choice([8, 16, 32, 64]),
+        "max_batch_size": draw.choice([1, 2, 8]),
+    }
+    kinds: list[dict[str, Any]] = [{}, {"speculative_tokens": 2}]
+    if family in ("wide", "gpt_oss", "falcon_h1"):
+        kinds.append({"attend_tokens": 128})
+    if family == "wide":
+        kinds += [{"kv_cache_quantization": codec} for codec in ("turbo4", "8")]
+    return family, {**settings, **draw.choice(kinds)}
+
+
+def worst(family: str, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> float:
+    """Return the most bytes over the limit, opened or refused, of limits around the least one."""
+    patch.setattr(step_trials, "MOST_SECONDS", float("inf"))  # on a busy machine, too
+    core = opened(family, 1_000_000_000, **settings)
+    least, shares = core.budget.fixed_bytes, []
+    core.close()
+    for part in (1.1, 1.0, 0.9, 0.7, 0.5):
+        limit = int(part * least)
+        if limit <= 1.05 * weight_bytes(model_of(family)):
+            continue
+        gc.collect()
+        others = mx.get_active_memory() - weight_bytes(model_of(family))
+        peak = Peak(patch)
+        try:
+            opened(family, limit, **settings).close()
+        except NeverFits:
+            assert part < 1.1
+        shares.append((peak.nbytes - others) / limit)
+        patch.setattr(mx, "reset_peak_memory", peak.reset)
+    return max(shares)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_is_asked_for_opening_takes_no_more_than_the_limit(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is refused in the end: each step is reserved before it runs."""
+    assert worst(*drawn(seed), monkeypatch) <= 1.0
+
+
+def test_a_step_that_runs_before_it_is_reserved_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control."""
+    settings = {"prefill_chunk": 512, "block_size": 32, "max_batch_size": 8}
+    with pytest.MonkeyPatch.context() as unreserved:
+        unreserved.setattr(fixed_memory, "partial", lambda *given: measured_steps.no_reservation)
+        unreserved.setattr(Ledger, "free_bytes", property(lambda ledger: 10**12))
+        assert worst("wide", settings, monkeypatch) > 1.1
+    assert worst("wide", settings, monkeypatch) <= 1.0
+
+
+def test_a_step_that_is_too_large_is_tried_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A usual chunk takes 280 MB, where 100 MB are left beside the weights."""
+    weights = weight_bytes(model_of("wide"))
+    gc.collect()
+    others = mx.get_active_memory() - weights
+    peak = Peak(monkeypatch)
+    with pytest.raises(StepTooLarge):
+        opened("wide", weights + 100_000_000, prefill_chunk=4_096)
+    assert peak.nbytes - others <= weights + 100_000_000
+
+
+@pytest.mark.parametrize(("family", "settings"), CALIBRATED, ids=str)
+def test_a_run_that_is_read_at_once_is_seen(
+    family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A negative control."""
+    read_run = Runner.read_run
+
+    def at_once(
+        runner: Runner, tokens: Any, position: int, piece: int, *more: Any
+    ) -> list[Segment]:
+        return read_run(runner, tokens, position, len(tokens), *more)
+
+    limit = least_limit(family, settings)
+    limit += limit // 16
+    monkeypatch.setattr(Runner, "read_run", at_once)
+    assert peak_bytes(family, settings, limit, monkeypatch) > limit
+
+
+@pytest.mark.parametrize(("family", "settings"), CALIBRATED, ids=str)
+def test_a_limit_without_room_for_the_run_is_refused(family: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(NeverFits, match=r"need [\d.,]+ .B and more; the limit is"):
+        opened(family, int(0.98 * least_limit(family, settings)) - 200_000, **settings)

@@ -1,0 +1,232 @@
+"""Rules of llama.cpp that a GGUF file leaves to its reader: marks, first tokens, positions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGUFValueType as Kind
+from mlx_lm.models.rope_utils import initialize_rope
+from tokenizers import Tokenizer, pre_tokenizers
+
+from penstock.errors import ModelError
+from penstock.models.gguf.architectures import END_MARKS, config, end_tokens
+from penstock.models.gguf.header import Header, read_header
+from penstock.models.gguf.tokenizer import write_tokenizer
+from support.gguf_files import small_model, write_model
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+TEXTS = [*LETTERS, "th", "the"]
+FIRST, LAST = len(TEXTS), len(TEXTS) + 1
+NORMAL, MARK, USER_DEFINED = 1, 3, 4
+
+
+def vocabulary(
+    folder: Path,
+    *,
+    marks: Iterable[tuple[str, int]] = (("<first>", MARK), ("<last>", MARK)),
+    pre: str = "qwen2",
+    name: str | None = None,
+    more: Iterable[tuple[str, Any, Kind]] = (),
+) -> Header:
+    """Write a vocabulary of bytes and marks as a file, and read its header."""
+    file = folder / "v.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    given = list(marks)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([*TEXTS, *(text for text, _ in given)])
+    writer.add_token_types([NORMAL] * len(TEXTS) + [kind for _, kind in given])
+    writer.add_token_merges(["t h", "th e"])
+    writer.add_bos_token_id(FIRST)
+    writer.add_eos_token_id(LAST)
+    if name is not None:
+        writer.add_name(name)
+    for key, value, kind in more:
+        writer.add_key_value(key, value, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return read_header(file)
+
+
+def tokens(header: Header, folder: Path, text: str) -> list[int]:
+    write_tokenizer(header, folder)
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("pre", "begins"),
+    [("llama-bpe", True), ("tekken", True), ("falcon3", True), ("qwen2", False), ("smollm", False)],
+)
+def test_texts_begin_with_a_token_by_their_rules(pre: str, begins: bool, tmp_path: Path) -> None:
+    """Unless the file says whether they do."""
+    the = FIRST - 1
+    assert tokens(vocabulary(tmp_path, pre=pre), tmp_path, "the") == [FIRST] * begins + [the]
+    for said in (True, False):
+        more = [("tokenizer.ggml.add_bos_token", said, Kind.BOOL)]
+        header = vocabulary(tmp_path, pre=pre, more=more)
+        assert tokens(header, tmp_path, "the") == [FIRST] * said + [the]
+
+
+PIECES = {
+    "default": "It|'|s|\u0120IT|'|S|\u0120|123|45|\u0120a|==|b|.",
+    "gpt-2": "It|'s|\u0120IT|'|S|\u012012345|\u0120a|==|b|.",
+    "smollm": "It|'s|\u0120IT|'|S|\u0120|1|2|3|4|5|\u0120a|==|b|.",
+    "llama-bpe": "It|'s|\u0120IT|'S|\u0120|123|45|\u0120a|==|b|.",
+    "qwen2": "It|'s|\u0120IT|'S|\u0120|1|2|3|4|5|\u0120a|==|b|.",
+    "gpt-4o": "It's|\u0120IT'S|\u0120|123|45|\u0120a|==|b|.",
+    "minicpm5": "It|'s|\u0120IT|'S|\u0120|123|45|\u0120a|==|b|.",
+    "deepseek-coder": "It|'|s|\u0120IT|'|S|\u0120|1|2|3|4|5|\u0120a|==|b|.",
+}
+"""Pieces of a text by the rules of llama.cpp, whose tokens `make peers GGUF=...` compares."""
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_a_text_is_split_by_the_rules_of_llama_cpp(pre: str, tmp_path: Path) -> None:
+    write_tokenizer(vocabulary(tmp_path, pre=pre), tmp_path)
+    splitter = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
+    assert splitter is not None
+    pieces = splitter.pre_tokenize_str("It's IT'S 12345 a==b.")
+    assert "|".join(piece for piece, _ in pieces) == PIECES[pre]
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "deepseek-r1-qwen", "llama-bpe"])
+def test_qwens_texts_are_composed_first(pre: str, tmp_path: Path) -> None:
+    apart, together = (
+        tokens(vocabulary(tmp_path, pre=pre), tmp_path, text) for text in ("e\u0301", "\u00e9")
+    )
+    assert (apart == together) is (pre != "llama-bpe")
+
+
+@pytest.mark.parametrize("kind", [NORMAL, MARK, USER_DEFINED])
+@pytest.mark.parametrize("mark", sorted(END_MARKS - {"<|tool_response>"}))
+def test_a_mark_ends_an_answer_by_its_text(mark: str, kind: int, tmp_path: Path) -> None:
+    """Whatever type the file gives it, and it is one token in a text."""
+    marks = [("<first>", MARK), ("<last>", MARK), (mark, kind), ("<|other|>", kind)]
+    header = vocabulary(tmp_path, marks=marks)
+    assert end_tokens(header) == [LAST, LAST + 1]
+    assert tokens(header, tmp_path, f"the{mark}") == [FIRST - 1, LAST + 1]
+
+
+@pytest.mark.parametrize(
+    ("marks", "not_ends"),
+    [
+        (["<|end|>", "<|return|>", "<|call|>"], "<|end|>"),
+        (["<|end|>", "<|calls|>", "<|flush|>"], "<|end|>"),
+        (["<|end|>", "<|return|>"], None),
+        (["</s>", "<|tool_response>"], "</s>"),
+        (["</s>", "<|plamo:eos|>"], "</s>"),
+        (["</s>"], None),
+    ],
+)
+def test_some_marks_are_none_beside_others(
+    marks: list[str], not_ends: str | None, tmp_path: Path
+) -> None:
+    given = [("<first>", MARK), ("<last>", MARK), *((mark, MARK) for mark in marks)]
+    ends = end_tokens(vocabulary(tmp_path, marks=given))
+    wanted = [mark for mark in marks if mark != not_ends and mark in END_MARKS]
+    assert ends == [LAST, *(LAST + 1 + marks.index(mark) for mark in wanted)]
+
+
+@pytest.mark.parametrize("key", ["eot", "eom", "fim_pad", "fim_rep", "fim_sep"])
+def test_a_token_that_the_file_names_ends_an_answer(key: str, tmp_path: Path) -> None:
+    more = [(f"tokenizer.ggml.{key}_token_id", 3, Kind.UINT32)]
+    assert end_tokens(vocabulary(tmp_path, more=more)) == [LAST, 3]
+
+
+def test_marks_of_phi_3_swallow_the_blanks_behind_them(tmp_path: Path) -> None:
+    marks = [("<s>", MARK), ("<|endoftext|>", MARK), ("<|user|>", MARK)]
+    user, the = LAST + 1, FIRST - 1
+    blank, line = (TEXTS.index(sign) for sign in ("\u0120", "\u010a"))
+    phi = vocabulary(tmp_path, marks=marks, name="Phi 3 Mini", pre="default")
+    assert tokens(phi, tmp_path, "<|user|>\n the")[1:] == [line, blank, the], "no such name"
+    phi = vocabulary(tmp_path, marks=marks, name="Phi-3 Mini", pre="default")
+    assert tokens(phi, tmp_path, "<|user|>\n the") == [user, the]
+    assert tokens(phi, tmp_path, "<|endoftext|> the") == [LAST, blank, the]
+
+
+def test_templates_by_name_are_read(tmp_path: Path) -> None:
+    more = [
+        ("tokenizer.chat_template", "{{ 1 }}", Kind.STRING),
+        ("tokenizer.chat_template.tool_use", "{{ 2 }}", Kind.STRING),
+        ("tokenizer.chat_template.rag", "{{ 3 }}", Kind.STRING),
+    ]
+    write_tokenizer(vocabulary(tmp_path, more=more), tmp_path)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
+    assert {one["name"]: one["template"] for one in written} == {
+        "default": "{{ 1 }}",
+        "tool_use": "{{ 2 }}",
+        "rag": "{{ 3 }}",
+    }
+    write_tokenizer(vocabulary(tmp_path, more=more[:1]), tmp_path)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
+    assert written == "{{ 1 }}"
+
+
+# ---- positions
+
+
+def scaled(folder: Path, **given: Any) -> dict[str, Any]:
+    """Return the config of a small llama whose positions are scaled as these keys say."""
+    model, sizes = small_model("llama")
+    kinds = {str: Kind.STRING, float: Kind.FLOAT32, int: Kind.UINT32}
+    metadata = {
+        f"llama.rope.{key.replace('__', '.')}": gguf.GGUFValue(value, kinds[type(value)])
+        for key, value in given.items()
+    }
+    write_model(folder / "m.gguf", "llama", model, sizes, "F16", metadata)
+    return config(read_header(folder / "m.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("given", "factor"),
+    [
+        ({}, None),
+        ({"scaling__factor": 4.0}, 4.0),
+        ({"scale_linear": 2.0}, 2.0),
+        ({"scale_linear": 2.0, "scaling__factor": 4.0}, 4.0),
+        ({"scaling__type": "linear", "scaling__factor": 8.0}, 8.0),
+        ({"scaling__type": "none", "scaling__factor": 8.0}, None),
+        ({"scaling__factor": 0.0}, None),
+    ],
+)
+def test_a_factor_without_a_type_is_linear(
+    given: dict[str, Any], factor: float | None, tmp_path: Path
+) -> None:
+    scaling = scaled(tmp_path, **given).get("rope_scaling")
+    assert (scaling["factor"] if scaling else None) == factor
+    assert scaling is None or scaling["rope_type"] == "linear"
+
+
+@pytest.mark.parametrize("attention", [1.0, 0.8, 1.25])
+def test_yarn_has_its_factor_of_attention(attention: float, tmp_path: Path) -> None:
+    """llama.cpp multiplies (0.1 ln(factor) + 1) by it; so does mlx-lm's class with our config."""
+    given = {"scaling__factor": 4.0, "scaling__attn_factor": attention}
+    made = scaled(tmp_path, scaling__type="yarn", **given)
+    assert (
+        made["rope_scaling"]["original_max_position_embeddings"] == made["max_position_embeddings"]
+    )
+    rope = initialize_rope(16, 10_000.0, False, made["rope_scaling"], 2_048)
+    wanted = (0.1 * np.log(4.0) + 1) * attention
+    assert rope.mscale == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dimension_count": 8}, "8 of 16 numbers of a head"),
+        ({"scaling__type": "yarn", "scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
+        ({"scaling__type": "yarn", "scaling__yarn_attn_factor": 2.0}, "yarn_attn_factor is 2"),
+        ({"scaling__type": "other"}, "'other', which is not read"),
+        ({"scaling__factor": -1.0}, "scaled by -1"),
+    ],
+)
+def test_what_is_not_read_is_refused(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=words):
+        scaled(tmp_path, **given)

@@ -1,0 +1,94 @@
+"""Attention in order: a softmax, with the same bits however KV is cut and rows are mixed."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.attention_plan import DecodeRow
+from penstock.attention.span_attention import AttentionWindow
+from penstock.kv.segment import KVSpan, Segment
+from penstock.kv.tails import LayerShape, Tails
+from penstock.plugins.cpu.compiled import has_numba
+from penstock.plugins.cpu.cpu_backend import CPUBackend
+from penstock.plugins.cpu.ordered_attention import attend_buffer, attend_step
+
+pytestmark = pytest.mark.skipif(not has_numba(), reason="the loop is compiled by Numba")
+HEADS, KV_HEADS, DIM, VALUE_DIM, COLUMNS = 6, 2, 32, 16, 75
+SCALE = 0.2
+
+
+def drawn(*shape: int) -> mx.array:
+    return mx.array(np.random.default_rng(sum(shape)).standard_normal(shape, np.float32))
+
+
+QUERIES = drawn(1, HEADS, COLUMNS, DIM)
+KEYS, VALUES = drawn(1, KV_HEADS, COLUMNS, DIM), drawn(1, KV_HEADS, COLUMNS, VALUE_DIM)
+
+
+def whole() -> np.ndarray:
+    mixed = attend_buffer(QUERIES, KEYS, VALUES, SCALE)
+    assert mixed is not None
+    return np.array(mixed)
+
+
+def step_over(cuts: list[list[int]], ends: list[int], width: int) -> np.ndarray:
+    """Let rows read their first `ends` columns, cut into spans, then `width` of their own."""
+    tails = Tails(len(cuts), 16, (LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32),))
+    tails.ready()
+    rows, queries = [], []
+    for slot, (inner, end) in enumerate(zip(cuts, ends, strict=True)):
+        parts, at = [], 0
+        for cut in inner:
+            layer = tuple(mx.contiguous(side[:, :, at:cut]) for side in (KEYS, VALUES))
+            parts.append(KVSpan(Segment((layer,)), at, cut - at))  # type: ignore[arg-type]
+            mx.eval(*layer)
+            at = cut
+        own = slice(at, end + width)
+        tails.write_block(0, slot, 0, KEYS[:, :, own], VALUES[:, :, own])
+        rows.append(DecodeRow(tuple(parts), end, slot, end - at))
+        queries.append(QUERIES[:, :, end : end + width])
+    step = DecodeStep.of(CPUBackend(), rows, tails, width)
+    mixed = attend_step(step, 0, AttentionWindow(), mx.concatenate(queries), SCALE)
+    assert mixed is not None
+    return np.array(mixed)
+
+
+def test_it_is_a_causal_softmax() -> None:
+    keys, values = (np.repeat(np.array(side), HEADS // KV_HEADS, axis=1) for side in (KEYS, VALUES))
+    scores = np.einsum("bhnd,bhmd->bhnm", np.array(QUERIES, np.float64), keys) * SCALE
+    scores[..., ~np.tri(COLUMNS, dtype=bool)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    expected = np.einsum("bhnm,bhmd->bhnd", weights / weights.sum(axis=-1, keepdims=True), values)
+    assert np.abs(whole() - expected).max() < 1e-5
+
+
+def test_chunks_have_the_bits_of_the_whole() -> None:
+    for start, stop in ((0, 1), (0, 40), (40, 41), (33, 75)):
+        part = QUERIES[:, :, start:stop], KEYS[:, :, :stop], VALUES[:, :, :stop]
+        mixed = attend_buffer(*part, SCALE)
+        assert np.array_equal(np.array(mixed), whole()[:, :, start:stop])
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_steps_have_the_bits_of_the_whole(width: int) -> None:
+    cuts = [[], [32, 64], [5, 8, 41, 70], [7]]
+    ends = [4, 70, 71, 17]
+    mixed = step_over(cuts, ends, width)
+    for row, end in enumerate(ends):
+        assert np.array_equal(mixed[row], whole()[0, :, end : end + width]), row
+        assert np.array_equal(step_over([cuts[row]], [end], width)[0], mixed[row]), row
+
+
+def test_another_order_is_seen() -> None:
+    """Beside it MLX's own attention, whose last bits are others."""
+    theirs = mx.fast.scaled_dot_product_attention(QUERIES, KEYS, VALUES, scale=SCALE, mask="causal")
+    assert np.abs(np.array(theirs) - whole()).max() < 1e-5
+    assert not np.array_equal(np.array(theirs), whole())
+
+
+def test_other_types_are_left() -> None:
+    half = [side.astype(mx.float16) for side in (QUERIES, KEYS, VALUES)]
+    assert attend_buffer(*half, SCALE) is None

@@ -1,0 +1,203 @@
+"""Decoder layers over weights in codes: those of mlx-lm, and what an engine makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from cold_engine import running, settle
+from mlx.utils import tree_flatten, tree_map_with_path
+
+import penstock
+from penstock.cli import main
+from penstock.engine.core import Core
+from penstock.engine.model.model_probe import weight_bytes
+from penstock.engine.request import Request, Sampling
+from penstock.errors import ModelError
+from penstock.models import weight_packer as packing_seam
+from penstock.models.mlx_lm import load_all
+from penstock.models.weight_packer import weight_packer
+from penstock.plugins.cpu.compiled import has_numba
+from penstock.recall import MODEL_PATH
+from support.gguf_files import small_model, write_model
+from support.small_models import BASE, build
+
+pytestmark = pytest.mark.skipif(
+    weight_packer() is None, reason="the extra cpu of this environment has no ONNX Runtime"
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"head_dim": 32},
+    "smollm3": {},
+}
+TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5]])
+
+
+def folder(path: Path, name: str, bits: int, *, mixed: bool = False) -> Path:
+    """Save a random model in codes, with the embedded model's tokenizer."""
+    config = {**BASE, **FAMILIES[name], "model_type": name, "vocab_size": 512}
+    mx.random.seed(3)
+    model = build(config)
+
+    def spread(path: str, weights: mx.array) -> mx.array:
+        """Let biases and norms do something, and codes have an offset."""
+        return weights + (0.1 * mx.random.normal(weights.shape) if weights.ndim == 1 else 0.02)
+
+    model.update(tree_map_with_path(spread, model.parameters()))
+    quantization: dict[str, Any] = {"group_size": 32, "bits": bits, "mode": "affine"}
+    if mixed:
+        quantization["model.layers.1.self_attn.v_proj"] = {"group_size": 32, "bits": 8}
+
+    def bits_of(name: str, module: nn.Module) -> Any:
+        return quantization.get(name, hasattr(module, "to_quantized"))
+
+    nn.quantize(model, group_size=32, bits=bits, class_predicate=bits_of)
+    config["quantization"] = quantization
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (path / "config.json").write_text(json.dumps(config))
+    for file in MODEL_PATH.glob("tokenizer*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def off(found: mx.array, expected: mx.array) -> float:
+    return float(mx.abs(found - expected).max() / mx.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("bits", "mixed"), [(4, False), (4, True), (6, False), (8, False)])
+def test_packed_layers_compute_what_those_of_mlx_lm_do(
+    name: str, bits: int, mixed: bool, tmp_path: Path
+) -> None:
+    source = folder(tmp_path, name, bits, mixed=mixed)
+    expected = load_all(source, weights_dtype="float32").model(TOKENS)
+    exact = load_all(source, weights_dtype="packed-exact")
+    assert {type(x).__name__ for x in exact.model.layers} == {"PackedDecoderLayer"}
+    assert exact.config["torch_dtype"] == "float32"
+    assert off(exact.model(TOKENS), expected) < 1e-4
+    assert "float32" in str(exact.weights_note)
+    rounded = load_all(source, weights_dtype="packed")
+    assert 1e-4 < off(rounded.model(TOKENS), expected) < 0.15
+    assert "8 bits" in str(rounded.weights_note)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "gemma3"])
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q4_1"])
+def test_codes_of_a_gguf_file_are_multiplied_as_they_lie(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    """Experts, whose codes cannot be, become float32."""
+    model, config = small_model(name)
+    file = tmp_path / "small.gguf"
+    write_model(file, name, model, config, form)
+    tokens = TOKENS + 20
+    expected = load_all(file, weights_dtype="float32").model(tokens)
+    packed = load_all(file, weights_dtype="packed-exact").model
+    assert off(packed(tokens), expected) < 1e-4
+    kinds = {type(module).__name__ for module in packed.modules()}
+    assert "QuantizedLinear" not in kinds
+    assert ("PackedDecoderLayer" in kinds) is (name in ("llama", "qwen2"))
+
+
+def test_weights_are_counted_as_they_lie(tmp_path: Path) -> None:
+    source = folder(tmp_path, "llama", 4)
+    wide = load_all(source, weights_dtype="float32").model
+    packed = load_all(source, weights_dtype="packed").model
+    arrays = [x for _, x in tree_flatten(wide.parameters())]
+    matrices = sum(x.size for x in arrays if x.ndim == 2)
+    rows = sum(4 * x.size for x in arrays if x.ndim == 1)
+    looked_up = 512 * 64  # embeddings lie as rows, too
+    numbers = matrices + looked_up
+    codes = numbers // 2 + 2 * 4 * numbers // 32  # with a scale and an offset
+    assert 0 <= weight_bytes(packed) - codes - rows < 4 * 200  # and sizes in the graphs
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("form", ["Q8_0", "Q5_1", "Q4_1"])
+def test_a_plan_counts_packed_weights(
+    name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, config = small_model(name)
+    file = tmp_path / "small.gguf"
+    write_model(file, name, model, config, form)
+    command = ["plan", str(file), "--json", "--memory-limit", "1GB", "--weights-dtype", "packed"]
+    assert main(command) == 0
+    planned = json.loads(capsys.readouterr().out)
+    counted = weight_bytes(load_all(file, weights_dtype="packed").model)
+    assert planned["weight_bytes"] == pytest.approx(counted, rel=0.03)
+    assert planned["dtype"] == "float32"
+
+
+def test_an_engine_runs_a_packed_model(tmp_path: Path) -> None:
+    source = folder(tmp_path, "llama", 4)
+    texts = []
+    for dtype in ("float32", "packed-exact"):
+        loaded = load_all(source, weights_dtype=dtype)  # type: ignore[arg-type]
+        with penstock.Engine(loaded.model, loaded.tokenizer, memory_limit="100MB") as engine:
+            texts.append(str(engine.generate("once upon a time", max_tokens=12)))
+    assert texts[0] == texts[1]
+
+
+def test_without_onnx_runtime_the_reason_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime")
+
+    source = folder(tmp_path, "llama", 4)
+    monkeypatch.setattr(packing_seam, "extension", missing)
+    with pytest.raises(ModelError, match="pip install onnxruntime"):
+        load_all(source, weights_dtype="packed")
+
+
+PROMPT = [7 + number * number % 400 for number in range(150)]
+SCORED = {
+    "max_tokens": 10,
+    "ignore_eos": True,
+    "sampling": Sampling(logprobs=True, top_logprobs=20),
+}
+
+
+def scored(core: Core, *prompts: list[int]) -> list[list[tuple[Any, ...]]]:
+    """Return the tokens of answers asked together, with log-probabilities to the last bit."""
+    handles = [core.submit(Request(prompt=tuple(prompt), **SCORED)) for prompt in prompts]
+    settle(core)
+    choices = [handle.result(0.0)[0] for handle in handles]
+    return [[(x.token, x.logprob, x.top) for x in choice.logprobs] for choice in choices]
+
+
+@pytest.mark.skipif(not has_numba(), reason="attention in order is compiled by Numba")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", ["packed", "packed-exact"])
+def test_logits_have_the_same_bits_cold_warm_restored_and_in_every_batch_and_chunk(
+    name: str, dtype: Any, tmp_path: Path
+) -> None:
+    model = load_all(folder(tmp_path, name, 4), weights_dtype=dtype).model
+    with running(None, model=model) as core:
+        (alone,) = scored(core, PROMPT)
+        assert core.runner.fitness.way == "shared"
+        longer = [*PROMPT, *(token for token, *_ in alone[:5])]
+        assert scored(core, PROMPT) == [alone]  # from the cache
+        assert scored(core, longer)[0][:5] == alone[5:]  # the next turn
+        others = [[*PROMPT[:70], 9, 8, 7], PROMPT[:33], [5, 6, 7]]
+        together = scored(core, PROMPT, *others)
+        assert together[0] == alone
+    for number, other in enumerate(others):
+        with running(None, model=model) as core:
+            assert scored(core, other) == [together[1 + number]]
+    with running(None, model=model, prefill_chunk=48) as core:
+        assert scored(core, PROMPT) == [alone]
+    with running(None, model=model, speculative_tokens=3) as core:
+        assert scored(core, PROMPT) == [alone]
+    disk = tmp_path / "disk"
+    with running(disk, model=model) as core:
+        assert scored(core, PROMPT) == [alone]
+    with running(disk, model=model) as core:
+        assert scored(core, PROMPT) == [alone]
+        assert core.view.stats().hit_tokens >= 96

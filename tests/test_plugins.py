@@ -1,0 +1,108 @@
+"""Plug-ins: the package without any one of them is whole, and the rest of it runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+PACKAGE = Path(penstock.__file__).parent
+PLUGINS = sorted(p.name for p in (PACKAGE / "plugins").iterdir() if (p / "__init__.py").exists())
+SOON = 240.0
+ANSWERS = """
+import json, sys
+from importlib import import_module
+from pathlib import Path
+
+import penstock
+from penstock.recall import MODEL_PATH
+
+root = Path(penstock.__file__).parent
+names = [".".join(p.relative_to(root.parent).with_suffix("").parts) for p in root.rglob("*.py")]
+for name in names:
+    if ".plugins." not in name and not name.endswith("__main__"):
+        import_module(name.removesuffix(".__init__"))
+from penstock.engine.offload.tier_kinds import TIER_KINDS
+from penstock.attention import devices
+
+engine = penstock.Engine(*penstock.load(MODEL_PATH), memory_limit="200MB")
+messages = [{"role": "user", "content": "Who are you?"}]
+with engine:
+    text = str(engine.chat(messages, max_tokens=24))
+print(json.dumps([str(root), text, sorted(TIER_KINDS), type(devices.current()).__name__]))
+"""
+
+
+def without(plugin: str | None, folder: Path) -> Path:
+    """Copy the package but for one plug-in."""
+    gone = PACKAGE / "plugins" / plugin if plugin else None
+
+    def left_out(at: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(at, name) == gone or name == "__pycache__"]
+
+    shutil.copytree(PACKAGE, folder / "penstock", ignore=left_out)
+    return folder
+
+
+def run(folder: Path, *command: str) -> str:
+    """Run Python with the copy in front of all others."""
+    path = os.pathsep.join([str(folder), *sys.path])
+    done = subprocess.run(
+        (sys.executable, *command),
+        capture_output=True,
+        text=True,
+        timeout=SOON,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=PACKAGE.parent.parent,
+    )
+    assert done.returncode == 0, done.stdout[-3_000:] + done.stderr[-3_000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    folder = without(None, tmp_path_factory.mktemp("whole"))
+    return parsed(run(folder, "-c", ANSWERS), folder)
+
+
+def parsed(out: str, folder: Path) -> list[object]:
+    import json
+
+    root, *rest = json.loads(out.splitlines()[-1])
+    assert root == str(folder / "penstock"), "another copy was imported"
+    return rest
+
+
+def test_there_are_these() -> None:
+    assert PLUGINS == ["cpu", "kernels", "ray", "remote"]
+
+
+@pytest.mark.parametrize("plugin", ["cpu", "kernels", "ray", "remote"])
+def test_every_module_is_imported_and_the_engine_answers_alike_without(
+    plugin: str, tmp_path: Path, whole: list[object]
+) -> None:
+    folder = without(plugin, tmp_path)
+    text, tiers, device = parsed(run(folder, "-c", ANSWERS), folder)
+    assert text == whole[0]
+    assert tiers == (["disk"] if plugin == "remote" else ["disk", "remote"])
+    if plugin == "cpu":
+        assert device == "GPUBackend"
+    else:
+        assert device == whole[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", ["cpu", "kernels", "ray", "remote"])
+def test_the_tests_of_the_core_pass_without(plugin: str, tmp_path: Path) -> None:
+    folder = without(plugin, tmp_path)
+    core = ("tests/kv", "tests/prefix", "tests/engine/schedule", "tests/engine/test_step.py")
+    paths = f"pythonpath={folder} tests/support"
+    quick = ("-m", "not slow", "-p", "no:cacheprovider", "-o", paths)
+    run(folder, "-m", "pytest", "-q", "-x", *quick, *core)
