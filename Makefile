@@ -12,14 +12,16 @@ COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-cpus test-rounding test-costs doctest bytecode test-scale test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
+.PHONY: help run test test-all test-rest test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
 	@echo 'make test    install with the tools for it; lint, types, the tests that take ten minutes'
 	@echo 'make test-all   the same, and the tests that take longer'
+	@echo 'make test-rest  what a make test before it left out or skipped'
 	@echo 'make test-costs   what each test takes: what make test has time for'
 	@echo 'make test-cpus   all tests as on other CPUs: each core type of OpenBLAS, 1 and 2 threads'
+	@echo 'make test-drawn [SEED=0]   those that compute, as on one of these CPUs, drawn by a seed'
 	@echo 'make test-rounding [SEED=0]   all tests with products that round at random, as on a CPU of no name; needs cc'
 	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
 	@echo 'make mutants [CODE=...] [SAMPLE=40] [SEED=0]   small changes of the code: which go unnoticed?'
@@ -86,8 +88,12 @@ test test-all: $(VENV)/.dev
 	OPENBLAS_NUM_THREADS=$(THREADS) $(BIN)/pytest $(TESTED) $(BY_FILE)
 	$(SCALED)
 
+test-rest: $(VENV)/.dev
+	OPENBLAS_NUM_THREADS=$(THREADS) $(BIN)/pytest --rest $(BY_FILE)
+	$(SCALED)
+
 # What of make test-scale needs no more than is often there: nginx, Redis, Ray; skipped without.
-test-all: SCALED = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(addprefix tests/scale/test_,\
+test-all test-rest: SCALED = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(addprefix tests/scale/test_,\
 	nginx.py remote_cache.py remote_serve.py fleet_faults.py)
 
 # Writes tests/quick_costs.txt, on a quiet machine.
@@ -96,6 +102,11 @@ test-costs: $(VENV)/.dev
 
 test-cpus: $(VENV)/.dev
 	$(BIN)/python tools/cpus.py $(BY_FILE)
+
+COMPUTING := $(addprefix tests/,attention caches kv parity plugins stateful)
+
+test-drawn: $(VENV)/.dev
+	$(BIN)/python tools/cpus.py --draw $(SEED) --quick $(BY_FILE) $(COMPUTING)
 
 ROUNDING := $(abspath $(VENV))/librounding_blas.so
 

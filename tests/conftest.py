@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from patience import SOON, patient, reads_all  # noqa: F401 - fixtures
 from process_state import own_state
-from quick import left_out, read_costs
+from quick import PASSED, PassedTests, left_out, read_costs
 from threads_left import (  # noqa: F401 - hooks and a fixture
     no_thread_left,
     pytest_sessionstart,
@@ -45,16 +45,26 @@ FIRST = "test_step_peaks.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the switch that `make test` sets; see `quick`."""
+    """Add the switches that `make test` and `make test-rest` set; see `quick`."""
     parser.addoption("--quick", action="store_true", help="leave out what takes long")
+    parser.addoption("--rest", action="store_true", help="leave out what passed with --quick")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Write down what passes in a quick run."""
+    if config.getoption("quick") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(PassedTests(config.cache))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not asked for, and begin with the files that take longest: with files dealt
     out one by one, as `make test` does, processes end at about the same time."""
     costs = read_costs()
-    if config.getoption("quick"):
-        out = left_out(items, costs)
+    out = left_out(items, costs) if config.getoption("quick") else []
+    if config.getoption("rest"):
+        passed = set(config.cache.get(PASSED, []))
+        out = [item for item in items if item.nodeid in passed]
+    if out:
         config.hook.pytest_deselected(items=out)
         names = {item.nodeid for item in out}
         items[:] = [item for item in items if item.nodeid not in names]

@@ -263,7 +263,7 @@ OTHERWISE = {
     "bench": "the weekly workflow runs penstock bench all, and looks at its exit status",
     "clean": "removes what others make",
     "docs": "test_cli_page_shows_the_help_as_it_is",
-    "test-cpus": "each run of .ci/run draws one of its CPUs",
+    "test-cpus": "each run of .ci/run draws one of its CPUs: test-drawn",
     "test-costs": "test_costs_are_measured_in_short",
     "run": "test_the_first_run_shows_examples_that_work",
 }

@@ -1,10 +1,10 @@
 """Run the tests as on other CPUs: OpenBLAS takes the kernels that OPENBLAS_CORETYPE names.
 
-    python tools/cpus.py tests/kv          every core type and number of threads: a table
-    python3 tools/cpus.py --draw 17        drawn by a seed: threads, and a core type if any
+    python tools/cpus.py tests/kv               every core type and number of threads: a table
+    python tools/cpus.py --draw 17 tests/kv     one of them, drawn by a seed
 
-Only core types that this CPU can execute are taken. Needs nothing but Python, so that CI can draw
-at once.
+Only core types that this CPU can execute are taken, and where OPENBLAS_CORETYPE is set already,
+that one alone: the machine's other kernels may be wrong.
 """
 
 from __future__ import annotations
@@ -57,10 +57,15 @@ def draw(seed: int, cores: Iterable[str]) -> tuple[int, str]:
 
 
 def environment(core: str, threads: int) -> dict[str, str]:
-    """Return the environment of a run."""
+    """Return the environment of a run.
+
+    A waiting thread of OpenBLAS sleeps at once: those of several processes would spin on the same
+    cores, 25 ms behind each product.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
     named = {"OPENBLAS_CORETYPE": core} if core else {}
-    return {**kept, **named, "OPENBLAS_NUM_THREADS": str(threads)}
+    waiting = {"OPENBLAS_NUM_THREADS": str(threads), "OPENBLAS_THREAD_TIMEOUT": "4"}
+    return {**kept, **named, **waiting}
 
 
 def in_use(core: str) -> str:
@@ -77,28 +82,28 @@ def in_use(core: str) -> str:
 def main() -> None:
     """Run pytest with every core type and number of threads; exit with 1 if one run fails."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--draw", type=int, metavar="SEED", help="print one, and run nothing")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="one of them, drawn by a seed")
     parser.add_argument("--cores", nargs="*", help="these core types alone; '' is the CPU's own")
     chosen, pytest = parser.parse_known_args()
-    cores = executable(flags())
+    named = os.environ.get("OPENBLAS_CORETYPE")
+    cores = chosen.cores or ([named] if named else executable(flags()))
+    runs = [(threads, core) for core in cores for threads in THREADS]
     if chosen.draw is not None:
-        print(*draw(chosen.draw, cores))
-        return
+        runs = [draw(chosen.draw, cores)]
     failed, rows = False, []
-    for core in cores if chosen.cores is None else chosen.cores:
+    for threads, core in runs:
         used = in_use(core)
         if core and used != core:
             raise SystemExit(f"OPENBLAS_CORETYPE={core} is not honored: OpenBLAS takes {used}")
-        for threads in THREADS:
-            began = time.monotonic()
-            run = subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", *pytest], env=environment(core, threads)
-            )
-            failed |= run.returncode != 0
-            verdict = "failed" if run.returncode else "passed"
-            own = "" if core else " (unset)"
-            took = time.monotonic() - began
-            rows.append(f"{used + own:22} {threads:7} {verdict:7} {took:9.0f}")
+        shown = f"{used}{'' if core else ' (unset)'}"
+        print(f"core type {shown}, threads {threads}", flush=True)
+        began = time.monotonic()
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *pytest], env=environment(core, threads)
+        )
+        failed |= run.returncode != 0
+        verdict = "failed" if run.returncode else "passed"
+        rows.append(f"{shown:22} {threads:7} {verdict:7} {time.monotonic() - began:9.0f}")
     print(f"\n{'core type':22} {'threads':7} {'tests':7} {'seconds':>9}", *rows, sep="\n")
     raise SystemExit(int(failed))
 

@@ -17,9 +17,7 @@ from penstock.kv.codecs.affine import Affine
 from penstock.kv.codecs.coded import Codec, pack, quantized, unpack
 from penstock.kv.codecs.names import AUTO, parse_scheme
 from penstock.kv.codecs.rotation import rotate, rotate_back
-from penstock.plugins.cpu.cpu_backend import CPUBackend
 
-CPU = CPUBackend()
 HEADS, TOKENS = 4, 256
 NAMES = (
     *("affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "affine4g32"),
@@ -46,6 +44,12 @@ def holds(codec: Codec, dim: int) -> bool:
 
 def normal(*shape: int, seed: int = 0) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def widened(codes: mx.array, scales: mx.array, offsets: mx.array, group_size: int) -> mx.array:
+    """Return bytes as the float32 numbers that they stand for."""
+    wide = scales.astype(mx.float32), offsets.astype(mx.float32)
+    return mx.dequantize(codes, *wide, group_size=group_size, bits=8)
 
 
 def off(found: mx.array, wanted: mx.array) -> float:
@@ -250,9 +254,6 @@ def test_codes_are_packed_as_mlx_packs_them(bits: int) -> None:
     assert mx.array_equal(read, codes.astype(mx.float32))
 
 
-BITS = (2, 3, 4, 5, 6, 8)
-
-
 def spread(kind: str) -> mx.array:
     """Numbers of which one group is hard to hold: far from zero, alike, tiny, large, or none."""
     x = normal(3, 40, 128)
@@ -275,7 +276,7 @@ def test_bytes_lose_no_more_than_those_of_mlx(kind: str, dtype: mx.Dtype, group_
 
     def lost(codes: mx.array, scales: mx.array, offsets: mx.array) -> float:
         assert scales.dtype == offsets.dtype == mx.float16
-        found = CPU.dequantize_codes(codes, scales, offsets, **form)
+        found = widened(codes, scales, offsets, group_size)
         return float(((found - wide) ** 2).mean())
 
     theirs = mx.quantize(x.astype(mx.float16), **form)
@@ -316,66 +317,10 @@ def test_bytes_of_what_is_no_number_have_a_scale_that_is_none(
 def test_no_byte_is_off_by_more_than_a_step(numbers: list[float], times: float) -> None:
     x = mx.array([numbers], mx.float32) * times
     codes, scales, offsets = quantized(x, group_size=32, bits=8, ops=devices.current())
-    found = CPU.dequantize_codes(codes, scales, offsets, group_size=32, bits=8)
+    found = widened(codes, scales, offsets, 32)
     largest, span = float(mx.abs(x).max()), float(x.max() - x.min())
     # A step, and what an offset far from zero is rounded by.
     assert off(found, x) <= 0.51 * (span + largest / 500) / 255 + largest / 2e6 + 1.3e-7
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_codes_are_widened_as_mlx_widens_them(bits: int, group_size: int) -> None:
-    codes, scales, offsets = mx.quantize(normal(2, 5, 256), group_size=group_size, bits=bits)
-    wanted = mx.dequantize(codes, scales, offsets, group_size=group_size, bits=bits)
-    found = CPU.dequantize_codes(codes, scales, offsets, group_size=group_size, bits=bits)
-    assert mx.array_equal(found, wanted)
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("group_size", [32, 64])
-@pytest.mark.parametrize("rows", [1, 4, 9])
-@pytest.mark.parametrize("at_once", [2**10, 2**18])
-@pytest.mark.parametrize("shape", [(2, 100), (2, 3, 64)])
-def test_products_with_codes_are_those_of_mlx(
-    bits: int,
-    group_size: int,
-    rows: int,
-    at_once: int,
-    shape: tuple[int, ...],
-) -> None:
-    device = CPUBackend(codes_at_once=at_once)
-    codes, scales, offsets = mx.quantize(normal(*shape, 128), group_size=group_size, bits=bits)
-    form = {"group_size": group_size, "bits": bits}
-    for transpose, width in ((True, 128), (False, shape[-1])):
-        x = normal(*shape[:-1], rows, width, seed=1)
-        wanted = mx.quantized_matmul(x, codes, scales, offsets, transpose=transpose, **form)
-        found = device.multiply_codes(x, codes, scales, offsets, transpose=transpose, **form)
-        assert found.shape == wanted.shape
-        wide = mx.dequantize(codes, scales, offsets, **form)
-        wide = wide.swapaxes(-1, -2) if transpose else wide
-        assert off(found, wanted) < product_error(x, wide)
-
-
-@pytest.mark.parametrize("name", ["affine8", "turbo4", "turbo3.5"])
-@pytest.mark.parametrize("tokens", [4_096, 16_384])
-def test_few_codes_are_floats_at_the_same_time(name: str, tokens: int) -> None:
-    codec, heads, rows = side(name), 8, 8
-    coded = codec.encode(normal(1, heads, tokens, 64), devices.current())
-    queries, weights = normal(heads, rows, 64), normal(heads, rows, tokens)
-    mx.eval(coded.parts, queries, weights)
-    scores = weights.nbytes
-    for read in (
-        lambda: coded.score(queries, devices.current()),
-        lambda: coded.mix(weights, devices.current()),
-    ):
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(read())
-        taken = mx.get_peak_memory() - before
-        # One lane; the sums of what is scored are counted with the scores.
-        assert taken <= CPUBackend(lanes=1).memory.code_bytes(heads * tokens * 64) + 5 * scores
-        if tokens > 4_096:
-            assert taken < heads * tokens * 64 * 4  # what all of it would take
 
 
 @pytest.mark.parametrize("dim", [*DIMS, 32, 48, 96, 112, 256, 576])

@@ -6,6 +6,8 @@ does not run, unless nothing of its file would, or it is in `ALWAYS`. CI runs al
 
 What a case takes is in `tests/quick_costs.txt`, which `make test-costs` measures. A test that is
 not in it is cheap, or new: all of it runs.
+
+A run with `--quick` leaves in pytest's cache which tests passed, and `--rest` runs all others.
 """
 
 from __future__ import annotations
@@ -31,6 +33,22 @@ ALWAYS = (
 )
 """Tests that see most: of each the first case runs, whatever it takes."""
 COSTS = Path(__file__).parents[1] / "quick_costs.txt"
+PASSED = "penstock/passed"
+"""Key in pytest's cache."""
+
+
+class PassedTests:
+    """A plugin that writes down which tests passed."""
+
+    def __init__(self, cache: pytest.Cache) -> None:
+        self._cache, self._passed = cache, set[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        self._cache.set(PASSED, sorted(self._passed))
 
 
 def read_costs() -> dict[str, float]:
