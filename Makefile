@@ -119,7 +119,7 @@ test-rounding: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	$(BIN)/python tools/mutants.py $(CODE) --sample $(SAMPLE) --seed $(SEED) --workers $(WORKERS)
 
-# Single tests there take longer than half an hour, after which a test counts as hung.
+# Single tests there take longer than the ten minutes after which a test counts as hung.
 LONG := -o faulthandler_timeout=14400
 
 # What needs several processes that compute in step, or servers of other projects.

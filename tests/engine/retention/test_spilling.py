@@ -459,7 +459,6 @@ def test_a_prompt_that_finds_no_room_alone_begins_again_once(
             handle.result(0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("drops", [True, False])
 def test_a_longer_node_with_its_beginning_keeps_no_prompt_from_its_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool

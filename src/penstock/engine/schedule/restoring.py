@@ -183,6 +183,7 @@ class Restoring:
             start + restore.blocks * size, sequence.kv.readable_tokens
         ):
             sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv.reservation)
+            sequence.tier_lookup = None  # what is missing, or had no room, would be read for ever
 
     def _take_in_states(self, sequence: Sequence, restore: Restore) -> None:
         """Capture a restored checkpoint, if all the blocks before it are there."""
