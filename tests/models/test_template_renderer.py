@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mlx_lm.chat_templates import deepseek_v32
 from parrot import TEMPLATE, parrot
@@ -175,6 +177,16 @@ def test_processes_end_with_the_renderer() -> None:
     assert process.poll() is not None
     assert renderer.render("{{ a }}", {"a": json.dumps("b")}) == '"b"'
     renderer.close()
+
+
+def test_a_thread_leaves_no_process() -> None:
+    before = len(psutil.Process().children())
+    with TemplateRenderer() as renderer:
+        for _ in range(3):
+            asked = threading.Thread(target=renderer.start)
+            asked.start()
+            asked.join()
+        assert len(psutil.Process().children()) == before, "none waits to be reaped either"
 
 
 def test_one_place_renders_templates() -> None:

@@ -146,8 +146,13 @@ class TemplateRenderer:
                 stderr=subprocess.DEVNULL,
             )
             self._ends = [end for end in self._ends if end.alive]
-            self._ends.append(weakref.finalize(self, _end, process))
+            self._own.thread = thread = _Thread()
+            self._ends.append(weakref.finalize(thread, _end, process))
         return process
+
+
+class _Thread:
+    """Dropped when the thread that asked has ended, or the renderer has."""
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float = 0.0) -> int:
