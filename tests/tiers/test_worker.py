@@ -174,7 +174,7 @@ def test_a_folder_that_fails_switches_it_off_and_on_again(
         folder.unlink()
         wait_until(lambda: tier.stats().off is None)
         assert count(tier, keys_of(records)).result(SOON) == 0
-        assert "there again" in caplog.text
+        assert "available again" in caplog.text
         assert all(tier.offer(record) for record in records)
         assert tier.flush(SOON)
         assert count(tier, keys_of(records)).result(SOON) == 4
@@ -278,7 +278,7 @@ def test_a_deletion_that_cannot_be_written_down_is_told_of(
     with running(folder, tombstone=tombstone) as tier:
         assert count(tier, keys_of(chain(1))).result(SOON) == 0
         assert tier.clear().result(SOON) is None
-    assert "a restart forgets it" in caplog.text
+    assert "is lost on a restart" in caplog.text
 
 
 def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def _of_cpu() -> AttentionBackend:
     """Return the plug-in's back end, or the reference, whose numbers are the same."""
     backend = extension("cpu")
     if backend is None:
-        logger.warning("no plug-in for the CPU: attention is computed by MLX alone, and slower")
+        logger.warning("no CPU plug-in is installed: MLX computes attention alone, slower")
         return GPUBackend()
     of_cpu: AttentionBackend = backend()
     return of_cpu

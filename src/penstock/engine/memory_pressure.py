@@ -99,14 +99,14 @@ def _looked_at(look: Callable[[], Any]) -> Any:
         return look()
     # A boundary: the engine's thread looks, and to look may fail for reasons of the machine's own.
     except Exception as error:
-        logger.debug("the machine's memory cannot be looked at", exc_info=error)
+        logger.debug("cannot read the machine's memory use", exc_info=error)
         _warn_once(type(error).__name__)
         return None
 
 
 @cache
 def _warn_once(reason: str) -> None:
-    logger.warning("the machine's memory cannot be looked at (%s); the own limit holds", reason)
+    logger.warning("cannot read the machine's memory use (%s); only the limit applies", reason)
 
 
 def give_back() -> None:

@@ -81,7 +81,7 @@ def _takes_long_chunks(runner: Runner, room_bytes: int) -> bool:
 def fitting(
     limits: EngineSettings, runner: Runner, room_bytes: int, ranks: int = 1
 ) -> EngineSettings:
-    """Return an engine's settings as a model can be run with, on so many ranks.
+    """Adapt an engine's settings to what a model and its ranks can run.
 
     Args:
         limits: the settings that were given.
@@ -187,7 +187,7 @@ def identity(
         measure_scales: runs the model for scales of its keys, where a codec takes them.
     """
     if limits.cold_tiers and not fingerprint:
-        logger.info("reading the weights once more, for the name of what the folder keeps")
+        logger.info("hashing the weights, to identify this model's blocks in cold tiers")
         fingerprint = fingerprint_of(model)
     settings: dict[str, object] = {
         "block_size": limits.block_size,  # keys and records name whole blocks

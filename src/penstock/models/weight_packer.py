@@ -35,7 +35,7 @@ def weight_packer() -> WeightPacker | None:
     try:
         packer: WeightPacker | None = extension("packed")
     except ImportError as error:
-        logger.info("weights are not multiplied as they lie: %s", error)
+        logger.info("weights cannot be multiplied in packed form: %s", error)
         return None
     return packer
 

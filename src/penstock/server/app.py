@@ -115,7 +115,7 @@ def _respond(http: HttpRequest, error: Exception) -> Response:
     problem = problem_of(error)
     if problem.status >= 500 and problem.status != 503:  # a refusal is no fault
         logger.error("%s failed: %s", http.url.path, type(error).__name__)
-        logger.debug("its error", exc_info=error)
+        logger.debug("traceback of the error above", exc_info=error)
     return response_for(http.url.path, error)
 
 
@@ -215,7 +215,7 @@ class LastResort:
         except Exception as error:
             name = scope.get("state", {}).get("request_id", "")
             logger.error("request %s failed: %s", name, type(error).__name__)
-            logger.debug("its error", exc_info=error)
+            logger.debug("traceback of the error above", exc_info=error)
             if not started:
                 await response_for(scope["path"], error)(scope, receive, send)
         except asyncio.CancelledError:  # uvicorn cancels requests only when it stops

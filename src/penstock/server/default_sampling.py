@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 def default_sampling(settings: ServerSettings, model: Mapping[str, float]) -> Sampling:
-    """Merge both; values of the model that the engine does not support are logged and ignored."""
+    """Merge flags and the model's values, of which unsupported ones are logged and ignored."""
     flags = {name: getattr(settings, name) for name in SAMPLED}
     known: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     for name, value in model.items():
         try:
             Sampling(**dict[str, Any]({name: value}))
         except SettingError as error:
-            logger.warning("generation_config.json: ignoring %s", error)
+            logger.warning("ignoring a value of generation_config.json: %s", error)
         else:
             known.setdefault(name, value)
     return Sampling(**known)

@@ -138,7 +138,7 @@ class Pulse:
                 # A boundary: one look that fails must not be the last one.
                 except Exception as error:
                     logger.error("engine snapshot failed: %s", type(error).__name__)
-                    logger.debug("its error", exc_info=error)
+                    logger.debug("traceback of the error above", exc_info=error)
                 pause = WATCHED_SECONDS if self.watchers else UNWATCHED_SECONDS
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wanted.wait(), pause)

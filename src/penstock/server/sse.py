@@ -127,6 +127,6 @@ async def _with_error(
         problem = problem_of(error)
         if problem.status == 500:
             logger.error("stream failed: %s", type(error).__name__)
-            logger.debug("its error", exc_info=error)
+            logger.debug("traceback of the error above", exc_info=error)
         for event in failure(problem):
             yield event

@@ -235,7 +235,7 @@ class ColdTier:
             return self._changed.wait_for(lambda: not self.is_busy, timeout_seconds)
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write pending records as time allows, and end the thread. Again does nothing."""
+        """Write pending records as time allows, and end the thread. A second call does nothing."""
         self.flush(timeout_seconds)
         with self._changed:
             self._closing = True
@@ -272,7 +272,7 @@ class ColdTier:
                 self._tombstone.place(all_models=all_models)
             except OSError as error:
                 logger.warning(
-                    "a deletion in the %s cannot be written down; a restart forgets it: %s",
+                    "a deletion in the %s could not be recorded; it is lost on a restart: %s",
                     self._name,
                     error,
                 )
@@ -381,7 +381,7 @@ class ColdTier:
                         raise
                     # A boundary: what is wrong with one call is its caller's.
                     except Exception as error:
-                        logger.exception("the %s has failed a request", self._name)
+                        logger.exception("a request to the %s failed", self._name)
                         # Its frames would keep the call, and what was to be read into.
                         error.__context__ = None
                         called.answer.set_exception(error.with_traceback(None))
@@ -413,7 +413,7 @@ class ColdTier:
         try:
             store.write(record)
         except ValueError as error:  # it has no form in a file; the others may
-            logger.error("a block is not written: %s", error)
+            logger.error("a block cannot be written: %s", error)
             with self._changed:
                 self._stats.dropped_blocks += 1
 
@@ -434,7 +434,7 @@ class ColdTier:
         if off is not None:
             self._refuse()
         elif before is not None:
-            logger.warning("the %s is there again", self._name)
+            logger.warning("the %s is available again", self._name)
 
     def _drop_writes(self) -> None:
         self._stats.queued_bytes -= sum(record.nbytes for record in self._writes)

@@ -100,7 +100,7 @@ class StepTrials:
             taken = max(1, taken - beside)
         last = size if self._whole else _fitting(reached, seconds, size)
         if last < size:
-            logger.info("reckoning the largest steps from %d of %d", last, size)
+            logger.info("extrapolating the largest steps from size %d to %d", last, size)
         elif seconds * size > reached:
             logger.info("measuring the largest steps, for about %.0f s", seconds * size / reached)
         while reached < last:

@@ -27,7 +27,7 @@ def reads_several(runner: Runner) -> bool:
     except Exception as error:  # noqa: BLE001
         off = f"{type(error).__name__}: {error}"
     if off:
-        logger.warning("no speculation: the model reads one token of a row in a step: %s", off)
+        logger.warning("speculation is off: the model fails with several tokens per row: %s", off)
     return not off
 
 

@@ -256,8 +256,9 @@ class ColdBlocks(BlockCache):
         except Exception as error:
             error.__traceback__ = None  # the answer keeps it, and its frames the step's arrays
             answer.cancel()
-            logger.warning("no blocks of %s records came: %s", len(parts), type(error).__name__)
-            logger.debug("its error", exc_info=error)
+            name = type(error).__name__
+            logger.warning("could not read spilled blocks (records: %d): %s", len(parts), name)
+            logger.debug("traceback of the error above", exc_info=error)
             return {}
 
 

@@ -185,7 +185,7 @@ class Speculator:
 
     def _note_fault(self) -> None:
         """Count a proposal that failed; the step goes on without."""
-        logger.warning("a proposal failed", exc_info=True)
+        logger.warning("proposing tokens failed; the step goes on without them", exc_info=True)
         self._counters.failed_proposals += 1
 
     def _room(self, sequence: Sequence) -> int:

@@ -63,8 +63,8 @@ def chosen_ways(runner: Runner, limits: EngineSettings, ledger: Ledger) -> Atten
         logger.warning("no attention kernel reads %s: plain operations do", unread)
     if choice.is_cut_short and choice.why_off is None:
         logger.warning(
-            "the self-test of attention had %g s, too few for all of it: plain operations take "
-            "the steps that it did not reach",
+            "the self-test of attention did not finish in %g s: plain operations compute the "
+            "steps that it did not try",
             selftest.SECONDS,
         )
     return choice.ways

@@ -184,7 +184,7 @@ class Door:
         # A boundary: a hint may fail, an answer may not.
         except Exception as error:
             logger.error("prompt could not be read: %s", type(error).__name__)
-            logger.debug("its error", exc_info=error)
+            logger.debug("traceback of the error above", exc_info=error)
             return b"", None
 
     async def _keys(self, hint: Hint) -> list[bytes]:

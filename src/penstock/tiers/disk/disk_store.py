@@ -335,7 +335,7 @@ class SSDStore(Store):
     # ---- parts
 
     def _has_space(self, nbytes: int) -> bool:
-        """Return whether a file of so many bytes leaves enough of the disk free; sets `full`."""
+        """Return whether a file of `nbytes` leaves enough of the disk free; sets `full`."""
         free = shutil.disk_usage(self._folder).free
         self.full = None
         if free - nbytes < self.floor_bytes:
@@ -365,7 +365,7 @@ class SSDStore(Store):
             os.umask(old_mask)
 
     def _remove_index(self, error: Exception) -> None:
-        logger.warning("the index of %s is damaged and made anew: %s", self._folder, error)
+        logger.warning("the index of %s is damaged and will be rebuilt: %s", self._folder, error)
         for damaged in self._folder.glob(f"{INDEX_NAME}*"):
             damaged.unlink(missing_ok=True)
 
