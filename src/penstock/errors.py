@@ -70,7 +70,7 @@ class Displaced(QueueFull):
 
 
 class SequenceOverflow(PenstockError, ValueError):
-    """More tokens than the sequence's slot has columns."""
+    """A sequence would get more tokens than its slot has columns."""
 
     status = 400
 
@@ -136,7 +136,7 @@ class LedgerFull(PenstockError, MemoryError):
 
 
 class NeverFits(PenstockError, ValueError):
-    """Bytes that would not fit under the memory limit if all else were evicted."""
+    """Bytes would not fit under the memory limit even if everything else were evicted."""
 
     status = 413
 

@@ -41,7 +41,7 @@ class DecodeRow:
         return sum(part.columns for part in self.parts)
 
     def ahead(self, count: int) -> DecodeRow:
-        """Return the row of the token behind so many new ones, which are in the tail by then."""
+        """Return the row of the token after `count` new ones, which are in the tail by then."""
         if not count:
             return self
         position, tail = self.position + count, self.tail + count
@@ -93,7 +93,7 @@ def plan_attention(
 
     Args:
         rows: the sequences.
-        attention_window: of the layers that this is for.
+        attention_window: window of the layers that the plan is for.
         width: new tokens of each row.
     """
     levels: list[list[SharedRead]] = []

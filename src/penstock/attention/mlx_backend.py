@@ -74,11 +74,11 @@ class MLXBackend(AttentionBackend):
         return x @ weights.T
 
     def decoding(self, rows: int, width: int, tokens: int) -> AbstractContextManager[None]:
-        """See `AttentionBackend`: nothing is to be prepared."""
+        """Return an empty context: nothing needs to be prepared."""
         return nullcontext()
 
     def reads_together(self, rows: int, width: int, tokens: int) -> bool:
-        """See `AttentionBackend`: several are."""
+        """Return whether there are several rows."""
         return rows > 1
 
 

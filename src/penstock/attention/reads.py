@@ -74,7 +74,7 @@ class Reads:
 
 
 class DecodeReads(Reads):
-    """One layer of a decode step: every row adds tokens to its tail, most often one."""
+    """Cache of one layer in a decode step: each row adds tokens to its tail, usually one."""
 
     def __init__(self, step: DecodeStep, layer: int, attention_window: AttentionWindow) -> None:
         super().__init__(layer, attention_window)
@@ -110,7 +110,7 @@ class DecodeReads(Reads):
 def decode_reads(
     step: DecodeStep, attention_windows: Sequence[AttentionWindow]
 ) -> list[DecodeReads]:
-    """Return the model's caches of a decode step, one a layer."""
+    """Return the caches that the model gets for a decode step, one for each layer."""
     return [
         DecodeReads(step, layer, attention_window)
         for layer, attention_window in enumerate(attention_windows)

@@ -86,7 +86,7 @@ def _merged(read: Partial, heads_each: int, sunk: mx.array | None) -> mx.array:
 
 
 def _pieces(parts: Sequence[KVSpan], layer: int, ops: CodeOps) -> Iterator[tuple[Arrays, Arrays]]:
-    """Yield keys and values of the parts, so many tokens at a time."""
+    """Yield keys and values of the parts, `STREAMED_TOKENS` tokens at a time."""
     for start in range(parts[0].start, parts[-1].end, STREAMED_TOKENS):
         ranges = ranges_of(parts, start, start + STREAMED_TOKENS)
         yield wide_sides(ranges, layer, ops)

@@ -317,7 +317,7 @@ class PrefixCache:
         return len(self.tree)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Evict the runs worth least until at most so many runs, or bytes, are held."""
+        """Evict the runs worth least until at most `n_sequences` runs, and `n_bytes`, are held."""
         if n_bytes is not None:
             self.prefixes.shrink(self.nbytes - max(0, n_bytes), "limit")
         if n_sequences is not None:

@@ -97,7 +97,7 @@ class Core(EngineParts):
         return self.intake.enqueue(handle)
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Set aside bytes for prompts, at most half of the free ones; return the number."""
+        """Set aside bytes for prompts, at most half of the free ones; return how many."""
         self.group.note("set_aside_prompts", nbytes=nbytes)
         return self.budget.set_aside_prompts(nbytes)
 
@@ -153,7 +153,7 @@ class Core(EngineParts):
         self.group.begin(self._settled, self._do)
 
     def _do(self, command: Command) -> None:
-        """Do a command of rank 0 here as well."""
+        """Execute a command of rank 0 on this rank."""
         given = command.arguments
         if command.name == "enqueue":
             with suppress(PenstockError):  # rank 0 has raised it to its caller

@@ -347,7 +347,7 @@ class Engine:
         return self._thread.is_alive() and time.monotonic() - self._begun_at > STEP_SECONDS
 
     def close(self) -> None:
-        """Cancel open requests, let go of everything, and end the thread. Again does nothing."""
+        """Cancel open requests, release everything, end the thread. A second call does nothing."""
         if self._closing:
             return
         self._closing = True
@@ -398,7 +398,7 @@ class Engine:
             ) from None
 
     def _run(self) -> None:
-        """Be the thread: make the core, serve calls and run steps until closed."""
+        """Run the engine's thread: make the core, then serve calls and run steps until closed."""
         make, started = self._calls.get()
         try:
             try:
@@ -426,7 +426,7 @@ class Engine:
             mx.clear_streams()
 
     def _serve(self, *, wait: bool) -> None:
-        """Do the calls that were asked for; when idle, wait a moment for one."""
+        """Execute the queued calls; if `wait`, wait a moment for the first."""
         try:
             call, answer = self._calls.get(timeout=IDLE_SECONDS) if wait else self._calls.get(False)
             while True:
@@ -468,7 +468,7 @@ def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
     # A boundary: an explanation may fail, an answer may not.
     except Exception as error:
         logger.error("a prompt could not be explained: %s", type(error).__name__)
-        logger.debug("its error", exc_info=error)
+        logger.debug("traceback of the error above", exc_info=error)
         return None
 
 

@@ -72,7 +72,7 @@ def measured_estimator(
 
 
 def _tail_columns(limits: EngineSettings, pool_tokens: int) -> int:
-    """Return the columns of a tail where all of a small batch may have so many together."""
+    """Return the columns of each tail: more where a small batch leaves room for them."""
     block_size = limits.block_size
     columns = min(MOST_TAIL_TOKENS, pool_tokens // limits.max_batch_size, block_size // 2)
     # Proposals end with the tail.

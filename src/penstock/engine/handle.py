@@ -103,7 +103,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether every answer's end was read."""
+        """Whether the end of every answer has been read."""
         return self._open == 0
 
     @property
@@ -138,7 +138,7 @@ class Handle:
             notify([self])
 
     def cancel(self) -> None:
-        """Ask for the end: within a step all bytes are given back. Again does nothing."""
+        """Ask the engine to cancel; bytes are freed within a step. A second call does nothing."""
         self._cancel(self)
 
     def events(self) -> list[Event]:

@@ -46,11 +46,11 @@ class _Chunk:
     seconds: float
 
     def most_seconds(self, tokens: int, middle: float) -> float:
-        """Return the most that a chunk takes."""
+        """Return an upper bound of the seconds that another chunk takes."""
         return self.seconds * max(1.0, tokens / self.tokens * max(1.0, middle / self.middle))
 
     def least_seconds(self, tokens: int, middle: float) -> float:
-        """Return the least that a chunk takes."""
+        """Return a lower bound of the seconds that another chunk takes."""
         return self.seconds * min(1.0, tokens / self.tokens * min(1.0, middle / self.middle))
 
     def contradicts(self, other: _Chunk) -> bool:
@@ -121,10 +121,9 @@ class PrefillRate:
         return _largest(most, fits) or int(least <= seconds * TOLERANCE)
 
     def tokens_worth(self, start: int) -> int:
-        """Return the tokens from which a chunk takes more time for them than of its own.
+        """Return the tokens from which a chunk spends more time on tokens than on overhead.
 
-        The time of its own is the time that the shortest chunk took beyond its tokens at the best
-        rate.
+        The overhead is the time that the shortest chunk took beyond its tokens at the best rate.
         """
         known = self._chunks.values()
         if not known:

@@ -172,7 +172,7 @@ class EngineView:
         return SequenceBytes(own, estimator.prefill_bytes(tokens))
 
     def spilled_bytes(self, tokens: int) -> SpilledBytes | None:
-        """Return the memory of a sequence of `tokens` by its parts; None if all of it stays there.
+        """Return the memory of a sequence of `tokens` by its parts; None if KV is never spilled.
 
         They are the bytes that its admission reserves for keys and values.
         """

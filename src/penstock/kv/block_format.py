@@ -87,7 +87,7 @@ class BlockFormat:
         return tokens * sum(side.token_bits for layer in self.layers for side in layer) // 8
 
     def blank(self, tokens: int) -> Segment:
-        """Return a segment of so many zero tokens; not evaluated."""
+        """Return a segment of `tokens` tokens that are all zeros; not evaluated."""
 
         def side(form: ArrayFormat) -> Side:
             return form.side([mx.zeros(shape, dtype) for shape, dtype in form.arrays(tokens)])

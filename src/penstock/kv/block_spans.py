@@ -32,7 +32,7 @@ def record_blocks(block_size: int) -> int:
 
 
 def span_tokens(block_size: int) -> int:
-    """Return the tokens of so many blocks.
+    """Return the tokens of a span of blocks.
 
     >>> span_tokens(32), span_tokens(48), span_tokens(1024)
     (256, 240, 1024)

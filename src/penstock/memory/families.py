@@ -93,7 +93,7 @@ class Config:
         return LayerSpec(kind, kv_heads or self.kv_heads, dim, dim, window_tokens, state_bytes)
 
     def recurrent(self, plain_numbers: int, float32_numbers: int = 0) -> LayerSpec:
-        """Make a recurrent layer with a state of so many numbers, some of them float32."""
+        """Make a recurrent layer whose state has numbers of the model's dtype and of float32."""
         return LayerSpec("recurrent", state_bytes=self.state(plain_numbers, float32_numbers))
 
     def state(self, plain_numbers: int, float32_numbers: int) -> int:

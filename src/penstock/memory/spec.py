@@ -15,9 +15,10 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """State that one layer keeps for a sequence.
+    """What one layer keeps for a sequence.
 
-    `state_bytes` (convolution and recurrence) has no token axis; None if the config does not say.
+    `state_bytes` is the size of convolution and recurrent states, which does not depend on the
+    tokens; None if the config does not say.
     """
 
     kind: LayerKind

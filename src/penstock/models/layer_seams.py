@@ -27,7 +27,8 @@ def attach(model: nn.Module) -> tuple[str, ...]:
     In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound to a
     dispatcher. A layer attends by its cache if that is one of penstock's `Reads`, a
     `TurboQuantKVCache` or a `SelectiveKVCache`. All other calls go to mlx-lm's function as before.
-    Linear layers and embeddings become this module's. Nothing else is patched. Again does nothing.
+    Linear layers and embeddings become this module's. Nothing else is patched. A second call does
+    nothing.
     """
     loaded_model("attach", model)
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]

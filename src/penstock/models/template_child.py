@@ -57,7 +57,7 @@ def bound_memory(nbytes: int) -> None:
 
 
 def bound_time(seconds: float) -> None:
-    """End this process after so many seconds of computing from now; 0 is no end.
+    """End this process after `seconds` more of processor time; 0 removes the bound.
 
     On a system without such a bound the parent's clock ends it.
     """
@@ -97,7 +97,7 @@ def environment() -> Any:
         return json.dumps(x, ensure_ascii=ensure_ascii, **options)
 
     class TemplateDict:
-        """Maker of dicts, whose type is not to be had."""
+        """Stand-in for `dict` that does not expose the type itself."""
 
         def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
             return dict(*args, **entries)
@@ -166,7 +166,7 @@ def render(source: str, cpu_seconds: float) -> None:
 
 
 def program(file: str, name: str) -> Callable[..., str]:
-    """Return a function of a file."""
+    """Load a Python file, and return the function `name` from it."""
     spec = importlib.util.spec_from_file_location("template_program", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -120,7 +120,7 @@ class TemplateRenderer:
     def _exchange(
         self, process: subprocess.Popen[bytes], line: bytes, gone: Callable[[], bool]
     ) -> bytes | None:
-        """Send a request; return the answer, empty if the process has ended, None in no time."""
+        """Send a request; return the answer, empty if the process ended, None if late or `gone`."""
         assert process.stdin is not None and process.stdout is not None
         until = time.monotonic() + WALL_SECONDS
         try:
@@ -152,7 +152,7 @@ class TemplateRenderer:
 
 
 class _Thread:
-    """Dropped when the thread that asked has ended, or the renderer has."""
+    """Token of a thread; it is collected when the thread or the renderer ends."""
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float = 0.0) -> int:

@@ -16,16 +16,16 @@ class Yielding(Protocol):
         """Bytes held."""
 
     def shrink(self, nbytes: int) -> int:
-        """Free as many bytes, or all, and return the bytes freed."""
+        """Free `nbytes`, or everything if there is less; return the bytes freed."""
 
 
 class Relief(Protocol[S]):
     """Frees bytes of nodes that stay."""
 
     def relieve(self, nbytes: int) -> int:
-        """Free as many bytes, or as many as possible, and return the bytes freed.
+        """Free `nbytes`, or as many as possible; return the bytes freed.
 
-        Makes no room by itself.
+        Evicts no nodes.
         """
 
     @property

@@ -95,7 +95,7 @@ class EvictionOrder(Generic[S]):
         self._holds.drop(node.id)
 
     def hold(self, node: Node[S], until_seconds: float) -> None:
-        """Prefer a node to all that are not held, until then; a later end stays."""
+        """Evict a node after all that are not held, until `until_seconds`; keep a later end."""
         until = node.held_until_seconds
         node.held_until_seconds = until_seconds if until is None else max(until, until_seconds)
         self._holds.offer(node.id, node.held_until_seconds)

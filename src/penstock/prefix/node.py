@@ -26,11 +26,11 @@ class TreeSegment(Protocol):
 
     @property
     def checkpoint_nbytes(self) -> int:
-        """Bytes of checkpoints among `nbytes`, with a line of their own in the ledger."""
+        """The part of `nbytes` that is checkpoints, which the ledger counts as their own kind."""
 
     @property
     def key_index_nbytes(self) -> int:
-        """Bytes of the index of keys among `nbytes`, with a line of their own as well."""
+        """The part of `nbytes` that is the index of keys, which the ledger also counts apart."""
 
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         """Return the first `at_tokens` tokens, and the others."""
@@ -51,7 +51,7 @@ BLOCK_BYTES = 57
 
 
 def index_bytes(blocks: int, block_size: int, nodes: int = 1) -> int:
-    """Return the Python overhead of so many blocks in so many nodes, beside segments."""
+    """Return the bytes of Python objects for these blocks and nodes, without segments."""
     return NODE_BYTES * nodes + (BLOCK_BYTES + 4 * block_size) * blocks
 
 

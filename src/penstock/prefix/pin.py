@@ -51,7 +51,7 @@ class Pin(Generic[S]):
         self._tree.withdraw(self, node)
 
     def release(self) -> None:
-        """Release the reference; again does nothing."""
+        """Release the reference; a second call does nothing."""
         self._tree.unpin(self)
 
     def __enter__(self) -> Pin[S]:

@@ -259,7 +259,7 @@ class Prefixes(Generic[S]):
         return match.tokens // self.block_size
 
     def hold(self, pin: Pin[S], tokens: int, seconds: float) -> None:
-        """Hold the nodes of a path that begin within its first `tokens` for so many seconds.
+        """Hold the nodes that begin within the first `tokens` of a path for `seconds`.
 
         They are evicted only when nothing else can be: a preference, unlike the pin.
         """
@@ -363,7 +363,7 @@ class Prefixes(Generic[S]):
         self.tree.pin(leaf, self.clock()).release()
 
     def drop_partial(self, leaf: Node[S]) -> None:
-        """Drop a partial block whose only reader has continued behind it."""
+        """Drop a partial block once its only reader has moved past it."""
         if leaf in self.tree and leaf.hits <= 1:
             self.tree.remove(leaf)
             self._settle()

@@ -40,7 +40,7 @@ class TreeTotals:
             self.pinned_bytes += sign * node.held_bytes
 
     def claim(self, node: Node[S], pins: int) -> None:
-        """Add so many pins to a node, or remove them."""
+        """Add `pins` to a node's pins; a negative number removes some."""
         before, node.pins = node.pins, node.pins + pins
         if bool(before) != bool(node.pins):
             self.pinned_bytes += node.held_bytes if node.pins else -node.held_bytes

@@ -24,7 +24,7 @@ KINDS: tuple[tuple[str, str], ...] = (
 
 
 class Volatile(NamedTuple):
-    """Text at one place of two prompts that differs."""
+    """The first place at which two prompts differ: its kind, and its text in each."""
 
     kind: str
     held: str

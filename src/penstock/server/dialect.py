@@ -31,7 +31,7 @@ from penstock.server.workers import LONG_BYTES
 
 
 class Dialect(ABC):
-    """One request of an interface, body to response; event loop unless a method says otherwise."""
+    """A request, from body to response; methods run on the event loop unless they say otherwise."""
 
     path: ClassVar[str]
     """Path of the route, which names the request in figures and tells the form of its errors."""

@@ -36,13 +36,13 @@ class SessionOut(BaseModel):
 
 
 class Sessions(BaseModel):
-    """All saved sessions."""
+    """Response that lists all saved sessions."""
 
     sessions: list[SessionOut]
 
 
 class Removed(BaseModel):
-    """A removed session."""
+    """Response that names the removed session."""
 
     name: str
 

@@ -41,7 +41,7 @@ def host_block(block: Segment, tokens: TokenArray, *more: Segment) -> dict[str, 
 
 
 def host_states(states: States) -> dict[str, HostArray]:
-    """Copy the states of one sequence by name, as `states.3.0`."""
+    """Copy the states of one sequence to host memory, under names such as `states.3.0`."""
     mx.eval([array for _, array in named(states)])
     seen = ((name, *_seen(array)) for name, array in named(states))
     return {_STATES + name: _host([array], dtype) for name, array, dtype in seen}

@@ -87,7 +87,7 @@ class Readers:
         self._calls.put(calls)
 
     def close(self, timeout_seconds: float) -> None:
-        """End the threads once their calls are done; again does nothing."""
+        """End the threads once their calls are done; a second call does nothing."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:

@@ -162,7 +162,7 @@ class Source(Protocol):
         """Size of the file."""
 
     def read(self, nbytes: int, offset: int) -> bytes:
-        """Return so many bytes from `offset` on, or as many as there are."""
+        """Return up to `nbytes` bytes from `offset` on; fewer only at the end."""
 
     def fill(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> None:
         """Read bytes from `offset` on into consecutive pieces, or raise OSError."""

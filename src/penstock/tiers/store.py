@@ -213,7 +213,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End."""
+        """Close the store and what it has open."""
 
     @abstractmethod
     def abandon(self, error: Exception) -> None:

@@ -63,21 +63,21 @@ class KeyCenters:
 
     @property
     def table(self) -> Floats:
-        """All of it as one array, (kv_heads + 2, dim)."""
+        """Vectors, angles and partners as one array, (kv_heads + 2, dim)."""
         rotation = self.rotation
         table: Floats = np.vstack([self.vectors, rotation.angles, rotation.partners])
         return table.astype(np.float32)
 
     @classmethod
     def of_table(cls, table: Floats) -> KeyCenters:
-        """Return those whose `table` this is."""
+        """Return the centers that have this `table`."""
         *vectors, angles, partners = table
         rotation = Rotation.shared(angles.astype(np.float64), partners.astype(np.int64))
         return cls(np.stack(vectors), rotation)
 
     @classmethod
     def of(cls, keys: Floats, rotation: Rotation) -> KeyCenters:
-        """Find them in a run of keys (kv_heads, n, dim), the first at position 0."""
+        """Compute the centers of a run of keys (kv_heads, n, dim), the first at position 0."""
         positions = np.arange(LEFT_OUT, keys.shape[1])
         held = keys[:, LEFT_OUT:].astype(np.float64)
         tried = []
@@ -89,7 +89,7 @@ class KeyCenters:
         return min(tried, key=lambda pair: pair[0])[1]
 
     def at(self, start: int, stop: int) -> Floats:
-        """Return what is taken off the keys from `start` to `stop`, (kv_heads, tokens, dim)."""
+        """Return the centers at positions start..stop-1, (kv_heads, tokens, dim)."""
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         partners = self.vectors[:, None, self.rotation.partners]
         cosines, sines = self.rotation.of_blocks(first, last)
@@ -106,7 +106,7 @@ class KeyCenters:
         *,
         loop: CenterLoop | None = None,
     ) -> Floats:
-        """Return the products of queries with it in the blocks first..stop-1.
+        """Return the products of queries with the centers in the blocks first..stop-1.
 
         Args:
             queries: of some key heads, (heads, m, dim).

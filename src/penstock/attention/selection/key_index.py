@@ -72,7 +72,7 @@ class KeyIndex:
         return int(Codec.buffers * mx.float32.size * PIECE_TOKENS * numbers)
 
     def table_bytes(self, tokens: int) -> int:
-        """Return the bytes of the tables by which centers turn, for so many tokens."""
+        """Return the bytes of the tables that rotate centers, for sequences of `tokens` tokens."""
         used = [one.rotation for layer, one in self.centers.items() if layer in self.layers]
         return sum(one.table_bytes(tokens) for one in {id(one): one for one in used}.values())
 
@@ -82,9 +82,9 @@ class KeyIndex:
         """Return the most bytes that are taken while values are read from an index.
 
         Args:
-            shapes: of the layers.
-            heads: of the model's queries.
-            code_bytes: tells the bytes that a product with so many codes takes.
+            shapes: shapes of the layers' keys and values.
+            heads: query heads of the model.
+            code_bytes: returns the bytes that a product takes, by its number of codes.
         """
         if not self.with_values:
             return 0

@@ -28,7 +28,7 @@ from penstock.kv.numpy_arrays import Floats
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """What takes part in a softmax beside the tokens that are read, one term a query."""
+    """One additional term of each query's softmax, besides the tokens that are read."""
 
     scores: Floats
     """Logarithms of their weights, (heads, m)."""
@@ -46,20 +46,20 @@ class Rest:
     """Their values' mean by these weights, (kv_heads, m, value_dim)."""
 
     def sinks(self, sinks: Scores | None) -> Sinks:
-        """Return it as what takes part in a softmax, together with a model's own sinks."""
+        """Return the rest as sinks of a softmax, merged with the model's own sinks."""
         if sinks is None:
             return Sinks(self.sums, self.mean)
         both = np.logaddexp(sinks, self.sums)
         return Sinks(both, self.mean * np.exp(self.sums - both)[..., None])
 
     def partial(self) -> Partial:
-        """Return it as a partial result in base 2."""
+        """Return the rest as a partial result in base 2."""
         top = mx.maximum(mx.array(self.sums)[..., None] * LOG2_E, MASKED)
         return Partial(top, mx.ones(top.shape), mx.array(self.mean))
 
 
 def joined(parts: Sequence[Rest]) -> Rest:
-    """Return the key heads of all, in order."""
+    """Concatenate parts along the key heads, in order."""
     sums, means = zip(*((part.sums, part.mean) for part in parts), strict=True)
     return Rest(np.concatenate(sums), np.concatenate(means))
 
@@ -119,7 +119,7 @@ def _pieces(selection: Selection, row: DecodeRow, layer: int) -> list[tuple[Code
 
 
 def _hidden(selection: Selection, row: DecodeRow, blocks: Numbers) -> npt.NDArray[np.bool_]:
-    """Tell of each token to choose from whether it is read exactly, (kv_heads, tokens)."""
+    """Return whether each candidate token is read exactly, (kv_heads, tokens) booleans."""
     count = (selection.recent_start(row.position) - FIRST_TOKENS) // BLOCK_TOKENS
     hidden = np.zeros((len(blocks), count), np.bool_)
     np.put_along_axis(hidden, blocks - FIRST_TOKENS // BLOCK_TOKENS, True, axis=1)

@@ -46,7 +46,7 @@ class Rotation:
 
     @classmethod
     def shared(cls, angles: npt.NDArray[np.float64], partners: npt.NDArray[np.int64]) -> Rotation:
-        """Return the one with these angles and partners that is in use, or a new one."""
+        """Return the rotation with these angles and partners: the one in use, or a new one."""
         key = angles.tobytes() + partners.tobytes()
         known = _in_use.get(key)
         if known is None:
@@ -60,7 +60,7 @@ class Rotation:
 
     @classmethod
     def of(cls, matrix: Floats) -> Rotation:
-        """Find it in the matrix that turns (n, dim) keys by one position, keys @ matrix."""
+        """Derive a rotation from the matrix that turns keys by one position: keys @ matrix."""
         others = np.abs(matrix) * (1 - np.eye(len(matrix)))
         partners = others.argmax(axis=0)
         sines = matrix[partners, np.arange(len(matrix))]
@@ -73,7 +73,7 @@ class Rotation:
     def turned(
         self, keys: npt.NDArray[np.float64], positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """Return keys (kv_heads, n, dim) turned by positions (n,)."""
+        """Return keys (kv_heads, n, dim), each rotated by its position in `positions` (n,)."""
         turns = np.outer(positions, self.angles)
         turned: npt.NDArray[np.float64] = keys * np.cos(turns)
         turned += keys[..., self.partners] * np.sin(turns)
@@ -138,7 +138,7 @@ class Rotation:
             at += count
 
     def table_bytes(self, tokens: int) -> int:
-        """Return the most bytes of the tables for so many tokens, and of two that are made."""
+        """Return the most bytes of the tables for `tokens` tokens, and of two being computed."""
         tables = -(-tokens // (BLOCK_TOKENS * TABLE_BLOCKS))
         numbers = TABLE_BLOCKS * 2 * len(self._places[0])
         return (4 * tables + 4 * 8) * numbers

@@ -58,7 +58,7 @@ class ChoiceReader:
         self.ops = ops
 
     def prepare(self) -> None:
-        """Compile what is compiled, which takes seconds in a step."""
+        """Compile the loops that will be used, which would delay a step by seconds."""
 
     def read(self, asked: Sequence[Asked], memory: StepMemory) -> dict[int, Scores]:
         """Let rows choose and read at once, where that is quicker than one after the other.
@@ -178,7 +178,7 @@ class Asked:
         return bool(self.tail) and all(map(_is_float32, sides))
 
     def all_sinks(self, rest: Rest | None, heads: slice = slice(None)) -> Sinks | None:
-        """Return what takes part in the softmax beside what some key heads read exactly."""
+        """Return the sinks of some key heads: the model's, merged with the rest if it is read."""
         own = None if self.sinks is None else self.sinks[heads]
         if rest is not None:
             return rest.sinks(own)
@@ -230,7 +230,7 @@ def attend_alone(
 
 
 def _on_host(tail: Sequence[mx.array], ops: AttentionOps) -> list[Scores]:
-    """Return a tail as NumPy reads it, where it is to."""
+    """Return a tail's sides as NumPy arrays; empty where NumPy does not read them."""
     by_numpy = ops.uses_numpy and tail[0].dtype == mx.float32
     return [_held(side) for side in tail] if by_numpy else []
 

@@ -164,7 +164,7 @@ def _common(rows: Sequence[Sequence[tuple[Coded, int, int]]]) -> int:
 
 
 def halves(count: int) -> list[slice]:
-    """Return two slices of so many heads; one of a single head."""
+    """Return slices that divide `count` heads in two halves; one slice for a single head."""
     cut = count // 2
     return [slice(0, cut), slice(cut, count)] if cut else [slice(0, count)]
 

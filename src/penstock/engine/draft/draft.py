@@ -116,7 +116,7 @@ class Draft:
         return self.stores.prefixes.tree.pinned_bytes + sum(kv.reserved_bytes for kv in self.live)
 
     def shrink(self, nbytes: int) -> int:
-        """Release running sequences, the longest first, until so many bytes are free."""
+        """Release running sequences, the longest first, until `nbytes` are free."""
         before = self._ledger.used_bytes
         live = [] if self._asking else sorted(self.live, key=lambda kv: kv.position)
         while live and before - self._ledger.used_bytes < nbytes:
@@ -191,7 +191,7 @@ class Draft:
         return kv.unread_tokens <= self._most or seconds <= worth_seconds
 
     def _takes(self, kv: DraftKV) -> bool:
-        """Return whether the draft model knows the unread tokens, and is made for so many."""
+        """Return whether the draft model knows the unread tokens, and has positions for them."""
         runner = self._runner
         limit = min(self.stores.shared_tokens, runner.context_tokens or self.stores.shared_tokens)
         known = max(kv.tokens[kv.position :]) < runner.vocabulary_size

@@ -107,7 +107,7 @@ def weight_bytes(model: Any) -> int:
 
 
 def step_token_bytes(model: Any) -> int:
-    """Return about the bytes that a token takes in the widest layer of a model, as float32."""
+    """Estimate the bytes of one token's activations in a model's widest layer, in float32."""
     widths: Counter[str] = Counter()
     weights: Any = tree_flatten(model.parameters())
     for name, weight in weights:
@@ -119,7 +119,7 @@ def step_token_bytes(model: Any) -> int:
 
 
 def probe_bytes(model: Any) -> int:
-    """Return about the bytes that trying a model takes."""
+    """Estimate the bytes that trying a model takes."""
     return len(PROBE) * step_token_bytes(model)
 
 

@@ -53,7 +53,7 @@ class Scores:
         return self.values.nbytes + self.numbers.nbytes
 
     def part(self, start: int, end: int, top: int) -> Scores:
-        """Return a copy of some rows, with so many likeliest tokens."""
+        """Return a copy of some rows, with the `top` likeliest tokens."""
         rows, columns = slice(start, end), slice(1 + top)
         return Scores(self.values[rows, columns].copy(), self.numbers[rows, columns].copy())
 
@@ -135,13 +135,13 @@ class PromptLogprobs:
 
 
 class BlockTree(Protocol):
-    """The prefix tree, as far as others take bytes beside it."""
+    """The part of `Prefixes` that `ScoredBlocks` uses: the ledger, and room in it."""
 
     ledger: Ledger
     block_size: int
 
     def make_room(self, nbytes: int) -> bool:
-        """Evict nodes until so many bytes are free; False, and none evicted, if that cannot be."""
+        """Evict nodes until `nbytes` are free; False, evicting none, if that is impossible."""
 
 
 class ScoredBlocks:
@@ -197,7 +197,7 @@ class ScoredBlocks:
             self._put((block_hashes[block], tokens[first + size]), part)
 
     def shrink(self, nbytes: int) -> int:
-        """Forget the oldest, until so many bytes are free or none is left; return the bytes."""
+        """Forget the oldest scores until `nbytes` are free or none is left; return how many."""
         before = self.nbytes
         while self._blocks and before - self.nbytes < nbytes:
             self._forget(next(iter(self._blocks)))

@@ -417,7 +417,7 @@ class Runner:
         tokens: int,
         position: int,
     ) -> PrefillOutput:
-        """Return the KV and the states that a chunk of so many tokens has left, evaluated."""
+        """Return the KV and the states that a chunk of `tokens` tokens has left, evaluated."""
         layers, states = [], seam.states_of(kept)
         for cache in reads:
             if isinstance(cache, RowReads):

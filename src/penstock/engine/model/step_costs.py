@@ -72,24 +72,24 @@ class StepCosts:
         return 1.0 if alone is None or wide is None else wide / alone
 
     def add_draft(self, rows: int, seconds: float) -> None:
-        """Take in a pass of the draft model, which gives a token of so many rows."""
+        """Add the time of a draft model's pass, which gives one token for each of `rows` rows."""
         self._add(rows, DRAFT_PASS, seconds)
 
     def draft_ratio(self, rows: int, drafted_rows: int, tokens: int) -> float:
-        """Return how many steps without proposals the drafting of so many tokens takes.
+        """Return how many steps without proposals fit in the time of drafting `tokens` tokens.
 
-        As long as that is not known it is taken to cost nothing.
+        The time counts as 0 until both have been measured.
         """
         alone, drafting = self._seconds(rows, 0), self._seconds(drafted_rows, DRAFT_PASS)
         return 0.0 if alone is None or drafting is None else tokens * drafting / alone
 
     def saved_seconds(self, rows: int, speed: float) -> float:
-        """Return the time that such a speed saves a token of each row."""
+        """Return the seconds saved for one token of each row at this relative speed."""
         alone = self._seconds(rows, 0)
         return 0.0 if alone is None else alone * (1 - 1 / speed)
 
     def best_width(self, proposals: Sequence[tuple[int, float]]) -> int:
-        """Return the number of proposed tokens a row with most expected tokens a second.
+        """Return the number of proposed tokens per row that yields the most tokens per second.
 
         See `best`.
         """
@@ -98,11 +98,11 @@ class StepCosts:
     def best(
         self, proposals: Sequence[tuple[int, float]], drafted_rows: int = 0
     ) -> tuple[int, float]:
-        """Return the best number of proposed tokens a row, and the speed with it.
+        """Return the best number of proposed tokens per row, and the speed with it.
 
         The speed is in tokens of a row for each step without proposals. All rows of a step are as
-        wide as the widest. The number is 0 where proposals do not pay. It is also 0 until the time
-        of a step of so many rows without proposals is known.
+        wide as the widest. The number is 0 where proposals do not pay. It is also 0 until a step
+        with this number of rows and no proposals has been timed.
 
         Args:
             proposals: length of each row's, and the share of it that is expected to be right.

@@ -72,7 +72,7 @@ def _forked(
 
 
 def _limit(seconds: float, nbytes: int) -> None:
-    """End this process by a signal after so many seconds of work, or at more than those bytes."""
+    """Let a signal end this process after `seconds` of work, and bound its further memory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -84,7 +84,7 @@ def _limit(seconds: float, nbytes: int) -> None:
 
 
 def _error(tokenizer: Any, grammar: str, limits: dict[str, Any]) -> str:
-    """Return why a grammar is none, or cannot begin; empty if it can."""
+    """Return why a grammar is invalid or cannot begin; empty if it can."""
     from llguidance import LLMatcher, LLParserLimits
 
     bounds = LLParserLimits(**limits)

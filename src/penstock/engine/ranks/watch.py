@@ -41,10 +41,10 @@ class Watch:
     """The heartbeats of one rank. Use it in a `with` block, which closes it.
 
     Args:
-        ranks: the group; made by all at the same time, since its key goes over the group.
+        ranks: the group. All its ranks create their `Watch` together, to exchange a key.
         gone: called once, in the watch's thread, with one line that names the lost rank. It should
             end the process, as its other threads may never come back.
-        silent_seconds: longest silence of a rank.
+        silent_seconds: silence after which a rank counts as lost.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Notify the others of a regular end, and hang up. Again does nothing."""
+        """Notify the other ranks of a regular end, and disconnect. A second call does nothing."""
         self._closing.set()
         self._thread.join(2 * BEAT_SECONDS)
 

@@ -127,12 +127,13 @@ class Retention:
     def fill(
         self, pin: Pin[Segment], block_hashes: Sequence[bytes], segment: Segment, start: int
     ) -> bool:
-        """Let nodes of the tree that lack KV take it from whole blocks; False without room.
+        """Copy KV from whole blocks to the nodes of the tree that lack it; False without room.
 
         Args:
-            pin: of a sequence that reads its path up to `start`; without room it ends there.
-            block_hashes: of the sequence.
-            segment: blocks behind `start`, computed or read again.
+            pin: the pin of a sequence that reads its path up to `start`; without room it is
+                shortened to what the sequence reads.
+            block_hashes: hashes of the sequence's blocks.
+            segment: blocks from `start` on, computed again or read from a tier.
             start: position of the segment.
         """
         return True

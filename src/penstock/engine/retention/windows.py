@@ -217,16 +217,16 @@ class Windows(Retention):
     def fill(
         self, pin: Pin[Segment], block_hashes: Sequence[bytes], segment: Segment, start: int
     ) -> bool:
-        """Let the nodes that have a segment's tokens hold them in all layers.
+        """Copy a segment's KV to the nodes that hold its tokens and lack some layers of them.
 
         Args:
-            pin: of a sequence that reads its path up to `start`.
-            block_hashes: of the sequence.
-            segment: the blocks behind `start`, computed or read again.
+            pin: the pin of a sequence that reads its path up to `start`.
+            block_hashes: hashes of the sequence's blocks.
+            segment: the blocks from `start` on, computed again or read from a tier.
             start: position of the segment, between two blocks.
 
         Returns:
-            False if there is no room; the pin then ends where its sequence reads.
+            False if there is no room; the pin is then shortened to what its sequence reads.
         """
         prefixes, size = self._prefixes, self._prefixes.block_size
         chain = block_hashes[: (start + segment.tokens) // size]

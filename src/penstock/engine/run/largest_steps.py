@@ -148,7 +148,7 @@ def _line(size: int, less: int, taken: int, asked: int) -> int:
 
 
 def _decode(runner: Runner, columns: int, width: int, count: int) -> None:
-    """Decode `width` tokens for so many empty sequences, with tails of their own."""
+    """Decode `width` tokens for each of `count` empty sequences, in new tails."""
     decode(runner, Tails(count, columns, runner.shapes), width, count)
 
 

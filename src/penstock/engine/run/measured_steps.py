@@ -126,12 +126,12 @@ def run_steps(
 
 
 def prefill(runner: Runner, count: int) -> None:
-    """Read a chunk of so many tokens of number 0."""
+    """Prefill a chunk of `count` tokens with the id 0."""
     runner.prefill([0] * count, (), 0)
 
 
 def decode(runner: Runner, tails: Tails, width: int, count: int) -> None:
-    """Decode `width` tokens for so many empty sequences."""
+    """Decode `width` tokens for each of `count` empty sequences."""
     rows = [DecodeRow((), 0, slot, 0) for slot in range(count)]
     recurrent_states = [None] * count if runner.is_recurrent else []
     decoded = runner.decode([[0] * width] * count, rows, tails, recurrent_states)
@@ -139,14 +139,14 @@ def decode(runner: Runner, tails: Tails, width: int, count: int) -> None:
 
 
 def sample(runner: Runner, count: int) -> None:
-    """Choose tokens for so many sequences."""
+    """Sample a token for each of `count` sequences, from random logits."""
     logits = mx.random.normal((count, runner.vocabulary_size), key=mx.random.key(0))
     samplers = [TokenSampler(EVERYTHING, (0,), choice) for choice in range(count)]
     sample_all(logits, samplers, [()] * count)
 
 
 def _prefill_far(runner: Runner, count: int) -> None:
-    """Read a chunk of so many tokens behind `FAR_TOKENS` blank ones."""
+    """Prefill a chunk of `count` tokens after `FAR_TOKENS` blank ones."""
     states = runner.state_form
     nothing = {name: mx.zeros(shape, dtype) for name, shape, dtype in states.arrays}
     blank = BlockFormat.of(runner.shapes).blank(FAR_TOKENS)

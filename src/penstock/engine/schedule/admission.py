@@ -90,9 +90,9 @@ class Admission:
         self.sequences.update((sequence.id, sequence) for sequence in sequences)
 
     def make_queue_room(self, owners: Path, added: int) -> None:
-        """Make room in the queue for a request of so many sequences.
+        """Make room in the queue for a request of `added` sequences.
 
-        Other requests may end for it with the error `Displaced`.
+        Other requests may be displaced; they end with the error `Displaced`.
 
         Raises:
             QueueFull: too many are waiting; none is displaced.
@@ -193,9 +193,9 @@ class Admission:
         sequence.note_prompt()
 
     def advance(self, sequence: Sequence) -> None:
-        """Let a sequence decode from the next step on if nothing of it is left to prefill.
+        """Let a prefilled sequence decode from the next step on, or end it if `max_tokens` is 0.
 
-        One that is to generate nothing ends.
+        Does nothing while tokens are left to prefill.
         """
         if sequence.remaining_tokens or sequence.state is not State.PREFILLING:
             return

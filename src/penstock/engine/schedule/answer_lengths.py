@@ -35,7 +35,7 @@ class AnswerLengths:
         return max(LEAST_TOKENS, mean)
 
     def rest_tokens(self, generated: int) -> int:
-        """Return how many more tokens are expected of an answer that has so many."""
+        """Return how many tokens are expected after the first `generated` ones of an answer."""
         return max(LEAST_REST_TOKENS, self.expected_tokens - generated)
 
     def note(self, generated: int) -> None:

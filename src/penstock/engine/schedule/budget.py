@@ -40,7 +40,7 @@ class Copying(Protocol):
 
 
 class KVTree(BlockTree, Protocol):
-    """The prefix tree, as far as it takes and gives bytes; see `Prefixes`."""
+    """The part of `Prefixes` that the budget uses: bytes that the tree takes and can free."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -55,14 +55,14 @@ class KVTree(BlockTree, Protocol):
         """Bytes that can be freed of pinned nodes."""
 
     def index_bytes(self, blocks: int) -> int:
-        """Return the index bytes of a node of so many blocks."""
+        """Return the index bytes of a node of `blocks` blocks."""
 
     def recount(self) -> dict[Kind, int]:
         """Return the bytes in use, counted again."""
 
 
 class ReservedKV(Protocol):
-    """Keys and values of a sequence, as far as their bytes are reserved."""
+    """The part of `SequenceKV` that the budget uses."""
 
     reservation: Reservation | None
     """Bytes of its own tokens, computed or not; None without a place."""
@@ -81,7 +81,7 @@ class ReservedKV(Protocol):
 
 
 class Admissible(Protocol):
-    """A sequence, as far as bytes are reserved for it; see `Sequence`."""
+    """The part of `Sequence` that the budget uses."""
 
     step_reservation: Reservation | None
     """Bytes that its length adds to a step's buffers; None without a place."""
@@ -106,7 +106,7 @@ class Admissible(Protocol):
 
     @property
     def stuck(self) -> bool:
-        """Whether it gets all room at once."""
+        """Whether all memory it may need is reserved at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +331,7 @@ class MemoryBudget:
     # ---- acts
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Set bytes aside for texts and tokens of prompts, and return their number.
+        """Set aside bytes for the texts and tokens of prompts; return how many were set aside.
 
         At most half of the free bytes are set aside.
         """
@@ -492,16 +492,16 @@ class MemoryBudget:
         return 0 if scores is None else self._estimator.logits_bytes_of(scores)
 
     def _chunk_bytes(self, sequence: Admissible, tokens: int) -> int:
-        """Return the bytes that a sequence of so many tokens adds to a step that prefills it."""
+        """Return the bytes that a sequence of `tokens` tokens adds to a step that prefills it."""
         return self._estimator.prefill_bytes(tokens) + self._logits_bytes(sequence)
 
     def _needed_bytes(self, tokens: int) -> int:
-        """Return the bytes that a sequence of so many KV tokens takes alone, the index included."""
+        """Return the bytes, index included, that a sequence of `tokens` KV tokens takes alone."""
         blocks = self._estimator.shared_tokens(tokens) // self._prefixes.block_size
         return self._alone_bytes(tokens) + self._prefixes.index_bytes(blocks + 1)
 
     def _alone_bytes(self, tokens: int) -> int:
-        """Return the bytes that a sequence of so many KV tokens takes alone, without the index."""
+        """Return the bytes, index excluded, that a sequence of `tokens` KV tokens takes alone."""
         estimator = self._estimator
         step = estimator.decode_bytes(tokens) + estimator.prefill_bytes(tokens)
         return estimator.sequence_bytes(tokens) + step

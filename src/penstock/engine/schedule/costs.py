@@ -45,10 +45,10 @@ STEPS_OF_TWO = 16
 
 
 class WaysMemory(Protocol):
-    """Memory of the ways to attend in decode steps."""
+    """Working memory of attention in decode steps; see `AttentionWays`."""
 
     def nbytes(self, tokens: int, width: int) -> int:
-        """Return the most bytes that a sequence adds to a step; see `AttentionWays`."""
+        """Return the most bytes that a sequence adds to a step."""
 
 
 class MemoryEstimator:
@@ -119,7 +119,7 @@ class MemoryEstimator:
         return own_bytes + self._figures.state_bytes + self.path_bytes(tokens - num_cached_tokens)
 
     def path_bytes(self, tokens: int) -> int:
-        """Return the bytes of the tree's index of so many tokens to commit, where KV is spilled.
+        """Return the bytes of the tree's index of `tokens` tokens to commit, where KV is spilled.
 
         Elsewhere it takes the room of what can be evicted, or of the KV that is reserved whole.
         """
@@ -158,9 +158,10 @@ class MemoryEstimator:
         return whole + figures.index_token_bytes + places
 
     def next_bytes(self, tokens: int) -> int:
-        """Return the bytes that must be reserved of a sequence with so many tokens to commit.
+        """Return the bytes to reserve now for a sequence with `tokens` tokens to commit.
 
-        Those behind find room where others have left memory by then.
+        Tokens beyond those in flight are counted as spilled: they take the place of earlier ones,
+        which have left memory by then.
         """
         next_tokens = min(tokens, self.in_flight_tokens)
         spilled = tokens - next_tokens
@@ -307,7 +308,7 @@ def holds_all_scores(figures: ModelFigures, memory: AttentionMemory) -> bool:
 
 
 def first_scores_bytes(figures: ModelFigures, memory: AttentionMemory, tokens: int) -> int:
-    """Return the bytes of the scores of a chunk at the start of a prompt, about."""
+    """Estimate the bytes of the scores of a chunk at the start of a prompt."""
     scores = tokens**2 * figures.heads
     if not holds_all_scores(figures, memory):
         scores = min(scores, memory.chunk_scores)
@@ -315,7 +316,7 @@ def first_scores_bytes(figures: ModelFigures, memory: AttentionMemory, tokens: i
 
 
 def path_bytes(tokens: int, block_size: int) -> int:
-    """Return the bytes of the tree's index of so many tokens, in nodes of a span of blocks."""
+    """Return the bytes of the tree's index of `tokens` tokens, in nodes of a span of blocks."""
     blocks, nodes = -(-tokens // block_size), -(-tokens // span_tokens(block_size))
     return index_bytes(blocks, block_size, nodes)
 

@@ -142,7 +142,7 @@ class KVStores:
         return limit
 
     def readable_tokens(self, tokens: int) -> int:
-        """Return the most first tokens of so many that a sequence can read from the cache.
+        """Return how many of a sequence's first `tokens` can be read from the cache at most.
 
         The last token is always computed, for its logits; read block by block, so is its block.
         """
@@ -222,7 +222,7 @@ class KVStores:
     def fill(
         self, pin: Pin[Segment], block_hashes: Items[bytes], segment: Segment, start: int
     ) -> bool:
-        """Let nodes that lack KV take it from whole blocks; False without room."""
+        """Copy KV from whole blocks to the nodes that lack it; False without room."""
         return all(part.fill(pin, block_hashes, segment, start) for part in self.retentions)
 
     def completed(self, segment: Segment, state: RecurrentState) -> tuple[Segment, RecurrentState]:

@@ -136,7 +136,7 @@ class _Place(Generic[T]):
 
     @property
     def progressed(self) -> bool:
-        """Whether the sequence, if it is prefilling, has got on since that step."""
+        """Whether the sequence has advanced since that step, if it is prefilling."""
         sequence = self.sequence
         return sequence.served_tokens != self.served_tokens or sequence.position > self.position
 
@@ -249,7 +249,7 @@ class Scheduler(Generic[T]):
         return sorted([place.sequence for place in self._placed.values()], key=_order)
 
     def restoring_hashes(self) -> set[bytes]:
-        """Return the hashes of the blocks that are being restored next."""
+        """Return the hash of the next block of each sequence that is being restored."""
         hashes = (
             place.sequence.next_block_hash
             for place in self._placed.values()
@@ -319,7 +319,7 @@ class Scheduler(Generic[T]):
         return dict(self._waiting)
 
     def lowest(self) -> T:
-        """Return the placed sequence to preempt where memory ends.
+        """Return the placed sequence to preempt when memory runs out.
 
         It is of the lowest priority, then of the largest share, then the latest arrival.
         """
@@ -503,7 +503,7 @@ class Scheduler(Generic[T]):
         return [_Reader(self._sequences[leader], step) for leader, step in oldest.items()]
 
     def _short_one_waits(self, readers: list[_Reader[T]], time: StepTime) -> bool:
-        """Tell whether a prompt that is soon at its end is read beside another request's."""
+        """Tell whether a nearly finished prompt is read beside one of another request."""
         if len({reader.sequence.owners for reader in readers}) < 2:
             return False
         sequences = (reader.sequence for reader in readers)
@@ -524,12 +524,12 @@ class Scheduler(Generic[T]):
         return tuple(PrefillChunk(sequence, count) for sequence, count in given.items() if count)
 
     def _least(self, sequence: T, time: StepTime | None) -> int:
-        """Return the tokens that a sequence has even if they take too long."""
+        """Return how many tokens a sequence gets even if they take too long."""
         least = 0 if time is None else time.least(sequence.position)
         return self._whole(sequence, min(least, self.budget_tokens))
 
     def _part(self, sequence: T, time: StepTime | None) -> int:
-        """Return the tokens that a sequence has where there is no time for a block: some of it."""
+        """Return how many tokens of a block a sequence gets if there is no time for all of it."""
         block = self._rounded_up(sequence, 1)
         return block if time is None else time.part(sequence.position, block)
 

@@ -182,7 +182,7 @@ class SequenceKV:
         return (*self.cached_spans(), *self.own_spans)
 
     def check(self) -> None:
-        """Raise AssertionError without KV that a window layer sees, or with unreserved bytes."""
+        """Raise AssertionError if a window layer lacks KV that it sees, or bytes are unreserved."""
         if self.pin is not None:
             for part in self._stores.retentions:
                 part.check(self.pin.path, self.num_cached_tokens, self.position)
@@ -369,7 +369,7 @@ class SequenceKV:
         return resumed
 
     def spare(self, nbytes: int) -> None:
-        """Give back so many of the reserved bytes."""
+        """Give back `nbytes` of the reserved bytes."""
         assert self.reservation is not None
         self.reservation.resize(max(0, self.reservation.nbytes - nbytes))
 
@@ -583,7 +583,7 @@ class SequenceKV:
     # ---- the path
 
     def _pin(self, match: Match[Segment], cached_tokens: int, *, whole: bool) -> None:
-        """Pin a path, of which the sequence reads so many tokens.
+        """Pin a path, of which the sequence reads the first `cached_tokens`.
 
         Args:
             match: the path.
@@ -608,7 +608,7 @@ class SequenceKV:
         self.pin, self.num_cached_tokens = None, 0
 
     def _read_to(self, cached_tokens: int) -> None:
-        """Read so many tokens of the path from now on."""
+        """Read the first `cached_tokens` of the path from now on."""
         self.num_cached_tokens = cached_tokens
 
     def _follow_others(self) -> int:

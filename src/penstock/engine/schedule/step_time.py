@@ -29,7 +29,7 @@ class ChunkSpeed(Protocol):
         """Return the tokens, up to `most`, of the longest chunk that may take no longer."""
 
     def tokens_worth(self, start: int) -> int:
-        """Return the tokens from which a chunk takes more time for them than of its own."""
+        """Return the tokens from which a chunk spends more time on tokens than on overhead."""
 
 
 @dataclass(frozen=True, slots=True)

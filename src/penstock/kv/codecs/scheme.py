@@ -24,7 +24,7 @@ class Scheme:
         return tuple(codec for codec in (self.keys, self.values) if codec is not None)
 
     def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> Scheme:
-        """Return it with the scales that `measure` returns, if the keys' codec uses any."""
+        """Return this scheme with scales from `measure`, if the codec of the keys uses any."""
         if self.keys is None or not self.keys.takes_scales:
             return self
         scales = measure()
@@ -43,6 +43,6 @@ class Scheme:
         )
 
     def ratio(self, key_dim: int, value_dim: int, dtype_bits: int = 16) -> float:
-        """Return the compression of raw numbers of so many bits."""
+        """Return the compression ratio over raw numbers of `dtype_bits` bits."""
         raw_bits = (key_dim + value_dim) * dtype_bits
         return float(Fraction(raw_bits, self.token_bits(key_dim, value_dim, dtype_bits)))

@@ -82,7 +82,7 @@ def _level_loop(words: int) -> Any:
 
 @cache
 def _best_loop(words: int) -> Any:
-    """Return the loop over an index of so many words a token, for one head."""
+    """Return the loop over an index of `words` words per token, for one head."""
     from numba import carray, njit, uint16
 
     address_of, level = pointer(), _level_loop(words)
@@ -159,7 +159,7 @@ def _select_loop() -> Any:
 
 @cache
 def choose_loop(words: int) -> Any:
-    """Return the loop that chooses blocks by an index of so many words a token."""
+    """Return the loop that chooses blocks by an index of `words` words per token."""
     from numba import float32, njit
 
     fill, best, exp, select = fill_loop(), _best_loop(words), exp_loop(), _select_loop()

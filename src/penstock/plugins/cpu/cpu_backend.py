@@ -109,7 +109,7 @@ class CPUMemory(AttentionMemory):
 
     @property
     def chunk_scores(self) -> int:
-        """See `AttentionMemory`: more, as they take their weights' place."""
+        """Return more than on a GPU: the weights are computed in the scores' buffer."""
         return CHUNK_FACTOR * self.scores_at_once
 
     def chunk_score_bytes(self, dtype: mx.Dtype) -> int:
@@ -117,7 +117,7 @@ class CPUMemory(AttentionMemory):
         return 4 * (CHUNK_BUFFERS if dtype == mx.float32 else HALF_CHUNK_BUFFERS)
 
     def holds_all_scores(self, key_dim: int, value_dim: int) -> bool:
-        """See `AttentionMemory`: never."""
+        """Return False: a chunk's scores are computed in slices."""
         return False
 
     def code_bytes(self, numbers: int) -> int:
@@ -261,7 +261,7 @@ class CPUBackend(MLXBackend):
         seen: mx.array | None = None,
         after: mx.array | None = None,
     ) -> Partial:
-        """See `AttentionBackend`: much work is divided between the lanes, by heads."""
+        """See `AttentionOps`; large reads are divided between the lanes by heads."""
         kv_heads, rows, _ = stacked.shape
         count = kv_heads * rows * sum(map(span_attention.columns, keys))
         coded = span_attention.mostly_coded(keys)
@@ -484,7 +484,7 @@ class CPUBackend(MLXBackend):
             _second.one_thread = before
 
     def reads_together(self, rows: int, width: int, tokens: int) -> bool:
-        """See `AttentionBackend`: several rows, or one with many new tokens, or behind many.
+        """Return whether there are several rows, many new tokens, or many tokens to read.
 
         SmolLM2 behind 1,500 tokens, ms of a step in lanes and with all threads of BLAS: 5 new
         tokens 88 and 87; 9: 98 and 136; 17: 122 and 197. One new token of it behind 4,096: 59 and

@@ -16,10 +16,10 @@ from penstock.attention.span_attention import MASKED
 SQUARE = 64
 """Queries whose own columns are masked one by one; later columns are masked together."""
 LATER = np.triu(np.ones((SQUARE, SQUARE), np.bool_), 1)
-"""Columns that are behind each of so many queries."""
+"""Mask of the columns after each query's own, for `SQUARE` queries."""
 LOWEST = np.float32(-126)
 LEAST = np.exp2(LOWEST)
-"""Smallest power that is not slow; also that of what is far below."""
+"""2^`LOWEST`: smaller powers are slow, so lower entries get this one, which is subtracted."""
 
 
 def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.array, mx.array]:
@@ -50,7 +50,7 @@ def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.arra
 
 
 def exp2_in_place(x: npt.NDArray[np.float32]) -> None:
-    """Compute 2^x, zero below `LEAST`."""
+    """Replace x by 2^x in place; entries below `LOWEST` become 0."""
     far = x.size > 0 and x.min() < LOWEST
     if far:
         np.maximum(x, LOWEST, out=x)

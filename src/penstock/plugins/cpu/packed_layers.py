@@ -63,9 +63,9 @@ def is_known(module: nn.Module) -> bool:
 
 
 def packed_layer(layer: nn.Module, *, exact: bool) -> PackedDecoderLayer | None:
-    """Return what stands for a decoder layer; None if it is of another form, or not in codes.
+    """Return the packed replacement of a decoder layer; None if its form is unknown or not coded.
 
-    The layer's attention goes over to it, without its weights.
+    It takes over the layer's attention, without the weights.
     """
     if not is_known(layer):
         return None

@@ -299,12 +299,12 @@ class PackedEmbedding(PackedModule):
 
 
 def no_logits(x: mx.array, width: int) -> mx.array:
-    """Return what stands for the logits of rows where nothing reads them; it is not computed."""
+    """Return a placeholder for logits that nothing reads; it is not evaluated."""
     return mx.zeros((*x.shape[:-1], width))
 
 
 def product_session(matrix: PackedCodes, *, exact: bool) -> RowSession:
-    """Return what multiplies rows by a matrix."""
+    """Return a session that multiplies rows by a matrix."""
     graph = Graph()
     product = add_product(graph, "x", {}, matrix, exact=exact)
     return graph.session({"x": matrix.columns}, {product: matrix.rows})

@@ -45,7 +45,7 @@ def pack(model: nn.Module, *, exact: bool) -> None:
 
 
 def _packed(name: str, module: Any, *, has_head: bool, exact: bool) -> nn.Module | None:
-    """Return what stands for a single module; None if it stays."""
+    """Return the packed replacement of a module; None if the module stays."""
     matrix = packed_codes(module)
     if matrix is None:
         return None

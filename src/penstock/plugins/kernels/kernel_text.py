@@ -61,7 +61,7 @@ def most_spans(form: SpanForm) -> int:
 
 
 def padded_spans(form: SpanForm, spans: int) -> int:
-    """Return the spans of the kernel for so many: few kernels are compiled."""
+    """Round `spans` up to a number that kernels are compiled for: few are compiled."""
     return next(count for count in (*SPANS[:-1], most_spans(form)) if count >= spans)
 
 

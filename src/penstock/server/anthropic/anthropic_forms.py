@@ -169,7 +169,7 @@ class AnthropicTool(Marked):
 
 
 class ToolChoice(RequestForm):
-    """Whether the model must, may or must not call; `name` goes with `tool`."""
+    """Whether the model must, may or must not call a tool; `name` belongs to type `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

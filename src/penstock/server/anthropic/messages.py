@@ -84,7 +84,7 @@ class ToolUseOut(BaseModel):
 
 
 class ThinkingTokens(BaseModel):
-    """Part of the answer's tokens."""
+    """The number of the answer's tokens that are reasoning."""
 
     thinking_tokens: int
 
@@ -120,7 +120,7 @@ class MessageOut(BaseModel):
 
 
 class CountOut(BaseModel):
-    """Length of a prompt."""
+    """Response with the length of a prompt, in tokens."""
 
     input_tokens: int
 
@@ -178,7 +178,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post(f"{LABEL}/count_tokens", response_model=CountOut)
     async def count_tokens(body: CountRequest, http: HttpRequest) -> JSONResponse:
-        """Count the tokens of a prompt; nothing is computed."""
+        """Count the tokens of a prompt, without running the model."""
         prompt = await until_gone(http, service.work(prompt_of, body, service.prompts))
         return JSONResponse({"input_tokens": len(prompt.tokens)})
 

@@ -83,7 +83,7 @@ class ChatCompletion(BaseModel):
 
 
 class TextChoice(BaseModel):
-    """One continuation."""
+    """One continuation of a prompt, as `/v1/completions` returns it."""
 
     index: int
     text: str

@@ -63,12 +63,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.post(PATH, response_model=ResponseObject, responses=STREAMED)
     async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:
-        """Answer an input of texts, calls and their outputs."""
+        """Answer an input of messages, tool calls and their outputs."""
         return await Responses(service, logprobs, body).respond(http)
 
     @routes.post(f"{PATH}/input_tokens", response_model=InputTokens)
     async def input_tokens(body: InputTokensRequest, http: HttpRequest) -> Response:
-        """Count the tokens of an input; nothing is computed."""
+        """Count the tokens of an input, without running the model."""
         tokens = await until_gone(http, service.work(_tokens, service, body))
         return Json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 

@@ -108,20 +108,20 @@ def export_blocks(folder: Folder, file: Path, block_hashes: Collection[bytes]) -
 def import_blocks(
     path: Path, file: Path, limit_bytes: int, fingerprint: str, *, floor_bytes: int = FLOOR_BYTES
 ) -> Imported:
-    """Take the blocks of a tar file into a folder of the cold tier.
+    """Import the blocks of a tar file into a folder of the cold tier.
 
-    Evicts the least valuable blocks for them; beyond the limit the ends of chains stay out.
+    Evicts the least valuable blocks to make room; the ends of chains over the limit are left out.
 
     Args:
-        path: of the folder.
-        file: the tar.
-        limit_bytes: of the folder, as its server has it.
-        fingerprint: of the only model whose blocks are taken.
+        path: the folder.
+        file: the tar file.
+        limit_bytes: limit of the folder, as its server has it.
+        fingerprint: the one model whose blocks are imported.
         floor_bytes: bytes of the disk that stay free.
 
     Raises:
-        SettingError: the tar has a block of another model; nothing of it is taken in.
-        CacheFileError: the file is no tar, or has no blocks.
+        SettingError: the tar has a block of another model; no block is imported.
+        CacheFileError: the file is not a tar, or has no blocks.
         OSError: a disk fails; blocks already in the folder stay there.
         sqlite3.OperationalError: another process holds the index for too long.
     """

@@ -307,7 +307,7 @@ class Index:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Be the only writer of all processes, in one transaction."""
+        """Hold the index's write lock against all processes, in one transaction."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -389,7 +389,7 @@ def end_writer(name: str) -> None:
 
 
 def is_alive(owner: str) -> bool:
-    """Return whether the writer of this name is alive; False without a name."""
+    """Return whether the writer with this name is alive; False for an empty name."""
     process, _, _ = owner.partition("+")
     if process == this_process():
         return owner in _writers
