@@ -342,7 +342,7 @@ def test_the_count_sees_rows_out_of_order() -> None:
     assert max(times_read(layout).values()) == 2
 
 
-def test_nothing_shared_beside_what_is() -> None:
+def test_a_row_without_parts_decodes_beside_rows_that_share_some() -> None:
     """A row that reads no part at all among those that do."""
     scene = family()
     scene.rows = [DecodeRow((), 2, 4, 2), *scene.rows]

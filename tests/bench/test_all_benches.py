@@ -58,7 +58,9 @@ def test_the_benches_know_their_flags(command: tuple[str, ...], tmp_path: Path) 
         commands()[words].make_context(words, ["--nosuch"])
 
 
-def test_a_failure_stops_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_bench_does_not_stop_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A bench, one whose settings are refused, and another bench."""
     wrong = ("bench", "growth", "--window", "1")
     ends = run_all((SMALL, wrong, SMALL), tmp_path / "records")

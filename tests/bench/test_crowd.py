@@ -43,7 +43,7 @@ def test_agents_ask_for_what_they_were_told_and_for_nothing_else() -> None:
     assert [len(texts) for texts in own] == [2, 2, 2]
 
 
-def test_the_same_seed_writes_the_same() -> None:
+def test_the_same_seed_writes_the_same_scripts() -> None:
     def written(seed: int) -> tuple[Message, list[list[AgentLine]]]:
         return write_scripts(seed, 2, 200, count_tokens)
 

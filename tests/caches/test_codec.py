@@ -81,7 +81,7 @@ def step(cache: Any, seed: int, rows: int = 1) -> tuple[mx.array, mx.array]:
 
 
 @codecs
-def test_it_attends_to_what_the_codes_stand_for(codec: str) -> None:
+def test_attention_over_codes_equals_that_over_dequantized_numbers(codec: str) -> None:
     cache = fed(TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=64), 200, 70, 1)
     for seed in range(130):  # the tail is committed twice
         found, wanted = step(cache, seed)

@@ -439,7 +439,7 @@ def test_a_released_id_stays_unknown_though_its_slot_is_used_again() -> None:
         ("dtype", mx.int32, TypeError),
     ],
 )
-def test_a_wrong_size_is_named(argument: str, value: Any, error: Any) -> None:
+def test_an_invalid_argument_is_named(argument: str, value: Any, error: Any) -> None:
     with pytest.raises(error, match=argument):
         make(**{argument: value})
 

@@ -125,7 +125,7 @@ def test_an_index_that_is_held_is_one_line(
     other.close()
 
 
-def test_commands_without_what_they_need(tmp_path: Path, capsys: Capture) -> None:
+def test_prune_needs_either_to_or_model_and_a_valid_size(tmp_path: Path, capsys: Capture) -> None:
     folder = fill(tmp_path / "cache", chain(1))
     where = ("--ssd-cache-dir", folder)
     assert "--to and --model" in refused(capsys, "prune", *where)

@@ -378,7 +378,7 @@ def test_without_a_value_it_is_8(call: Call) -> None:
         ([], []),
     ],
 )
-def test_what_is_filled_in(given: list[str], filled: list[str]) -> None:
+def test_flags_without_a_value_get_one(given: list[str], filled: list[str]) -> None:
     assert with_values(given) == filled
 
 

@@ -469,7 +469,7 @@ def a_codec(folder: Path, preload: bool) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("server", [a_process, a_codec])
-def test_what_was_told_this_morning_is_known_this_evening(
+def test_a_restarted_server_answers_from_its_disk_cache(
     told: Dialogue, tmp_path: Path, server: Callable[..., Any]
 ) -> None:
     """A restart in between: the conversation is answered without reading it again."""

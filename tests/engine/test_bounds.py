@@ -287,7 +287,7 @@ def test_the_limit_holds_whichever_setting_is_longer(case: Case) -> None:
         assert finished(handles)
 
 
-def test_what_is_let_go_behind_the_kept_tokens_is_free() -> None:
+def test_tokens_dropped_after_the_kept_ones_are_freed() -> None:
     """Of a run that begins before them and ends behind them, the first tokens alone are held."""
     with watched(CROSSED[-1]) as watch:
         core = watch.core

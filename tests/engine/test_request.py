@@ -140,7 +140,7 @@ def test_the_line_stays_short_for_a_long_value() -> None:
         {"frequency_penalty": -0.1},
     ],
 )
-def test_what_is_not_plain(changed: dict[str, Any]) -> None:
+def test_sampling_that_changes_or_scores_logits_is_not_plain(changed: dict[str, Any]) -> None:
     assert not Sampling(**changed).plain
 
 

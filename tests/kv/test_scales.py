@@ -99,7 +99,7 @@ def test_queries_of_a_group_of_heads_count_together() -> None:
 
 
 @pytest.mark.parametrize(("times", "power"), [(6.0, 0), (10.0, 2), (24.0, 2), (2e10, 16)])
-def test_what_is_not_large_is_left_alone(times: float, power: int) -> None:
+def test_only_outlier_channels_get_a_scale(times: float, power: int) -> None:
     keys, queries = mx.array(normal(1, 1, 4_096, DIM)), mx.array(normal(1, 4_096, DIM, seed=1))
     keys[..., 3] *= times
     queries[..., 7] *= 100  # what meets small keys is no reason to make them large

@@ -67,7 +67,7 @@ def random_blocks(form: str, rows: int, columns: int) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("form", EXACT)
-def test_a_form_that_mlx_has_keeps_every_number(form: str, tmp_path: Path) -> None:
+def test_forms_that_mlx_supports_are_read_exactly(form: str, tmp_path: Path) -> None:
     kind = gguf.GGMLQuantizationType[form]
     rows, columns = 6, 512
     if form.startswith("Q"):

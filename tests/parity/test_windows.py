@@ -282,7 +282,7 @@ def test_what_nobody_can_go_on_from_any_more_goes_at_once() -> None:
         assert len(core.prefixes.tree) == 0
 
 
-def test_what_runs_gives_way_to_who_waits() -> None:
+def test_nodes_being_read_are_thinned_to_admit_a_waiting_request() -> None:
     """Nodes that are read are thinned as well, and what that frees is promised before."""
     prompts = [tuple(prompt_of(150, seed)) for seed in range(2)]
     with engine(model_of("gemma3"), **SMALL, max_batch_size=2) as core:

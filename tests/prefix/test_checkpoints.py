@@ -177,7 +177,7 @@ def test_how_far_apart_states_are(spans_away: int, spacing: int) -> None:
     }
 
 
-def test_what_lies_behind_the_tip_stays() -> None:
+def test_checkpoints_after_the_tip_are_retained() -> None:
     assert retained([32, 64, 96, 128], 70, SPAN) == {64, 96, 128}
     assert retained([], 70, SPAN) == set()
     assert retained([96], 70, SPAN) == {96}

@@ -163,7 +163,9 @@ def test_an_empty_value_is_told_from_none(bucket: Bucket) -> None:
     assert found is not None and (found.nbytes, len(found.raw)) == (0, 0)
 
 
-def test_a_bucket_that_is_gone_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_bucket_raises_an_error_with_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in {"AWS_ENDPOINT": "http://127.0.0.1:1", "AWS_ALLOW_HTTP": "true"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")

@@ -62,7 +62,7 @@ def test_pieces_make_no_difference(text: str, cuts: set[int]) -> None:
     ]
 
 
-def test_what_the_kinds_are() -> None:
+def test_text_reasoning_and_calls_are_told_apart() -> None:
     reader = Reader(form(), TOOLS)
     read([f"<think>so</think>then {CALL}!"], reader)
     assert (reader.text, reader.reasoning) == ("then !", "so")

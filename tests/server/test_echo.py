@@ -197,7 +197,7 @@ def check_form(model: Any, prompt: Sequence[int], found: list[Any], top: int) ->
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_an_invalid_body_is_400_and_its_field_named(
     server: Running, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = post(server, path, **body)

@@ -73,7 +73,7 @@ def test_all_methods_of_a_path_are_named(recall_server: Running) -> None:
     assert (asked.status_code, asked.headers["allow"]) == (405, "POST")
 
 
-def test_compaction_is_refused_as_what_is_not_there(recall_server: Running) -> None:
+def test_compaction_is_refused_with_404(recall_server: Running) -> None:
     refused = httpx.post(f"{recall_server.url}/v1/responses/compact", json={"input": "hi"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unsupported_endpoint")
 

@@ -100,7 +100,7 @@ def test_the_tokenizer_is_free_between_the_texts_of_tokens(recall_server: Runnin
         ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "tools"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_an_invalid_body_is_400_with_the_reason(
     recall_server: Running, path: str, body: dict[str, Any], words: str
 ) -> None:
     answer = httpx.post(f"{recall_server.url}{path}", json=body, timeout=60)

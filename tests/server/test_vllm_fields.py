@@ -114,7 +114,7 @@ def test_edges_of_sampling(saying: Running, path: str) -> None:
         *(("skip_special_tokens", "yes"), ("include_stop_str_in_output", 1)),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_an_invalid_field_is_400_and_named(
     saying: Running, path: str, field: str, value: Any
 ) -> None:
     answer = send(saying, path, **{field: value})

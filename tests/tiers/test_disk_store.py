@@ -174,7 +174,7 @@ def test_what_was_used_least_recently_goes_first_also_after_a_restart(tmp_path: 
         assert [store.held(keys_of(one)) for one in (first, second, third)] == [2, 0, 2]
 
 
-def test_writing_again_only_makes_it_recent(tmp_path: Path) -> None:
+def test_writing_a_block_again_makes_it_recent_without_a_hit(tmp_path: Path) -> None:
     first, second, third = (chain(2, seed=i) for i in range(3))
     with opened(tmp_path, blocks=4) as store:
         write(store, first), write(store, second), write(store, first)
@@ -197,7 +197,7 @@ def test_a_block_that_is_hit_often_outlives_newer_ones(tmp_path: Path) -> None:
         assert store.held(keys_of(often)) == 0, "and not for ever"
 
 
-def test_the_end_of_a_chain_goes_before_its_beginning(tmp_path: Path) -> None:
+def test_the_end_of_a_chain_is_evicted_before_its_beginning(tmp_path: Path) -> None:
     records = chain(4)
     with opened(tmp_path, blocks=4) as store:
         write(store, records)  # the first one least recently

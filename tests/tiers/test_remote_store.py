@@ -132,7 +132,7 @@ def test_a_chain_is_read_up_to_its_first_gap() -> None:
     assert read(store, records) == 12
 
 
-def test_who_misses_one_asks_for_all_again() -> None:
+def test_after_a_missing_block_all_blocks_are_written_again() -> None:
     values, records = InMemory(), blocks(5)
     store = opened(values)
     for record in records:

@@ -52,7 +52,7 @@ def remote(core: Core) -> TierStats:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_one_has_read_the_other_does_not_compute(family: str) -> None:
+def test_a_second_engine_restores_what_the_first_computed(family: str) -> None:
     expected = alone(family)
     with shared(family=family) as core:
         assert ask(core, PROMPT) == expected

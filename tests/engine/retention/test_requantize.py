@@ -377,7 +377,7 @@ def test_what_found_no_room_is_tried_again(model: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_no_room_in_mlx_harms_nobody(
+def test_an_encoding_that_runs_out_of_memory_changes_no_answer(
     error: type[Exception], model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = prompt(700)
