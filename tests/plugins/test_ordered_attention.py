@@ -18,6 +18,7 @@ from penstock.plugins.cpu.ordered_attention import attend_buffer, attend_step
 pytestmark = pytest.mark.skipif(not has_numba(), reason="the loop is compiled by Numba")
 HEADS, KV_HEADS, DIM, VALUE_DIM, COLUMNS = 6, 2, 32, 16, 75
 SCALE = 0.2
+ALL, NEAR = AttentionWindow(), AttentionWindow(20)
 
 
 def drawn(*shape: int) -> mx.array:
@@ -28,13 +29,15 @@ QUERIES = drawn(1, HEADS, COLUMNS, DIM)
 KEYS, VALUES = drawn(1, KV_HEADS, COLUMNS, DIM), drawn(1, KV_HEADS, COLUMNS, VALUE_DIM)
 
 
-def whole() -> np.ndarray:
-    mixed = attend_buffer(QUERIES, KEYS, VALUES, SCALE)
+def whole(window: AttentionWindow = ALL, soft_cap: float = 0.0) -> np.ndarray:
+    mixed = attend_buffer(QUERIES, KEYS, VALUES, SCALE, window=window, soft_cap=soft_cap)
     assert mixed is not None
     return np.array(mixed)
 
 
-def step_over(cuts: list[list[int]], ends: list[int], width: int) -> np.ndarray:
+def step_over(
+    cuts: list[list[int]], ends: list[int], width: int, window: AttentionWindow
+) -> np.ndarray:
     """Let rows read their first `ends` columns, cut into spans, then `width` of their own."""
     tails = Tails(len(cuts), 16, (LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32),))
     tails.ready()
@@ -51,35 +54,50 @@ def step_over(cuts: list[list[int]], ends: list[int], width: int) -> np.ndarray:
         rows.append(DecodeRow(tuple(parts), end, slot, end - at))
         queries.append(QUERIES[:, :, end : end + width])
     step = DecodeStep.of(CPUBackend(), rows, tails, width)
-    mixed = attend_step(step, 0, AttentionWindow(), mx.concatenate(queries), SCALE)
+    mixed = attend_step(step, 0, window, mx.concatenate(queries), SCALE)
     assert mixed is not None
     return np.array(mixed)
 
 
-def test_it_is_a_causal_softmax() -> None:
+@pytest.mark.parametrize("window", [ALL, NEAR])
+@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
+def test_it_is_a_causal_softmax(window: AttentionWindow, soft_cap: float) -> None:
     keys, values = (np.repeat(np.array(side), HEADS // KV_HEADS, axis=1) for side in (KEYS, VALUES))
     scores = np.einsum("bhnd,bhmd->bhnm", np.array(QUERIES, np.float64), keys) * SCALE
-    scores[..., ~np.tri(COLUMNS, dtype=bool)] = -np.inf
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    at = mx.arange(COLUMNS)
+    scores[..., ~np.array(window.mask(at, at))] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     expected = np.einsum("bhnm,bhmd->bhnd", weights / weights.sum(axis=-1, keepdims=True), values)
-    assert np.abs(whole() - expected).max() < 1e-5
+    assert np.abs(whole(window, soft_cap) - expected).max() < 1e-5
 
 
-def test_chunks_have_the_bits_of_the_whole() -> None:
+@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
+def test_chunks_have_the_bits_of_the_whole(soft_cap: float) -> None:
     for start, stop in ((0, 1), (0, 40), (40, 41), (33, 75)):
         part = QUERIES[:, :, start:stop], KEYS[:, :, :stop], VALUES[:, :, :stop]
-        mixed = attend_buffer(*part, SCALE)
-        assert np.array_equal(np.array(mixed), whole()[:, :, start:stop])
+        mixed = attend_buffer(*part, SCALE, soft_cap=soft_cap)
+        assert np.array_equal(np.array(mixed), whole(ALL, soft_cap)[:, :, start:stop])
+
+
+def test_a_window_needs_no_columns_in_front_of_it() -> None:
+    for start, stop, first in ((40, 41, 21), (33, 75, 14), (30, 40, 3)):
+        sides = (side[:, :, first:stop] for side in (KEYS, VALUES))
+        mixed = attend_buffer(QUERIES[:, :, start:stop], *sides, SCALE, window=NEAR)
+        assert np.array_equal(np.array(mixed), whole(NEAR)[:, :, start:stop])
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_steps_have_the_bits_of_the_whole(width: int) -> None:
+@pytest.mark.parametrize("window", [ALL, NEAR])
+def test_steps_have_the_bits_of_the_whole(width: int, window: AttentionWindow) -> None:
     cuts = [[], [32, 64], [5, 8, 41, 70], [7]]
     ends = [4, 70, 71, 17]
-    mixed = step_over(cuts, ends, width)
+    mixed = step_over(cuts, ends, width, window)
     for row, end in enumerate(ends):
-        assert np.array_equal(mixed[row], whole()[0, :, end : end + width]), row
-        assert np.array_equal(step_over([cuts[row]], [end], width)[0], mixed[row]), row
+        assert np.array_equal(mixed[row], whole(window)[0, :, end : end + width]), row
+        alone = step_over([cuts[row]], [end], width, window)[0]
+        assert np.array_equal(alone, mixed[row]), row
 
 
 def test_another_order_is_seen() -> None:

@@ -160,9 +160,9 @@ class CPUBackend(MLXBackend):
     ) -> mx.array:
         """See `AttentionBackend`: in slices of as many queries as have `memory.chunk_scores`."""
         heads, n, m = queries.shape[1], queries.shape[2], keys.shape[2]
-        causal = columns is None and attention_window.sees_all(start + n - 1)
-        if causal and sinks is None and ordered_attention.keeps_order():
-            ordered = ordered_attention.attend_buffer(queries, keys, values, scale)
+        nearest = ordered_attention.gapless(attention_window, start + n - 1)
+        if sinks is None and nearest is not None and ordered_attention.keeps_order():
+            ordered = ordered_attention.attend_buffer(queries, keys, values, scale, window=nearest)
             if ordered is not None:
                 return ordered
         queries_in_2 = span_attention.in_base_2(queries, scale)

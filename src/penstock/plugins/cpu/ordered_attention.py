@@ -9,8 +9,9 @@ it, a difference in the last bit becomes one of a two-hundredth of a number.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -52,8 +53,21 @@ def keeps_order() -> bool:
     return _order.kept and has_numba()
 
 
+def gapless(window: AttentionWindow, position: int) -> AttentionWindow | None:
+    """Return a window without kept columns that sees the same up to a position; None without."""
+    if window.sees_all(position):
+        return AttentionWindow()
+    return None if window.keep else window
+
+
 def attend_buffer(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    *,
+    window: AttentionWindow = AttentionWindow(),  # noqa: B008
+    soft_cap: float = 0.0,
 ) -> mx.array | None:
     """Attend causally to one buffer; None where it is not float32, or Numba is missing.
 
@@ -62,6 +76,8 @@ def attend_buffer(
         keys: (b, kv_heads, m, d).
         values: (b, kv_heads, m, value_dim).
         scale: factor of the scores.
+        window: the nearest columns that a query sees; it keeps no others.
+        soft_cap: scores stay within it; 0 for no cap.
     """
     if not has_numba() or not {queries.dtype, keys.dtype, values.dtype} <= {mx.float32}:
         return None
@@ -73,8 +89,9 @@ def attend_buffer(
         [[*side_addresses(sides[0][i]), *side_addresses(sides[1][i]), columns] for i in range(b)],
         np.int64,
     )
-    limits = np.tile(np.arange(columns - n + 1, columns + 1), b)
-    mixed = _attend(rows, keys.shape[1], spans, np.arange(b + 1), limits, n, values.shape[-1])
+    seen = np.tile(_seen(range(columns - n, columns), window), (b, 1))
+    loop = ordered_loop(queries.shape[-1], values.shape[-1], soft_cap)
+    mixed = _attend(loop, rows, keys.shape[1], spans, np.arange(b + 1), seen, n, values.shape[-1])
     return _as_queries(mixed, queries)
 
 
@@ -90,29 +107,38 @@ def attend_step(
     plan = step.kernel_plans.get(attend_step)
     if plan is None:
         plan = step.kernel_plans[attend_step] = _plan(step)
-    if plan is None or not all(window.sees_all(row.position + step.width - 1) for row in step.rows):
+    last = max(row.position for row in step.rows) + step.width - 1
+    nearest = gapless(window, last)
+    if plan is None or nearest is None:
         return None
     rows = _rows(queries, scale)
     mx.eval(keys, values)
     tails = [np.asarray(side) for side in (keys, values)]
-    spans, firsts, limits, slots = plan
+    spans, firsts, positions, slots = plan
     own = spans[layer]
     own[firsts[1:] - 1, :4] = [
         [*side_addresses(tails[0][slot]), *side_addresses(tails[1][slot])] for slot in slots
     ]
-    mixed = _attend(rows, keys.shape[1], own, firsts, limits, step.width, values.shape[-1])
+    seen, dim = _seen(positions, nearest), values.shape[-1]
+    loop = ordered_loop(queries.shape[-1], dim)
+    mixed = _attend(loop, rows, keys.shape[1], own, firsts, seen, step.width, dim)
     return _as_queries(mixed, queries)
 
 
-def _plan(step: DecodeStep) -> tuple[Integers, Integers, Integers, list[int]] | None:
-    """Return the spans of all layers, (layers, spans, 5), where rows begin, and what they see.
+def _seen(positions: Sequence[int], window: AttentionWindow) -> Integers:
+    """Return the columns that queries at these positions see, (n, 2): the first and the end."""
+    return np.array([(window.starts_at(position), position + 1) for position in positions])
+
+
+def _plan(step: DecodeStep) -> tuple[Integers, Integers, list[int], list[int]] | None:
+    """Return the spans of all layers, (layers, spans, 5), where rows begin, positions and slots.
 
     The last span of a row is its tail, whose addresses are each layer's own. None if some span is
     in codes, spilled, or incomplete.
     """
     spans: list[Integers] = []
     firsts: list[int] = [0]
-    limits: list[int] = []
+    positions: list[int] = []
     layers = len(step.tails.shapes)
     for row in step.rows:
         if row.held_tokens + row.tail != row.position:
@@ -125,9 +151,9 @@ def _plan(step: DecodeStep) -> tuple[Integers, Integers, Integers, list[int]] | 
             spans.append(np.concatenate([sides[:, :2].reshape(layers, 4), counted], axis=1))
         spans.append(np.full((layers, 5), row.tail + step.width))
         firsts.append(len(spans))
-        limits += range(row.position + 1, row.position + step.width + 1)
+        positions += range(row.position, row.position + step.width)
     slots = [row.slot for row in step.rows]
-    return np.stack(spans, axis=1), np.array(firsts), np.array(limits), slots
+    return np.stack(spans, axis=1), np.array(firsts), positions, slots
 
 
 def _rows(queries: mx.array, scale: float) -> Floats:
@@ -149,20 +175,20 @@ def _with_whole_heads(side: Floats) -> Floats:
 
 
 def _attend(
+    loop: Any,
     queries: Floats,
     kv_heads: int,
     spans: Integers,
     firsts: Integers,
-    limits: Integers,
+    seen: Integers,
     width: int,
     value_dim: int,
 ) -> Floats:
     """Run the loop, by two threads if there is enough to do."""
-    rows, heads, key_dim = queries.shape
+    rows, heads, _ = queries.shape
     mixed = np.empty((rows, heads, value_dim), np.float32)
-    loop = ordered_loop(key_dim, value_dim)
-    shared = queries, kv_heads, spans, firsts, limits, width
-    if heads * int(limits.sum()) < DIVIDED_FROM or cores() < 2:
+    shared = queries, kv_heads, spans, firsts, seen, width
+    if heads * int((seen[:, 1] - seen[:, 0]).sum()) < DIVIDED_FROM or cores() < 2:
         loop(*shared, 0, 1, mixed)
         return mixed
     if _order.second is None:

@@ -58,43 +58,58 @@ def _mix_loop(value_dim: int) -> Any:
 
 
 @cache
-def ordered_loop(key_dim: int, value_dim: int) -> Any:
+def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> Any:
     """Return the loop of attention for keys and values of these sizes.
 
     Its arguments are queries (rows, heads, key_dim), with the scale in them; the number of key
     heads; spans (spans, 5), the address of their first key, the bytes to the next head's, the same
     of their values, and their tokens; the first span of each sequence, and the end; the columns
-    that each row sees; rows of a sequence; the first item of rows x heads, and the distance of the
-    next; and the result (rows, heads, value_dim).
+    that each row sees, (rows, 2), the first and the end; rows of a sequence; the first item of rows
+    x heads, and the distance of the next; and the result (rows, heads, value_dim).
+
+    Args:
+        key_dim: numbers of a key.
+        value_dim: numbers of a value.
+        soft_cap: scores stay within it, as soft_cap x tanh(score / soft_cap); 0 for no cap.
     """
-    from numba import njit
+    from numba import float32, njit
 
     score, mix, exp = _score_loop(key_dim), _mix_loop(value_dim), exp_loop()
+    capped, cap = soft_cap > 0, float32(soft_cap)
+    key_bytes, value_bytes = 4 * key_dim, 4 * value_dim
 
     @njit(nogil=True)
-    def attend(queries, kv_heads, spans, firsts, limits, width, item, step, mixed):  # type: ignore[no-untyped-def]
+    def attend(queries, kv_heads, spans, firsts, seen, width, item, step, mixed):  # type: ignore[no-untyped-def]
         rows, heads, _ = queries.shape
-        scores = np.empty(limits.max(), np.float32)
+        scores = np.empty(seen[:, 1].max(), np.float32)
         while item < rows * heads:
             row, head = item // heads, item % heads
-            sequence, key_head, limit = row // width, head * kv_heads // heads, limits[row]
+            sequence, key_head = row // width, head * kv_heads // heads
+            start, limit = seen[row]
             column, span = 0, firsts[sequence]
             while column < limit:
                 tokens = min(spans[span, 4], limit - column)
-                keys = spans[span, 0] + key_head * spans[span, 1]
-                score(queries[row, head], keys, scores[column : column + tokens])
+                hidden = max(start - column, 0)
+                if hidden < tokens:
+                    keys = spans[span, 0] + key_head * spans[span, 1] + hidden * key_bytes
+                    score(queries[row, head], keys, scores[column + hidden : column + tokens])
                 column, span = column + tokens, span + 1
-            top = scores[0]
-            for place in range(limit):
+            if capped:
+                for place in range(start, limit):
+                    scores[place] = cap * np.tanh(scores[place] / cap)
+            top = scores[start]
+            for place in range(start, limit):
                 top = max(top, scores[place])
-            total = exp(scores[:limit], top)
+            total = exp(scores[start:limit], top)
             into = mixed[row, head]
             into[:] = 0
             column, span = 0, firsts[sequence]
             while column < limit:
                 tokens = min(spans[span, 4], limit - column)
-                values = spans[span, 2] + key_head * spans[span, 3]
-                mix(scores[column : column + tokens], values, into)
+                hidden = max(start - column, 0)
+                if hidden < tokens:
+                    values = spans[span, 2] + key_head * spans[span, 3] + hidden * value_bytes
+                    mix(scores[column + hidden : column + tokens], values, into)
                 column, span = column + tokens, span + 1
             into /= total
             item += step
