@@ -35,6 +35,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": False},
     "qwen3": {"head_dim": 32},
     "smollm3": {},
+    "granite": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "phi3": {},
+    "gemma2": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma3_text": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 40,
+        "sliding_window_pattern": 2,
+    },
 }
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5]])
 
@@ -102,7 +123,7 @@ def test_codes_of_a_gguf_file_are_multiplied_as_they_lie(
     assert off(packed(tokens), expected) < 1e-4
     kinds = {type(module).__name__ for module in packed.modules()}
     assert "QuantizedLinear" not in kinds
-    assert ("PackedDecoderLayer" in kinds) is (name in ("llama", "qwen2"))
+    assert ("PackedDecoderLayer" in kinds) is (name != "qwen3moe")
 
 
 def test_weights_are_counted_as_they_lie(tmp_path: Path) -> None:
@@ -173,7 +194,7 @@ def scored(core: Core, *prompts: list[int]) -> list[list[tuple[Any, ...]]]:
 
 
 @pytest.mark.skipif(not has_numba(), reason="attention in order is compiled by Numba")
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3_text", "granite", "phi3"])
 @pytest.mark.parametrize("dtype", ["packed", "packed-exact"])
 def test_logits_have_the_same_bits_cold_warm_restored_and_in_every_batch_and_chunk(
     name: str, dtype: Any, tmp_path: Path
@@ -181,7 +202,7 @@ def test_logits_have_the_same_bits_cold_warm_restored_and_in_every_batch_and_chu
     model = load_all(folder(tmp_path, name, 4), weights_dtype=dtype).model
     with running(None, model=model) as core:
         (alone,) = scored(core, PROMPT)
-        assert core.runner.fitness.way == "shared"
+        assert core.runner.fitness.way == ("joined" if name == "gemma2" else "shared")
         longer = [*PROMPT, *(token for token, *_ in alone[:5])]
         assert scored(core, PROMPT) == [alone]  # from the cache
         assert scored(core, longer)[0][:5] == alone[5:]  # the next turn

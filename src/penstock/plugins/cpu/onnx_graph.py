@@ -76,12 +76,15 @@ class Graph:
         self._nodes.append(b"".join(fields))
         return names[0] if outputs == 1 else names
 
-    def session(self, inputs: dict[str, int], outputs: dict[str, int]) -> RowSession:
+    def session(
+        self, inputs: dict[str, int], outputs: dict[str, int], least_rows: int = 1
+    ) -> RowSession:
         """Return what computes the graph, whose inputs and outputs are rows of float32.
 
         Args:
             inputs: numbers of a row, by name.
             outputs: the same.
+            least_rows: as of the session.
         """
         external = {k: v for k, v in self._weights.items() if v.nbytes > INLINE_BYTES}
         graph = [_message(1, node) for node in self._nodes]
@@ -103,7 +106,7 @@ class Graph:
         session = ort.InferenceSession(b"".join(model), options, providers=["CPUExecutionProvider"])
         weight_bytes = sum(array.nbytes for array in self._weights.values())
         self._weights.clear()
-        return RowSession(session, list(inputs), list(outputs), weight_bytes)
+        return RowSession(session, list(inputs), list(outputs), weight_bytes, least_rows)
 
     def _name(self, word: str) -> str:
         self._count += 1
@@ -114,13 +117,20 @@ class RowSession:
     """A graph that is ready to run on any number of rows."""
 
     def __init__(
-        self, session: Any, inputs: list[str], outputs: list[str], weight_bytes: int
+        self,
+        session: Any,
+        inputs: list[str],
+        outputs: list[str],
+        weight_bytes: int,
+        least_rows: int,
     ) -> None:
         self._session = session
         self._inputs = inputs
         self._outputs = outputs
         self.weight_bytes = weight_bytes
         """Bytes of the arrays that the graph holds."""
+        self.least_rows = least_rows
+        """Fewest rows that are to be computed together, so that none depends on their number."""
 
     def run(self, *rows: Array) -> list[Array]:
         """Return the outputs of rows: (n, width) of float32 each."""
@@ -155,7 +165,9 @@ def _text(field: int, text: str) -> bytes:
     return _message(field, text.encode())
 
 
-def _attribute(name: str, value: float | Iterable[int]) -> bytes:
+def _attribute(name: str, value: float | str | Iterable[int]) -> bytes:
+    if isinstance(value, str):
+        return _text(1, name) + _text(4, value) + _number(20, 3)
     if isinstance(value, float):
         return _text(1, name) + _varint(2 << 3 | 5) + struct.pack("<f", value) + _number(20, 1)
     if isinstance(value, int):

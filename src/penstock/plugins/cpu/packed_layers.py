@@ -16,28 +16,63 @@ import mlx.nn as nn
 import numpy as np
 
 from penstock.attention.reads import Reads
-from penstock.plugins.cpu.onnx_graph import Array, Graph
+from penstock.plugins.cpu.onnx_graph import Array, Graph, RowSession
 from penstock.plugins.cpu.ordered_attention import attend_buffer, in_order
 from penstock.plugins.cpu.packed_products import (
     PackedCodes,
     PackedModule,
     add_products,
+    add_split,
+    least_rows,
     packed_codes,
     rows_of,
     run_rows,
 )
 
 ATTENTION = "scaled_dot_product_attention"
-FORMS = frozenset(
-    {
-        "mlx_lm.models.llama.TransformerBlock",  # and mistral's, smollm3's
-        "mlx_lm.models.qwen2.TransformerBlock",
-        "mlx_lm.models.qwen3.TransformerBlock",
-    }
-)
-"""Classes of layers with one norm in front of attention and one in front of a gated silu."""
-BEFORE = ("q_proj", "k_proj", "v_proj")
+O_PROJ, DOWN = "o_proj", "down_proj"
 NORMS = ("q_norm", "k_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """How mlx-lm computes the decoder layers of a class."""
+
+    before: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Linear layers in front of attention; one of all three sides is fused."""
+    raising: tuple[str, ...] = ("gate_proj", "up_proj")
+    """Linear layers of the gate and what it lets through; one of both is fused."""
+    activation: str = "silu"
+    """Of the gate: `silu`, or the approximation `gelu`."""
+    mlp_norm: str = "post_attention_layernorm"
+    """Norm in front of the gated part."""
+    mixed_norm: str | None = None
+    """Norm of what attention adds; None without one."""
+    lowered_norm: str | None = None
+    """Norm of what the gated part adds; None without one."""
+    from_one: bool = False
+    """Whether norms multiply by 1 + weight."""
+
+
+GEMMA = LayerForm(
+    activation="gelu",
+    mlp_norm="pre_feedforward_layernorm",
+    mixed_norm="post_attention_layernorm",
+    lowered_norm="post_feedforward_layernorm",
+    from_one=True,
+)
+FORMS = {
+    "mlx_lm.models.llama.TransformerBlock": LayerForm(),  # and mistral's, smollm3's
+    "mlx_lm.models.qwen2.TransformerBlock": LayerForm(),
+    "mlx_lm.models.qwen3.TransformerBlock": LayerForm(),
+    "mlx_lm.models.granite.TransformerBlock": LayerForm(),
+    "mlx_lm.models.phi3.TransformerBlock": LayerForm(
+        before=("qkv_proj",), raising=("gate_up_proj",)
+    ),
+    "mlx_lm.models.gemma2.TransformerBlock": GEMMA,
+    "mlx_lm.models.gemma3_text.TransformerBlock": GEMMA,
+}
+"""Forms of layers, by their class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +92,9 @@ class PackedProjection:
         return cls(matrix, None if bias is None else np.array(bias.astype(mx.float32)))
 
 
-def is_known(module: nn.Module) -> bool:
-    """Tell whether a module is a decoder layer of a known form."""
-    return f"{type(module).__module__}.{type(module).__name__}" in FORMS
+def form_of(module: nn.Module) -> LayerForm | None:
+    """Return the form of a decoder layer; None if the module is none of a known form."""
+    return FORMS.get(f"{type(module).__module__}.{type(module).__name__}")
 
 
 def packed_layer(layer: nn.Module, *, exact: bool) -> PackedDecoderLayer | None:
@@ -67,28 +102,35 @@ def packed_layer(layer: nn.Module, *, exact: bool) -> PackedDecoderLayer | None:
 
     It takes over the layer's attention, without the weights.
     """
-    if not is_known(layer):
+    form = form_of(layer)
+    if form is None:
         return None
     attention, mlp = layer.self_attn, layer.mlp
-    names = ((attention, BEFORE), (attention, ("o_proj",)), (mlp, ("gate_proj", "up_proj")))
-    modules = [module[name] for module, part in names for name in part] + [mlp.down_proj]
+    modules = [attention[name] for name in (*form.before, O_PROJ)]
+    modules += [mlp[name] for name in (*form.raising, DOWN)]
     projections = [projection for x in modules if (projection := PackedProjection.of(x))]
     if len(projections) < len(modules):
         return None
-    return PackedDecoderLayer(layer, projections, exact=exact)
+    return PackedDecoderLayer(layer, form, projections, exact=exact)
 
 
 class PackedDecoderLayer(PackedModule):
     """A decoder layer; what is in front of its attention and behind it is computed when called."""
 
     def __init__(
-        self, layer: nn.Module, projections: Sequence[PackedProjection], *, exact: bool
+        self,
+        layer: nn.Module,
+        form: LayerForm,
+        projections: Sequence[PackedProjection],
+        *,
+        exact: bool,
     ) -> None:
         """Make the graphs.
 
         Args:
             layer: of mlx-lm.
-            projections: those of queries, keys, values, output, gate, up and down.
+            form: of the layer.
+            projections: those before attention, of its output, of gate and up, and down.
             exact: whether rows stay in float32.
         """
         super().__init__([projection.matrix for projection in projections], exact=exact)
@@ -97,34 +139,17 @@ class PackedDecoderLayer(PackedModule):
                 setattr(self, name, value)
         attention = layer.self_attn
         self._attention_module = sys.modules[type(attention).__module__]
-        queries, keys, values, output, gate, up, down = projections
-        heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
-        width = down.matrix.rows
-        self._heads = heads
-
-        graph, sums = Graph(), dict[int, str]()
-        normed = _rms_norm(graph, "x", layer.input_layernorm)
-        parts = add_projections(graph, normed, sums, (queries, keys, values), exact=exact)
-        for number, name in enumerate(NORMS):
-            if name in attention:
-                parts[number] = _norm_heads(graph, parts[number], heads[number], attention[name])
-        sides = [projection.matrix.rows for projection in (queries, keys, values)]
-        self._before = graph.session({"x": width}, dict(zip(parts, sides, strict=True)))
-
-        graph = Graph()
-        (mixed,) = add_projections(graph, "mixed", {}, (output,), exact=exact)
-        residual = graph.node("Add", "x", mixed)
-        normed = _rms_norm(graph, residual, layer.post_attention_layernorm)
-        gated, raised = add_projections(graph, normed, {}, (gate, up), exact=exact)
-        silu = graph.node("Mul", gated, graph.node("Sigmoid", gated))
-        hidden = graph.node("Mul", silu, raised)
-        (lowered,) = add_projections(graph, hidden, {}, (down,), exact=exact)
-        result = graph.node("Add", residual, lowered)
-        self._behind = graph.session({"mixed": output.matrix.columns, "x": width}, {result: width})
-
+        self._heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
+        self._soft_cap = float(getattr(attention, "attn_logit_softcapping", 0))
+        parts = len(form.before)
+        graphs = LayerGraphs(layer, form, exact=exact)
+        self._before = graphs.before(projections[:parts], self._heads)
+        self._behind = graphs.behind(
+            projections[parts], projections[parts + 1 : -1], projections[-1]
+        )
         self.packed_bytes = self._before.weight_bytes + self._behind.weight_bytes
 
-        for name in [key for key in attention if key in (*BEFORE, "o_proj", *NORMS)]:
+        for name in [key for key in attention if key in (*form.before, O_PROJ, *NORMS)]:
             attention.pop(name)
         self.self_attn = attention
 
@@ -150,17 +175,123 @@ class PackedDecoderLayer(PackedModule):
 
     def _attend(self, queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any) -> mx.array:
         """Attend in order, so that rounded rows have the same bits in any batch and chunk."""
-        scale = self.self_attn.scale
+        scale, soft_cap = self.self_attn.scale, self._soft_cap
         mixed: mx.array | None = None
-        is_causal = queries.shape[2] == 1 if mask is None else isinstance(mask, str)
-        if is_causal and isinstance(keys, mx.array) and not isinstance(cache, Reads):
-            mixed = attend_buffer(queries, keys, values, scale)
+        if isinstance(keys, mx.array) and not isinstance(cache, Reads):
+            if _is_causal(mask, queries.shape[2], keys.shape[2]):
+                mixed = attend_buffer(queries, keys, values, scale, soft_cap=soft_cap)
+            if mixed is None and soft_cap:
+                return _attend_capped(queries, keys, values, scale, mask, soft_cap)
         if mixed is None:
             # The name as it is bound now, by `layer_seams.attach`, too.
             attend = getattr(self._attention_module, ATTENTION)
             with in_order():
                 mixed = attend(queries, keys, values, cache=cache, scale=scale, mask=mask)
         return mixed
+
+
+def _is_causal(mask: Any, n: int, m: int) -> bool:
+    """Tell whether the last n of m columns see all in front of them under a mask."""
+    if mask is None or isinstance(mask, str):
+        return n == 1 or mask is not None
+    if mask.dtype != mx.bool_ or mask.size != n * m:
+        return False
+    return np.array_equal(np.asarray(mask).reshape(n, m), np.tri(n, m, m - n, bool))
+
+
+def _attend_capped(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, soft_cap: float
+) -> mx.array:
+    """Attend as Gemma 2 does, with (b, heads, n, d): scores stay within a cap."""
+    b, heads, n, dim = queries.shape
+    grouped = (queries * scale).reshape(b, keys.shape[1], -1, n, dim)
+    keys, values = mx.expand_dims(keys, 2), mx.expand_dims(values, 2)
+    scores = soft_cap * mx.tanh(grouped @ keys.swapaxes(-1, -2) / soft_cap)
+    if mask is not None:
+        if mask.ndim == 4:
+            mask = mx.expand_dims(mask, 2)
+        if mask.dtype == mx.bool_:
+            scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+        else:
+            scores = scores + mask
+    mixed = mx.softmax(scores, precise=True, axis=-1) @ values
+    return mixed.reshape(b, heads, n, -1)
+
+
+class LayerGraphs:
+    """The two graphs of a decoder layer in the making."""
+
+    def __init__(self, layer: nn.Module, form: LayerForm, *, exact: bool) -> None:
+        self._layer = layer
+        self._form = form
+        self._exact = exact
+        self._least = least_rows(exact=exact)
+
+    def before(self, projections: Sequence[PackedProjection], heads: Sequence[int]) -> RowSession:
+        """Return the norm and the products in front of attention: queries, keys and values."""
+        graph, attention = Graph(), self._layer.self_attn
+        width = projections[0].matrix.columns
+        normed = self._norm(graph, "x", self._layer.input_layernorm)
+        sides = add_projections(graph, normed, {}, projections, exact=self._exact)
+        widths = [projection.matrix.rows for projection in projections]
+        if len(sides) == 1:
+            dim = widths[0] // sum(heads)
+            widths = [dim * count for count in heads]
+            sides = add_split(graph, sides[0], widths)
+        for number, name in enumerate(NORMS):
+            if name in attention:
+                sides[number] = self._norm_heads(
+                    graph, sides[number], heads[number], attention[name]
+                )
+        return graph.session({"x": width}, dict(zip(sides, widths, strict=True)), self._least)
+
+    def behind(
+        self,
+        output: PackedProjection,
+        raising: Sequence[PackedProjection],
+        down: PackedProjection,
+    ) -> RowSession:
+        """Return what is computed of the mix of values and the layer's rows."""
+        graph, layer, form, exact = Graph(), self._layer, self._form, self._exact
+        width, hidden_width = down.matrix.rows, down.matrix.columns
+        (mixed,) = add_projections(graph, "mixed", {}, (output,), exact=exact)
+        residual = self._add(graph, "x", mixed, form.mixed_norm)
+        normed = self._norm(graph, residual, layer[form.mlp_norm])
+        raised = add_projections(graph, normed, {}, raising, exact=exact)
+        if len(raised) == 1:
+            raised = add_split(graph, raised[0], [hidden_width, hidden_width])
+        hidden = graph.node("Mul", _activated(graph, raised[0], form.activation), raised[1])
+        (lowered,) = add_projections(graph, hidden, {}, (down,), exact=exact)
+        result = self._add(graph, residual, lowered, form.lowered_norm)
+        inputs = {"mixed": output.matrix.columns, "x": width}
+        return graph.session(inputs, {result: width}, self._least)
+
+    def _add(self, graph: Graph, x: str, y: str, norm: str | None) -> str:
+        """Add to rows what a part of the layer made of them."""
+        if norm is not None:
+            y = self._norm(graph, y, self._layer[norm])
+        factor = getattr(self._layer, "residual_multiplier", 1.0)
+        if factor != 1.0:
+            y = graph.node("Mul", y, graph.weight(np.array([factor], np.float32)))
+        return str(graph.node("Add", x, y))
+
+    def _norm(self, graph: Graph, x: str, norm: nn.Module) -> str:
+        weight = np.array(norm.weight.astype(mx.float32)) + np.float32(self._form.from_one)
+        normed: str = graph.node(
+            "SimplifiedLayerNormalization",
+            x,
+            graph.weight(weight),
+            axis=-1,
+            epsilon=float(norm.eps),
+        )
+        return normed
+
+    def _norm_heads(self, graph: Graph, x: str, heads: int, norm: nn.Module) -> str:
+        """Add a norm over each head of rows."""
+        apart = graph.weight(np.array([0, heads, norm.weight.size], np.int64))
+        normed = self._norm(graph, graph.node("Reshape", x, apart), norm)
+        together = graph.weight(np.array([0, heads * norm.weight.size], np.int64))
+        return str(graph.node("Reshape", normed, together))
 
 
 # ---- nodes of graphs
@@ -183,17 +314,7 @@ def add_projections(
     ]
 
 
-def _rms_norm(graph: Graph, x: str, norm: nn.Module) -> str:
-    weight = np.array(norm.weight.astype(mx.float32))
-    normed: str = graph.node(
-        "SimplifiedLayerNormalization", x, graph.weight(weight), axis=-1, epsilon=float(norm.eps)
-    )
-    return normed
-
-
-def _norm_heads(graph: Graph, x: str, heads: int, norm: nn.Module) -> str:
-    """Add a norm over each head of rows."""
-    apart = graph.weight(np.array([0, heads, norm.weight.size], np.int64))
-    normed = _rms_norm(graph, graph.node("Reshape", x, apart), norm)
-    together = graph.weight(np.array([0, heads * norm.weight.size], np.int64))
-    return str(graph.node("Reshape", normed, together))
+def _activated(graph: Graph, x: str, activation: str) -> str:
+    if activation == "gelu":
+        return str(graph.node("Gelu", x, approximate="tanh"))
+    return str(graph.node("Mul", x, graph.node("Sigmoid", x)))

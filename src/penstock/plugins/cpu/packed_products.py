@@ -6,7 +6,8 @@ codes, and the sums of each row's blocks times the offsets: exact, at a thirty-s
 
 Rows are rounded to 8 bits a block, as llama.cpp does; `exact` leaves them in float32. A row's
 result does not depend on the rows beside it. On some processors a row alone is added up in another
-order: it is computed twice there (`least_rows`).
+order: it is computed twice there (`least_rows`). With AVX2 that is a rounded row, with AVX-512 one
+in float32.
 """
 
 from __future__ import annotations
@@ -173,8 +174,13 @@ def add_products(
     product = add_product(graph, x, sums, whole, exact=exact)
     if len(matrices) == 1:
         return [product]
-    sizes = graph.weight(np.array([matrix.rows for matrix in matrices], np.int64))
-    parts: list[str] = graph.node("Split", product, sizes, outputs=len(matrices), axis=1)
+    return add_split(graph, product, [matrix.rows for matrix in matrices])
+
+
+def add_split(graph: Graph, x: str, widths: Sequence[int]) -> list[str]:
+    """Add the division of rows into parts of these widths to a graph; return the parts' names."""
+    sizes = graph.weight(np.array(widths, np.int64))
+    parts: list[str] = graph.node("Split", x, sizes, outputs=len(widths), axis=1)
     return parts
 
 
@@ -195,17 +201,18 @@ def _stacked(matrices: Sequence[PackedCodes]) -> PackedCodes | None:
 
 
 @cache
-def least_rows() -> int:
+def least_rows(*, exact: bool) -> int:
     """Return the fewest rows that are multiplied together, 1 or 2.
 
-    With AVX2 alone the operator adds up a single row of 4 bits in another order than several.
+    Args:
+        exact: whether rows stay in float32.
     """
     draw = np.random.default_rng(0)
     codes = draw.integers(0, 256, (64, 32, 16), np.uint8)
     scales = draw.random((64, 32), np.float32)
     graph = Graph()
     matrix = PackedCodes(codes, scales, scales.copy(), 4, 32)
-    product = add_product(graph, "x", {}, matrix, exact=False)
+    product = add_product(graph, "x", {}, matrix, exact=exact)
     session = graph.session({"x": 1024}, {product: 64})
     rows = draw.standard_normal((3, 1024), np.float32)
     (together,) = session.run(rows)
@@ -216,7 +223,7 @@ def least_rows() -> int:
 def run_rows(session: RowSession, *inputs: Array) -> list[Array]:
     """Run a session with products on rows; no result depends on their number."""
     rows = len(inputs[0])
-    whole = session.run(*(_aligned(x, max(rows, least_rows())) for x in inputs))
+    whole = session.run(*(_aligned(x, max(rows, session.least_rows)) for x in inputs))
     return [out[:rows] for out in whole]
 
 
@@ -307,7 +314,8 @@ def product_session(matrix: PackedCodes, *, exact: bool) -> RowSession:
     """Return a session that multiplies rows by a matrix."""
     graph = Graph()
     product = add_product(graph, "x", {}, matrix, exact=exact)
-    return graph.session({"x": matrix.columns}, {product: matrix.rows})
+    width = {product: matrix.rows}
+    return graph.session({"x": matrix.columns}, width, least_rows(exact=exact))
 
 
 def multiplied(session: RowSession, x: mx.array) -> mx.array:

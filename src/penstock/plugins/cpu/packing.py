@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import onnxruntime  # noqa: F401 - where it is not installed, this plug-in is not there
 
-from penstock.plugins.cpu.packed_layers import is_known, packed_layer
+from penstock.plugins.cpu.packed_layers import form_of, packed_layer
 from penstock.plugins.cpu.packed_products import (
     BLOCKS,
     WIDER,
@@ -32,7 +32,7 @@ def takes(module: nn.Module) -> bool:
 
 def pack(model: nn.Module, *, exact: bool) -> None:
     """See `WeightPacker`: decoder layers of known forms as two graphs, others layer by layer."""
-    for name in _names(model, is_known):
+    for name in _names(model, lambda module: form_of(module) is not None):
         layer = packed_layer(_at(model, name), exact=exact)
         if layer is not None:
             _put(model, name, layer)
