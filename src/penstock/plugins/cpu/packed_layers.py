@@ -35,7 +35,7 @@ NORMS = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerForm:
+class DecoderForm:
     """How mlx-lm computes the decoder layers of a class."""
 
     before: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -43,7 +43,7 @@ class LayerForm:
     raising: tuple[str, ...] = ("gate_proj", "up_proj")
     """Linear layers of the gate and what it lets through; one of both is fused."""
     activation: str = "silu"
-    """Of the gate: `silu`, or the approximation `gelu`."""
+    """Activation of the gate: `silu`, or the approximation `gelu`."""
     mlp_norm: str = "post_attention_layernorm"
     """Norm in front of the gated part."""
     mixed_norm: str | None = None
@@ -54,7 +54,7 @@ class LayerForm:
     """Whether norms multiply by 1 + weight."""
 
 
-GEMMA = LayerForm(
+GEMMA = DecoderForm(
     activation="gelu",
     mlp_norm="pre_feedforward_layernorm",
     mixed_norm="post_attention_layernorm",
@@ -62,11 +62,11 @@ GEMMA = LayerForm(
     from_one=True,
 )
 FORMS = {
-    "mlx_lm.models.llama.TransformerBlock": LayerForm(),  # and mistral's, smollm3's
-    "mlx_lm.models.qwen2.TransformerBlock": LayerForm(),
-    "mlx_lm.models.qwen3.TransformerBlock": LayerForm(),
-    "mlx_lm.models.granite.TransformerBlock": LayerForm(),
-    "mlx_lm.models.phi3.TransformerBlock": LayerForm(
+    "mlx_lm.models.llama.TransformerBlock": DecoderForm(),  # and mistral's, smollm3's
+    "mlx_lm.models.qwen2.TransformerBlock": DecoderForm(),
+    "mlx_lm.models.qwen3.TransformerBlock": DecoderForm(),
+    "mlx_lm.models.granite.TransformerBlock": DecoderForm(),
+    "mlx_lm.models.phi3.TransformerBlock": DecoderForm(
         before=("qkv_proj",), raising=("gate_up_proj",)
     ),
     "mlx_lm.models.gemma2.TransformerBlock": GEMMA,
@@ -92,7 +92,7 @@ class PackedProjection:
         return cls(matrix, None if bias is None else np.array(bias.astype(mx.float32)))
 
 
-def form_of(module: nn.Module) -> LayerForm | None:
+def form_of(module: nn.Module) -> DecoderForm | None:
     """Return the form of a decoder layer; None if the module is none of a known form."""
     return FORMS.get(f"{type(module).__module__}.{type(module).__name__}")
 
@@ -120,7 +120,7 @@ class PackedDecoderLayer(PackedModule):
     def __init__(
         self,
         layer: nn.Module,
-        form: LayerForm,
+        form: DecoderForm,
         projections: Sequence[PackedProjection],
         *,
         exact: bool,
@@ -221,7 +221,7 @@ def _attend_capped(
 class LayerGraphs:
     """The two graphs of a decoder layer in the making."""
 
-    def __init__(self, layer: nn.Module, form: LayerForm, *, exact: bool) -> None:
+    def __init__(self, layer: nn.Module, form: DecoderForm, *, exact: bool) -> None:
         self._layer = layer
         self._form = form
         self._exact = exact
