@@ -10,8 +10,8 @@ import pytest
 from penstock.plugins.cpu.packed_products import (
     PackedEmbedding,
     PackedLinear,
-    least_rows,
     packed_codes,
+    row_multiple,
     run_rows,
 )
 
@@ -66,10 +66,13 @@ def test_half_precision_codes_become_float32() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_row_has_the_same_bits_beside_any_others(bits: int, symmetric: bool, exact: bool) -> None:
-    layer = linear(1536, 160, bits, 32)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_row_has_the_same_bits_beside_any_others(
+    bits: int, block: int, exact: bool, symmetric: bool
+) -> None:
+    layer = linear(1536, 160, bits, block)
     if symmetric:
         layer.biases = -(2.0 ** (bits - 1)) * layer.scales
     matrix = packed_codes(layer)
@@ -82,7 +85,8 @@ def test_a_row_has_the_same_bits_beside_any_others(bits: int, symmetric: bool, e
         for rows in ROWS:
             (alone,) = run_rows(session, x[first : first + rows])
             assert np.array_equal(alone, together[first : first + rows]), (first, rows)
-    if least_rows(exact=exact) == 2 and bits == 4:  # and the check sees it
+    assert session.row_multiple == row_multiple(bits, block, exact)
+    if session.row_multiple == 2:  # and the check sees it
         assert not np.array_equal(session.run(x[:1])[0], together[:1])
 
 

@@ -56,6 +56,8 @@ class Graph:
         self._nodes: list[bytes] = []
         self._weights: dict[str, Array] = {}
         self._count = 0
+        self.row_multiple = 1
+        """Number of which a multiple of rows must be computed; see `row_multiple`."""
 
     def weight(self, array: Array) -> str:
         """Add an array that the graph holds; return its name."""
@@ -76,15 +78,12 @@ class Graph:
         self._nodes.append(b"".join(fields))
         return names[0] if outputs == 1 else names
 
-    def session(
-        self, inputs: dict[str, int], outputs: dict[str, int], least_rows: int = 1
-    ) -> RowSession:
+    def session(self, inputs: dict[str, int], outputs: dict[str, int]) -> RowSession:
         """Return what computes the graph, whose inputs and outputs are rows of float32.
 
         Args:
             inputs: numbers of a row, by name.
             outputs: the same.
-            least_rows: as of the session.
         """
         external = {k: v for k, v in self._weights.items() if v.nbytes > INLINE_BYTES}
         graph = [_message(1, node) for node in self._nodes]
@@ -106,7 +105,7 @@ class Graph:
         session = ort.InferenceSession(b"".join(model), options, providers=["CPUExecutionProvider"])
         weight_bytes = sum(array.nbytes for array in self._weights.values())
         self._weights.clear()
-        return RowSession(session, list(inputs), list(outputs), weight_bytes, least_rows)
+        return RowSession(session, list(inputs), list(outputs), weight_bytes, self.row_multiple)
 
     def _name(self, word: str) -> str:
         self._count += 1
@@ -122,15 +121,14 @@ class RowSession:
         inputs: list[str],
         outputs: list[str],
         weight_bytes: int,
-        least_rows: int,
+        row_multiple: int,
     ) -> None:
         self._session = session
         self._inputs = inputs
         self._outputs = outputs
         self.weight_bytes = weight_bytes
         """Bytes of the arrays that the graph holds."""
-        self.least_rows = least_rows
-        """Fewest rows that are to be computed together, so that none depends on their number."""
+        self.row_multiple = row_multiple
 
     def run(self, *rows: Array) -> list[Array]:
         """Return the outputs of rows: (n, width) of float32 each."""

@@ -23,7 +23,6 @@ from penstock.plugins.cpu.packed_products import (
     PackedModule,
     add_products,
     add_split,
-    least_rows,
     packed_codes,
     rows_of,
     run_rows,
@@ -225,7 +224,6 @@ class LayerGraphs:
         self._layer = layer
         self._form = form
         self._exact = exact
-        self._least = least_rows(exact=exact)
 
     def before(self, projections: Sequence[PackedProjection], heads: Sequence[int]) -> RowSession:
         """Return the norm and the products in front of attention: queries, keys and values."""
@@ -243,7 +241,7 @@ class LayerGraphs:
                 sides[number] = self._norm_heads(
                     graph, sides[number], heads[number], attention[name]
                 )
-        return graph.session({"x": width}, dict(zip(sides, widths, strict=True)), self._least)
+        return graph.session({"x": width}, dict(zip(sides, widths, strict=True)))
 
     def behind(
         self,
@@ -264,7 +262,7 @@ class LayerGraphs:
         (lowered,) = add_projections(graph, hidden, {}, (down,), exact=exact)
         result = self._add(graph, residual, lowered, form.lowered_norm)
         inputs = {"mixed": output.matrix.columns, "x": width}
-        return graph.session(inputs, {result: width}, self._least)
+        return graph.session(inputs, {result: width})
 
     def _add(self, graph: Graph, x: str, y: str, norm: str | None) -> str:
         """Add to rows what a part of the layer made of them."""

@@ -5,9 +5,8 @@ than that, number = scale x (code - middle) + offset. So the products are those 
 codes, and the sums of each row's blocks times the offsets: exact, at a thirty-second of the work.
 
 Rows are rounded to 8 bits a block, as llama.cpp does; `exact` leaves them in float32. A row's
-result does not depend on the rows beside it. On some processors a row alone is added up in another
-order: it is computed twice there (`least_rows`). With AVX2 that is a rounded row, with AVX-512 one
-in float32.
+result does not depend on the rows beside it. On some processors a row alone, or the last one of an
+odd number, is added up in another order: rows are computed in pairs there (`row_multiple`).
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ WIDER = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}
 """Bits that codes of so many bits lie in."""
 ALIGNMENT = 64
 """Bytes at a multiple of which the runtime puts its own arrays, too."""
+MULTIPLES = (1, 2, 4, 8)
+"""Numbers of rows that may have to be computed together."""
 CODES_AT_ONCE = 1 << 22
 """Codes that are unpacked at a time."""
 
@@ -142,8 +143,16 @@ def add_product(
         matrix: codes.
         exact: whether rows stay in float32.
     """
+    multiple = row_multiple(matrix.bits, matrix.block, exact)
+    graph.row_multiple = max(graph.row_multiple, multiple)
+    return _add_product(graph, x, sums, matrix, exact=exact)
+
+
+def _add_product(
+    graph: Graph, x: str, sums: dict[int, str], matrix: PackedCodes, *, exact: bool
+) -> str:
     if exact and matrix.bits == 8:  # in float32 the operator has a quick way for 4 bits alone
-        parts = [add_product(graph, x, sums, half, exact=True) for half in matrix.halves()]
+        parts = [_add_product(graph, x, sums, half, exact=True) for half in matrix.halves()]
         return str(graph.node("Add", *parts))
     product = graph.node(
         "MatMulNBits", x, graph.weight(matrix.codes), graph.weight(matrix.scales),
@@ -201,29 +210,39 @@ def _stacked(matrices: Sequence[PackedCodes]) -> PackedCodes | None:
 
 
 @cache
-def least_rows(*, exact: bool) -> int:
-    """Return the fewest rows that are multiplied together, 1 or 2.
+def row_multiple(bits: int, block: int, exact: bool) -> int:
+    """Return a number of which any multiple of rows has the same bits in each row; tried at once.
 
-    Args:
-        exact: whether rows stay in float32.
+    For rows in float32 it is 2, and for rounded ones with AVX2 and 4 bits, or with AVX-512 and
+    blocks of 64.
     """
+    columns, rows = 5 * block, MULTIPLES[-1] * 3
     draw = np.random.default_rng(0)
-    codes = draw.integers(0, 256, (64, 32, 16), np.uint8)
-    scales = draw.random((64, 32), np.float32)
+    codes = draw.integers(0, 256, (67, 5, block * bits // 8), np.uint8)
+    scales = draw.random((67, 5), np.float32)
     graph = Graph()
-    matrix = PackedCodes(codes, scales, scales.copy(), 4, 32)
-    product = add_product(graph, "x", {}, matrix, exact=exact)
-    session = graph.session({"x": 1024}, {product: 64})
-    rows = draw.standard_normal((3, 1024), np.float32)
-    (together,) = session.run(rows)
-    alone = [session.run(rows[row : row + 1])[0] for row in range(3)]
-    return 1 if np.array_equal(np.concatenate(alone), together) else 2
+    matrix = PackedCodes(codes, scales, scales.copy(), bits, block)
+    session = graph.session({"x": columns}, {_add_product(graph, "x", {}, matrix, exact=exact): 67})
+    x = _aligned(draw.standard_normal((rows, columns), np.float32), rows)
+    (together,) = session.run(x)
+    for multiple in MULTIPLES:
+        counts = range(multiple, rows, multiple)
+        spans = [slice(first, first + n) for n in counts for first in (0, rows - n)]
+        if all(
+            np.array_equal(
+                session.run(_aligned(x[span], span.stop - span.start))[0], together[span]
+            )
+            for span in spans
+        ):
+            return multiple
+    return MULTIPLES[-1]
 
 
 def run_rows(session: RowSession, *inputs: Array) -> list[Array]:
     """Run a session with products on rows; no result depends on their number."""
     rows = len(inputs[0])
-    whole = session.run(*(_aligned(x, max(rows, session.least_rows)) for x in inputs))
+    padded = -(-rows // session.row_multiple) * session.row_multiple
+    whole = session.run(*(_aligned(x, padded) for x in inputs))
     return [out[:rows] for out in whole]
 
 
@@ -315,7 +334,7 @@ def product_session(matrix: PackedCodes, *, exact: bool) -> RowSession:
     graph = Graph()
     product = add_product(graph, "x", {}, matrix, exact=exact)
     width = {product: matrix.rows}
-    return graph.session({"x": matrix.columns}, width, least_rows(exact=exact))
+    return graph.session({"x": matrix.columns}, width)
 
 
 def multiplied(session: RowSession, x: mx.array) -> mx.array:
