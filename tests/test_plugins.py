@@ -82,10 +82,10 @@ def parsed(out: str, folder: Path) -> list[object]:
 
 
 def test_there_are_these() -> None:
-    assert PLUGINS == ["cpu", "kernels", "ray", "remote"]
+    assert PLUGINS == ["cpu", "gguf", "kernels", "ray", "remote"]
 
 
-@pytest.mark.parametrize("plugin", ["cpu", "kernels", "ray", "remote"])
+@pytest.mark.parametrize("plugin", PLUGINS)
 def test_every_module_is_imported_and_the_engine_answers_alike_without(
     plugin: str, tmp_path: Path, whole: list[object]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cli.options import check_writable
 from penstock.errors import ModelError, SettingError
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.recall import MODEL_PATH
 
 FLAG = "--ssd-cache-dir"

@@ -23,10 +23,10 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from penstock.errors import ModelError
-from penstock.models.gguf import architectures
-from penstock.models.gguf.header import read_header
-from penstock.models.gguf.loaded_bytes import native_bytes, wide_bytes
-from penstock.models.gguf.tokenizer import write_tokenizer
+from penstock.plugins.gguf import architectures
+from penstock.plugins.gguf.header import read_header
+from penstock.plugins.gguf.loaded_bytes import native_bytes, wide_bytes
+from penstock.plugins.gguf.tokenizer import write_tokenizer
 
 HEAD_BYTES = 4_096
 """First bytes of a file, in which half of the changes are made: counts and the first keys."""

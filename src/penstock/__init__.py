@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         WrongType,
     )
     from penstock.models.layer_seams import attach
-    from penstock.models.mlx_lm import load
+    from penstock.models.loading import load
 
 __all__ = [
     "BatchKVCache",
@@ -106,7 +106,7 @@ __all__ = [
 
 _HOMES = {
     "attach": "penstock.models.layer_seams",
-    "load": "penstock.models.mlx_lm",
+    "load": "penstock.models.loading",
     "PrefixCache": "penstock.caches.prefix_cache",
     "Engine": "penstock.engine.engine",
     "Request": "penstock.engine.request",

@@ -1,13 +1,12 @@
 """Plug-ins: parts found by entry points, and imported by nothing by name.
 
-`pyproject.toml` names those of this package, in the group `penstock.plugins`. Another package may
-name one in place of ours.
+`pyproject.toml` names those of this package. Another package may name one in place of ours.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 GROUP = "penstock.plugins"
@@ -16,10 +15,21 @@ GROUP = "penstock.plugins"
 @cache
 def extension(name: str) -> Any | None:
     """Return the object of a plug-in's entry point; None where it is not installed."""
-    for entry in entry_points(group=GROUP, name=name):
-        try:
-            return entry.load()
-        except ModuleNotFoundError as error:
-            if error.name is None or not entry.module.startswith(error.name):
-                raise  # it lacks another module; its own is gone otherwise
+    objects = (_loaded(entry) for entry in entry_points(group=GROUP, name=name))
+    return next((loaded for loaded in objects if loaded is not None), None)
+
+
+@cache
+def extensions(group: str) -> tuple[Any, ...]:
+    """Return the objects of all entry points of a group whose plug-ins are installed."""
+    objects = (_loaded(entry) for entry in entry_points(group=group))
+    return tuple(loaded for loaded in objects if loaded is not None)
+
+
+def _loaded(entry: EntryPoint) -> Any | None:
+    try:
+        return entry.load()
+    except ModuleNotFoundError as error:
+        if error.name is None or not entry.module.startswith(error.name):
+            raise  # it lacks another module; its own is gone otherwise
     return None

@@ -25,7 +25,7 @@ from penstock.attention.selection.key_index import KeyIndex
 from penstock.attention.selection.rotations import TABLE_BLOCKS, Rotation, rotation_of, rotations
 from penstock.caches.factory import _with_keys
 from penstock.engine.core import Core
-from penstock.models.mlx_lm import load
+from penstock.models.loading import load
 from penstock.plugins.cpu.center_loops import center_loop
 from penstock.recall import MODEL_PATH
 

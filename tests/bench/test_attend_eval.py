@@ -15,7 +15,8 @@ import pytest
 from penstock.cli import main
 from penstock.errors import SettingError
 from penstock.models.layer_seams import attach
-from penstock.models.mlx_lm import load, plain_caches
+from penstock.models.loading import load
+from penstock.models.mlx_lm import plain_caches
 from penstock.recall import MODEL_PATH
 from penstock_bench import attend_eval, attend_tasks, attend_text, eval_texts
 from penstock_bench.attend_text import AttendText

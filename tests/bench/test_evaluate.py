@@ -15,7 +15,8 @@ import pytest
 from penstock.cli import main
 from penstock.errors import ModelError
 from penstock.kv.codecs.names import parse_scheme
-from penstock.models.mlx_lm import encode, load, plain_caches, render
+from penstock.models.loading import load
+from penstock.models.mlx_lm import encode, plain_caches, render
 from penstock.recall import MODEL_PATH
 from penstock_bench import attention_error, eval_load, eval_texts, long_tasks
 from penstock_bench import evaluate as bench

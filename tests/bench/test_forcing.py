@@ -12,7 +12,8 @@ import pytest
 from penstock.engine.core import Core
 from penstock.engine.request import Request, Sampling
 from penstock.kv.numpy_arrays import Floats
-from penstock.models.mlx_lm import load, plain_caches, render
+from penstock.models.loading import load
+from penstock.models.mlx_lm import plain_caches, render
 from penstock.recall import MODEL_PATH
 from penstock_bench import evaluate as bench
 from penstock_bench import forcing

@@ -21,7 +21,8 @@ from stand_in_server import stand_in
 
 from penstock.cli import main
 from penstock.errors import SettingError
-from penstock.models.mlx_lm import load, render
+from penstock.models.loading import load
+from penstock.models.mlx_lm import render
 from penstock_bench import (
     serve_figures,
     serve_held,

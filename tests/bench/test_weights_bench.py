@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from penstock.cli import main
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock_bench.weights_speed import (
     FILE,
     FOLDER,

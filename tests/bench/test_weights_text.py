@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.cli import main
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock_bench import weights_text
 from support.gguf_files import small_file
 

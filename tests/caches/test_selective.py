@@ -18,7 +18,8 @@ from penstock.caches import factory
 from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.errors import ModelError, SettingError
-from penstock.models.mlx_lm import load, render
+from penstock.models.loading import load
+from penstock.models.mlx_lm import render
 from penstock.recall import MODEL_PATH
 from penstock_bench.recall import dialogue
 from support.worst_blocks import choose_worst_blocks

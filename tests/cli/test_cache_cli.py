@@ -22,7 +22,7 @@ from cache_folders import FILE_BYTES, A, B, chain, file_of, files, fill, flip, h
 
 from penstock import Engine, Request
 from penstock.cli import main
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.recall import MODEL_PATH
 from penstock.tiers.disk import Record
 from penstock.tiers.record import FORMAT

@@ -27,7 +27,8 @@ from penstock.cli import doctor, main
 from penstock.cli.doctor import MachineReport, _add_fit, find_misfits, find_problems
 from penstock.cli.fitness import AttentionTiming, Layers, try_model
 from penstock.memory import MachineMemory
-from penstock.models.mlx_lm import Loaded, load_all
+from penstock.models.loading import load_all
+from penstock.models.mlx_lm import Loaded
 from penstock.plugins.kernels import selftest
 from penstock.plugins.kernels.selftest import Timing, WayChoice
 from penstock.plugins.kernels.ways import AttentionForm, AttentionWay, Situation, Ways

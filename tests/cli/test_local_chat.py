@@ -13,7 +13,8 @@ from penstock.cli.options import local_limits
 from penstock.config import SamplingSettings
 from penstock.engine.engine import Engine
 from penstock.errors import ModelError, SettingError
-from penstock.models.mlx_lm import load_all, render
+from penstock.models.loading import load_all
+from penstock.models.mlx_lm import render
 from penstock.recall import MODEL_PATH
 
 TOLD = (

@@ -30,7 +30,7 @@ from penstock.cli.serve import _name
 from penstock.cli.settings_file import read_toml
 from penstock.engine.view import EngineView
 from penstock.errors import SettingError
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.recall import MODEL_PATH
 from penstock_bench.recall import Dialogue
 

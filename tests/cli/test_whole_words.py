@@ -18,7 +18,7 @@ from penstock.cli.doctor import DoctorProblem, _show, examine
 from penstock.cli.fitness import try_model
 from penstock.cli.whole_words import broken, print_line
 from penstock.config import ServerSettings
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.recall import MODEL_PATH
 
 WIDE = 1_000

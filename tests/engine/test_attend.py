@@ -24,7 +24,8 @@ from penstock.engine.request import Request, Sampling
 from penstock.engine.schedule.sequence import Sequence as EngineSequence
 from penstock.errors import SettingError
 from penstock.ledger import Kind
-from penstock.models.mlx_lm import load, render
+from penstock.models.loading import load
+from penstock.models.mlx_lm import render
 from penstock.plugins.cpu.center_loops import center_loop
 from penstock.plugins.cpu.choice_reader import LoopReader
 from penstock.recall import MODEL_PATH

@@ -33,7 +33,7 @@ from penstock.engine.run import measured_steps
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.view import EngineView
 from penstock.ledger import Kind
-from penstock.models.mlx_lm import load
+from penstock.models.loading import load
 from penstock.plugins.cpu.cpu_backend import CPUBackend
 from penstock.recall import MODEL_PATH
 

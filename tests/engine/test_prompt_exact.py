@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from penstock.engine.intake import TEXT_BEFORE_TOKENS
 from penstock.engine.model.text import REPLACEMENT, TextStream
 from penstock.engine.request import Token
-from penstock.models.gguf.header import read_header
-from penstock.models.gguf.tokenizer import write_tokenizer
+from penstock.plugins.gguf.header import read_header
+from penstock.plugins.gguf.tokenizer import write_tokenizer
 from penstock.recall import MODEL_PATH
 from penstock.server.openai.logprobs import Logprobs
 

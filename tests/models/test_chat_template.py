@@ -11,7 +11,8 @@ import pytest
 
 from penstock.errors import ModelError, SettingError
 from penstock.models.chat_template import CHATML, MOST_BYTES, template_text, use_template
-from penstock.models.mlx_lm import chat_templates, load_all, load_tokenizer, render
+from penstock.models.loading import load_all
+from penstock.models.mlx_lm import chat_templates, load_tokenizer, render
 from penstock.recall import MODEL_PATH
 
 

@@ -20,12 +20,13 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from penstock.cli import main
 from penstock.errors import ModelError
-from penstock.models.gguf import blocks
-from penstock.models.gguf.header import FORMS, Header, TensorInfo, is_gguf, read_header
-from penstock.models.gguf.loaded_bytes import native_bytes, wide_bytes
-from penstock.models.gguf.tokenizer import SPLITS, write_tokenizer
-from penstock.models.gguf.weights import nearest_errors
-from penstock.models.mlx_lm import load_all, render
+from penstock.models.loading import load_all
+from penstock.models.mlx_lm import render
+from penstock.plugins.gguf import blocks
+from penstock.plugins.gguf.header import FORMS, Header, TensorInfo, is_gguf, read_header
+from penstock.plugins.gguf.loaded_bytes import native_bytes, wide_bytes
+from penstock.plugins.gguf.tokenizer import SPLITS, write_tokenizer
+from penstock.plugins.gguf.weights import nearest_errors
 from support.gguf_files import (
     MODELS,
     VOCABULARY,

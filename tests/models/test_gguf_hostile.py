@@ -12,10 +12,11 @@ from gguf import GGUFValue, GGUFValueType
 from penstock.cli import main
 from penstock.errors import ModelError
 from penstock.models import template_trial
-from penstock.models.gguf.architectures import ARCHITECTURES, module_of
-from penstock.models.gguf.header import Header
-from penstock.models.gguf.tokenizer import LONGEST_PIECE, write_tokenizer
-from penstock.models.mlx_lm import load_all, render
+from penstock.models.loading import load_all
+from penstock.models.mlx_lm import render
+from penstock.plugins.gguf.architectures import ARCHITECTURES, module_of
+from penstock.plugins.gguf.header import Header
+from penstock.plugins.gguf.tokenizer import LONGEST_PIECE, write_tokenizer
 from support.gguf_files import small_model, write_model
 
 

@@ -15,9 +15,9 @@ from mlx_lm.models.rope_utils import initialize_rope
 from tokenizers import Tokenizer, pre_tokenizers
 
 from penstock.errors import ModelError
-from penstock.models.gguf.architectures import END_MARKS, config, end_tokens
-from penstock.models.gguf.header import Header, read_header
-from penstock.models.gguf.tokenizer import write_tokenizer
+from penstock.plugins.gguf.architectures import END_MARKS, config, end_tokens
+from penstock.plugins.gguf.header import Header, read_header
+from penstock.plugins.gguf.tokenizer import write_tokenizer
 from support.gguf_files import small_model, write_model
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())

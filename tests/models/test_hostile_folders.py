@@ -21,7 +21,7 @@ from penstock.cli import main
 from penstock.config import ServerSettings
 from penstock.errors import PenstockError
 from penstock.models import template_child, template_trial
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.models.template_trial import check_template
 from penstock.recall import MODEL_PATH
 from penstock.server.service import Service

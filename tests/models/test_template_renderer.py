@@ -17,7 +17,8 @@ from parrot import TEMPLATE, parrot
 import penstock
 from penstock import Engine
 from penstock.errors import ModelError
-from penstock.models.mlx_lm import TokenizerWrapper, load_all, render, rendered_text
+from penstock.models.loading import load_all
+from penstock.models.mlx_lm import TokenizerWrapper, render, rendered_text
 from penstock.models.template_renderer import TemplateOverrun, TemplateRefusal, TemplateRenderer
 from penstock.recall import MODEL_PATH
 from penstock.server.problems import BadRequest

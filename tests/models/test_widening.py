@@ -15,7 +15,7 @@ from penstock.attention import devices
 from penstock.attention.attention_memory import DeviceFacts
 from penstock.attention.mlx_backend import GPUBackend
 from penstock.errors import SettingError
-from penstock.models.mlx_lm import load_all, load_within
+from penstock.models.loading import load_all, load_within
 from penstock.models.widening import Widening, model_bytes
 from penstock.recall import MODEL_PATH
 from support.gguf_files import MODELS, SIZES

@@ -41,7 +41,7 @@ from penstock.errors import PenstockError
 from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.tails import Tails
 from penstock.models.layer_seams import attach
-from penstock.models.mlx_lm import load
+from penstock.models.loading import load
 from penstock.prefix import prefixes
 from penstock.prefix.prefixes import InsertResult
 from penstock.prefix.tree import PrefixTree

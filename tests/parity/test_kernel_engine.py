@@ -16,7 +16,7 @@ from penstock.attention import devices
 from penstock.attention.mlx_backend import GPUBackend
 from penstock.cli.fitness import try_model
 from penstock.engine.core import Core
-from penstock.models.mlx_lm import load, load_all
+from penstock.models.loading import load, load_all
 from penstock.plugins.kernels import selftest
 from penstock.plugins.kernels.attention_ways import layer_forms
 from penstock.plugins.kernels.ways import AttentionWay, Situation, Ways

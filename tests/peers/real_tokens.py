@@ -24,8 +24,8 @@ from random import Random
 from tokenizers import Tokenizer
 
 from penstock.errors import ModelError
-from penstock.models.gguf.header import Header, read_header
-from penstock.models.gguf.tokenizer import SPLITS, write_tokenizer
+from penstock.plugins.gguf.header import Header, read_header
+from penstock.plugins.gguf.tokenizer import SPLITS, write_tokenizer
 
 TEXTS = 200
 """Texts that are drawn for each vocabulary and each `pre`."""

@@ -19,7 +19,7 @@ from penstock.engine.model.model_probe import weight_bytes
 from penstock.engine.request import Request, Sampling
 from penstock.errors import ModelError
 from penstock.models import weight_packer as packing_seam
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.models.weight_packer import weight_packer
 from penstock.plugins.cpu.compiled import has_numba
 from penstock.recall import MODEL_PATH

@@ -10,7 +10,8 @@ import pytest
 
 from penstock.errors import ModelError
 from penstock.models import named
-from penstock.models.mlx_lm import Loaded, load_all
+from penstock.models.loading import load_all
+from penstock.models.mlx_lm import Loaded
 
 LICENSES = Path("/usr/share/common-licenses")
 

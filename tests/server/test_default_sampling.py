@@ -13,7 +13,8 @@ import pytest
 from servers import Running, serving, settings
 
 from penstock.engine.request import Request
-from penstock.models.mlx_lm import load_all, load_part
+from penstock.models.loading import load_all
+from penstock.models.mlx_lm import load_part
 from penstock.models.source import read_generation_config
 from penstock.recall import MODEL_PATH
 from penstock.server.default_sampling import default_sampling

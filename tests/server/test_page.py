@@ -24,7 +24,7 @@ from browsers import opened, say
 from patience import SOON
 from servers import Running, serving
 
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock_bench.recall import Dialogue, dialogue
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

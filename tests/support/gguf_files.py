@@ -1,7 +1,7 @@
 """GGUF files of small models, written by the package `gguf`: the reference for ours.
 
 Names of tensors, forms of blocks and keys of metadata are that package's, not those of
-`penstock.models.gguf`.
+`penstock.plugins.gguf`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from mlx_lm.models import (
 )
 
 from penstock import caches
-from penstock.models.mlx_lm import load
+from penstock.models.loading import load
 from penstock.recall import MODEL_PATH
 
 VOCABULARY_TOKENS = 512

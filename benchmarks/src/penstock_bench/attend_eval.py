@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from penstock.errors import SettingError
 from penstock.models.layer_seams import attach
-from penstock.models.mlx_lm import load
+from penstock.models.loading import load
 from penstock.plurals import counted
 from penstock_bench.attend_text import KEPT_TOKENS, STEP_TOKENS, AttendText, mean
 from penstock_bench.eval_load import EvalLoad

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.attention import devices
 from penstock.engine.model.runner import Runner
-from penstock.models.mlx_lm import load
+from penstock.models.loading import load
 from penstock.plurals import counted
 from penstock_bench.attend_text import KEPT_TOKENS, window_tokens
 from penstock_bench.eval_load import UNCHANGED, EvalLoad, KVSetting

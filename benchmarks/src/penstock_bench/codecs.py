@@ -24,7 +24,8 @@ from penstock.kv.codecs.coded import Codec, Coded
 from penstock.kv.codecs.names import parse_scheme
 from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.states import taken_apart
-from penstock.models.mlx_lm import encode, load, plain_caches
+from penstock.models.loading import load
+from penstock.models.mlx_lm import encode, plain_caches
 from penstock_bench import vllm_mlx
 from penstock_bench.recall import dialogue
 from penstock_bench.report import environment

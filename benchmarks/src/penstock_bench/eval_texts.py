@@ -8,7 +8,8 @@ from itertools import count, takewhile
 from typing import Any
 
 from penstock.errors import SettingError
-from penstock.models.mlx_lm import encode, load, render
+from penstock.models.loading import load
+from penstock.models.mlx_lm import encode, render
 from penstock.recall import MODEL_PATH
 from penstock_bench.eval_load import (
     ANSWER_TOKENS,

@@ -12,7 +12,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from penstock import config
-from penstock.models.mlx_lm import load, render
+from penstock.models.loading import load
+from penstock.models.mlx_lm import render
 from penstock.recall import MODEL_PATH
 from penstock_bench.recall import dialogue
 from penstock_bench.rivals import random_llama

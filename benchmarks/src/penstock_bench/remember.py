@@ -27,7 +27,8 @@ from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.engine.schedule.sequence import Sequence
 from penstock.kv.segment import ColumnRange
-from penstock.models.mlx_lm import load, render
+from penstock.models.loading import load
+from penstock.models.mlx_lm import render
 from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 from penstock_bench.recall import Question, dialogue

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.engine.engine import Engine
 from penstock.engine.request import Request
-from penstock.models.mlx_lm import load
+from penstock.models.loading import load
 
 
 def main(folder: str, codec_settings: dict[str, Any]) -> None:

@@ -17,11 +17,11 @@ from mlx.utils import tree_flatten
 
 from penstock import config, memory
 from penstock.models import named
-from penstock.models.gguf import weights
-from penstock.models.gguf.header import is_gguf, read_header
-from penstock.models.gguf.loaded_bytes import activation_dtype
-from penstock.models.mlx_lm import load
+from penstock.models.loading import load
 from penstock.models.source import checked_source
+from penstock.plugins.gguf import weights
+from penstock.plugins.gguf.header import is_gguf, read_header
+from penstock.plugins.gguf.loaded_bytes import activation_dtype
 from penstock.recall import MODEL_PATH
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 from penstock_bench.recall import count_tokens, dialogue, vocabulary

@@ -18,7 +18,7 @@ from dataclasses import replace
 import psutil
 
 from penstock import config
-from penstock.models.mlx_lm import load as load_model
+from penstock.models.loading import load as load_model
 from penstock.models.mlx_lm import render
 from penstock_bench.engine_sides import OURS
 from penstock_bench.models import ModelChoice

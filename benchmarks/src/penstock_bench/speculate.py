@@ -21,7 +21,8 @@ from mlx.utils import tree_flatten
 
 from penstock.engine.core import Core
 from penstock.engine.request import Request
-from penstock.models.mlx_lm import encode, load
+from penstock.models.loading import load
+from penstock.models.mlx_lm import encode
 from penstock_bench.engine_sides import MEMORY_SHARE, RIVAL
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report

@@ -20,8 +20,9 @@ from typing import Any
 import mlx.core as mx
 
 from penstock import Engine, Request
-from penstock.models.gguf.header import is_gguf
-from penstock.models.mlx_lm import Loaded, load_all, load_tokenizer, render
+from penstock.models.loading import load_all
+from penstock.models.mlx_lm import Loaded, load_tokenizer, render
+from penstock.plugins.gguf.header import is_gguf
 from penstock_bench import weights_text
 from penstock_bench.comparison import least, ratio_line, speed
 from penstock_bench.report import Line, Notify, Report

@@ -17,7 +17,8 @@ from typing import Any
 import mlx.core as mx
 
 from penstock import caches
-from penstock.models.mlx_lm import load, render
+from penstock.models.loading import load
+from penstock.models.mlx_lm import render
 from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 from penstock_bench import rivals

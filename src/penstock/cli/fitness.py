@@ -18,9 +18,8 @@ from penstock.extensions import extension
 from penstock.kv.tails import token_bytes
 from penstock.memory import LayerKind
 from penstock.models import mlx_lm as seam
-from penstock.models.gguf.header import is_gguf, read_header
-from penstock.models.gguf.weights import nearest_errors
 from penstock.models.mlx_lm import Loaded
+from penstock.models.model_files import open_model_file
 from penstock.models.widening import model_bytes
 from penstock.plurals import counted
 
@@ -151,9 +150,8 @@ def halves_from(runner: Runner) -> int | None:
 
 
 def _codes_errors(name: str, loaded: Loaded) -> dict[str, float]:
-    if not is_gguf(name) or "quantization" not in loaded.config:
-        return {}
-    return nearest_errors(read_header(name))
+    file = open_model_file(name) if "quantization" in loaded.config else None
+    return {} if file is None else file.codes_errors()
 
 
 def _seen_layers(model: Any) -> tuple[Layers, ...]:

@@ -127,7 +127,7 @@ def load_quietly(
     model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None
 ) -> Loaded:
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.models.mlx_lm import load_within
+    from penstock.models.loading import load_within
 
     return load_within(model, weights_dtype, memory_limit)
 

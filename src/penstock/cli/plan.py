@@ -443,18 +443,16 @@ def _default_limit() -> int:
 def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int) -> ModelSpec:
     """Read a model's spec with its weights as they will be loaded; reads headers alone."""
     # numpy takes a while to import, which --help need not wait for.
-    from penstock.models.gguf import architectures
-    from penstock.models.gguf.header import is_gguf, read_header
-    from penstock.models.gguf.loaded_bytes import bytes_by_kind, packed_bytes
+    from penstock.models.model_files import open_model_file
 
     def read(*, float32: bool) -> ModelSpec:
-        if header is None:
+        if file is None:
             return memory.read_model_spec(path, wide=float32)
-        config = {**architectures.config(header), "_name_or_path": header.name}
-        files = bytes_by_kind(header, wide=float32)
-        return memory.read_model_spec(config, files=files, wide=float32)
+        return memory.read_model_spec(
+            file.config, files=file.bytes_by_kind(wide=float32), wide=float32
+        )
 
-    header = read_header(path) if is_gguf(path) else None
+    file = open_model_file(path)
     native, wide = read(float32=False), read(float32=True)
     try:
         from penstock.models.widening import Widening  # where MLX has no back end, nothing is
@@ -463,7 +461,7 @@ def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int)
     choice = Widening(weights_dtype, native.weight_bytes or 0, wide.weight_bytes or 0, limit_bytes)
     if choice.packs:  # of a folder a little more than it will be
         native_bytes = native.weight_bytes or 0
-        packed = native_bytes * 5 // 4 if header is None else packed_bytes(header)
+        packed = native_bytes * 5 // 4 if file is None else file.packed_bytes()
         return replace(wide, weight_bytes=packed)
     return wide if choice.widens else native
 

@@ -18,18 +18,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.attention import devices
 from penstock.attention.span_attention import AttentionWindow
 from penstock.config import WeightsDtype
 from penstock.errors import ModelError
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
 from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
-from penstock.memory.sizes import format_bytes, parse_bytes
+from penstock.memory.sizes import format_bytes
 from penstock.models import named, template_files
-from penstock.models.gguf import architectures
-from penstock.models.gguf import weights as gguf
-from penstock.models.gguf.header import is_gguf, read_header
-from penstock.models.gguf.loaded_bytes import activation_dtype, native_bytes, wide_bytes
 from penstock.models.source import checked_source, first_line, read_generation_config
 from penstock.models.template_renderer import TemplateRefusal, TemplateRenderer
 from penstock.models.template_trial import check_template
@@ -55,11 +50,10 @@ __all__ = [
     "encode",
     "is_stage",
     "layout",
-    "load",
-    "load_all",
+    "load_folder",
     "load_part",
     "load_tokenizer",
-    "load_within",
+    "load_written",
     "passes_on",
     "render",
     "rendered_text",
@@ -91,38 +85,10 @@ class Loaded:
     """Sampling of the model's `generation_config.json`."""
 
 
-def load(
-    path_or_name: str | Path, *, weights_dtype: WeightsDtype = "auto"
-) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model and its tokenizer from a folder, a GGUF file or by its Hugging Face name.
-
-    Args:
-        path_or_name: a folder, a file, `owner/model`, or a short name of `penstock.models.named`.
-        weights_dtype: `auto` turns weights into float32 on a CPU, where MLX multiplies anything
-            else on one core; `native` leaves them; `float32` widens them anywhere.
-
-    Raises:
-        ModelError: The model is unknown, or its folder is incomplete, damaged or of a kind
-            that mlx-lm does not have.
-    """
-    loaded = load_all(path_or_name, weights_dtype=weights_dtype)
-    return loaded.model, loaded.tokenizer
-
-
-def load_all(
-    path_or_name: str | Path,
-    *,
-    weights_dtype: WeightsDtype = "auto",
-    limit_bytes: int | None = None,
+def load_folder(
+    path_or_name: str | Path, weights_dtype: WeightsDtype, limit_bytes: int | None
 ) -> Loaded:
-    """Load as `load` does; within `limit_bytes`, `auto` widens nothing that leaves too little."""
-    if not isinstance(path_or_name, str | Path):
-        kind = type(path_or_name).__name__
-        raise ModelError(f"a model is a folder, a .gguf file or a name, not a {kind}")
-    if str(path_or_name) in named.MODELS and not Path(path_or_name).exists():
-        path_or_name = named.fetch(str(path_or_name))
-    if is_gguf(path_or_name):
-        return _load_gguf(Path(path_or_name).expanduser(), weights_dtype, limit_bytes)
+    """Load a model's folder, or one of the hub; see `loading.load_all`."""
     source = checked_source(path_or_name)
     try:
         model, tokenizer, config = mlx_lm.load(source, SAFELY, lazy=True, return_config=True)
@@ -148,16 +114,6 @@ def load_all(
     return Loaded(model, tokenizer, config, widening.note, read_generation_config(source))
 
 
-def load_within(
-    path_or_name: str | Path, weights_dtype: WeightsDtype, memory_limit: str | int | None = None
-) -> Loaded:
-    """Load a model for an engine of this memory limit, by default the machine's; see `load_all`."""
-    limit = devices.machine_memory().default_limit_bytes
-    if memory_limit is not None:
-        limit = parse_bytes(memory_limit)
-    return load_all(path_or_name, weights_dtype=weights_dtype, limit_bytes=limit)
-
-
 def _dense(module: nn.Module) -> nn.Module | None:
     """Return a dense module in place of a quantized one, with weights to be replaced."""
     rows, columns = module.weight.shape[-2], module.scales.shape[-1] * module.group_size
@@ -171,31 +127,39 @@ def _dense(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _load_gguf(path: Path, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded:
-    """Load a GGUF file with mlx-lm's loaders, from a folder without weights."""
-    header = read_header(path)
-    architectures.config(header)  # refuses what is no model before anything is counted
-    widening = Widening(weights_dtype, native_bytes(header), wide_bytes(header), limit_bytes)
-    wide, packs = widening.widens, widening.packs
-    dtype = "float32" if wide or packs else activation_dtype(header)
+def load_written(
+    write: Callable[[Path], None],
+    weights: Iterator[tuple[str, mx.array]],
+    widening: Widening,
+    *,
+    path: Path,
+    name: str,
+) -> Loaded:
+    """Load a model of another form than a folder.
+
+    Args:
+        write: writes a folder for mlx-lm's loaders, without weights.
+        weights: names and arrays of the weights, evaluated one by one.
+        widening: the dtype they have, or are to be packed from.
+        path: of the model, for errors.
+        name: of the model.
+    """
     try:
-        with TemporaryDirectory(prefix="penstock-") as name:
-            folder = Path(name)
-            gguf.write_folder(header, folder, wide=wide, dtype=dtype)
+        with TemporaryDirectory(prefix="penstock-") as written:
+            folder = Path(written)
+            write(folder)
             model, config = mlx_lm.utils.load_model(folder, lazy=True, strict=False)
             tokenizer = mlx_lm.utils.load_tokenizer(
                 folder, SAFELY, eos_token_ids=config["eos_token_id"]
             )
-        model.load_weights(
-            list(_noted(gguf.weights(header, wide=wide, dtype=dtype), widening.loaded_bytes))
-        )
+        model.load_weights(list(_noted(weights, widening.loaded_bytes)))
         _check_first_step(model)
-        if packs:
+        if widening.packs:
             pack(model, _dense, exact=widening.exact)
-    # A boundary, as in `load_all`.
+    # A boundary, as in `load_folder`.
     except BaseException as error:
         raise _refusal(f"cannot load {path}", error) from error
-    _check_tokenizer(tokenizer, header.name)
+    _check_tokenizer(tokenizer, name)
     return Loaded(model, tokenizer, config, widening.note)
 
 
@@ -224,7 +188,7 @@ def load_part(
     the group must load.
 
     Raises:
-        ModelError: as `load`; or mlx-lm cannot divide this model among so many.
+        ModelError: as `loading.load`; or mlx-lm cannot divide this model among so many.
     """
     source, ranks = checked_source(path_or_name), group.size()
     if pipeline and Path(source).is_dir() and not (Path(source) / INDEX).is_file():
@@ -239,7 +203,7 @@ def load_part(
             return_config=True,
             tokenizer_config=SAFELY,
         )
-    # A boundary, as in `load_all`.
+    # A boundary, as in `load_folder`.
     except BaseException as error:
         raise _refusal(f"cannot load {source} in {ranks} parts", error) from error
     _complete_templates(tokenizer, source)
@@ -274,7 +238,7 @@ def passes_on(model: nn.Module) -> bool:
 
 
 def load_tokenizer(path_or_name: str | Path) -> TokenizerWrapper:
-    """Load a model's tokenizer without its weights; raises ModelError as `load`."""
+    """Load a model's tokenizer without its weights; raises ModelError as `loading.load`."""
     source = checked_source(path_or_name)
     try:
         tokenizer = mlx_lm.utils.load_tokenizer(source, SAFELY)
@@ -400,7 +364,7 @@ def encode(tokenizer: TokenizerWrapper, text: str, *, special: bool = True) -> l
     """Tokenize raw text, with or without the special tokens the tokenizer adds by itself."""
     try:
         return list(tokenizer.encode(text, add_special_tokens=special))
-    # A boundary, as in `load_all`.
+    # A boundary, as in `load_folder`.
     except BaseException as error:
         raise _refusal("the tokenizer fails on the text", error) from error
 

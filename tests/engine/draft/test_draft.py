@@ -20,7 +20,7 @@ from penstock.engine.model.step_costs import LEAST_SAMPLES, StepCosts
 from penstock.engine.request import Request, Sampling
 from penstock.errors import NeverFits, SettingError
 from penstock.ledger import Kind
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.recall import MODEL_PATH
 
 SMALL: dict[str, Any] = {

@@ -35,7 +35,7 @@ from penstock.engine.model.step_costs import FORGET_STEPS, LEAST_SAMPLES, StepCo
 from penstock.engine.request import Request, Sampling
 from penstock.engine.run.executor import ModelExecutor
 from penstock.errors import SettingError
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.recall import MODEL_PATH
 
 SMALL: dict[str, Any] = {

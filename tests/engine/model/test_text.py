@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from penstock.engine.model import text as text_module
 from penstock.engine.model.text import TextStream
 from penstock.models.byte_level import detokenizer_of
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.recall import MODEL_PATH
 
 # Tokens that are whole words, ends of stop strings, and halves of characters.

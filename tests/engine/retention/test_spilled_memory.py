@@ -24,7 +24,7 @@ from penstock.engine.core import Core
 from penstock.engine.offload.cold_blocks import RECORD_BYTES
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.ledger import Kind
-from penstock.models.mlx_lm import load
+from penstock.models.loading import load
 from penstock.prefix.prefixes import InsertResult
 from penstock.recall import MODEL_PATH
 

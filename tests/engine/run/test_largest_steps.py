@@ -15,7 +15,7 @@ from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.run.largest_steps import SizedTrial
 from penstock.errors import SettingError
 from penstock.ledger import Kind, Ledger
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.recall import MODEL_PATH
 
 LIMIT = 200_000_000

@@ -21,7 +21,7 @@ from penstock.kv.block_spans import span_tokens
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 from penstock.ledger import Kind, PartLedger
-from penstock.models.mlx_lm import load_all
+from penstock.models.loading import load_all
 from penstock.prefix.prefixes import Prefixes
 
 DRAFT_SETTING = "draft_model (--draft-model)"

@@ -14,7 +14,7 @@ from penstock.config import ApiKey, ServerSettings, WeightsDtype
 from penstock.engine.engine import Engine
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
-from penstock.models.mlx_lm import load_within
+from penstock.models.loading import load_within
 from penstock.plugins.ray.autoscaling import CLAIMED
 from penstock.plugins.ray.router import BLOCKS, METRICS
 from penstock.routing import Summary

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 from penstock.errors import ModelError
-from penstock.models.gguf import architectures, blocks
-from penstock.models.gguf.header import GROUP, Header
-from penstock.models.gguf.loaded_bytes import held
-from penstock.models.gguf.tokenizer import write_tokenizer
+from penstock.plugins.gguf import architectures, blocks
+from penstock.plugins.gguf.header import GROUP, Header
+from penstock.plugins.gguf.loaded_bytes import held
+from penstock.plugins.gguf.tokenizer import write_tokenizer
 from penstock.plurals import counted
 
 Weight: TypeAlias = mx.array | blocks.AffineCodes

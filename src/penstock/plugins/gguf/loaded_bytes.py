@@ -6,8 +6,8 @@ from collections import Counter
 from math import prod
 
 from penstock.memory.reading import OUTSIDE
-from penstock.models.gguf.architectures import ROPE_TENSORS
-from penstock.models.gguf.header import GROUP, Header, TensorInfo
+from penstock.plugins.gguf.architectures import ROPE_TENSORS
+from penstock.plugins.gguf.header import GROUP, Header, TensorInfo
 
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
 _AROUND_A_MIDDLE = ("Q4_0", "Q5_0", "Q8_0")

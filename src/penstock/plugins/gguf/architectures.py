@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.models.gguf.header import Header
+from penstock.plugins.gguf.header import Header
 from penstock.plurals import counted
 
 Config = dict[str, Any]

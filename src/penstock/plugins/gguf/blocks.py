@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.models.gguf.header import GROUP, TensorInfo
+from penstock.plugins.gguf.header import GROUP, TensorInfo
 
 Bytes: TypeAlias = np.ndarray[Any, Any]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]

@@ -26,8 +26,8 @@ from tokenizers import (
 )
 
 from penstock.errors import ModelError
-from penstock.models.gguf.architectures import CONTROL, END_MARKS, end_tokens
-from penstock.models.gguf.header import Header
+from penstock.plugins.gguf.architectures import CONTROL, END_MARKS, end_tokens
+from penstock.plugins.gguf.header import Header
 from penstock.plurals import counted
 
 USER_DEFINED, BYTE = 4, 6

@@ -1,0 +1,1 @@
+"""Models in GGUF files: header, config, weights and tokenizer in mlx-lm's form."""

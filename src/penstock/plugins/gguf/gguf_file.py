@@ -1,0 +1,63 @@
+"""A GGUF file as a model: the plug-in's entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import WeightsDtype
+from penstock.plugins.gguf import architectures, loaded_bytes
+from penstock.plugins.gguf.header import Header, is_gguf, read_header
+
+if TYPE_CHECKING:
+    from penstock.models.mlx_lm import Loaded
+
+
+class GGUFFile:
+    """A GGUF file; see `ModelFile`. Raises ModelError for one that is no model."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self._path, self._header = path, header
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**architectures.config(self._header), "_name_or_path": self._header.name}
+
+    def bytes_by_kind(self, *, wide: bool) -> Mapping[str, int]:
+        return loaded_bytes.bytes_by_kind(self._header, wide=wide)
+
+    def packed_bytes(self) -> int:
+        return loaded_bytes.packed_bytes(self._header)
+
+    def codes_errors(self) -> dict[str, float]:
+        # MLX, which a plan does without.
+        from penstock.plugins.gguf.weights import nearest_errors
+
+        return nearest_errors(self._header)
+
+    def load(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded:
+        from penstock.models.mlx_lm import load_written
+        from penstock.models.widening import Widening
+        from penstock.plugins.gguf.weights import weights, write_folder
+
+        header = self._header
+        architectures.config(header)  # refuses what is no model before anything is counted
+        native, wide = loaded_bytes.native_bytes(header), loaded_bytes.wide_bytes(header)
+        widening = Widening(weights_dtype, native, wide, limit_bytes)
+        is_wide = widening.widens
+        dtype = loaded_bytes.activation_dtype(header)
+        if is_wide or widening.packs:
+            dtype = "float32"
+        return load_written(
+            lambda folder: write_folder(header, folder, wide=is_wide, dtype=dtype),
+            weights(header, wide=is_wide, dtype=dtype),
+            widening,
+            path=self._path,
+            name=header.name,
+        )
+
+
+def open_gguf(path: Path) -> GGUFFile | None:
+    """Return a GGUF file, its header read; None if it is none."""
+    return GGUFFile(path, read_header(path)) if is_gguf(path) else None
