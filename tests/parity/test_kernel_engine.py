@@ -105,6 +105,24 @@ def test_kernels_read_codes_as_they_lie(
     assert any(word in text.name for text, *_ in run.libraries)
 
 
+def test_kernels_read_what_is_in_memory_where_some_kv_is_spilled(
+    folder: Path, prompts: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """Rows that choose, and spilled layers, take the reference way; a layer that reads all kernels.
+
+    Short rows are read by kernels in every layer.
+    """
+    choice = {"attend_tokens": 128, "block_size": 16, "attend_full_layers": (0,)}
+    spilled = {**choice, "active_kv_size": 128, "ssd_cache_dir": tmp_path}
+    some = [prompts[0][:100], *prompts]
+    expected = texts(None, some, **choice)
+    for settings in (choice, spilled):
+        run = Lockstep(folder=folder)
+        assert texts(run, some, AttentionWay.KERNEL, **settings) == expected
+        assert run.calls > 100
+    assert any(tmp_path.rglob("*.safetensors"))
+
+
 def test_off_calls_none(
     folder: Path, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:

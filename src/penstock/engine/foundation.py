@@ -68,10 +68,9 @@ def lay_foundation(
     limits = fitting(limits, runner, room, ranks=group.size)
     runner.selection = selection(runner, limits, compiled=not kernels_off(limits))
     runner.most_joined = limits.active_kv_size
-    if limits.active_kv_size is None:  # kernels read memory alone
-        kernels = extension("kernels")
-        if kernels is not None:
-            runner.ways = kernels.chosen_ways(runner, limits, ledger)
+    kernels = extension("kernels")
+    if kernels is not None:
+        runner.ways = kernels.chosen_ways(runner, limits, ledger)
     fixed, tails, estimator = reserve_fixed(reserved, ledger, limits, runner, group)
     calibration = Calibration(runner, estimator, limits, ledger)
     if runner.selection is not None:
