@@ -37,8 +37,8 @@ def test_the_first_blocks_stay_as_they_are() -> None:
     assert 32 * coded == 4.25 * raw  # bits a number: 4, and 16 / 64 of a scale
     assert found.nbytes(0, 5) == 2 * raw + 3 * coded
     assert found.nbytes(3, 5) == 2 * coded
-    assert (found.most_record_bytes, found.coded_record_bytes) == (5 * raw, 5 * coded)
-    assert BlockFormats(SHAPES, BLOCK).coded_record_bytes == 0
+    assert (found.most_record_bytes, found.converted_record_bytes) == (5 * raw, 5 * coded)
+    assert BlockFormats(SHAPES, BLOCK).converted_record_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["4", "turbo2.5", "kivi4", "raw/turbo3"])

@@ -318,11 +318,6 @@ class EngineSettings(Settings):
                 f"{name}: there is no cold tier for the other tokens; set ssd_cache_dir "
                 "(--ssd-cache-dir) or remote_cache (--remote-cache)"
             )
-        if self.kv_cache_quantization is not None:
-            raise ValueError(
-                f"{name} does not work with kv_cache_quantization (--kv-cache-quantization): "
-                "blocks are read back as they were computed; leave one of the two out"
-            )
         if self.block_size % ATTEND_BLOCK_TOKENS:
             raise ValueError(
                 f"{name}: block_size {self.block_size} is not a multiple of "

@@ -49,7 +49,7 @@ def make_retentions(
         *_rows(base),
         *_codecs(base, prefixes, rule),
         *_index(base, prefixes),
-        *_spilling(base, prefixes, tiers),
+        *_spilling(base, prefixes, rule, tiers),
     )
 
 
@@ -94,7 +94,10 @@ def _index(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retention]
 
 
 def _spilling(
-    base: Foundation, prefixes: Prefixes[Segment], tiers: TierGroup
+    base: Foundation,
+    prefixes: Prefixes[Segment],
+    rule: QuantizationRule | None,
+    tiers: TierGroup,
 ) -> Iterator[Retention]:
     """Make the retention of KV that leaves memory for the tiers, if some of it does."""
     active, selection = base.limits.active_kv_size, base.runner.selection
@@ -108,6 +111,8 @@ def _spilling(
         ledger=base.ledger,
         cached_tokens=active + selection.tokens // SPARE_SHARE,
         layers=selection.index.layers,
+        rule=rule,
+        ops=base.runner.device,
     )
     yield Spilling(
         blocks,

@@ -19,6 +19,8 @@ from penstock.engine.schedule.costs import holds_all_scores
 from penstock.engine.schedule.sequence import WHOLE_CHUNK
 from penstock.errors import SettingError
 from penstock.kv.codecs.coded import Scales
+from penstock.kv.codecs.names import RAW
+from penstock.kv.codecs.spilled import BLOCK_TOKENS
 from penstock.kv.quantization import QuantizationRule
 from penstock.memory import parse_bytes
 from penstock.models.fingerprint import fingerprint as fingerprint_of
@@ -160,10 +162,30 @@ def _check_spills(limits: EngineSettings, runner: Runner, ranks: int) -> None:
             f"{name} does not work with {ranks} ranks, which would wait for {ranks} disks at "
             f"different times; leave it out, or run the model on one machine"
         )
+    if limits.kv_cache_quantization is not None:
+        _check_rests(limits, name)
     if runner.fitness.whole or not runner.selectable_layers - set(limits.attend_full_layers):
         raise SettingError(
             f"{name}: this model has no layer that chooses what it reads and shares its blocks; "
             f"leave it out"
+        )
+
+
+def _check_rests(limits: EngineSettings, name: str) -> None:
+    """Raise SettingError if blocks of codecs cannot be decoded from what a cold tier has."""
+    if limits.kv_cache_quantize_when == "active":
+        raise SettingError(
+            f"{name} does not work with kv_cache_quantize_when (--kv-cache-quantize-when) active: "
+            f"the cold tier has blocks as they were computed; use at-rest"
+        )
+    codec = limits.kv_cache_quantization
+    rule = QuantizationRule.of(codec, block_size=limits.block_size, first_tokens=0)
+    together = [part for part in (rule.scheme.codecs if rule else ()) if part.span > 1]
+    if together:
+        raise SettingError(
+            f"{name} does not work with kv_cache_quantization (--kv-cache-quantization) {codec}: "
+            f"{together[0].name} encodes {together[0].span} tokens together, and a step reads "
+            f"{BLOCK_TOKENS} of them; use affine, rot or turbo codecs"
         )
 
 
@@ -211,6 +233,8 @@ def identity(
         logger.info("measuring the keys' scales for %s", limits.kv_cache_quantization)
         rule = rule.scaled(measure_scales)
         settings["codec"] = f"{rule.identity}:{limits.kv_cache_quantize_when}"
+        if limits.active_kv_size is not None:
+            settings["records"] = RAW
     return rule, with_settings(fingerprint, **settings)
 
 

@@ -93,10 +93,18 @@ def _tiers(
     prefill_rate: PrefillRate,
 ) -> TierGroup:
     """Open the cold tiers that the settings name."""
+    runner, spills = base.runner, base.limits.active_kv_size is not None
+    forms = BlockFormats(
+        runner.shapes,
+        prefixes.block_size,
+        None if spills else rule,  # running sequences read spilled blocks as they were computed
+        runner.device,
+        decodes=spills and rule is not None,
+    )
     return open_tiers(
         base.limits,
         prefixes,
-        BlockFormats(base.runner.shapes, prefixes.block_size, rule, base.runner.device),
+        forms,
         prefill_rate,
         in_place=not base.runner.device.facts.own_memory,
         state_form=base.runner.state_form if base.runner.is_recurrent else None,

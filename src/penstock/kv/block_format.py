@@ -6,7 +6,7 @@ The format is known before the blocks exist, so that files can be read straight 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -14,6 +14,7 @@ from penstock.kv.block_spans import Spans, record_blocks
 from penstock.kv.codecs.code_ops import CodeOps
 from penstock.kv.codecs.coded import Codec, Coded
 from penstock.kv.codecs.scheme import Scheme
+from penstock.kv.codecs.spilled import is_spilled
 from penstock.kv.columns import Side
 from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
@@ -53,7 +54,11 @@ class ArrayFormat:
         return Coded(self.codec, tuple(arrays), self.dim)
 
     def holds(self, side: Side) -> bool:
-        return (side.codec if isinstance(side, Coded) else None) == self.codec
+        return (side.codec.form if isinstance(side, Coded) else None) == self.codec
+
+    def decoded(self, side: Side, ops: CodeOps) -> Side:
+        """Return a side in the model's dtype; codes are dequantized."""
+        return side.dequantize(ops).astype(self.dtype) if isinstance(side, Coded) else side
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,16 @@ class BlockFormat:
         layers = tuple((side(keys), side(values)) for keys, values in self.layers)
         return Segment(layers, length=tokens)
 
+    def decoded(self, segment: Segment, ops: CodeOps) -> Segment:
+        """Return a segment with raw sides for coded ones, not evaluated."""
+        layers = (
+            (keys_of.decoded(keys, ops), values_of.decoded(values, ops))
+            for (keys_of, values_of), (keys, values) in zip(
+                self.layers, segment.layers, strict=True
+            )
+        )
+        return replace(segment, layers=tuple(layers))
+
     def holds(self, segment: Segment) -> bool:
         return all(
             form.holds(side)
@@ -104,7 +119,15 @@ class BlockFormat:
 
 
 class BlockFormats:
-    """Format of each block of a chain; without a rule all stay raw."""
+    """Format of each block of a chain; without a rule all stay raw.
+
+    Args:
+        shapes: of one token in each layer.
+        block_size: tokens.
+        rule: which blocks are coded.
+        ops: compute codes.
+        decodes: whether blocks that are coded in memory are decoded to be raw here.
+    """
 
     def __init__(
         self,
@@ -112,10 +135,13 @@ class BlockFormats:
         block_size: int,
         rule: QuantizationRule | None = None,
         ops: CodeOps | None = None,
+        *,
+        decodes: bool = False,
     ) -> None:
         self.block_size = block_size
         self.rule = rule
         self._ops = CodeOps() if ops is None else ops
+        self._decodes = decodes
         self._raw = BlockFormat.of(shapes)
         self._coded = self._raw
         self._first = 0
@@ -150,16 +176,19 @@ class BlockFormats:
         return max(form.nbytes(tokens) for form in (self._raw, self._coded))
 
     @property
-    def coded_record_bytes(self) -> int:
-        """KV of an encoded record in bytes; 0 without a codec."""
+    def converted_record_bytes(self) -> int:
+        """KV of an encoded, or decoded, record in bytes; 0 without a codec."""
         tokens = self.spans.blocks * self.block_size
-        return 0 if self.rule is None else self._coded.nbytes(tokens)
+        return self._coded.nbytes(tokens) if self.rule is not None or self._decodes else 0
 
     def held(self, segment: Segment, block: int) -> Segment | None:
         """Convert a block to its format; None if a number is too large for float16."""
-        if segment.missing:
+        sides = [side for layer in segment.layers for side in layer]
+        if segment.missing or any(map(is_spilled, sides)):
             return None
         form = self.of(block)
+        if self._decodes and not form.holds(segment):
+            segment = form.decoded(segment, self._ops)
         if not form.holds(segment) and form is self._coded and self.rule is not None:
             segment = self.rule.encoded(segment, self._ops)
         return segment if form.holds(segment) else None

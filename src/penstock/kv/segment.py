@@ -131,7 +131,8 @@ class Segment:
         """Encode it by a scheme, some tokens of one layer at a time; evaluated.
 
         A side that is coded already, or has numbers too large for a codec's scales, stays the same,
-        and is shared with this segment, as are those of `raw_layers`.
+        and is shared with this segment, as are those of `raw_layers`. A spilled one is read as the
+        codec decodes it from now on.
 
         Raises:
             ValueError: the tokens, or the size of a head, do not fit a codec.
@@ -159,14 +160,16 @@ class Segment:
         mx.eval(finite)
         answers = iter(finite)
 
-        def held(old: Side, new: Coded | None) -> Side:
+        def held(old: Side, new: Coded | None, codec: Codec | None) -> Side:
+            if isinstance(old, Coded) and codec is not None:
+                return old.codec.at_rest(old, codec)
             return old if new is None or not bool(next(answers)) else new
 
         return replace(
             self,
             layers=tuple(
-                (held(keys, into[0]), held(values, into[1]))
-                for (keys, values), into in zip(self.layers, coded, strict=True)
+                (held(keys, into[0], of[0]), held(values, into[1], of[1]))
+                for (keys, values), into, of in zip(self.layers, coded, codecs, strict=True)
             ),
         )
 

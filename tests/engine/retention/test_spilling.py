@@ -50,6 +50,11 @@ from penstock.tiers.record import ArrayPart
 from penstock.tiers.worker import ColdTier
 
 LONG, OTHER = prompt(900), prompt(700, 1)
+CODEC: dict[str, Any] = {
+    "kv_cache_quantization": "turbo2",
+    "kv_cache_min_quantize_tokens": 0,
+    "kv_cache_raw_first_tokens": 32,
+}
 
 
 def whole(tmp_path: Path, family: str, *prompts: Sequence[int], **more: Any) -> list[Any]:
@@ -94,6 +99,68 @@ def test_the_text_is_that_of_an_engine_with_everything_in_memory(
         assert counts.lost_blocks == 0
         assert 0 < stats.spilling.hit_rate < 1
         assert stats.by_kind["key_index"] == index
+
+
+@pytest.mark.parametrize(
+    ("codec", "family", "more"),
+    [
+        ("turbo2", "llama", {}),
+        ("turbo2", "llama", {"kernels": "off", "kv_cache_skip_layers": (0,)}),
+        ("turbo2/raw", "llama", {"attend_rest": True}),
+        ("turbo4", "falcon_h1", {}),
+        ("turbo2", "cohere2", {}),
+        ("turbo2.5", "heads of 64", {}),
+        ("rot2", "heads of 64", {}),
+        ("affine2", "heads of 64", {}),
+        ("affine8", "heads of 64", {}),
+    ],
+)
+def test_codecs_at_rest_give_the_text_of_an_engine_with_all_codes_in_memory(
+    tmp_path: Path, codec: str, family: str, more: dict[str, Any]
+) -> None:
+    """Later turns read codes: of blocks that were spilled raw, and of blocks that stayed behind."""
+    if family == "heads of 64":
+        family, more = "llama", {**more, "model": single_layer()}
+    settings = {**CODEC, **more, "kv_cache_quantization": codec}
+
+    def turns(core: Core) -> list[tuple[int, ...]]:
+        text, said = LONG[:400], []
+        for turn in range(3):
+            said.append(cold_engine.ask(core, text, max_tokens=24))
+            text = (*text, *said[-1], *prompt(300, turn))
+        return said
+
+    with running(tmp_path / "raw", family, **more) as core:
+        raw = turns(core)
+    with running(tmp_path / "whole", family, **{**settings, "active_kv_size": None}) as core:
+        expected = turns(core)
+    with running(tmp_path / "spilled", family, **settings) as core:
+        assert turns(core) == expected
+        spilling = spilling_of(core)
+        assert spilling.spilled_tokens > 500, "most of it is in the tier"
+        assert spilling.blocks.counts.lost_blocks == 0
+    assert codec in ("affine8", "turbo4") or expected != raw, "the codec changes the text"
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: flip(path)])
+def test_codes_whose_record_is_gone_are_written_decoded_before_they_leave_memory(
+    tmp_path: Path, harm: Callable[[Path], object]
+) -> None:
+    settings = {**CODEC, "kv_cache_raw_first_tokens": 0, "model": single_layer()}
+
+    with running(tmp_path / "whole", **settings, active_kv_size=None) as core:
+        first = cold_engine.ask(core, LONG, max_tokens=40)
+        text = (*LONG, *first, *prompt(300, 3))
+        second = cold_engine.ask(core, text, max_tokens=40)
+    with running(tmp_path / "spilled", **settings, active_kv_size=1_024) as core:
+        assert cold_engine.ask(core, LONG, max_tokens=40) == first
+        assert spilling_of(core).spilled_tokens == 0, "all blocks are in memory, in codes"
+        for path in cold_engine.files(tmp_path / "spilled"):
+            harm(path)
+        spilling_of(core).active_tokens = ACTIVE
+        assert cold_engine.ask(core, text, max_tokens=40) == second
+        assert spilling_of(core).spilled_tokens > 500
+        assert core.counters.preemptions == 0
 
 
 def test_together_and_in_several_answers_they_say_the_same(tmp_path: Path) -> None:
@@ -559,7 +626,8 @@ def test_what_stays_in_memory_of_a_block_takes_the_bytes_that_are_counted(tmp_pa
         ({"attend_tokens": None}, "set attend_tokens"),
         ({"attend_tokens": 512}, "at most as many"),
         ({"ssd_cache_dir": None}, "no cold tier"),
-        ({"kv_cache_quantization": "8"}, "kv_cache_quantization"),
+        ({"kv_cache_quantization": "kivi4", "block_size": 64}, "encodes 64 tokens together"),
+        ({**CODEC, "kv_cache_quantize_when": "active"}, "use at-rest"),
         ({"block_size": 24}, "not a multiple of 16"),
         ({"attend_full_layers": (0, 1)}, "no layer that chooses"),
     ],

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+import mlx.core as mx
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -26,15 +27,20 @@ from penstock.engine.offload.pair_cache import SLOT_BYTES, PairCache
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.stats import SpillCounts
 from penstock.errors import LedgerFull, SpilledLost
+from penstock.kv.codecs.code_ops import CodeOps
+from penstock.kv.codecs.coded import Codec
 from penstock.kv.codecs.spilled import (
+    AT_REST,
     BLOCK_TOKENS,
     PIECE_TOKENS,
     BlockCache,
     BlockList,
     BlockPairs,
     HeldPairs,
+    Numbers,
     RawBlocks,
 )
+from penstock.kv.quantization import QuantizationRule
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind, Ledger
 from penstock.tiers.record import ArrayPart
@@ -69,7 +75,11 @@ class ColdBlocks(BlockCache):
         ledger: Ledger,
         cached_tokens: int,
         layers: Collection[int],
+        rule: QuantizationRule | None,
+        ops: CodeOps,
     ) -> None:
+        self.ops = ops
+        self._codecs = _codecs(rule, layers)
         self.counts = SpillCounts()
         self.record_blocks = record_tokens // BLOCK_TOKENS
         self._tiers = tiers
@@ -80,7 +90,7 @@ class ColdBlocks(BlockCache):
             count * (sum(self._sizes(n)) + SLOT_BYTES) for n, count in pairs.items()
         )
         """Bytes of the cache."""
-        self._fixed_bytes = self.cache_bytes + streamed
+        self._fixed_bytes = self.cache_bytes + streamed + self._decoding_bytes()
         self._reserved = ledger.reserve(Kind.BUFFERS, self._fixed_bytes)
         self._caches = {n: PairCache(count, sum(self._sizes(n))) for n, count in pairs.items()}
         self._numbers: dict[bytes, int] = {}
@@ -102,6 +112,21 @@ class ColdBlocks(BlockCache):
         token_bytes = BLOCK_TOKENS * shape.dtype.size
         return shape.key_dim * token_bytes, shape.value_dim * token_bytes
 
+    def _decoding_bytes(self) -> int:
+        """Return the bytes of the arrays of codes of a piece and head, and of their numbers."""
+        return max(
+            (
+                int(codec.buffers * PIECE_TOKENS * mx.float32.size * dim)
+                for layer, codecs in self._codecs.items()
+                for codec, dim in zip(codecs, self._dims(layer), strict=True)
+                if codec is not None
+            ),
+            default=0,
+        )
+
+    def _dims(self, layer: int) -> tuple[int, int]:
+        return self._shapes[layer].key_dim, self._shapes[layer].value_dim
+
     # ---- places
 
     def place(self, key: bytes) -> int | None:
@@ -118,7 +143,7 @@ class ColdBlocks(BlockCache):
         return number * self.record_blocks
 
     def retain(self, places: Collection[int]) -> None:
-        kept = {place // self.record_blocks for place in places}
+        kept = {self._record(place) for place in places}
         for number in [number for number in self._keys if number not in kept]:
             key = self._keys.pop(number)
             if self._numbers.get(key) == number:  # not lost, and perhaps spilled again
@@ -127,10 +152,21 @@ class ColdBlocks(BlockCache):
 
     def forget(self, places: Collection[int]) -> None:
         """Forget lost records: the next spill of them asks the tiers again."""
-        for number in {place // self.record_blocks for place in places}:
+        for number in set(map(self._record, places)):
             key = self._keys.get(number)
             if key is not None:
                 self._numbers.pop(key, None)
+
+    def drop(self, places: Collection[int]) -> None:
+        """Have the tiers drop the records of blocks with other numbers than expected."""
+        keys = {self._keys[number] for number in map(self._record, places)}
+        self.forget(places)
+        for tier in self._tiers:
+            for key in keys:
+                tier.tier.call(partial(_drop_damaged, key=key), None)
+
+    def _record(self, place: int) -> int:
+        return (place & ~AT_REST) // self.record_blocks
 
     def held(self, keys: Collection[bytes]) -> set[bytes]:
         """Return which records have a place or are in a tier, by one question to each tier."""
@@ -153,20 +189,24 @@ class ColdBlocks(BlockCache):
     def hold(self, lists: Sequence[BlockPairs]) -> HeldPairs:
         pairs = BlockPairs.joined(lists)
         cache, split = self._caches[pairs.layer], self._sizes(pairs.layer)[0]
-        rows, memory, new = cache.find(pairs.checksums), [cache.room], 0
+        # Resting blocks have other numbers than those of their checksums.
+        names = pairs.checksums ^ ((pairs.places & AT_REST) != 0).astype(np.uint64)[:, None]
+        rows, memory, new = cache.find(names), [cache.room], 0
         lacking = np.flatnonzero(rows < 0)
         if len(lacking):
-            records, offsets = np.divmod(pairs.places[lacking], self.record_blocks)
+            records, offsets = np.divmod(pairs.places[lacking] & ~AT_REST, self.record_blocks)
             lacking = lacking[np.lexsort((offsets, pairs.heads[lacking], records))]
             numbers: dict[tuple[int, ...], int] = {}
-            checksums = map(tuple, pairs.checksums[lacking].tolist())
-            same = [numbers.setdefault(pair, len(numbers)) for pair in checksums]
+            same = [
+                numbers.setdefault(pair, len(numbers))
+                for pair in map(tuple, names[lacking].tolist())
+            ]
             _, firsts = np.unique(same, return_index=True)
             missing_pairs, new = pairs.some(lacking[firsts]), len(numbers)
             slots = cache.make_room(new)
             raw = self._read([missing_pairs.side(0), missing_pairs.side(1)])
             memory.append(np.concatenate([part[len(slots) :] for part in raw], axis=1))
-            cache.keep(slots, missing_pairs.checksums[: len(slots)], raw)
+            cache.keep(slots, names[lacking[firsts]][: len(slots)], raw)
             beside = np.arange(len(cache.room), len(cache.room) + len(memory[1]))
             rows[lacking] = np.concatenate([slots, beside])[same]
         self.counts.cached_blocks += 2 * (len(rows) - new)
@@ -178,6 +218,24 @@ class ColdBlocks(BlockCache):
         raw = self._read(lists)
         self.counts.streamed_blocks += sum(map(len, raw))
         return raw
+
+    def as_recorded(self, layer: int, side: int, places: Numbers) -> mx.array:
+        """Return the numbers of all heads in the tiers, unchecked, or raise SpilledLost.
+
+        Args:
+            layer: number of the layer.
+            side: 0 for keys, 1 for values.
+            places: of the blocks, (blocks,).
+
+        Returns:
+            (1, heads, tokens, dim).
+        """
+        shape = self._shapes[layer]
+        heads = np.repeat(np.arange(shape.kv_heads, dtype=np.int32), len(places))
+        every = np.tile(places, shape.kv_heads)
+        (raw,) = self._read([BlockList(layer, side, heads, every, np.zeros(0, np.uint64))])
+        numbers = mx.array(raw.reshape(-1)).view(shape.dtype)
+        return numbers.reshape(1, shape.kv_heads, -1, self._dims(layer)[side])
 
     def forget_cached(self) -> None:
         for cache in self._caches.values():
@@ -208,7 +266,32 @@ class ColdBlocks(BlockCache):
             lost = {place for part in missing for place in part.places}
             self.counts.lost_blocks += sum(len(part.rows) for part in missing)
             raise SpilledLost(tuple(lost))
-        return [raw[side][blocks] for side, blocks in places]
+        read = [raw[side][own] for side, own in places]
+        for of, block_bytes in zip(lists, read, strict=True):
+            self._rest(of, block_bytes)
+        return read
+
+    def _rest(self, of: BlockList, raw: RawBlocks) -> None:
+        """Replace the numbers of resting blocks by those that their codec decodes."""
+        resting = (of.places & AT_REST) != 0
+        codec = self._codecs[of.layer][of.side] if resting.any() else None
+        if codec is None:
+            return
+        dtype, most = self._shapes[of.layer].dtype, PIECE_TOKENS // BLOCK_TOKENS
+        for head in np.unique(of.heads[resting]).tolist():
+            rows, coder = (
+                np.flatnonzero(resting & (of.heads == head)),
+                codec.of_heads(head, head + 1),
+            )
+            for first in range(0, len(rows), most):
+                piece = rows[first : first + most]
+                numbers = mx.array(raw[piece].reshape(-1)).view(dtype)
+                numbers = numbers.reshape(1, 1, -1, self._dims(of.layer)[of.side])
+                decoded = coder.encode(numbers, self.ops).dequantize(self.ops).astype(dtype)
+                if mx.isfinite(decoded).all():  # as numbers too large for scales stay in memory
+                    raw[piece] = np.asarray(decoded.reshape(-1).view(mx.uint8)).reshape(
+                        len(piece), -1
+                    )
 
     def _read_from(self, tier: EngineTier, by_record: dict[bytes, list[_Slice]]) -> list[_Slice]:
         for slices in by_record.values():
@@ -232,14 +315,15 @@ class ColdBlocks(BlockCache):
 
     def _slices(self, of: BlockList, raw: RawBlocks) -> Iterator[_Slice]:
         """Yield the blocks of a list, consecutive ones of a record together."""
-        numbers, offsets = np.divmod(of.places, self.record_blocks)
+        numbers, offsets = np.divmod(of.places & ~AT_REST, self.record_blocks)
         starts = of.heads * self.record_blocks + offsets
         order = np.lexsort((starts, numbers))
         numbers, starts = numbers[order], starts[order]
         ends = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(starts) != 1)) + 1
         firsts = np.concatenate([[0], ends])
         name, nbytes = f"{of.layer}.{SIDES[of.side]}", raw.shape[1]
-        places, checksums = of.places[order].tolist(), of.checksums[order].tolist()
+        places = (of.places[order] & ~AT_REST).tolist()
+        checksums = of.checksums[order].tolist() if len(of.checksums) else []
         records = (self._keys[number] for number in numbers[firsts].tolist())
         begin = starts[firsts].tolist()
         runs = pairwise([*firsts.tolist(), len(starts)])
@@ -262,6 +346,16 @@ class ColdBlocks(BlockCache):
             return {}
 
 
+def _codecs(
+    rule: QuantizationRule | None, layers: Collection[int]
+) -> dict[int, tuple[Codec | None, Codec | None]]:
+    """Return the codecs of keys and values of layers at rest."""
+    schemes = {
+        n: rule.scheme.of_layer(n) for n in layers if rule is not None and n not in rule.raw_layers
+    }
+    return {n: (scheme.keys, scheme.values) for n, scheme in schemes.items()}
+
+
 def _held(store: Store, keys: Sequence[bytes]) -> list[bytes]:
     return [key for key in keys if store.holds(key)]
 
@@ -277,6 +371,7 @@ class _Slice(NamedTuple):
     part: ArrayPart
     places: list[int]
     checksums: list[int]
+    """Checksums of the blocks; none to take these unchecked."""
     raw: RawBlocks
     """Rows of the list's blocks, (blocks, bytes)."""
     rows: NDArray[np.int64]
@@ -285,7 +380,10 @@ class _Slice(NamedTuple):
     def takes(self, data: RawBlocks) -> bool:
         """Copy bytes to their rows if their checksums are right; else return False."""
         blocks = data.reshape(len(self.rows), -1)
-        if [xxhash.xxh3_64_intdigest(block.data) for block in blocks] != self.checksums:
+        if (
+            self.checksums
+            and [xxhash.xxh3_64_intdigest(block.data) for block in blocks] != self.checksums
+        ):
             return False
         self.raw[self.rows] = blocks
         return True

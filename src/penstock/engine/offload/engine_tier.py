@@ -115,7 +115,7 @@ class EngineTier:
         tokens_bytes = TOKEN_BYTES * spans.blocks * prefixes.block_size
         self._most_record_bytes = forms.most_record_bytes + tokens_bytes
         copies = (queue_records + FILE_RECORDS) * self._most_record_bytes
-        copies += forms.coded_record_bytes  # of the one that is encoded for its file
+        copies += forms.converted_record_bytes  # of the one that is converted for its file
         copies += (1 + FILE_RECORDS) * self.state_bytes + buffer_bytes
         ledger = prefixes.ledger
         self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_BYTES)

@@ -31,8 +31,8 @@ class RunningPath(Protocol):
     def block_hashes(self) -> list[bytes]:
         """Hashes of its whole blocks."""
 
-    def note_again(self) -> None:
-        """Have all cached blocks that the tiers lack written to them."""
+    def note_again(self, first: int) -> None:
+        """Have the cached blocks from the `first` on written to the tiers that lack them."""
 
 
 class Retention:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.attention.selection.selection import Selection
 from penstock.engine.offload.cold_blocks import ColdBlocks
@@ -22,9 +23,12 @@ from penstock.engine.offload.engine_tier import LOOK_SECONDS
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.retention import Retention, RunningPath
 from penstock.engine.stats import SpillStats
+from penstock.errors import SpilledLost
+from penstock.kv import columns as col
 from penstock.kv.block_spans import Spans
 from penstock.kv.codecs.coded import Coded
-from penstock.kv.codecs.spilled import BLOCK_TOKENS, Numbers, Spilled
+from penstock.kv.codecs.spilled import AT_REST, BLOCK_TOKENS, PIECE_TOKENS, Numbers, Spilled
+from penstock.kv.columns import Side
 from penstock.kv.segment import Layer, Segment
 from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
@@ -130,11 +134,19 @@ class Spilling(Retention):
             if node.end <= ends[node.id] and self._can_leave(node)
         ]
         held = self.blocks.held({key for _, records in due for key in records.values()})
-        waiting = False
+        waiting, lost_blocks = False, set[int]()
         for node, records in due:
             if self._can_leave(node):  # not yet for another path
                 ready = bool(records) and held.issuperset(records.values())
-                waiting = not (ready and self._spill(node, records)) or waiting
+                try:
+                    waiting = not (ready and self._spill(node, records)) or waiting
+                except SpilledLost as error:  # records have other numbers: write them again
+                    lost_blocks.update(error.places)
+        if lost_blocks:
+            waiting = True
+            self.blocks.drop(lost_blocks)
+            for path in paths:
+                self._note_again(path)
         self._retain()
         return waiting
 
@@ -151,7 +163,7 @@ class Spilling(Retention):
                 return True
             if attempt == "noted":  # they were dropped, or evicted from the tier
                 for path in paths:
-                    path.note_again()
+                    self._note_again(path)
         return False
 
     def drop_lost(self, places: Collection[int]) -> None:
@@ -173,18 +185,32 @@ class Spilling(Retention):
 
     # ---- parts
 
+    def _note_again(self, path: RunningPath) -> None:
+        """Have the cached blocks of a path written again, behind the first spilled ones."""
+        nodes = path.pin.path if path.pin is not None else ()
+        start = next((node.start for node in nodes if not is_spilled(node.segment)), None)
+        if start is not None:
+            first = start // self._prefixes.block_size
+            begins_record = self._spans.start(first) == first
+            path.note_again(first if begins_record else self._spans.end(first))
+
     def _can_leave(self, node: Node[Segment]) -> bool:
         segment = node.segment
         return not (node.partial or is_spilled(segment)) and self._is_indexed(segment)
 
     def _spill(self, node: Node[Segment], records: Mapping[int, bytes]) -> bool:
-        """Spill a node that is in a tier; False without room for the places, or for both forms."""
+        """Spill a node that is in a tier; False without room for the places, or for both forms.
+
+        Raises:
+            SpilledLost: records of a coded node have other numbers.
+        """
         places = self._places(node, records)
         if places is None:
             return False
-        shapes = [side for n in self._layers for side in node.segment.layers[n]]
-        heads = sum(side.shape[1] for side in shapes if isinstance(side, mx.array))
-        nbytes = heads * len(places) * Spilled.block_bytes
+        sides = [side for n in self._layers for side in node.segment.layers[n]]
+        heads = sum(col.arrays(side)[0].shape[1] for side in sides)
+        # Codes are compared piece by piece, and the pieces are joined.
+        nbytes = heads * len(places) * Spilled.block_bytes * (1 + any(map(_is_coded, sides)))
         return self._prefixes.exchange(node, lambda held: self._spilled(held, places), nbytes)
 
     def _records_of(self, node: Node[Segment], block_hashes: Sequence[bytes]) -> dict[int, bytes]:
@@ -219,13 +245,39 @@ class Spilling(Retention):
         """Return a segment of whose chosen layers only checksums and places are in memory."""
         layers: list[Layer] = list(segment.layers)
         for number in self._layers:
-            keys, values = (
-                Spilled(self.blocks, number, side, held.dtype).spilled(held, places)
-                for side, held in enumerate(segment.layers[number])
-                if isinstance(held, mx.array)
+            keys, values = segment.layers[number]
+            layers[number] = (
+                self._side(keys, number, 0, places),
+                self._side(values, number, 1, places),
             )
-            layers[number] = keys, values
         return replace(segment, layers=tuple(layers))
+
+    def _side(self, held: Side, layer: int, side: int, places: Numbers) -> Coded:
+        if isinstance(held, mx.array):
+            return Spilled(self.blocks, layer, side, held.dtype).spilled(held, places)
+        assert isinstance(held, Coded)
+        parts = []
+        for start in range(0, held.tokens, PIECE_TOKENS):
+            stop = min(start + PIECE_TOKENS, held.tokens)
+            own = places[start // BLOCK_TOKENS : stop // BLOCK_TOKENS]
+            parts.append(self._resting(held.take(start, stop), layer, side, own))
+        return parts[0].join(*parts[1:]) if len(parts) > 1 else parts[0]
+
+    def _resting(self, held: Coded, layer: int, side: int, places: Numbers) -> Coded:
+        """Spill codes; of each block the tier has the numbers before coding, or those decoded.
+
+        Raises:
+            SpilledLost: it has other ones.
+        """
+        there, ops = self.blocks.as_recorded(layer, side, places), self.blocks.ops
+        encoded = held.codec.encode(there, ops).parts
+        resting = _equal_blocks(encoded, held.parts, len(places))
+        decoded = [held.dequantize(ops).astype(there.dtype)]
+        lost = places[~(resting | _equal_blocks(decoded, [there], len(places)))]
+        if len(lost):
+            raise SpilledLost(tuple(lost.tolist()))
+        codec = Spilled(self.blocks, layer, side, there.dtype, rest=held.codec)
+        return codec.spilled(there, places | np.where(resting, AT_REST, 0))
 
     def _retain(self) -> None:
         """Forget the places of records that no node has any more, now and then."""
@@ -246,7 +298,22 @@ def is_spilled(segment: Segment) -> bool:
 def places_of(segment: Segment) -> set[int]:
     """Return the places of a segment's blocks that are in a tier alone."""
     side = _spilled_side(segment)
-    return set() if side is None else set(np.array(side.parts[1])[0, 0].tolist())
+    return set() if side is None else set((np.array(side.parts[1])[0, 0] & ~AT_REST).tolist())
+
+
+def _is_coded(side: Side) -> bool:
+    return isinstance(side, Coded)
+
+
+def _equal_blocks(
+    left_parts: Sequence[mx.array], right_parts: Sequence[mx.array], blocks: int
+) -> NDArray[np.bool_]:
+    """Return in which blocks the parts of two sides are equal for all heads, (blocks,)."""
+    equal = np.ones(blocks, np.bool_)
+    for left, right in zip(left_parts, right_parts, strict=True):
+        same = (left == right).reshape(left.shape[1], blocks, -1)
+        equal &= np.asarray(same.all(axis=-1).all(axis=0))
+    return equal
 
 
 def _spilled_side(segment: Segment) -> Coded | None:

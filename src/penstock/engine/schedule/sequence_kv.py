@@ -725,9 +725,9 @@ class SequenceKV:
             block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
             stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first, seen=spills)
 
-    def note_again(self) -> None:
-        """Have all cached blocks that the tiers lack written to them."""
-        self._note_blocks(0)
+    def note_again(self, first: int) -> None:
+        """Have the cached blocks from the `first` on written to the tiers that lack them."""
+        self._note_blocks(first)
 
     def _note_checkpoint(self, at: int, *, answered: bool = False) -> None:
         """Have the states that were captured under a boundary written to the tiers."""

@@ -77,6 +77,15 @@ class Codec(ABC):
         """Return the reader of the heads start..stop-1."""
         return self
 
+    @property
+    def form(self) -> Codec | None:
+        """Codec whose decoded numbers are read; None for numbers as they were computed."""
+        return self
+
+    def at_rest(self, coded: Coded, codec: Codec) -> Coded:
+        """Return a side whose numbers are read as another codec decodes them; itself if coded."""
+        return coded
+
     @abstractmethod
     def encode(self, x: mx.array, ops: CodeOps) -> Coded:
         """Encode (batch, heads, tokens, dim), in any floating type."""

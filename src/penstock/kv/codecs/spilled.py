@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from penstock.kv.codecs.code_ops import CodeOps
 from penstock.kv.codecs.coded import Codec, Coded
 
+AT_REST = 1 << 30
+"""Flag of the place of a block whose tier has other numbers than are read: those that a codec at
+rest decodes from its codes of them."""
 BLOCK_TOKENS = 16
 """Tokens read, and checked, together: those chosen together."""
 ENTRY_BYTES = 300
@@ -145,6 +148,8 @@ class Spilled(Codec):
     """0 for keys, 1 for values."""
     dtype: mx.Dtype
     first_head: int = 0
+    rest: Codec | None = None
+    """Codec at rest whose decoded numbers are read; None for numbers as they were computed."""
 
     span: ClassVar[int] = BLOCK_TOKENS
     block_bytes: ClassVar[int] = 12
@@ -161,6 +166,18 @@ class Spilled(Codec):
 
     def of_heads(self, start: int, stop: int) -> Codec:
         return replace(self, first_head=self.first_head + start)
+
+    @property
+    def form(self) -> Codec | None:
+        return self.rest
+
+    def at_rest(self, coded: Coded, codec: Codec) -> Coded:
+        if self.rest is not None:
+            return coded
+        checksums, places = coded.parts
+        resting = places | AT_REST
+        mx.eval(resting)
+        return Coded(replace(self, rest=codec), (checksums, resting), coded.dim)
 
     def encode(self, x: mx.array, ops: CodeOps) -> Coded:
         raise ValueError("keys and values are spilled with the places of their blocks")
