@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from penstock.engine.request import Request, Sampling
 from penstock.errors import ModelError
 from penstock.models import weight_packer as packing_seam
 from penstock.models.loading import load_all
-from penstock.models.weight_packer import weight_packer
+from penstock.models.weight_packer import PackedParts, weight_packer
 from penstock.plugins.cpu.compiled import has_numba
 from penstock.recall import MODEL_PATH
 from support.gguf_files import small_model, write_model
@@ -163,6 +164,43 @@ def test_an_engine_runs_a_packed_model(tmp_path: Path) -> None:
         with penstock.Engine(loaded.model, loaded.tokenizer, memory_limit="100MB") as engine:
             texts.append(str(engine.generate("once upon a time", max_tokens=12)))
     assert texts[0] == texts[1]
+
+
+def test_the_doctor_says_how_the_modules_of_a_packed_model_multiply(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, config = small_model("qwen3moe")
+    file = tmp_path / "small.gguf"
+    write_model(file, "qwen3moe", model, config, "Q4_1")
+    main(["doctor", str(file), "--weights-dtype", "packed", "--json"])
+    packed = json.loads(capsys.readouterr().out)["model"]["packed"]
+    assert packed["graphs"] == {}
+    assert packed["products"]["model.layers.*.self_attn.q_proj"] == 4
+    assert packed["products"]["model.embed_tokens"] == 1
+    assert packed["float32"]["model.layers.*.mlp.switch_mlp.up_proj"] == 4
+    assert (packed["lack"] is None) is has_numba()
+    main(["doctor", str(folder(tmp_path, "llama", 4)), "--weights-dtype", "packed"])
+    assert "two graphs a layer: model.layers.* (4)" in capsys.readouterr().out
+    main(["doctor", str(file), "--json"])
+    assert json.loads(capsys.readouterr().out)["model"]["packed"] is None
+
+
+def test_without_numba_a_line_says_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = folder(tmp_path, "llama", 4)
+    load_all(source, weights_dtype="packed")
+    assert "Numba" not in caplog.text
+    monkeypatch.setitem(sys.modules, "numba", None)  # importing it fails
+    has_numba.cache_clear()
+    try:
+        model = load_all(source, weights_dtype="packed").model
+        parts = PackedParts.of(model)
+    finally:
+        has_numba.cache_clear()
+    assert parts is not None
+    assert str(parts.lack) in caplog.text
+    assert "depend on the batch" in caplog.text
 
 
 def test_without_onnx_runtime_the_reason_is_one_line(

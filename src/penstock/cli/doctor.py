@@ -34,6 +34,7 @@ from penstock.plurals import counted
 if TYPE_CHECKING:
     from penstock.cli.agent_report import AgentReport
     from penstock.cli.fitness import FitnessReport
+    from penstock.models.weight_packer import PackedParts
 
 PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "numpy")
 DTYPES = ("float32", "float16")
@@ -232,6 +233,8 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
     rows.append(("  KV", f"{counted(fit.kv_bytes_per_token, 'byte')} a token"))
     for form, error in fit.codes_errors.items():
         rows.append((f"  {form}", f"held in MLX's nearest codes: error {error:.2%} of the weights"))
+    if fit.packed is not None:
+        _add_packed(rows, fit.packed)
     if fit.way is None:
         rows.append(("  engine", "cannot run it"))
         return
@@ -253,3 +256,18 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
         times = ", ".join(f"{way} {ms:.3f} ms" for way, ms in timing.milliseconds.items())
         what = f"{timing.layer}, {timing.situation}"
         rows.append(("  attention", f"{what}: {timing.chosen} ({times})"))
+
+
+def _add_packed(rows: list[tuple[str, str]], packed: PackedParts) -> None:
+    """Add the rows of a model whose codes are multiplied as they lie."""
+    kinds = (
+        ("two graphs a layer", packed.graphs),
+        ("product by product", packed.products),
+        ("in float32", packed.float32),
+    )
+    for what, names in kinds:
+        if names:
+            listed = ", ".join(f"{name} ({count})" for name, count in names.items())
+            rows.append(("  weights", f"{what}: {listed}"))
+    if packed.lack is not None:
+        rows.append(("  weights", packed.lack))

@@ -20,6 +20,7 @@ from penstock.memory import LayerKind
 from penstock.models import mlx_lm as seam
 from penstock.models.mlx_lm import Loaded
 from penstock.models.model_files import open_model_file
+from penstock.models.weight_packer import PackedParts
 from penstock.models.widening import model_bytes
 from penstock.plurals import counted
 
@@ -83,6 +84,8 @@ class FitnessReport:
     """Layers that no kernel reads, if others are read."""
     ways_cut_short: bool = False
     """Whether the self-test ran out of time before all ways were tried."""
+    packed: PackedParts | None = None
+    """Modules that multiply by codes as they lie; None where none does."""
     attend_halves_from: int | None = None
     """Sequence length at which `--attend-tokens 1024` halves a decode step's bytes, or None."""
 
@@ -109,6 +112,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
             why=_one_line(str(error)),
             modules=(),
             codes_errors=_codes_errors(name, loaded),
+            packed=PackedParts.of(loaded.model),
         )
     fitness = runner.fitness
     kernels, choice = extension("kernels"), None
@@ -124,6 +128,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
         why=_one_line(fitness.why),
         modules=fitness.modules,
         codes_errors=_codes_errors(name, loaded),
+        packed=PackedParts.of(loaded.model),
         attention=AttentionTiming.all_of(choice),
         kernels_off=why_off,
         kernels_do_not_read=() if choice is None else tuple(choice.unread),

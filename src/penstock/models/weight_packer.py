@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Protocol
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from penstock.errors import ModelError
@@ -13,6 +17,16 @@ from penstock.extensions import extension
 from penstock.models.widening import widen
 
 logger = logging.getLogger(__name__)
+
+
+NO_ORDER = (
+    "without Numba attention is not in an order of its own: last bits of logits depend on the "
+    "batch and on what was cached; pip install numba"
+)
+"""Line about packed weights where Numba is missing."""
+
+Packing: TypeAlias = Literal["graphs", "product"]
+"""Way to multiply by codes: within the two graphs of its decoder layer, or by itself."""
 
 
 class WeightPacker(Protocol):
@@ -28,6 +42,54 @@ class WeightPacker(Protocol):
             model: mlx-lm's.
             exact: whether activations stay in float32.
         """
+
+    def packing(self, module: nn.Module) -> Packing | None:
+        """Tell how a module that `pack` made multiplies; None for any other."""
+
+    def keeps_order(self) -> bool:
+        """Tell whether attention between graphs has the same bits in every batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedParts:
+    """The modules of a packed model by how they multiply: how many of each name.
+
+    Numbers in names, such as those of layers, are asterisks.
+    """
+
+    graphs: Mapping[str, int]
+    """Decoder layers that are two graphs each."""
+    products: Mapping[str, int]
+    """Modules that multiply by their codes alone, outside of a graph of several."""
+    float32: Mapping[str, int]
+    """Modules whose matrices are in float32."""
+    lack: str | None
+    """Line about a missing library, and how to get it; None if there is no such line."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> PackedParts | None:
+        """Return those of a model; None if none of its modules is packed."""
+        packer = weight_packer()
+        modules: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
+        by_kind: dict[str, Counter[str]] = {"graphs": Counter(), "product": Counter()}
+        dense: Counter[str] = Counter()
+        for name, module in modules if packer is not None else []:
+            shared = re.sub(r"\b\d+\b", "*", name)
+            kind = None if packer is None else packer.packing(module)
+            if kind is not None:
+                by_kind[kind][shared] += 1
+            elif _is_wide(module):
+                dense[shared] += 1
+        if packer is None or not any(by_kind.values()):
+            return None
+        lack = None if packer.keeps_order() else NO_ORDER
+        graphs, products = (dict(by_kind[kind]) for kind in ("graphs", "product"))
+        return cls(graphs, products, dict(dense), lack)
+
+
+def _is_wide(module: nn.Module) -> bool:
+    weight = module.get("weight")
+    return isinstance(weight, mx.array) and weight.ndim > 1 and weight.dtype == mx.float32
 
 
 def weight_packer() -> WeightPacker | None:
@@ -56,6 +118,8 @@ def pack(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None], *, ex
         raise ModelError(
             "--weights-dtype packed needs ONNX Runtime: pip install onnxruntime, or take float32"
         )
+    if not packer.keeps_order():
+        logger.warning("%s", NO_ORDER)
     takes = packer.takes
     widen(model, lambda module: None if takes(module) else dense(module))
     packer.pack(model, exact=exact)

@@ -9,13 +9,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import onnxruntime  # noqa: F401 - where it is not installed, this plug-in is not there
 
-from penstock.plugins.cpu.packed_layers import form_of, packed_layer
+from penstock.models.weight_packer import Packing
+from penstock.plugins.cpu.compiled import has_numba
+from penstock.plugins.cpu.packed_layers import PackedDecoderLayer, form_of, packed_layer
 from penstock.plugins.cpu.packed_products import (
     BLOCKS,
     WIDER,
     PackedEmbedding,
     PackedHead,
     PackedLinear,
+    PackedModule,
     packed_codes,
 )
 
@@ -28,6 +31,18 @@ def takes(module: nn.Module) -> bool:
         and module.bits in WIDER
         and module.group_size in BLOCKS
     )
+
+
+def packing(module: nn.Module) -> Packing | None:
+    """See `WeightPacker`."""
+    if isinstance(module, PackedModule):
+        return "graphs" if isinstance(module, PackedDecoderLayer) else "product"
+    return None
+
+
+def keeps_order() -> bool:
+    """See `WeightPacker`: the loop is compiled by Numba."""
+    return has_numba()
 
 
 def pack(model: nn.Module, *, exact: bool) -> None:
