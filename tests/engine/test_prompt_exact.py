@@ -19,8 +19,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from penstock.engine.intake import TEXT_BEFORE_TOKENS
 from penstock.engine.model.text import REPLACEMENT, TextStream
+from penstock.engine.model.text_decoding import TEXT_BEFORE_TOKENS
 from penstock.engine.request import Token
 from penstock.plugins.gguf.header import read_header
 from penstock.plugins.gguf.tokenizer import write_tokenizer

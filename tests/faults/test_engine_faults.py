@@ -40,6 +40,7 @@ from fault_setup import (
 from penstock.engine import memory_pressure
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.model.text_decoding import TextDecoding
 from penstock.engine.request import Request, Sampling
 from penstock.engine.schedule.scheduler import State
 from penstock.errors import NeverFits, PenstockError, QueueFull, SettingError, StepFailed
@@ -266,10 +267,10 @@ def test_a_tokenizer_that_cannot_be_copied_is_the_caller_s_error() -> None:
     with made() as setup:
         other = setup.ask(SHORT)
         intake = setup.core.intake
-        intake.tokenizer, intake._detokenizer = SimpleNamespace(), None
+        text, intake.text = intake.text, TextDecoding(SimpleNamespace(eos_token_ids=()))
         with pytest.raises(AttributeError):
             setup.ask(SHORT)
-        intake.tokenizer = setup.tokenizer
+        intake.text = text
         setup.drain()
         assert_right(other)
 

@@ -25,6 +25,7 @@ from whole_blocks import drop_partial_blocks
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.retention.recurrent import RecurrentStates
 from penstock.errors import SettingError
 from penstock.kv.states import RecurrentState, blank
 from penstock.ledger import Kind
@@ -238,10 +239,11 @@ def test_numbers_of_a_state_are_numbers() -> None:
         ask(core, BASE, 2)
         drain(core)
         (path,) = [node.path() for node in core.prefixes.tree if not node.children]
+        (recurrent,) = core.stores.all_of(RecurrentStates)
         with core.prefixes.pin(core.prefixes.match(path[-1].block_hashes[:1])):
             for node in path:
-                core.checkpoints._replace(node, [], range(1_000))
-            assert not core.checkpoints.capture(path, 16, live, turn_end=False)
+                recurrent.checkpoints._replace(node, [], range(1_000))
+            assert not recurrent.checkpoints.capture(path, 16, live, turn_end=False)
 
 
 def test_there_is_nothing_to_be_held_in_a_codec_without_keys() -> None:

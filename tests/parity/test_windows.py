@@ -40,6 +40,7 @@ from penstock.engine.core import Core
 from penstock.engine.offload import conversation_ends
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload.tier_group import TierGroup
+from penstock.engine.retention.recurrent import RecurrentStates
 from penstock.engine.retention.requantize import Requantizer
 from penstock.engine.retention.windows import Windows, resume, windows_of
 from penstock.errors import PenstockError
@@ -391,7 +392,7 @@ def test_windows_and_states_together(name: str) -> None:
         base = tiny_families.prompt_of(70)
         fork, other = ([*base[:50], *tiny_families.prompt_of(20, seed)] for seed in (3, 5))
         with engine(model, **SMALL) as core:
-            assert core.checkpoints is not None
+            assert core.stores.all_of(RecurrentStates)
             first = ask(core, base, 12)
             drain(core)
             # Its last block is full now: where a conversation went on before, nobody goes on.

@@ -176,7 +176,7 @@ class Core(EngineParts):
         """
         if self.group.size > 1:  # each rank would wait for its own disk
             return 0
-        return self.tiers.preload(self.checkpoints)
+        return self.tiers.preload(self.stores.capture)
 
     def flush_tiers(self, timeout_seconds: float) -> bool:
         """Wait until the cold tiers have written all blocks offered; return whether they have."""

@@ -117,8 +117,7 @@ class Engine:
         try:
             # Arrays belong to the thread that made them: the core is made there.
             self._core = started.result()
-            if self._core.intake.grammars is not None:
-                self._core.intake.grammars.reserve = self._reserve_grammars
+            self._core.intake.grammars.reserve = self._reserve_grammars
         except BaseException:
             self._closing = True
             self._thread.join(ANSWER_SECONDS)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from copy import copy
-from typing import Any
 
 from penstock.engine.handle import Handle
-from penstock.engine.model.constraint import Grammars, pool_bytes
 from penstock.engine.model.min_tokens import MinTokens
 from penstock.engine.model.prompt_logprobs import PromptLogprobs
 from penstock.engine.model.reasoning import BehindReasoning, ReasoningLimit
-from penstock.engine.model.sampling import Rule, TokenSampler
-from penstock.engine.model.text import Detokenizer, TextStream
+from penstock.engine.model.sampling import NO_RULE, Rule, TokenSampler
+from penstock.engine.model.text_decoding import TokensOnly
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.request import Request
 from penstock.engine.schedule.admission import Admission
@@ -28,17 +25,13 @@ from penstock.engine.schedule.scheduler import Scheduler
 from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.errors import EngineStopped, SettingError
-from penstock.models.byte_level import detokenizer_of
-
-TEXT_BEFORE_TOKENS = 16
-"""Last tokens of a prompt that are read for a text that goes on with it."""
 
 
 class Intake:
     """Makes sequences of requests. Not thread-safe but for `constraint`: the engine's thread.
 
     Args:
-        tokenizer: mlx-lm's wrapper; None gives answers without text.
+        text: way from answers' tokens to their text.
         stores: of keys and values.
         tiers: of the stores.
         scheduler: has room in its queue or not.
@@ -49,7 +42,7 @@ class Intake:
 
     def __init__(
         self,
-        tokenizer: Any,
+        text: TokensOnly,
         *,
         stores: KVStores,
         tiers: TierGroup,
@@ -58,17 +51,14 @@ class Intake:
         budget: MemoryBudget,
         clock: Callable[[], float],
     ) -> None:
-        self.tokenizer = tokenizer
+        self.text = text
         self.next_id = 0
         """Number of the next sequence."""
         self.draining = False
         """Whether no more requests are taken in."""
         self.vocabulary_size = stores.figures.vocabulary_size
-        self.grammars: Grammars | None = None
-        if tokenizer is not None:
-            limit_bytes = stores.prefixes.ledger.limit_bytes
-            self.grammars = Grammars(tokenizer, self.vocabulary_size, pool_bytes(limit_bytes))
-        self._detokenizer: Detokenizer | None = None
+        limit_bytes = stores.prefixes.ledger.limit_bytes
+        self.grammars = text.grammars(self.vocabulary_size, limit_bytes)
         self._stores = stores
         self._tiers = tiers
         self._scheduler = scheduler
@@ -141,8 +131,8 @@ class Intake:
             if not 0 <= token < size:
                 raise SettingError(f"the prompt has token {token}; the model knows {size} tokens")
 
-    def constraint(self, request: Request) -> Rule | None:
-        """Return a grammar's rule at the beginning of an answer; any thread may ask.
+    def constraint(self, request: Request) -> Rule:
+        """Return an answer's rule at the beginning of an answer; any thread may ask.
 
         Raises:
             SettingError: the grammar is invalid, there is no tokenizer to follow it with, or the
@@ -151,8 +141,6 @@ class Intake:
         limit = self._reasoning(request)
         if request.grammar is None:
             return limit or self._min_tokens(request)
-        if self.grammars is None:
-            raise SettingError("a grammar needs a tokenizer, and the engine has none")
         grammar = self.grammars.constraint(request.grammar)
         return grammar if limit is None else BehindReasoning(limit, grammar)
 
@@ -161,8 +149,6 @@ class Intake:
 
         Several ranks evict none for that: their bytes must stay equal.
         """
-        if self.grammars is None:
-            return
         self.grammars.reserve = reserve
         if alone:
             self._budget.evict_grammars = self.grammars.evict
@@ -178,12 +164,11 @@ class Intake:
             raise SettingError(f"reasoning.end has token {last}; the model knows {size} tokens")
         return ReasoningLimit(request.reasoning)
 
-    def _min_tokens(self, request: Request) -> MinTokens | None:
-        """Return the rule of a least length; None if any will do."""
+    def _min_tokens(self, request: Request) -> Rule:
+        """Return the rule of a least length."""
         if not request.min_tokens:
-            return None
-        no_ends = self.tokenizer is None or request.ignore_eos
-        ends = () if no_ends else self.tokenizer.eos_token_ids
+            return NO_RULE
+        ends = () if request.ignore_eos else self.text.ends
         return MinTokens(request.min_tokens, frozenset((*ends, *request.stop_tokens)))
 
     def _prompt_logprobs(self, request: Request) -> PromptLogprobs | None:
@@ -203,7 +188,7 @@ class Intake:
                 request.prompt,
                 choice,
                 self.vocabulary_size,
-                constraint=None if rule is None else rule.copy(),
+                constraint=rule.copy(),
             )
             for choice in range(request.n)
         ]
@@ -218,26 +203,16 @@ class Intake:
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> Sequence:
         request = handle.request
-        text, deadline = None, None
+        deadline = None
         if request.timeout_seconds is not None:
             deadline = self._clock() + request.timeout_seconds
-        if self.tokenizer is not None:
-            before = request.prompt[-TEXT_BEFORE_TOKENS:] if request.goes_on else ()
-            text = TextStream(
-                self._new_detokenizer(),
-                request.stop,
-                before,
-                keep_stop=request.keep_stop,
-                min_tokens=0 if request.grammar is not None else request.min_tokens,
-                silent=request.silent_tokens,
-            )
         sequence = Sequence(
             id=self.next_id,
             request=request,
             choice=choice,
             handle=handle,
             sampler=sampler,
-            text=text,
+            text=self.text.stream(request),
             owners=self._owners(request, choice),
             priority=request.priority,
             deadline_seconds=deadline,
@@ -254,15 +229,3 @@ class Intake:
         )
         self.next_id += 1
         return sequence
-
-    def _new_detokenizer(self) -> Detokenizer:
-        """Return a detokenizer for an answer.
-
-        The first is made by mlx-lm from the whole vocabulary, which takes long; the others are
-        copies that share its tables.
-        """
-        if self._detokenizer is None:
-            self._detokenizer = detokenizer_of(self.tokenizer)
-        detokenizer = copy(self._detokenizer)
-        detokenizer.reset()
-        return detokenizer

@@ -14,11 +14,11 @@ from penstock.engine.draft.draft_parts import open_draft
 from penstock.engine.foundation import lay_foundation, too_small
 from penstock.engine.intake import Intake
 from penstock.engine.memory_pressure import MemoryPressure
+from penstock.engine.model.text_decoding import text_of
 from penstock.engine.planner import StepPlanner
 from penstock.engine.postprocess import Postprocessor
 from penstock.engine.prefill_rate import PrefillRate
 from penstock.engine.ranks.process_group import ProcessGroup
-from penstock.engine.retention.recurrent import RecurrentStates
 from penstock.engine.run.executor import ModelExecutor
 from penstock.engine.run.speculator import Speculator
 from penstock.engine.scheduling import make_scheduling
@@ -57,6 +57,7 @@ class EngineParts:
         self.group = group
         self.clock = group.clock
         self.tokenizer = tokenizer
+        self.text = text_of(tokenizer)
         self.ledger = Ledger(limits.memory_limit)
         try:
             self._make_stores(model, limits, fingerprint, draft)
@@ -75,8 +76,6 @@ class EngineParts:
         self.prefill_rate = PrefillRate(token_seconds, self.limits.step_tokens)
         self.stores, self.tiers = open_stores(base, model, fingerprint, self.prefill_rate)
         self.counters, self.prefixes = self.stores.counters, self.stores.prefixes
-        recurrent = self.stores.of(RecurrentStates)
-        self.checkpoints = None if recurrent is None else recurrent.checkpoints
         self.draft = open_draft(draft, self.tokenizer, base, self.stores)
         scheduling = make_scheduling(base, self.stores, self.tiers, self.draft.fixed_bytes)
         self.budget, self.scheduler = scheduling.budget, scheduling.scheduler
@@ -109,13 +108,13 @@ class EngineParts:
             admission=self.admission,
             group=self.group,
             prefill_rate=self.prefill_rate,
-            ends=frozenset(() if self.tokenizer is None else self.tokenizer.eos_token_ids),
+            ends=self.text.ends,
         )
 
     def _make_ways_in(self) -> None:
         """Make the intake of requests, and the view that answers questions."""
         self.intake = Intake(
-            self.tokenizer,
+            self.text,
             stores=self.stores,
             tiers=self.tiers,
             scheduler=self.scheduler,
@@ -132,6 +131,6 @@ class EngineParts:
             admission=self.admission,
             budget=self.budget,
             estimator=self.estimator,
-            tokenizer=self.tokenizer,
+            decode=self.text.decoded,
             draft=self.draft,
         )

@@ -155,7 +155,7 @@ class Postprocessor:
             return
         complete = sequence.sampler.accept(chosen.token)
         sequence.emit(chosen)
-        stopped = sequence.text.stopped if sequence.text is not None else None
+        stopped = sequence.text.stopped
         if stopped is not None:
             self._admission.finish(sequence, lambda s: s.end("stop", stop=stopped))
         elif complete:

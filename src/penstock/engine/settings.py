@@ -113,10 +113,9 @@ def fitting(
     _check_spills(limits, runner, ranks)
     compression = runner.layout.compression
     if "block_size" not in limits.model_fields_set:
-        every = 1 if compression is None else compression.every
-        size = QuantizationRule.block_size(limits.kv_cache_quantization, every)
+        size = QuantizationRule.block_size(limits.kv_cache_quantization, compression.every)
         limits = limits.model_copy(update={"block_size": size})
-    if compression is None:
+    if not runner.layout.compresses:
         return limits
     if limits.block_size % compression.every:
         raise SettingError(

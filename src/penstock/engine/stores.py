@@ -107,6 +107,6 @@ def _tiers(
         forms,
         prefill_rate,
         in_place=not base.runner.device.facts.own_memory,
-        state_form=base.runner.state_form if base.runner.is_recurrent else None,
+        state_form=base.runner.state_form,
         group=base.group,
     )

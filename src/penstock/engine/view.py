@@ -83,7 +83,7 @@ class EngineView:
         admission: has the open sequences.
         budget: the bytes that are set aside.
         estimator: bytes that sequences take.
-        tokenizer: mlx-lm's wrapper, for the text of tokens; None gives none.
+        decode: returns the text of tokens; empty without a tokenizer.
         draft: the draft model, or none.
     """
 
@@ -98,7 +98,7 @@ class EngineView:
         admission: Admission,
         budget: MemoryBudget,
         estimator: MemoryEstimator,
-        tokenizer: Any,
+        decode: Callable[[Sequence[int]], str],
         draft: Draft | NoDraft,
     ) -> None:
         self.limits = limits
@@ -112,7 +112,7 @@ class EngineView:
         self._admission = admission
         self._budget = budget
         self._estimator = estimator
-        self._tokenizer = tokenizer
+        self._decode = decode
 
     # ---- names
 
@@ -334,8 +334,8 @@ class EngineView:
             reason=reason + why + self._tier_reason(explanation.held_tokens, tier_tokens),
             reusable_tokens=reusable_tokens,
             tier_tokens=tier_tokens,
-            held_text=self._text(explanation.held_token),
-            given_text=self._text(explanation.given_token),
+            held_text=self._token_text(explanation.held_token),
+            given_text=self._token_text(explanation.given_token),
         )
 
     def _volatile(
@@ -347,12 +347,12 @@ class EngineView:
     ) -> Volatile | None:
         """Name the difference between a prompt and the nearest cached one, if its kind is known."""
         at = explanation.diverges_at
-        if at is None or self._tokenizer is None:
+        if at is None:
             return None
         held = tokens_held_at(self._prefixes, tokens, at, block_hashes, salt)
         before = list(tokens[max(0, at - NEAR_TOKENS) : at])
         runs = (held[:NEAR_TOKENS].tolist(), list(tokens[at : at + NEAR_TOKENS]))
-        return name_volatile(*(str(self._tokenizer.decode([*before, *run])) for run in runs))
+        return name_volatile(*(self._decode([*before, *run]) for run in runs))
 
     def _tier_tokens(self, block_hashes: Sequence[bytes]) -> int | None:
         """Wait for the length of a prompt's prefix in the cold tiers; None if it is not known."""
@@ -369,10 +369,8 @@ class EngineView:
                 reason += f". The {name} cache writes no new blocks: {tier.full}"
         return reason
 
-    def _text(self, token: int | None) -> str | None:
-        if token is None or self._tokenizer is None:
-            return None
-        return str(self._tokenizer.decode([token]))
+    def _token_text(self, token: int | None) -> str | None:
+        return None if token is None else self._decode([token]) or None
 
     # ---- checks
 

@@ -169,6 +169,10 @@ class StateForm:
         )
 
 
+NO_STATES = StateForm((), ())
+"""Form of the states of a model without recurrent layers."""
+
+
 def named(states: States) -> Iterator[tuple[str, mx.array]]:
     """Yield the arrays of states with their names: `3.0`, `3.1` of the fourth layer with states."""
     for layer, state in enumerate(states):

@@ -22,7 +22,7 @@ from penstock.attention.span_attention import AttentionWindow
 from penstock.config import WeightsDtype
 from penstock.errors import ModelError
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
-from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
+from penstock.kv.states import NO_STATES, Place, StateForm, States, put_together, taken_apart
 from penstock.memory.sizes import format_bytes
 from penstock.models import named, template_files
 from penstock.models.source import checked_source, first_line, read_generation_config
@@ -424,6 +424,10 @@ class Compression:
     """Upper bound of a sequence's states, but for loose rows, in bytes."""
 
 
+NO_COMPRESSION = Compression((), 1, NO_STATES, 0)
+"""Compression of a model whose layers keep what they compute."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
     """KV and states that a model keeps of a sequence, and its own caches made of them.
@@ -438,13 +442,18 @@ class ModelLayout:
     """Number of arrays that each recurrent layer keeps."""
     places: tuple[Place, ...]
     """Kinds of the model's caches, in order."""
-    compression: Compression | None = None
-    """Compression of the model's layers; None if no layer compresses."""
+    compression: Compression = NO_COMPRESSION
+    """Compression of the model's layers; all of them compress, or none."""
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the layers compress what they keep."""
+        return bool(self.compression.rows)
 
     @property
     def rows(self) -> dict[int, Rows]:
         """Rows of the layers with keys and values that keep rows, by the layer's number."""
-        return {} if self.compression is None else dict(enumerate(self.compression.rows))
+        return dict(enumerate(self.compression.rows))
 
     def caches(
         self, reads: Sequence[Any], states: States | None, position: int = 0
@@ -460,7 +469,7 @@ class ModelLayout:
                 cache.cache = list(states[number])
             kept.append(cache)
         caches = put_together(self.places, reads, kept)
-        if self.compression is None:
+        if not self.compresses:
             return caches, kept
         for cache in caches:
             cache.offset = position
@@ -477,7 +486,7 @@ def states_of(kept: Sequence[Any]) -> States:
 
 def layout(model: nn.Module) -> ModelLayout:
     """Return the layout of a model, from the caches mlx-lm would give it; or raise ModelError."""
-    caches, compression = plain_caches(model), None
+    caches, compression = plain_caches(model), NO_COMPRESSION
     if all(map(_compresses, caches)):
         caches, compression = _opened(model, caches)
     kept, states, places = taken_apart(caches)

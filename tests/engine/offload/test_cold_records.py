@@ -141,7 +141,7 @@ def test_all_blocks_are_read_ahead(family: str, tmp_path: Path) -> None:
         expected = ask(core, asked)
     with running(tmp_path, family) as core:
         assert core.tiers is not None
-        assert core.tiers.preload(core.checkpoints) == 224
+        assert core.tiers.preload(core.stores.capture) == 224
         core.view.check()
         assert ask(core, asked) == expected
         assert core.view.stats().prefilled_tokens < BLOCK

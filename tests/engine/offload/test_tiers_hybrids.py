@@ -11,6 +11,7 @@ from engine_faults import VOCABULARY_TOKENS, model_of
 
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
+from penstock.engine.retention.recurrent import RecurrentStates
 from penstock.engine.session_files import load_session, save_session
 from penstock.kv.states import StateForm
 from penstock.prefix.block_hashes import checkpoint_hash
@@ -115,9 +116,9 @@ def test_blocks_in_memory_need_the_checkpoint_alone(folder: Path) -> None:
     """Who parts from what is held goes on from a checkpoint on the disk behind blocks in RAM."""
     with running(folder, FAMILY) as core:
         first = ask(core, PROMPT)
-        assert core.checkpoints is not None
+        (recurrent,) = core.stores.all_of(RecurrentStates)
         for node in list(core.prefixes.tree):
-            core.checkpoints._replace(node, [], range(1_000))
+            recurrent.checkpoints._replace(node, [], range(1_000))
         read = core.view.stats().tiers["disk"]
         handle = submit(core, PROMPT)
         settle(core)

@@ -17,6 +17,7 @@ from penstock.engine.model.figures import ModelFigures
 from penstock.engine.model.prompt_logprobs import ScoredBlocks
 from penstock.engine.model.sampling import TokenSampler
 from penstock.engine.model.step_peaks import StepPeaks
+from penstock.engine.model.text import NoText, TextStream
 from penstock.engine.request import Request, Sampling
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import FixedReservations, MemoryBudget
@@ -106,7 +107,7 @@ class Places:
             choice=0,
             handle=Handle(made, lambda handle: None),
             sampler=TokenSampler(Sampling(), made.prompt, 0),
-            text=None,
+            text=TextStream(NoText()),
             kv=SequenceKV(self.stores, list(made.prompt), []),
             owners=("client", number),
             priority=made.priority,

@@ -93,6 +93,19 @@ class Compiled:
         """Whether an answer has used up the lexer's states: no other can follow it."""
 
 
+class NoGrammars:
+    """Grammars of an engine without a tokenizer: it follows none."""
+
+    nbytes = 0
+    reserve: Callable[[int], None]
+
+    def constraint(self, grammar: str) -> Constraint:
+        raise SettingError("a grammar needs a tokenizer, and the engine has none")
+
+    def evict(self) -> int:
+        return 0
+
+
 class Grammars:
     """The compiled grammars of one tokenizer. Any thread may call it.
 

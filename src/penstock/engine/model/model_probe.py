@@ -147,7 +147,7 @@ def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, 
     """
     expected = _plain_logits(runner)
     vocabulary_size = expected.shape[-1]
-    if runner.layout.compression is not None:
+    if runner.layout.compresses:
         why = "its layers compress what they keep"
     elif not modules and runner.attention_windows:
         why = "its attention does not go through mlx-lm's common function"

@@ -31,6 +31,7 @@ from penstock.kv.codecs.scales import Squares
 from penstock.kv.compressed import RowReads
 from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.states import (
+    NO_STATES,
     RecurrentState,
     StateForm,
     States,
@@ -120,7 +121,7 @@ class Runner:
             self.layout.attention_windows
         )  # unbounded while the model is tried
         self._state_bytes = 0
-        self.state_form = StateForm.of(())
+        self.state_form = NO_STATES
         """Form of one sequence's states."""
         self.ways: AttentionWays = PlainOperations()
         """Ways to attend in decode steps."""
@@ -129,7 +130,7 @@ class Runner:
         self.most_joined: int | None = None
         """Most tokens that are read at once for a prompt; more are read piece by piece."""
         self.fitness, self.vocabulary_size = try_model(self, modules)
-        if self.layout.compression is not None:  # the probe is shorter than windows and groups
+        if self.layout.compresses:  # the probe is shorter than windows and groups
             self._state_bytes = self.layout.compression.state_bytes
             self.state_form = self.layout.compression.state_form
         bound = AttentionWindow(max_kv_size - keep, keep)
@@ -219,7 +220,7 @@ class Runner:
 
         A model that takes the count of its kept tokens for the position keeps all of them.
         """
-        return self.layout.compression is None and not self.fitness.whole
+        return not self.layout.compresses and not self.fitness.whole
 
     @property
     def state_bytes(self) -> int:
@@ -270,7 +271,7 @@ class Runner:
                     tokens, rows, recurrent_states or [None] * len(rows), strict=True
                 )
             ]
-            own = self.layout.compression is not None
+            own = self.layout.compresses
             return DecodeOutput(
                 mx.concatenate([logits for logits, _ in outputs])[:, None],
                 [RecurrentState(states, own=own) for _, states in outputs],
@@ -448,7 +449,7 @@ class Runner:
         reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
         caches, kept = self.layout.caches(reads, _row(recurrent_state), row.position)
         logits = self.last_logits([[token]], caches)
-        if self.layout.compression is None:
+        if not self.layout.compresses:
             if seam.is_stage(self.model):  # what goes to and fro keeps the rows' order
                 mx.eval(logits)
             return logits, unpinned(seam.states_of(kept))

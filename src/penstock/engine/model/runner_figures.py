@@ -17,7 +17,7 @@ def figures_of(runner: Runner) -> ModelFigures:
         windows=tuple(runner.distinct_windows),
         whole=runner.fitness.whole,
         joined=runner.fitness.way == "joined",
-        compresses=runner.layout.compression is not None,
+        compresses=runner.layout.compresses,
         is_recurrent=runner.is_recurrent,
         vocabulary_size=runner.vocabulary_size,
         context_tokens=runner.context_tokens,

@@ -75,6 +75,30 @@ class Rule(Protocol):
         """Return another answer at the same position."""
 
 
+class NoRule:
+    """Rule of an answer that may have any tokens, and ends with none of them."""
+
+    free = True
+
+    def allowed(self, size: int) -> npt.NDArray[np.bool_]:
+        return np.ones(size, np.bool_)
+
+    def accept(self, token: int) -> bool:
+        return False
+
+    def forced(self) -> list[int]:
+        return []
+
+    def allowed_tokens(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+    def copy(self) -> Rule:
+        return self
+
+
+NO_RULE = NoRule()
+
+
 class TokenSampler:
     """Chooses the tokens of one answer; owned by the thread that computes the logits.
 
@@ -95,7 +119,7 @@ class TokenSampler:
         choice: int = 0,
         vocabulary_size: int | None = None,
         *,
-        constraint: Rule | None = None,
+        constraint: Rule = NO_RULE,
     ) -> None:
         self.sampling = sampling.with_seed()
         self.constraint = constraint
@@ -108,7 +132,7 @@ class TokenSampler:
     @property
     def plain(self) -> bool:
         """Whether the largest logit decides."""
-        return self.sampling.plain and (self.constraint is None or self.constraint.free)
+        return self.sampling.plain and self.constraint.free
 
     def choose(self, logits: mx.array, generated: Sequence[int]) -> SampledToken:
         """Choose the token that follows `generated`, from logits (vocabulary,) of any float type.
@@ -126,12 +150,11 @@ class TokenSampler:
     def ahead(self) -> TokenSampler:
         """Return a sampler at the same position, which may advance while this one stays."""
         sampler = shallow_copy(self)
-        if self.constraint is not None:
-            sampler.constraint = self.constraint.copy()
+        sampler.constraint = self.constraint.copy()
         return sampler
 
     def accept(self, token: int) -> bool:
-        return self.constraint is not None and self.constraint.accept(token)
+        return self.constraint.accept(token)
 
     def key(self, position: int) -> mx.array:
         name = f"{self.sampling.seed} {self.choice} {position}".encode()
@@ -157,7 +180,7 @@ class TokenSampler:
         return logits
 
     def _allowed(self, logits: mx.array) -> mx.array:
-        if self.constraint is None or self.constraint.free:
+        if self.constraint.free:
             return logits
         return mx.where(mx.array(self.constraint.allowed(logits.size)), logits, -math.inf)
 

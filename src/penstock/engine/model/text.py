@@ -34,6 +34,21 @@ class Detokenizer(Protocol):
         """Whole characters since the last read."""
 
 
+class NoText:
+    """Detokenizer of an engine without a tokenizer."""
+
+    text = last_segment = ""
+
+    def add_token(self, token: int) -> None:
+        pass
+
+    def finalize(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
 class TextStream:
     """The text of one answer in pieces, each as soon as it is certain.
 

@@ -19,7 +19,7 @@ from penstock.engine.prefill_rate import FIRST_BYTES_PER_SECOND, PrefillRate, Re
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
-from penstock.kv.states import StateForm, States
+from penstock.kv.states import NO_STATES, StateForm, States
 from penstock.ledger import Kind, Reservation
 from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.prefix.prefixes import Prefixes
@@ -84,7 +84,7 @@ class EngineTier:
         forms: formats of blocks.
         prefill_rate: measured speed of the model.
         in_place: whether files can be read into MLX's arrays.
-        state_form: of the recurrent layers' states; None if the model has none.
+        state_form: of the recurrent layers' states; without arrays if the model has none.
         buffer_bytes: memory of the store itself, besides blocks being written.
         queue_records: copied records that may wait to be written.
         group: the ranks of the engine; an answer of a tier counts when all have it.
@@ -98,7 +98,7 @@ class EngineTier:
         prefill_rate: PrefillRate,
         *,
         in_place: bool,
-        state_form: StateForm | None = None,
+        state_form: StateForm = NO_STATES,
         buffer_bytes: int = 0,
         queue_records: int = QUEUE_RECORDS,
         group: ProcessGroup,
@@ -107,7 +107,7 @@ class EngineTier:
         self.read_rate = ReadRate(group.mean(1 / FIRST_BYTES_PER_SECOND))
         self._group = group
         self._state_form = state_form
-        self.state_bytes = 0 if state_form is None else state_form.nbytes
+        self.state_bytes = state_form.nbytes
         self._prefixes = prefixes
         self.forms = forms
         self._in_place = in_place
@@ -154,7 +154,7 @@ class EngineTier:
     @property
     def has_states(self) -> bool:
         """Whether the model has recurrent layers: a sequence resumes only at a checkpoint."""
-        return self._state_form is not None
+        return bool(self._state_form.arrays)
 
     def saved_seconds(self, first: int, stop: int) -> float:
         """Return the seconds saved by reading the blocks first..stop-1; 0 if it is not worth it."""
@@ -237,7 +237,6 @@ class EngineTier:
             first = ends[-1]
 
     def begin_states(self, block_hashes: Sequence[bytes]) -> Restore | None:
-        assert self._state_form is not None
         if not self._prefixes.make_room(self.state_bytes):
             return None
         paid = self._prefixes.ledger.reserve(Kind.TAILS, self.state_bytes)

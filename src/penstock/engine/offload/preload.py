@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import wait
+from typing import Protocol
 
 from penstock.engine.offload.engine_tier import EngineTier, Restore
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState
 from penstock.ledger import Kind, Reservation
-from penstock.prefix.checkpoints import Checkpoints, resume
-from penstock.prefix.node import Match
+from penstock.prefix.checkpoints import resume
+from penstock.prefix.node import Match, Node
 from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.host import RestoreBuffer
 
 PRELOAD_SECONDS = 60.0
 """Longest wait for a chain read ahead of all requests."""
+
+
+class Capture(Protocol):
+    """Keeps recurrent states at a boundary of a path, if there is room."""
+
+    def __call__(
+        self, path: Sequence[Node[Segment]], position: int, state: RecurrentState, *, turn_end: bool
+    ) -> None: ...
 
 
 class Preloader:
@@ -29,12 +38,12 @@ class Preloader:
         self,
         tier: EngineTier,
         prefixes: Prefixes[Segment],
-        checkpoints: Checkpoints | None = None,
+        capture: Capture,
     ) -> None:
         self._tier = tier
         self._prefixes = prefixes
         self._forms = tier.forms
-        self._checkpoints = checkpoints
+        self._capture = capture
 
     def run(self) -> int:
         """Read as many chains as fit; return the tokens added to the tree."""
@@ -53,7 +62,7 @@ class Preloader:
         match, ledger = self._prefixes.match(block_hashes), self._prefixes.ledger
         first = match.tokens // self._prefixes.block_size
         missing = first < len(block_hashes)
-        if not missing and (self._checkpoints is None or not block_hashes):
+        if not missing and not (self._tier.has_states and block_hashes):
             return
         if self._needed_bytes(block_hashes, match) > ledger.free_bytes:
             return
@@ -62,8 +71,8 @@ class Preloader:
                 nbytes = self._forms.nbytes(first, len(block_hashes))
                 with ledger.reserve(Kind.TAILS, nbytes) as reservation:
                     self._read_blocks(block_hashes, pin, first, reservation)
-            if self._checkpoints is not None:
-                self._read_states(block_hashes, pin, self._checkpoints)
+            if self._tier.has_states:
+                self._read_states(block_hashes, pin)
 
     def _needed_bytes(self, block_hashes: Sequence[bytes], match: Match[Segment]) -> int:
         first = match.tokens // self._prefixes.block_size
@@ -112,9 +121,7 @@ class Preloader:
             )
         return committed.refused is None
 
-    def _read_states(
-        self, block_hashes: Sequence[bytes], pin: Pin[Segment], checkpoints: Checkpoints
-    ) -> None:
+    def _read_states(self, block_hashes: Sequence[bytes], pin: Pin[Segment]) -> None:
         end = len(block_hashes) * self._prefixes.block_size
         resume_tokens, _ = resume(pin.path, end)
         if resume_tokens == end or self._prefixes.match(block_hashes).tokens < end:
@@ -128,4 +135,4 @@ class Preloader:
             return
         states = self._tier.take_states(restore)
         if states is not None:
-            checkpoints.capture(pin.path, end, RecurrentState(states, own=True), turn_end=True)
+            self._capture(pin.path, end, RecurrentState(states, own=True), turn_end=True)

@@ -25,7 +25,7 @@ from penstock.engine.offload.engine_tier import (
     EngineTier,
     Restore,
 )
-from penstock.engine.offload.preload import Preloader
+from penstock.engine.offload.preload import Capture, Preloader
 from penstock.engine.offload.tier_kind import StoreOpener, TierContent
 from penstock.engine.offload.tier_kinds import TIER_KINDS, check_tiers
 from penstock.engine.offload.tier_writer import PENDING_TURNS
@@ -34,9 +34,8 @@ from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.block_spans import Spans
 from penstock.kv.segment import Segment
-from penstock.kv.states import StateForm
+from penstock.kv.states import NO_STATES, StateForm
 from penstock.ledger import Reservation
-from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.worker import ColdTier, TierStats
@@ -168,9 +167,9 @@ class TierGroup:
         for restore in restores:
             restore.tier.leave(restore)
 
-    def preload(self, checkpoints: Checkpoints | None = None) -> int:
+    def preload(self, capture: Capture) -> int:
         """Restore the most valuable chains into free memory; return their tokens."""
-        return sum(Preloader(tier, self._prefixes, checkpoints).run() for tier in self)
+        return sum(Preloader(tier, self._prefixes, capture).run() for tier in self)
 
     # ---- writing
 
@@ -270,7 +269,7 @@ def open_tiers(
     prefill_rate: PrefillRate,
     *,
     in_place: bool,
-    state_form: StateForm | None = None,
+    state_form: StateForm = NO_STATES,
     group: ProcessGroup,
 ) -> TierGroup:
     """Open the cold tiers of an engine's settings; see `EngineTier` for arguments and errors."""
@@ -281,7 +280,7 @@ def open_tiers(
     content = TierContent(
         prefixes.fingerprint,
         forms.spans,
-        max(forms.most_record_bytes, 0 if state_form is None else state_form.nbytes),
+        max(forms.most_record_bytes, state_form.nbytes),
     )
     tiers: dict[str, EngineTier] = {}
     records = _records_a_step(limits, forms.spans)

@@ -70,7 +70,7 @@ class TierWriter:
         tier: ColdTier,
         prefixes: Prefixes[Segment],
         forms: BlockFormats,
-        state_form: StateForm | None,
+        state_form: StateForm,
         record_bytes: int,
         is_dear: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
@@ -80,6 +80,7 @@ class TierWriter:
         self._forms = forms
         self._spans = forms.spans
         self._state_form = state_form
+        self._has_states = bool(state_form.arrays)
         self._record_bytes = record_bytes
         self._is_dear = is_dear
         self._pending: deque[_Pending] = deque()
@@ -112,13 +113,13 @@ class TierWriter:
         """
         if self._is_short(block_hashes) or not (seen or self._is_dear()):
             return
-        if self._state_form is None:  # the record of the whole span has their blocks
+        if not self._has_states:  # the record of the whole span has their blocks
             self._ends.drop_passed(block_hashes[: self._whole(block_hashes)])
         if first < self._forms.least_blocks:  # it was too short when those were noted
             first = 0
         if first < self._whole(block_hashes):
             self._wait(block_hashes, root, first)
-        if ended and self._state_form is None:
+        if ended and not self._has_states:
             self._linger(block_hashes, root, asked=seen)
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False) -> None:
@@ -155,8 +156,7 @@ class TierWriter:
         if self._pending and self._tier.has_room(self._record_bytes):
             self._offer(self._pending[0])
             return True
-        form = self._state_form
-        if form is None or not self._turns or self._pending or not self._tier.has_room(form.nbytes):
+        if not self._turns or self._pending or not self._tier.has_room(self._state_form.nbytes):
             return False
         self._offer_states(self._turns.popleft())
         return True
@@ -185,7 +185,7 @@ class TierWriter:
                 if not self._tier.has_room(self._record_bytes):
                     break
                 self._offer(self._pending[0])
-            if self._state_form is not None and self._tier.has_room(self._state_form.nbytes):
+            if self._has_states and self._tier.has_room(self._state_form.nbytes):
                 self._offer_states(end.block_hashes)
 
     def forget(self) -> None:
@@ -215,7 +215,7 @@ class TierWriter:
         whole = self._whole(block_hashes)
         if whole < len(block_hashes):
             self._wait(block_hashes, end.root, whole, ended=True, urgent=urgent)
-        if self._state_form is not None and block_hashes not in self._turns:
+        if self._has_states and block_hashes not in self._turns:
             self._turns.append(block_hashes)
 
     def _wait(
@@ -229,9 +229,7 @@ class TierWriter:
     ) -> None:
         first = self._spans.start(first)
         for pending in [entry for entry in self._pending if entry.goes_on(block_hashes, first)]:
-            if not (
-                self._state_form is not None and pending.ended
-            ):  # a checkpoint lies behind that record
+            if not (self._has_states and pending.ended):  # a checkpoint lies behind that record
                 first = pending.first
                 self._drop(pending)
         entry = _Pending(tuple(block_hashes), root, first, ended)
@@ -259,7 +257,7 @@ class TierWriter:
                 depth=first,
                 arrays=arrays,
                 blocks=stop - first,
-                replaces=() if self._state_form else block_hashes[first : stop - 1],
+                replaces=() if self._has_states else block_hashes[first : stop - 1],
             )
         )
         pending.first = stop

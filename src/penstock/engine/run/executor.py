@@ -20,6 +20,7 @@ from penstock.attention.attention_plan import DecodeRow, in_order
 from penstock.engine.model.prompt_logprobs import Scores, score
 from penstock.engine.model.runner import DecodeOutput, PrefillOutput, Runner
 from penstock.engine.model.sampling import (
+    NO_RULE,
     SampledToken,
     TokenSampler,
     greedy_only,
@@ -282,7 +283,7 @@ def _evaluate(meanwhile: Callable[[], object], *arrays: mx.array) -> None:
 def _unruled(samplers: list[TokenSampler], proposals: list[list[int]]) -> bool:
     """Tell whether no row with a rule has a proposal, behind which the rule may forbid tokens."""
     pairs = zip(samplers, proposals, strict=True)
-    return not any(proposal and sampler.constraint is not None for sampler, proposal in pairs)
+    return not any(proposal and sampler.constraint is not NO_RULE for sampler, proposal in pairs)
 
 
 def _alone(chosen: list[list[SampledToken] | Exception]) -> list[SampledToken | Exception]:

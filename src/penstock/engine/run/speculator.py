@@ -237,10 +237,8 @@ def _merged(
     ]
 
 
-def _allowed(rule: Rule | None, proposal: Proposal, most: int) -> Proposal:
+def _allowed(rule: Rule, proposal: Proposal, most: int) -> Proposal:
     """Return a proposal as far as the answer's rule allows it; tokens that it forces come first."""
-    if rule is None:
-        return proposal
     if forced := rule.forced()[:most]:
         return Proposal(forced, LONGEST_NGRAM)
     return Proposal(proposal.tokens[: rule.allowed_tokens(proposal.tokens)], proposal.agreement)

@@ -238,6 +238,11 @@ class KVStores:
             end = None if end is None else part.ended(end, state)
         return end
 
+    def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> None:
+        """Keep a sequence's recurrent states at a boundary of its path, if there is room."""
+        for part in self.retentions:
+            part.capture(path, position, state, turn_end=turn_end)
+
     def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:
         """Let KV leave memory that lies far behind the end of all its readers."""
         paths = list(readers)

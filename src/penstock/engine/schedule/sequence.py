@@ -40,7 +40,7 @@ class Sequence:
     choice: int
     handle: Handle
     sampler: TokenSampler
-    text: TextStream | None
+    text: TextStream
     kv: SequenceKV
     """Keys and values of its tokens."""
     owners: Path
@@ -197,7 +197,7 @@ class Sequence:
             raise self.fault
         self.tokens.append(chosen.token)
         self.unsent.append(chosen)
-        if self.text is not None and self.text.may_stop:
+        if self.text.may_stop:
             self._post()
 
     def send(self) -> None:
@@ -214,7 +214,7 @@ class Sequence:
     def _post(self) -> None:
         unsent, self.unsent = self.unsent, []
         for chosen in unsent:
-            text = self.text.push(chosen.token) if self.text is not None else ""
+            text = self.text.push(chosen.token)
             self.handle.post(Token(self.choice, chosen.token, text, chosen.logprob, chosen.top))
 
     def end(
@@ -233,7 +233,7 @@ class Sequence:
             stop_at: str | int | None = stop.token
         else:
             stop_at = stop
-        if self.text is not None and error is None:
+        if error is None:
             try:
                 if self.fault is not None:
                     raise self.fault

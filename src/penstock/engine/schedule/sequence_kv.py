@@ -392,8 +392,7 @@ class SequenceKV:
     def _capture(self, at: int, state: RecurrentState, *, turn_end: bool) -> None:
         """Capture states under a boundary of the path, if there is one."""
         if self.pin is not None:
-            for part in self._stores.retentions:
-                part.capture(self.pin.path, at, state, turn_end=turn_end)
+            self._stores.capture(self.pin.path, at, state, turn_end=turn_end)
 
     def end_prompt(self) -> None:
         """Retain the windows in front of the prompt's last block, if it was read up to there."""

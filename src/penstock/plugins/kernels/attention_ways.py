@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def layer_forms(runner: Runner) -> list[AttentionForm]:
     """Return the forms of the layers that read keys and values in place."""
-    if runner.fitness.way != "shared" or runner.layout.compression is not None:
+    if runner.fitness.way != "shared" or runner.layout.compresses:
         return []
     forms = (
         AttentionForm(runner.heads, shape.kv_heads, shape.key_dim, shape.value_dim, shape.dtype)

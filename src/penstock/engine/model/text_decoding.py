@@ -1,0 +1,75 @@
+"""Ways from an answer's tokens to its text: by a tokenizer, or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+from penstock.engine.model.constraint import Grammars, NoGrammars, pool_bytes
+from penstock.engine.model.text import Detokenizer, NoText, TextStream
+from penstock.engine.request import Request
+from penstock.models.byte_level import detokenizer_of
+
+TEXT_BEFORE_TOKENS = 16
+"""Last tokens of a prompt that are read for a text that goes on with it."""
+
+
+class TokensOnly:
+    """Answers of an engine without a tokenizer: tokens, and no text."""
+
+    ends: frozenset[int] = frozenset()
+    """Tokens that end an answer."""
+
+    def grammars(self, vocabulary_size: int, limit_bytes: int) -> Grammars | NoGrammars:
+        """Return the compiled grammars of an engine under a memory limit."""
+        return NoGrammars()
+
+    def stream(self, request: Request) -> TextStream:
+        """Return the text of a new answer."""
+        return TextStream(NoText())
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, empty without a tokenizer."""
+        return ""
+
+
+class TextDecoding(TokensOnly):
+    """Text of answers by mlx-lm's wrapper of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.ends = frozenset(tokenizer.eos_token_ids)
+
+    def grammars(self, vocabulary_size: int, limit_bytes: int) -> Grammars | NoGrammars:
+        return Grammars(self._tokenizer, vocabulary_size, pool_bytes(limit_bytes))
+
+    def stream(self, request: Request) -> TextStream:
+        return TextStream(
+            self._new_detokenizer(),
+            request.stop,
+            request.prompt[-TEXT_BEFORE_TOKENS:] if request.goes_on else (),
+            keep_stop=request.keep_stop,
+            min_tokens=0 if request.grammar is not None else request.min_tokens,
+            silent=request.silent_tokens,
+        )
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens)))
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer:
+        """Made by mlx-lm from the whole vocabulary, which takes long; copies share its tables."""
+        detokenizer: Detokenizer = detokenizer_of(self._tokenizer)
+        return detokenizer
+
+    def _new_detokenizer(self) -> Detokenizer:
+        detokenizer: Detokenizer = copy(self._detokenizer)
+        detokenizer.reset()
+        return detokenizer
+
+
+def text_of(tokenizer: Any) -> TokensOnly:
+    """Return the way to text by mlx-lm's wrapper of a tokenizer, which may be None."""
+    return TokensOnly() if tokenizer is None else TextDecoding(tokenizer)
