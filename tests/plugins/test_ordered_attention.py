@@ -13,7 +13,7 @@ from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.tails import LayerShape, Tails
 from penstock.plugins.cpu.compiled import has_numba
 from penstock.plugins.cpu.cpu_backend import CPUBackend
-from penstock.plugins.cpu.ordered_attention import attend_buffer, attend_step
+from penstock.plugins.cpu.ordered_attention import attend_buffer, attend_step, decode_rows
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="the loop is compiled by Numba")
 HEADS, KV_HEADS, DIM, VALUE_DIM, COLUMNS = 6, 2, 32, 16, 75
@@ -98,6 +98,30 @@ def test_steps_have_the_bits_of_the_whole(width: int, window: AttentionWindow) -
         assert np.array_equal(mixed[row], whole(window)[0, :, end : end + width]), row
         alone = step_over([cuts[row]], [end], width, window)[0]
         assert np.array_equal(alone, mixed[row]), row
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_rows_are_written_in_place_and_have_the_bits_of_the_whole(width: int) -> None:
+    tails = Tails(2, 80, (LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32),))
+    tails.ready()
+    ends = [40, 70]
+    for slot, end in enumerate(ends):
+        tails.write_block(0, slot, 0, KEYS[:, :, :end], VALUES[:, :, :end])
+    rows = [DecodeRow((), end, slot, end) for slot, end in enumerate(ends)]
+    step = DecodeStep.of(CPUBackend(), rows, tails, width)
+    new = [
+        np.concatenate([np.array(side[0, :, end : end + width]).swapaxes(0, 1) for end in ends])
+        for side in (QUERIES, KEYS, VALUES)
+    ]
+    assert decode_rows(step, 0, AttentionWindow(20, keep=4), new, SCALE) is None
+    assert not np.array(tails.layer(0)[0][0, :, 40]).any(), "nothing is written then"
+    mixed = decode_rows(step, 0, ALL, new, SCALE)
+    assert mixed is not None
+    for slot, end in enumerate(ends):
+        own = mixed[slot * width : (slot + 1) * width].swapaxes(0, 1)
+        assert np.array_equal(own, whole()[0, :, end : end + width])
+        for side, tail in zip((KEYS, VALUES), tails.layer(0), strict=True):
+            assert mx.array_equal(tail[slot, :, : end + width], side[0, :, : end + width])
 
 
 def test_another_order_is_seen() -> None:

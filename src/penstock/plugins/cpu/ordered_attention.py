@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +28,10 @@ from penstock.plugins.cpu.ordered_loops import ordered_loop
 
 DIVIDED_FROM = 2**14
 """Scores from which a second thread computes half of them."""
+
+
+_StepPlan: TypeAlias = tuple[Integers, Integers, list[int], list[int], AttentionWindow]
+"""Spans of all layers, where rows begin, positions, slots, and the window of a layer."""
 
 
 class _Order(threading.local):
@@ -99,30 +103,77 @@ def attend_step(
     step: DecodeStep, layer: int, window: AttentionWindow, queries: mx.array, scale: float
 ) -> mx.array | None:
     """Attend in a decode step as `AttentionBackend.decode` does; None where rows choose or drop."""
+    plan = None if queries.dtype != mx.float32 else _plan_of(step, layer, window)
+    if plan is None:
+        return None
+    rows = _rows(queries, scale)
+    mx.eval(step.tails.layer(layer))
+    return _as_queries(_attend_tails(step, layer, plan, rows, _tails(step, layer)), queries)
+
+
+def decode_rows(
+    step: DecodeStep,
+    layer: int,
+    window: AttentionWindow,
+    new: Sequence[Floats],
+    scale: float,
+) -> Floats | None:
+    """Write rows behind their tails, and attend; None where `attend_step` does, nothing written.
+
+    Args:
+        step: of the rows.
+        layer: number of the layer.
+        window: of the layer.
+        new: queries, keys and values of all new tokens, (rows x width, heads, dim) each.
+        scale: factor of the scores.
+
+    Returns:
+        The mix of values, (rows x width, heads, value_dim).
+    """
+    plan = _plan_of(step, layer, window)
+    if plan is None:
+        return None
+    queries, *sides = new
+    tails = _tails(step, layer)
+    for number, row in enumerate(step.rows):
+        own = slice(number * step.width, (number + 1) * step.width)
+        for tail, side in zip(tails, sides, strict=True):
+            tail[row.slot, :, row.tail : row.tail + step.width] = side[own].swapaxes(0, 1)
+    rows = np.ascontiguousarray(queries * np.float32(scale))
+    return _attend_tails(step, layer, plan, rows, tails)
+
+
+def _plan_of(step: DecodeStep, layer: int, window: AttentionWindow) -> _StepPlan | None:
+    """Return how a layer of a step is read in order; None if it is not."""
     if step.choosing(layer, window) or step.has_apart(layer):
         return None
-    keys, values = step.tails.layer(layer)
-    if not {queries.dtype, keys.dtype, values.dtype} <= {mx.float32}:
+    if not {side.dtype for side in step.tails.layer(layer)} <= {mx.float32}:
         return None
     plan = step.kernel_plans.get(attend_step)
     if plan is None:
         plan = step.kernel_plans[attend_step] = _plan(step)
     last = max(row.position for row in step.rows) + step.width - 1
     nearest = gapless(window, last)
-    if plan is None or nearest is None:
-        return None
-    rows = _rows(queries, scale)
-    mx.eval(keys, values)
-    tails = [np.asarray(side) for side in (keys, values)]
-    spans, firsts, positions, slots = plan
+    return None if plan is None or nearest is None else (*plan, nearest)
+
+
+def _tails(step: DecodeStep, layer: int) -> list[Floats]:
+    """Return views of the buffers of all tails, (slots, kv_heads, columns, dim)."""
+    return [np.asarray(side) for side in step.tails.layer(layer)]
+
+
+def _attend_tails(
+    step: DecodeStep, layer: int, plan: _StepPlan, rows: Floats, tails: Sequence[Floats]
+) -> Floats:
+    """Attend with scaled rows of queries to their spans and tails."""
+    spans, firsts, positions, slots, window = plan
     own = spans[layer]
     own[firsts[1:] - 1, :4] = [
         [*side_addresses(tails[0][slot]), *side_addresses(tails[1][slot])] for slot in slots
     ]
-    seen, dim = _seen(positions, nearest), values.shape[-1]
-    loop = ordered_loop(queries.shape[-1], dim)
-    mixed = _attend(loop, rows, keys.shape[1], own, firsts, seen, step.width, dim)
-    return _as_queries(mixed, queries)
+    seen, dim = _seen(positions, window), tails[1].shape[-1]
+    loop = ordered_loop(rows.shape[-1], dim)
+    return _attend(loop, rows, tails[0].shape[1], own, firsts, seen, step.width, dim)
 
 
 def _seen(positions: Sequence[int], window: AttentionWindow) -> Integers:

@@ -15,10 +15,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from penstock.attention.reads import Reads
+from penstock.attention.reads import DecodeReads, MaskRequest, Reads
+from penstock.plugins.cpu.compiled import has_numba
 from penstock.plugins.cpu.onnx_graph import Array, Graph, RowSession
-from penstock.plugins.cpu.ordered_attention import attend_buffer, in_order
+from penstock.plugins.cpu.ordered_attention import attend_buffer, decode_rows, in_order
 from penstock.plugins.cpu.packed_products import (
+    Floats,
     PackedCodes,
     PackedModule,
     add_products,
@@ -27,6 +29,7 @@ from penstock.plugins.cpu.packed_products import (
     rows_of,
     run_rows,
 )
+from penstock.plugins.cpu.packed_rope import RotaryPositions
 
 ATTENTION = "scaled_dot_product_attention"
 O_PROJ, DOWN = "o_proj", "down_proj"
@@ -140,6 +143,7 @@ class PackedDecoderLayer(PackedModule):
         self._attention_module = sys.modules[type(attention).__module__]
         self._heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
         self._soft_cap = float(getattr(attention, "attn_logit_softcapping", 0))
+        self._rotation = RotaryPositions.of(attention.rope)
         parts = len(form.before)
         graphs = LayerGraphs(layer, form, exact=exact)
         self._before = graphs.before(projections[:parts], self._heads)
@@ -154,23 +158,47 @@ class PackedDecoderLayer(PackedModule):
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Compute the layer of (b, n, width), as the layer of mlx-lm does."""
-        b, n, width = x.shape
+        b, n, _ = x.shape
         rows = rows_of(x)
-        queries, keys, values = (
-            mx.array(side).reshape(b, n, heads, -1).transpose(0, 2, 1, 3)
-            for side, heads in zip(run_rows(self._before, rows), self._heads, strict=True)
-        )
-        attention = self.self_attn
         offset = 0 if cache is None else cache.offset
-        queries, keys = (attention.rope(side, offset=offset) for side in (queries, keys))
+        sides = [
+            side.reshape(b * n, heads, -1)
+            for side, heads in zip(run_rows(self._before, rows), self._heads, strict=True)
+        ]
+        rotation = self._rotation
+        if rotation is not None:
+            positions = (np.asarray(offset).reshape(-1, 1) + np.arange(n)).ravel()
+            if len(positions) < b * n:
+                positions = np.tile(positions, b)
+            sides[:2] = rotation.rotated(sides[:2], positions)
+            mixed = self._decoded(sides, mask, cache)
+            if mixed is not None:
+                return self._finished(mixed, rows, x)
+        queries, keys, values = (
+            mx.array(side).reshape(b, n, *side.shape[1:]).transpose(0, 2, 1, 3) for side in sides
+        )
+        if rotation is None:
+            queries, keys = (self.self_attn.rope(side, offset=offset) for side in (queries, keys))
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
             if getattr(cache, "last", False):  # nothing behind is read
                 return x
-        mixed = self._attend(queries, keys, values, mask, cache)
-        mixed = mixed.transpose(0, 2, 1, 3).reshape(b * n, -1)
-        (result,) = run_rows(self._behind, rows_of(mixed), rows)
-        return mx.array(result).reshape(b, n, width)
+        result = self._attend(queries, keys, values, mask, cache)
+        return self._finished(rows_of(result.transpose(0, 2, 1, 3)), rows, x)
+
+    def _finished(self, mixed: Floats, rows: Floats, x: mx.array) -> mx.array:
+        """Compute what is behind attention, of its result and of the layer's rows."""
+        (result,) = run_rows(self._behind, mixed.reshape(len(rows), -1), rows)
+        return mx.array(result).reshape(x.shape)
+
+    def _decoded(self, sides: Sequence[Floats], mask: Any, cache: Any) -> Floats | None:
+        """Append and attend on the step's own memory; None where MLX's arrays are needed."""
+        if not isinstance(cache, DecodeReads) or not isinstance(mask, MaskRequest):
+            return None
+        if not has_numba() or self._soft_cap:
+            return None
+        window = cache.attention_window.within(mask.window)
+        return decode_rows(cache.step, cache.layer, window, sides, self.self_attn.scale)
 
     def _attend(self, queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any) -> mx.array:
         """Attend in order, so that rounded rows have the same bits in any batch and chunk."""

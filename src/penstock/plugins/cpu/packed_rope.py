@@ -1,0 +1,107 @@
+"""Rotary positions on NumPy's arrays: a layer of a step then waits for no array of MLX.
+
+The angles are MLX's own: a module of mlx-lm rotates a row of ones and zeros once for each position.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from penstock.kv.numpy_arrays import Floats, Integers
+
+ROTATING = frozenset(
+    {
+        "mlx.nn.layers.positional_encoding.RoPE",
+        "mlx_lm.models.rope_utils.Llama3RoPE",
+        "mlx_lm.models.rope_utils.SuScaledRoPE",
+        "mlx_lm.models.rope_utils.YarnRoPE",
+    }
+)
+"""Classes that rotate pairs of numbers by angles that follow from the position alone."""
+LEAVING = "mlx_lm.models.smollm3.NoPE"
+"""Class that rotates nothing."""
+BLOCK = 256
+"""Positions whose angles are computed together."""
+MOST_BLOCKS = 64
+"""Blocks of angles that are kept: 8 MB with 256 numbers a head."""
+
+
+class RotaryPositions:
+    """Rotation of the heads of rows by their positions, as a module of mlx-lm computes it."""
+
+    def __init__(self, rope: nn.Module, pairs: int, *, neighbors: bool) -> None:
+        """Prepare to rotate.
+
+        Args:
+            rope: module that gives the angles.
+            pairs: rotated pairs of numbers of a head, 0 for none.
+            neighbors: whether a pair are neighbors, or else numbers of two halves.
+        """
+        self._rope = rope
+        self._pairs = pairs
+        self._neighbors = neighbors
+        self._blocks: OrderedDict[int, Floats] = OrderedDict()
+
+    @classmethod
+    def of(cls, rope: nn.Module) -> RotaryPositions | None:
+        """Return that of a module; None if it is of an unknown class."""
+        name = f"{type(rope).__module__}.{type(rope).__name__}"
+        if name == LEAVING:
+            return cls(rope, 0, neighbors=False)
+        if name not in ROTATING:
+            return None
+        dims = getattr(rope, "dims", None) or rope.dim
+        return cls(rope, dims // 2, neighbors=bool(getattr(rope, "traditional", False)))
+
+    def angles(self, positions: Integers) -> Floats:
+        """Return cosines and sines of positions (n,), (2, n, 1, pairs)."""
+        blocks = positions // BLOCK
+        if blocks[0] == blocks[-1] and (blocks == blocks[0]).all():
+            return self._block(int(blocks[0]))[:, positions % BLOCK]
+        angles = np.empty((2, len(positions), 1, self._pairs), np.float32)
+        for block in np.unique(blocks):
+            inside = blocks == block
+            angles[:, inside] = self._block(int(block))[:, positions[inside] % BLOCK]
+        return angles
+
+    def rotated(self, sides: Sequence[Floats], positions: Integers) -> list[Floats]:
+        """Return sides of rows (n, heads, dim), each rotated by the rows' positions (n,)."""
+        if not self._pairs:
+            return list(sides)
+        cosines, sines = self.angles(positions)
+        return [self._turned(side, cosines, sines) for side in sides]
+
+    def _turned(self, side: Floats, cosines: Floats, sines: Floats) -> Floats:
+        turned = side.copy()
+        first, second = (turned[..., part] for part in self._parts())
+        a, b = (side[..., part] for part in self._parts())
+        np.subtract(a * cosines, b * sines, out=first)
+        np.add(b * cosines, a * sines, out=second)
+        return turned
+
+    def _parts(self) -> tuple[slice, slice]:
+        """Return the places of the first and of the second number of each pair."""
+        pairs = self._pairs
+        if self._neighbors:
+            return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+        return slice(0, pairs), slice(pairs, 2 * pairs)
+
+    def _block(self, number: int) -> Floats:
+        """Return cosines and sines of a block of positions, (2, BLOCK, 1, pairs)."""
+        kept = self._blocks.get(number)
+        if kept is None:
+            rows = np.zeros((1, 1, BLOCK, 2 * self._pairs), np.float32)
+            rows[..., self._parts()[0]] = 1
+            turned: Any = np.asarray(self._rope(mx.array(rows), offset=number * BLOCK))
+            both = [turned[0, 0, :, part] for part in self._parts()]
+            kept = self._blocks[number] = np.ascontiguousarray(np.stack(both)[:, :, None])
+            if len(self._blocks) > MOST_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(number)
+        return kept
