@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shutil
 import sqlite3
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from blocks_on_disk import read
 from cache_folders import FILE_BYTES, A, B, chain, file_of, files, fill, flip, held, opened
+from run_command import open_terminal
 
 from penstock import Engine, Request
 from penstock.cli import main
@@ -338,7 +338,7 @@ def test_an_index_that_is_damaged_is_told_and_made_anew(
 
 def test_verify_draws_a_bar_only_on_a_terminal(tmp_path: Path) -> None:
     fill(tmp_path, chain(20))
-    ours, theirs = pty.openpty()
+    ours, theirs = open_terminal()
     command = [sys.executable, "-m", "penstock", "cache", "verify", "--ssd-cache-dir", tmp_path]
     environment = os.environ | {"TERM": "xterm"}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, env=environment)
@@ -434,7 +434,7 @@ def test_clear_needs_a_yes_and_leaves_what_is_not_ours(tmp_path: Path, capsys: C
 @pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, 2), ("y", 0, 0)])
 def test_clear_asks_at_a_terminal(tmp_path: Path, answer: str, code: int, left: int) -> None:
     fill(tmp_path, chain(2))
-    ours, theirs = pty.openpty()
+    ours, theirs = open_terminal()
     os.write(ours, f"{answer}\n".encode())
     command = [sys.executable, "-m", "penstock", "cache", "clear", "--ssd-cache-dir", tmp_path]
     done = subprocess.run(command, stdin=theirs, capture_output=True, timeout=60)

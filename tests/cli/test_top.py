@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import select
 import signal
 import socket
@@ -20,6 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 from patience import SOON
+from run_command import open_terminal
 from servers import Running, serving
 
 from penstock.cli import main
@@ -99,7 +99,7 @@ def test_a_pipe_gets_a_line_a_second_until_the_server_goes() -> None:
 
 
 def test_a_terminal_is_drawn_over_and_left_as_it_was(server: Running) -> None:
-    ours, theirs = pty.openpty()
+    ours, theirs = open_terminal()
     process = subprocess.Popen(
         [SCRIPT, "top", "--url", server.url, "--api-key", KEY],
         stdin=theirs,
@@ -137,7 +137,7 @@ def test_the_figures_fit_a_small_terminal_and_none_is_cut(
 
 
 def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Running) -> None:
-    ours, theirs = pty.openpty()
+    ours, theirs = open_terminal()
     before = termios.tcgetattr(theirs)
     process = subprocess.Popen(
         [SCRIPT, "top", "--url", server.url, "--api-key", KEY],

@@ -69,9 +69,17 @@ def refused(capsys: Capture, *arguments: str) -> str:
     return line
 
 
+def open_terminal() -> tuple[int, int]:
+    """Open a pseudo-terminal; skip where the machine has none, as in a bare container."""
+    try:
+        return pty.openpty()
+    except OSError as error:
+        pytest.skip(f"no pseudo-terminal can be opened here: {error}")
+
+
 def typed(text: str, *arguments: str | Path) -> tuple[int, str]:
     """Run the script at a terminal, type `text`; return its exit code and what was shown."""
-    ours, theirs = pty.openpty()
+    ours, theirs = open_terminal()
     with subprocess.Popen(
         [SCRIPT, *arguments], stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:
