@@ -18,111 +18,43 @@ from penstock import errors as _errors
 _blas.load_blas()
 
 if TYPE_CHECKING:
-    from penstock.caches import (
-        BatchKVCache,
-        BatchQuantizedKVCache,
-        BatchQuantizedRotatingKVCache,
-        BatchRotatingKVCache,
-        BatchSinkRotatingKVCache,
-        BatchTurboQuantKVCache,
-        KVCache,
-        KVCacheManager,
-        QuantizedKVCache,
-        QuantizedRotatingKVCache,
-        RotatingKVCache,
-        SelectiveKVCache,
-        SinkRotatingKVCache,
-        TurboQuantKVCache,
-        load_prompt_cache,
-        make_kv_cache,
-        save_prompt_cache,
-    )
-    from penstock.caches.prefix_cache import PrefixCache
-    from penstock.engine.engine import Engine
-    from penstock.engine.request import Request, Sampling
-    from penstock.errors import (
-        CacheFileError,
-        Displaced,
-        EngineStopped,
-        GrammarFailed,
-        LedgerFull,
-        ModelError,
-        NeverFits,
-        PenstockError,
-        PoolFull,
-        QueueFull,
-        SequenceOverflow,
-        SettingError,
-        StepFailed,
-        StepTooLarge,
-        UnknownSequence,
-        WrongType,
-    )
-    from penstock.models.layer_seams import attach
-    from penstock.models.loading import load
+    from penstock.caches import *  # noqa: F403 - the names below, for type checkers
+    from penstock.caches.prefix_cache import PrefixCache as PrefixCache
+    from penstock.engine.engine import Engine as Engine
+    from penstock.engine.request import Request as Request
+    from penstock.engine.request import Sampling as Sampling
+    from penstock.errors import *  # noqa: F403
+    from penstock.models.layer_seams import attach as attach
+    from penstock.models.loading import load as load
 
-__all__ = [
-    "BatchKVCache",
-    "BatchQuantizedKVCache",
-    "BatchQuantizedRotatingKVCache",
-    "BatchRotatingKVCache",
-    "BatchSinkRotatingKVCache",
-    "BatchTurboQuantKVCache",
-    "CacheFileError",
-    "Displaced",
-    "Engine",
-    "EngineStopped",
-    "GrammarFailed",
-    "KVCache",
-    "KVCacheManager",
-    "LedgerFull",
-    "ModelError",
-    "NeverFits",
-    "PenstockError",
-    "PoolFull",
-    "PrefixCache",
-    "QuantizedKVCache",
-    "QuantizedRotatingKVCache",
-    "QueueFull",
-    "Request",
-    "RotatingKVCache",
-    "Sampling",
-    "SelectiveKVCache",
-    "SequenceOverflow",
-    "SettingError",
-    "SinkRotatingKVCache",
-    "StepFailed",
-    "StepTooLarge",
-    "TurboQuantKVCache",
-    "UnknownSequence",
-    "WrongType",
-    "__version__",
-    "attach",
-    "load",
-    "load_prompt_cache",
-    "make_kv_cache",
-    "save_prompt_cache",
-]
-
-_HOMES = {
-    "attach": "penstock.models.layer_seams",
-    "load": "penstock.models.loading",
-    "PrefixCache": "penstock.caches.prefix_cache",
-    "Engine": "penstock.engine.engine",
-    "Request": "penstock.engine.request",
-    "Sampling": "penstock.engine.request",
+_NAMES = {
+    "penstock.caches": "KVCache RotatingKVCache SinkRotatingKVCache SelectiveKVCache KVCacheManager"
+    " QuantizedKVCache QuantizedRotatingKVCache TurboQuantKVCache BatchKVCache BatchRotatingKVCache"
+    " BatchSinkRotatingKVCache BatchQuantizedKVCache BatchQuantizedRotatingKVCache"
+    " BatchTurboQuantKVCache make_kv_cache load_prompt_cache save_prompt_cache",
+    "penstock.caches.prefix_cache": "PrefixCache",
+    "penstock.engine.engine": "Engine",
+    "penstock.engine.request": "Request Sampling",
+    "penstock.errors": " ".join(
+        name
+        for name, value in vars(_errors).items()
+        if isinstance(value, type) and issubclass(value, _errors.PenstockError)
+    ),
+    "penstock.models.layer_seams": "attach",
+    "penstock.models.loading": "load",
 }
-"""Modules of the names that are neither in penstock.errors nor in penstock.caches."""
+"""Names by their modules."""
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+__all__ = sorted((*_HOMES, "__version__"))
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    home = _HOMES.get(name, "penstock.errors" if hasattr(_errors, name) else "penstock.caches")
-    value = getattr(import_module(home), name)
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
