@@ -126,7 +126,7 @@ def uses_cuda() -> bool:
 
 
 def nvidia_device() -> bool:
-    """Tell whether the system shows an NVIDIA device."""
+    """Return whether the system shows an NVIDIA device."""
     return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0"))
 
 

@@ -214,7 +214,7 @@ def test_deep_json_is_400(recall_server: Running, path: str) -> None:
         url = f"{recall_server.url}{path}"
         refused = httpx.post(url, content=body, headers=headers, timeout=SOON)
         assert refused.status_code == 400
-        assert "64 brackets" in refused.json()["error"]["message"]
+        assert "64 nested brackets" in refused.json()["error"]["message"]
 
 
 def test_brackets_in_a_text_are_no_depth(recall_server: Running) -> None:

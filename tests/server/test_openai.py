@@ -648,7 +648,9 @@ def test_a_token_that_there_is_not_is_named(recall_server: Running, path: str, t
         prompts.append([[1], [2, token]])
     for prompt in prompts:
         said = refusal(recall_server, path, prompt)
-        assert said == f"prompt: there is no token {token}; the model knows 3,025 tokens, 0 to 3024"
+        assert (
+            said == f"prompt: token {token} does not exist; the model has 3,025 tokens, 0 to 3024"
+        )
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/cache/explain"])

@@ -108,7 +108,7 @@ def test_an_answer_that_was_changed_is_read_again(talking: Running) -> None:
     said = {"role": "assistant", "content": "Hello, wurld"}
     messages += [said, {"role": "user", "content": "Again?"}]
     explained, _ = post(talking, "/v1/cache/explain", messages=messages)
-    where = f"History rewrites the answer behind token {sizes['prompt']}: 'orld' became 'urld'"
+    where = f"History rewrites the answer after token {sizes['prompt']}: 'orld' became 'urld'"
     assert where in explained["reason"]
     assert chat(talking, messages)[1]["cached"] <= sizes["prompt"] + 1
     said["content"] = "Hello, world"
@@ -297,7 +297,7 @@ def test_what_moves_in_front_of_an_answer_is_told(tmp_path: Path) -> None:
         explained, _ = post(running, "/v1/cache/explain", messages=talk, tools=tools)
         assert said in explained["reason"]
         explained, _ = post(running, "/v1/cache/explain", messages=talk)
-        assert "writes anew" not in explained["reason"]
+        assert "rewrites the text" not in explained["reason"]
 
 
 HARMONY = (
@@ -401,4 +401,4 @@ def test_an_opening_that_begins_the_reasoning_is_known_in_history(
     prompt = prompts.render(later)
     assert (prompt[: len(before) + 3] == (*before, *generated)) is kept
     said = REWRITTEN.get()
-    assert (said is None) if kept else f"behind token {len(before)}: " in str(said)
+    assert (said is None) if kept else f"after token {len(before)}: " in str(said)

@@ -94,7 +94,7 @@ def test_the_tokenizer_is_free_between_the_texts_of_tokens(recall_server: Runnin
         ("/tokenize", {}, "one of prompt, messages and content"),
         ("/tokenize", {"prompt": "a", "content": "a"}, "one of prompt, messages and content"),
         ("/tokenize", {"prompt": 7}, "valid string"),
-        ("/detokenize", {"tokens": [10**6]}, "there is no token 1000000"),
+        ("/detokenize", {"tokens": [10**6]}, "token 1000000 does not exist"),
         ("/detokenize", {"tokens": "a"}, "valid list"),
         ("/apply-template", {"messages": []}, "at least 1"),
         ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "tools"),

@@ -699,7 +699,7 @@ class BatchTurboQuantKVCache(TurboQuant):
     # ---- parts
 
     def _alone(self, tokens: int) -> bool:
-        """Whether every row takes a single token after others."""
+        """Return whether every row takes a single token after others."""
         return tokens == 1 and self._ends is None and not any(row.empty() for row in self.rows)
 
     def _rows(self) -> Sequence[TurboQuantKVCache]:

@@ -263,7 +263,7 @@ def _clipped(keep: int, size: int) -> int:
 
 
 def _reads_other_layers(model: Any) -> bool:
-    """Whether some layers read another layer's cache after its update: `keys_and_values()`.
+    """Return whether some layers read another layer's cache after its update: `keys_and_values()`.
 
     Nothing in a model or its config says so for all of them; the model's code does.
     """

@@ -35,7 +35,7 @@ class LayerSource:
     """Whether some tokens are encoded already; then all after the first ones are cut so."""
 
     def takes_the_place_of(self, form: LayerForm) -> bool:
-        """Whether it holds codes in place of a growing cache of this form."""
+        """Return whether it holds codes in place of a growing cache of this form."""
         alike = form.dtypes == self.form.dtypes and form.heads == self.form.heads
         return self.coded and form.max_size is None and alike
 

@@ -157,7 +157,7 @@ def base_url(url: str) -> str:
 
 
 def on_this_machine(url: str) -> bool:
-    """Whether a server is on this machine, so that no proxy of the environment applies.
+    """Return whether a server is on this machine, so that no proxy of the environment applies.
 
     >>> on_this_machine("http://[::1]:8080"), on_this_machine("https://a.example")
     (True, False)

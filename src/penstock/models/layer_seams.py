@@ -131,5 +131,5 @@ def without_logits() -> Iterator[None]:
 
 
 def skips_logits() -> bool:
-    """Tell whether nothing reads the logits that a model computes now."""
+    """Return whether nothing reads the logits that a model computes now."""
     return _active.no_logits

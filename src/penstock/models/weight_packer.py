@@ -33,7 +33,7 @@ class WeightPacker(Protocol):
     """Multiplication by weights as they lie, for the modules of a loaded model."""
 
     def takes(self, module: nn.Module) -> bool:
-        """Tell whether a module's codes can be multiplied as they lie."""
+        """Return whether a module's codes can be multiplied as they lie."""
 
     def pack(self, model: nn.Module, *, exact: bool) -> None:
         """Replace modules with codes, one after the other; the rest of the model is in float32.

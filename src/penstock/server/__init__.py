@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's and Anthropic's wire formats around one engine."""
+"""The HTTP server: OpenAI- and Anthropic-compatible APIs for one engine."""

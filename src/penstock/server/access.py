@@ -1,4 +1,4 @@
-"""API keys: the salt that each gives its requests, and its rate limits.
+"""API keys: their cache salts and rate limits.
 
 --api-key, --keys FILE ──> Access ──client_of──> KeyHolder ──> salt of the prompt, name in metrics
 ▲                    │
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 MINUTE = 60.0
 ADMIN_PATHS = ("/v1/cache", "/v1/sessions", "/v1/live", "/metrics")
-"""Paths shared by all clients: a key from the file needs `admin` for them."""
+"""Paths to state shared by all clients; keys from the key file need `admin` for them."""
 OWN_PATHS = ("/v1/cache/explain",)
-"""Exceptions: they answer for the key's own salt."""
+"""Exceptions to `ADMIN_PATHS`: they report on the key's own salt only."""
 SALT_END = "\x1f"
-"""Separator of a key's salt and the request's own; no key's salt contains it."""
+"""Separator between a key's salt and the request's; no key's salt contains it."""
 
 
 @dataclass(slots=True)
@@ -44,9 +44,9 @@ class KeyHolder:
 
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""Client of this request: its address, or the name of its key."""
+"""Client of the current request: its address, or the name of its key."""
 KEY_HOLDER: ContextVar[KeyHolder | None] = ContextVar("key_holder", default=None)
-"""Key of this request; None where no key is needed."""
+"""Key of the current request; None if the server needs no keys."""
 
 
 def salt_for(cache_salt: str | None) -> str:
@@ -77,14 +77,14 @@ class NotAdmin(ServerError):
 
 @dataclass(slots=True)
 class _Allowance:
-    """Token bucket: refills evenly up to `per_minute`, and is negative when overdrawn."""
+    """Token bucket that refills up to `per_minute`; `left` is negative when overdrawn."""
 
     per_minute: int
     left: float
     filled: float
 
     def wait_seconds(self, now: float, least: float) -> float:
-        """Refill, and return the seconds until `least` are left."""
+        """Refill the bucket and return the seconds until it holds `least`."""
         rate = self.per_minute / MINUTE
         self.left = min(self.per_minute, self.left + (now - self.filled) * rate)
         self.filled = now
@@ -128,7 +128,7 @@ class Access(Collector):
         return cls(settings.api_key, () if file is None else read_keys(file), file=file)
 
     def reload(self) -> None:
-        """Read the file of keys again; if it is faulty, log that and keep the previous keys."""
+        """Reload the key file; if it is invalid, log the error and keep the previous keys."""
         if self._file is None:
             return
         try:
@@ -162,7 +162,7 @@ class Access(Collector):
         return list(self._accounts)
 
     def client_of(self, scope: Scope) -> KeyHolder | None:
-        """Find the key shown as a bearer token or in `x-api-key`; every key is compared."""
+        """Return the holder of the bearer token or `x-api-key`; None if the key is unknown."""
         headers = Headers(scope=scope)
         kind, _, token = headers.get("authorization", "").partition(" ")
         texts = [headers.get("x-api-key", "")]
@@ -180,7 +180,7 @@ class Access(Collector):
         return KeyHolder(matching[0]) if matching else None
 
     def admit(self, client: KeyHolder) -> None:
-        """Count a request against its key's limits; RateLimited if they are used up."""
+        """Count a request against its key's limits; raise RateLimited if one is used up."""
         account = self._accounts.get(client.key.name)
         if account is None:
             return
@@ -210,9 +210,9 @@ class Access(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for count, words in (
-            ("requests", "Requests let in, by the name of their key."),
-            ("refused", "Requests over a limit of their key."),
-            ("tokens", "Tokens of prompts and answers, by the name of the key."),
+            ("requests", "Requests admitted, by key name."),
+            ("refused", "Requests refused by a rate limit, by key name."),
+            ("tokens", "Tokens of prompts and answers, by key name."),
         ):
             family = CounterMetricFamily(f"penstock_key_{count}", words, labels=["key"])
             for name, account in self._accounts.items():
@@ -222,7 +222,7 @@ class Access(Collector):
 
 
 def checked(client: KeyHolder | None, path: str) -> KeyHolder:
-    """Return the client if it may access a path; else Unauthorized or NotAdmin."""
+    """Return the client if it may access a path; else raise Unauthorized or NotAdmin."""
     if client is None:
         raise Unauthorized()
     if needs_admin(path) and not client.key.admin:
@@ -231,7 +231,7 @@ def checked(client: KeyHolder | None, path: str) -> KeyHolder:
 
 
 def needs_admin(path: str) -> bool:
-    """Whether a path shows or changes state shared by all clients.
+    """Return whether a path shows or changes state shared by all clients.
 
     >>> [needs_admin(path) for path in ("/v1/cache/tree", "/v1/cache/explain", "/v1/messages")]
     [True, False, False]

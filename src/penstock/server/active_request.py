@@ -1,4 +1,4 @@
-"""An in-flight request: its events, figures and end.
+"""An in-flight request: its events, statistics and end.
 
 engine's thread                              event loop
 step ──listen──> call_soon_threadsafe ──> ActiveRequest ──> a response, or a stream
@@ -25,12 +25,12 @@ from penstock.server.prompt_progress import progress_of
 from penstock.server.recent import Listener, Recent
 
 PATIENCE = 32
-"""Events that may queue while the client waits only for the end: each wake-up costs engine time."""
+"""Events that may queue for a non-streaming client, since each wake-up costs engine time."""
 
 
 @dataclass(slots=True)
 class _Times:
-    """Times of a request's tokens, in seconds of `time.monotonic`."""
+    """Start of a request and latest token of each answer, in seconds of `time.monotonic`."""
 
     started: float = field(default_factory=time.monotonic)
     last: dict[int, float] = field(default_factory=dict)
@@ -43,15 +43,15 @@ class ActiveRequest:
     ...     async with await service.open(request, "/v1/completions") as answering:
     ...         return [event.text async for event in answering]
 
-    One task reads it, by `batches`, by iteration or by `result`.
+    Only one task may read the events, through `batches`, iteration or `result`.
 
     Args:
-        handles: the engine's, one for each prompt.
-        recent: figures of the request, kept up to date.
-        listeners: observers of its times.
-        max_unread: events that may wait for its reader; with more it is cancelled.
-        wake_soon: has the event loop call `look` soon; any thread calls it.
-        closed: called once, at the end.
+        handles: engine handles, one per prompt.
+        recent: statistics of the request, updated here.
+        listeners: observers of its token latencies.
+        max_unread: unread events above which the request is cancelled.
+        wake_soon: schedules `look` on the event loop; called from any thread.
+        closed: called once, when the request closes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ActiveRequest:
 
     @property
     def progress(self) -> PromptProgress | None:
-        """Progress of its prompts together; None while they wait for admission."""
+        """Progress of all prompts together; None while they wait for admission."""
         return progress_of(self.handles)
 
     def usage(self) -> Usage:
@@ -102,10 +102,10 @@ class ActiveRequest:
         return Usage(*map(sum, zip(*map(astuple, totals), strict=True)))
 
     async def batches(self, *, with_progress: bool = False) -> AsyncIterator[list[Event]]:
-        """Yield the available events, until the last answer has ended.
+        """Yield batches of events until the last answer ends.
 
-        `with_progress` also yields an empty list when more of the prompts has been read. Raises the
-        error of a failed answer: timeout, engine stopped, or a reader that is too slow.
+        With `with_progress`, also yield an empty list when more of the prompts is read. Raises the
+        error of a failed answer: timeout, engine stopped, or client too slow.
         """
         shown_tokens = -1
         self._follows = with_progress
@@ -143,12 +143,12 @@ class ActiveRequest:
             pass
 
     def notify(self) -> None:
-        """Wake the reader unless it can wait, as a wake-up takes a core from the model."""
+        """Wake the reader unless it can wait, since each wake-up takes CPU time from the model."""
         if not (self._patient and self._can_wait(self._unread())):
             self._wake_soon()
 
     def look(self) -> None:
-        """Wake the reader if there is something to read; cancel if it has fallen too far behind."""
+        """Wake the reader if events are pending; cancel the request if too many are unread."""
         unread = self._unread()
         if unread > self._max_unread and not self._slow:
             self._slow = True
@@ -164,7 +164,7 @@ class ActiveRequest:
         return unread
 
     def _can_wait(self, unread: int) -> bool:
-        """Whether only tokens after the first have arrived, and few of them."""
+        """Return whether only a few tokens after the first are pending."""
         ended = sum(handle.ends for handle in self.handles) > len(self.finishes)
         few = unread < min(PATIENCE, self._max_unread)
         return few and not ended and self.recent.first_token_seconds is not None
@@ -201,7 +201,7 @@ class ActiveRequest:
     # ---- events
 
     def _take(self) -> list[Event]:
-        """Return the pending events with answer indices; errors are recorded instead."""
+        """Return the pending events, numbered by answer; errors are recorded instead."""
         events: list[Event] = []
         for offset, handle in zip(self._offsets, self.handles, strict=True):
             for event in handle.events():

@@ -2,8 +2,8 @@
 
     text of the engine ──push──> [ text | reasoning | call ] ──> Delta
 
-A parser of the model's format divides the text (`penstock.server.parsing`). A delta has its calls
-whole, at their ends, and the events of their growth besides.
+A parser of the model's format splits the text (`penstock.server.parsing`). A delta has complete
+calls, each when it ends, and separately the events that stream their arguments.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Newly certain part of an answer."""
+    """Newly parsed part of an answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -54,7 +54,7 @@ class Delta:
 
 
 class Reader:
-    """Incremental reader of one answer; holds back a possible mark until it is certain.
+    """Incremental parser of one answer; holds back text that may begin a tag.
 
     Without `tools`, calls are plain text. `reasoning`: the prompt ends inside the model's
     reasoning. Unless `parallel`, only the first call is kept.
@@ -92,11 +92,11 @@ class Reader:
         return "tool_calls" if self.calls else "stop"
 
     def push(self, text: str) -> Delta:
-        """Feed text; return what has become certain."""
+        """Feed text; return the newly parsed part."""
         return self._note(self._parser.feed(text))
 
     def end(self, finish: Finish) -> Delta:
-        """Feed the end and its last text; return the last delta."""
+        """Feed the finish event and its text; return the last delta."""
         self.finish = finish
         cut = finish.reason != "stop" or isinstance(finish.stop, str)
         return self._note([*self._parser.feed(finish.text), *self._parser.end(cut=cut)])
@@ -151,9 +151,9 @@ def join(deltas: Iterable[Delta]) -> Delta:
 
 
 def total_usage(finishes: Sequence[Finish]) -> Usage:
-    """Sum the usage of all answers to one prompt, which was read once.
+    """Sum the usage of all answers to one prompt, counting the prompt once.
 
-    Cached tokens are those of the first answer: the others match what the first one just computed.
+    Cached tokens are those of the first answer; the others match its newly computed tokens.
     """
     usages = [finish.usage for finish in finishes]
     return Usage(

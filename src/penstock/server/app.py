@@ -2,7 +2,7 @@
 
 socket ─> request id ─> last resort ─> path ─> CORS ─> host ─> key ─> body ─> routes ─> Service
 
-Streams pass through all of it as they come: no middleware here holds a response back.
+No middleware buffers responses, so streams pass through unchanged.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ UNCOUNTED = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that rate limits do not count."""
 OPEN_FOLDER = "/page/"
 GOODBYE_SECONDS = 1.0
-"""Seconds the server still answers after its engine has died or hangs."""
+"""Seconds the server continues to answer after its engine has died or hangs."""
 TAIL_SECONDS = 4.0
-"""Seconds for clients to read the ends of their answers after the engine has drained."""
+"""Seconds for clients to read the rest of their answers after the engine has drained."""
 TAIL_LOOK_SECONDS = 0.05
 FLUSH_SECONDS = 3
 """Seconds for connections to send their last bytes when the server stops."""
 HURRIED_FLUSH_SECONDS = 1
-"""The same after a second signal."""
+"""`FLUSH_SECONDS` after a second signal."""
 
 
 class Health(BaseModel):
@@ -130,12 +130,12 @@ def _health(service: Service) -> APIRouter:
 
     @router.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health() -> JSONResponse:
-        """Report liveness: 503 once the engine's thread has ended."""
+        """Report liveness; 503 once the engine thread has ended."""
         return state("ok" if service.alive else "dead")
 
     @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> JSONResponse:
-        """Report readiness: 503 also while the server drains."""
+        """Report readiness; 503 also while the server drains."""
         if not service.alive:
             return state("dead")
         return state("draining" if service.draining else "ok")
@@ -166,7 +166,7 @@ def _guard(app: FastAPI, settings: ServerSettings, access: Access, memory: Promp
 
 
 class RequestId:
-    """Adds `x-request-id` to responses: the client's own if it is a plain word."""
+    """Middleware that adds `x-request-id` to responses, the client's own if well-formed."""
 
     PLAIN = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
@@ -194,7 +194,7 @@ class RequestId:
 
 
 class LastResort:
-    """Answers 500 to unforeseen exceptions, 503 when stopping; logs the class but no text."""
+    """Middleware that answers unhandled exceptions with 500, or 503 on shutdown."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -225,10 +225,10 @@ class LastResort:
 
 
 class OwnHost:
-    """Refuses requests whose Host header does not name this machine.
+    """Middleware that rejects requests whose Host header does not name this machine.
 
-    A keyless server trusts local programs. A foreign page is not one, but can point its own name
-    here (DNS rebinding); its requests carry that name.
+    A server without keys trusts local programs. A web page from elsewhere can point its own host
+    name at this server (DNS rebinding), but its requests carry that name.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -237,7 +237,7 @@ class OwnHost:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _names_loopback(Headers(scope=scope).get("host", "")):
             error = ServerError(
-                "without an API key only requests to localhost are answered; start the server "
+                "without an API key the server answers only requests to localhost; start it "
                 "with --api-key, or ask for http://127.0.0.1",
                 status=403,
                 code="foreign_host",
@@ -247,7 +247,7 @@ class OwnHost:
 
 
 def _names_loopback(host: str) -> bool:
-    """Whether a Host header names this machine.
+    """Return whether a Host header names this machine.
 
     >>> [_names_loopback(h) for h in ("localhost:8080", "[::1]:8080", "a.example", "")]
     [True, True, False, True]
@@ -259,9 +259,9 @@ def _names_loopback(host: str) -> bool:
 
 
 class Key:
-    """Middleware that demands a key, except for paths that reveal nothing of any request.
+    """Middleware that requires a key, except for paths that reveal nothing about requests.
 
-    A fleet's door has looked at the key already: it puts the client into the scope's state.
+    A fleet's proxy has checked the key already, and puts its holder into the scope's state.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -300,10 +300,10 @@ def is_open(scope: Scope) -> bool:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn server that drains the engine before it stops, and stops when the engine has died.
+    """Uvicorn server that drains the engine before it stops, and stops when the engine dies.
 
-    First signal: refuse new requests, and let open ones end within `drain_timeout_seconds`. Second:
-    end open requests with an error, and the process within `GOODBYE_SECONDS` and
+    First signal: refuse new requests; open ones may finish within `drain_timeout_seconds`. Second:
+    end open requests with an error, and stop within `GOODBYE_SECONDS` plus
     `HURRIED_FLUSH_SECONDS`. Third: stop at once.
     """
 
@@ -355,7 +355,7 @@ class Server(uvicorn.Server):
             self._end_open()
 
     def _end_open(self) -> None:
-        """End open requests with an error, and stop when their readers have it."""
+        """End open requests with an error, and stop once clients have read it."""
         self.service.fail_all(ShuttingDown())
         self._all_read(GOODBYE_SECONDS)
         self.should_exit = True  # which cuts off the streams that are open
@@ -367,7 +367,7 @@ class Server(uvicorn.Server):
             return False
 
     def _all_read(self, seconds: float) -> bool:
-        """Wait until every reader has the end of its answer; False on timeout."""
+        """Wait until every client has read the end of its answer; False on timeout."""
         until = time.monotonic() + seconds
         while self.service.open_requests and time.monotonic() < until:
             time.sleep(TAIL_LOOK_SECONDS)

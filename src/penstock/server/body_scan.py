@@ -1,23 +1,23 @@
-"""Memory cost of parsing a JSON body, counted as it arrives, before it is parsed."""
+"""Memory estimate for parsing a JSON body, computed while the body arrives."""
 
 from __future__ import annotations
 
 import re
 
 OBJECT_BYTES = 72
-"""Upper bound of an empty object or list."""
+"""Upper bound on the size of an empty object or list."""
 ENTRY_BYTES = 40
 NAME_BYTES = 100
 
 _WIDE_ESCAPE = re.compile(rb"\\u[dD][89abAB]")
 _ESCAPE_BYTES = 3
-"""Bytes of such an escape without its last."""
+"""Bytes of such an escape, except the last one."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 _NOT_WIDE = bytes(range(0xF0))
 
 
 class BodyScan:
-    r"""Scan of a JSON body that arrives in parts; linear in time, without recursion.
+    r"""Scanner of a JSON body that arrives in parts; linear in time, not recursive.
 
     >>> scan = BodyScan()
     >>> for part in (b'{"a": [1, "[[[', b'[\\"]", []]}'):
@@ -32,18 +32,18 @@ class BodyScan:
         self._open = 0
         self._in_text = False
         self._backslash = b""
-        """Backslash at the end of the last part, which escapes the next character."""
+        """Backslash at the end of the last part, if it escapes the next character."""
         self._objects = 0
         """Bytes of objects, entries and names."""
         self._width = 1
-        """Widest character of the texts, in bytes of Python's representation."""
+        """Bytes per character that Python needs for the widest character so far."""
         self._end = b""
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Upper bounds of memory while parsing and afterwards, in bytes.
+        """Upper bounds on memory during and after parsing, in bytes.
 
-        Python stores a text with 1, 2 or 4 bytes a character, as its widest needs.
+        Python stores a string with 1, 2 or 4 bytes per character, depending on its widest.
         """
         size, width = self.nbytes, self._width
         return size * (2 + 3 * width) + self._objects, size * (1 + width) + self._objects
@@ -67,7 +67,7 @@ class BodyScan:
             self._width = 4 if _WIDE_ESCAPE.search(joined) else max(2, self._width)
 
     def _descend(self, part: bytes) -> None:
-        """Count the brackets outside strings; after a syntax error any count will do."""
+        """Update the depth from brackets outside strings; arbitrary after a syntax error."""
         part = self._backslash + part
         odd = (len(part) - len(part.rstrip(b"\\"))) % 2
         self._backslash = b"\\" if odd else b""

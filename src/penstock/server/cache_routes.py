@@ -31,14 +31,14 @@ class Tier(BaseModel):
 
     state: Literal["on", "off"]
     why: str | None = None
-    """Why the tier is off, or takes no new blocks."""
+    """Reason the tier is off or accepts no new blocks."""
     used_bytes: int
     limit_bytes: int
-    """Limit of `used_bytes`; both are 0 for a store of unknown size."""
+    """Limit on `used_bytes`; both are 0 for a store of unknown size."""
 
 
 class CacheStats(BaseModel):
-    """The engine's figures; docs/engine.md describes the fields."""
+    """Engine statistics; docs/engine.md describes the fields."""
 
     stats: Stats
     hit_rate: float
@@ -68,7 +68,7 @@ class NodeOut(BaseModel):
 
     id: int
     parent: int | None
-    """Parent's id; None at the beginning of a prompt."""
+    """Id of the parent; None for a node at the start of a prompt."""
     start: int
     end: int
     nbytes: int
@@ -80,18 +80,18 @@ class NodeOut(BaseModel):
 
 
 class Tree(BaseModel):
-    """The prefix tree, parents before children."""
+    """The prefix tree; parents come before children."""
 
     nodes: list[NodeOut]
     left_out: int
-    """Nodes omitted because there are too many."""
+    """Number of nodes omitted because the tree has too many."""
     count: int
     tokens: int
     nbytes: int
 
 
 class ExplainRequest(BaseModel):
-    """A prompt: messages, a text, or tokens."""
+    """A prompt to look up: messages, text or tokens."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -114,16 +114,16 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/stats")
     async def stats() -> CacheStats:
-        """Report the tiers, their bytes, and the share of prompts served from them."""
+        """Report the tiers, their bytes, and the hit rate."""
         return CacheStats.of(await service.ask(lambda state: state.stats()))
 
     @router.get("/tree")
     async def tree(
         text: Annotated[
-            bool, Query(description="Whether to show each node's first words.")
+            bool, Query(description="Whether to include the first words of each node.")
         ] = False,
     ) -> Tree:
-        """Report every node of the prefix tree; prompts' text only if the query asks for it."""
+        """List the nodes of the prefix tree; includes prompt text only if the query asks for it."""
         views = await service.ask(lambda state: state.tree())
         shown = tree_of(views, MOST_NODES)
         if text:
@@ -142,9 +142,9 @@ def router(service: Service) -> APIRouter:
 
     @router.delete("", responses={202: {"model": Cleared}})
     async def clear(response: Response) -> Cleared:
-        """Evict all prefixes that no request reads at the moment, and this model's on the disk.
+        """Evict all prefixes not in use, and this model's blocks on disk.
 
-        202 says that part of the work is not done: `pending` names the tier, and the reason.
+        Status 202 means that the work is incomplete: `pending` names the tier and the reason.
         """
         cleared = await service.aside(service.engine.clear)
         response.status_code = 202 if cleared.pending else 200
@@ -154,10 +154,10 @@ def router(service: Service) -> APIRouter:
 
 
 def tree_of(views: Sequence[NodeView], max_nodes: int) -> Tree:
-    """Describe the tree; beyond `most` nodes the least recently used ones are omitted."""
-    shown = sorted(views, key=lambda view: view.start)  # a parent lies in front of its children
+    """Describe the tree; above `max_nodes`, the least recently used nodes are omitted."""
+    shown = sorted(views, key=lambda view: view.start)  # a parent starts before its children
     if len(views) > max_nodes:
-        # A node is pinned and touched with all that is in front of it: no parent is left out.
+        # A node is pinned and touched together with its ancestors: no parent is left out.
         newest = sorted(shown, key=lambda view: (view.idle_seconds, view.start))[:max_nodes]
         kept = {view.id for view in newest}
         shown = [view for view in shown if view.id in kept]
@@ -177,7 +177,7 @@ def _add_text(tokenizer: Any, tree: Tree, views: Sequence[NodeView]) -> None:
 
 
 def _read(service: Service, question: ExplainRequest) -> tuple[tuple[int, ...], str | None]:
-    """Return a prompt's tokens, and what was changed in its history. Worker thread."""
+    """Return a prompt's tokens, and a note on changes to its history. Worker thread."""
     tokens, rewritten, mended = tokens_of(service, question), REWRITTEN.get(), MENDED.get()
     if rewritten is None and question.messages is not None:
         rewritten = rewritten_in_front(service.prompts, question.messages, question.tools)

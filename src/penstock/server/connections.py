@@ -1,9 +1,9 @@
-"""A client connection: uvicorn's, with limits that hold before any key is checked.
+"""Client connections: uvicorn's protocol, with limits that apply before authentication.
 
     open ──10 s──> head: 64 KiB, 256 fields ──30 s──> body ──> answer ──6 s──> next head, or closed
 
-A few connections more than `max_connections` are taken, each for as long as it takes to ask
-`/health` or `/ready`. If there are more of those as well, the oldest of them goes.
+A few connections beyond `max_connections` are accepted, each only to request
+`/health` or `/ready`. When these exceed their own limit, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from penstock.server.problems import ServerError, response_for
 logger = logging.getLogger(__name__)
 
 FILES_ASIDE = 256
-"""Open files reserved for other uses: the model, cold tiers, system probes."""
+"""Open files reserved for other uses: the model, cold tiers and system probes."""
 SPARE_PLACES = 64
-"""Connections over the limit that may ask whether the server lives."""
+"""Connections accepted beyond the limit, for health checks."""
 SPARE_SECONDS = 2.0
 """Lifetime of a connection over the limit."""
 ALWAYS = (b"/health", b"/ready")
-"""Paths allowed on a connection over the limit."""
+"""Paths served on connections over the limit."""
 PIPELINED = 8
-"""Pipelined requests of a connection before parsing pauses."""
+"""Pipelined requests per connection above which parsing pauses."""
 PIECE_BYTES = 256
-"""Bytes of a head parsed at a time: at most 14 requests."""
+"""Bytes of headers parsed at a time: at most 14 requests."""
 HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]*)?")
 LATE_SECONDS = 1.0
-"""Grace beyond the body timeout, for the application to answer in the API's own form."""
+"""Grace period after the body timeout, so that the application can answer in the API's format."""
 LINGER_SECONDS = 2.0
 
 
@@ -45,11 +45,11 @@ class Connections:
         self.settings = settings
         self.most = room_for(settings.max_connections, open_files.limit())
         self.spare: dict[Connection, None] = {}
-        """Connections over the limit, the oldest first."""
+        """Connections over the limit, oldest first."""
         if self.most < settings.max_connections:
             logger.warning(
-                "%d connections instead of --max-connections %d: this process may have %d files "
-                "open; allow more (ulimit -n)",
+                "%d connections instead of --max-connections %d: this process may open %d "
+                "files; raise the limit (ulimit -n)",
                 self.most,
                 settings.max_connections,
                 open_files.limit(),
@@ -73,14 +73,14 @@ class Connections:
         self.spare.pop(connection, None)
 
     def refuses(self, connection: Connection) -> bool:
-        """Whether a connection is restricted to `ALWAYS`; promotes it once there is room."""
+        """Return whether a connection is limited to `ALWAYS`; lift the limit if there is room."""
         if connection in self.spare and len(connection.connections) <= self.most:
             self.closed(connection)
         return connection in self.spare
 
 
 def room_for(connections: int, files: int) -> int:
-    """Return the connection limit, given the limit of open files.
+    """Return the connection limit that fits the limit on open files.
 
     >>> room_for(1_000, 65_536), room_for(1_000, 1_024), room_for(1_000, 256)
     (1000, 704, 64)
@@ -90,7 +90,7 @@ def room_for(connections: int, files: int) -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection, whose timer runs while the server waits for the client."""
+    """A client connection, with a timer that runs while the server waits for the client."""
 
     def __init__(self, shared: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -99,13 +99,13 @@ class Connection(HttpToolsProtocol):
         self.timeout_keep_alive = shared.settings.keep_alive_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._unused = 0
-        """Bytes since the last forwarded part of a request."""
+        """Bytes received since the last part forwarded to the application."""
         self._begun = False
         self._in_body = False
         self._unparsed = b""
-        """Bytes beyond `PIPELINED` requests."""
+        """Received bytes not yet parsed, since `PIPELINED` requests are pending."""
         self._watching: asyncio.TimerHandle | None = None
-        """Timer that runs while the client has not read what was sent."""
+        """Timer that runs while sent bytes are unread by the client."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -122,7 +122,7 @@ class Connection(HttpToolsProtocol):
     # ---- bounds of time
 
     def _wait(self, seconds: float | None) -> None:
-        """Restart the timer of the client's next part; None stops it."""
+        """Restart the timer for the client's next bytes; None stops it."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_late)
@@ -163,7 +163,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _watch(self) -> None:
-        """Abort a client that does not read; streams have a shorter timeout of their own."""
+        """Abort the connection if the client reads nothing; streams have a shorter timeout."""
         self._watch_no_more()
         left = self.transport.get_write_buffer_size()
         seconds = 2 * self._settings.send_timeout_seconds
@@ -183,7 +183,7 @@ class Connection(HttpToolsProtocol):
     # ---- bounds of size
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, heads in small pieces, while few requests are pending."""
+        """Parse received bytes, headers in small pieces; pause while many requests are pending."""
         data, self._unparsed = self._unparsed + data, b""
         while data and not self.transport.is_closing():
             if len(self.pipeline) >= PIPELINED and not self._in_body:
@@ -198,7 +198,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse_head()
         waiting = self._timer is not None or self.timeout_keep_alive_task is not None
         if not (waiting or self._answering or self.transport.is_closing()):
-            # These bytes began no request: an empty line, or the end of a body that was refused.
+            # These bytes start no request: an empty line, or the end of a refused body.
             self._wait(self._settings.keep_alive_seconds)
 
     def on_message_begin(self) -> None:
@@ -214,7 +214,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Forward a request to the application, and wait for its body."""
+        """Forward a request to the application and wait for its body, or refuse it."""
         if self.transport.is_closing():
             return
         self._unused, self._in_body = 0, True

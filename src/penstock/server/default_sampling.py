@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_sampling(settings: ServerSettings, model: Mapping[str, float]) -> Sampling:
-    """Merge flags and the model's values, of which unsupported ones are logged and ignored."""
+    """Merge flags with the model's values; unsupported values are logged and ignored."""
     flags = {name: getattr(settings, name) for name in SAMPLED}
     known: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     for name, value in model.items():

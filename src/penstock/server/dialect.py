@@ -1,9 +1,9 @@
-"""`Dialect`: the driver of requests, shared by all interfaces.
+"""`Dialect`: base of the request handlers of all APIs.
 
     body ──read──> tokens ──rules──> grammar ──requests──> Service ──> events ──chunk──> a stream
                                                                           └────whole──> an object
 
-A new interface is one file: a subclass, and a route that calls `respond`.
+A new API is one file: a subclass, and a route that calls `respond`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from penstock.server.workers import LONG_BYTES
 
 
 class Dialect(ABC):
-    """A request, from body to response; methods run on the event loop unless they say otherwise."""
+    """A request, from body to response. Methods run on the event loop unless noted."""
 
     path: ClassVar[str]
-    """Path of the route, which names the request in figures and tells the form of its errors."""
+    """Path of the route, used as the metrics label and to choose the error format."""
     answering: ActiveRequest
 
     def __init__(self, service: Service, *, streams: bool) -> None:
@@ -47,7 +47,7 @@ class Dialect(ABC):
         self.readers: list[Reader] = []
 
     async def respond(self, http: HttpRequest) -> Response:
-        """Serve the request as a whole or as a stream; ends when the client disconnects."""
+        """Serve the request as one object or a stream; stop if the client disconnects."""
         service = self.service
         await until_gone(http, service.work(self.read))
         if self.binds():
@@ -74,7 +74,7 @@ class Dialect(ABC):
         return False
 
     def rules(self) -> CallGrammar:
-        """Return the grammar of the answers. Worker thread; called only if `binds`."""
+        """Return the grammar of the answers; called only if `binds()`. Worker thread."""
         return CallGrammar(None)
 
     @abstractmethod
@@ -87,28 +87,28 @@ class Dialect(ABC):
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the response object. Worker thread if `is_long`."""
+        """Return the response object. Worker thread if `is_long()`."""
 
     def begin(self) -> Iterable[bytes]:
         return ()
 
     @abstractmethod
     def chunk(self, events: Sequence[Event]) -> Iterable[bytes]:
-        """Return the events of tokens that arrived together. Worker thread if `is_long_chunk`."""
+        """Return the stream events for a batch. Worker thread if `is_long_chunk()`."""
 
     def progress(self) -> Iterable[bytes]:
-        """Return the events for more of a prompt read, if `batches` reports it."""
+        """Return the stream events for prompt progress, if `batches` reports it."""
         return ()
 
     def end(self, usage: dict[str, Any]) -> Iterable[bytes]:
-        """Return the last events; `usage` is empty unless it is streamed."""
+        """Return the last stream events; `usage` is empty unless `streams_usage`."""
         return ()
 
     def failure(self, problem: Problem) -> Iterable[bytes]:
         yield error_event(self.path, problem)
 
     def ping(self, progress: PromptProgress | None) -> ServerSentEvent:
-        """Return the keep-alive event of a prefill."""
+        """Return the keep-alive event sent during prefill."""
         return ping_comment(progress)
 
     @property
@@ -119,7 +119,7 @@ class Dialect(ABC):
         return self.answering.batches()
 
     def is_long(self, choices: Sequence[Choice]) -> bool:
-        """Whether writing the object would block the event loop for too long."""
+        """Return whether serializing the answers would block the event loop for too long."""
         return sum(len(choice.text) for choice in choices) > LONG_BYTES
 
     def is_long_chunk(self, events: Sequence[Event]) -> bool:
@@ -130,10 +130,10 @@ class Dialect(ABC):
     def budget(
         self, prompt: Sequence[int], limit: ReasoningBudget | None = None
     ) -> ReasoningBudget | None:
-        """Return the answer's reasoning limit, and note whether it begins inside reasoning.
+        """Return the reasoning limit, and set `in_reasoning` if the answer starts inside reasoning.
 
-        A grammar starts after the reasoning that the prompt has opened. A grammar that allows
-        reasoning excludes any other rule of tokens.
+        A grammar applies after reasoning that the prompt has opened. A grammar that itself allows
+        reasoning excludes a reasoning limit.
         """
         prompts, bound = self.service.prompts, self.rule.grammar is not None
         if bound and self.rule.free:
@@ -145,7 +145,7 @@ class Dialect(ABC):
         return limit
 
     def delta(self, event: Event) -> Delta:
-        """Feed an event; return the newly certain part of its answer."""
+        """Feed an event to its answer's reader; return the newly parsed part."""
         reader = self.readers[event.choice]
         return reader.end(event) if isinstance(event, Finish) else reader.push(event.text)
 

@@ -1,4 +1,4 @@
-"""Clients that disconnect while their request is worked on."""
+"""Detection of clients that disconnect while their request is processed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 async def until_gone(http: HttpRequest, doing: Awaitable[T]) -> T:
-    """Await a result; if the client disconnects, cancel it and raise ClientGone.
+    """Await `doing`; if the client disconnects first, cancel it and raise ClientGone.
 
-    The body must have been read.
+    The request body must have been read.
     """
     task = asyncio.ensure_future(doing)
     gone = asyncio.ensure_future(_disconnected(http))

@@ -1,6 +1,6 @@
-"""`EngineClient`: the engine as the server sees it.
+"""`EngineClient`: the interface of the engine that the server uses.
 
-The server is handed an engine and imports none; one in another process needs these methods alone.
+The server receives an engine and imports none; a remote engine needs only these methods.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class EngineState(Protocol):
-    """State of an engine between two steps, as `EngineView` has it."""
+    """State of an engine between two steps; `EngineView` implements it."""
 
     @property
     def limits(self) -> EngineSettings: ...
 
     @property
     def context_tokens(self) -> int | None:
-        """The model's context length; None if it does not say."""
+        """Context length of the model; None if its configuration has none."""
 
     @property
     def fitting_tokens(self) -> int: ...
@@ -58,14 +58,14 @@ class EngineClient(Protocol):
     def open(self, request: Request) -> Handle: ...
 
     def enqueue(self, handles: Sequence[Handle]) -> Future[Explanation | None]:
-        """Enqueue the requests of handles, all or none; never blocks."""
+        """Enqueue the requests of all handles or of none. Does not block."""
 
     def ask(self, question: Callable[[EngineState], T]) -> Future[T]:
-        """Answer a question between two steps; never blocks."""
+        """Evaluate `question` on the engine's state between two steps. Does not block."""
 
     def drain(self, timeout_seconds: float) -> bool: ...
 
     def clear(self) -> Cleared: ...
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Reserve bytes for the server's prompts; return how many."""
+        """Reserve up to `nbytes` for the server's prompts; return the bytes reserved."""

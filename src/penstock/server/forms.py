@@ -35,14 +35,14 @@ def _text_or_list(content: Any) -> str:
 
 
 TextOrList = Discriminator(_text_or_list)
-"""Discriminator of both forms: errors name one of them, and omit names in brackets."""
+"""Discriminator of text and list, so that errors name one form; bracketed tags are omitted."""
 Name = Annotated[str, Field(max_length=256)]
 Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
-"""Token id; the service, which knows the vocabulary, refuses unknown ones."""
+"""Token id; `Service` rejects ids outside the vocabulary."""
 
 
 def _few(value: Any) -> Any:
-    """Refuse an object with too many names before each is validated."""
+    """Reject an object with too many keys before validating each."""
     if isinstance(value, dict) and len(value) > MOST_NAMES:
         raise ValueError(f"at most {MOST_NAMES} names")
     return value
@@ -53,7 +53,7 @@ Metadata = Annotated[dict[str, str], Field(max_length=MOST_NAMES), BeforeValidat
 
 
 def _prompt(value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
-    """Parse a prompt; an error names all its forms, where pydantic would name the first."""
+    """Parse a prompt; on failure, raise an error that names all accepted forms."""
     if isinstance(value, list) and len(value) > MOST_PROMPTS and not isinstance(value[0], int):
         raise PydanticCustomError("too_many_prompts", f"1 to {MOST_PROMPTS} prompts")
     try:
@@ -70,21 +70,21 @@ Prompt: TypeAlias = Annotated[str | Each[str] | Each[Id] | Each[Each[Id]], WrapV
 
 
 class RequestForm(BaseModel):
-    """Base of all request bodies: strict about types, lenient about unknown fields."""
+    """Base of all request bodies: strict about types, ignores unknown fields."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        """Drop null fields: clients write unset ones so."""
+        """Drop null fields, which clients send for unset ones."""
         if isinstance(body, dict) and None in body.values():
             return {name: value for name, value in body.items() if value is not None}
         return body
 
 
 def grammar_for(schema: dict[str, Any] | bool | None, param: str) -> str:
-    """Return the grammar of a JSON schema or any object; BadRequest if unsupported. Blocking."""
+    """Return the grammar of a JSON schema, None for any object; BadRequest if invalid. Blocking."""
     if isinstance(schema, bool):
         raise BadRequest(f"{param} must be an object", param=param)
     try:

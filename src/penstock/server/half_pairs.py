@@ -1,6 +1,6 @@
-"""Lone surrogates, made by clients that cut a text inside an emoji.
+"""Replacement of lone surrogates, sent by clients that cut a text inside an emoji.
 
-JSON can hold them, but no tokenizer can read them: each becomes U+FFFD.
+JSON allows lone surrogates but tokenizers do not: each becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def whole_pairs(text: str) -> str:
 
 
 def whole_pairs_in(body: bytes) -> bytes:
-    """Replace lone surrogates in a JSON body, written as escapes or as bytes."""
+    """Replace lone surrogates in a JSON body, whether escaped or encoded."""
     if b"\\ud" not in body and b"\\uD" not in body and b"\xed" not in body:
         return body
 

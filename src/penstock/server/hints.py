@@ -1,6 +1,6 @@
-"""Prompt tokens of a request, for a router in front of several servers.
+"""Prompt tokens of a request, for a router that distributes requests over several servers.
 
-A request that cannot be read here has no hint; the server it goes to refuses it.
+An invalid request has no hint; the server that receives it rejects it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Hint:
 
 
 def hint_of(path: str, body: bytes, prompts: Prompts) -> Hint | None:
-    """Tokenize a request's first prompt; None if there is none, or it is unreadable. Blocking."""
+    """Tokenize a request's first prompt; None if it has none or is invalid. Blocking."""
     read = _READERS.get(path)
     if read is None:
         return None

@@ -1,8 +1,8 @@
-"""Conversations adapted to a chat template, so that no past message ends a conversation.
+"""Adaptation of conversations to a chat template, so that no message makes rendering fail.
 
 messages ──> systems ──> calls and results ──> turns ──> reasoning, arguments, parts ──> template
 
-What the template does not render, or raises on, is written in another way; each change is named.
+Content that the template drops or raises on is rewritten; each change is listed in `mended`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any, NamedTuple
 from penstock.server.templates import Message, TemplateTraits, in_parts
 
 REMINDER = "system-reminder"
-"""Tag around a system message passed as a user message, as coding agents write it."""
+"""Tag around a system message sent as a user message, as coding agents do."""
 REASONING = "reasoning_content"
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 _INDEXED = re.compile(r"functions\.[^:\s]+:\d+")
 _SIGNS = string.ascii_letters + string.digits
 EMPTY_TURN = "."
-"""Text of a user message inserted before an assistant's where the template requires one."""
+"""Text of placeholder messages, where the template requires a user message or some text."""
 TOOLS_TEXT = (
     "# Tools\n\nYou can call these tools, each described by a JSON object in a line:\n"
     "<tools>\n{tools}\n</tools>\n\n"
     "To call one, write its name and arguments as JSON between tags, one pair of tags a call:\n"
     '<tool_call>\n{{"name": "NAME", "arguments": {{"KEY": "VALUE"}}}}\n</tool_call>'
 )
-"""Tool description for a system message, in Hermes' format."""
+"""Tool descriptions appended to the system message, in Hermes' format."""
 
 
 class Fitted(NamedTuple):
     messages: list[Message]
     tools: list[Mapping[str, Any]] | None
     mended: tuple[str, ...] = ()
-    """Changes the template needed, in order of first use."""
+    """Descriptions of the changes made for the template, in order."""
 
 
 def fit(
@@ -104,7 +104,7 @@ def _with_tools_described(
 def _systems(
     traits: TemplateTraits, messages: list[dict[str, Any]], mended: dict[str, None]
 ) -> list[dict[str, Any]]:
-    """Turn system messages that the template would not render into tagged user messages."""
+    """Turn system messages that the template does not render into tagged user messages."""
     alone = all(message.get("role") == "system" for message in messages)
     fitted = []
     for index, message in enumerate(messages):
@@ -189,7 +189,7 @@ def _with_arguments(
 def _with_calls_in_front(
     messages: list[dict[str, Any]], mended: dict[str, None]
 ) -> list[dict[str, Any]]:
-    """Turn results without a call into user messages, where the template raises on them."""
+    """Turn tool results without a preceding call into user messages."""
     fitted: list[dict[str, Any]] = []
     called = False
     for message in messages:
@@ -202,7 +202,7 @@ def _with_calls_in_front(
 
 
 def _as_text(message: dict[str, Any], mended: dict[str, None]) -> dict[str, Any]:
-    """Write calls and results as text, for a template that renders neither."""
+    """Write tool calls and results as text, for a template that supports neither."""
     if calls := message.get("tool_calls"):
         _note(mended, "calls and their results were written as text")
         parts = [message["content"], *(call_text(call["function"]) for call in calls)]
@@ -221,7 +221,7 @@ def _result_text(message: Message) -> str:
 def _turns(
     traits: TemplateTraits, messages: list[dict[str, Any]], mended: dict[str, None]
 ) -> list[dict[str, Any]]:
-    """Join consecutive messages of a role, and begin with the user, if the template requires it."""
+    """Merge consecutive messages of a role, and start with a user message, where required."""
     fitted: list[dict[str, Any]] = []
     apart = {"user": traits.consecutive_users, "assistant": traits.consecutive_assistants}
     for message in messages:
@@ -254,9 +254,9 @@ def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_reasoning(traits: TemplateTraits, message: dict[str, Any]) -> dict[str, Any]:
-    """Move the reasoning to the key that the template reads.
+    """Move the reasoning to the key that the template uses.
 
-    It is dropped where the template raises on it beside a text and a call.
+    If the template raises on reasoning next to text and a call, the reasoning is dropped.
     """
     key = traits.reasoning_key
     if key is None or REASONING not in message:

@@ -1,9 +1,8 @@
-"""`/v1/live`, a stream of the engine's state, and the page at `/` that draws it.
+"""`/v1/live`, a stream of engine snapshots, and the page at `/` that displays them.
 
     engine ──ask, twice a second──> Pulse ──the newest snapshot──> stream, stream, ...
 
-However many clients watch, the engine is asked once. A slow reader misses snapshots, and none is
-kept for it.
+The engine is polled once for all clients. A slow client misses snapshots; they are not queued.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ UNWATCHED_SECONDS = 2.0
 """Seconds between two history entries while no client watches."""
 HISTORY_SECONDS = 300
 TREE_SECONDS = 10.0
-"""Seconds after which an unchanged tree is sent again, as its nodes' ages have grown."""
+"""Seconds after which an unchanged tree is sent again, to update its nodes' ages."""
 TREE_SECONDS_A_NODE = 0.000_5
-"""Seconds per node between two reads of a tree; a read takes 1 % of that."""
+"""Seconds per node between two reads of the tree; reading takes 1 % of that time."""
 RATE_SECONDS = 1.4
 MOST_WATCHERS = 64
 SHOWN_NODES = 250
@@ -104,12 +103,12 @@ class Look:
     stats: Stats
     max_batch_size: int
     mark: object
-    """Equal as long as the tree is unchanged."""
+    """Fingerprint of the tree; equal while the tree is unchanged."""
     tree: list[NodeView] | None
 
 
 class Pulse:
-    """Periodic poll of the engine, shared by all watching clients; event loop only."""
+    """Periodic polling of the engine, shared by all watching clients. Event loop only."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -130,12 +129,12 @@ class Pulse:
         """Poll until the engine stops."""
         try:
             while not self.service.draining:
-                self._wanted.clear()  # before the look: a client that comes meanwhile is not missed
+                self._wanted.clear()  # before polling: no new client is missed
                 try:
                     await self._look()
                 except EngineStopped:
                     return
-                # A boundary: one look that fails must not be the last one.
+                # A boundary: polling goes on after a failure.
                 except Exception as error:
                     logger.error("engine snapshot failed: %s", type(error).__name__)
                     logger.debug("traceback of the error above", exc_info=error)
@@ -156,7 +155,7 @@ class Pulse:
             history = True
             while await self._next(seen):
                 seen = self._number
-                if self._tree is None:  # this look began when no client wanted a tree
+                if self._tree is None:  # this poll began when no client wanted a tree
                     continue
                 tree = self._tree if tree_seen != self._tree_number else None
                 tree_seen = self._tree_number
@@ -199,7 +198,7 @@ class Pulse:
 
     def _snapshot(self, tree: Tree | None, history: bool) -> Snapshot:
         look, now = self._newest, self.history[-1]
-        assert look is not None  # `_number` counts looks
+        assert look is not None  # `_number` counts polls
         recent = list(self.service.recent)[-SHOWN_REQUESTS:]
         return Snapshot(
             **dict(CacheStats.of(look.stats)),
@@ -244,7 +243,7 @@ def router(service: Service) -> APIRouter:
         """Stream snapshots of the engine as server-sent events, without end."""
         if pulse.watchers >= MOST_WATCHERS:
             raise Unavailable(
-                f"{MOST_WATCHERS} pages and terminals watch this server, and no more may; close "
+                f"{MOST_WATCHERS} pages and terminals watch this server, which is the limit; close "
                 f"one of them",
                 code="too_many",
             )
@@ -317,7 +316,7 @@ def _read(folder: Traversable, path: str, pages: dict[str, PageFile]) -> None:
 
 
 def _add_page(router: APIRouter) -> None:
-    """Add the page's files and no others, whatever the path."""
+    """Add routes for the page's files."""
     pages = page_files()
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)

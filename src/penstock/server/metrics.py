@@ -1,4 +1,4 @@
-"""`/metrics`: figures of the engine and latencies, in Prometheus' format."""
+"""`/metrics`: engine statistics and latencies in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Metrics:
         self.registry.register(self.engine)
         self._requests = Counter(
             "penstock_requests",
-            "Requests that have ended, by their path and by how they ended.",
+            "Requests that have ended, by path and finish reason.",
             ("path", "finish"),
             registry=self.registry,
         )
         self._first = Histogram(
             "penstock_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "Seconds from a request's arrival to its first token.",
             buckets=FIRST_TOKEN_SECONDS,
             registry=self.registry,
         )
         self._next = Histogram(
             "penstock_inter_token_seconds",
-            "From one token of an answer to the next.",
+            "Seconds between two tokens of an answer.",
             buckets=NEXT_TOKEN_SECONDS,
             registry=self.registry,
         )
@@ -64,12 +64,12 @@ class Metrics:
 
 
 class EngineMetrics(Collector):
-    """The engine's figures as of the last `stats`; None if the engine is gone."""
+    """Collector of the engine's statistics; without `stats`, the engine is reported as down."""
 
     def __init__(self) -> None:
         self.stats: Stats | None = None
         self.waiting: dict[str | int, int] = {}
-        """Waiting answers by client; addresses among them are not shown."""
+        """Waiting answers by client; only clients with named keys are exported."""
         self.key_names: Callable[[], Iterable[str]] = tuple
         self.stored: ResponseStore | None = None
 
@@ -77,15 +77,17 @@ class EngineMetrics(Collector):
         up = 0 if self.stats is None else 1
         yield _gauge("engine_up", "Whether the engine's thread runs.", up)
         if self.stored is not None:
-            yield _gauge("stored_responses", "Responses that are kept by id.", len(self.stored))
+            yield _gauge(
+                "stored_responses", "Responses stored for retrieval by id.", len(self.stored)
+            )
             nbytes = self.stored.nbytes
-            yield _gauge("stored_response_bytes", "Bytes of kept responses.", nbytes)
+            yield _gauge("stored_response_bytes", "Bytes of stored responses.", nbytes)
         if self.stats is None:
             return
         yield from _memory(self.stats)
         yield from _work(self.stats)
         waiting = GaugeMetricFamily(
-            "penstock_key_waiting", "Answers that wait, by the name of their key.", labels=["key"]
+            "penstock_key_waiting", "Waiting answers, by key name.", labels=["key"]
         )
         for name in self.key_names():
             waiting.add_metric([name], self.waiting.get(name, 0))
@@ -115,7 +117,7 @@ def router(service: Service) -> APIRouter:
             )
         except EngineStopped:
             stats, waiting = None, {}
-        # Nothing awaits until they are written.
+        # No await between here and the encoding.
         metrics.engine.stats, metrics.engine.waiting = stats, waiting
         return exposed(metrics.registry, http.headers.get("accept", ""))
 
@@ -128,60 +130,60 @@ def exposed(registry: CollectorRegistry, accept: str) -> Response:
 
 
 def _memory(stats: Stats) -> Iterator[Metric]:
-    yield _gauge("memory_limit_bytes", "Memory limit, which is never exceeded.", stats.limit_bytes)
+    yield _gauge("memory_limit_bytes", "Memory limit, never exceeded.", stats.limit_bytes)
     used = GaugeMetricFamily(
-        "penstock_memory_used_bytes", "Bytes held or promised, by purpose.", labels=["kind"]
+        "penstock_memory_used_bytes", "Bytes held or reserved, by purpose.", labels=["kind"]
     )
     for kind, nbytes in stats.by_kind.items():
         used.add_metric([kind], nbytes)
     yield used
-    yield _gauge("memory_held_bytes", "Bytes held, without promised ones.", stats.held_bytes)
+    yield _gauge("memory_held_bytes", "Bytes held, not counting reserved ones.", stats.held_bytes)
     yield _gauge("memory_active_bytes", "Bytes that MLX reports as allocated.", stats.active_bytes)
     yield _gauge("tree_nodes", "Nodes of the prefix tree.", stats.nodes)
     yield _gauge("tree_tokens", "Tokens in the prefix tree.", stats.held_tokens)
-    yield _counter("evicted_nodes", "Nodes that were evicted.", stats.evicted_nodes)
-    yield _counter("evicted_bytes", "Bytes of nodes that were evicted.", stats.evicted_bytes)
+    yield _counter("evicted_nodes", "Evicted nodes.", stats.evicted_nodes)
+    yield _counter("evicted_bytes", "Bytes of evicted nodes.", stats.evicted_bytes)
     yield _counter("copied_bytes", "KV copied by splits and merges.", stats.copied_bytes)
 
 
 def _work(stats: Stats) -> Iterator[Metric]:
-    states = GaugeMetricFamily(
-        "penstock_answers", "Answers that are open, by their state.", labels=["state"]
-    )
+    states = GaugeMetricFamily("penstock_answers", "Open answers, by state.", labels=["state"])
     for state in ("waiting", "prefilling", "restoring", "running", "preempted"):
         states.add_metric([state], getattr(stats, state))
     yield states
-    clients = "Clients with answers that wait; each may wait for its equal share of the queue."
+    clients = "Clients with waiting answers; each may fill an equal share of the queue."
     yield _gauge("waiting_clients", clients, stats.waiting_clients)
-    words = "Answers that wait of the client with the most."
+    words = "Waiting answers of the client that has the most."
     yield _gauge("waiting_most_of_a_client", words, stats.most_waiting)
-    yield _counter("answers_started", "Answers that requests asked for.", stats.requests)
-    yield _counter("answers_finished", "Answers that have ended.", stats.finished)
-    yield _counter("answers_failed", "Answers that have ended with an error.", stats.failed)
-    yield _counter("prompt_tokens", "Tokens of prompts that were let in.", stats.prompt_tokens)
-    yield _counter("hit_tokens", "Tokens of prompts read from the cache.", stats.hit_tokens)
+    yield _counter("answers_started", "Answers requested.", stats.requests)
+    yield _counter("answers_finished", "Answers that have finished.", stats.finished)
+    yield _counter("answers_failed", "Answers that have failed with an error.", stats.failed)
+    yield _counter("prompt_tokens", "Tokens of admitted prompts.", stats.prompt_tokens)
+    yield _counter("hit_tokens", "Prompt tokens read from the cache.", stats.hit_tokens)
     yield _counter("restored_tokens", "Hit tokens read from a cold tier.", stats.restored_tokens)
-    yield _counter("prefilled_tokens", "Tokens of prompts computed.", stats.prefilled_tokens)
+    yield _counter("prefilled_tokens", "Prompt tokens computed.", stats.prefilled_tokens)
     yield _counter("generated_tokens", "Tokens generated.", stats.generated_tokens)
-    yield _counter("proposed_tokens", "Tokens proposed and checked.", stats.proposed_tokens)
-    yield _counter("accepted_tokens", "Proposed tokens that were right.", stats.accepted_tokens)
-    yield _counter("drafted_tokens", "Proposed by a draft model.", stats.drafted_tokens)
+    yield _counter("proposed_tokens", "Speculative tokens verified.", stats.proposed_tokens)
+    yield _counter("accepted_tokens", "Speculative tokens accepted.", stats.accepted_tokens)
     yield _counter(
-        "accepted_draft_tokens", "Those of them that were right.", stats.accepted_draft_tokens
+        "drafted_tokens", "Speculative tokens proposed by the draft model.", stats.drafted_tokens
     )
-    yield _counter("failed_proposals", "Times that proposing failed.", stats.failed_proposals)
+    yield _counter(
+        "accepted_draft_tokens", "Accepted draft-model tokens.", stats.accepted_draft_tokens
+    )
+    yield _counter("failed_proposals", "Failed attempts to propose tokens.", stats.failed_proposals)
     yield _counter("preemptions", "Preemptions of running answers.", stats.preemptions)
-    yield _counter("out_of_memory", "Times that MLX ran out of memory.", stats.out_of_memory)
+    yield _counter("out_of_memory", "Out-of-memory errors of MLX.", stats.out_of_memory)
 
 
 def _tier(name: str, stats: TierStats) -> Iterator[Metric]:
     counts = stats.counts
     if stats.limit_bytes:
         yield _gauge(f"{name}_held_bytes", "Bytes of blocks in the tier.", stats.held_bytes)
-        yield _gauge(f"{name}_limit_bytes", "The tier's limit.", stats.limit_bytes)
-    yield _gauge(f"{name}_up", "Whether the store of the tier works.", int(stats.off is None))
-    yield _gauge(f"{name}_queued_bytes", "Bytes that wait to be written.", stats.queued_bytes)
-    yield _counter(f"{name}_faults", "Times that the store has failed.", stats.faults)
+        yield _gauge(f"{name}_limit_bytes", "Limit of the tier in bytes.", stats.limit_bytes)
+    yield _gauge(f"{name}_up", "Whether the tier's store works.", int(stats.off is None))
+    yield _gauge(f"{name}_queued_bytes", "Bytes queued for writing.", stats.queued_bytes)
+    yield _counter(f"{name}_faults", "Failures of the tier's store.", stats.faults)
     blocks = CounterMetricFamily(
         f"penstock_{name}_blocks", "Blocks of the tier, by outcome.", labels=["outcome"]
     )
@@ -197,7 +199,7 @@ def _tier(name: str, stats: TierStats) -> Iterator[Metric]:
 def _spilling(stats: SpillStats) -> Iterator[Metric]:
     counts = stats.counts
     tokens = GaugeMetricFamily(
-        "penstock_kv_tokens", "Tokens in the prefix tree, by where they are.", labels=["place"]
+        "penstock_kv_tokens", "Tokens in the prefix tree, by location.", labels=["place"]
     )
     tokens.add_metric(["memory"], stats.active_tokens)
     tokens.add_metric(["tier"], stats.spilled_tokens)
@@ -214,7 +216,7 @@ def _spilling(stats: SpillStats) -> Iterator[Metric]:
 def _steps(kinds: dict[str, StepTimes]) -> Iterator[Metric]:
     count = CounterMetricFamily("penstock_steps", "Steps of the engine.", labels=["kind"])
     seconds = GaugeMetricFamily(
-        "penstock_step_seconds", "Seconds of the last 512 steps.", labels=["kind", "quantile"]
+        "penstock_step_seconds", "Duration of the last 512 steps.", labels=["kind", "quantile"]
     )
     for kind, times in kinds.items():
         count.add_metric([kind], times.count)

@@ -1,4 +1,4 @@
-"""Request paths as clients write them: extra slashes, a repeated or missing `/v1`.
+"""Normalization of request paths: extra slashes, a repeated or missing `/v1`.
 
 Extra slashes are ignored; an error about `/v1` says how the base URL should end.
 """
@@ -18,7 +18,7 @@ from penstock.server.problems import NotFound, ServerError
 
 API = "/v1"
 ENDLESS = f"{API}/live"
-"""Path of a stream that does not end: a HEAD of it would not either."""
+"""Path of an endless stream, for which HEAD is not answered."""
 SHOWN_CHARACTERS = 80
 BASE_URLS = (
     f"a base URL of OpenAI's clients ends in {API}, one of Anthropic's in the port (without {API})"
@@ -26,7 +26,7 @@ BASE_URLS = (
 
 
 class Paths:
-    """Normalizes paths, and answers HEAD wherever GET is answered."""
+    """Middleware that normalizes paths, and answers HEAD wherever GET is served."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -40,7 +40,7 @@ class Paths:
 
 
 def plain(path: str) -> str:
-    """Remove extra slashes; a trailing one outside `/v1` stays, as the page's links need it.
+    """Remove extra slashes; a trailing slash outside `/v1` is kept for the page's links.
 
     >>> plain("//v1//models/"), plain("/docs/")
     ('/v1/models', '/docs/')
@@ -61,7 +61,7 @@ def served_methods(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
 def unserved(
     http: HttpRequest, error: HTTPException, served: Mapping[str, Iterable[str]]
 ) -> Exception:
-    """Replace an unknown path or method by an error that names served ones."""
+    """Return an error for an unknown path or method that names served ones."""
     path = http.url.path
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "").split(", ")
@@ -104,7 +104,7 @@ _PARAMETER = re.compile(r"\{[^}]*\}")
 
 
 def nearest(path: str, served: Iterable[str]) -> str | None:
-    """Return the longest served path that `path` ends with, perhaps without its `/v1`.
+    """Return the longest served path that `path` ends with, ignoring its `/v1`.
 
     >>> served = ("/v1/messages", "/v1/models", "/health")
     >>> [nearest(path, served) for path in ("/v1/v1/messages", "/models", "/api/x", "/health")]

@@ -1,8 +1,8 @@
-"""Piecewise tokenization of long texts, with the same tokens as in one go.
+"""Piecewise tokenization of long texts, with the same result as tokenizing them whole.
 
-A text is cut after a line that does not end in a blank, before a character that no token of the
-vocabulary has after a line end: no token can span such a place. Between pieces, other requests get
-their turn, and a disconnected client is noticed.
+A text is cut after a line that does not end in a blank, before a character that follows a line
+end in no token of the vocabulary: no token can span that position. Between pieces, other requests
+get their turn, and disconnected clients are detected.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from threading import Lock
 from typing import Any
 
 PIECE_CHARACTERS = 16_384
-"""Characters tokenized at once, where a text can be cut."""
+"""Minimum number of characters per piece."""
 SIGNS = string.ascii_letters + string.digits
-"""Characters that may begin a piece, if no token has them after a line end."""
+"""Characters that may begin a piece, if they follow a line end in no token."""
 SAMPLE = (
     "The first line, with a word or two.\nSecond one: 17, 4,096 and 3.5!\n\n  def f(x):\n"
     "    return {'a': [x, -1]}\nclass É:\tüber\r\nzwei  Worte \nI'm 日本語 🦫.\n7 a\nB\n"
 )
-"""Text on which piecewise tokenization must agree before it is used."""
+"""Text on which piecewise tokenization is verified before use."""
 
 Check = Callable[[int, int], None]
 
 
 class FairLock:
-    """Lock that prefers a waiting thread to the one that has just released it."""
+    """Lock that prefers a waiting thread to the thread that has just released it."""
 
     def __init__(self) -> None:
         self._next = Lock()
@@ -43,7 +43,7 @@ class FairLock:
 
 
 class PieceEncoder:
-    """Tokenizer of texts, long ones in pieces; holds `lock` while it works. Thread-safe."""
+    """Encoder that tokenizes long texts in pieces, holding `lock` for each. Thread-safe."""
 
     def __init__(self, tokenizer: Any, lock: FairLock, size: int = PIECE_CHARACTERS) -> None:
         self._tokenizer = tokenizer
@@ -56,10 +56,10 @@ class PieceEncoder:
         """Tokenize a text.
 
         Args:
-            text: the text.
-            special: whether special tokens are added around it.
-            check: called between pieces with tokens and characters so far; may raise.
-            large: called with the characters of a piece before it is tokenized; may raise.
+            text: text to tokenize.
+            special: whether to add special tokens around the text.
+            check: called after each piece with the tokens and characters so far; may raise.
+            large: called with the length of each piece before it is tokenized; may raise.
         """
         if len(text) <= self._size or not self.can_cut:
             large(len(text))
@@ -84,7 +84,7 @@ class PieceEncoder:
 
     @cached_property
     def _sizes(self) -> array[int]:
-        """Bytes of each token in the vocabulary's notation, an upper bound of its text."""
+        """Bytes of each token in the vocabulary's notation, an upper bound for its text."""
         with self._lock:
             vocabulary = self._tokenizer.get_vocab()
         sizes = array("I", [0]) * (max(vocabulary.values(), default=-1) + 1)
@@ -115,7 +115,7 @@ class PieceEncoder:
 
     @cached_property
     def can_cut(self) -> bool:
-        """Whether the sample has the same tokens in pieces as in one go."""
+        """Whether tokenizing `SAMPLE` in pieces gives the same tokens as tokenizing it whole."""
         starts = self._starts
         for text in (SAMPLE, SAMPLE.replace("\n", "\n\n"), SAMPLE.replace("\n", " \n")):
             cut = [

@@ -2,8 +2,8 @@
 
 an exception ──problem_of──> Problem ──body_for(path)──> OpenAI's or Anthropic's error object
 
-Errors that are meant for a client say what was wrong, how much, and what to do. The client learns
-nothing of other errors: their texts may quote another client's prompt, or a path of this machine.
+Messages of errors meant for clients say what is wrong and what to do. The text of other errors
+is never sent: it may quote another client's prompt, or a path on this machine.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from penstock.errors import (
 
 RETRY_SECONDS = 2
 ANTHROPIC_PATHS = "/v1/messages"
-"""Path under which errors have Anthropic's form; elsewhere they have OpenAI's."""
+"""Path under which errors have Anthropic's format; all others use OpenAI's."""
 UNTHREADED = "thread_unsupported_request"
-"""Code that makes Anthropic's clients resend the whole conversation."""
-STOPPED = "the engine has stopped, or takes no more requests in; try again later"
+"""Error code that makes Anthropic's clients resend the whole conversation."""
+STOPPED = "the engine has stopped, or accepts no more requests; try again later"
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of this request, as in the headers `x-request-id` and `request-id`."""
+"""Id of the current request, as sent in the headers `x-request-id` and `request-id`."""
 FROM_ANTHROPIC: ContextVar[bool] = ContextVar("from_anthropic", default=False)
-"""Whether this request comes from a client of Anthropic's, on any path."""
+"""Whether the current request was sent by an Anthropic client, on any path."""
 SHOWN_CHARACTERS = 80
 
 
 class ServerError(PenstockError):
-    """A request that cannot be answered.
+    """Error that is returned to the client.
 
     Args:
-        message: what was wrong, how much, and what to do.
-        status: HTTP status; by default the class's own.
-        code: error code, as "context_length_exceeded".
-        param: the faulty field, as "messages.0.content".
+        message: what is wrong and what to do.
+        status: HTTP status; defaults to that of the class.
+        code: error code, such as "context_length_exceeded".
+        param: the invalid field, such as "messages.0.content".
     """
 
     status = 500
@@ -75,7 +75,7 @@ class BadRequest(ServerError):
 
 
 class PromptTooLong(BadRequest):
-    """The prompt is too long, in the words that clients look for."""
+    """The prompt is too long; the message has the wording that clients recognize."""
 
     def __init__(self, tokens: int, context: int, param: str = "prompt") -> None:
         super().__init__(
@@ -128,7 +128,7 @@ class ShuttingDown(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Error as a client sees it."""
+    """Error as returned to a client."""
 
     status: int
     message: str
@@ -138,7 +138,7 @@ class Problem:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Describe any exception to the client, without the text of an internal one."""
+    """Convert an exception for the client, without the text of internal errors."""
     if isinstance(error, ServerError):
         headers = {**_retry(error.status), **error.headers}
         of_field = isinstance(error, BadRequest) and error.param is not None
@@ -160,12 +160,12 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     if isinstance(error, TimeoutError):
         return Problem(504, "this took too long", "timeout", headers=_retry(504))
-    return Problem(500, "something went wrong inside the server; its log says more")
+    return Problem(500, "internal error; see the server's log")
 
 
 def _own(error: PenstockError) -> Problem:
     if error.status == 500:  # a model's code has failed: its message may quote the prompt
-        return Problem(500, "the model failed on this request; the server's log says more")
+        return Problem(500, "the model failed on this request; see the server's log")
     if error.status == 503:
         return Problem(503, str(error), "out_of_memory", headers=_retry(503))
     code = "invalid_value" if isinstance(error, SettingError) else None
@@ -173,12 +173,12 @@ def _own(error: PenstockError) -> Problem:
 
 
 def _retry(status: int) -> dict[str, str]:
-    """Return the headers that say when to retry, or not to.
+    """Return the headers that tell clients when, or not, to retry.
 
     >>> _retry(429), _retry(504), _retry(400)
     ({'Retry-After': '2'}, {'x-should-retry': 'false'}, {})
     """
-    if status == 504:  # it would take as long again, and clients ask twice more by themselves
+    if status == 504:  # it would take as long again, and clients retry twice by default
         return {"x-should-retry": "false"}
     return {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
 
@@ -193,7 +193,7 @@ def _validation(errors: Sequence[Any]) -> Problem:
     if first.get("type") == "json_invalid":
         message = f"the body is not JSON: {first.get('ctx', {}).get('error', message)}"
         return Problem(400, message, "invalid_json")
-    # The names of the alternatives that were tried stand in the place; no client knows them.
+    # `loc` includes pydantic's names of the alternatives tried, which clients do not know.
     where = [part for part in where if part not in _TYPES and "[" not in part]
     param = ".".join(where) or None
     if param is None and first.get("type") in ("missing", "model_attributes_type"):
@@ -270,7 +270,7 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
 
 
 def body_for(path: str, problem: Problem) -> dict[str, Any]:
-    """Return the error object in the form the path's clients expect, with the request id."""
+    """Return the error object in the format of the path's API, with the request id."""
     of_anthropic = path == ANTHROPIC_PATHS or path.startswith(f"{ANTHROPIC_PATHS}/")
     is_anthropic = of_anthropic or FROM_ANTHROPIC.get()
     body = anthropic_body(problem) if is_anthropic else openai_body(problem)
@@ -293,7 +293,7 @@ _ASCII = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", "
 
 
 def dumps(content: Any, *, ascii_only: bool = False) -> bytes:
-    """Encode JSON as UTF-8; unencodable characters are escaped, and NaN is null."""
+    """Encode JSON as UTF-8; lone surrogates are escaped, NaN and infinity become null."""
     try:
         return (_ASCII if ascii_only else _UNICODE).encode(content).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, as a client may send it

@@ -1,9 +1,9 @@
-"""Memory of request bodies, texts and tokens: a pool in the ledger, shared by all requests.
+"""Memory for request bodies, texts and tokens: a pool in the ledger, shared by all requests.
 
     body arrives ──take──> read as JSON ──> tokens ──settle──> answered ──release──> 0
 
-A request holds its cost as long as it is open. One that costs more than is free is refused
-before it is read, so that no number of large bodies takes more than the pool.
+A request holds its bytes while it is open. A request that needs more than is free is refused
+before it is parsed, so that large bodies never take more than the pool.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from penstock.server.engine_client import EngineClient
 from penstock.server.problems import TooLarge, Unavailable
 
 POOL_SHARE = 24
-"""Fraction of the memory limit: 1 / 24."""
+"""Divisor of the memory limit that gives the pool's size."""
 LEAST_POOL_BYTES = 1_000_000
 MOST_POOL_BYTES = 256_000_000
 TOKEN_BYTES = 48
 PIECE_TOKEN_BYTES = 360
-"""Bytes of a tokenizer for a token it encodes: 88 to 363 measured (tokenizers 0.22)."""
+"""Tokenizer memory per encoded token, in bytes: 88 to 363 measured (tokenizers 0.22)."""
 UNCUT_CHARACTERS = 131_072
-"""Size up to which an uncut piece needs no pool memory: one is encoded at a time."""
+"""Size up to which a piece reserves no pool memory, as one is tokenized at a time."""
 TEXT_COPIES = 5
-"""Bytes per character of a returned text: itself, and twice each its JSON as text and bytes."""
+"""Bytes per character of a returned text: the text, and two each for its JSON text and bytes."""
 GIVE_BACK_BYTES = 4_000_000
-"""Size of a request after which freed memory is returned to the system."""
+"""Size of a request from which its freed memory is returned to the system."""
 GIVE_BACK_SECONDS = 0.2
-"""Delay of that trim."""
+"""Seconds after such a request before memory is returned to the system."""
 
 
 class PromptMemory:
@@ -43,7 +43,7 @@ class PromptMemory:
     def __init__(self, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes
         self.reliefs: list[Callable[[int], None]] = []
-        """Callbacks that free at least the given bytes, which no request needs, in order."""
+        """Callbacks, in order, that free at least the given bytes of caches."""
         self._used_bytes = 0
         self._lock = Lock()
         self._giving_back = False
@@ -53,7 +53,7 @@ class PromptMemory:
         return self._used_bytes
 
     def hold(self, *, relieves: bool = True) -> PromptHold:
-        """Return an empty hold; `relieves`: whether it may evict bytes that no request needs."""
+        """Return an empty hold; with `relieves`, it may evict cached answers and responses."""
         return PromptHold(self, relieves=relieves)
 
     def check_fits(self, nbytes: int) -> None:
@@ -83,7 +83,7 @@ class PromptMemory:
             self._used_bytes += after - before
 
     def give_back_soon(self) -> None:
-        """Trim the heap once the objects of a request are gone."""
+        """Return freed memory to the system, shortly after a request has ended."""
         if self._giving_back:
             return
         self._giving_back = True
@@ -98,7 +98,7 @@ class PromptMemory:
 
 
 class PromptHold:
-    """Bytes of one request, or of something kept between requests."""
+    """Bytes of the pool held by one request or by a cache."""
 
     __slots__ = (
         "_memory",
@@ -122,40 +122,40 @@ class PromptHold:
         """Bytes of tokens and scores, kept until the answer's end."""
 
     def resize(self, nbytes: int) -> None:
-        """Hold this many bytes. TooLarge if the pool is smaller, Unavailable if it is in use."""
+        """Hold `nbytes`; TooLarge if they exceed the pool, Unavailable if too few are free."""
         self._memory._change(self.nbytes, nbytes, relieves=self._relieves)
         self.nbytes = nbytes
         self.most_bytes = max(self.most_bytes, nbytes)
 
     @property
     def most_free_bytes(self) -> int:
-        """Bytes it could hold besides its own, if it were alone."""
+        """Bytes this hold could add if no other held any."""
         return self._memory.pool_bytes - self.nbytes
 
     def check_fits(self, nbytes: int) -> None:
         self._memory.check_fits(nbytes)
 
     def take_body(self, scan: BodyScan) -> None:
-        """Hold the cost of parsing a body, before it is parsed; raises as `resize`."""
+        """Hold the cost of parsing a body, before parsing it. Raises like `resize`."""
         self.body_bytes = scan.nbytes
         peak, self.kept_bytes = scan.cost
         self.resize(peak)
 
     def add_tokens(self, count: int) -> None:
-        """Add the cost of prompt tokens; raises as `resize`."""
+        """Add the cost of prompt tokens. Raises like `resize`."""
         self.keep(TOKEN_BYTES * count)
 
     def keep(self, nbytes: int) -> None:
-        """Add bytes until the answer's end; raises as `resize`."""
+        """Add bytes that are held until the answer ends. Raises like `resize`."""
         self.resize(self.nbytes + nbytes)
         self.token_bytes += nbytes
 
     def settle(self) -> None:
-        """Shrink to what stays after parsing: the body and its tokens."""
+        """Shrink to the bytes needed after parsing: the body and its tokens."""
         self.resize(min(self.nbytes, self.kept_bytes + self.token_bytes))
 
     def release(self) -> None:
-        """Free the bytes; much memory is returned to the system. Event loop only."""
+        """Free all bytes; after a large request, return memory to the system. Event loop only."""
         self.resize(0)
         if self.most_bytes >= GIVE_BACK_BYTES:
             self._memory.give_back_soon()
@@ -165,7 +165,7 @@ HOLD: ContextVar[PromptHold | None] = ContextVar("hold", default=None)
 
 
 def hold_text(characters: int) -> None:
-    """Hold the memory of a returned text until its response is written; raises as `resize`."""
+    """Hold the memory of a returned text until the response is written. Raises like `resize`."""
     if (hold := HOLD.get()) is not None:
         hold.keep(TEXT_COPIES * characters)
 

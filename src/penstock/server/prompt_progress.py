@@ -1,4 +1,4 @@
-"""Progress of prompts: objects in chunks and pings, words in comments."""
+"""Prompt progress, as objects in chunks and pings, and as text in comments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def progress_object(progress: PromptProgress) -> dict[str, Any]:
 
 
 def progress_words(progress: PromptProgress) -> str:
-    """Describe the progress for a comment.
+    """Describe the progress in a sentence, for a comment.
 
     >>> progress_words(PromptProgress(1_000, 200, 600, 2.0))
     'prompt: 600 of 1,000 tokens, about 2 s left'

@@ -1,4 +1,4 @@
-"""Tokenization of messages and texts, by the model's own tokenizer and chat template."""
+"""Tokenization of messages and texts with the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from penstock.server.templates import TemplateTraits
 Message: TypeAlias = Mapping[str, Any]
 
 STOP: ContextVar[Event | None] = ContextVar("stop", default=None)
-"""Set when the client of this request has disconnected."""
+"""Event that is set once the client of the current request has disconnected."""
 REWRITTEN: ContextVar[str | None] = ContextVar("rewritten", default=None)
-"""First difference between the history just rendered and the generated answers; or None."""
+"""First difference between the rendered history and the generated answers, or None."""
 MENDED: ContextVar[tuple[str, ...]] = ContextVar("mended", default=())
-"""Changes the chat template needed in the conversation just rendered."""
+"""Changes made to the rendered conversation for the chat template."""
 TAIL_TOKENS = 64
-"""Tokens at a prompt's end searched for an open reasoning mark."""
+"""Number of tokens at a prompt's end that are searched for an open reasoning mark."""
 TEXT_BYTES = 200
-"""Bytes of a token's text, in a list and in a response."""
+"""Estimated bytes of a token's text, in a list and in a response."""
 TOKENS_AT_ONCE = 1_024
-"""Tokens decoded before other requests get their turn."""
+"""Tokens to decode before other requests get their turn."""
 FAR_TOO_LONG = 2
-"""Multiple of the longest possible prompt beyond which tokenization stops."""
+"""Multiple of the maximum prompt length beyond which tokenization stops."""
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-"""Content parts that are text, under `text` or `refusal`."""
+"""Types of content parts with text, under `text` or `refusal`."""
 
 RESERVED = frozenset(
     (
@@ -57,23 +57,23 @@ RESERVED = frozenset(
         *("salt", "truncation"),
     )
 )
-"""Template arguments clients may not set; a `chat_template` is a program."""
+"""Template arguments that clients may not set; a `chat_template` is a program."""
 
 
 class Prompts:
     """Tokenizer of messages and texts. Thread-safe, blocking for long prompts.
 
-    One caller works at a time, as not all tokenizers are thread-safe; long texts are read in
-    pieces, and others get their turn between. `Service.work` calls it in worker threads.
+    Calls are serialized, as not all tokenizers are thread-safe; long texts are tokenized in
+    pieces, with other calls in between. `Service.work` runs the methods in worker threads.
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        keep_billing_header: whether Claude Code's billing header stays in the prompt.
-        most_tokens: longest prompt that can be answered; None is unlimited.
-        answers: answers whose tokens later prompts reuse.
-        tool_parser: format of calls; None follows the template.
-        reasoning_parser: marks of reasoning; None follows the template.
-        refuses_tools: whether to refuse tools that the template does not render.
+        keep_billing_header: whether to keep Claude Code's billing header in the prompt.
+        most_tokens: maximum prompt length; None means unlimited.
+        answers: store of answers whose tokens later prompts reuse.
+        tool_parser: name of the call format; None detects it from the template.
+        reasoning_parser: name of the reasoning marks; None detects them from the template.
+        refuses_tools: whether to reject tools if the template does not render them.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Prompts:
         known = form.calls is not None or form.call_name != NONE or tool_parser is not None
         if known or not self.tokenizer.has_chat_template or self.traits.tools:
             return form
-        # Tools stand in the system message, in the form of Hermes.
+        # Tools are described in the system message, in Hermes' format.
         return replace(form, call_name="hermes", calls=HERMES)
 
     @cached_property
@@ -126,14 +126,14 @@ class Prompts:
         salt: str = "",
         **template_args: Any,
     ) -> tuple[int, ...]:
-        """Render a conversation by the model's chat template; BadRequest names the faulty message.
+        """Render and tokenize a conversation; BadRequest if a message is invalid.
 
         Args:
-            messages: OpenAI's form. Parts that are not text become placeholders, except in the last
-                user message, where they are refused.
-            tools: OpenAI's form.
-            answer: end where the model's answer begins.
-            salt: the request's; that of its key is added.
+            messages: messages in OpenAI's format. Parts other than text become placeholders, except
+                in the last user message, where they are rejected.
+            tools: tools in OpenAI's format.
+            answer: whether to end the prompt with the opening of the model's answer.
+            salt: the request's cache salt; that of its key is added.
             template_args: the client's `chat_template_kwargs`.
         """
         flat = self._flat(messages)
@@ -153,7 +153,7 @@ class Prompts:
         answer: bool = True,
         **template_args: Any,
     ) -> str:
-        """Return the text of a conversation by the model's chat template; raises as `render`."""
+        """Return the rendered text of a conversation. Raises like `render`."""
         return self._templated(self._flat(messages), tools, answer, template_args)
 
     def _flat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -177,7 +177,7 @@ class Prompts:
         answer: bool,
         template_args: dict[str, Any],
     ) -> str:
-        """Return the chat template's text of messages; raises as `render`."""
+        """Return the rendered text of flattened messages. Raises like `render`."""
         for name in ("return_dict", "return_tensors", "add_generation_prompt", "tokenize"):
             template_args.pop(name, None)
         if self._refuses_tools and self.described_tools(tools):
@@ -210,7 +210,7 @@ class Prompts:
             raise BadRequest(str(error), param="messages", code="invalid_value") from None
 
     def start_renderer(self) -> None:
-        """Start this thread's process that renders templates, so that no request waits for it."""
+        """Start the process that renders templates, so that no request waits for it."""
         if self.tokenizer is not None and self.tokenizer.has_chat_template:
             self._renderer.start()
 
@@ -229,7 +229,7 @@ class Prompts:
         return self._some(self._tokens(text, param, special=True), param)
 
     def tokens(self, text: str, param: str, *, special: bool) -> tuple[int, ...]:
-        """Tokenize raw text, with or without special tokens; may be empty."""
+        """Tokenize raw text, which may be empty, with or without special tokens."""
         check_text(text, param)
         return self._counted(self._tokens(text, param, special=special))
 
@@ -238,17 +238,17 @@ class Prompts:
             return str(self.tokenizer.decode(list(tokens)))
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of a token whose text is part of a character."""
+        """Return the bytes of a token that is part of a character."""
         with self._lock:
             return token_bytes(self.tokenizer, token)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Decode tokens for the client, holding the memory; raises as `hold_text`."""
+        """Decode tokens for the client, holding the memory of the text. Raises like `hold_text`."""
         hold_text(self._pieces.count_bytes(tokens))
         return self.decode(tokens)
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text that becomes certain with each token; holds the memory."""
+        """Return the text that each token completes; holds the memory of the texts."""
         hold = HOLD.get()
         if hold is not None:
             hold.keep(TEXT_BYTES * len(tokens))
@@ -272,7 +272,7 @@ class Prompts:
         return self.decode(prompt[-TAIL_TOKENS:]).rstrip().endswith(worded.start)
 
     def open_reasoning(self, prompt: Sequence[int]) -> ReasoningBudget | None:
-        """Return the open reasoning, if its end is a token; a grammar begins after it."""
+        """Return a budget for reasoning that the prompt opens; a grammar starts after it."""
         if self.reasoning_marks is None or not self.starts_in_reasoning(prompt):
             return None
         start, end = self.reasoning_marks
@@ -280,7 +280,7 @@ class Prompts:
 
     @cached_property
     def reasoning_marks(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Tokens that begin and end reasoning; None without reasoning, or without such tokens."""
+        """Token sequences that begin and end reasoning; None if there are none."""
         marks = self.format.reasoning
         if marks is None:
             return None
@@ -295,7 +295,7 @@ class Prompts:
         return (read[0], read[1]) if known or whole else None
 
     def reasoning_tokens(self, answer: Sequence[int], *, inside: bool = False) -> int:
-        """Count the reasoning tokens of an answer, without marks; `inside`: it begins inside."""
+        """Count an answer's reasoning tokens, without marks; `inside` if it starts in reasoning."""
         if self.reasoning_marks is None:
             return 0
         start, end = self.reasoning_marks
@@ -320,7 +320,7 @@ class Prompts:
         return tuple(tokens)
 
     def _tokens(self, text: str, param: str, *, special: bool) -> list[int]:
-        """Tokenize in pieces; stop when far too long, or the client has disconnected."""
+        """Tokenize in pieces; stop if the text is far too long or the client disconnects."""
         max_tokens = self.most_tokens
         if max_tokens is not None and len(text) > max_tokens:
             size = len(text) if text.isascii() else len(text.encode())
@@ -338,7 +338,7 @@ class Prompts:
             return self._pieces.encode(text, special=special, check=check, large=_hold_piece)
         except PenstockError:
             raise
-        # A boundary: a tokenizer is a program of the model's makers, too.
+        # A boundary: a tokenizer may run the model's own code.
         except Exception as error:
             raise BadRequest(
                 f"the tokenizer refuses this text: {_one_line(error)}", param=param
@@ -346,7 +346,7 @@ class Prompts:
 
 
 def _first(tokens: Sequence[int], mark: Sequence[int], start: int) -> int:
-    """Return the first position of a mark; the end if there is none."""
+    """Return the first position of a mark from `start` on; `len(tokens)` if there is none."""
     size = len(mark)
     for index in range(start, len(tokens) - size + 1):
         if tokens[index] == mark[0] and tuple(tokens[index : index + size]) == tuple(mark):
@@ -386,7 +386,7 @@ def last_user(messages: Sequence[Message]) -> int:
 
 
 def left_out(kind: str) -> str:
-    """Return the placeholder of a part that this server cannot read.
+    """Return the placeholder for a content part that is not text.
 
     >>> left_out("input_image"), left_out("image_url"), left_out("document")
     ('[image left out]', '[image left out]', '[document left out]')
@@ -396,7 +396,7 @@ def left_out(kind: str) -> str:
 
 
 def flatten(content: Any, where: str, *, strict: bool = True) -> str:
-    """Return the text of a message's content; placeholders for other parts unless `strict`."""
+    """Return a message's text; unless `strict`, placeholders replace other content parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -444,10 +444,10 @@ def check_text(text: str, where: str) -> None:
 
 
 def _plain(message: Message, where: str, *, strict: bool) -> dict[str, Any]:
-    """Normalize a message for templates: content as text, arguments of calls as an object."""
+    """Normalize a message for templates: content as text, call arguments as an object."""
     plain = {name: value for name, value in message.items() if value is not None}
     plain["content"] = flatten(message.get("content"), f"{where}.content", strict=strict)
-    if plain.get("role") == "developer":  # OpenAI's newer word; templates leave it out or refuse it
+    if plain.get("role") == "developer":  # OpenAI's newer name; templates drop or refuse it
         plain["role"] = "system"
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [
@@ -462,7 +462,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise BadRequest(f"{where}.function must have a name", param=where)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        # A call that the model broke off stays in history as text; templates write texts, too.
+        # Arguments of an incomplete call stay text in the history; templates accept text, too.
         with suppress(ValueError, RecursionError):
             arguments = json.loads(whole_pairs(arguments) or "{}")
     return {**call, "function": {**function, "arguments": arguments}}

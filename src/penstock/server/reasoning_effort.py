@@ -1,4 +1,4 @@
-"""Reasoning effort, mapped to the switches of a chat template."""
+"""Mapping of reasoning efforts to arguments of chat templates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from penstock.server.prompts import Prompts
 
 LEAST_EFFORTS = ("none", "minimal")
-"""Efforts that turn reasoning off where the template can."""
+"""Efforts that turn reasoning off if the template allows it."""
 _LEVELS: Mapping[str, tuple[str, ...]] = {
     "none": ("low", "none"),
     "minimal": ("low", "none"),
@@ -18,13 +18,13 @@ _LEVELS: Mapping[str, tuple[str, ...]] = {
     "xhigh": ("high", "xhigh"),
     "max": ("high", "xhigh"),
 }
-"""Template levels by effort, the nearest first.
+"""Template levels by effort, nearest first.
 
-Some templates raise on others' levels: Mistral's know none and high, Qwen 3.8's low, medium and
+Some templates raise on unknown levels: Mistral's accept none and high; Qwen 3.8's low, medium and
 xhigh (above high).
 """
 _STRENGTHS = {**_LEVELS, "xhigh": ("xhigh", "high"), "max": ("xhigh", "high")}
-"""The same for Muse Spark's `reasoning_strength`, which has a level above high."""
+"""Levels of Muse Spark's `reasoning_strength` by effort, with a level above high."""
 
 
 def effort_switches(effort: str | None, prompts: Prompts) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Figures of recent requests, and their listeners."""
+"""Statistics of recent requests, and the interface of their listeners."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 @dataclass(slots=True)
 class Recent:
-    """Figures of a request, without its text."""
+    """Statistics of a request, without its text."""
 
     id: str
     label: str
     started: float
     state: str = "waiting"
-    """`waiting`, `running`, and at the end `done`, `failed` or `cancelled`."""
+    """State: `waiting`, `running`, and finally `done`, `failed` or `cancelled`."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -22,11 +22,11 @@ class Recent:
     seconds: float | None = None
     finish: str | None = None
     explanation: dict[str, Any] | None = None
-    """Explanation of the prompt's match on arrival, as `Explanation`."""
+    """Fields of the `Explanation` of the prompt's cache match on arrival."""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Generated tokens per second after the first."""
+        """Tokens generated per second after the first token; None until the request has ended."""
         if self.first_token_seconds is None or self.seconds is None:
             return None
         took = self.seconds - self.first_token_seconds

@@ -1,4 +1,4 @@
-"""`/docs`: Swagger UI, with all files served from here."""
+"""`/docs`: Swagger UI, with all files served locally."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INLINE = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 def add_reference(app: FastAPI) -> None:
     page = get_swagger_ui_html(
-        # Relative, so that the page is whole behind a proxy that adds a path.
+        # Relative, so that the page works behind a proxy that adds a path.
         openapi_url="openapi.json",
         title=f"{app.title}: interfaces",
         swagger_js_url="docs/files/swagger-ui-bundle.js",
@@ -43,9 +43,9 @@ def add_reference(app: FastAPI) -> None:
 
 
 def _policy(page: str) -> str:
-    """Return a policy that allows the page's own inline script, and nothing from elsewhere.
+    """Return a security policy that allows the page's inline script, and no external content.
 
-    Swagger UI sets styles dynamically, and its pictures are `data:`.
+    Swagger UI sets styles dynamically, and its images are `data:` URLs.
     """
     digests = [b64encode(sha256(s.encode()).digest()).decode() for s in _INLINE.findall(page)]
     scripts = " ".join(["'self'", *(f"'sha256-{digest}'" for digest in digests)])

@@ -3,10 +3,10 @@
     prompt   text ──read──> tokens ─────────────┐
     answer                   tokens ──remember──┴──> entry, by salt and hash of the prompt's text
     later    text of the prompt | answer, as the template writes it | more text
-             tokens as they were, of both                           | read
+             tokens of both, reused                                 | read
 
-A tokenizer need not give back the tokens that a model chose, and clients write the JSON of calls
-anew. So the next turn begins with the tokens that are cached, wherever its text says the same.
+Tokenizing an answer's text may give tokens other than those generated, and clients may reformat
+the JSON of calls. Reusing the generated tokens lets the next turn match the cache.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from penstock.server.templates import (
 )
 
 SHARE = 4
-"""Fraction of the prompt memory that answers may take: 1 / 4."""
+"""Divisor of the prompt memory that gives the limit for answers."""
 ENTRY_BYTES = 1_000
 ANSWERS = 4
 _NEXT_MESSAGE = f"{END_OF_MESSAGE}{START}assistant"
 SHOWN = 40
 _MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 PENDING = 1_024
-"""Prompts remembered until their answers come."""
+"""Maximum number of prompts remembered while waiting for their answers."""
 
 
 @dataclass(slots=True)
@@ -70,22 +70,22 @@ class Remembered:
 class Opening(NamedTuple):
     text: str
     bare: str
-    """Beginning of it that history has as well."""
+    """Beginning of `text` that the template also writes in history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """First tokens of a prompt, as read and generated before."""
+    """First tokens of a prompt, as tokenized and generated in an earlier turn."""
 
     tokens: list[int]
     end: int
-    """Characters that they cover; 0 if no answer was remembered."""
+    """Number of characters that the tokens cover; 0 if no answer matches."""
     rewritten: str | None = None
-    """Position and kind of the first rewritten answer; None if none is."""
+    """Description of the first rewritten answer; None if there is none."""
 
 
 class RememberedAnswers:
-    """Answers by salt and preceding text, in the prompt memory; LRU, thread-safe."""
+    """LRU cache of answers by salt and preceding text, held in the prompt memory. Thread-safe."""
 
     def __init__(self, memory: PromptMemory, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -104,7 +104,7 @@ class RememberedAnswers:
         return self._hold.nbytes
 
     def note(self, text: str, prompt: Sequence[int]) -> None:
-        """Remember the text a prompt was tokenized from, until its answer comes."""
+        """Remember the text of a tokenized prompt until its answer arrives."""
         with self._lock:
             self._pending[_digest_of(prompt)] = blake2b(text.encode(), digest_size=16).digest()
             while len(self._pending) > PENDING:
@@ -132,7 +132,7 @@ class RememberedAnswers:
         form: AnswerFormat,
         tools: Any = None,
     ) -> Splice:
-        """Find the last remembered answer in a prompt's history, and the tokens up to its end."""
+        """Return the tokens up to the end of the last remembered answer in a prompt's history."""
         rewritten = None
         start = form.reasoning.start if form.reasoning is not None else ""
         places = [place for opening in openings for place in _openings(text, opening, start)]
@@ -157,9 +157,9 @@ class RememberedAnswers:
     # ---- parts
 
     def _ends_of_answer(self, text: str, start: int, form: AnswerFormat) -> Iterator[int]:
-        """Yield the positions where an answer may end: at an end mark.
+        """Yield the positions where an answer may end, those of end marks.
 
-        In harmony each message has one, and an answer may be several messages.
+        In harmony each message has an end mark, and an answer may be several messages.
         """
         harmony = form.call_name == HARMONY
         marks = [self._tokenizer.decode([token]) for token in self._tokenizer.eos_token_ids]
@@ -190,7 +190,7 @@ class RememberedAnswers:
         form: AnswerFormat,
     ) -> str:
         generated, mark = str(self._tokenizer.decode(list(answer))), ""
-        if form.reasoning is not None:  # harmony ends its reasoning as any message
+        if form.reasoning is not None:  # harmony ends reasoning like any message
             harmony = form.reasoning_name == HARMONY
             mark = form.reasoning.start if harmony else form.reasoning.end
         if mark and mark in generated and mark not in written:
@@ -202,16 +202,16 @@ class RememberedAnswers:
             shorter = min(len(generated), len(written))
             first = next((i for i, (ours, theirs) in pairs if ours != theirs), shorter)
             what = f"{generated[first : first + SHOWN]!r} became {written[first : first + SHOWN]!r}"
-        return f"History rewrites the answer behind token {prompt_tokens:,}: {what}"
+        return f"History rewrites the answer after token {prompt_tokens:,}: {what}"
 
     def _settle(self, most_bytes: int) -> None:
-        """Evict the oldest down to `most_bytes`, and account for the rest."""
+        """Evict the oldest entries down to `most_bytes`, and hold the memory of the rest."""
         nbytes = sum(entry.nbytes for entry in self._entries.values())
         while self._entries and nbytes > most_bytes:
             nbytes -= self._entries.popitem(last=False)[1].nbytes
         try:
             self._hold.resize(nbytes)
-        except ServerError:  # open requests have all of the memory
+        except ServerError:  # open requests hold all of the memory
             self._entries.clear()
             self._hold.resize(0)
 
@@ -219,13 +219,13 @@ class RememberedAnswers:
 def openings_of(
     tokenizer: Any, traits: TemplateTraits, renderer: TemplateRenderer
 ) -> tuple[Opening, ...]:
-    """Return the texts with which a chat template opens an answer: to a user, and to a tool.
+    """Return the texts with which a chat template opens an answer to a user and to a tool result.
 
-    If it writes nothing of its own, it is the text that ends the message before.
+    If the template opens answers with no text, the end of the previous message is used.
     """
     talks = (talk_of(USER), [*talk_of(USER), called(THOUGHT, None), result_of(RESULT)])
     openings = [_opening(tokenizer, traits, renderer, talk, [TOOL]) for talk in talks]
-    if plain := _opening(tokenizer, traits, renderer, talks[0]):  # some want a tool always
+    if plain := _opening(tokenizer, traits, renderer, talks[0]):  # some templates require a tool
         openings[0] = plain
     return tuple(dict.fromkeys(opening for opening in openings if opening and opening.bare))
 
@@ -256,7 +256,7 @@ def _opening(
 
 
 def _outside(text: str, position: int) -> int:
-    """Return `at`, moved to the beginning of the mark that contains it.
+    """Return `position`, moved to the beginning of a mark that contains it.
 
     >>> _outside("<a><think>", 4), _outside("<a><think>", 3), _outside("[INST] x", 1)
     (3, 3, 0)
@@ -266,9 +266,9 @@ def _outside(text: str, position: int) -> int:
 
 
 def _openings(text: str, opening: Opening, start: str) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the end of each opening but the last, the hash of its prompt, and omitted text.
+    """Yield the end of each opening but the last, its prompt's hash, and the omitted text.
 
-    `start` is the mark of reasoning; history may have an opening without it.
+    `start` is the start mark of reasoning, which openings in history may lack.
     """
     whole_text, bare = opening
     if start and start in whole_text:

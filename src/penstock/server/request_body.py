@@ -1,10 +1,10 @@
-"""Request bodies: scanned as they arrive, refused by cost, parsed off the event loop.
+"""Request bodies: scanned on arrival, refused if too costly, parsed off the event loop.
 
-    part ──BodyScan──> cost, depth ──too much?──> the rest is thrown away ──> 400, 413 or 503
-    whole body ──up to 64 KiB──> read in the event loop
-               ──longer────────> read and checked in a thread, as prompts are
+    part ──BodyScan──> cost, depth ──too much?──> the rest is discarded ──> 400, 413 or 503
+    whole body ──up to 64 KiB──> parsed on the event loop
+               ──longer────────> parsed and validated in a worker thread
 
-No step on the event loop is longer than it takes to look at one part.
+No step on the event loop takes longer than scanning one part.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from penstock.server.workers import LONG_BYTES
 
 
 class Body:
-    """Middleware that reads a request's whole body, and enforces its limits.
+    """Middleware that reads a request's whole body and enforces limits.
 
-    Too many bytes are 413, too deep nesting 400, too slow 408, no JSON 415, no memory 503 (413 if
-    it can never fit). The application then gets the body at once; its `receive` waits for the
+    Responds 413 to too many bytes, 400 to too deep nesting, 408 to a slow body, 415 if not JSON,
+    and 503 if memory is short (413 if the body can never fit). The application receives the body
     disconnect alone.
     """
 
@@ -79,7 +79,7 @@ class Body:
         return await self.app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive, hold: PromptHold) -> bytes | None:
-        """Return the body with its memory reserved; None if the client has disconnected."""
+        """Return the body, with its memory held; None if the client has disconnected."""
         length = Headers(scope=scope).get("content-length", "0")
         limit = self._settings.max_body_bytes
         if length.isdigit() and (len(length) > 18 or int(length) > limit):
@@ -101,8 +101,8 @@ class Body:
             ) from None
         if not _is_json(scope):
             raise ServerError(
-                "send this with Content-Type: application/json; a page from elsewhere cannot send "
-                "that without leave (--cors-origin), and may do nothing here",
+                "send this with Content-Type: application/json, which web pages from other origins "
+                "can only send if --cors-origin allows it",
                 status=415,
                 code="not_json",
             )
@@ -118,7 +118,7 @@ class _Arriving:
         self._refusal: ServerError | None = None
 
     def add(self, part: bytes) -> None:
-        """Add a part; TooLarge beyond the limit. Once refused, parts are discarded."""
+        """Add a part; TooLarge beyond the byte limit. After a refusal, parts are discarded."""
         if self._refusal is not None:
             self._scan.nbytes += len(part)
         else:
@@ -128,7 +128,7 @@ class _Arriving:
         if self._refusal is None:
             try:
                 self._check(part)
-            except ServerError as error:  # told at the end, when the client listens
+            except ServerError as error:  # raised at the end, when the client reads
                 self._refusal = error
                 self._parts.clear()
                 self._hold.resize(0)
@@ -136,11 +136,11 @@ class _Arriving:
     def _check(self, part: bytes) -> None:
         if self._scan.depth > self._settings.max_depth:
             raise BadRequest(
-                f"the body has more than {self._settings.max_depth} brackets within brackets",
+                f"the body has more than {self._settings.max_depth} nested brackets",
                 code="too_deep",
             )
         self._hold.check_fits(self._scan.cost[0])
-        self._hold.resize(2 * self._scan.nbytes)  # it is put together in the end
+        self._hold.resize(2 * self._scan.nbytes)  # the parts are joined at the end
         self._parts.append(part)
 
     def whole(self) -> bytes:
@@ -154,10 +154,10 @@ _JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.ASCII | re.I
 
 
 def _is_json(scope: Scope) -> bool:
-    """Whether the request declares JSON; only a POST must.
+    """Return whether the content type is JSON; methods other than POST may omit it.
 
-    Browsers let any page POST forms, plain text or nothing anywhere. Other methods and types need a
-    preflight, which tells them the allowed origins.
+    Browsers let any page POST forms or plain text to any origin. Other methods and types need a
+    preflight request, which is subject to the allowed origins.
     """
     kind = Headers(scope=scope).get("content-type", "").strip()
     return bool(_JSON.fullmatch(kind)) or (scope["method"] != "POST" and not kind)
@@ -192,7 +192,7 @@ def reading_aside(service: Service) -> type[APIRoute]:
                 body = await http.body()
                 if len(body) < LONG_BYTES or self.body_field is None:
                     return await handle(http)
-                # The form's own object: it is not checked a second time.
+                # The parsed model itself: it is not validated again.
                 content = await until_gone(http, service.work(self._read, body))
                 return await handle(_ReadRequest(http, body, content))
 
@@ -209,7 +209,7 @@ def reading_aside(service: Service) -> type[APIRoute]:
 
 
 def loads(body: bytes) -> Any:
-    """Parse JSON in Python code, so that other threads can run; else RequestValidationError."""
+    """Parse JSON with Python hooks, so that other threads can run."""
     try:
         return json.loads(body, parse_int=_int, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -220,7 +220,7 @@ def loads(body: bytes) -> Any:
 
 
 def _int(digits: str) -> int:
-    """Parse a number in Python code, where threads can switch."""
+    """Parse a number in Python code, so that threads can switch."""
     return int(digits)
 
 

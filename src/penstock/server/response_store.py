@@ -1,7 +1,7 @@
 """Responses kept in memory, so that a client can continue from a response id.
 
-Bounded in bytes within the prompt memory, least recently used first out. Requests with another salt
-do not see them.
+Limited in bytes and held in the prompt memory; the least recently used are evicted first. Requests
+only see responses with their own salt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.server.problems import BadRequest, NotFound, ServerError, dumps
 from penstock.server.prompt_memory import PromptMemory
 
 SHARE = 4
-"""Fraction of the prompt memory that responses may take: 1 / 4."""
+"""Divisor of the prompt memory that gives the limit for responses."""
 ENTRY_BYTES = 1_000
 
 Item = dict[str, Any]
@@ -33,10 +33,10 @@ class Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Conversations by salt, including the key's, and the id of their last response.
+    """Store of conversations by salt, including the key's, and response id.
 
-    Thread-safe, within the context of a request. Their memory is held before they are kept, and
-    evicted when open requests need it. Each counts in full, though they share items.
+    Thread-safe; called in the context of a request. Memory is held before a response is stored, and
+    freed when open requests need it. Each conversation counts in full, even if it shares items.
     """
 
     def __init__(self, memory: PromptMemory, max_bytes: int) -> None:
@@ -56,7 +56,7 @@ class ResponseStore:
     def put(
         self, salt: str, response_id: str, items: Sequence[Item], response: dict[str, Any]
     ) -> None:
-        """Keep a conversation with its last answer, if there is memory; evicts older ones."""
+        """Store a conversation and its last response if memory allows, evicting older ones."""
         kept = Kept(dumps(items), dumps(response))
         if kept.nbytes > self._max_bytes:
             return
@@ -73,7 +73,7 @@ class ResponseStore:
             self._forget(max(0, self.nbytes - nbytes))
 
     def _grow(self, nbytes: int) -> bool:
-        """Hold more bytes; False if open requests have them."""
+        """Hold more bytes; return False if open requests hold them."""
         try:
             self._hold.resize(self.nbytes + nbytes)
         except ServerError:
@@ -92,7 +92,7 @@ class ResponseStore:
                 self._kept.move_to_end((salt_for(salt), response_id))
                 return _items(kept)
         raise BadRequest(
-            f"previous_response_id: there is no response {response_id[:80]!r} any more; send the "
+            f"previous_response_id: response {response_id[:80]!r} is not stored any more; send the "
             "whole input",
             param="previous_response_id",
             code="previous_response_not_found",
@@ -136,7 +136,7 @@ def _items(kept: Kept) -> list[Item]:
 
 def _missing(response_id: str) -> NotFound:
     return NotFound(
-        f"there is no response {response_id[:80]!r}, or not any more",
+        f"there is no stored response {response_id[:80]!r}",
         code="response_not_found",
         param="response_id",
     )

@@ -1,4 +1,4 @@
-"""Why a later turn reads tokens again: the chat template rewrote earlier turns."""
+"""Detection of earlier turns rewritten by the chat template, whose tokens are computed again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NO_OPENING = Opening("", "")
 def rewritten_in_front(
     prompts: Prompts, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str | None:
-    """Describe what the template rewrites before a conversation's last answer.
+    """Describe the text that the template rewrites before a conversation's last answer.
 
-    None if nothing, or without an answer. Blocking: renders the prompt with and without it.
+    Returns None if nothing is rewritten or there is no answer. Blocking: renders the prompt twice.
     """
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers or not answers[-1]:
@@ -34,6 +34,6 @@ def rewritten_in_front(
             return None
     ours, theirs = (text[common : common + SHOWN] for text in (before, after))
     return (
-        f"The chat template writes anew the text in front of messages.{answers[-1]}, from "
+        f"The chat template rewrites the text before messages.{answers[-1]}, from "
         f"character {common:,} on: {ours!r} became {theirs!r}"
     )

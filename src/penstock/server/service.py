@@ -1,7 +1,7 @@
-"""The engine seen from an event loop: the service shared by all routers.
+"""`Service`: access to the engine from the event loop, shared by all routers.
 
-The event loop never touches an array and never waits for the engine: it uses `EngineClient.ask`,
-and `Handle.listen` brings events. A step that brings tokens to many requests wakes it once.
+The event loop never touches arrays and never blocks on the engine: it uses `EngineClient.ask`,
+and receives events through `Handle.listen`. A step wakes it once for the tokens of all requests.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.25
 LEAST_SECONDS = 0.001
-"""Timeout of an overdue request: the engine ends it at once."""
+"""Timeout given to an overdue request, so that the engine ends it at once."""
 ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
-"""Time at which this request had fully arrived, in seconds of `time.monotonic`."""
+"""Time at which the current request had fully arrived, in seconds of `time.monotonic`."""
 
 T = TypeVar("T")
 
@@ -63,17 +63,17 @@ class Service:
         self.settings = settings
         self.model_name = model_name
         self.access = access or Access.of(settings)
-        """API keys, by default those of the settings."""
+        """API keys; defaults to those of the settings."""
         self.created = int(time.time())
         self.sampling = default_sampling(settings, sampling or {})
         self.memory = PromptMemory(engine.set_aside_prompts(pool_bytes(engine)))
         model_tokens = engine.ask(lambda view: view.context_tokens).result()
         fitting_tokens = engine.ask(lambda view: view.fitting_tokens).result()
         self.model_context = None if settings.ignore_model_context else model_tokens
-        """The model's context length; None is unlimited."""
+        """Context length of the model; None means unlimited."""
         context = (self.model_context, fitting_tokens, self.memory.pool_bytes // TOKEN_BYTES)
         self.context_tokens = min(tokens for tokens in context if tokens is not None)
-        """Most tokens of a prompt and its answer together."""
+        """Maximum number of tokens of a prompt and its answer together."""
         self.window_tokens = engine.ask(lambda view: view.limits.max_kv_size).result()
         self.answers = RememberedAnswers(self.memory, tokenizer)
         self.prompts = self._make_prompts()
@@ -81,11 +81,11 @@ class Service:
         self.recent: deque[Recent] = deque(maxlen=settings.recent)
         self.listeners: list[Listener] = []
         self.draining = False
-        """Whether new requests are refused; endless streams end then."""
+        """Whether the server is draining: it refuses new requests and ends `/v1/live` streams."""
         self.died: list[Callable[[], None]] = []
-        """Callbacks for an engine thread that has ended, called once, in the event loop."""
+        """Callbacks invoked on the event loop once the engine thread has died or hangs."""
         self.max_queue = engine.ask(lambda view: view.limits.max_queue).result()
-        """Answers that may wait in the engine, and prompts that may wait to be tokenized."""
+        """Maximum numbers of waiting answers in the engine and of prompts to be tokenized."""
         self.vocabulary_size = engine.ask(lambda view: view.vocabulary_size).result()
         self._open: set[ActiveRequest] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,13 +113,13 @@ class Service:
         return self.engine.alive
 
     async def open(self, request: Request, label: str) -> ActiveRequest:
-        """Submit a request; use as `async with await service.open(...)`. Raises as `open_all`."""
+        """Submit a request; use as `async with await service.open(...)`. Raises like `open_all`."""
         return await self.open_all((request,), label)
 
     async def open_all(self, requests: Sequence[Request], label: str) -> ActiveRequest:
         """Submit several requests, all or none; their answers are numbered consecutively.
 
-        Raises BadRequest (more answers than may wait, or a prompt too long), NeverFits, QueueFull,
+        Raises BadRequest (too many answers, or a prompt that is too long), NeverFits, QueueFull,
         SettingError (an unknown token) and EngineStopped.
         """
         if self.draining:
@@ -163,10 +163,10 @@ class Service:
         return answering
 
     def rest_tokens(self, prompt_tokens: int) -> int:
-        """Return the answer length of a request that does not set one.
+        """Return the default maximum answer length for a prompt.
 
-        `--max-tokens`, or the rest of the context and window. Near the window's end, which only
-        slides, it is a few tokens more.
+        This is `--max-tokens`, or the rest of the context and window. Near a window's end, a few
+        tokens more are allowed, as the window slides.
         """
         if self.settings.max_tokens is not None:
             return self.settings.max_tokens
@@ -176,9 +176,9 @@ class Service:
         return max(end - prompt_tokens, MAX_TOKENS)
 
     def _in_context(self, request: Request) -> Request:
-        """Cap an answer at the rest of the context; PromptTooLong if nothing is left.
+        """Limit an answer to the rest of the context; PromptTooLong if nothing is left.
 
-        Clients ask for 32,000 tokens of any model: a limit, not an error.
+        Clients may request 32,000 tokens of any model, so a larger value is no error.
         """
         prompt, context = len(request.prompt), self.model_context
         if context is None or prompt + request.max_tokens <= context:
@@ -193,7 +193,7 @@ class Service:
         return await self.workers.compile(self.engine.open, request)
 
     async def created_tokens(self, answering: ActiveRequest) -> int:
-        """Return the prompt tokens that were computed for a request and are cached now."""
+        """Return the number of prompt tokens computed for a request that are now cached."""
         request, used = answering.handles[0].request, answering.usage()
         try:
             held_tokens = await self.ask(
@@ -202,14 +202,14 @@ class Service:
         except PenstockError:  # the engine has stopped meanwhile: its cache is gone
             return 0
         if used.cached_tokens == used.prompt_tokens - 1:
-            return 0  # the last token was computed for its logits alone; its KV was there
+            return 0  # the last token was computed only for its logits; its KV was cached
         return max(0, held_tokens - used.cached_tokens)
 
     def check_tokens(self, prompt: Sequence[int], param: str = "prompt") -> None:
         for token in prompt:
             if not 0 <= token < self.vocabulary_size:
                 raise BadRequest(
-                    f"{param}: there is no token {token}; the model knows "
+                    f"{param}: token {token} does not exist; the model has "
                     f"{counted(self.vocabulary_size, 'token')}, 0 to {self.vocabulary_size - 1}",
                     param=param,
                 )
@@ -224,7 +224,7 @@ class Service:
         for answering in list(self._open):
             answering.fail(EngineStopped("the engine has stopped before this request ended"))
         fault = "hangs in a step" if hangs else "has ended"
-        logger.error("the engine's thread %s; nothing can be answered any more", fault)
+        logger.error("the engine thread %s; no more requests can be answered", fault)
         for call in self.died:
             call()
 
@@ -234,7 +234,7 @@ class Service:
                 handle.cancel()
 
     def fail_all(self, error: BaseException) -> None:
-        """End every open request with an error, after its pending events. Thread-safe."""
+        """End every open request with an error after its pending events. Thread-safe."""
         for answering in list(self._open):
             answering.fail_soon(error)
 
@@ -246,7 +246,7 @@ class Service:
         self.workers.close()
 
     def wake_soon(self) -> None:
-        """Wake the readers, at most once at a time. Thread-safe."""
+        """Schedule waking the readers, unless already scheduled. Thread-safe."""
         if self._wakes or self._loop is None:
             return
         self._wakes = True
@@ -254,7 +254,7 @@ class Service:
             self._loop.call_soon_threadsafe(self._wake_readers)
 
     def _wake_readers(self) -> None:
-        self._wakes = False  # before events are looked for: none is missed
+        self._wakes = False  # before checking for events: none is missed
         for answering in self._open:
             answering.look()
 

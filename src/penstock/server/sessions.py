@@ -1,4 +1,4 @@
-"""Saved conversations, `/v1/sessions/...`."""
+"""Routes to save and load conversations, `/v1/sessions/...`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def router(service: Service) -> APIRouter:
 
     @router.post("/{name}/save")
     async def save(name: Name, question: ExplainRequest) -> SessionOut:
-        """Save the cached prefix of a conversation; a session of that name is replaced."""
+        """Save the cached prefix of a conversation, replacing any session of that name."""
         file = file_of(name)
         tokens = await service.work(partial(tokens_of, service, question))
         salt = salt_for(question.cache_salt)
@@ -74,7 +74,7 @@ def router(service: Service) -> APIRouter:
 
     @router.post("/{name}/load")
     async def load(name: Name) -> SessionOut:
-        """Load a session; the next request of that conversation reuses it."""
+        """Load a session, so that the next request of that conversation reuses its KV."""
         file = file_of(name)
         if not file.is_file():
             raise NotFound(f"there is no session {name}")
@@ -111,7 +111,7 @@ def _engine(service: Service) -> Engine:
 
 
 def _without_paths(service: Service, file: Path, act: Callable[[], SavedSession]) -> SavedSession:
-    """Save or load; errors name the session's file and the tier, but no path of this machine."""
+    """Save or load; error messages name the session's file, but no path on this machine."""
     try:
         return act()
     except (SettingError, CacheFileError) as error:

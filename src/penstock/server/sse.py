@@ -1,4 +1,4 @@
-"""Server-sent events: kept alive during prefill, closed when not read."""
+"""Server-sent event streams, kept alive during prefill and closed if the client does not read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.server.service import Service
 logger = logging.getLogger(__name__)
 
 LOOKS = 4
-"""Checks of a send within its timeout."""
+"""Number of timeout checks per `send_timeout`."""
 
 EVENT: dict[str, Any] = {
     "type": "object",
@@ -31,7 +31,7 @@ EVENT: dict[str, Any] = {
 
 
 def data(content: Any, event: str | None = None) -> bytes:
-    r"""Write one event with JSON data.
+    r"""Encode one event with JSON data.
 
     >>> data({"n": 1}), data({}, "ping")
     (b'data: {"n":1}\n\n', b'event: ping\ndata: {}\n\n')
@@ -45,15 +45,15 @@ def error_event(path: str, problem: Problem) -> bytes:
 
 
 class Stream(EventSourceResponse):
-    """Stream of a request's events; however it ends, open answers are cancelled.
+    """Response that streams events; when it ends, unfinished answers are cancelled.
 
     Args:
-        service: for its settings.
-        answering: closed at the end; None if no request is behind the stream.
-        events: written as they come; a PenstockError ends with the events of `failure`.
-        failure: makes the last events of an error.
-        headers: of the response, beside the content type.
-        ping: makes the keep-alive event, from the prompt's progress.
+        service: service whose settings apply.
+        answering: request to close at the end; None for a stream without one.
+        events: encoded events; if they raise, those of `failure` follow.
+        failure: returns the last events for an error.
+        headers: additional response headers.
+        ping: returns the keep-alive event, given the prompt's progress.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Stream(EventSourceResponse):
         self._sending_since: float | None = None
 
     async def _stream_response(self, send: Send) -> None:
-        """Stream inside one cancel scope, and check the send timeout from time to time.
+        """Stream inside one cancel scope, and check the send timeout periodically.
 
-        A scope for every send, as in sse-starlette, takes a seventh of a stream's time.
+        A scope for every send, as in sse-starlette, takes a seventh of the streaming time.
         """
         self._look()
         try:
@@ -97,7 +97,7 @@ class Stream(EventSourceResponse):
         self._sending_since = None
 
     def _look(self) -> None:
-        """End the stream if its reader has taken nothing for too long."""
+        """End the stream if the client has read nothing for too long."""
         assert self.send_timeout is not None
         since = self._sending_since
         if since is not None and time.monotonic() - since >= self.send_timeout:
@@ -109,7 +109,7 @@ class Stream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            logger.info("closed a stream whose client does not read")
+            logger.info("closed a stream: its client does not read")
         finally:
             if self._answering is not None:
                 self._answering.close()
@@ -118,11 +118,11 @@ class Stream(EventSourceResponse):
 async def _with_error(
     events: AsyncIterator[bytes], failure: Callable[[Problem], Iterable[bytes]]
 ) -> AsyncIterator[bytes]:
-    """Pass events on; an error after the first byte becomes the last event."""
+    """Yield the events; an error is converted to the last events."""
     try:
         async for event in events:
             yield event
-    # A boundary: the status has been sent, so nothing above could tell the client any more.
+    # A boundary: the status has been sent, so only an event can report the error.
     except Exception as error:
         problem = problem_of(error)
         if problem.status == 500:

@@ -1,8 +1,8 @@
 """Traits of a model's chat template, probed by rendering short conversations.
 
-Templates are programs. Some raise on a second or a later system message, drop it, or move it to the
-front, which invalidates the cached prefix. Some drop the reasoning of earlier turns, and so change
-text already read.
+Templates are programs. Some raise on a second or later system message, drop it, or move it to the
+front, which invalidates the cached prefix. Some drop the reasoning of earlier turns, which changes
+text that is already cached.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Message: TypeAlias = Mapping[str, Any]
 SYSTEM, LATER, USER, AGAIN, SAID = "Saffron.", "Tundra.", "Quartz?", "Walnut?", "Heron."
 SAID_AGAIN, ARGUMENT, PROBE_NAME = "Osprey.", "Tern.", "sextant"
 THOUGHT, RESULT, SECOND_THOUGHT, SECOND_RESULT = "Basalt.", "Cobalt.", "Juniper.", "Marigold."
-"""Texts of the probes' messages, which no template contains."""
+"""Texts of the probe messages, unlikely to occur in any template."""
 REASONING_KEYS = ("reasoning_content", "reasoning")
-"""Keys under which templates look for reasoning; transformers fills `thinking` from the first."""
+"""Message keys under which templates look for reasoning."""
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -34,14 +34,14 @@ TOOL: dict[str, Any] = {
 }
 _ERROR_CHARACTERS = 160
 PROBE_SECONDS = 60.0
-"""Seconds that all probes of a template may take; real templates take one."""
+"""Seconds that all probes of a template may take; known templates take about one."""
 LATER_SYSTEMS = (
     ("second system message", (SYSTEM, LATER, USER)),
     ("system message at the end", (SYSTEM, USER, LATER)),
     ("system message between turns", (SYSTEM, USER, SAID, LATER, AGAIN)),
     ("system message not first", (USER, LATER, SAID, AGAIN)),
 )
-"""Conversations with a system message that is not the first."""
+"""Conversations with a system message that is not the first message."""
 LEVELS = ("none", "low", "medium", "high", "xhigh")
 FOREIGN_ID, NINE_ID = "call_0aBcDeFgHiJkLmNoPq", "call00001"
 
@@ -53,7 +53,7 @@ CallIds: TypeAlias = Literal["any", "nine", "indexed"]
 class TraitRow(NamedTuple):
     what: str
     outcome: str
-    """`rendered`, `left out`, `moved`, `raises` with the error, or the change."""
+    """Outcome: `rendered`, `left out`, `moved`, `raises` with the error, or the change."""
 
     @property
     def taken(self) -> bool:
@@ -64,23 +64,23 @@ class TraitRow(NamedTuple):
 class TemplateTraits:
     first_system: bool
     later_system: bool
-    """System messages anywhere are rendered in place."""
+    """Whether system messages after the first message are rendered in place."""
     consecutive_users: bool
     reasoning_effort: tuple[str, ...]
-    """Accepted values of `reasoning_effort`; empty if they change nothing."""
+    """Accepted values of `reasoning_effort`; empty if the prompt does not depend on it."""
     reasoning_strength: tuple[str, ...]
-    """The same for `reasoning_strength`, as Muse Spark's template calls it."""
+    """Accepted values of `reasoning_strength`, used by Muse Spark's template."""
     thinking: bool
-    """`thinking` changes the prompt, as in DeepSeek's and Granite's templates."""
+    """Whether `thinking` changes the prompt, as in DeepSeek's and Granite's templates."""
     reasoning_key: str | None
-    """Message key under which reasoning is read; None if it never is."""
+    """Message key under which reasoning is rendered; None if it never is."""
     text_arguments: bool
-    """Arguments of calls must be JSON text."""
+    """Whether call arguments must be JSON text."""
     reasoning_beside_text: bool
-    """A message may have reasoning, text and a call; gpt-oss's template raises on it."""
+    """Whether a message may have reasoning, text and a call; gpt-oss's template raises."""
     tools: bool
     text_parts: bool
-    """Texts must be lists of parts, as for vision models."""
+    """Whether content must be a list of parts, as for vision models."""
     system_alone: bool
     consecutive_assistants: bool
     assistant_first: bool
@@ -88,14 +88,14 @@ class TemplateTraits:
     calls: bool
     bare_results: bool
     call_ids: CallIds
-    """Required ids of calls: any, nine letters and digits, or `functions.NAME:INDEX` (Kimi K2)."""
+    """Form of call ids: any, nine letters or digits, or `functions.NAME:INDEX` (Kimi K2)."""
     object_arguments: bool
-    """Arguments of calls must be an object, as where a template lists them."""
+    """Whether call arguments must be an object, as in templates that iterate over them."""
     rows: tuple[TraitRow, ...]
 
     @classmethod
     def of(cls, tokenizer: Any, renderer: TemplateRenderer) -> TemplateTraits:
-        """Probe the chat template of mlx-lm's wrapper."""
+        """Probe the chat template of a tokenizer, which is mlx-lm's wrapper."""
         probe = _Probe(tokenizer, renderer)
         first = probe.row("system message first", talk_of(SYSTEM, USER))
         turns = probe.row("system message first, two turns", talk_of(SYSTEM, USER, SAID, AGAIN))
@@ -162,7 +162,7 @@ class _Probe:
         self._until = time.monotonic() + PROBE_SECONDS
         forms = talk_of(USER), [dict(in_parts(message)) for message in talk_of(USER)]
         if all(self._render(talk)[1] for talk in forms):
-            self._tools = [TOOL]  # some want one always
+            self._tools = [TOOL]  # some templates always require a tool
         as_it_is, as_parts = (USER in self._render(talk)[0] for talk in forms)
         self.text_parts = as_parts and not as_it_is
 
@@ -177,7 +177,7 @@ class _Probe:
         return TraitRow(what, "rendered" if places == sorted(places) else "moved")
 
     def rest(self, key: str | None) -> list[TraitRow]:
-        """Return the rows that are in no field of `TemplateTraits`."""
+        """Return the rows about reasoning and cached prefixes, which no field has."""
         loop = [*talk_of(USER), called(THOUGHT, key), result_of(RESULT)]
         turn = [*talk_of(USER), {**talk_of(SAID)[0], **_thought(THOUGHT, key)}, *talk_of(AGAIN)]
         return [
@@ -188,7 +188,7 @@ class _Probe:
         ]
 
     def reasoning_key(self) -> str | None:
-        """Return the first key under which reasoning is rendered, in a loop or in a turn."""
+        """Return the first key whose reasoning is rendered, in a tool loop or an earlier turn."""
         for key in REASONING_KEYS:
             loop = [*talk_of(USER), called(THOUGHT, key), result_of(RESULT)]
             turn = [*talk_of(USER), {**talk_of(SAID)[0], **_thought(THOUGHT, key)}, *talk_of(AGAIN)]
@@ -219,7 +219,7 @@ class _Probe:
         return self._called(arguments=json.dumps({"text": ARGUMENT}))[1] is None
 
     def object_arguments(self) -> bool:
-        """Whether a call whose arguments are text or a list raises or loses them."""
+        """Return whether call arguments that are text or a list are dropped or raise."""
         forms: tuple[Any, ...] = (ARGUMENT, [ARGUMENT])
         return any(ARGUMENT not in self._called(arguments=arguments)[0] for arguments in forms)
 
@@ -232,7 +232,7 @@ class _Probe:
         return self._render([*talk_of(USER), call, {**result, "name": name}])
 
     def takes_tools(self) -> bool:
-        """Whether a tool's name is in the prompt of a request that offers it."""
+        """Return whether the prompt contains the name of an offered tool."""
         talks = (talk_of(USER), talk_of(SYSTEM, USER))
         name = TOOL["function"]["name"]
         return any(name in self._render(talk, tools=[TOOL])[0] for talk in talks)
@@ -242,7 +242,7 @@ class _Probe:
         return off != on
 
     def levels(self, name: str) -> tuple[str, ...]:
-        """Return the accepted values of a template's switch; none where all render the same."""
+        """Return the accepted values of a template argument; empty if all render the same."""
         rendered = {level: self._render(talk_of(USER), **{name: level}) for level in LEVELS}
         if len({text for text, _ in rendered.values()}) == 1:
             return ()
@@ -282,11 +282,11 @@ class _Probe:
         return TraitRow(what, "changes where the answer begins")
 
     def _render(self, talk: list[dict[str, Any]], **switches: Any) -> tuple[str, str | None]:
-        """Render a conversation; returns its text and None, or "" and the error."""
+        """Render a conversation; return its text and None, or "" and the error."""
         calls = any(message["role"] == "tool" for message in talk)
         tools = switches.pop("tools", [TOOL] if calls else self._tools)
         plain = [in_parts(message) if self.text_parts else message for message in talk]
-        if self._overrun is not None:  # the next may well be another
+        if self._overrun is not None:  # the next one would probably time out, too
             return "", _error_of(self._overrun)
         try:
             text = rendered_text(

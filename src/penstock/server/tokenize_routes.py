@@ -23,7 +23,7 @@ MOST_DECODED = 2**20
 
 
 class TemplateRequest(RequestForm):
-    """Messages that the model's chat template makes a prompt of."""
+    """Messages to render with the model's chat template."""
 
     model: Name | None = None
     messages: Each[ChatMessage] = Field(min_length=1, max_length=16_384)
@@ -106,7 +106,7 @@ class Tokenized(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """Special tokens of the tokenizer, as it writes them."""
+    """Special tokens of the tokenizer, as text."""
 
     bos_token: str | None
     eos_token: str | None
@@ -115,14 +115,14 @@ class TokenizerInfo(BaseModel):
 
 
 class Detokenized(BaseModel):
-    """Text of tokens, under vLLM's name and llama.cpp's."""
+    """Text of tokens, under the field names of vLLM and llama.cpp."""
 
     prompt: str
     content: str
 
 
 class TemplateText(BaseModel):
-    """Text of a conversation, as the model reads it."""
+    """Text of a conversation, as rendered for the model."""
 
     prompt: str
 
@@ -133,12 +133,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/tokenize", response_model=Tokenized)
     async def tokenize(body: TokenizeRequest, http: HttpRequest) -> Response:
-        """Return the tokens of a text or a conversation, as a prompt has them."""
+        """Return the tokens of a text or a conversation."""
         return await until_gone(http, service.work(_tokenized, service, body))
 
     @routes.get("/tokenizer_info", response_model=TokenizerInfo)
     async def tokenizer_info() -> Response:
-        """Name the tokenizer's special tokens; lm-eval then tokenizes here."""
+        """Return the tokenizer's special tokens, as lm-eval expects."""
         tokenizer = service.tokenizer
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return Json({name: getattr(tokenizer, name, None) for name in names})
@@ -150,7 +150,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/apply-template", response_model=TemplateText)
     async def apply_template(body: TemplateRequest, http: HttpRequest) -> Response:
-        """Return the text that the chat template makes of a conversation."""
+        """Render a conversation with the chat template."""
         return await until_gone(http, service.work(lambda: Json({"prompt": body.text(prompts)})))
 
     return routes

@@ -1,4 +1,4 @@
-"""Worker threads: blocking functions never run in the event loop."""
+"""Worker threads for blocking functions, which never run on the event loop."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from penstock.server.prompts import STOP
 
 DISK_THREADS = 2
 LONG_BYTES = 65_536
-"""Bytes from which bodies go to a thread of their own, so that short ones overtake them."""
+"""Body size from which requests use a separate thread, so that they do not delay short ones."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 class FairThread:
-    """One thread for the calls of clients, which take turns. `run` belongs to the event loop.
+    """Worker thread in which clients take turns. Call `run` on the event loop.
 
-    A client that has had its turn is behind the others, however many calls of its own wait.
+    After its turn, a client waits for the other clients, however many calls it has queued.
     """
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._turns: dict[str, int] = {}
-        """Number of the last turn of the client that had it last, and of all that wait."""
+        """Number of the last turn of each waiting client and of the most recent client."""
         self._busy = False
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a function in the thread before all calls that have not begun; any thread may ask."""
+        """Submit a function that runs before all calls waiting for a turn. Thread-safe."""
         return self._executor.submit(call, *args, **kwargs)
 
     async def run(self, client: str, call: Callable[[], T]) -> T:
@@ -64,7 +64,7 @@ class FairThread:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had come just then
+            if not turn.cancelled():  # the turn had just come
                 self._next()
             raise
 
@@ -75,7 +75,7 @@ class FairThread:
         self._busy = True
 
     def _next(self) -> None:
-        """Give the next turn to the client that has waited longest since its last one."""
+        """Give the next turn to the waiting client whose last turn is the oldest."""
         while self._waiting:
             client = min(self._waiting, key=lambda name: self._turns.get(name, 0))
             turns = self._waiting[client]
@@ -94,13 +94,13 @@ class FairThread:
 
 
 class Workers:
-    """One thread for short prompts, one for long ones, one for grammars, two for the disk.
+    """Worker threads: one each for short prompts, long prompts and grammars, two for the disk.
 
-    In each but those for the disk, clients take turns. All methods belong to the event loop.
+    Clients take turns, except for the disk. Call all methods on the event loop.
 
     Args:
-        max_waiting: calls that may wait for the threads of prompts and grammars. Where one client
-            fills that, others get an equal share beyond.
+        max_waiting: number of calls that may wait for prompts and grammars. If one client fills
+            the queue, others may exceed it up to an equal share.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -116,17 +116,17 @@ class Workers:
         return self._pending.total()
 
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function that reads a prompt: `await workers.read(prompts.render, messages)`.
+        """Run a function that tokenizes a prompt: `await workers.read(prompts.render, messages)`.
 
-        Long requests have a thread of their own, which yields between pieces of a text and stops
-        once the client has disconnected. ServerError 429 if the queue is full.
+        Long requests use a separate thread, which lets others run between pieces of a text, and stop
+        once the client has disconnected. Raises ServerError 429 if the queue is full.
         """
         hold = HOLD.get()
         worker = self.short if hold is None or hold.body_bytes < LONG_BYTES else self.long
         return await self._run(worker, call, *args, **kwargs)
 
     async def compile(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function that compiles a grammar, which may take seconds; raises as `read`."""
+        """Run a function that compiles a grammar, which may take seconds. Raises like `read`."""
 
         def compile_all() -> T:
             with one_request():
@@ -135,9 +135,9 @@ class Workers:
         return await self._run(self.compiling, compile_all)
 
     async def write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function that writes a long response: in the thread of long prompts.
+        """Run a function that writes a long response, in the thread for long prompts.
 
-        It is never refused: the answer that it writes is computed already.
+        The call is never refused, since the answer has already been computed.
         """
         run = partial(copy_context().run, call, *args, **kwargs)
         return await self.long.run(CLIENT.get(), run)
@@ -146,8 +146,8 @@ class Workers:
         self, worker: FairThread, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         client = CLIENT.get()
-        share = self.max_waiting // len({*self._pending, client})  # each has one in a full queue
-        full = self._pending.total() > self.max_waiting  # one of them is at work
+        share = self.max_waiting // len({*self._pending, client})  # of each in a full queue
+        full = self._pending.total() > self.max_waiting  # one of them is running
         if full and self._pending[client] >= share:
             raise ServerError(
                 f"the queue of prompts is full: {self.max_waiting} waiting; try again later",
@@ -166,7 +166,7 @@ class Workers:
                 del self._pending[client]
 
     async def use_disk(self, call: Callable[[], T]) -> T:
-        """Run a function that waits for a disk, at most `DISK_THREADS` at a time."""
+        """Run a function that uses the disk, at most `DISK_THREADS` at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, call)
 
     def close(self) -> None:

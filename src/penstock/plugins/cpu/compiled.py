@@ -21,7 +21,7 @@ FOUR = 4
 
 @cache
 def has_numba() -> bool:
-    """Tell whether Numba can be imported; if not, the reason is logged."""
+    """Return whether Numba can be imported; if not, the reason is logged."""
     try:
         import numba  # noqa: F401
     except ImportError as error:  # it is not there, or does not go with this NumPy

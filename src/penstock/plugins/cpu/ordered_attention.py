@@ -53,7 +53,7 @@ def in_order() -> Iterator[None]:
 
 
 def keeps_order() -> bool:
-    """Tell whether attention is to be in order; never without Numba."""
+    """Return whether attention is to be in order; never without Numba."""
     return _order.kept and has_numba()
 
 

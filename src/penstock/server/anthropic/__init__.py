@@ -1,1 +1,1 @@
-"""Anthropic's interface: messages."""
+"""Anthropic's Messages API."""

@@ -21,7 +21,7 @@ LIFETIMES_SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 class CacheControl(RequestForm):
-    """Wish to keep the prompt up to a block cached."""
+    """Cache breakpoint: keep the prompt up to this block cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -69,7 +69,7 @@ class Other(Marked):
 
 
 def _kind_in(*known: str) -> Discriminator:
-    """Discriminate blocks by type; unknown ones are `Other`."""
+    """Discriminate blocks by type; unknown types become `Other`."""
 
     def kind(block: Any) -> str | None:
         block_type = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
@@ -106,7 +106,7 @@ class ToolResult(Marked):
 
 
 class Thinking(RequestForm):
-    """Reasoning of an earlier answer."""
+    """Reasoning block of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str = ""
@@ -155,7 +155,7 @@ class Turn(RequestForm):
 
 
 class AnthropicTool(Marked):
-    """A function that the client offers, or a tool that runs on Anthropic's side."""
+    """A function that the client offers, or a tool that runs on Anthropic's servers."""
 
     name: str = Field("", max_length=256)
     description: str = ""
@@ -191,15 +191,15 @@ class OutputConfig(RequestForm):
 
 
 class ThinkingConfig(RequestForm):
-    """Switch that shows the model's reasoning, and its limit."""
+    """Whether to return the model's reasoning, and its token limit."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1, lt=2**31)
-    """Reasoning limit in tokens; the model's own end mark follows it."""
+    """Reasoning limit in tokens; at the limit the model's end-of-reasoning tokens are forced."""
 
 
 class CountRequest(RequestForm):
-    """The part of a request that makes its prompt; also the body of a count request."""
+    """The fields that make up the prompt; also the body of a token count request."""
 
     model: Name
     messages: Each[Turn] = Field(min_length=1, max_length=16_384)
@@ -210,7 +210,7 @@ class CountRequest(RequestForm):
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
     cache_salt: str = Field("", max_length=1_024)
-    """Only requests with the same salt share prefixes. An extension of penstock."""
+    """Cache salt: only requests with equal salts share prefixes. A penstock extension."""
 
     @property
     def offered(self) -> list[AnthropicTool]:
@@ -219,12 +219,12 @@ class CountRequest(RequestForm):
 
     @property
     def left_out(self) -> list[str]:
-        """Names of tools that run on Anthropic's side, which stay out of the prompt."""
+        """Names of tools that run on Anthropic's servers, which are left out of the prompt."""
         return [tool.name or str(tool.type) for tool in self.tools or () if not tool.is_function]
 
     @property
     def demands_call(self) -> bool:
-        """Whether the answer must be a call; such answers have no reasoning here."""
+        """Whether the answer must be a tool call; such answers have no reasoning here."""
         return self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
 
     @property
@@ -248,7 +248,7 @@ class MessagesRequest(CountRequest):
     """The body of `POST /v1/messages`."""
 
     thread: dict[str, Any] | Literal[False] | None = None
-    """Server-side conversation; refused, so that clients resend all of it."""
+    """Server-side conversation; rejected, so that clients resend all messages."""
     max_tokens: int = Field(ge=1, lt=2**31)
     stream: bool | None = None
     stop_sequences: Each[Stop] | None = Field(None, max_length=MOST_STOPS)

@@ -1,7 +1,7 @@
-"""Prompt of an Anthropic request, and the prefix of it to hold.
+"""Prompt of an Anthropic request, and its prefix to hold in the cache.
 
-system, tools, messages with blocks ──> OpenAI's form, which templates read
-`cache_control` of a block          ──> Hold: the prompt up to there, and for how long
+system, tools, messages with blocks ──> OpenAI's format, which templates read
+`cache_control` of a block          ──> Hold: length of the prefix, and seconds to hold it
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from penstock.server.reasoning_effort import level_switch, thinking_switch
 from penstock.server.templates import shared
 
 BETWEEN_BLOCKS = "\n\n"
-"""Separator of a message's text blocks, for templates that read one text."""
+"""Separator between text blocks joined into one message text."""
 BILLING_HEADER = "x-anthropic-billing-header"
-"""First line of Claude Code's prompt; it changes so often that nothing after it is shared."""
+"""Start of Claude Code's first prompt line, which varies, so that prompts would share no prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Prefix of a prompt that a client wants held."""
+    """Prefix of a prompt that the client asks to hold in the cache."""
 
     seconds: float
     tokens: int | None
-    """Length in tokens; None is the whole prompt."""
+    """Length in tokens; None means the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class AnthropicPrompt:
 
 
 def prompt_of(request: CountRequest, prompts: Prompts) -> AnthropicPrompt:
-    """Render a prompt and the prefix to hold; BadRequest names a faulty field. Blocking."""
+    """Render a prompt and find the prefix to hold; BadRequest if a field is invalid. Blocking."""
     if not prompts.keep_billing_header:
         request = without_billing_header(request)
     _check_asked(request.messages)
@@ -64,7 +64,7 @@ def prompt_of(request: CountRequest, prompts: Prompts) -> AnthropicPrompt:
 
 
 def without_billing_header(request: CountRequest) -> CountRequest:
-    """Remove the line of Claude Code's system prompt that no model is meant to read."""
+    """Remove the billing header line from Claude Code's system prompt."""
     blocks = request.system_blocks
     if not blocks or not blocks[0].text.startswith(BILLING_HEADER):
         return request
@@ -74,9 +74,9 @@ def without_billing_header(request: CountRequest) -> CountRequest:
 
 
 def _check_asked(turns: Sequence[Turn]) -> None:
-    """Refuse unreadable parts of the last user message; elsewhere placeholders stand for them.
+    """Reject non-text parts of the last user message; elsewhere placeholders replace them.
 
-    A message with tool results may have them: agents attach the picture or document that a tool has
+    A message with tool results may have such parts: agents attach pictures or documents that a tool
     read.
     """
     last = last_user([{"role": turn.role} for turn in turns])
@@ -125,7 +125,7 @@ def _render(
     *,
     whole: bool = True,
 ) -> tuple[int, ...]:
-    """Render a conversation; a final assistant turn is continued."""
+    """Render a conversation; a final assistant message is continued."""
     messages: list[dict[str, Any]] = []
     if text := _text_of(system):
         messages.append({"role": "system", "content": text})
@@ -143,7 +143,7 @@ def _render(
 
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Convert messages to OpenAI's form; consecutive ones of a role become one."""
+    """Convert messages to OpenAI's format; consecutive messages of one role are merged."""
     converted: list[dict[str, Any]] = []
     names = {
         block.id: block.name
@@ -199,7 +199,7 @@ def _marks(request: CountRequest) -> Iterator[_Mark]:
     system = request.system_blocks
     for tool in request.offered:
         if tool.cache_control is not None:
-            # Templates write tools before or behind the system prompt: both are held.
+            # Templates write tools before or after the system prompt: both are held.
             yield _Mark(tool.cache_control, system, ())
     for index, block in enumerate(system):
         if block.cache_control is not None:
@@ -214,7 +214,7 @@ def _marks(request: CountRequest) -> Iterator[_Mark]:
 
 
 def _hold(request: CountRequest, prompts: Prompts, tokens: tuple[int, ...]) -> Hold | None:
-    """Return the prefix up to the deepest mark, for the longest time of any: it serves them all."""
+    """Return the prefix up to the last `cache_control`, held for the longest time of any."""
     marks, whole = list(_marks(request)), request.cache_control
     controls = [mark.control for mark in marks] + ([] if whole is None else [whole])
     if not controls:
@@ -231,13 +231,13 @@ def _hold(request: CountRequest, prompts: Prompts, tokens: tuple[int, ...]) -> H
 
 
 def _deepest(marks: Sequence[_Mark]) -> _Mark:
-    """Return the mark with the least after it; one on tools covers the whole system prompt."""
+    """Return the mark with the longest prefix; a mark on tools covers the whole system prompt."""
     last = marks[-1]
     return last if last.turns else max(marks, key=lambda mark: len(mark.system))
 
 
 def _up_to(request: CountRequest, prompts: Prompts, mark: _Mark) -> tuple[int, ...]:
-    """Render the conversation up to a mark, followed by text that differs from the prompt."""
+    """Render the conversation up to a mark, followed by text that differs from the prompt's."""
     # A template may want a user's message, whatever it says: its text is where the two part.
     turns = mark.turns or [Turn(role="user", content=_other(request))]
     return _render(request, prompts, mark.system, turns, whole=False)

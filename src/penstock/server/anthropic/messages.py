@@ -1,10 +1,10 @@
-"""Anthropic's messages, streamed or whole, and token counting.
+"""Anthropic's Messages API, streaming or not, and token counting.
 
 MessagesRequest ──prompt_of──> Prompt ──> Request ──engine──> Delta ──Blocks──> events
 
-A field that this server cannot serve is refused in words. It is ignored where that changes no
-answer's meaning (`thinking` of a model that does not, `metadata`). Tools that run on Anthropic's
-side are left out of the prompt, and a header says so.
+An unsupported field is rejected with an explanation. It is ignored where that does not change
+the answer's meaning (`thinking` for a model without reasoning, `metadata`). Tools that run on
+Anthropic's servers are left out of the prompt and named in a header.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TextOut(BaseModel):
 
 
 class ThinkingOut(BaseModel):
-    """Reasoning, for clients that asked to see it."""
+    """Reasoning, for clients that enabled `thinking`."""
 
     type: Literal["thinking"]
     thinking: str
@@ -74,7 +74,7 @@ class ThinkingOut(BaseModel):
 
 
 class ToolUseOut(BaseModel):
-    """A call that the model asks for."""
+    """A tool call by the model."""
 
     type: Literal["tool_use"]
     id: str
@@ -90,10 +90,10 @@ class ThinkingTokens(BaseModel):
 
 
 class UsageOut(BaseModel):
-    """Usage in tokens; the three kinds of input add up to the prompt."""
+    """Usage in tokens; the three input counts add up to the prompt's length."""
 
     input_tokens: int
-    """Prompt tokens computed and not cached: the unfinished last block."""
+    """Prompt tokens computed but not cached: those of the incomplete last block."""
     cache_creation_input_tokens: int | None
     cache_read_input_tokens: int | None
     output_tokens: int
@@ -120,18 +120,18 @@ class MessageOut(BaseModel):
 
 
 class CountOut(BaseModel):
-    """Response with the length of a prompt, in tokens."""
+    """Response of a token count request."""
 
     input_tokens: int
 
 
 class AnthropicErrorDetail(BaseModel):
-    """Type of an error, and its message."""
+    """Type and message of an error."""
 
     type: str
     message: str
     details: dict[str, Any] | None = None
-    """Code on which Anthropic's clients resend the request in another way."""
+    """Error code after which Anthropic's clients change the request and resend it."""
 
 
 class ErrorOut(BaseModel):
@@ -147,12 +147,12 @@ FAILURES: dict[int | str, dict[str, Any]] = {
     for status, description in {
         400: "A field is missing or wrong, or the prompt does not fit",
         401: "The key is missing or wrong",
-        403: "A foreign host, where there is no key",
+        403: "The Host header is not this machine's, and the server has no keys",
         408: "The body did not arrive in time",
         413: "The body is too large",
-        415: "It does not say that it is JSON",
+        415: "The content type is not JSON",
         422: "A field is wrong",
-        429: "Too many are waiting",
+        429: "Too many requests are waiting",
         500: "The model has failed",
         503: "Out of memory, or the server is stopping",
         504: "The answer did not end in time",
@@ -218,7 +218,7 @@ class Messages(Dialect):
         return _grammar(self.service, self.body, self.prompt) or CallGrammar(None)
 
     def requests(self) -> Sequence[Request]:
-        """Return the request, and make the reader of its answer."""
+        """Return the engine request, and create the reader of its answer."""
         body, service, prompt = self.body, self.service, self.prompt
         chosen: dict[str, Any] = service.sampling.model_dump(include=set(SAMPLED))
         chosen |= body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
@@ -241,7 +241,7 @@ class Messages(Dialect):
         return [request]
 
     async def usage(self) -> dict[str, Any]:
-        """Return the usage: tokens read from the cache, tokens written to it, and the rest."""
+        """Return the usage, with cache reads and cache writes counted separately."""
         used = self.answering.usage()
         created = await self.service.created_tokens(self.answering)
         usage = UsageOut(
@@ -290,7 +290,7 @@ class Messages(Dialect):
         }
 
     def _start(self) -> dict[str, Any]:
-        """Return the message before the prompt is read; cached tokens appear at the end."""
+        """Return the empty message that starts a stream; its cache usage is sent at the end."""
         usage = UsageOut(
             input_tokens=len(self.prompt.tokens),
             cache_creation_input_tokens=None,
@@ -337,7 +337,7 @@ def _grammar(
 
 
 class Blocks:
-    """Content blocks of an answer, and their events; reasoning is dropped unless `thinking`."""
+    """Content blocks of an answer, and their stream events; without `thinking`, drops reasoning."""
 
     def __init__(self, *, thinking: bool) -> None:
         self.content: list[dict[str, Any]] = []

@@ -1,1 +1,1 @@
-"""OpenAI's interface: chat, completions and responses."""
+"""OpenAI's API: chat completions, completions and responses."""

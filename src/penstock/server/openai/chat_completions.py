@@ -52,7 +52,7 @@ class ChatCompletions(Dialect):
         self.prompt: tuple[int, ...] = ()
         self.prediction: tuple[int, ...] = ()
         self.top = top_of(body.prompt_logprobs, service.vocabulary_size)
-        """Number of likeliest tokens reported with each prompt token, or None."""
+        """Number of top log-probabilities per prompt token; None for no scores."""
         self.started: set[int] = set()
         self.calls: list[CallParts] = []
 
@@ -127,7 +127,7 @@ class ChatCompletions(Dialect):
         return includes_usage(self.body.stream_options)
 
     def is_long(self, choices: Sequence[Choice]) -> bool:
-        """Long also with scores of the prompt."""
+        """Return whether the answers are long, or include prompt log-probabilities."""
         return self.answering.handles[0].prompt_logprobs is not None or super().is_long(choices)
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class ChatCompletions(Dialect):
         return whole
 
     def batches(self) -> AsyncIterator[list[Event]]:
-        """Return the events, and empty lists if `return_progress` is set."""
+        """Return batches of events; with `return_progress`, empty ones report progress."""
         return self.answering.batches(with_progress=bool(self.body.return_progress))
 
     def progress(self) -> Iterator[bytes]:
@@ -158,7 +158,7 @@ class ChatCompletions(Dialect):
         yield self._chunk(self._choice(0, delta, [], None), **prompt_progress(self.answering))
 
     def chunk(self, events: Sequence[Event]) -> Iterator[bytes]:
-        """Yield chunks: tokens of an answer that arrive together are one."""
+        """Yield chunks; tokens of one answer that arrive together share a chunk."""
         for index, (delta, tokens, finish) in self._read_all(events).items():
             content = _delta(delta, self.calls[index])
             if index not in self.started:
@@ -181,7 +181,7 @@ class ChatCompletions(Dialect):
     def _read_all(
         self, events: Iterable[Event]
     ) -> dict[int, tuple[Delta, list[Token], Finish | None]]:
-        """Group events by answer: certain text, tokens with a log-probability, the end."""
+        """Group events by answer: parsed text, tokens with a log-probability, finish event."""
         deltas: dict[int, list[Delta]] = {}
         tokens: dict[int, list[Token]] = {}
         ends: dict[int, Finish] = {}
@@ -234,7 +234,7 @@ def _delta(delta: Delta, calls: CallParts) -> dict[str, Any]:
 
 
 def _call_part(part: CallPart) -> dict[str, Any]:
-    """Write a part of a call; the first has its id and name."""
+    """Return the delta of a call; the first one includes its id and name."""
     if not part.begins:
         return {"index": part.index, "function": {"arguments": part.grown}}
     return {"index": part.index, **_call(replace(part.call, arguments=part.grown))}

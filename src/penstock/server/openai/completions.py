@@ -1,4 +1,4 @@
-"""OpenAI's completions, with log-probabilities of prompts."""
+"""OpenAI's completions, including log-probabilities of prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.server.workers import LONG_BYTES
 
 COMPLETIONS = "/v1/completions"
 Part: TypeAlias = tuple[str, list[Token], str | None]
-"""New text of an answer, tokens with a log-probability, and the finish reason."""
+"""New text of an answer, its tokens with a log-probability, and the finish reason."""
 
 
 class Completions(Dialect):
@@ -53,7 +53,7 @@ class Completions(Dialect):
         self.echoes: list[str] = []
         self.offsets: dict[int, int] = {}
         self.top = self.prompt_top = top_of(body.prompt_logprobs, service.vocabulary_size)
-        """Number of likeliest tokens the engine reports with each prompt token, or None."""
+        """Number of top log-probabilities per prompt token from the engine; None for no scores."""
         if body.echo and body.logprobs is not None:
             self.top = max(body.logprobs, self.top or 0)
 
@@ -124,11 +124,11 @@ class Completions(Dialect):
         return includes_usage(self.body.stream_options)
 
     def is_long(self, choices: Sequence[Choice]) -> bool:
-        """Long also with scores of prompts, or long texts of them."""
+        """Return whether the response includes prompt log-probabilities or long echoes."""
         return self._is_long
 
     def is_long_chunk(self, events: Sequence[Event]) -> bool:
-        """Whether an answer begins, with its prompt's scores and text."""
+        """Return whether the batch starts an answer whose prompt scores or echo are long."""
         return self._is_long and any(event.choice not in self.offsets for event in events)
 
     @property
@@ -157,7 +157,7 @@ class Completions(Dialect):
         return {**self.head, "choices": text_choices, "usage": usage}
 
     def _echoed(self, index: int) -> list[Token]:
-        """Return the tokens of an answer's prompt, if its log-probabilities include them."""
+        """Return the prompt's tokens, if `echo` adds them to the answer's log-probabilities."""
         scores = self.answering.handles[index // self.n].prompt_logprobs
         if scores is None or not self.body.echo or self.body.logprobs is None:
             return []
@@ -169,9 +169,9 @@ class Completions(Dialect):
         return self.logprobs.completion(tokens, offset)
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yield events; those of a prompt wait until it has its log-probabilities.
+        """Yield batches of events; a prompt's events wait for its log-probabilities.
 
-        The first answer reads them; another may find the prompt cached, and begin earlier.
+        The first answer computes them; another may find the prompt cached and start earlier.
         """
         early: list[Event] = []
         with_progress = bool(self.body.return_progress)
@@ -196,7 +196,7 @@ class Completions(Dialect):
         yield data({**self._chunk_head, "choices": [choice], **prompt_progress(self.answering)})
 
     def chunk(self, events: Sequence[Event]) -> Iterator[bytes]:
-        """Yield a chunk for each answer that has grown; its first has the echo."""
+        """Yield a chunk for each answer with new text; its first chunk starts with the echo."""
         for index, (text, tokens, reason) in _sum_up(events).items():
             offset = self.offsets.get(index)
             if offset is None:
@@ -222,7 +222,7 @@ def _has_scores(handle: Handle) -> bool:
 
 
 def _sum_up(events: Iterable[Event]) -> dict[int, Part]:
-    """Group events by answer: text, tokens with a log-probability, the finish reason."""
+    """Group events by answer: text, tokens with a log-probability, finish reason."""
     texts: dict[int, list[str]] = {}
     tokens: dict[int, list[Token]] = {}
     ends: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""OpenAI's first form of calls, `functions` and `function_call`, which older clients send.
+"""OpenAI's deprecated `functions` and `function_call`, which older clients send.
 
 functions ──> tools      function_call of an answer <── its first call
 """
@@ -18,7 +18,7 @@ def tools_of(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def choice_of(function_call: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return a `function_call` as a `tool_choice`.
+    """Convert a `function_call` to a `tool_choice`.
 
     >>> choice_of("auto"), choice_of({"name": "f"})
     ('auto', {'type': 'function', 'function': {'name': 'f'}})
@@ -48,7 +48,7 @@ def with_tool_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def as_function(choice: dict[str, Any], key: str) -> dict[str, Any]:
-    """Convert a choice's first tool call to `function_call`; `key`: `message` or `delta`."""
+    """Convert the first tool call of a choice's message or delta (`key`) to `function_call`."""
     message = dict(choice[key])
     for call in message.pop("tool_calls", ())[:1]:
         message["function_call"] = call["function"]

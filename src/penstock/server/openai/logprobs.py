@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in OpenAI's two forms."""
+"""Log-probabilities in the formats of OpenAI's chat completions and completions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Logprobs:
         ]
 
     def completion(self, tokens: Sequence[Token], offset: int = 0) -> dict[str, Any]:
-        """Return the logprobs of a choice or chunk, `offset` characters into its text."""
+        """Return the `logprobs` of a choice or chunk that starts at character `offset`."""
         texts = [token.text for token in tokens]
         offsets = []
         for text in texts:
@@ -50,7 +50,7 @@ class Logprobs:
         }
 
     def echoed(self, scores: PromptLogprobs, top: int) -> list[Token]:
-        """Return a prompt's tokens as an answer's, with `top` likeliest each. Blocking."""
+        """Return a prompt's tokens for an echo, each with `top` alternatives. Blocking."""
         texts = self._prompts.token_texts(scores.tokens)
         return [
             Token(0, score.token, text, score.logprob, score.top[:top])
@@ -58,7 +58,7 @@ class Logprobs:
         ]
 
     def prompt(self, scores: PromptLogprobs, top: int | None = None) -> list[Any]:
-        """Return vLLM's `prompt_logprobs`: None for the first token. Blocking."""
+        """Return vLLM's `prompt_logprobs`, which is None for the first token. Blocking."""
         written: list[Any] = []
         for score in scores:
             if score.logprob is None:
@@ -76,7 +76,7 @@ class Logprobs:
         return written
 
     def _top(self, token: Token) -> dict[str, float] | None:
-        """Return the likeliest tokens by text; of those with equal text, the first."""
+        """Return the likeliest tokens by text; for equal texts, the likeliest token counts."""
         if token.logprob is None:
             return None
         values: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""OpenAI's request format, and its translation for the engine."""
+"""OpenAI's request formats, and their conversion to engine requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.server.service import Service
 from penstock.server.tools.allowed_tools import ToolPlan
 
 LEAST_TOP_P = 1e-6
-"""Smallest `top_p` of the engine; OpenAI's 0 means greedy."""
+"""Smallest `top_p` of the engine, used for OpenAI's 0."""
 MOST_STOP_TOKENS = 1_024
 
 
@@ -52,7 +52,7 @@ class JsonSchema(RequestForm):
 
 
 class ResponseFormat(RequestForm):
-    """The form of the answer: any text, a JSON object, or JSON of a schema."""
+    """The format of the answer: any text, a JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -82,35 +82,35 @@ class Sampled(RequestForm):
     """Temperature; 0 is greedy. Defaults to the server's or the model's."""
     top_p: float | None = Field(None, ge=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
-    """Number of likeliest tokens to sample from; 0 and -1 are all."""
+    """Number of likeliest tokens to sample from; 0 and -1 mean all."""
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
     logit_bias: Biases | None = None
-    """Additions to logits by token id, -100 to 100."""
+    """Values added to logits by token id, -100 to 100."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     ignore_eos: bool | None = None
-    """Continue after the end of sequence, as in vLLM; chat and completions."""
+    """Continue after an end-of-sequence token, as in vLLM. Chat and completions only."""
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    """Minimum answer length, as in vLLM; chat and completions, like the next."""
+    """Minimum number of tokens to generate, as in vLLM. Chat and completions only."""
     include_stop_str_in_output: bool | None = None
-    """Include the text of the `stop` or `stop_token_ids` that ended the answer."""
+    """Include the stop text or stop token that ended the answer. Chat and completions only."""
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=-1, le=MOST_TOP)
-    """Number of likeliest tokens reported with each prompt token, -1 for all."""
+    """Number of log-probabilities to return per prompt token; -1 means all."""
     prompt_cache_key: Annotated[str, Field(max_length=1_024)] | None = None
-    """Prefixes of requests with a key are kept longer."""
+    """Key that asks to hold the prompt's prefix longer."""
     cache_salt: Annotated[str, Field(max_length=1_024)] | None = None
-    """Only requests with the same salt share prefixes."""
+    """Cache salt: only requests with equal salts share prefixes."""
     cache_prompt: bool | None = None
-    """Use the prefix cache, as in llama.cpp; false computes the whole prompt."""
+    """Use the prefix cache, as in llama.cpp; if false, compute the whole prompt."""
 
     def sampling(
         self, default: Sampling, *, logprobs: bool = False, top_logprobs: int = 0
     ) -> Sampling:
-        """Return the sampling; `default` fills fields that are not set."""
+        """Return the sampling settings; `default` provides unset fields."""
         fields = {name: getattr(self, name) for name in SAMPLED}
         chosen = {name: value for name, value in fields.items() if value is not None}
         if "top_p" in chosen:
@@ -137,7 +137,7 @@ class Sampled(RequestForm):
         stop_token_ids: Sequence[int] = (),
         **fields: Any,
     ) -> Request:
-        """Return the engine's request with further `fields`; BadRequest for one out of range."""
+        """Return the engine request; BadRequest if a value is out of range."""
         settings = service.settings
         if max_tokens is None:
             max_tokens = service.rest_tokens(len(prompt))
@@ -206,20 +206,20 @@ class ChatRequest(Sampled, Structured):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
-    """Stream how much of the prompt has been read, as llama.cpp does."""
+    """Stream prompt progress, as llama.cpp does."""
     response_format: ResponseFormat | None = None
     tools: Each[Tool] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
     modalities: Each[Name] | None = Field(None, max_length=8)
     prediction: Prediction | None = None
-    """Expected answer; its tokens are proposed."""
+    """Expected answer; its tokens are used for speculative decoding."""
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: Each[FunctionTool] | None = Field(None, max_length=512)
-    """OpenAI's first form of tools; ignored beside `tools`."""
+    """Deprecated form of `tools`; ignored if `tools` is set."""
     function_call: str | dict[str, Any] | None = None
     continue_final_message: bool | None = None
-    """Continue the last message, the assistant's, as in vLLM."""
+    """Continue the final assistant message, as in vLLM."""
     add_generation_prompt: bool | None = None
     """Must be false with `continue_final_message`, as in vLLM."""
     reasoning_effort: Name | None = None
@@ -229,7 +229,7 @@ class ChatRequest(Sampled, Structured):
         return self.tools is None and self.functions is not None
 
     def plan(self, form: AnswerFormat) -> ToolPlan:
-        """Return the tools of prompt and answer; BadRequest for an unknown `tool_choice`."""
+        """Return the tools for prompt and answer; BadRequest if `tool_choice` is unknown."""
         if self.legacy:
             functions = [f.model_dump(exclude_none=True) for f in self.functions or ()]
             return ToolPlan.of(form, tools_of(functions), choice_of(self.function_call))
@@ -250,7 +250,7 @@ class ChatRequest(Sampled, Structured):
 
     @property
     def goes_on(self) -> bool:
-        """Whether to continue the last message; BadRequest if that is not the assistant's."""
+        """Whether to continue the last message; BadRequest if it is not an assistant message."""
         goes_on = bool(self.continue_final_message)
         if goes_on and (self.messages[-1].role != "assistant" or not self.messages[-1].content):
             raise BadRequest(
@@ -270,22 +270,22 @@ class CompletionRequest(Sampled, Structured):
 
     prompt: Prompt
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
-    """Most tokens of an answer; 0 only reads the prompt."""
+    """Maximum number of tokens per answer; 0 only processes the prompt."""
     stop: str | Each[str] | None = None
     stop_token_ids: Each[Id] | None = Field(None, max_length=MOST_STOP_TOKENS)
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
     logprobs: int | None = Field(None, ge=0, le=20)
-    """Number of likeliest tokens reported with each generated one."""
+    """Number of log-probabilities to return per generated token."""
     echo: bool | None = None
-    """Start the text with the prompt, and `logprobs` with its tokens."""
+    """Return the prompt before the answer, in the text and in `logprobs`."""
     suffix: str | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
 
 
 def grammar_of(response_format: ResponseFormat | None) -> str | None:
-    """Return the grammar of a `response_format`; None if unconstrained. Blocking."""
+    """Return the grammar of a `response_format`; None if it allows any text. Blocking."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":

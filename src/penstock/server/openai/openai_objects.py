@@ -1,4 +1,4 @@
-"""Responses of OpenAI's interface in the OpenAPI document; the routes write them by hand."""
+"""Response models of OpenAI's API, used only in the OpenAPI document, and response helpers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PromptDetails(BaseModel):
 
     cached_tokens: int
     cache_write_tokens: int | None = None
-    """Prompt tokens computed and now cached; chat only."""
+    """Prompt tokens computed and written to the cache. Chat completions only."""
 
 
 class CompletionDetails(BaseModel):
@@ -111,7 +111,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
-    """Most tokens of a prompt and its answer together."""
+    """Maximum number of tokens of a prompt and its answer together."""
     context_length: int
     type: str
     display_name: str
@@ -122,7 +122,7 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """The served models: always one."""
+    """List of served models, always of length one."""
 
     object: str
     data: list[Model]
@@ -137,14 +137,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         400: "A field is wrong, or prompt and answer do not fit",
         401: "The key is missing or wrong",
         403: "The request names a foreign host",
-        404: "There is no such thing",
-        408: "The body came too slowly",
+        404: "Not found",
+        408: "The body did not arrive in time",
         413: "The body is too large",
-        415: "It does not say that it is JSON",
+        415: "The content type is not JSON",
         422: "A field is wrong",
-        429: "Too many requests wait",
-        500: "Something went wrong inside",
-        503: "Out of memory, or stopping",
+        429: "Too many requests are waiting",
+        500: "Internal error",
+        503: "Out of memory, or the server is stopping",
         504: "The answer did not end in time",
     }.items()
 }
@@ -172,7 +172,7 @@ def includes_usage(options: StreamOptions | None) -> bool:
 
 
 def last_chunks(head: Mapping[str, Any], usage: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the last chunks of a stream: its usage, unless empty, and the end."""
+    """Yield the last chunks of a stream: the usage, unless empty, and `[DONE]`."""
     if usage:
         yield data({**head, "choices": [], "usage": usage})
     yield DONE

@@ -1,4 +1,4 @@
-"""OpenAI's chat, completions and models routes."""
+"""Routes of OpenAI's chat completions, completions and models."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def router(service: Service) -> APIRouter:
 
     @routes.post(COMPLETIONS, response_model=Completion, responses=STREAMED)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
-        """Continue a text as it is, without a chat template."""
+        """Complete a text without applying a chat template."""
         return await Completions(service, logprobs, body).respond(http)
 
     @routes.post("/v1/embeddings", response_model=None, responses={404: {"model": OpenAIError}})
     async def embeddings() -> Response:
-        """Refuse: this server generates text."""
+        """Return 404, since this server does not compute embeddings."""
         raise NotFound(
             "embeddings are not served: this server generates text", code="unsupported_endpoint"
         )
 
     @routes.get("/v1/models", response_model=Models)
     async def models() -> Response:
-        """List the one served model."""
+        """List the served model."""
         ends = {"has_more": False, "first_id": service.model_name, "last_id": service.model_name}
         return Json({"object": "list", "data": [_model(service)], **ends})
 
     @routes.get("/v1/models/{model_id:path}", response_model=Model)
     async def model(model_id: str) -> Response:
-        """Describe a model."""
+        """Describe the served model."""
         if model_id != service.model_name:
             raise NotFound(
                 f"there is no model of this name; {service.model_name} is served",

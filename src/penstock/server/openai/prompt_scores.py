@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: limits, and the memory they take."""
+"""Log-probabilities of prompts: limits and memory estimates."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from penstock.server.problems import BadRequest
 from penstock.server.prompt_memory import HOLD
 
 MOST_TOP = 20
-"""Largest number of likeliest tokens, other than all."""
+"""Maximum number of log-probabilities per prompt token, unless all are requested."""
 TOKEN_SCORE_BYTES = 900
-"""Bytes of a token's score, from the engine's numbers to the response text."""
+"""Estimated bytes per prompt token, from the engine's score to the response text."""
 TOP_SCORE_BYTES = 400
-"""Bytes of each likely token with it."""
+"""Estimated bytes per additional token reported for a prompt token."""
 
 
 def check_scores(top: int | None, *, stream: bool) -> None:
-    """Refuse `prompt_logprobs` in a stream, as vLLM does."""
+    """Reject `prompt_logprobs` in a stream, as vLLM does."""
     if top is not None and stream:
         raise BadRequest(
             "prompt_logprobs do not come in a stream; leave stream out", param="prompt_logprobs"
@@ -25,7 +25,7 @@ def check_scores(top: int | None, *, stream: bool) -> None:
 
 
 def top_of(prompt_logprobs: int | None, vocabulary_size: int) -> int | None:
-    """Return the likeliest tokens that `prompt_logprobs` asks for; -1 is the whole vocabulary.
+    """Return the number of scores per token that `prompt_logprobs` asks for; -1 means all.
 
     >>> top_of(-1, 4_096), top_of(5, 4_096), top_of(None, 4_096)
     (4096, 5, None)
@@ -34,7 +34,7 @@ def top_of(prompt_logprobs: int | None, vocabulary_size: int) -> int | None:
 
 
 def hold_scores(prompts: Sequence[Sequence[int]], top: int, copies: int = 1) -> None:
-    """Hold the memory of prompts' scores; BadRequest if the whole vocabulary exceeds the pool."""
+    """Reserve memory for prompt scores; BadRequest if all of them would exceed the pool."""
     hold, tokens = HOLD.get(), sum(map(len, prompts))
     if hold is None:
         return

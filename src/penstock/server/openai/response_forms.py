@@ -15,7 +15,7 @@ Input: TypeAlias = Annotated[
 
 
 class TextFormat(RequestForm):
-    """The form of the answer."""
+    """The format of the answer."""
 
     type: str
     name: str | None = None
@@ -25,7 +25,7 @@ class TextFormat(RequestForm):
 
 
 class TextSettings(RequestForm):
-    """The form of the answer, as `text` holds it."""
+    """The `text` field of a request."""
 
     format: TextFormat | None = None
 
@@ -34,7 +34,7 @@ class ReasoningSettings(RequestForm):
     """Settings of the model's reasoning."""
 
     effort: Name | None = None
-    """`none` to `high`; needs a template with a switch for it."""
+    """Effort, `none` to `high`; requires a template that supports it."""
 
 
 class ResponsesRequest(Sampled):
@@ -47,33 +47,33 @@ class ResponsesRequest(Sampled):
     tools: Each[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    """False keeps only the first call of an answer."""
+    """If false, only the first call of an answer is kept."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Each[Name] | None = Field(None, max_length=64)
     metadata: Metadata | None = None
     reasoning: ReasoningSettings | None = None
     store: bool | None = None
-    """Keep the response, so that a later request may continue from its id."""
+    """Store the response, so that a later request can continue from its id."""
     background: bool | None = None
     previous_response_id: Name | None = None
     conversation: Any = None
 
 
 class InputTokensRequest(ResponsesRequest):
-    """The body of `POST /v1/responses/input_tokens`: a response's, and `input` may be left out."""
+    """The body of `POST /v1/responses/input_tokens`, with an optional `input`."""
 
     input: Input = Field(default_factory=list)
 
 
 class InputTokens(BaseModel):
-    """Length of an input."""
+    """Length of an input in tokens."""
 
     object: str
     input_tokens: int
 
 
 class InputItems(BaseModel):
-    """Page of a response's input."""
+    """A page of the input items of a response."""
 
     object: str
     data: list[dict[str, Any]]
@@ -102,24 +102,24 @@ class ResponsesUsage(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """An answer with its settings, some of which are omitted here."""
+    """A response and its settings, some of which this model omits."""
 
     id: str
     object: str
     created_at: int
     completed_at: int | None
     status: str
-    """`completed`, `incomplete` (token limit) or `failed`."""
+    """`completed`, `incomplete` (token limit reached) or `failed`."""
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     model: str
     output: list[dict[str, Any]]
     usage: ResponsesUsage | None
     temperature: float
-    """Temperature used, given or not."""
+    """Temperature used, whether or not the request set it."""
     top_p: float
     truncation: Literal["disabled"]
-    """Inputs too long are refused, not cut."""
+    """Truncation is disabled: inputs that are too long are rejected."""
     tools: list[dict[str, Any]]
 
 

@@ -1,4 +1,4 @@
-"""Input of a response: items, messages and tools."""
+"""Input of a response: items, chat messages and tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.server.tools.allowed_tools import ToolPlan
 
 @dataclass(frozen=True, slots=True)
 class ResponseInput:
-    """A request's input, with stored items and without references."""
+    """A request's input, with the previous response's items, and references resolved."""
 
     items: list[dict[str, Any]]
     messages: list[dict[str, Any]]

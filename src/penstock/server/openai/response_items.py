@@ -1,6 +1,6 @@
 """Conversion of `/v1/responses` input to chat messages.
 
-Text, reasoning and calls of one answer are one message, as templates write them.
+Text, reasoning and calls of one answer become one message, as templates expect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Item = dict[str, Any]
 
 OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 SEALED = "penstock:"
-"""Prefix of our `encrypted_content`: base64 reasoning, for clients that send nothing else."""
+"""Prefix of `encrypted_content`, which is base64; some clients send reasoning back only in it."""
 
 
 def items_of(content: str | Sequence[Item]) -> list[Item]:
@@ -30,14 +30,14 @@ def items_of(content: str | Sequence[Item]) -> list[Item]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop null fields at any depth: clients write unset ones so."""
+    """Drop null fields at any depth, which clients send for unset ones."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def resolved(items: Sequence[Item], known: Mapping[str, Item], first: int = 0) -> list[Item]:
-    """Replace references by stored items; errors count from `first`. BadRequest if unknown."""
+    """Replace references by stored items; BadRequest, counting from `first`, if unknown."""
     whole_items = []
     for index, item in enumerate(items):
         if item.get("type") == "item_reference":
@@ -57,7 +57,7 @@ def resolved(items: Sequence[Item], known: Mapping[str, Item], first: int = 0) -
 def page_of(
     items: Sequence[Item], *, limit: int, newest_first: bool, after: str | None
 ) -> dict[str, Any]:
-    """Return a page of items; `after` is the id of the item before the page."""
+    """Return a page of items that starts after the item with id `after`."""
     named = [{"id": f"item_{index}", **_whole_message(item)} for index, item in enumerate(items)]
     if newest_first:
         named.reverse()
@@ -74,7 +74,7 @@ def page_of(
 
 
 def _whole_message(item: Item) -> Item:
-    """Complete an item's type and parts, which clients may omit."""
+    """Add the type and content parts of a message that clients may omit."""
     if item.get("type", "message") != "message":
         return item
     content = item.get("content")
@@ -86,7 +86,7 @@ def _whole_message(item: Item) -> Item:
 
 
 class Conversation:
-    """Chat messages built from items without references, the first `first` of them stored."""
+    """Chat messages built from resolved items, of which the first `first` come from the store."""
 
     def __init__(self, items: Sequence[Item], first: int = 0) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -141,7 +141,7 @@ class Conversation:
 
 
 def _goes_on(answer: Mapping[str, Any]) -> bool:
-    """Whether more text belongs to the same answer: it has a call, or reasoning alone."""
+    """Return whether more text belongs to this answer: it has calls, or only reasoning."""
     only_reasoning = "reasoning_content" in answer and not answer["content"]
     return "tool_calls" in answer or only_reasoning
 
@@ -151,7 +151,7 @@ def sealed(reasoning: str) -> str:
 
 
 def reasoning_of(item: Item) -> str:
-    """Return the text of a reasoning item; empty if only another server can read it.
+    """Return the text of a reasoning item; empty if another server encrypted it.
 
     >>> reasoning_of({"encrypted_content": sealed("Hm.")})
     'Hm.'

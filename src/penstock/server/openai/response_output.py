@@ -23,13 +23,13 @@ Event = tuple[str, dict[str, Any]]
 class ResponseOutput:
     tools: Tools
     custom: str | None = None
-    """Custom tool whose input is the whole answer."""
+    """Name of the custom tool whose input is the whole answer, if any."""
     commits: bool = False
-    """Whether reasoning has an `encrypted_content`."""
+    """Whether to add `encrypted_content` to reasoning items."""
     items: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     new_logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """Log-probabilities not yet streamed; reasoning and calls drop them."""
+    """Log-probabilities not yet streamed; dropped by reasoning and calls."""
     _text: list[str] = field(default_factory=list)
     _open: str | None = None
     _calls: CallParts = field(default_factory=CallParts)
@@ -54,7 +54,7 @@ class ResponseOutput:
             yield from self._emit("message", delta.text)
 
     def _part_of(self, part: CallPart) -> Iterator[Event]:
-        """Begin, grow or end a call; calls of tools other than functions come whole."""
+        """Yield the events of a call; calls of tools that are not functions are sent complete."""
         if not self.tools.is_function(part.call.name):
             if part.ends and not part.broken:
                 yield from self._call(part.call)
@@ -77,7 +77,7 @@ class ResponseOutput:
             yield "response.output_item.done", self._item()
 
     def end(self, *, incomplete: bool) -> list[Event]:
-        """Finish the last item; an empty answer has an empty message."""
+        """Finish the last item; an empty answer gets an empty message."""
         events: list[Event] = []
         if self.custom is not None:
             arguments = json.dumps({"input": "".join(self._text)})

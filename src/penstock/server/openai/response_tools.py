@@ -1,10 +1,10 @@
-"""Tools of `/v1/responses`: their form for templates, and their calls in the client's form.
+"""Tools of `/v1/responses`, converted to functions for templates, and their calls back.
 
-function     ──────────────────────────> the same
-namespace    ── a function of it ──────> namespace__name, and back
-custom       ── its input is a text ───> a function with one text, and back
+function     ──────────────────────────> unchanged
+namespace    ── each function ─────────> namespace__name, and back
+custom       ── text as input ─────────> a function with one text argument, and back
 local_shell  ──────────────────────────> a function with a command, and back
-tools that run on OpenAI's side         left out, and named in a header
+tools that run on OpenAI's servers      left out, and named in a header
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Offered:
     name: str
     namespace: str | None = None
     grammar: str | None = None
-    """Grammar of a `custom` tool's input, in llguidance's form."""
+    """Grammar of a `custom` tool's input, in llguidance's format."""
     strict: bool = False
 
 
@@ -55,11 +55,11 @@ class Tools:
     chat: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     offered: dict[str, Offered] = field(default_factory=dict)
-    """Tools by the names the model knows."""
+    """Tools by the names used in the prompt."""
 
     @classmethod
     def of(cls, offered: Iterable[dict[str, Any]] | None) -> Tools:
-        """Read the tools of a request; BadRequest for a missing name or a faulty grammar."""
+        """Parse the tools of a request; BadRequest for a missing name or an invalid grammar."""
         tools = cls()
         for index, tool in enumerate(offered or ()):
             tools._read(tool, f"tools.{index}", None)
@@ -142,7 +142,7 @@ class Tools:
 
 
 def input_of(call: ToolCall) -> str:
-    """Return the input of a custom tool's call, or its raw arguments."""
+    """Return the input of a custom tool's call; its raw arguments if it has no text input."""
     text = _object(call.arguments).get("input")
     return text if isinstance(text, str) else call.arguments
 

@@ -5,7 +5,7 @@ response.created, in_progress
   output_item.added ─ function_call_arguments.delta, done ─ output_item.done
 response.completed | response.incomplete | error ─ response.failed
 
-`response_tools` has the tools, `response_items` the input, `response_store` the kept responses.
+`response_tools` converts tools, `response_items` the input; `response_store` keeps responses.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PATH = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
 FUNCTION = {"description": None, "parameters": None, "strict": None}
 SEALED_REASONING = "reasoning.encrypted_content"
-"""Value of `include` for sealed reasoning, which clients send back unread."""
+"""Value of `include` that asks for `encrypted_content`, which clients send back."""
 UNSERVED = {
     "conversation": "send the whole input, or previous_response_id",
     "background": "leave it out, and stream the answer if it takes long",
@@ -74,7 +74,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post(f"{PATH}/compact", response_model=None, responses={404: {"model": OpenAIError}})
     async def compact() -> Response:
-        """Refuse: this server writes no summaries of conversations."""
+        """Return 404, since this server does not compact conversations."""
         raise NotFound(
             "conversations are not compacted here; send the whole input, or a summary of it",
             code="unsupported_endpoint",
@@ -88,13 +88,13 @@ def router(service: Service) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
-        """List the input of a stored response, by page."""
+        """Return a page of the input items of a stored response."""
         items = service.stored.input_items(cache_salt, response_id)
         return Json(page_of(items, limit=limit, newest_first=order == "desc", after=after))
 
     @routes.get(f"{PATH}/{{response_id}}", response_model=ResponseObject)
     async def response(response_id: str, cache_salt: str = "") -> Response:
-        """Return a stored response; needs the salt of its request."""
+        """Return a stored response; requires the `cache_salt` of its request."""
         return Json(service.stored.response(cache_salt, response_id))
 
     @routes.delete(f"{PATH}/{{response_id}}", response_model=DeletedResponse)
@@ -132,7 +132,7 @@ class Responses(Dialect):
         self.output = ResponseOutput(self.input.tools)
         self.sampling = service.sampling
         self.custom: str | None = None
-        """Demanded custom tool: the whole answer is its input."""
+        """Custom tool required by `tool_choice`, whose input is the whole answer."""
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,), (reader,), output = choices, self.readers, self.output
@@ -191,7 +191,7 @@ class Responses(Dialect):
         return [request]
 
     def _calls(self) -> CallGrammar:
-        """Return the grammar of the calls; a demanded custom tool's is that of its input."""
+        """Return the grammar of the calls; for a required custom tool, that of its input."""
         choice, prompts = self.body.tool_choice, self.service.prompts
         if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
             name = flat_name(str(choice.get("name")), choice.get("namespace"))
@@ -276,7 +276,7 @@ class Responses(Dialect):
                 yield self._event(kind, content)
 
     def end(self, usage: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the end of the last item and the whole response, which is kept."""
+        """Yield the end of the last item and the whole response; store the response."""
         status = _status(self.readers[0])
         for kind, content in self.output.end(incomplete=status == "incomplete"):
             yield self._event(kind, content)
@@ -296,7 +296,7 @@ def _status(reader: Reader) -> str:
 
 
 def _settings(body: ResponsesRequest, sampling: Sampling) -> dict[str, Any]:
-    """Return every setting as clients check it, with the value used where the request has none."""
+    """Return all settings, with the effective value of those the request does not set."""
     effort = body.reasoning.effort if body.reasoning is not None else None
     return {
         "instructions": body.instructions,

@@ -1,7 +1,7 @@
 """vLLM's structured outputs: a JSON schema, a regular expression, choices or a grammar.
 
 guided_json, guided_regex, guided_choice, guided_grammar ──┐
-structured_outputs: {json, regex, choice, grammar, ...} ───┴──> one grammar, kept to token by token
+structured_outputs: {json, regex, choice, grammar, ...} ───┴──> one grammar for decoding
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Choices = Annotated[Each[Text], Field(min_length=1, max_length=MOST_CHOICES)]
 
 
 class StructuredOutputs(RequestForm):
-    """The form of an answer; exactly one field is set."""
+    """Constraint on the answer; exactly one field is set."""
 
     json_: dict[str, Any] | Text | None = Field(None, alias="json")
     """JSON schema, as an object or text."""
@@ -36,7 +36,7 @@ class StructuredOutputs(RequestForm):
 
 
 class Structured(RequestForm):
-    """vLLM's fields; older clients send the first four."""
+    """vLLM's fields for structured outputs; older clients send the `guided_` ones."""
 
     guided_json: dict[str, Any] | Text | None = None
     guided_regex: Text | None = None
@@ -45,7 +45,7 @@ class Structured(RequestForm):
     structured_outputs: StructuredOutputs | None = None
 
     def structure(self) -> str | None:
-        """Return the grammar of the answer, if structured; BadRequest for several. Blocking."""
+        """Return the grammar of the answer, or None; BadRequest if several are set. Blocking."""
         structures = self._given()
         if len(structures) > 1:
             names = " and ".join(structures)
@@ -87,7 +87,7 @@ def _grammar(name: str, value: Any) -> str:
         case "regex":
             return _checked(name, regex_grammar(value))
         case "choice":
-            # A text in JSON is one in Lark.
+            # A JSON string is also a Lark string.
             texts = " | ".join(json.dumps(choice) for choice in value)
             return _checked(name, f"start: {texts}\n")
         case _:

@@ -1,1 +1,1 @@
-"""Parsers of models' answers: reasoning, text, and calls of tools, as they grow."""
+"""Incremental parsers of models' answers: reasoning, text and tool calls."""

@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, and readers of it.
+"""Text that arrives in pieces, and generators that parse it.
 
-A reader is a generator that yields when it needs more text, so its result cannot depend on how the
-text is divided.
+A reader is a generator that yields when it needs more text, so its result does not depend on how
+the text is split.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import regex
 from penstock.server.parsing.events import BrokenCall
 
 MOST_REREAD = 1_000_000
-"""Characters reread before broken calls count as text up to their ends."""
+"""Characters that may be reread; beyond, a broken call is text up to its end."""
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-"""Reader that yields to wait for text, and returns what it has read."""
+"""Generator that yields to wait for text, and returns the parsed value."""
 Emit: TypeAlias = Callable[[str], None]
 Pattern: TypeAlias = regex.Pattern[str]
 """Pattern that supports partial matches."""
@@ -27,16 +27,16 @@ Match: TypeAlias = regex.Match[str]
 
 
 class AnswerText:
-    """Text so far, and the position up to which it is read."""
+    """Text received so far, and the position up to which it is read."""
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.closed = False
         self.cut = False
-        """Whether the answer was cut off, so that its last call may lack its end."""
+        """Whether the answer was cut off, so that its last call may be incomplete."""
         self.stops: tuple[str, ...] = ()
-        """Marks of the answer's format that occur in no call."""
+        """Marks of the answer's format that never occur in a call."""
         self._reread = 0
         self._kept: list[str] | None = None
         self._recorded: list[str] | None = None
@@ -55,12 +55,12 @@ class AnswerText:
 
     @property
     def rereads(self) -> bool:
-        """Whether text may be reread: each mark may begin a call that breaks."""
+        """Whether text may still be reread after a broken call."""
         return self._reread < MOST_REREAD
 
     @property
     def ready(self) -> bool:
-        """Whether the next character is there, or will never be."""
+        """Whether the next character is available, or the text has ended."""
         return self.at < len(self.text) or self.closed
 
     @property
@@ -114,7 +114,7 @@ def until(
 
 
 def peek(source: AnswerText, pattern: Pattern, offset: int = 0) -> Reading[Match | None]:
-    """Match a pattern `offset` characters ahead, without reading.
+    """Match a pattern `offset` characters ahead without consuming text.
 
     The pattern must end with a mark, so that more text cannot extend its match.
     """
@@ -126,7 +126,7 @@ def peek(source: AnswerText, pattern: Pattern, offset: int = 0) -> Reading[Match
 
 
 def take(source: AnswerText, pattern: Pattern) -> Reading[Match | None]:
-    """Read a pattern's match, if it matches."""
+    """Consume and return a pattern's match; None if it does not match."""
     match = yield from peek(source, pattern)
     if match is not None:
         source.advance(match.end() - match.start())
@@ -134,7 +134,7 @@ def take(source: AnswerText, pattern: Pattern) -> Reading[Match | None]:
 
 
 def accept(source: AnswerText, *marks: str) -> Reading[str | None]:
-    """Read blanks and the longest mark that follows; nothing if none does."""
+    """Consume blanks and the longest mark after them; if no mark follows, consume nothing."""
     while True:
         rest = source.text[source.at :]
         bare = rest.lstrip()
@@ -147,7 +147,7 @@ def accept(source: AnswerText, *marks: str) -> Reading[str | None]:
 
 
 def expect(source: AnswerText, *marks: str) -> Reading[str]:
-    """Read blanks and one of the marks; BrokenCall if none follows."""
+    """Consume blanks and one of the marks; BrokenCall if none follows."""
     mark = yield from accept(source, *marks)
     if mark is None:
         raise BrokenCall(f"{marks[0]!r} is missing")
@@ -155,7 +155,7 @@ def expect(source: AnswerText, *marks: str) -> Reading[str]:
 
 
 def blanks(source: AnswerText, emit: Emit | None = None) -> Reading[str]:
-    """Read blanks; return the character after them, unread, or "" at the end."""
+    """Consume blanks; return the next character without consuming it, or "" at the end."""
     while True:
         while not source.ready:
             yield
@@ -167,7 +167,7 @@ def blanks(source: AnswerText, emit: Emit | None = None) -> Reading[str]:
 
 
 def line(source: AnswerText, end: str, *, max_length: int = 256) -> Reading[str]:
-    """Read up to and over `end`; BrokenCall if it is not within `most` characters."""
+    """Consume text through `end`; BrokenCall if it is not within `max_length` characters."""
     text = ""
     while not text.endswith(end):
         while not source.ready:
@@ -179,7 +179,7 @@ def line(source: AnswerText, end: str, *, max_length: int = 256) -> Reading[str]
 
 
 def _beginning(source: AnswerText, marks: Sequence[str]) -> int:
-    """Return how many characters at the end may begin a mark."""
+    """Return the length of the text's end that may begin a mark."""
     longest = max(map(len, marks), default=0)
     tail = source.text[max(source.at, len(source.text) - longest) :]
     return max(

@@ -1,6 +1,6 @@
 """JSON types of a tool's arguments, according to its schema.
 
-Formats with a tag for each argument write text verbatim, and everything else as JSON.
+Formats with a tag for each argument write strings verbatim and other types as JSON.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any
 
 DEPTH = 8
-"""Longest chain of references and unions."""
+"""Maximum depth of references and unions."""
 MOST_BRANCHES = 64
-"""Most alternative schemas of a value."""
+"""Maximum number of alternative schemas of a value."""
 _PYTHON_TYPES = {
     bool: "boolean",
     dict: "object",
@@ -25,7 +25,7 @@ _PYTHON_TYPES = {
 
 
 def json_types(schema: Any, root: Any = None) -> set[str]:
-    """Return the types a schema allows; empty if it does not say. `root` resolves `$ref`s.
+    """Return the types a schema allows; empty if unspecified. `root` resolves `$ref`s.
 
     >>> sorted(json_types({"anyOf": [{"type": "integer"}, {"type": "null"}]}))
     ['integer', 'null']
@@ -45,7 +45,7 @@ def json_types(schema: Any, root: Any = None) -> set[str]:
 
 
 def branches(schema: Any, root: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a value's alternative schemas, resolved; past `MOST_BRANCHES` one that allows all."""
+    """Yield a value's resolved alternative schemas; after `MOST_BRANCHES`, one that allows all."""
     schemas = _branches(schema, root, DEPTH)
     yield from islice(schemas, MOST_BRANCHES)
     if next(schemas, None) is not None:
@@ -75,7 +75,7 @@ def constants(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _part(root: Any, reference: str) -> Any:
-    """Resolve a `$ref`; None if there is no such part."""
+    """Resolve a `$ref`; None if it points to nothing."""
     part = root
     for key in reference.removeprefix("#").strip("/").split("/"):
         name = key.replace("~1", "/").replace("~0", "~")

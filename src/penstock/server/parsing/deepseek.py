@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1, which fence their JSON, and V3.1, which does not."""
+"""DeepSeek V3 and R1, which fence JSON arguments, and V3.1, which does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of a parser: parts of an answer, in order."""
+"""Events of a parser: the parts of an answer, in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.errors import PenstockError
 
 
 class BrokenCall(PenstockError):
-    """Text that cannot continue the call it began."""
+    """Raised when text cannot continue the call that has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ReasoningPart:
 class CallStart:
     name: str
     id: str | None = None
-    """Id of the call, if the model gives one."""
+    """Id of the call, if the model writes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CallEnd:
 
 @dataclass(frozen=True, slots=True)
 class CallBroken:
-    """End of a started call that turned out broken; its text follows."""
+    """End of a started call that turned out to be broken; its raw text follows."""
 
 
 ParsedEvent: TypeAlias = TextPart | ReasoningPart | CallStart | ArgumentsPart | CallEnd | CallBroken
@@ -54,7 +54,7 @@ class Events:
         self._events: list[ParsedEvent] = []
         self._in_call = False
         self.has_text = False
-        """Whether there was text other than blanks."""
+        """Whether text other than blanks has been added."""
 
     def text(self, text: str) -> None:
         self.has_text = self.has_text or bool(text.strip())
@@ -81,7 +81,7 @@ class Events:
         self._events.append(CallEnd())
 
     def broken(self, text: str) -> None:
-        """Add the text of a broken call, whether or not it has begun."""
+        """Add the text of a broken call, and end the call if it has started."""
         if self._in_call:
             self._in_call = False
             self._events.append(CallBroken())

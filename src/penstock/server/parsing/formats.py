@@ -51,7 +51,7 @@ FORMATS = (
     *mistral.FORMATS,
     *pythonic.FORMATS,
 )
-"""Formats of calls beside harmony; the first that a template shows is used."""
+"""Call formats other than harmony; the first that a chat template matches is used."""
 CALL_FORMATS: Mapping[str, CallFormat] = {named.name: named.calls for named in FORMATS}
 REASONING: Mapping[str, ReasoningMarks] = {
     "think": ReasoningMarks("<think>", "</think>"),
@@ -64,7 +64,7 @@ REASONING: Mapping[str, ReasoningMarks] = {
     muse.MUSE: muse.REASONING,
     "seed": ReasoningMarks("<seed:think>", "</seed:think>"),
 }
-"""Marks of reasoning, beside harmony's and mlx-lm's."""
+"""Reasoning marks, other than harmony's and mlx-lm's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +79,24 @@ class AnswerFormat:
     marks: Marks = NO_MARKS
 
     def unread(self, tools: Tools | None) -> Collection[int]:
-        """Return the special tokens to omit from text; none if marks are read."""
+        """Return the special tokens to omit from the text; none if the parser reads marks."""
         reads = self.reasoning is not None or self.call_name == HARMONY or bool(tools)
         return () if reads else self.marks.special.values()
 
     @property
     def shape(self) -> CallShape | None:
-        """Text around the parts of calls; None if unknown."""
+        """Text around names and arguments of calls; None if unknown."""
         if self.call_name == HARMONY:
             return harmony.SHAPE
         return None if self.calls is None else self.calls.shape
 
     @property
     def free_shape(self) -> CallShape | None:
-        """The same, if a single mark tells calls from text; else None."""
+        """`shape`, if a single mark distinguishes calls from text; else None."""
         shape = self.shape
         if shape is None or not shape.opening or self.call_name == HARMONY:
             return None
-        # A special token within the mark: the text in front of it could be any text's.
+        # A special token within the mark: the text before it is ambiguous.
         return None if any(mark in shape.opening[1:] for mark in self.marks.special) else shape
 
     def parser(self, tools: Tools | None, *, inside: bool = False) -> Parser:
@@ -115,7 +115,7 @@ class AnswerFormat:
 def answer_format(
     tokenizer: Any, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> AnswerFormat:
-    """Return a model's answer format; None for a parser follows the chat template."""
+    """Return a model's answer format; parsers set to None are chosen from the chat template."""
     check_names(tool_parser, reasoning_parser)
     template = _template(tokenizer)
     call_name, calls = _calls(tokenizer, template, tool_parser)
@@ -124,7 +124,7 @@ def answer_format(
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
-    """Check parser names before a model is loaded; SettingError lists the valid ones."""
+    """Check parser names before loading a model; SettingError lists the valid names."""
     if tool_parser is not None and tool_parser not in call_names():
         raise SettingError(f"--tool-parser {tool_parser}: it can be {', '.join(call_names())}")
     if reasoning_parser is not None and reasoning_parser not in reasoning_names():
@@ -141,7 +141,7 @@ def reasoning_names() -> list[str]:
 
 
 def template_calls(template: str) -> str | None:
-    """Return the name of the call format a template shows, or None.
+    """Return the name of the call format that a template uses, or None.
 
     >>> template_calls("<|start|>assistant<|channel|>final<|message|>")
     'harmony'
@@ -176,7 +176,7 @@ def _calls(tokenizer: Any, template: str, name: str | None) -> tuple[str, CallFo
 
 
 def _known_to_mlx_lm(tokenizer: Any, template: str) -> str:
-    """Return the call format that mlx-lm detects; `none` if we have no reader of it."""
+    """Return the call format that mlx-lm detects; `none` if it is not supported."""
     if not getattr(tokenizer, "has_tool_calling", False):
         return NONE
     name = str(tokenizer.tool_parser.__module__).rpartition(".")[2]
@@ -203,7 +203,7 @@ def _reasoning(
 
 
 def _template(tokenizer: Any) -> str:
-    """Return the chat template's text; for a template that is code, marks of its vocabulary."""
+    """Return the chat template's text; if it is code, the known marks in the vocabulary."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("tool_use") or template.get("default")

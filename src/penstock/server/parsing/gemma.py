@@ -1,4 +1,4 @@
-"""Gemma 4 and FunctionGemma: JSON with bare keys, and texts between marks.
+"""Gemma 4 and FunctionGemma: JSON with unquoted keys, and strings between marks.
 
 <|tool_call>call:write{path:<|"|>a.txt<|"|>,lines:[1,2]}<tool_call|>
 """
@@ -75,7 +75,7 @@ class _Notation:
         self._quote, self._closing = form.quote, form.closing
         self._keys = keys
         self._open: list[str] = []
-        """Closing brackets around the position."""
+        """Closing brackets of the currently open brackets."""
 
     def value(self) -> Reading[None]:
         source = self._source
@@ -122,7 +122,7 @@ class _Notation:
         self._emit(f"{json.dumps(key, ensure_ascii=False)}: ")
 
     def _text(self) -> Reading[None]:
-        """Read a text; an end mark after which the call cannot continue is part of it."""
+        """Parse a string; an end mark after which the call cannot continue is part of it."""
 
         def inner(part: str) -> None:
             self._emit(json.dumps(part, ensure_ascii=False)[1:-1])
@@ -145,7 +145,7 @@ class _Notation:
             inner(mark)
 
     def _rest(self, *, closed: bool = False) -> Pattern:
-        """Return the pattern of what can follow a text, up to the next value or the call's end."""
+        """Return the pattern of what can follow a string, up to the next value or call end."""
         rest = r"\Z" if closed else f"(?:{regex.escape(self._closing)}|call:)"
         for depth, end in enumerate(self._open):
             member = r"\s*\S"
@@ -157,7 +157,7 @@ class _Notation:
 
 
 def _scalar(text: str) -> str:
-    """Convert a scalar to JSON; an unknown word is a text without marks.
+    """Convert a scalar to JSON; an unknown word becomes a string.
 
     >>> _scalar("1e-7"), _scalar("None"), _scalar("Rome")
     ('1e-7', 'null', '"Rome"')

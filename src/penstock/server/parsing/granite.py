@@ -11,7 +11,7 @@ GRANITE = TaggedJson(
     shape=json_shape("<|tool_call|>[", "]"),
 )
 RESPONSE = ReasoningMarks("<think>", "</think>", ("<response>", "</response>"))
-"""Granite 3.3, whose answers have marks of their own."""
+"""Granite 3.3, which also puts marks around the answer."""
 WORDED = ReasoningMarks("Here is my thought process:", "Here is my response:")
 """Granite 3.2, whose marks are words."""
 

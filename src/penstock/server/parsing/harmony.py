@@ -1,4 +1,4 @@
-"""Harmony, the language of gpt-oss: messages with a channel, some of them for a tool.
+"""Harmony, the answer format of gpt-oss: messages with a channel, some addressed to a tool.
 
     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>commentary
     to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
@@ -26,7 +26,7 @@ SHAPE = CallShape(
     opening=CHANNEL,
     before="commentary to=functions.",
     between=f" {CONSTRAIN}json{MESSAGE}",
-    after="",  # behind the arguments stands the mark that ends the answer
+    after="",  # the arguments are followed by the mark that ends the answer
     separator=None,
 )
 _LONGEST_HEADER = 512
@@ -38,7 +38,7 @@ Head: TypeAlias = tuple[Literal["text", "reasoning", "call"], str]
 
 
 def harmony_answer(source: AnswerText, out: Events, tools: Tools) -> Reading[None]:
-    """Read the messages of an answer; without tools, calls are text."""
+    """Parse the messages of an answer; without tools, calls are text."""
     if (yield from begins_with_a_header(source)):
         yield from _message(source, out, tools, "")
     while (mark := (yield from until(source, _OVER, out.text))) is not None:
@@ -49,7 +49,7 @@ def harmony_answer(source: AnswerText, out: Events, tools: Tools) -> Reading[Non
 
 
 def begins_with_a_header(source: AnswerText) -> Reading[bool]:
-    """Whether the answer begins with a header; under a grammar it does not."""
+    """Return whether the answer begins with a header, as it does without a grammar."""
     yield from blanks(source)
     while True:
         rest = source.text[source.at :]
@@ -61,7 +61,7 @@ def begins_with_a_header(source: AnswerText) -> Reading[bool]:
 
 
 def _message(source: AnswerText, out: Events, tools: Tools, opening: str) -> Reading[None]:
-    """Read a message from its header on, up to its end mark."""
+    """Parse a message's header and body, up to its end mark."""
     header: list[str] = []
     source.keep(opening)
     mark = yield from until(source, (MESSAGE, END, CALL, RETURN, START), header.append, take=False)
@@ -81,10 +81,10 @@ def _message(source: AnswerText, out: Events, tools: Tools, opening: str) -> Rea
 
 
 def _read_header(header: str, tools: Tools) -> Head | None:
-    """Read the header of a message; None if malformed.
+    """Parse the header of a message; None if malformed.
 
-    The recipient is the word after `to=`, else the first of at most two, as in `openai-harmony`;
-    the second is the content type.
+    The recipient is the word after `to=`, or else the first of at most two words, as in
+    `openai-harmony`; the second word is the content type.
     """
     match = _CHANNEL.search(header)
     channel = "" if match is None else match["channel"]
@@ -100,7 +100,7 @@ def _read_header(header: str, tools: Tools) -> Head | None:
 
 
 def _words(header: str) -> list[str]:
-    """Return the words of a header without its channel and role.
+    """Return the words of a header, which has no channel, without its role.
 
     >>> _words("<|start|>assistant to=functions.f<|constrain|> json")
     ['to=functions.f', '<|constrain|>json']

@@ -11,7 +11,7 @@ _OTHERS = (
     *("<function=", "<invoke name=", "<arg_key>", "[TOOL_CALLS]", "<tool_call>\\n<function"),
     *("<start_function_call>", "<atem:"),
 )
-"""Signs of XML formats with the same tags."""
+"""Texts in templates of other formats with the same tags."""
 
 
 def _shown(template: str) -> bool:

@@ -1,4 +1,4 @@
-"""Incremental readers of JSON. Line ends within strings, which models write, are escaped."""
+"""Incremental parsers of JSON. Raw control characters in strings are escaped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCALAR_SIGNS = frozenset("-+.0123456789abcdefghijklmnopqrstuvwxyzE")
 
 
 def value(source: AnswerText, emit: Emit, depth: int = 0) -> Reading[None]:
-    """Read a value; as all readers here, raises BrokenCall on invalid JSON."""
+    """Parse a value; like all parsers here, raises BrokenCall on invalid JSON."""
     sign = yield from blanks(source, emit)
     if depth > DEEPEST:
         raise BrokenCall("too deep")
@@ -123,9 +123,9 @@ def _scalar(source: AnswerText, emit: Emit) -> Reading[None]:
 
 
 def call(source: AnswerText, out: Events) -> Reading[None]:
-    """Read a call object: its name, and its arguments under one of their keys.
+    """Parse a call object: its name, and its arguments under `arguments` or `parameters`.
 
-    The call begins once both are there, and its arguments grow from then on.
+    The call starts once both keys have been read; its arguments are streamed from then on.
     """
     state = _CallState(out)
     yield from members(source, _ignore, lambda key: _member(source, key, state))
@@ -194,7 +194,7 @@ def _member(source: AnswerText, key: str, state: _CallState) -> Reading[None]:
 
 
 def arguments_text(arguments: object) -> str:
-    r"""Return arguments as JSON: an object, also from None or text; else BrokenCall.
+    r"""Return arguments as a JSON object, which is empty for None; BrokenCall if not an object.
 
     >>> arguments_text({"a": "é"}), arguments_text(None), arguments_text("{\"a\": 1}")
     ('{"a": "é"}', '{}', '{"a": 1}')
@@ -222,7 +222,7 @@ def calls(
     closings: tuple[str, ...] = (),
     separators: tuple[str, ...] = (),
 ) -> Reading[None]:
-    """Read a call or a list of calls, and their closing marks, if present."""
+    """Parse a call or a list of calls, and their closing marks, if present."""
     while True:
         if (yield from accept(source, "[")):
             yield from listed(source, out)
@@ -234,7 +234,7 @@ def calls(
 
 
 def listed(source: AnswerText, out: Events) -> Reading[None]:
-    """Read the calls of a list, after its opening bracket."""
+    """Parse the calls of a list, after its opening bracket."""
     if (yield from accept(source, "]")):
         return
     while True:

@@ -1,4 +1,4 @@
-"""Kimi K2: a section of calls, each with a numbered name and JSON.
+"""Kimi K2: a section of calls, each with a numbered name and JSON arguments.
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}
 <|tool_call_end|><|tool_calls_section_end|>

@@ -48,7 +48,7 @@ class LlamaCalls:
         source.keep()
 
     def _dotted(self, source: AnswerText, out: Events) -> Reading[None]:
-        """Read a call of one of Llama's own tools: `brave_search.call(query="x")`."""
+        """Parse a call of one of Llama's built-in tools: `brave_search.call(query="x")`."""
         name = yield from line(source, ".call(", max_length=_LONGEST_NAME)
         emit_calls(out, (yield from closed(source, f"{name}(")))
         source.keep()

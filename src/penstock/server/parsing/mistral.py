@@ -1,4 +1,4 @@
-"""Mistral: a JSON list of calls after a mark, or a name and JSON for each call.
+"""Mistral: a JSON list of calls after a mark, or a name and JSON arguments for each call.
 
 [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]
 [TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}

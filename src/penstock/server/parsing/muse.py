@@ -37,7 +37,7 @@ def muse_answer(
 
 
 def _message(source: AnswerText, out: Events, opening: str) -> Reading[None]:
-    """Read the header of a message, and its body if it is reasoning."""
+    """Parse the header of a message, and its body if it is reasoning."""
     header: list[str] = []
     source.keep(opening)
     mark = yield from until(source, (MESSAGE, *_OVER), header.append, take=False)
@@ -54,7 +54,7 @@ def _message(source: AnswerText, out: Events, opening: str) -> Reading[None]:
 def _text(
     source: AnswerText, out: Events, calls: CallFormat | None, tools: Tools
 ) -> Reading[str | None]:
-    """Read text and calls up to the end of a message; return its mark, unread."""
+    """Parse text and calls up to a message's end; return the end mark without consuming it."""
     openings = () if calls is None else calls.openings
     while True:
         mark = yield from until(source, (*openings, *_OVER), out.text, take=False)

@@ -1,10 +1,10 @@
-"""Parsers of answers: text comes in, events go out.
+"""Parsers of answers, from text to events.
 
     text ──feed──> [ reader of the model's format ] ──> text | reasoning | call start | arguments
                                                         | call end | call broken
 
-A format knows the marks of a family of models. No text of a model raises here: a call that breaks
-is text again.
+A format defines the marks of a model family. The parser accepts any text: a broken call becomes
+text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class CallFormat(Protocol):
-    """How a family of models writes calls."""
+    """Syntax of calls in a family of models."""
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -29,16 +29,16 @@ class CallFormat(Protocol):
 
     @property
     def bare(self) -> str:
-        """Characters that may begin calls without a mark, at the start of a text."""
+        """Characters that may begin calls without a mark, at the start of the text."""
 
     @property
     def shape(self) -> CallShape | None:
-        """Text around names and JSON arguments; None if written otherwise."""
+        """Text around names and arguments; None if grammars do not support the format."""
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
-        """Read the text after an opening; a bare character is still unread.
+        """Parse calls after an opening; a `bare` character has not been consumed.
 
-        BrokenCall: it is not a call; everything after the last call's end is text then.
+        Raises BrokenCall if there is no call; everything after the last complete call is then text.
         """
 
 
@@ -50,7 +50,7 @@ class ReasoningMarks:
 
 
 class Parser:
-    """Parser of one answer: feeds a format's reader with text as it comes."""
+    """Parser of one answer: feeds text to the reader of its format."""
 
     def __init__(self, source: AnswerText, out: Events, reading: Reading[None]) -> None:
         self._source = source
@@ -63,7 +63,7 @@ class Parser:
         return self._out.take()
 
     def end(self, *, cut: bool = False) -> list[ParsedEvent]:
-        """Return the last events; if `cut` off, a call without its end is text."""
+        """Return the last events; if the answer was `cut` off, an incomplete call is text."""
         self._source.close(cut=cut)
         next(self._reading, None)
         return self._out.take()
@@ -90,7 +90,7 @@ def marked_answer(
     calls: CallFormat | None,
     tools: Tools,
 ) -> Reading[None]:
-    """Read an answer with reasoning and calls between marks in its text."""
+    """Parse an answer with reasoning and calls between marks."""
     openings = calls.openings if calls is not None else ()
     around = (reasoning.start, *reasoning.dropped) if reasoning is not None else ()
     if reasoning is not None:
@@ -115,10 +115,10 @@ def marked_answer(
 def _thought(
     source: AnswerText, out: Events, end: str, calls: CallFormat | None, tools: Tools
 ) -> Reading[None]:
-    """Read reasoning and its end mark.
+    """Parse reasoning and its end mark.
 
-    A call inside is a draft if the reasoning ends after it. If it never ends, everything from the
-    first call on is put back, for the reader of calls.
+    A call inside reasoning is a draft if the reasoning ends later. If it never ends, text from the
+    the first call on is unread, and parsed as calls.
     """
     openings = calls.openings if calls is not None else ()
     drafted: list[str] = []
@@ -146,7 +146,7 @@ def _thought(
 def call_or_text(
     source: AnswerText, out: Events, opening: str, reading: Reading[None]
 ) -> Reading[None]:
-    """Read calls; after the last complete one the rest is text, in which calls may begin."""
+    """Parse calls; on BrokenCall, text after the last complete call is parsed again as text."""
     source.keep(opening)
     try:
         yield from reading

@@ -1,4 +1,4 @@
-"""Phi-4-mini: a JSON list of calls between marks, or after the word functools."""
+"""Phi-4-mini: a JSON list of calls between marks, or after `functools`."""
 
 from penstock.server.parsing.registry import NamedCalls, all_of
 from penstock.server.parsing.shapes import json_shape

@@ -14,17 +14,17 @@ from penstock.server.parsing.json_text import arguments_text
 
 _OPENING, _CLOSING = "([{", ")]}"
 _ARGUMENT_DEPTH = 2
-"""Brackets open around an argument: the list's and the call's."""
+"""Number of brackets open around an argument: those of the list and of the call."""
 _BEHIND_VALUE = regex.compile(r"\s*(?:,\s*[A-Za-z_]\w*\s*=|\)\s*(?:,|\]))")
-"""Text after an argument: the next one's name, or the end of its call in a list."""
+"""Text after an argument: the next argument's name, or the end of a call in a list."""
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
 def closed(source: AnswerText, before: str, *, verbatim: bool = False) -> Reading[str]:
-    """Read until all brackets are closed; return the expression.
+    """Consume text until all brackets are closed; return the expression.
 
-    `before` is its beginning, already read. `verbatim`: single-quoted arguments have no escapes.
-    BrokenCall: they are never closed.
+    `before` is the beginning of the expression, already consumed. With `verbatim`, single-quoted
+    arguments have no escapes. Raises BrokenCall if a bracket is never closed.
     """
     text, depth = before, sum(map(before.count, _OPENING))
     while depth:
@@ -43,7 +43,7 @@ def closed(source: AnswerText, before: str, *, verbatim: bool = False) -> Readin
 
 
 def emit_calls(out: Events, text: str) -> None:
-    """Emit the call or calls of an expression; BrokenCall if it is something else."""
+    """Emit the call or list of calls in an expression; BrokenCall if it is neither."""
     body = _parsed(text)
     try:
         read = [_call(node) for node in (body.elts if isinstance(body, ast.List) else [body])]
@@ -60,7 +60,7 @@ def emit_calls(out: Events, text: str) -> None:
 
 
 def python_value(text: str) -> Any:
-    """Evaluate a Python literal with JSON's words; BrokenCall if it is none.
+    """Evaluate a Python literal, allowing JSON's constants; BrokenCall if it is not a literal.
 
     >>> python_value("{'a': [True, null, 1]}")
     {'a': [True, None, 1]}
@@ -98,9 +98,9 @@ def _quoted(source: AnswerText) -> Reading[str]:
 
 
 def _verbatim(source: AnswerText) -> Reading[str]:
-    """Read text without escapes, and return it as a Python literal.
+    """Consume a string without escapes, and return it as a Python literal.
 
-    A quote after which no value ends is part of the text.
+    A quote that cannot end the value is part of the string.
     """
     source.advance()
     parts: list[str] = []
@@ -131,7 +131,7 @@ def _name(node: ast.expr) -> str:
 
 
 class _Literals(ast.NodeTransformer):
-    """Replaces JSON's constants by Python's."""
+    """Transformer that replaces JSON's constants by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id not in _LITERALS:

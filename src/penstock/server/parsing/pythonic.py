@@ -1,4 +1,4 @@
-"""LFM2: a list of calls in the words of Python, between marks.
+"""LFM2: a list of calls in Python syntax, between marks.
 
 <|tool_call_start|>[f(a=1), g()]<|tool_call_end|>
 """
@@ -45,7 +45,7 @@ class PythonicCalls:
 
 
 _VERBATIM = re.compile(r"""["']'["']\s*[+~]\s*\w+\s*[+~]\s*["']'["']""")
-"""A template that puts text between single quotes without escapes."""
+"""Pattern of templates that put strings between single quotes without escapes."""
 
 
 def _variant(template: str) -> PythonicCalls:

@@ -1,4 +1,4 @@
-"""`NamedCalls`: a named call format, and its detection by chat template."""
+"""`NamedCalls`: a named call format, and its detection in chat templates."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from penstock.server.parsing.parser import CallFormat
 
 
 def never(template: str) -> bool:
-    """For formats that are named, or that mlx-lm detects."""
+    """Return False: for formats selected by name or detected by mlx-lm."""
     return False
 
 
 def all_of(*signs: str) -> Callable[[str], bool]:
-    """Return a predicate for templates that contain all of these texts.
+    """Return a predicate that tests whether a template contains all of `signs`.
 
     >>> all_of("<a>", "</a>")("<a>{{ call }}</a>"), all_of("<a>", "<b>")("<a>")
     (True, False)
@@ -27,4 +27,4 @@ class NamedCalls(NamedTuple):
     calls: CallFormat
     shown: Callable[[str], bool] = never
     variant: Callable[[str], CallFormat] | None = None
-    """Variant that a template writes; None if there is one form."""
+    """Function that selects the template's variant; None if there is only one."""

@@ -1,4 +1,4 @@
-"""Text around names and arguments of calls, for grammars."""
+"""Text around the names and arguments of calls, for grammars."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class ParameterTags(NamedTuple):
     before: str
     as_text: str
     as_json: str
-    """Text before JSON; `TYPE` stands for the value's JSON type."""
+    """Text before a JSON value; `TYPE` stands for its JSON type."""
     end: str
-    """Text that no value contains."""
+    """Text that ends a value, and occurs in none."""
     gap: str = ""
     """Optional text before the end."""
     after: str = ""
     separator: str = ""
     """Text between two arguments."""
     notation: Literal["tags", "json", "gemma"] = "tags"
-    """Texts verbatim, as JSON, or verbatim also within JSON (Gemma)."""
+    """Notation of strings: verbatim, JSON, or verbatim also within JSON (Gemma)."""
     keys: str = r'[^\s<>"]{1,128}'
-    """Regular expression of valid names."""
+    """Regular expression of valid argument names."""
     outside: Collection[str] = ()
     """Other texts that no value contains."""
 
@@ -40,17 +40,17 @@ class CallShape(NamedTuple):
     """
 
     opening: str
-    """Mark that begins calls, and nothing else."""
+    """Mark that begins calls and occurs nowhere else."""
     before: str
     between: str
     after: str
     closing: str = ""
     separator: str | None = ""
-    """Text between two calls; None if one opening has one call."""
+    """Text between two calls; None if each opening has only one call."""
     json: bool = False
-    """Whether the text around is JSON, with optional blanks."""
+    """Whether the surrounding text is JSON, with optional blanks."""
     tags: ParameterTags | None = None
-    """Tags of each argument; None if the arguments are one JSON object."""
+    """Text around each argument; None if the arguments are one JSON object."""
     names: str = ".+"
     """Regular expression of valid tool names."""
 
@@ -71,7 +71,7 @@ class Marks(NamedTuple):
     ends: Collection[int] = ()
 
     def of(self, text: str) -> str:
-        r"""Return a text in Lark: strings, and special tokens by number.
+        r"""Return a text in Lark syntax: strings, and special tokens by id.
 
         >>> Marks({"<|call|>": 7}).of("<|call|>a\n")
         '<[7]> "a\\n"'
@@ -82,7 +82,7 @@ class Marks(NamedTuple):
         return next((self.special[mark] for mark in self.special if text.startswith(mark)), None)
 
     def others(self, *excluded: int | None) -> str | None:
-        """Return an expression of all special tokens except ends and `excluded`."""
+        """Return a Lark expression for all special tokens except `ends` and `excluded`."""
         left_out = {*self.ends, *excluded}
         tokens = sorted({*self.special.values()} - left_out)
         return f"<[{','.join(map(str, tokens))}]>" if tokens else None

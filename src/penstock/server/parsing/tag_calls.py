@@ -1,4 +1,4 @@
-r"""Calls with a tag for each argument, and verbatim texts.
+r"""Calls with a tag for each argument, and verbatim strings.
 
     <tool_call>                opening
     <function=write>           head of a call
@@ -8,10 +8,10 @@ r"""Calls with a tag for each argument, and verbatim texts.
     </function>                end of the call
     </tool_call>               closing
 
-Nothing in a text is escaped, so a text may hold the marks of its own format. A value ends at an end
-mark only where the text behind it can follow a value: the head of another argument of the tool, or
-the ends of the call, behind which no end of a value comes before the next call. Where that does not
-decide it, the call is text.
+Strings are not escaped, so a string may contain the format's own marks. A value ends at an end
+mark only if the text after it can follow a value: the head of another argument of the tool, or
+the end of the call with no further end mark before the next call. If that is ambiguous, the call
+becomes text.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from penstock.server.parsing.python_calls import python_value
 from penstock.server.parsing.shapes import CallShape, ParameterTags
 
 NAME, KEY = "NAME", "KEY"
-"""Placeholders for the tool's and the argument's name in patterns of heads."""
+"""Placeholders for the tool's and the argument's name in head patterns."""
 _ANY_KEY = r"(?P<key>[^<>\"\n]+)"
 _JSON_BEGINS = regex.compile(r"""\s*(?:\{\s*["}]|\[\s*[^\s'A-Z])""")
 """Beginning of a JSON object or list, as opposed to Python's notation."""
@@ -57,14 +57,14 @@ class TagCalls:
     """Call format with a tag for each argument.
 
     Args:
-        shape: text around the parts of calls, as the chat template writes it.
-        head: pattern of a call's head, with NAME; by default the shape's.
-        argument: pattern of an argument's head, with KEY; by default the shape's. A group `text`
-            that matches marks a text; without the group the schema tells texts from JSON.
-        nulls: texts that are null where the schema allows null.
-        python: whether lists and objects are in Python's notation, and read at their ends.
-        wrapped: optional marks around a text, inside its tags.
-        doubled: whether a tool's name may be doubled, as `look.look`.
+        shape: text around names and arguments, as in the chat template.
+        head: pattern of a call's head, with NAME; by default derived from `shape`.
+        argument: pattern of an argument's head, with KEY; by default derived from `shape`. A group
+            `text` that matches marks a string; without the group, the schema decides.
+        nulls: texts read as null where the schema allows null.
+        python: whether lists and objects are Python literals, parsed once complete.
+        wrapped: optional marks around a string, inside its tags.
+        doubled: whether a tool's name may be repeated, as in `look.look`.
         escaped: whether names are XML-escaped.
         block: marks around all arguments as one JSON object, instead of tags.
     """
@@ -107,11 +107,11 @@ class TagCalls:
 
     @property
     def has_several(self) -> bool:
-        """Whether one opening can have several calls, each with a mark of its own."""
+        """Whether one opening can have several calls, each with its own mark."""
         return bool(self.shape.before.strip()) and bool(self.shape.closing)
 
     def _head_of(self, tools: Tools) -> Pattern:
-        """Return the pattern of a call's head, for offered names only."""
+        """Return the pattern of a call's head, limited to the offered names."""
         names = [re.escape(tool["function"]["name"]) for tool in tools]
         twice = [rf"{name}\.(?P<name>{name})" for name in names] if self.doubled else []
         choice = "|".join((*twice, *(f"(?P<name>{name})" for name in names)))
@@ -169,7 +169,7 @@ class _Arguments:
         yield from self._end_of_call()
 
     def _block(self, end: str) -> Reading[None]:
-        """Read all arguments as one JSON object, whose first brace has been emitted."""
+        """Parse all arguments as one JSON object, whose opening brace has been emitted."""
         parts: list[str] = []
         yield from json_text.value(self._source, parts.append)
         text = json_text.arguments_text(json.loads("".join(parts)))
@@ -232,7 +232,7 @@ class _Arguments:
             emit(part)
 
     def _follows(self, offset: int) -> Reading[bool]:
-        """Whether text after an end mark can follow a value; BrokenCall on a wrong argument."""
+        """Return whether the text after an end mark can follow a value; BrokenCall if ambiguous."""
         source, shape = self._source, self._form.shape
         match = yield from peek(source, self._argument, offset)
         if match is not None:
@@ -253,12 +253,12 @@ class _Arguments:
         return (yield from self._is_last(closing.end() - source.at))
 
     def _may_end(self, offset: int, mark: str) -> bool:
-        """Whether the answer ends here, perhaps within a mark."""
+        """Return whether the answer ends here, possibly within `mark`."""
         rest = self._source.text[self._source.at + offset :].strip()
         return self._source.closed and mark.strip().startswith(rest)
 
     def _is_last(self, offset: int) -> Reading[bool]:
-        """Whether no value ends before the next call or the answer's end."""
+        """Return whether no value ends before the next call or the answer's end."""
         source = self._source
         while True:
             match = self._behind.search(source.text, source.at + offset, partial=not source.closed)
@@ -266,12 +266,12 @@ class _Arguments:
                 return match["end"] is None
             if source.closed:
                 return True
-            # No mark begins in front of a partial match.
+            # No mark begins before a partial match.
             offset = (len(source.text) if match is None else match.start()) - source.at
             yield
 
     def _end_of_call(self) -> Reading[None]:
-        """Read the end of the call; BrokenCall if it is missing or cut off."""
+        """Consume the end of the call; BrokenCall if it is missing or cut off."""
         source, after = self._source, self._form.shape.after.strip()
         if after and (yield from accept(source, after)):
             return
@@ -283,7 +283,7 @@ class _Arguments:
 
 
 def json_of(text: str, types: Collection[str], nulls: Iterable[str] = ("null",)) -> str:
-    """Convert a value between tags to JSON, by the types its schema allows.
+    """Convert a value between tags to JSON, according to the types its schema allows.
 
     >>> json_of("1e-7", {"number"}), json_of("True", {"boolean"}), json_of("5", {"string", "null"})
     ('1e-7', 'true', '"5"')

@@ -1,4 +1,4 @@
-"""Families with a tag for each argument."""
+"""Call formats with a tag for each argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.server.parsing.tag_calls import KEY, NAME, TagCalls
 
 
 def _argument_pairs(prefix: str, *, spaced: bool = True) -> TagCalls:
-    """GLM: a tag with the name of each argument, and one with its value."""
+    """Return GLM's format: one tag for the name and one for the value of each argument."""
     line = "\n" if spaced else ""
     between = f"</{prefix}arg_key>{line}<{prefix}arg_value>"
     tags = ParameterTags(
@@ -25,7 +25,7 @@ def _argument_pairs(prefix: str, *, spaced: bool = True) -> TagCalls:
 
 
 def _functions(opening: str, closing: str, gap: str) -> TagCalls:
-    """Qwen3-Coder and Seed-OSS, which differ in marks and line ends."""
+    """Return the format of Qwen3-Coder and Seed-OSS, which differ in marks and line ends."""
     head = f">{gap}"
     tags = ParameterTags("<parameter=", head, head, "</parameter>", gap=gap, after="\n")
     shape = CallShape(
@@ -36,7 +36,7 @@ def _functions(opening: str, closing: str, gap: str) -> TagCalls:
 
 
 def _invocations(prefix: str, closing: str) -> CallShape:
-    """MiniMax M2 and Muse Spark, with names in attributes."""
+    """Return the shape of MiniMax M2 and Muse Spark, with names in attributes."""
     tag = f'<{prefix}parameter name="'
     tags = ParameterTags(tag, '">', '">', f"</{prefix}parameter>", after="\n")
     return CallShape(
@@ -48,7 +48,7 @@ def _invocations(prefix: str, closing: str) -> CallShape:
 
 
 def _dsml(opening: str) -> TagCalls:
-    """DeepSeek V3.2 and V4, whose tags tell text from JSON."""
+    """Return the format of DeepSeek V3.2 and V4, whose tags distinguish strings from JSON."""
     tag = "｜DSML｜"
     tags = ParameterTags(
         f'<{tag}parameter name="',
@@ -113,7 +113,7 @@ KIMI_K3 = TagCalls(
 )
 DSML, DSML_TOOLS = _dsml("function_calls"), _dsml("tool_calls")
 _SPACED_PAIRS = re.compile(r"</arg_key>(?:\n|\\n)")
-"""A line end between the tags of an argument, in the template or in a string within it."""
+"""Pattern of a line end between an argument's tags, in a template or in a string literal."""
 
 
 def _pairs(template: str) -> TagCalls:

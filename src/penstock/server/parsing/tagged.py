@@ -1,4 +1,4 @@
-"""JSON calls between marks, the form of most families."""
+"""JSON calls between marks, the format of most model families."""
 
 from __future__ import annotations
 

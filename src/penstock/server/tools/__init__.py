@@ -1,1 +1,1 @@
-"""Calls of tools: what a request allows, and the grammars that keep an answer to it."""
+"""Tool calls: the calls that a request allows, and grammars that enforce them."""

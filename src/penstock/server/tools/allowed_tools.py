@@ -1,9 +1,9 @@
-"""OpenAI's `allowed_tools`: answers that may call some of the offered tools.
+"""OpenAI's `allowed_tools`, which restricts an answer to some of the offered tools.
 
-The prompt offers all tools, so that its prefix stays the same from turn to turn. A grammar keeps
-the calls to those that are allowed: any text, and between the model's marks only such a call.
-Where no mark tells a call from text, or its arguments are no JSON, the prompt offers the allowed
-ones alone.
+The prompt offers all tools, so that its prefix stays the same from turn to turn. A grammar
+restricts calls to the allowed tools: any text, with only such calls between the model's marks.
+If no mark distinguishes calls from text, or arguments are not JSON, the prompt offers only the
+allowed tools.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class ToolPlan(NamedTuple):
 
     prompt: list[Tool] | None
     choice: str | dict[str, Any] | None
-    """Choice among the callable tools, without `allowed_tools`."""
+    """`tool_choice` among the callable tools, without `allowed_tools`."""
     callable: list[Tool] | None
     narrow: bool = False
-    """Whether a grammar restricts free text to calls of the callable tools."""
+    """Whether a grammar restricts calls in free text to the callable tools."""
     strict: frozenset[str] = frozenset()
-    """Names of further strict tools, beside those marked `strict`."""
+    """Names of strict tools in addition to those marked `strict`."""
 
     @classmethod
     def of(
         cls, form: AnswerFormat, tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None
     ) -> ToolPlan:
-        """Read a `tool_choice`; BadRequest for an unknown mode or tool."""
+        """Parse a `tool_choice`; BadRequest for an unknown mode or tool."""
         if not (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
             plain = offered(tools, choice)
             return cls(plain, choice, plain)
-        inner = choice.get("allowed_tools", choice)  # of responses: without the layer
+        inner = choice.get("allowed_tools", choice)  # /v1/responses has no inner object
         mode = inner.get("mode") if isinstance(inner, dict) else None
         if mode not in MODES:
             raise BadRequest(
@@ -54,11 +54,11 @@ class ToolPlan(NamedTuple):
         return cls(kept, mode, allowed, narrow)
 
     def keeping(self, strict: Iterable[str]) -> ToolPlan:
-        """Return the same plan with further strict tools."""
+        """Return a copy of the plan with additional strict tools."""
         return self._replace(strict=frozenset(strict))
 
     def binds(self, inputs: Collection[str] = ()) -> bool:
-        """Whether calls may need a grammar; `inputs` names custom tools that have one."""
+        """Return whether calls may need a grammar; `inputs` names custom tools with a grammar."""
         if self.choice not in (None, "auto"):
             return self.choice != "none"
         return any(
@@ -69,7 +69,7 @@ class ToolPlan(NamedTuple):
     def grammar(
         self, form: AnswerFormat, inputs: Mapping[str, str] | None = None, *, inside: bool = False
     ) -> CallGrammar | None:
-        """Return the grammar of the answer's calls, if constrained; `inputs`: custom grammars."""
+        """Return the grammar of the calls, or None; `inputs` has the grammars of custom tools."""
         if self.choice not in (None, "auto"):
             return demanded(form, self.callable, self.choice, inputs)
         functions = [tool["function"] for tool in self.callable or ()]
@@ -81,12 +81,12 @@ class ToolPlan(NamedTuple):
         return free_call_grammar(form, self.callable or (), kept, inputs, inside=inside)
 
     def _keeps(self, function: Mapping[str, Any]) -> bool:
-        """Whether calls of this function in free text follow its schema."""
+        """Return whether calls of this function in free text must follow its schema."""
         return self.narrow or bool(function.get("strict")) or function["name"] in self.strict
 
 
 def flat_name(name: str, namespace: Any = None) -> str:
-    """Return the name under which the model knows a tool.
+    """Return the name of a tool in the prompt, which includes its namespace.
 
     >>> flat_name("close"), flat_name("close", "agents")
     ('close', 'agents__close')

@@ -1,8 +1,8 @@
-"""Streaming of calls, whose arguments are sent as they grow.
+"""Streaming of calls, whose arguments are sent as they are generated.
 
-[ rest of the open call | text and reasoning | calls that begin ] the order within one delta
+[ rest of the open call | text and reasoning | calls that begin ] order within one delta
 
-A call that breaks after its beginning was sent stays broken off, and its text follows.
+If a call breaks after its start was sent, it stays incomplete, and its text follows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CallPart:
     grown: str = ""
     ends: bool = False
     broken: bool = False
-    """Whether the call ends here, broken."""
+    """Whether the call ends here because it is broken."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class CallParts:
     _arguments: list[str] = field(default_factory=list)
 
     def in_order(self, delta: Delta) -> Iterator[Delta | CallPart]:
-        """Yield the additions of a delta in order; a yielded delta has text and reasoning alone."""
+        """Yield the parts of a delta in order; yielded deltas have only text and reasoning."""
         growth = _unbroken(delta.growth)
         rest = 0
         if self.open is not None:
@@ -74,7 +74,7 @@ class CallParts:
 
 
 def _unbroken(growth: Sequence[Growth]) -> list[Growth]:
-    """Drop calls that begin and break in one delta: no client has seen them."""
+    """Drop calls that begin and break in one delta, which no client has seen."""
     kept: list[Growth] = []
     start: int | None = None
     for event in growth:

@@ -1,9 +1,9 @@
-"""Grammars of calls, in the model's own format.
+"""Grammars of calls in the model's own format.
 
-demanded:  opening call closing
-free:      text opening call, call closing text ...    the model's own choice, kept to within calls
+required:  opening call closing
+free:      text opening call, call closing text ...    the model chooses; only calls are constrained
 
-A mark that is a special token of the tokenizer is that token, and no other spelling of it.
+A mark that is a special token of the tokenizer matches only that token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.server.tools.tool_schemas import ROOM, Arguments
 
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 _BLANK = r"[ \n]?"
-"""Optional blank in JSON; `\\s` includes others, which JSON does not allow."""
+"""Optional blank in JSON; `\\s` would include blanks that JSON does not allow."""
 _TEXT = "TEXT: /(?s:.+)/\n"
 
 
@@ -35,15 +35,15 @@ class CallRule(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Lark rules of calls: `one` and `several`, both after an opening."""
+    """Lark rules of calls: `one` and `several`, both used after an opening."""
 
     text: str
     unenforced: tuple[str, ...]
 
 
 def call_rules(shape: CallShape, marks: Marks, tools: Sequence[CallRule]) -> Rules:
-    """Return the rules of calls of these tools. Blocking."""
-    # The input of a custom tool stands in JSON, or between tags as any text.
+    """Return the Lark rules for calls of these tools. Blocking."""
+    # The input of a custom tool is a JSON string, or any text between tags.
     inputs = _inputs(tools) if shape.tags is None else dict.fromkeys(range(len(tools)))
     others = [number for number, rule in inputs.items() if rule is None]
     lines = [rule for rule in inputs.values() if rule is not None]
@@ -78,7 +78,7 @@ def demanded_grammar(shape: CallShape, marks: Marks, rules: Rules) -> str:
 def free_grammar(
     shape: CallShape, marks: Marks, rules: Rules, reasoning: ReasoningMarks | None, *, inside: bool
 ) -> str:
-    """Return the grammar of text with any number of calls, none of them in `reasoning`."""
+    """Return the grammar of text with any number of calls, but none within reasoning."""
     opening = marks.token(shape.opening)
     thinks = None if reasoning is None else marks.token(reasoning.start)
     rest = marks.others(opening, thinks)
@@ -98,7 +98,7 @@ def free_grammar(
 
 
 def _until(name: str, mark: str, marks: Marks, others: str | None) -> str:
-    """Return a rule for any text up to and including a mark."""
+    """Return a Lark rule for any text up to and including a mark."""
     if marks.token(mark) is not None:
         return f"{name}: {_any(others)} {marks.of(mark)}\n"
     between = f"(TEXT? {others})* " if others else ""
@@ -131,19 +131,19 @@ def _closing(shape: CallShape, marks: Marks) -> str:
 
 
 def _loose(text: str) -> str:
-    r"""Return a pattern of JSON punctuation with optional blanks.
+    r"""Return a pattern for JSON punctuation with optional blanks.
 
     >>> print(_loose('{"name": "'), _loose(', '))
     [ \n]?\{[ \n]?"name"[ \n]?:[ \n]?" [ \n]?,[ \n]?
     """
     parts = re.findall(r'"\w+"|\S', text)
-    # A quote at the beginning closes a string: a blank in front of it would be in the string.
+    # A quote at the beginning closes a string: a blank before it would be in the string.
     first = "" if text.startswith('"') else _BLANK
     return first + _BLANK.join(map(re.escape, parts)) + ("" if text[-1:] in '"}' else _BLANK)
 
 
 def _inputs(tools: Sequence[CallRule]) -> dict[int, str | None]:
-    """Return the rules of custom tools' arguments, as far as they fit."""
+    """Return the rules of custom tools' arguments by index; None if they do not fit."""
     rules, left = dict[int, str | None](), ROOM
     for number, tool in enumerate(tools):
         rule = _input(tool, number) if len(tool.input_grammar or "") <= left else None
@@ -153,7 +153,7 @@ def _inputs(tools: Sequence[CallRule]) -> dict[int, str | None]:
 
 
 def _input(tool: CallRule, number: int) -> str | None:
-    """Return the rules of a custom tool's arguments; None if unconstrained."""
+    """Return the rules of a custom tool's arguments; None if they cannot be constrained."""
     if tool.input_grammar is None:
         return None
     name, prefix = f"arguments_{number}", f"T{number}_"

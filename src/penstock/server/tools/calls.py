@@ -1,7 +1,7 @@
-"""Demanded calls: a grammar that allows the model nothing else.
+"""Required calls: grammars that allow only a tool call.
 
-It needs to know the text around calls, as for most models; tool and arguments stay the model's
-choice.
+The grammar requires a format whose text around calls is known, as for most models. The model
+chooses the tool, unless named, and the arguments.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from penstock.server.tools.call_rules import (
 )
 
 LEFT_OUT = "x-penstock-left-out"
-"""Header: names of tools omitted from the prompt."""
+"""Response header that lists tools omitted from the prompt."""
 DESCRIBED = "x-penstock-tools-in-system"
-"""Header: names of tools described in the system message, not by the chat template."""
+"""Response header that lists tools described in the system message by this server."""
 UNENFORCED = "x-penstock-unenforced"
-"""Header: rules of tools' schemas that a demanded call may break."""
+"""Response header that lists schema rules that calls may violate."""
 MOST_HEADER_CHARACTERS = 2_000
 
 
 class CallGrammar(NamedTuple):
     grammar: str | None
     unenforced: tuple[str, ...] = ()
-    """Schema rules that are not enforced, as "search:uniqueItems"."""
+    """Schema rules that are not enforced, such as "search:uniqueItems"."""
     free: bool = False
-    """Whether text and reasoning may stand around the calls."""
+    """Whether the grammar allows text and reasoning around the calls."""
 
 
 def named_header(header: str, names: Iterable[str]) -> dict[str, str]:
-    r"""Return a header that lists names; no header without any.
+    r"""Return a header that lists `names`; empty if there are none.
 
     >>> named_header(LEFT_OUT, ["web_search", "search:uniqueItems", "a\r\nb"])
     {'x-penstock-left-out': 'web_search, search:uniqueItems, a__b'}
@@ -60,7 +60,7 @@ def demanded(
     tool_choice: str | dict[str, Any] | None,
     inputs: Mapping[str, str] | None = None,
 ) -> CallGrammar | None:
-    """Return the grammar of the call that `tool_choice` demands, if any; else BadRequest."""
+    """Return the grammar of the call that `tool_choice` requires; None if it requires none."""
     if tool_choice in (None, "auto", "none"):
         return None
     if tool_choice == "required":
@@ -83,7 +83,7 @@ def call_grammar(
     name: str | None = None,
     inputs: Mapping[str, str] | None = None,
 ) -> CallGrammar:
-    """Return the grammar of a call of the named tool, or of any; BadRequest if impossible."""
+    """Return the grammar of a call of the named tool, or of any; BadRequest if not supported."""
     functions = [tool["function"] for tool in tools or ()]
     candidates = [function for function in functions if name in (None, function["name"])]
     if not candidates:
@@ -131,7 +131,7 @@ def free_call_grammar(
     ]
     rules = call_rules(shape, form.marks, rules_kept)
     grammar = free_grammar(shape, form.marks, rules, form.reasoning, inside=inside)
-    if len(grammar) > GRAMMAR_BYTES:  # no call is demanded: without a grammar it is answered, too
+    if len(grammar) > GRAMMAR_BYTES:  # no call is required: answer without a grammar
         return CallGrammar(None, tuple(named))
     return CallGrammar(grammar, rules.unenforced, free=True)
 

@@ -1,9 +1,9 @@
-"""Grammar of arguments in Gemma's notation: JSON with bare keys, and texts between marks.
+"""Grammars of arguments in Gemma's notation: JSON with unquoted keys, and strings between marks.
 
 path:<|"|>a.txt<|"|>,lines:[1,2],part:{at:1.5}
 
-Properties keep the order of their schema. Text follows `enum` and `const` alone, numbers their
-schema.
+Properties follow the order of the schema. Strings follow only `enum` and `const`; numbers follow
+their schema.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.server.tools.tool_schemas import COMPOSING
 
 DEPTH = 8
 MOST_RULES = 400
-"""Rules of one tool after which values are unconstrained."""
+"""Maximum number of rules per tool; beyond, values are unconstrained."""
 EMPTY = '""'
 SCALARS = frozenset({"boolean", "integer", "null", "number"})
 _ALL_TYPES = (*sorted(SCALARS), "array", "object", "string")
@@ -32,12 +32,12 @@ _FOLLOWED = frozenset(
         *("$defs", "definitions", "anyOf", "oneOf", "$ref"),
     }
 )
-"""Schema keys that are enforced or irrelevant."""
+"""Schema keys that are enforced or do not constrain values."""
 
 
 @dataclass(slots=True)
 class GemmaWriter:
-    """Writer of one tool's argument rules; `text` is the rest of a text with its end mark."""
+    """Writer of one tool's argument rules; `text` matches the rest of a string and its end mark."""
 
     name: str
     root: Mapping[str, Any]

@@ -1,11 +1,11 @@
-r"""Grammars of text inside a JSON string, as a custom tool's input is inside a call.
+r"""Grammars of text inside a JSON string, as needed for a custom tool's input.
 
      line: "a\n"   ──quoted_grammar──>  P_RULE_LINE: "a\\n"
      /[^x]+/       ───────────────────>  /(?:[[^x]&&[^"\\\x00-\x1f]]|\\"|\\\\|\\n|...)+/
 
 Characters that JSON escapes become their shortest escape. Rules become terminals, so that the text
 is one terminal: llguidance ends a terminal at the first character that cannot continue it, and a
-backslash may begin texts of either kind. So recursive grammars are not supported.
+backslash may begin either kind of text. Recursive grammars are therefore not supported.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _SETS, _ASSERTIONS = "dDwWsS", "bBAzZGpPkKX"
 
 
 def quoted_grammar(lark: str, prefix: str) -> str:
-    r"""Convert a Lark grammar to terminals of JSON strings; SettingError if not possible.
+    r"""Convert a Lark grammar to terminals for JSON strings; SettingError if unsupported.
 
-    `prefix` of the terminals' names is upper case.
+    `prefix`, in upper case, is prepended to the names of terminals.
 
     >>> print(quoted_grammar('start: "a\\n" LINE\nLINE: /[a-z]+/', "P_"))
     P_RULE_START: "a\\n" P_LINE
@@ -81,7 +81,7 @@ def quoted_grammar(lark: str, prefix: str) -> str:
 
 
 def quoted_regex(pattern: str, *, dot_all: bool = False) -> str:
-    r"""Convert a regular expression to one of JSON strings; SettingError if not possible.
+    r"""Convert a regular expression to one for JSON strings; SettingError if unsupported.
 
     >>> print(quoted_regex(r'a"[0-9]\n+'))
     a(?:\\")[0-9](?:\\n)+
@@ -158,7 +158,7 @@ def _escape(pattern: str, position: int) -> str:
 
 
 def _group(pattern: str, position: int, dots: list[bool]) -> str:
-    """Return the opening of a group, and track whether dots match line ends."""
+    """Return the opening of a group, and record in `dots` whether dots match line ends."""
     match = _GROUP.match(pattern, position)
     if match is None or (match[0] == "(" and pattern[position + 1 : position + 2] == "?"):
         raise SettingError("a regular expression that looks around cannot be followed")
@@ -174,7 +174,7 @@ def _group(pattern: str, position: int, dots: list[bool]) -> str:
 
 
 def _class_end(pattern: str, position: int) -> int:
-    """Return the end of a character class, which may be nested."""
+    """Return the end position of a character class, which may be nested."""
     depth, start = 0, position
     while position < len(pattern):
         if pattern[position] == "\\":
@@ -206,7 +206,7 @@ def _set(part: str) -> str:
 
 
 def _matched(part: str) -> str:
-    """Return the characters of `ESCAPED` that part of a regular expression matches."""
+    """Return the characters of `ESCAPED` that a part of a regular expression matches."""
     try:
         pattern = re.compile(re.sub(r"\\[xu]\{([0-9A-Fa-f]+)\}", _code, part))
     except re.error as error:

@@ -1,14 +1,14 @@
-r"""Grammars of calls with a tag for each argument, as Qwen's and DeepSeek's.
+r"""Grammars of calls with a tag for each argument, such as Qwen's and DeepSeek's.
 
-    <parameter=path>     a text: as it is, up to the end of its tag
+    <parameter=path>     a string: verbatim, up to its end tag
     a.txt
     </parameter>
-    <parameter=count>    all else: JSON by its schema
+    <parameter=count>    any other type: JSON that follows its schema
     3
     </parameter>
 
-The properties stand in the order of their schema. A text follows `enum` and `const`, and none of
-the other rules for texts. Where all is JSON, as in Python's calls, texts follow their schema.
+Properties follow the order of the schema. Strings follow `enum` and `const`, but no other rule for
+strings. In formats where all values are JSON, such as Python calls, strings follow their schema.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TagWriter:
             sequence.append((rule, key in required))
             lines.append(f"{rule}: {self._parameter(rule, key, value, schema)}")
             unenforced += self._left_out(value, schema)
-        # As readers have it: a text could not be told from one with a tag of another name in it.
+        # As in the parsers: unknown names would make it ambiguous where a string ends.
         is_open = not properties or bool(schema.get("additionalProperties"))
         if self.tags.notation == "json":
             is_open = schema.get("additionalProperties") is not False
@@ -90,7 +90,7 @@ class TagWriter:
         return self.marks.of(self.tags.separator) if self.tags.separator else ""
 
     def _any(self, name: str) -> str:
-        """Return the rules of an argument of any name, which is text."""
+        """Return the rules of an argument with any name."""
         tags, rule = self.tags, f"{name}_any"
         before, key = self.marks.of(tags.before), f"/{tags.keys}/"
         if tags.notation == "json":
@@ -109,7 +109,7 @@ class TagWriter:
         return f"{self._typed(key, types)} {self._json(rule, schema)}"
 
     def _typed(self, key: str, types: Collection[str]) -> str:
-        """Return the text before JSON, with its type if the tag names it."""
+        """Return the text before a JSON value, with its type if the tag includes it."""
         first, named, rest = f"{self.tags.before}{key}{self.tags.as_json}".partition(TYPE)
         if not named:
             return self.marks.of(first)
@@ -122,18 +122,18 @@ class TagWriter:
         return f"{rule}_json {self._end}\n{rule}_json: %json {json.dumps(spaced)}\n"
 
     def _text(self, rule: str) -> str:
-        """Return the rules of text up to and including its end tag."""
+        """Return the rules of a string up to and including its end tag."""
         tags, special = self.tags, self.marks.special
         marks = [mark for mark in special if mark in tags.end]
         if not marks:
-            # The whole call ends at the first mark behind it, in a text, too.
+            # Even in a string, the call's end mark ends the whole call.
             ends = "|".join(map(_pattern, (self.shape.closing.strip(), *tags.outside)))
             over = f"/(?s:.*){_pattern(tags.end)}/ & ~/(?s:.*)({ends})(?s:.*)/"
             return f"{rule}_text {self._after}\n{rule}_text[lazy]: {over}\n"
         first, _, rest = tags.end.partition(max(marks, key=len))
         mark = self.marks.of(tags.end[len(first) : len(tags.end) - len(rest)])
         end = f"{mark} {self.marks.of(rest)}"
-        if not first:  # a mark is in no text
+        if not first:  # no text contains a mark
             return f"/(?s:.+)/? {end} {self._after}\n"
         lines = f"{rule}_part[lazy]: /(?s:.*){_pattern(first)}/\n"
         return f"{rule}_part+ {end} {self._after}\n{lines}"
@@ -147,7 +147,7 @@ class TagWriter:
         return self.marks.of(f"{self.tags.gap}{self.tags.end}{self.tags.after}")
 
     def _left_out(self, value: Any, root: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the unenforced rules of an argument."""
+        """Yield the schema rules of an argument that are not enforced."""
         types = json_types(value, root)
         if self.tags.notation == "json" or (types and "string" not in types):
             if _alone(value, root) is None:
@@ -161,7 +161,7 @@ class TagWriter:
 def ordered(
     name: str, members: Sequence[tuple[str, bool]], separator: str, more: str | None
 ) -> str:
-    r"""Return the rules of members in order, some of them optional.
+    r"""Return Lark rules for members in a fixed order, some of them optional.
 
     >>> ordered("a", [("b", True), ("c", False)], "", None)
     'a: b c?\n'
@@ -203,7 +203,7 @@ def _alone(value: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _texts(value: Any, root: Mapping[str, Any]) -> list[str] | None:
-    """Return all texts that a value can be; None if it can be others."""
+    """Return all strings allowed for a value; None if they are not enumerated."""
     texts = list[str]()
     for branch in branches(value, root):
         listed = constants(branch)

@@ -1,4 +1,4 @@
-"""Schemas of tools' arguments, reduced to what a grammar can enforce; the rest is named."""
+"""Reduction of tools' argument schemas to the rules that a grammar can enforce."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ COMPOSING = frozenset(
         *("patternProperties", "then", "unevaluatedProperties"),
     }
 )
-"""Keys beside `properties` that add properties to an object."""
+"""Keys other than `properties` that add properties to an object."""
 FOREIGN = frozenset({"$anchor", "$id", "$schema"})
-"""Keys of a schema's location, which is another one here."""
+"""Keys that identify a schema's location, which changes here."""
 LITTLE_SPACE = {"whitespace_pattern": WHITESPACE}
-"""Bound of blanks in a call: a model could write them until its tokens end."""
+"""Limit on blanks in a call, which a model could otherwise repeat until its token limit."""
 ATTEMPTS = 8
-"""Parts dropped from a schema one by one, before all of it is."""
+"""Attempts to drop single rules before the whole schema is dropped."""
 ROOM = GRAMMAR_BYTES - 4_096
-"""Bytes of a grammar for the schemas of all tools."""
+"""Bytes of a grammar available for the schemas of all tools."""
 
 _KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
 _FORMAT = re.compile(r"Unknown format: (\S+)")
@@ -37,11 +37,11 @@ _FORMAT = re.compile(r"Unknown format: (\S+)")
 class Arguments(NamedTuple):
     schemas: tuple[dict[str, Any], ...]
     unenforced: tuple[str, ...]
-    """Unenforced rules: a tool's name, a colon, and the rule."""
+    """Unenforced rules, as "tool:rule"."""
 
     @classmethod
     def of(cls, functions: Sequence[tuple[str, Mapping[str, Any]]], room: int = ROOM) -> Arguments:
-        """Return the enforceable parts of functions' parameters, large ones dropped first."""
+        """Return enforceable schemas of functions, without the largest if they exceed `room`."""
         parts = [_eased(closed(parameters)) for _, parameters in functions]
         schemas, rules = [schema for schema, _ in parts], [list(names) for _, names in parts]
         sizes = [len(json.dumps(schema)) for schema in schemas]
@@ -59,7 +59,7 @@ class Arguments(NamedTuple):
 
 
 def _eased(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a schema without unenforceable rules, and those rules."""
+    """Return a schema without unenforceable rules, and the names of those rules."""
     eased, left_out = _local(schema), list[str]()
     for _ in range(ATTEMPTS):
         try:
@@ -74,10 +74,10 @@ def _eased(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Forbid properties that a schema's objects do not name.
+    """Forbid additional properties in a schema's objects.
 
-    Few clients write `additionalProperties`, and a weak model would add one after the other. A
-    schema that puts objects together of several parts stays open: no part names all properties.
+    Few clients set `additionalProperties`, and a weak model would keep adding properties. A
+    schema that composes objects from several parts stays open, as no part names all properties.
 
     >>> closed({"properties": {"a": {}}})
     {'additionalProperties': False, 'properties': {'a': {}}}
@@ -96,13 +96,13 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_composed(part: Mapping[str, Any]) -> bool:
-    """Whether properties of one object are defined in several places."""
+    """Return whether one object's properties are defined in several places."""
     several = isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1
     return several or ("properties" in part and bool(COMPOSING & part.keys()))
 
 
 def _wrong(message: str) -> tuple[list[str], Callable[[str, Any], bool]]:
-    """Return the rules that an error names, and a test of what to drop."""
+    """Return the rules that an error names, and a predicate for the keys to drop."""
     if keys := _KEYS.search(message):
         names = [str(name) for name in json.loads(keys[1])]
         return names, lambda key, value: key in names
@@ -128,7 +128,7 @@ def _mapped(
 ) -> Any:
     """Rewrite the keys and values of a schema, recursively.
 
-    `change` returns a key and value, or None to drop them; `finish` rewrites each whole schema.
+    `change` returns a new key and value, or None to drop them; `finish` rewrites each object.
     """
     if isinstance(schema, list):
         return [_mapped(part, change, finish) for part in schema]
