@@ -154,7 +154,7 @@ def test_ls_shows_those_worth_most_first(tmp_path: Path, capsys: Capture) -> Non
     assert not one["is_writing"]
     shown = run(capsys, "ls", tmp_path, "--limit", "4")
     assert len(shown.splitlines()) == 6
-    assert "2 more blocks are worth less" in shown
+    assert "2 more blocks of less value" in shown
     assert first[2].key.hex()[:12] in shown
     assert second[0].key.hex()[:12] not in shown
     assert "more blocks" not in run(capsys, "ls", tmp_path)

@@ -65,7 +65,7 @@ def test_without_the_package_one_line_says_how_to_install_it(bare: Path, command
         assert (done.returncode, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
         assert line == (
-            f"penstock: penstock {command} is in a package of its own: in a checkout of penstock "
+            f"penstock: penstock {command} is in a separate package: in a checkout of penstock "
             "run pip install ./benchmarks"
         )
 

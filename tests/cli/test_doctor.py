@@ -298,7 +298,7 @@ def test_the_doctor_tries_kernels(
             situations = {one.value for one in Situation} if seconds else set()
             assert shown == {key: {"plain", "fused", "kernel"} for key in situations}
         main(["doctor", str(MODEL_PATH)])
-    assert "take plain operations" in capsys.readouterr().out
+    assert "use plain operations" in capsys.readouterr().out
 
 
 def test_the_doctor_says_what_agents_meet(capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,4 +312,4 @@ def test_the_doctor_says_what_agents_meet(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_doctor_needs_a_model_to_look_at_agents(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--agent"]) != 0
-    assert "--agent looks at a model" in capsys.readouterr().err
+    assert "--agent examines a model" in capsys.readouterr().err

@@ -278,7 +278,7 @@ def test_what_listens_and_says_nothing_is_waited_for_a_minute_at_most(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert main(["launch", "claude", "--url", url]) == 2
     said = capfd.readouterr().err
-    assert f"the server at {url} has said nothing" in said and said.count("\n") == 1
+    assert f"the server at {url} has not answered" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("work", "lives"), [("time.sleep(60)", False), ("print(1)", True)])

@@ -279,7 +279,7 @@ def test_unknown_weights_and_long_windows_are_noted() -> None:
     notes = "\n".join(made.notes)
     assert "newcomer is not known" in notes
     assert "they are not counted" in notes
-    assert "made for 4,096 tokens, fewer than the window" in notes
+    assert "context is 4,096 tokens, less than the window" in notes
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3"])
@@ -349,7 +349,7 @@ def test_the_weights_of_a_draft_model_count(capsys: pytest.CaptureFixture[str]) 
     alone, drafted = plans
     assert drafted["weight_bytes"] == 2 * alone["weight_bytes"]
     assert drafted["free_bytes"] == alone["free_bytes"] - alone["weight_bytes"]
-    assert any("the draft model recall reads text at 2.05 kB" in n for n in drafted["notes"])
+    assert any("the draft model recall needs 2.05 kB" in n for n in drafted["notes"])
     assert main(["plan", "--hosts", "2", "--draft-model", str(MODEL_PATH)]) == 2
 
 

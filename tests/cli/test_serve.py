@@ -190,7 +190,7 @@ def test_the_command_line_of_vllm_mlx_serves() -> None:
     [
         (("--kv-cache-quantization", "q4"), "is no codec; there are raw"),
         (("--kv-cache-quantization", "8", "--kv-cache-skip-layers", "2"), "others, are 0 to 1"),
-        (("--kv-cache-skip-layers", "one"), "'one' is no number"),
+        (("--kv-cache-skip-layers", "one"), "'one' is not a number"),
         (
             ("--kv-cache-skip-layers", "1", "--kv-cache-quantize-when", "active"),
             "--kv-cache-skip-layers, --kv-cache-quantize-when: no codec is set",

@@ -235,7 +235,7 @@ def test_an_empty_secret_is_none() -> None:
     [
         (("--most", "much"), "--most 'much' is not a size"),
         (("--where", " "), "--where is empty; name a folder"),
-        (("--layers", "1,x"), "--layers 1,x: 'x' is no number"),
+        (("--layers", "1,x"), "--layers 1,x: 'x' is not a number"),
     ],
 )
 def test_a_text_that_is_no_value_names_its_flag(arguments: tuple[str, str], says: str) -> None:

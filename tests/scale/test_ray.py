@@ -33,7 +33,7 @@ KEY = "correct-horse-battery-staple"
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--port", "0"), "--ray needs a --port of its own"),
+        (("--port", "0"), "--ray needs a fixed --port"),
         (("--replicas", "3", "--max-replicas", "2"), "--max-replicas 2 is less than --replicas 3"),
         (("--host", "0.0.0.0"), "set PENSTOCK_API_KEY"),
     ],

@@ -292,7 +292,7 @@ def test_what_moves_in_front_of_an_answer_is_told(tmp_path: Path) -> None:
     assert rewritten_in_front(prompts, talk) is None
     assert rewritten_in_front(prompts, talk[:1], tools) is None
     said = str(rewritten_in_front(prompts, talk, tools))
-    assert "in front of messages.1, from character 1 on: 'TOOLS]" in said and "INST]" in said
+    assert "before messages.1, from character 1 on: 'TOOLS]" in said and "INST]" in said
     with serving(model, tokenizer) as running:
         explained, _ = post(running, "/v1/cache/explain", messages=talk, tools=tools)
         assert said in explained["reason"]

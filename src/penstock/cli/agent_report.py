@@ -1,4 +1,4 @@
-"""Report on a model for coding agents: its parsers and its chat template."""
+"""Report on a model's suitability for coding agents: its parsers and chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AgentReport:
     tool_parser: str
     reasoning_parser: str
     later_system: str
-    """Form of later system messages in the prompt: `system` or `system-reminder`."""
+    """Rendering of later system messages: `system` or `system-reminder`."""
     rows: tuple[TraitRow, ...]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Figures of an answer: token counts, and seconds as its reader sees them."""
+"""Statistics of an answer: token counts, and latencies seen by the client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AnswerFigures:
         return max(0, self.completion_tokens - 1) / self.seconds if self.seconds else 0.0
 
     def line(self) -> str:
-        """Format the figures as one line.
+        """Format the statistics as one line.
 
         >>> AnswerFigures(400, 384, 21, 0.1, 0.5).line()
         'prompt 400 tokens, 384 cached (96%); answer 21 tokens, 40 tokens/s, first after 0.10 s'

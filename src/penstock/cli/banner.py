@@ -1,4 +1,4 @@
-"""Banner of `penstock serve`: its address, its limits, and a request to try."""
+"""Banner of `penstock serve`: address, limits, and an example request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.tiers.worker import TierStats
 
 SHOWN_LENGTHS = (1_024, 4_096, 16_384, 65_536)
-"""Lengths of the sequences that the banner counts."""
+"""Sequence lengths for which the banner shows how many sequences fit."""
 CONTINUED = "A penstock is"
 NO_TEMPLATE = (
     "template none: the model continues texts (/v1/completions, and the page); "
@@ -27,7 +27,7 @@ NO_TEMPLATE = (
 EXAMPLE = "The code of the amber falcon is 4821. What is the code of the amber falcon?"
 
 TRY = "try      "
-"""Label of the line with a command."""
+"""Label of the line with the example command."""
 LABEL_CELLS = len(TRY)
 
 
@@ -71,7 +71,7 @@ def largest_line(tokens: int) -> str:
 def _ranks(ranks: RankGroup) -> str:
     return (
         f"ranks    {', '.join(ranks.names)}: each holds 1/{ranks.size} of all layers; bytes are "
-        f"of one rank, and the one with the least room decides"
+        f"of one rank, and the rank with the least memory decides"
     )
 
 
@@ -94,7 +94,7 @@ def _tier_state(tier: TierStats) -> str:
 
 
 def _room(view: EngineView, *, within_context: bool) -> list[str]:
-    """Describe the limits and the requests that fit; runs on the engine's thread."""
+    """Describe the limits and the sequences that fit; runs on the engine thread."""
     stats, limits = view.stats(), view.limits
     free = stats.limit_bytes - stats.used_bytes
 

@@ -1,4 +1,4 @@
-"""`penstock cache`: a folder of the cold tier, looked into, checked, shrunk."""
+"""`penstock cache`: inspect, check and shrink a folder of the cold tier."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SHOWN_FAULTS = 20
 app = typer.Typer(
     cls=ListedCommands,
-    help="Look into a folder of the cold tier, check it, shrink it.",
+    help="Inspect, check and shrink a folder of the cold tier.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -43,7 +43,7 @@ Where: TypeAlias = Annotated[
     option_of(
         EngineSettings,
         "ssd_cache_dir",
-        words="The folder, as penstock serve has it; a server may be using it.",
+        words="Folder given to penstock serve; a server may be using it.",
     ),
 ]
 
@@ -52,13 +52,14 @@ Where: TypeAlias = Annotated[
 def ls(
     ssd_cache_dir: Where,
     limit: Annotated[
-        int, typer.Option(help="Show this many blocks, worth most first.", metavar="ROWS", min=1)
+        int,
+        typer.Option(help="Number of blocks to show, most valuable first.", metavar="ROWS", min=1),
     ] = 50,
     as_json: options.Json = False,
 ) -> None:
-    """List the blocks by model, those worth most first.
+    """List the blocks by model, most valuable first.
 
-    A block's last use is counted in uses of other blocks since then. --json lists all blocks.
+    The last use of a block is given as the number of later uses of blocks. --json lists all blocks.
     """
     with _opened(ssd_cache_dir) as folder:
         entries, uses = folder.entries(), folder.index.uses
@@ -68,7 +69,7 @@ def ls(
     console = _console()
     console.print(_listing(entries[:limit], uses))
     if len(entries) > limit:
-        left_out = f"{len(entries) - limit:,} more blocks are worth less; --limit shows more"
+        left_out = f"{len(entries) - limit:,} more blocks of less value; --limit shows more"
         print_line(console, left_out)
 
 
@@ -90,15 +91,15 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="Remove damaged, missing and left-over records, and take in whole blocks that the "
-            "index does not know.",
+            help="Remove damaged blocks, records of missing ones and left-over files; add valid "
+            "blocks that the index lacks.",
         ),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Read every block and check its hash, header, name and tokens, and the index against files.
+    """Check each block's hash, header, name and tokens, and the index against the files.
 
-    Exits with 1 if something is wrong and was not repaired.
+    Exit code 1 if a fault was found and not repaired.
     """
     from penstock.tiers.disk.folder import IndexDamaged
     from penstock.tiers.disk.integrity import make_index
@@ -132,7 +133,7 @@ def prune(
     to: Annotated[
         str | None,
         typer.Option(
-            help="Remove the least valuable blocks until they take no more than this.",
+            help="Remove the least valuable blocks until the rest takes no more than this.",
             metavar="BYTES",
             show_default="none",
         ),
@@ -147,7 +148,7 @@ def prune(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Shrink the folder to a size, or remove one model's blocks; unfinished writes stay."""
+    """Shrink the folder to a size, or remove one model's blocks; keeps unfinished writes."""
     if (to is None) == (model is None):
         raise SettingError("name one of --to and --model")
     limit_bytes = None if to is None else size_bytes("--to", to)
@@ -163,13 +164,14 @@ def prune(
 def clear(
     ssd_cache_dir: Where,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask; needed without a terminal.")
+        bool,
+        typer.Option("--yes", help="Do not ask for confirmation; required without a terminal."),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Remove all blocks of all models, but those that are being written.
+    """Remove all blocks of all models, except those being written.
 
-    Exits with 1 if the answer is no.
+    Exit code 1 if not confirmed.
     """
     with _opened(ssd_cache_dir) as folder:
         if not yes:
@@ -179,7 +181,7 @@ def clear(
     _print_freed(ssd_cache_dir, freed, as_json)
 
 
-# ---- the folder, and what can go wrong with it
+# ---- the folder and its errors
 
 
 @contextmanager
@@ -215,7 +217,7 @@ def _progress(what: str, total_bytes: int | None) -> Iterator[Progress]:
 
 def _ask(folder: Folder) -> None:
     if not sys.stdin.isatty():
-        raise SettingError("clear removes all blocks; without a terminal to ask at it needs --yes")
+        raise SettingError("clear removes all blocks; without a terminal to confirm at, add --yes")
     content = f"{counted(len(folder.index), 'block')} ({format_bytes(folder.index.nbytes)})"
     if not typer.confirm(f"Remove all {content} of {folder.path}?", err=True):
         raise typer.Exit(1)
@@ -318,7 +320,7 @@ def _show_usage(usage: FolderUsage) -> None:
 
 def _show_verdict(verdict: IntegrityReport, is_made_anew: bool) -> None:
     if is_made_anew:
-        _print_line("the index was damaged, and is made anew")
+        _print_line("the index was damaged and has been rebuilt")
     for fault in verdict.faults[:SHOWN_FAULTS]:
         _print_line(f"{fault.kind}: {fault.name}: {_plain(fault.what)}")
     if len(verdict.faults) > SHOWN_FAULTS:

@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation, here or with a server."""
+"""`penstock chat`: a conversation with a local model or a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEAVE = ("/quit", "/exit", "/q")
 
 
 class Partner(Protocol):
-    """Source of answers: a model in this process, or a server. An interrupted turn is forgotten."""
+    """Source of answers: a model in this process, or a server; forgets interrupted turns."""
 
     def answer(self, text: str, sampling: config.SamplingSettings) -> Generator[str]: ...
 
@@ -53,7 +53,7 @@ def chat(
     history: Annotated[
         Path | None,
         typer.Option(
-            help="File that keeps your lines for the arrow keys; readable by you alone.",
+            help="File that stores input lines for the arrow keys; readable only by you.",
             envvar="PENSTOCK_HISTORY",
             metavar="FILE",
         ),
@@ -62,9 +62,9 @@ def chat(
         bool, typer.Option("--echo", help="Print each piped line before its answer.")
     ] = False,
 ) -> None:
-    """Talk with a model, line by line.
+    """Chat with a model, line by line.
 
-    Each turn reads its new tokens alone; the cache here, or at the server of --url, has the others.
+    Each turn computes only its new tokens; the others are in the cache, here or at the server.
     Lines piped in are answered in order, without prompts. /help lists the commands.
     """
     sampling_settings = config.parse(config.SamplingSettings, **sampling)
@@ -98,7 +98,7 @@ def _remote(context: typer.Context, url: str, api_key: str | None, system: str |
         flag = config.flag_of(config.EngineSettings, name)
         if _source(context, flag.replace("-", "_")) == "COMMANDLINE":
             raise SettingError(f"--{flag} is the server's to decide; leave it out with --url")
-    # A model named in the environment is a folder here, and nothing to the server.
+    # A model named in the environment is a local folder, unknown to the server.
     model = context.params["model"] if _source(context, "model") == "COMMANDLINE" else None
     from penstock.cli.remote import Remote  # httpx takes a moment, too
 
@@ -150,7 +150,7 @@ class Chat:
             print(f"penstock: unknown command {command}; /help lists them", file=sys.stderr)
 
     def _answer(self, text: str) -> None:
-        """Print the answer as it streams; at a terminal Ctrl-C only interrupts it."""
+        """Print the answer as it streams; at a terminal, Ctrl-C interrupts only the answer."""
         try:
             with closing(self.partner.answer(text, self.sampling)) as pieces:
                 for piece in pieces:
@@ -167,7 +167,7 @@ class Chat:
 
 
 def _is_readable(line: str) -> bool:
-    """Return whether a line is valid UTF-8; print the fault if not."""
+    """Return whether a line is valid UTF-8; print an error if not."""
     try:
         options.check_text("this line", line)
     except SettingError as error:
@@ -190,7 +190,7 @@ def _typed_lines() -> Iterator[str]:
 
 @contextmanager
 def _line_editing(history: Path | None) -> Iterator[None]:
-    """Enable line editing at the prompt, with its history in a file if one is named."""
+    """Enable line editing at the prompt, with the history in a file if one is given."""
     import readline  # changes how input() behaves, so only at a terminal
 
     if history is None:
@@ -198,7 +198,7 @@ def _line_editing(history: Path | None) -> Iterator[None]:
         return
     file = history.expanduser()
     try:
-        # Created readable by the owner alone before a line is in it.
+        # Created with owner-only permissions before lines are written.
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         file.chmod(0o600)
         if file.stat().st_size:  # some versions of the library refuse an empty file

@@ -1,4 +1,4 @@
-"""Commands of penstock, and those that installed packages add by entry points."""
+"""Command group that includes commands added by the entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BENCH_COMMANDS = ("bench", "bench-kv-cache", "eval")
 
 
 class CommandGroup(ListedCommands):
-    """Own commands first, then those of entry points, which are looked up only if needed."""
+    """Group of penstock's commands, followed by those of entry points, loaded on demand."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
         return names + [name for name in _added() if name not in names]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command or None; SettingError names the package of a known missing one."""
+        """Return a command or None; SettingError if a known command's package is not installed."""
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             return command
@@ -32,7 +32,7 @@ class CommandGroup(ListedCommands):
             return get_command(entry.load())
         if cmd_name in BENCH_COMMANDS:
             raise SettingError(
-                f"penstock {cmd_name} is in a package of its own: in a checkout of penstock run "
+                f"penstock {cmd_name} is in a separate package: in a checkout of penstock run "
                 f"pip install ./benchmarks"
             )
         return None

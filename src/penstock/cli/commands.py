@@ -67,7 +67,7 @@ def root(
         bool,
         typer.Option(
             "--offline",
-            help="Fetch no model, from a hub or from the package index.",
+            help="Do not download models, from a hub or from the package index.",
             callback=_forbid_downloads,
             is_eager=True,
         ),
@@ -75,14 +75,14 @@ def root(
 ) -> None:
     """Serve language models on MLX inside a fixed amount of memory.
 
-    An environment variable named beside a flag sets its default.
+    The environment variable shown next to a flag sets its default.
     """
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code.
+    """Run a command and return its exit code.
 
-    0 is success, 2 a wrong flag, model or file (one line on standard error), 130 Ctrl-C.
+    0: success; 2: wrong flag, model or file (one line on standard error); 130: Ctrl-C.
     """
     lenient_output()
     words = sys.argv[1:] if arguments is None else arguments
@@ -127,7 +127,7 @@ def _refusal(error: typer.TyperException) -> str:
 
 
 def _wrong_value(error: typer.TyperException) -> str:
-    """Return the parser's message, in plain words if a flag's value is wrong."""
+    """Return the parser's message, reworded if a flag's value is invalid."""
     cause, parameter = error.__context__, getattr(error, "param", None)
     if not isinstance(cause, ValidationError) or parameter is None:
         return error.format_message()

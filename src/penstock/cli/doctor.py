@@ -1,6 +1,6 @@
-"""`penstock doctor`: the machine, its measured speed, and its faults.
+"""`penstock doctor`: the machine, its measured speed, and its problems.
 
-With a model, also how the engine would run it.
+With a model, it also reports how the engine would run the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "numpy")
 DTYPES = ("float32", "float16")
 SLOW_GFLOPS = 12.0
-"""The reference BLAS does 3 to 8 in float32, OpenBLAS on two busy cores 80."""
+"""Speed below which BLAS counts as slow; in float32, reference BLAS reaches 3 to 8, OpenBLAS 80."""
 LITTLE_MEMORY_BYTES = 1_000_000_000
 MEASURE_SECONDS = 0.25
 
@@ -57,7 +57,7 @@ class MachineReport:
     nvidia: bool
     blas: Blas
     gflops: dict[str, float]
-    """Measured GFLOPS of a matrix product, by dtype."""
+    """Measured speed of a matrix product in GFLOPS, by dtype."""
     memory: MachineMemory
     versions: dict[str, str]
 
@@ -66,7 +66,7 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            help=f"{options.MODEL_HELP} It is loaded and tried.", show_default="no model is loaded"
+            help=f"{options.MODEL_HELP} It is loaded and tested.", show_default="no model is loaded"
         ),
     ] = None,
     weights_dtype: options.WeightsDtype = "auto",
@@ -74,28 +74,28 @@ def doctor(
         bool,
         typer.Option(
             "--agent",
-            help="Show also which parsers read the model's answers, and what its chat template "
+            help="Also show which parsers read the model's answers, and what its chat template "
             "does with the conversations of coding agents.",
         ),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show back end, BLAS and its speed, memory and versions, and their problems.
+    """Show back end, BLAS and its speed, memory and versions, and any problems.
 
-    With a model, show the way in which the engine reads its keys and values, and the reason. They
-    are read where they lie (shared), or joined layer by layer. A model that the engine cannot run
-    has the reason, too.
+    With a model, also show how the engine reads keys and values, and why. They are read in place
+    (shared), or concatenated layer by layer (joined). For a model that the engine cannot run, show
+    the reason.
 
-    Exits with 0 if nothing is wrong and with 1 if something makes penstock slow or unusable.
+    Exit code 0 if there is no problem, 1 if one makes penstock slow or unusable.
     """
     if agent and model is None:
-        raise SettingError("--agent looks at a model: name one")
+        raise SettingError("--agent examines a model: name one")
     machine = examine()
     problems = find_problems(machine)
     fit, agents = None, None
     if model is not None and machine.back_end != "none":
         loaded = options.load_model(model, weights_dtype)
-        # mlx-lm takes a second to import, which a look at the machine need not wait for.
+        # mlx-lm takes a second to import, which is not needed to examine the machine.
         from penstock.cli.agent_report import AgentReport
         from penstock.cli.fitness import try_model
 
@@ -130,7 +130,7 @@ def examine() -> MachineReport:
 
 
 def find_problems(machine: MachineReport) -> list[DoctorProblem]:
-    """List the faults, most serious first."""
+    """Return the problems found, most serious first."""
     problems = []
     versions = machine.versions
     cuda = [name for name in CUDA_PACKAGES if name in versions]
@@ -227,7 +227,7 @@ def _show(
 
 
 def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
-    """Add a model's rows; text from outside is not markup, even with brackets in it."""
+    """Add the rows about a model; error texts are not treated as markup."""
     rows.append(("model", f"{fit.model} ({fit.model_type})"))
     rows.append(("  layers", ", ".join(map(str, fit.layers))))
     rows.append(("  KV", f"{counted(fit.kv_bytes_per_token, 'byte')} a token"))
@@ -238,7 +238,7 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
     if fit.way is None:
         rows.append(("  engine", "cannot run it"))
         return
-    where = {"shared": "read where they lie", "joined": "joined layer by layer, a copy each step"}
+    where = {"shared": "read in place", "joined": "joined layer by layer, a copy each step"}
     rows.append(("  engine", f"{fit.way}: keys and values are {where[fit.way]}"))
     rows.append(("  because", fit.why))
     if fit.modules:
@@ -248,7 +248,7 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
     for layer in fit.kernels_do_not_read:
         rows.append(("  kernels", f"none reads {layer}"))
     if fit.ways_cut_short:
-        rows.append(("  attention", "steps that the test did not reach take plain operations"))
+        rows.append(("  attention", "steps that the test did not reach use plain operations"))
     if fit.attend_halves_from is not None:
         half = f"--attend-tokens 1024 halves the bytes of a step from {fit.attend_halves_from:,}"
         rows.append(("  choice", f"{half} tokens (weights included, one sequence)"))

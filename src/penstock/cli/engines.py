@@ -1,4 +1,4 @@
-"""Engine of a command; an error about a small memory limit names a sufficient one."""
+"""Creation of a command's engine; errors about a small memory limit name a sufficient one."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from penstock.errors import NeverFits, SettingError, StepTooLarge
 from penstock.models.mlx_lm import Loaded
 
 USEFUL_TOKENS = 1_024
-"""Tokens of KV that a proposed limit must hold."""
+"""Tokens of KV that must fit in a proposed limit."""
 NO_LIMIT = 1 << 60
 INDEX_SHARE = 0.03
 
 
 def make_engine(loaded: Loaded, **settings: Any) -> Engine:
-    """Make an engine; SettingError proposes a limit if `memory_limit` is too small."""
+    """Create an engine; SettingError proposes a limit if `memory_limit` is too small."""
     try:
         return Engine(loaded.model, loaded.tokenizer, **settings)
-    except StepTooLarge as error:  # to try it without a limit would take what it says
+    except StepTooLarge as error:  # a trial without a limit would allocate that much
         raise SettingError(str(error)) from None
     except NeverFits as error:
-        if settings.get("peers") is not None:  # the other ranks would have to try it, too
+        if settings.get("peers") is not None:  # the other ranks would have to take part in a trial
             raise SettingError(str(error)) from None
         limit = memory.format_bytes(error.limit_bytes)
-    # The weights are there already, so that a trial shows best how much comes on top.
+    # The weights are loaded, so a trial shows how much more memory is needed.
     with Engine(loaded.model, loaded.tokenizer, **{**settings, "memory_limit": NO_LIMIT}) as tried:
         parts, least = tried.ask(_needed).result()
     raise SettingError(
@@ -50,7 +50,7 @@ def _needed(view: EngineView) -> tuple[str, int]:
 
 
 def round_up(size_bytes: int) -> str:
-    """Write a size as a flag takes it, not less than it is.
+    """Format a size as a flag value, rounded up.
 
     >>> round_up(31_000_001), round_up(16_010_000_000)
     ('32MB', '16.1GB')

@@ -1,4 +1,4 @@
-"""How the engine would run a model: tried on the loaded model, with the reason."""
+"""Report on how the engine would run a loaded model, with the reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.models.widening import model_bytes
 from penstock.plurals import counted
 
 ATTEND_TOKENS = 1_024
-"""Size of the selection whose break-even length is reported."""
+"""Number of selected tokens for which the break-even length is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiming:
-    """Decode attention of a layer: milliseconds by way, and the way taken."""
+    """Decode attention of a layer: milliseconds by implementation, and the chosen one."""
 
     layer: str
     situation: str
@@ -69,29 +69,29 @@ class FitnessReport:
     model_type: str
     layers: tuple[Layers, ...]
     kv_bytes_per_token: int
-    """KV bytes of a token over all layers; recurrent ones have none."""
+    """KV bytes per token over all layers; recurrent layers have none."""
     way: Way | None
-    """Access to the model's KV; None if the engine cannot run the model."""
+    """How the engine reads KV, `shared` or `joined`; None if it cannot run the model."""
     why: str
     modules: tuple[str, ...]
     codes_errors: dict[str, float] = field(default_factory=dict)
-    """Relative error of the weights' codes, by GGUF form without an MLX counterpart."""
+    """Relative error of the weights' codes, by GGUF format without an MLX counterpart."""
     attention: tuple[AttentionTiming, ...] = ()
-    """Times of the ways to attend in a decode step; empty if there is only one."""
+    """Times of the attention implementations in a decode step; empty if there is only one."""
     kernels_off: str | None = None
-    """Reason that the attention kernels are off, if they were tried."""
+    """Reason why the attention kernels are off, if any."""
     kernels_do_not_read: tuple[str, ...] = ()
-    """Layers that no kernel reads, if others are read."""
+    """Layers that no kernel supports, if kernels support others."""
     ways_cut_short: bool = False
-    """Whether the self-test ran out of time before all ways were tried."""
+    """Whether the self-test ran out of time before trying all implementations."""
     packed: PackedParts | None = None
-    """Modules that multiply by codes as they lie; None where none does."""
+    """Modules that multiply quantized codes directly; None if there are none."""
     attend_halves_from: int | None = None
-    """Sequence length at which `--attend-tokens 1024` halves a decode step's bytes, or None."""
+    """Sequence length from which `--attend-tokens 1024` halves a decode step's bytes, or None."""
 
 
 def try_model(name: str, loaded: Loaded) -> FitnessReport:
-    """Try a model on the engine's ways of reading KV; ModelError if even its layers are unknown."""
+    """Test how the engine reads a model's KV; ModelError if its layers are unknown."""
     model_type = str(loaded.config.get("model_type"))
     try:
         layers = _seen_layers(loaded.model)
@@ -138,7 +138,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
 
 
 def halves_from(runner: Runner) -> int | None:
-    """Return the sequence length at which selection halves the bytes of a decode step.
+    """Return the sequence length from which selection halves the bytes of a decode step.
 
     A full step reads W + n b bytes: W of weights, b of KV for each of n tokens. A step that selects
     N tokens reads W + N b + n i, with i bytes of index for each token.

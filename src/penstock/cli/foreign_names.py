@@ -1,6 +1,6 @@
-"""Flags and variables of other servers, and their counterparts here.
+"""Translation of other servers' flags and environment variables.
 
-`translated` reads a command line by the table `FOREIGN_FLAGS`, and docs/compare.md shows it.
+`translated` applies the table `FOREIGN_FLAGS` to a command line; docs/compare.md shows the table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VLLM, VLLM_MLX = "vLLM", "vllm-mlx"
 MODEL = "MODEL"
 CODEC = "--kv-cache-quantization"
 DEFAULT_GROUP = "64"
-"""Group size of a codec whose name has none."""
+"""Group size of codecs whose names include none."""
 Meaning: TypeAlias = Literal["same", "always", "other"]
 
 
@@ -25,12 +25,12 @@ class ForeignFlag:
     names: tuple[str, ...]
     programs: tuple[str, ...]
     meaning: Meaning
-    """Same value as `ours` (same), nothing to set (always), or an error (other)."""
+    """Takes the same value as `ours` (same), has no effect (always), or is an error (other)."""
     ours: str
-    """Flag with the same effect, or words about it; {} stands for the value."""
+    """Flag with the same effect, or an explanation; {} stands for the value."""
     has_value: bool = True
     harmless: tuple[str, ...] = ()
-    """Values without effect here, where others are errors."""
+    """Values that are accepted and ignored, although others are errors."""
 
     def note(self, name: str, value: str) -> str:
         here = self.ours.format(value) if "{}" in self.ours or not value else self._with(value)
@@ -131,9 +131,9 @@ other- | --no-enable-prefix-caching --disable-prefix-cache --no-cache-prompt | `
 other | --hf-repo -hf |
     `penstock serve OWNER/MODEL` for MLX's models; fetch a .gguf file and name it | llama.cpp
 """
-"""Lines of meaning, flags, `ours`, programs and harmless values; indented ones continue a line.
+"""Lines of meaning, flags, `ours`, programs and harmless values; indented lines are continuations.
 
-Flags take a value unless they are always on; a + or - after the meaning marks the exceptions.
+Flags take a value, except those marked `always`; + (value) and - (none) mark exceptions.
 """
 
 
@@ -166,11 +166,11 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
         "qwen3_xml": "qwen3_coder",
     },
 }
-"""Values of vLLM's and vllm-mlx's flags, and the same ones here."""
+"""Values of vLLM's and vllm-mlx's flags, with their counterparts here."""
 FOREIGN_VARIABLES: Mapping[str, tuple[str, str]] = {
     "PENSTOCK_MEMORY_THRESHOLD": ("EXO_MEMORY_THRESHOLD", "exo")
 }
-"""Our environment variables, and those of other programs with the same meaning."""
+"""Environment variables of penstock, with those of other programs with the same meaning."""
 FOREIGN_CONSTANTS = (
     ("`MAX_KV_SIZE`", "exo", "`--max-kv-size`; a constant of exo's source, 3,200 tokens"),
     ("`KEEP_KV_SIZE`", "exo", "`--keep-kv-size`; a constant of exo's source, 1,600 tokens"),
@@ -182,7 +182,7 @@ FOREIGN_CONSTANTS = (
     ("`prefill_step`", "Tiny-LLM", "`prefill_chunk`"),
     ("`page_size`, page", "Tiny-LLM", "`block_size`, block"),
 )
-"""Names in the sources of other programs, and their counterparts here."""
+"""Names in other programs' source code, with their counterparts here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class Translation:
 def translated(
     words: Sequence[str], known: Collection[str], environment: Mapping[str, str]
 ) -> Translation:
-    """Translate the flags of other programs; SettingError if a flag means something else here.
+    """Translate other programs' flags; SettingError if a flag has no equivalent.
 
     >>> translated(["--max-num-seqs", "4"], {"--max-batch-size"}, {}).words
     ['--max-batch-size', '4']
@@ -245,7 +245,7 @@ def _own_words(flag: ForeignFlag, value: str, known: Collection[str]) -> list[st
 
 
 def _with_codec(words: list[str], bits: str = "", group: str = "") -> list[str]:
-    """Join a codec's bits and group into one flag; SettingError for a group without a codec."""
+    """Combine a codec's bits and group size into one flag; SettingError for a group alone."""
     followed = zip(words, [*words[1:], "-"], strict=False)
     bare = [i for i, (word, next_) in enumerate(followed) if word == CODEC and next_[:1] == "-"]
     if not bits and not bare:

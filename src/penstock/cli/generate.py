@@ -18,13 +18,13 @@ from penstock.recall import MODEL_PATH
 
 @with_settings
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to answer; - reads standard input.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt text; - reads standard input.")],
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
     *,
     system: options.System = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
+        bool, typer.Option("--raw", help="Continue the text without applying a chat template.")
     ] = False,
     sampling: options.SamplingOptions,
     engine: options.LocalEngine,
@@ -32,7 +32,7 @@ def generate(
 ) -> None:
     """Answer one prompt.
 
-    The answer streams to standard output; tokens, speeds and memory follow on standard error.
+    The answer streams to standard output; token counts, speeds and memory follow on standard error.
     """
     limits = options.local_limits(model, engine)
     settings = config.parse(config.SamplingSettings, **sampling).model_dump()
@@ -43,7 +43,7 @@ def generate(
     options.check_text("the prompt", text)
     options.check_text("--system", system or "")
     if raw and system is not None:
-        raise SettingError("--system needs the chat template that --raw leaves out")
+        raise SettingError("--system requires the chat template, which --raw skips")
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.

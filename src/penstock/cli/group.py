@@ -1,4 +1,4 @@
-"""A process started by `mlx.launch`: it joins the group, and ends when a member is gone."""
+"""Processes started by `mlx.launch`, which join a group and end when a member ends."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 LAUNCHERS = ("mlx.launch", "mlx._distributed_utils.launch")
-"""Parts of the command line of MLX's launcher."""
+"""Texts that identify MLX's launcher in a command line."""
 PRINT_SECONDS = 0.5
-"""Seconds for the launcher to print the last lines of its ranks."""
+"""Seconds for the launcher to print the last output of its ranks."""
 
 
 @contextmanager
 def joined() -> Iterator[RankGroup | None]:
-    """Join the group that this process was started in; None if it was started alone."""
+    """Join the group of this process, and yield it; None if the process was started alone."""
     if not any(name in os.environ for name in LAUNCHED) or _is_single():
         yield None
         return
@@ -51,7 +51,7 @@ def joined() -> Iterator[RankGroup | None]:
         yield None
         return
     ranks = RankGroup(group)
-    if not ranks.leads:  # it ends when rank 0 does, which lets open answers end first
+    if not ranks.leads:  # it ends with rank 0, which lets open answers finish first
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with Watch(ranks, _end):
@@ -59,7 +59,7 @@ def joined() -> Iterator[RankGroup | None]:
 
 
 def check_same(ranks: RankGroup, model: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Refuse a group whose versions, model or settings differ."""
+    """Raise an error if versions, model or settings differ between ranks."""
     ranks.check_equal("penstock and mlx-lm", [__version__, version("mlx-lm")])
     ranks.check_equal("the model's config.json", model)
     shared = {
@@ -71,7 +71,7 @@ def check_same(ranks: RankGroup, model: dict[str, Any], limits: dict[str, Any]) 
 
 
 def _is_single() -> bool:
-    """Return whether `mlx.launch` starts one process: MLX cannot read its host file then."""
+    """Return whether `mlx.launch` started only one process, whose host file MLX cannot read."""
     file = os.environ.get("MLX_HOSTFILE")
     return bool(file) and Path(file or "").is_file() and not Path(file or "").read_text().strip()
 
@@ -88,16 +88,16 @@ def _end(why: str) -> None:
 
 
 def _end_with_launcher() -> None:
-    """End this process by SIGTERM when `mlx.launch`, which holds its standard input, is gone.
+    """Send this process SIGTERM when `mlx.launch`, which holds its standard input, exits.
 
-    Rank 0 then lets open answers end, and the others end with it.
+    Rank 0 then lets open answers finish, and the other ranks end with it.
     """
     if "MLX_RANK" not in os.environ or not stat.S_ISFIFO(os.fstat(0).st_mode):
         return
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(0, 0)  # no input is asked for: it wakes when the other end is closed
+        poll.register(0, 0)  # polls for no input: wakes when the other end is closed
         poll.poll()
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Help of commands with many options, in groups."""
+"""Help of commands with many options, arranged in groups."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ GROUPS = {
     "drain-timeout",
     "Scale": "pipeline ray replicas max-replicas replica-cpus replica-gpus routing",
 }
-"""Flags, without their dashes, by help group."""
+"""Flags by help group, without dashes."""
 NARROW_COLUMNS = 72
-"""Terminal width below which a flag's help takes two thirds of a line."""
+"""Terminal width below which flags take a third of each line."""
 MOST_FLAG_COLUMNS = 30
 LONGEST_SUMMARY = 200
-"""Characters of a command's summary in the list of commands."""
+"""Maximum characters of a command's summary in the list of commands."""
 GROUP_OF = {f"--{flag}": group for group, flags in GROUPS.items() for flag in flags.split()}
 
 
@@ -58,14 +58,14 @@ class GroupedCommand(TyperCommand):
 
 
 class ListedCommands(TyperGroup):
-    """Group whose help shows the whole summary of each command, and that names replacements."""
+    """Command group that shows whole summaries and names replacements of removed commands."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command or None; SettingError names the replacement of a removed one."""
+        """Return a command or None; SettingError names the replacement of a removed command."""
         command = super().get_command(ctx, cmd_name)
         name = f"{ctx.command_path} {cmd_name}"
         if command is None and name in REPLACED:
-            raise SettingError(f"{name} is gone: {REPLACED[name]}")
+            raise SettingError(f"{name} was removed: {REPLACED[name]}")
         return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -81,7 +81,7 @@ class ListedCommands(TyperGroup):
 
 
 def flag_columns(width: int) -> int:
-    """Return the column up to which a flag stands beside its help, not above it.
+    """Return the maximum width of a flag printed on the same line as its help.
 
     >>> flag_columns(80), flag_columns(50)
     (30, 16)

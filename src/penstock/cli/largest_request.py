@@ -1,4 +1,4 @@
-"""The largest request that `penstock serve` admits, measured as the server does."""
+"""The largest request that `penstock serve` admits, measured with its engine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class LargestRequest:
 def largest_request(
     model: str, weights_dtype: config.WeightsDtype, memory_limit: int, **engine: Any
 ) -> LargestRequest:
-    """Load a model and return the largest request that the service itself would admit."""
-    # mlx-lm takes a second to import, which a plan alone need not wait for.
+    """Load a model and return the largest request that the server would admit."""
+    # mlx-lm takes a second to import, which a plan does not need.
     from penstock.cli.engines import make_engine
     from penstock.server.service import Service
 

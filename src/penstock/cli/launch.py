@@ -1,4 +1,4 @@
-"""`penstock launch`: start a coding agent on a server here, and the server if none answers."""
+"""`penstock launch`: start a coding agent, and a server for it if none answers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     import httpx
 
 START_SECONDS = 1_800.0
-"""Longest wait for a server to load its model, which may be downloaded first."""
+"""Maximum wait for a server to load its model, including a download."""
 SILENT_SECONDS = 60.0
-"""Longest wait without an answer, output or processor time of a starting server."""
+"""Maximum wait without an answer, output or CPU time from a starting server."""
 ANSWER_SECONDS = 2.0
 """Timeout of one probe of a starting server."""
 LOOK_SECONDS = 0.2
 NO_CONTEXT = 32_768
-"""Context size in tokens if a server does not report its own."""
+"""Context size in tokens if the server does not report it."""
 
 
 class LaunchFailed(PenstockError):
@@ -56,22 +56,24 @@ def launch(
         str, typer.Argument(help=f"Coding agent: {', '.join(PROGRAMS)}.", metavar="PROGRAM")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments for it, behind --.", metavar="[-- ARGS]")
+        list[str] | None,
+        typer.Argument(help="Arguments for the agent, after --.", metavar="[-- ARGS]"),
     ] = None,
     url: options.ServerURL = options.SERVER_URL,
     api_key: options.ServerKey = None,
     model: options.Model = str(MODEL_PATH),
     only_print: Annotated[
-        bool, typer.Option("--print", help="Print the lines for a shell, and start no program.")
+        bool,
+        typer.Option("--print", help="Print the shell commands instead of starting the agent."),
     ] = False,
 ) -> None:
-    """Start a coding agent that works with this machine's model.
+    """Start a coding agent that uses a model on this machine.
 
-    Address, key, model and context size are set for this start alone: in the environment of the
-    program, its arguments and a temporary folder. Its own configuration stays as it is. A program
-    that is not installed runs through npx. If no server answers at --url, one is started there. It
-    ends with the program, and both end with this command; its settings come from the environment,
-    as PENSTOCK_MEMORY_LIMIT.
+    Address, key, model and context size are set for this run only, through the agent's environment,
+    arguments and a temporary folder. Its own configuration is not changed. An agent that is not
+    installed runs through npx. If no server answers at --url, one is started there. Both end with
+    this command, and the server also ends with the agent. The server's settings come from the
+    environment, such as PENSTOCK_MEMORY_LIMIT.
     """
     from penstock.cli.remote import base_url  # httpx takes a moment to import
 
@@ -113,7 +115,7 @@ def _command(program: Program) -> tuple[str, ...]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP leave the context, so that everything started in it is ended."""
+    """Make SIGTERM and SIGHUP exit the context, so that processes started in it are ended."""
 
     def leave(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -154,8 +156,8 @@ def _answers(http: httpx.Client, seconds: float) -> bool:
         http.get("/health", timeout=httpx.Timeout(seconds, connect=10.0))
     except httpx.ReadTimeout:
         raise LaunchFailed(
-            f"the server at {http.base_url} has said nothing for {seconds:.0f} s; it may load its "
-            f"model, or hang: try again later, or name another with --url"
+            f"the server at {http.base_url} has not answered for {seconds:.0f} s; it may load "
+            f"its model, or hang: try again later, or name another with --url"
         ) from None
     except httpx.TransportError:
         return False
@@ -165,7 +167,7 @@ def _answers(http: httpx.Client, seconds: float) -> bool:
 def _target(http: httpx.Client, url: str, key: str | None) -> Endpoint:
     response = http.get("/v1/models")
     if response.status_code == 401:
-        raise LaunchFailed(f"{url} wants a key: --api-key, or PENSTOCK_API_KEY")
+        raise LaunchFailed(f"{url} requires a key: --api-key, or PENSTOCK_API_KEY")
     try:
         listed = response.json()["data"][0]
         context = int(listed.get("max_model_len") or NO_CONTEXT)
@@ -176,7 +178,7 @@ def _target(http: httpx.Client, url: str, key: str | None) -> Endpoint:
 
 @contextmanager
 def _started(http: httpx.Client, url: str, key: str | None, model: str) -> Iterator[None]:
-    """Start a server for as long as the context lasts; its output goes to a file."""
+    """Run a server while the context is active, with its output in a file."""
     host, port = http.base_url.host, http.base_url.port or 80
     if host not in LOOPBACK_HOSTS:
         raise SettingError(
@@ -204,11 +206,11 @@ def _started(http: httpx.Client, url: str, key: str | None, model: str) -> Itera
 
 
 def _wait(server: subprocess.Popen[bytes], http: httpx.Client, output: IO[bytes]) -> None:
-    """Wait until a server answers; its output and processor time are signs of life."""
+    """Wait until a server answers; its output and CPU time are signs of life."""
     began = heard = time.monotonic()
     signs = _signs(server, output)
     while server.poll() is None:
-        with suppress(LaunchFailed):  # it listens, and loads its model
+        with suppress(LaunchFailed):  # it listens, but is loading its model
             if _answers(http, ANSWER_SECONDS):
                 return
         time.sleep(LOOK_SECONDS)
@@ -226,7 +228,7 @@ def _wait(server: subprocess.Popen[bytes], http: httpx.Client, output: IO[bytes]
 
 
 def _signs(server: subprocess.Popen[bytes], output: IO[bytes]) -> tuple[float, ...]:
-    """Return a process's output in bytes, and its processor time in tenths of a second."""
+    """Return the bytes a process has written and its CPU time, rounded to 0.1 s."""
     written = os.fstat(output.fileno()).st_size
     with suppress(psutil.Error):
         times = psutil.Process(server.pid).cpu_times()

@@ -1,6 +1,6 @@
-"""Settings that point a coding agent at a server, each program in its own terms.
+"""Settings that make each coding agent use a server.
 
-They are environment variables, arguments, and files in a temporary folder. The user's own
+Settings are environment variables, arguments, and files in a temporary folder. The user's own
 configuration is neither read nor written.
 """
 
@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 from penstock.config import LOOPBACK_HOSTS
 
 FOLDER = "{folder}"
-"""Placeholder for the temporary folder, whose name is not known before it is made."""
+"""Placeholder for the temporary folder, which is created later."""
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 MADE_UP_KEY = "none-needed"
-"""Key for a server without one: the programs insist on having some."""
+"""Key for a server without keys, since the agents require one."""
 MOST_OUTPUT = 32_000
-"""Largest answer size that a program is given, in tokens."""
+"""Maximum answer length configured for an agent, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Setup:
     arguments: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
-    """Variables that would point the program elsewhere."""
+    """Environment variables to unset, which would select another server."""
 
     def in_folder(self, folder: str) -> Setup:
         return Setup(
@@ -61,7 +61,7 @@ class Program:
 
 
 def past_proxies(setup: Setup, target: Endpoint, environment: Mapping[str, str]) -> Setup:
-    """Exclude a server of this machine from the proxies of the environment.
+    """Exclude a server on this machine from the proxies set in the environment.
 
     >>> at_home = Endpoint("http://127.0.0.1:8080", "none", "m", 100)
     >>> dict(past_proxies(Setup({}), at_home, {"http_proxy": "x", "no_proxy": "a"}).environment)
@@ -77,10 +77,10 @@ def past_proxies(setup: Setup, target: Endpoint, environment: Mapping[str, str])
 
 
 def claude(target: Endpoint) -> Setup:
-    """Point all of Claude Code's models at the server's one."""
+    """Return Claude Code's settings, which map all of its models to the server's."""
     models = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     window = str(target.context_tokens)
-    # It reads less as this size, with a warning; MAX_CONTEXT_TOKENS is kept to as it is.
+    # Claude Code raises smaller values to this size, with a warning, but not MAX_CONTEXT_TOKENS.
     long = target.context_tokens >= 100_000
     return Setup(
         {
@@ -99,7 +99,7 @@ def claude(target: Endpoint) -> Setup:
 
 
 def codex(target: Endpoint) -> Setup:
-    """Return Codex's settings, which override its config.toml for this start."""
+    """Return Codex's settings, which override its config.toml for this run."""
     values = {
         "model": target.model,
         "model_provider": "penstock",
@@ -109,13 +109,13 @@ def codex(target: Endpoint) -> Setup:
         "model_providers.penstock.wire_api": "responses",
         "model_providers.penstock.env_key": KEY_VARIABLE,
     }
-    # A JSON text or number is one of TOML, too.
+    # JSON strings and numbers are also valid TOML.
     pairs = (("-c", f"{name}={json.dumps(value)}") for name, value in values.items())
     return Setup({KEY_VARIABLE: target.key}, tuple(word for pair in pairs for word in pair))
 
 
 def opencode(target: Endpoint) -> Setup:
-    """Return opencode's settings, which it merges into its own configuration."""
+    """Return opencode's settings, which opencode merges into its configuration."""
     limit = {"context": target.context_tokens, "output": target.output_tokens}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -129,7 +129,7 @@ def opencode(target: Endpoint) -> Setup:
 
 
 def pi(target: Endpoint) -> Setup:
-    """Return an extension that adds a provider to pi for this start."""
+    """Return an extension that adds a provider to pi for this run."""
     model = {
         "id": target.model,
         "name": target.model,
@@ -157,7 +157,7 @@ def pi(target: Endpoint) -> Setup:
 
 
 def qwen(target: Endpoint) -> Setup:
-    """Return Qwen Code's settings file, which overrides the user's for this start."""
+    """Return Qwen Code's settings file, which overrides the user's for this run."""
     model = {
         "id": target.model,
         "name": target.model,
@@ -199,7 +199,7 @@ PROGRAMS = {
 def shell_lines(
     command: tuple[str, ...], setup: Setup, arguments: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield the lines with which a POSIX shell starts a program as `penstock launch` does."""
+    """Yield the POSIX shell commands that start a program like `penstock launch` does."""
     if setup.files:
         yield "PENSTOCK_FOLDER=$(mktemp -d)"
     for name, text in setup.files.items():
@@ -212,7 +212,7 @@ def shell_lines(
 
 
 def _shell_word(text: str) -> str:
-    """Quote a word for a shell, with the temporary folder as a variable.
+    """Quote a word for a shell, replacing the temporary folder by a variable.
 
     >>> print(_shell_word("a b"), _shell_word("{folder}/x"))
     'a b' "$PENSTOCK_FOLDER"/x

@@ -17,14 +17,14 @@ from penstock.plurals import counted
 
 
 def open_engine(model: str, weights_dtype: WeightsDtype, limits: dict[str, Any]) -> Engine:
-    """Load a model, and make an engine that answers one request at a time."""
+    """Load a model, and create an engine that answers one request at a time."""
     loaded = options.load_model(model, weights_dtype, limits["memory_limit"])
-    # One answer decodes at a time, so blocks can be quantized while it is written.
+    # Only one answer decodes at a time, so blocks can be quantized during decoding.
     return make_engine(loaded, max_batch_size=1, kv_cache_quantize_when="active", **limits)
 
 
 class LocalChat:
-    """A conversation with a model here; the engine's prefix cache holds earlier turns."""
+    """A conversation with a local model; the engine's prefix cache holds earlier turns."""
 
     def __init__(self, engine: Engine, system: str | None = None) -> None:
         self.engine = engine
@@ -40,7 +40,7 @@ class LocalChat:
         self.engine.clear()
 
     def answer(self, text: str, sampling: SamplingSettings) -> Generator[str]:
-        """Stream the answer; a turn is recorded once its last piece was taken."""
+        """Stream the answer; the turn is recorded once the last piece has been consumed."""
         said = [*self.messages, {"role": "user", "content": text}]
         reply, figures = "", AnswerFigures()
         with self.engine.chat(said, stream=True, **sampling.model_dump()) as answer:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and checks of their values."""
+"""Options shared by several commands, and checks of their values."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from penstock.models.mlx_lm import Loaded
 
 WITHOUT_VALUE = {"--kv-cache-quantization": "8"}
-"""Values of flags that may stand without one, as in vllm-mlx's scripts."""
+"""Values of flags given without one, as in vllm-mlx's scripts."""
 MODEL_HELP = (
-    "Folder of a model, a .gguf file, a Hugging Face name (owner/model), or smollm2: a small chat "
-    "model, fetched once."
+    "Model folder, .gguf file, Hugging Face name (owner/model), or smollm2, a small chat "
+    "model that is downloaded once."
 )
 Model: TypeAlias = Annotated[
     str, typer.Option(help=MODEL_HELP, envvar="PENSTOCK_MODEL", show_default="the embedded model")
@@ -34,9 +34,9 @@ Model: TypeAlias = Annotated[
 WeightsDtype: TypeAlias = Annotated[
     config.WeightsDtype,
     typer.Option(
-        help="Number type of the weights. native: as stored; float32: converted when loaded; "
-        "packed: codes of 4 and 8 bits stay as they are and are multiplied by activations in 8 "
-        "bits, on a CPU; packed-exact: the same with activations in float32; auto: float32 on a "
+        help="Data type of the weights. native: as stored; float32: converted when loaded; "
+        "packed: codes of 4 and 8 bits are kept and multiplied by activations in 8 "
+        "bits, on a CPU; packed-exact: as packed, with activations in float32; auto: float32 on a "
         "CPU, where MLX is slow with other types, if a quarter of the memory limit stays free.",
         envvar="PENSTOCK_WEIGHTS_DTYPE",
     ),
@@ -71,13 +71,13 @@ ServerURL: TypeAlias = Annotated[str, _url("Address of the server.")]
 PartnerURL: TypeAlias = Annotated[
     str | None,
     _url(
-        "Talk to this server in place of a model here: any that speaks OpenAI's chat completions. "
-        "--model is then its name for the model, by default its first."
+        "Chat with this server, which needs OpenAI's chat completions, instead of a local model. "
+        "--model is then the server's name for the model, by default its first model."
     ),
 ]
 ServerKey: TypeAlias = Annotated[
     str | None,
-    option_of(config.ServerSettings, "api_key", words="Key of the server.", unset="none"),
+    option_of(config.ServerSettings, "api_key", words="API key of the server.", unset="none"),
 ]
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output.")
@@ -85,7 +85,7 @@ Json: TypeAlias = Annotated[
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
-    """Insert the value of each flag that stands without one.
+    """Insert the values of flags given without one.
 
     >>> with_values(["serve", "--kv-cache-quantization", "--port", "0"])
     ['serve', '--kv-cache-quantization', '8', '--port', '0']
@@ -101,7 +101,7 @@ def with_values(arguments: Sequence[str]) -> list[str]:
 
 
 def engine_size(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the memory limit; the embedded model has its own. SettingError for a limit of 0.
+    """Add the default memory limit, which depends on the model; SettingError for a limit of 0.
 
     >>> engine_size(str(MODEL_PATH), {})
     {'memory_limit': '200MB'}
@@ -111,12 +111,14 @@ def engine_size(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
     limit = config.EMBEDDED_LIMIT if embedded else None
     if settings.get("memory_limit", 1) < 1:
-        raise SettingError("--memory-limit is 0; give the memory for weights and caches, as 16GB")
+        raise SettingError(
+            "--memory-limit is 0; give the memory for weights and caches, such as 16GB"
+        )
     return {"memory_limit": limit} | dict(settings)
 
 
 def load_model(model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None) -> Loaded:
-    """Load a model, and report a change of its weights on standard error."""
+    """Load a model, and report a conversion of its weights on standard error."""
     loaded = load_quietly(model, weights_dtype, memory_limit)
     if loaded.weights_note is not None:
         print(f"penstock: weights {loaded.weights_note}", file=sys.stderr)
@@ -133,7 +135,7 @@ def load_quietly(
 
 
 def check_template(template: str | None) -> None:
-    """Refuse a `--chat-template` file that does not exist; an identifier names the model's own."""
+    """Check that a `--chat-template` file exists; identifiers name templates of the model."""
     if template is not None and not template.isidentifier():
         from penstock.models.chat_template import template_text
 
@@ -159,9 +161,9 @@ def check_folder_limit(limit_bytes: int) -> None:
 
 
 def check_writable(flag: str, folder: Path | None) -> None:
-    """Create a folder if needed; refuse one that is not writable, or not safe.
+    """Create a folder if needed; SettingError if it is not writable or not safe.
 
-    Unsafe: it or a file in it belongs to another user, or everybody may write to it.
+    A folder is unsafe if it or a file in it belongs to another user, or if it is world-writable.
     """
     if folder is None:
         return
@@ -183,10 +185,10 @@ def _check_own(flag: str, folder: Path) -> None:
         return
     if folder.stat().st_mode & stat.S_IWOTH:
         raise SettingError(
-            f"{flag} {folder}: every user of this machine can write there; take that right away "
+            f"{flag} {folder}: the folder is world-writable; remove that permission "
             f"(chmod o-w), or name another folder"
         )
-    # A link is asked for itself: where it leads was its maker's choice.
+    # Links are checked themselves, not their targets, which their owner chose.
     owned = [folder.stat(), *(path.lstat() for path in (folder, *folder.iterdir()))]
     if any(status.st_uid != os.geteuid() for status in owned):
         raise SettingError(
@@ -196,7 +198,7 @@ def _check_own(flag: str, folder: Path) -> None:
 
 
 def check_tiers(settings: config.EngineSettings) -> None:
-    """Refuse invalid settings of cold tiers before a model is loaded; repeats nothing secret."""
+    """Check settings of cold tiers before a model is loaded; errors contain no secrets."""
     if settings.cold_tiers:
         from penstock.engine.offload import tier_kinds
 
@@ -204,7 +206,7 @@ def check_tiers(settings: config.EngineSettings) -> None:
 
 
 def check_codec_settings(limits: Mapping[str, Any]) -> None:
-    """Refuse an unknown codec, and codec settings without a codec."""
+    """Check that the codec is known, and that codec settings have a codec."""
     name = limits.get("kv_cache_quantization")
     fields = config.EngineSettings.model_fields
     flags = [
@@ -245,19 +247,19 @@ def warn_of_slow_blas(blas: Blas) -> None:
 
 
 def lenient_input() -> None:
-    """Read bytes that are not UTF-8 as surrogates, for `check_text` to name."""
+    """Read bytes that are not UTF-8 as surrogates, which `check_text` reports."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def lenient_output() -> None:
-    """Print `?` for characters that the output's encoding lacks."""
+    """Print `?` for characters that the output's encoding cannot represent."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def check_text(what: str, text: str) -> None:
-    r"""Refuse text with surrogates, which stand for bytes that are not UTF-8.
+    r"""Raise SettingError for text with surrogates, which represent bytes that are not UTF-8.
 
     >>> check_text("the prompt", b"caf\xe9".decode(errors="surrogateescape"))
     Traceback (most recent call last):
@@ -266,8 +268,8 @@ def check_text(what: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # surrogateescape adds 0xDC00 to the byte; any other is a surrogate of the text itself,
-        # and its low byte says nothing.
+        # surrogateescape adds 0xDC00 to the byte; other surrogates were in the text itself,
+        # and do not encode a byte.
         code = ord(text[error.start])
         shown = f"byte {code - 0xDC00:#04x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"
         raise SettingError(f"{what} is not UTF-8: {shown} after {error.start} characters") from None

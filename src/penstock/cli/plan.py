@@ -1,4 +1,4 @@
-"""`penstock plan`: memory and requests that fit, before anything is loaded."""
+"""`penstock plan`: memory use and requests that fit, before loading a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.engine.view import SpilledBytes
 
 NARROW_COLUMNS = 76
-"""Terminal width below which the table drops its lines and some columns."""
+"""Terminal width below which the table has no borders and fewer columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory of a model for each precision of its caches; unknown weights count as 0."""
+    """Memory use of a model, by precision of its caches; unknown weights count as 0."""
 
     model: str
     model_type: str
@@ -74,7 +74,7 @@ class MemoryPlan:
 PlannedModel: TypeAlias = Annotated[
     str,
     typer.Argument(
-        help="Folder of a model, a .gguf file, a config.json, or a name already downloaded.",
+        help="Model folder, .gguf file, config.json, or the name of a downloaded model.",
         envvar="PENSTOCK_MODEL",
         show_default="the embedded model",
     ),
@@ -93,25 +93,25 @@ PlannedKV: TypeAlias = Annotated[
         config.EngineSettings,
         "max_kv_size",
         "keep",
-        unset={"max_kv_size": f"{config.MAX_KV_SIZE}, or the model's longest text"},
+        unset={"max_kv_size": f"{config.MAX_KV_SIZE}, or the model's context length if less"},
     ),
 ]
 KVBits: TypeAlias = Annotated[
     int | None,
     typer.Option(
-        help="Bits of keys and values, as codecs hold them: 2, 3, 4, 5, 6 or 8.",
+        help="Bits of quantized keys and values: 2, 3, 4, 5, 6 or 8.",
         envvar="PENSTOCK_KV_BITS",
         metavar="BITS",
         show_default="the model's precision",
     ),
 ]
 Batch: TypeAlias = Annotated[
-    int, typer.Option(help="Sequences held at once.", metavar="SEQUENCES", min=1)
+    int, typer.Option(help="Number of sequences held at once.", metavar="SEQUENCES", min=1)
 ]
 Hosts: TypeAlias = Annotated[
     int,
     typer.Option(
-        help="Machines that the model is divided among, each with --memory-limit for its part.",
+        help="Number of machines that share the model, each with --memory-limit for its part.",
         metavar="MACHINES",
         min=1,
     ),
@@ -125,7 +125,7 @@ Measure: TypeAlias = Annotated[
 PlannedPipeline: TypeAlias = Annotated[
     bool,
     typer.Option(
-        help="With --hosts: whole layers for each machine, where mlx-lm's class has pipeline."
+        help="With --hosts: give each machine whole layers, if mlx-lm's model class supports it."
     ),
 ]
 
@@ -149,10 +149,10 @@ def plan(
     measure: Measure = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show the memory that a model needs, and the requests that fit.
+    """Show the memory that a model needs and the requests that fit.
 
-    Reads the config, and the headers of the weights if they are there; loads nothing, unless it is
-    to measure. Exit code 0 if the batch fits, 1 if it does not.
+    Reads the config and any headers of the weights; loads the model only with --measure. Exit code
+    is 0 if the batch fits, 1 if not.
     """
     draft_model: str | None = draft.get("draft_model")
     if draft_model is not None and hosts > 1:
@@ -237,8 +237,8 @@ def _with_draft(spec: ModelSpec, draft: ModelSpec) -> ModelSpec:
     added = f"{format_bytes(draft.weight_bytes)} of them the draft model's"
     token = format_bytes(memory.bytes_per_token(draft, kind=None))
     note = (
-        f"the draft model {draft.name} reads text at {token} a token, in what the caches leave; "
-        f"these bytes are given back first"
+        f"the draft model {draft.name} needs {token} a token, in memory left free by caches; "
+        f"these bytes are freed first"
     )
     return replace(
         spec,
@@ -249,7 +249,7 @@ def _with_draft(spec: ModelSpec, draft: ModelSpec) -> ModelSpec:
 
 
 def _window(spec: ModelSpec, max_kv_size: int | None) -> int:
-    """Return the window in tokens: as requested, or the model's longest text."""
+    """Return the window in tokens: as requested, or limited by the model's context length."""
     if max_kv_size is None and spec.max_tokens is not None and spec.max_tokens < 2:
         raise ModelError(
             f"{spec.name}: max_position_embeddings is {spec.max_tokens}, and a window has at least "
@@ -259,13 +259,13 @@ def _window(spec: ModelSpec, max_kv_size: int | None) -> int:
 
 
 def _notes(spec: ModelSpec, window: int) -> tuple[str, ...]:
-    """Return the assumptions of a spec, and why a plan may be wrong."""
+    """Return the assumptions of a spec, and reasons why a plan may be wrong."""
     notes = list(spec.notes)
     if spec.weight_bytes is None:
         notes.append(f"weights: {spec.weight_source}; they are not counted")
     if spec.max_tokens and window > spec.max_tokens:
         notes.append(
-            f"the model was made for {counted(spec.max_tokens, 'token')}, fewer than the window"
+            f"the model's context is {counted(spec.max_tokens, 'token')}, less than the window"
         )
     return tuple(notes)
 
@@ -281,7 +281,7 @@ def _row(spec: ModelSpec, bits: int | None, memory_bytes: int, window: int, batc
     )
     largest = fit.largest_window_tokens
     if largest is not None and spec.max_tokens is not None:
-        largest = min(largest, max(spec.max_tokens, window))  # longer texts the model cannot read
+        largest = min(largest, max(spec.max_tokens, window))  # beyond the model's context length
     return PlanRow(
         kv_bits=label,
         quantized=bits is not None,
@@ -346,7 +346,7 @@ def _arithmetic(
 
 
 def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], free: int, batch: int) -> str:
-    """Say by how much the chosen row does not fit, and which single change would help."""
+    """Describe by how much the chosen row does not fit, and each single change that would help."""
     short = format_bytes(chosen.missing_bytes)
     if free <= 0:
         return (
@@ -432,7 +432,7 @@ def _limit(given_bytes: int | None) -> int:
 
 
 def _default_limit() -> int:
-    """Return the limit `penstock doctor` shows: only MLX knows the device's recommendation."""
+    """Return the limit that `penstock doctor` shows, for which MLX queries the device."""
     try:
         from penstock.attention import devices  # a plan can be made where MLX has no back end
     except ImportError:
@@ -441,7 +441,7 @@ def _default_limit() -> int:
 
 
 def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int) -> ModelSpec:
-    """Read a model's spec with its weights as they will be loaded; reads headers alone."""
+    """Return a model's spec with the weights' size once loaded; reads only headers."""
     # numpy takes a while to import, which --help need not wait for.
     from penstock.models.model_files import open_model_file
 
@@ -459,7 +459,7 @@ def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int)
     except ImportError:
         return native
     choice = Widening(weights_dtype, native.weight_bytes or 0, wide.weight_bytes or 0, limit_bytes)
-    if choice.packs:  # of a folder a little more than it will be
+    if choice.packs:  # for a folder, slightly more than needed
         native_bytes = native.weight_bytes or 0
         packed = native_bytes * 5 // 4 if file is None else file.packed_bytes()
         return replace(wide, weight_bytes=packed)
@@ -467,7 +467,7 @@ def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int)
 
 
 def _find(model: str) -> Path:
-    """Find a folder, a file, or the local copy of a Hugging Face model; never download."""
+    """Return a folder, a file, or the local copy of a Hugging Face model; never downloads."""
     path = Path(model).expanduser()
     if path.exists():
         return path
@@ -477,8 +477,8 @@ def _find(model: str) -> Path:
             raise ModelError(f"{model} is not downloaded yet; penstock generate --model {model} hi")
         return file
 
-    # The hub client takes a fifth of a second to import, which a folder need not wait for. It
-    # is there because mlx-lm loads through it (by transformers); nothing else here needs it.
+    # The hub client takes 0.2 s to import, which a folder does not need. It
+    # is installed because mlx-lm loads through it (via transformers).
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

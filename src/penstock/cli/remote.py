@@ -1,4 +1,4 @@
-"""A conversation with a server that speaks OpenAI's chat completions, ours or another."""
+"""A conversation with any server that supports OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.errors import PenstockError, SettingError
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 300.0
-"""Read timeout; penstock's server sends a comment now and then during a long prefill."""
+"""Read timeout; penstock's server sends periodic comments during a long prefill."""
 
 
 class RemoteError(PenstockError):
@@ -51,7 +51,7 @@ class Remote:
         self.turns = 0
 
     def answer(self, text: str, sampling: SamplingSettings) -> Generator[str]:
-        """Stream the answer; closing it early forgets the turn and drops the connection."""
+        """Stream the answer; closing the generator early forgets the turn and disconnects."""
         said = [*self.messages, {"role": "user", "content": text}]
         body: dict[str, Any] = {
             "model": self.model,
@@ -86,7 +86,7 @@ class Remote:
 
     def stats(self) -> str:
         if self.last is None:
-            return f"{self.model} at {self.url}; nothing was asked yet"
+            return f"{self.model} at {self.url}; no answers yet"
         return self.last.line()
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -105,9 +105,11 @@ class Remote:
                     return
                 chunk = json.loads(data)
                 if chunk.get("error"):
-                    raise RemoteError(f"{self.url} broke the answer off: {error_message(chunk)}")
+                    raise RemoteError(
+                        f"{self.url} ended the answer with an error: {error_message(chunk)}"
+                    )
                 yield chunk
-        raise RemoteError(f"{self.url} ended the answer before its end")
+        raise RemoteError(f"{self.url} closed the stream before the answer ended")
 
     def _first_model(self) -> str:
         with self._reported():
@@ -138,11 +140,13 @@ def connected(url: str) -> Iterator[None]:
     except httpx.RemoteProtocolError as error:
         raise RemoteError(f"the server at {url} has ended") from error
     except httpx.HTTPError as error:
-        raise RemoteError(f"{url} is lost: {str(error) or type(error).__name__}") from error
+        raise RemoteError(
+            f"connection to {url} lost: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def base_url(url: str) -> str:
-    """Return the URL without a slash or `/v1` at its end.
+    """Return the URL without a trailing slash or `/v1`.
 
     >>> base_url("http://localhost:8080/v1/")
     'http://localhost:8080'
@@ -157,7 +161,7 @@ def base_url(url: str) -> str:
 
 
 def on_this_machine(url: str) -> bool:
-    """Return whether a server is on this machine, so that no proxy of the environment applies.
+    """Return whether a server is on this machine, so that proxies do not apply.
 
     >>> on_this_machine("http://[::1]:8080"), on_this_machine("https://a.example")
     (True, False)

@@ -1,4 +1,4 @@
-"""`penstock serve`: the engine behind OpenAI's and Anthropic's wire formats."""
+"""`penstock serve`: the HTTP server with OpenAI- and Anthropic-compatible APIs."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def serve(
     in_ray: flags.InRay = False,
     fleet: flags.Fleet,
 ) -> None:
-    """Serve a model to OpenAI's and Anthropic's clients.
+    """Serve a model through OpenAI's and Anthropic's APIs.
 
-    Prefixes that prompts share are computed once and held once, inside --memory-limit. The first
+    Prefixes shared by prompts are computed and stored once, within --memory-limit. The first
     SIGTERM or Ctrl-C lets open answers end; the second ends them with an error. Exit code 1 means
     that the engine has died.
     """
@@ -72,11 +72,11 @@ def serve(
             raise SettingError(f"{flag} needs --ssd-cache-dir: it works on the blocks there")
     _check_reach(settings)
     if settings.keys is not None:
-        config.read_keys(settings.keys)  # a wrong one is told of before the model is loaded
+        config.read_keys(settings.keys)  # to report errors before the model is loaded
     limits = _checked_limits(model, engine)
     _check_template(chat_template, in_ray)
     warnings = logging.StreamHandler()
-    warnings.setLevel(logging.WARNING)  # of the start's progress StartProgress prints more
+    warnings.setLevel(logging.WARNING)  # StartProgress prints INFO records
     logging.basicConfig(format="penstock: %(message)s", handlers=[warnings])
     _silence_libraries()
     options.warn_of_slow_blas(load_blas())
@@ -175,7 +175,7 @@ def _load(
 
 
 def _name(model: str) -> str:
-    """Return a model's name: of its folder, its file without .gguf, or at the hub."""
+    """Return a model's name: that of its folder or .gguf file, or its hub name."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         return path.stem
@@ -183,9 +183,9 @@ def _name(model: str) -> str:
 
 
 def _check_origins(settings: config.ServerSettings) -> None:
-    """Refuse an origin that no browser sends: a scheme, a host, and a port if need be.
+    """Check that origins have the form that browsers send: scheme, host and optional port.
 
-    Without a key `*` is refused as well: any page could read cached prompts of others.
+    Without a key, `*` is refused, as any page could read cached prompts.
     """
     if "*" in settings.cors_origin and not settings.needs_key:
         raise SettingError(
@@ -217,14 +217,14 @@ def _check_fleet(fleet: dict[str, Any]) -> None:
 
 
 def _check_ray(settings: config.ServerSettings) -> Callable[..., None]:
-    """Return the plug-in that runs replicas, after checks that Ray would make too late."""
+    """Return the plug-in that runs replicas, after checks that Ray would do too late."""
     run: Callable[..., None] | None = extension("ray")
     if run is None or find_spec("ray") is None:
         raise SettingError("--ray needs Ray: pip install 'ray[serve]'")
     if settings.port == 0:
-        raise SettingError("--ray needs a --port of its own: Ray's proxies do not take a free one")
-    if "RAY_ADDRESS" not in os.environ:  # Serve may run there, on that very port
-        _listening(settings).close()  # a port that is taken is told of as without Ray
+        raise SettingError("--ray needs a fixed --port: Ray's proxies cannot choose a free one")
+    if "RAY_ADDRESS" not in os.environ:  # a running Serve may use the port
+        _listening(settings).close()  # reports a port in use like without Ray
     return run
 
 
@@ -284,8 +284,8 @@ def _run(
                 print_line(console, line, indent=LABEL_CELLS)
         sys.stdout.flush()
         gc.collect()
-        gc.freeze()  # the model stays: no collection need look at it again
-        give_back_freed_memory()  # of loading, and of the trials that tell an engine its bytes
+        gc.freeze()  # the model is permanent: exclude it from collections
+        give_back_freed_memory()  # from loading, and from trial steps
         if settings.keys is not None:
             signal.signal(signal.SIGHUP, lambda *_: service.access.reload())
         server.run(sockets=[listener])

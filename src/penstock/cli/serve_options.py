@@ -1,4 +1,4 @@
-"""Options of `penstock serve` beside the settings of its engine, server and replicas."""
+"""Options of `penstock serve`, except the settings of engine, server and replicas."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ConfigFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="TOML file with settings: a key for each flag, as max-kv-size = 8192. Flags and "
-        "environment win over it.",
+        help="TOML file with settings, one key per flag, such as max-kv-size = 8192. Flags and "
+        "environment variables take precedence.",
         envvar="PENSTOCK_CONFIG",
         metavar="FILE",
         is_eager=True,
@@ -33,7 +33,7 @@ ConfigFile: TypeAlias = Annotated[
 ModelName: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="Name under which the model is served.",
+        help="Name of the model in the APIs.",
         envvar="PENSTOCK_MODEL_NAME",
         metavar="NAME",
         show_default="its folder's name",
@@ -43,8 +43,8 @@ ChatTemplate: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--chat-template",
-        help="Chat template in place of the model's own: a Jinja file, chatml, or the name of one "
-        "of the model's, such as rag.",
+        help="Chat template that replaces the model's: a Jinja file, chatml, or the name of one "
+        "of the model's templates, such as rag.",
         envvar="PENSTOCK_CHAT_TEMPLATE",
         metavar="FILE",
         show_default="the model's own",
@@ -54,7 +54,7 @@ SSDPreload: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--ssd-preload",
-        help="Read the most valuable blocks of that folder into free memory before the first "
+        help="Read the most valuable blocks of --ssd-cache-dir into free memory before the first "
         "request.",
         envvar="PENSTOCK_SSD_PRELOAD",
     ),
@@ -63,7 +63,7 @@ Pipeline: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--pipeline",
-        help="With mlx.launch: give each process whole layers, instead of heads of every layer.",
+        help="With mlx.launch: give each process whole layers instead of heads of every layer.",
         envvar="PENSTOCK_PIPELINE",
     ),
 ]
@@ -71,8 +71,8 @@ InRay: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--ray",
-        help="Serve by replicas in Ray Serve; needs the extra ray, and RAY_ADDRESS where a Ray "
-        "runs already.",
+        help="Serve with replicas in Ray Serve; needs the extra ray, and RAY_ADDRESS if a Ray "
+        "cluster is already running.",
         envvar="PENSTOCK_RAY",
     ),
 ]

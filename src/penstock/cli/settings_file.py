@@ -1,4 +1,4 @@
-"""Settings from a TOML file: its keys are the defaults of the flags they name."""
+"""Settings from a TOML file, whose keys set the defaults of flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.regular_files import read_text
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Option callback: use a TOML file's values as defaults of the flags."""
+    """Use a TOML file's values as defaults of the flags; an option callback."""
     if file is not None and not context.resilient_parsing:
         flags = {str(parameter.name): parameter for parameter in context.command.params}
         read = _switched(read_toml(file, flags))
@@ -27,7 +27,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
 
 
 def _switched(read: dict[str, Any]) -> dict[str, Any]:
-    """Resolve a boolean for a flag with an optional value: true is its default, false is unset."""
+    """Resolve booleans of flags with an optional value: true is the default, false unset."""
     values = {flag[2:].replace("-", "_"): value for flag, value in WITHOUT_VALUE.items()}
     switches = {name for name in values if isinstance(read.get(name), bool)}
     on = {name: values[name] for name in switches if read[name]}
@@ -35,7 +35,7 @@ def _switched(read: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(file: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read settings from a TOML file; a key is a flag's name, with `-` or `_`."""
+    """Read settings from a TOML file, whose keys are flag names with `-` or `_`."""
     try:
         content = tomllib.loads(read_text(file.expanduser()))
     except OSError as error:
@@ -46,8 +46,8 @@ def read_toml(file: Path, names: Iterable[str]) -> dict[str, Any]:
     unknown = [key for key in content if key.replace("-", "_") not in known]
     if unknown:
         raise SettingError(
-            f"--config {file} has keys that no flag has: {', '.join(unknown)}; "
-            "a key is a flag's name, as max-kv-size"
+            f"--config {file} has unknown keys: {', '.join(unknown)}; "
+            "a key is a flag's name, such as max-kv-size"
         )
     nested = [key for key, value in content.items() if isinstance(value, dict)]
     if nested:

@@ -1,12 +1,12 @@
-"""Command options made from the fields of settings: name, help, unit, default, range.
+"""Command options generated from settings fields: name, help, unit, default, range.
 
     SamplingOptions: TypeAlias = Annotated[dict[str, Any], Fields(SamplingSettings)]
 
     @with_settings
     def command(*, sampling: SamplingOptions, as_json: options.Json = False) -> None: ...
 
-has a flag for each field, and gets a dictionary of the fields that have a value. A command to which
-a setting is a thing of its own takes `option_of` with words of its own.
+has a flag for each field, and receives a dictionary of the fields that are set. For a different
+help text, a command uses `option_of` with `words`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PREFIX = "PENSTOCK_"
 
 
 class Fields:
-    """Fields of settings that a command offers: those named, or all with a flag.
+    """Settings fields offered as options of a command: those named, or all with a flag.
 
-    `unset` describes leaving a flag out, where the command has a default of its own.
+    `unset` describes the default of each flag for which the command has its own default.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Fields:
             yield _option(self.kind, name, self.variables, self.unset.get(name))
 
     def take(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Pop the values of these options from a command's; unset ones are left out."""
+        """Pop the values of these options from a command's values; omit unset ones."""
         options = {name: values.pop(_parameter_name(self.kind, name)) for name in self.names}
         return {
             name: _value(self.kind, name, value)
@@ -91,7 +91,7 @@ def size_bytes(flag: str, text: str) -> int:
 
 
 def size_text(count: int) -> str:
-    """Write a size as a flag takes it, exactly.
+    """Format a size exactly, as a flag value.
 
     >>> size_text(20_000_000_000), size_text(1_500_000), size_text(1_001)
     ('20GB', '1500KB', '1001')
@@ -114,7 +114,7 @@ def folder(flag: str, text: str) -> Path:
 def numbers(flag: str, text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if wrong := [word for word in words if not word.isdecimal()]:
-        raise SettingError(f"{flag} {text}: {wrong[0]!r} is no number")
+        raise SettingError(f"{flag} {text}: {wrong[0]!r} is not a number")
     return tuple(map(int, words))
 
 
@@ -126,7 +126,7 @@ def option_of(
     unset: str | None = None,
     has_variable: bool = True,
 ) -> Any:
-    """Return a field's typer option; `words` replaces its help, `unset` its default."""
+    """Return the typer option of a field; `words` replaces its help, `unset` its shown default."""
     field, setting, flag = kind.model_fields[name], setting_of(kind, name), flag_of(kind, name)
     return typer.Option(
         f"--{flag}",
@@ -179,7 +179,7 @@ def _typed(field: FieldInfo, setting: Setting) -> Any:
 
 
 def _without_none(annotation: Any) -> Any:
-    """Return the type beside None."""
+    """Return an annotation without `| None`."""
     parts = [part for part in get_args(annotation) if part is not type(None)]
     return parts[0] if type(None) in get_args(annotation) else annotation
 
@@ -195,7 +195,7 @@ def _range(field: FieldInfo, read: Any) -> dict[str, Any]:
 
 
 def _is_unset(field: FieldInfo, value: Any) -> bool:
-    """Return whether an option has no value; an empty secret, as of an unset variable, is none."""
+    """Return whether an option is unset; an empty secret counts as unset."""
     return value is None or value == [] or (value == "" and not field.repr)
 
 

@@ -1,4 +1,4 @@
-"""The snapshots of a running server as they come, and each in one line."""
+"""Snapshots of a running server, and their one-line summaries."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.memory.sizes import format_bytes
 
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 20.0
-"""Silence after which a server counts as lost; it sends two snapshots a second."""
+"""Seconds without data after which a server counts as lost; it sends two snapshots a second."""
 
 Snapshot: TypeAlias = dict[str, Any]
 """Body of `/v1/live`; see `penstock.server.live.Snapshot`."""
 
 
 def snapshots(url: str, api_key: str | None) -> Iterator[Snapshot]:
-    """Yield the server's figures, twice a second."""
+    """Yield the server's snapshots, twice a second."""
     address = base_url(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
@@ -77,7 +77,7 @@ def _parsed(address: str, answer: httpx.Response) -> Iterator[Snapshot]:
 
 def _refusal(address: str, answer: httpx.Response) -> str:
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        return f"{address} needs its key; give it with --api-key or PENSTOCK_API_KEY"
+        return f"{address} requires a key; set --api-key or PENSTOCK_API_KEY"
     if answer.status_code == httpx.codes.NOT_FOUND:
         return f"{address} is no penstock server: it has no /v1/live"
     answer.read()

@@ -1,4 +1,4 @@
-"""Progress of a command that loads a model, shown once it takes a second."""
+"""Progress of loading a model, shown if it takes longer than a second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGGER = logging.getLogger("penstock")
 
 
 class StartProgress(logging.Handler):
-    """Shows the steps of a start: a spinner on a terminal, lines on standard error elsewhere."""
+    """Log handler that shows startup steps: a spinner on a terminal, or lines on stderr."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class StartProgress(logging.Handler):
         LOGGER.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a step, immediately once the first second is over."""
+        """Show a step, unless it is within the first second."""
         self._message = record.getMessage()
         if self._clock() - self._began >= QUIET_SECONDS:
             self._show()

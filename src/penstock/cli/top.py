@@ -20,20 +20,20 @@ from penstock.cli import options
 from penstock.cli.whole_words import print_line
 
 PLAIN_SECONDS = 1.0
-"""Interval of printed lines on a terminal that cannot redraw one."""
+"""Seconds between lines if the output is not an interactive terminal."""
 
 
 def top(
     url: options.ServerURL = options.SERVER_URL,
     api_key: options.ServerKey = None,
-    once: Annotated[bool, typer.Option("--once", help="Show it once and stop.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the state once and exit.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a line on standard output.")
+        bool, typer.Option("--json", help="Print one JSON object per line on standard output.")
     ] = False,
 ) -> None:
     """Watch a running server: memory by purpose, hits, queue, speed, requests.
 
-    q or Ctrl-C ends it. Without a server there is one line, and exit code 2.
+    Press q or Ctrl-C to quit. Exit code 2 if no server answers.
     """
     # httpx takes a moment to import, which --help and a wrong flag need not wait for.
     from penstock.cli.snapshots import line, record, snapshots

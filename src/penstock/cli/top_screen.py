@@ -1,4 +1,4 @@
-"""The screen of `penstock top`: one snapshot, drawn for the size of a terminal."""
+"""The screen of `penstock top`: one snapshot, laid out for the terminal's size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.plurals import counted
 BAR_CELLS = 48
 LABEL_CELLS = 9
 ROOMY_LINES = 20
-"""Height from which blank lines and the legend are shown."""
+"""Terminal height from which blank lines and the legend are shown."""
 ROOMY_CELLS = 76
-"""Width from which all columns of the requests are shown."""
+"""Terminal width from which all columns of requests are shown."""
 
 COLORS = {
     "weights": "bright_black",
@@ -31,12 +31,12 @@ COLORS = {
     "key_index": "blue",
     "nodes": "cyan",
 }
-"""Colors of the memory bar, from the most lasting kind of memory to the least."""
+"""Colors of the memory bar, from permanent to short-lived kinds of memory."""
 STATES = {"done": "green", "running": "cyan", "waiting": "yellow", "failed": "red"}
 
 
 def drawn(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableType:
-    """Draw a snapshot; the last requests get the lines that are left."""
+    """Lay out a snapshot; the latest requests fill the remaining lines."""
     rows = _rows(snapshot, width - LABEL_CELLS, height >= ROOMY_LINES)
     figures = Table.grid(padding=(0, 2, 0, 0))
     figures.add_column(style="bright_black", width=LABEL_CELLS - 2)
@@ -44,7 +44,7 @@ def drawn(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableTy
     for name, value in rows:
         figures.add_row(name, value)
     blank = [Text()] if height >= ROOMY_LINES else []
-    # Beside the rows: the title, the blank lines, the head of the requests, the cursor's line.
+    # Besides the rows: title, blank lines, table header, cursor line.
     left = height - len(rows) - 3 - 2 * len(blank)
     requests = snapshot["requests"][::-1][: max(1, left)]
     table = _requests(requests, all_columns=width >= ROOMY_CELLS)
@@ -89,7 +89,7 @@ def _rows(snapshot: Snapshot, cells: int, roomy: bool) -> list[tuple[str, Render
 
 
 def _fitting(cells: int, *texts: str) -> str:
-    """Return the first text that fits, or the last.
+    """Return the first text that fits in `cells`, or the last.
 
     >>> _fitting(8, "3 answers wait", "3 wait")
     '3 wait'

@@ -1,4 +1,4 @@
-"""Lines for people: on a terminal they break between words alone, so that figures stay whole."""
+"""Line breaking for terminals, only between words, so that numbers are not split."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.text import Text
 
 
 def print_line(console: Console, line: str, *, indent: int = 0, label: str = "") -> None:
-    """Print a line, whole where the output is no terminal.
+    """Print a line; on a terminal, wrap it between words.
 
     Args:
-        console: to print to.
-        line: its text.
-        indent: blanks in front of its second and later lines.
-        label: its beginning, in bold.
+        console: console to print to.
+        line: text to print.
+        indent: indentation of continuation lines.
+        label: start of the line that is printed in bold.
     """
     if console.is_terminal:
         line = broken(line, console.width, indent)
@@ -34,7 +34,7 @@ def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 
 
 def broken(line: str, width: int, indent: int = 0) -> str:
-    """Break a text between words, into lines of a width where its words allow it.
+    """Wrap a text between words; words longer than `width` are not split.
 
     >>> print(broken("a folder: /home/someone/models 1,200 tokens", 12, 2))
     a folder:

@@ -118,7 +118,7 @@ class Workers:
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that tokenizes a prompt: `await workers.read(prompts.render, messages)`.
 
-        Long requests use a separate thread, which lets others run between pieces of a text, and stop
+        Long requests use a separate thread, which lets others run between a text's pieces, and stop
         once the client has disconnected. Raises ServerError 429 if the queue is full.
         """
         hold = HOLD.get()
