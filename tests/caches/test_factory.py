@@ -165,7 +165,7 @@ def test_raw_is_no_codec_and_a_wrong_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "words"),
     [
-        ("llama", {"kv_bits": 8}, "two ways; name one"),
+        ("llama", {"kv_bits": 8}, "exclude each other; set one"),
         ("gemma3n", {}, "read other layers' keys"),
         ("llama", {"kv_cache_min_quantize_tokens": -1}, "min_quantize_tokens must be at least 0"),
         ("llama", {"kv_cache_raw_first_tokens": -1}, "raw_first_tokens must be at least 0"),

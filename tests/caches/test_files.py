@@ -121,7 +121,7 @@ def test_codes_of_another_format_are_refused(
     path = tmp_path / "cache.safetensors"
     save_prompt_cache(path, [CACHES["codes"]()])
     monkeypatch.setattr(codec, "FORMAT", 99)
-    with pytest.raises(CacheFileError, match=r"codes are of format \d+; this penstock has 99"):
+    with pytest.raises(CacheFileError, match=r"codes have format \d+; this penstock reads 99"):
         load_prompt_cache(path)
 
 

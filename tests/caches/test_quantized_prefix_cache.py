@@ -609,9 +609,9 @@ def test_layers_that_are_not_in_codes_come_back_as_they_were() -> None:
     [
         (
             lambda: TurboQuantKVCache("8", min_quantize_tokens=0, raw_first_tokens=FIRST),
-            "holds affine8 behind 128",
+            "holds affine8 after 128",
         ),
-        (lambda: TurboQuantKVCache("4"), "behind 0 tokens, from 256 tokens on, and this"),
+        (lambda: TurboQuantKVCache("4"), "after 0 tokens, from 256 tokens on, which differs"),
         (
             lambda: TurboQuantKVCache(
                 "4", min_quantize_tokens=0, raw_first_tokens=FIRST, max_size=512

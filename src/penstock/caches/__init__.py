@@ -1,4 +1,4 @@
-"""Key/value caches with a bound, pre-allocated, for mlx-lm's models. Useful without the rest."""
+"""Bounded, pre-allocated key/value caches for mlx-lm's models; usable without the engine."""
 
 from penstock.caches.codec import BatchTurboQuantKVCache, TurboQuantKVCache
 from penstock.caches.factory import make_kv_cache

@@ -1,4 +1,4 @@
-"""Base of the caches of one layer: checks on the way in, allocation, the count of bytes."""
+"""Base classes of layer caches: input checks, allocation and memory accounting."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from penstock.kv.columns import Side
 Self = TypeVar("Self", bound="LayerCache")
 Other = TypeVar("Other", bound="LayerCache")
 Pieces = Callable[[Any, Side], Iterable[tuple[int, Side]]]
-"""Returns the columns of a cache's side in use, each run with the column that it goes to."""
+"""Function that returns the used columns of a side as (target column, columns) pairs."""
 
 
 class LayerCache:
     """Keys and values of one layer, for mlx-lm's cache protocol.
 
-    Not thread-safe: one owner, the thread that runs the model. `keys` and `values` are None
-    until the first update, which allocates them; afterwards they are written in place.
+    Not thread-safe: used only by the thread that runs the model. `keys` and `values` are None
+    until the first update, which allocates them; later updates write in place.
     """
 
     kinds: ClassVar[dict[str, type[LayerCache]]] = {}
-    """All classes of caches by name, for files."""
+    """Cache classes by name, for loading from files."""
     step: ClassVar[int] = 256
     keys: Side | None = None
     values: Side | None = None
     growths: int = 0
     """Number of updates that replaced the allocated buffers by a larger copy."""
     read_by_others: bool = False
-    """Whether later layers call `keys_and_values()` of this one (Gemma 3n, AFM 7).
+    """Whether later layers call `keys_and_values()` of this cache (Gemma 3n, AFM 7).
 
-    After a chunk past the end of a window these layers need the columns that its own queries saw.
+    After a chunk past the end of a window, these layers need the columns that its queries saw.
     They are kept until the next update, or until the state is read, as mlx-lm does. Not part of the
     state: set it again after loading from a file."""
     carried: ClassVar[tuple[str, ...]] = ()
-    """Settings that a batch made of this cache, or a row taken out of it, takes over."""
+    """Settings that are copied when caches are merged into a batch or extracted from one."""
     _capacity: int | None = None
     _shape: tuple[Any, ...] | None = None
     _roomy: bool = False
@@ -48,18 +48,18 @@ class LayerCache:
 
     @classmethod
     def from_state(cls: type[Self], state: Any) -> Self:
-        """Make a cache from a `state` without calling `__init__`."""
+        """Create a cache from a `state` without calling `__init__`."""
         cache = cls.__new__(cls)
         cache.state = state
         return cache
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what the next update sets: `copy` copies no dtype and no weak reference."""
+        """Return the attributes to copy, without transient ones such as weak references."""
         transient = {"_shape", "_chunk", "_given"}
         return {name: value for name, value in vars(self).items() if name not in transient}
 
     def _sibling(self, kind: type[Other]) -> Other:
-        """Make a bare cache of another class with this one's settings."""
+        """Create an empty cache of another class with the settings of this one."""
         cache = kind.__new__(kind)
         cache._capacity, cache.read_by_others = self._capacity, self.read_by_others
         for name in self.carried:
@@ -68,7 +68,7 @@ class LayerCache:
         return cache
 
     def _widen(self, other: LayerCache) -> None:
-        """Take the larger capacity for one more row; None is the bound."""
+        """Adopt the larger capacity when another row is added; None means `max_size`."""
         self.read_by_others |= other.read_by_others
         if self._capacity is not None:
             larger = max(self._capacity, other._capacity or 0)
@@ -76,7 +76,7 @@ class LayerCache:
 
     @property
     def state(self) -> Any:
-        """State in mlx-lm 0.32.2's order: whole buffers, and settings."""
+        """State in mlx-lm 0.32.2's order: whole buffers, then settings."""
         return self._state()
 
     @state.setter
@@ -87,18 +87,18 @@ class LayerCache:
         return self.keys, self.values
 
     def _restore(self, state: Sequence[Any]) -> None:
-        """Restore a `_state`, made here or read from a file, which turns tuples into lists."""
+        """Restore a `_state`, possibly read from a file, which turns tuples into lists."""
         keys, values = state
         self.keys = tuple(keys) if isinstance(keys, list) else keys
         self.values = tuple(values) if isinstance(values, list) else values
         self._repacked()
-        # What was asked for is not in the state. What was allocated is: growth goes on from
-        # there, and does not start with a whole window for a sequence that is short.
+        # The state has the allocated capacity, not the requested one: growth continues from
+        # it, instead of allocating a whole window for a short sequence.
         self._capacity = self._rounded(col.columns(self.keys)) or None
 
     @property
     def capacity(self) -> int:
-        """Columns allocated for a row, or before that requested."""
+        """Columns allocated per row; before the first update, the capacity requested."""
         return col.columns(self.keys) or self._capacity or 0
 
     @property
@@ -112,12 +112,12 @@ class LayerCache:
         return keys, values
 
     def _accept(self, keys: mx.array, values: mx.array) -> int:
-        """Return the number of tokens; raise unless the arrays match each other and the cache."""
+        """Return the number of tokens; raise if arrays and cache do not match."""
         try:
             shape = (keys.shape, values.shape, keys.dtype, values.dtype)
         except AttributeError:
             shape = None
-        if shape is None or shape != self._shape:  # not what the last update brought
+        if shape is None or shape != self._shape:  # differs from the last update
             for name, array in (("keys", keys), ("values", values)):
                 if not isinstance(array, mx.array):
                     raise TypeError(f"{name} must be an mx.array, not {type(array).__name__}")
@@ -167,7 +167,7 @@ class LayerCache:
         return (*key.shape[:2], key.shape[3], value.shape[3], key.dtype, value.dtype)
 
     def _room_for(self, needed: int, held: int) -> int:
-        """Return how many columns to allocate for `needed` when `held` are too few."""
+        """Return the number of columns to allocate for `needed`, given that `held` are too few."""
         if held == 0 and self._capacity is not None and needed <= self._capacity:
             return self._capacity
         spare = max(self.step, held // 4) if held else 0
@@ -177,10 +177,10 @@ class LayerCache:
         return -(-count // self.step) * self.step
 
     def _make_room(self, needed: int, used: int, like: tuple[Side, Side]) -> None:
-        """Allocate, or replace full buffers by larger ones, so that `needed` columns exist.
+        """Allocate buffers, or replace them by larger ones, so that `needed` columns exist.
 
-        `used` columns are copied. Keys first, then values: never more than one old buffer is alive.
-        The first update allocates, even one of no tokens.
+        The first `used` columns are copied, keys before values, so only one old buffer is alive.
+        The first update allocates even for no tokens.
         """
         allocated, needed = col.columns(self.keys), max(1, needed)
         if needed <= allocated:
@@ -195,19 +195,19 @@ class LayerCache:
         self._roomy = True
 
     def allocated(self, capacity: int) -> None:
-        """Declare that the buffers were made with `capacity` columns on purpose."""
+        """Record that the buffers were allocated with `capacity` columns on request."""
         self._capacity, self._roomy = capacity, True
 
     def _repacked(self) -> None:
-        """Declare that the buffers are new, of just the columns in use."""
+        """Record that the buffers were replaced, with exactly the columns in use."""
         self._shape, self._roomy = None, False
 
     def _write(self, start: int, new: tuple[Side, Side], row: int | None = None) -> None:
-        """Write columns from `start`, of all rows or from `row` on; there must be room."""
+        """Write columns from `start`, for all rows or from `row` on, into allocated columns."""
         keys, values = self.keys, self.values
         sides: Any = (keys, values, *new)
         if start and row is None and isinstance(keys, mx.array) and isinstance(values, mx.array):
-            # Every token of every layer comes by here: `col.write`, spelled out.
+            # Hot path, run for each token and layer: `col.write` inlined.
             keys, values, new_keys, new_values = sides
             stop = start + new_keys.shape[2]
             keys[:, :, start:stop] = new_keys
@@ -229,14 +229,14 @@ def check_floating(name: str, dtype: mx.Dtype) -> None:
 
 
 class Bounded(LayerCache):
-    """A cache whose rows never hold more than `max_size` columns."""
+    """A cache whose rows hold at most `max_size` columns."""
 
     max_size: int
     _chunk: tuple[Side, Side] | None = None
 
     @property
     def capacity(self) -> int:
-        """Columns allocated for a row, or before that to come."""
+        """Columns allocated per row; before the first update, those it will allocate."""
         return col.columns(self.keys) or min(self._capacity or self.max_size, self.max_size)
 
     def _room_for(self, needed: int, held: int) -> int:
@@ -246,7 +246,7 @@ class Bounded(LayerCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, with those of a chunk that other layers may still read."""
+        """Bytes allocated, including a chunk that other layers may still read."""
         return super().nbytes + col.nbytes(*(self._chunk or ()))
 
     def _state(self) -> tuple[Any, ...]:
@@ -266,7 +266,7 @@ class Batch(LayerCache):
 
     @property
     def offset(self) -> mx.array:
-        """The position of each row's next token; (batch,) int32."""
+        """Position of each row's next token; (batch,) int32."""
         return mx.array(self._tokens, mx.int32)
 
     def _pick(self, rows: list[int], start: int, stop: int) -> None:
@@ -281,7 +281,7 @@ class Batch(LayerCache):
         self._widen(other)
 
     def _lay(self, sources: Iterable[tuple[int, Any]], end: int, pieces: Pieces) -> None:
-        """Copy the rows of caches, each from its row on, into buffers of `end` columns."""
+        """Copy caches, starting at the given rows, into buffers of `end` columns."""
         sources = list(sources)
         for name in ("keys", "values"):
             parts = [
@@ -295,7 +295,7 @@ class Batch(LayerCache):
 
 
 class Padded(Batch):
-    """A batch in which row i's first token stands in column `_pads[i]`, by order of time."""
+    """A batch in which row i's first token is in column `_pads[i]`, in order of time."""
 
     _pads: list[int]
 
@@ -315,7 +315,7 @@ class Padded(Batch):
         self._pad([pad + by for pad, by in zip(self._pads, more, strict=True)])
 
     def _turned(self, shifts: list[int]) -> None:
-        """Update the counts after row i's last `shifts[i]` columns, padding, moved to its front."""
+        """Update the counts after row i's last `shifts[i]` columns, padding, moved to the front."""
         self._pads = [pad + by for pad, by in zip(self._pads, shifts, strict=True)]
         self._tokens = [position - by for position, by in zip(self._tokens, shifts, strict=True)]
 

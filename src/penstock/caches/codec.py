@@ -1,13 +1,13 @@
-"""Caches that hold tokens in a codec, read as they lie: for mlx-lm's loops, alone or in batches.
+"""Caches of tokens encoded by a codec and read in place, for mlx-lm's loops, single or batched.
 
     head  [ first tokens, raw ]  codes  [ whole blocks of 64, coded ]  tail  [ 64 at most, raw ]
 
-A sequence that is shorter than `min_quantize_tokens` is all in the head and the tail. Once it is
-not, the head is encoded as well, but for the first tokens that are to stay.
+A sequence shorter than `min_quantize_tokens` is entirely in the head and the tail. Once it is
+longer, the head is encoded, too, except for `raw_first_tokens`.
 
 A chunk attends to itself in full precision, and to earlier tokens dequantized, one layer at a
-time; then it is encoded. A single token is written to the tail. After `penstock.attach(model)` it
-reads the codes as they lie; otherwise they are dequantized for it: the same numbers, slower.
+time; then it is encoded. A single token is written to the tail. After `penstock.attach(model)`, it
+reads the codes in place; otherwise they are dequantized, with equal results but slower.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _ALL = 2**30
 
 
 class TurboQuant(LayerCache):
-    """Base of the caches of one sequence and of a batch: reads in place, or dequantized."""
+    """Base of single and batched codec caches, which are read in place or dequantized."""
 
     _given: tuple[ref[mx.array], ref[mx.array]] | None = None
-    """Weak references to the keys and values the model attends to next. The model alone keeps them
+    """Weak references to the keys and values the model attends to next. Only the model keeps them
     alive, since they may be the whole sequence, dequantized."""
     _in_place = False
-    """Whether a single token was seen to attend by `attend`."""
+    """Whether the model has attended to a single token through `attend`."""
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return everything dequantized: (batch, kv_heads, columns, dim); not evaluated."""
+        """Return all columns dequantized, (batch, kv_heads, columns, dim); not evaluated."""
         raise NotImplementedError
 
     def attend(
@@ -63,10 +63,10 @@ class TurboQuant(LayerCache):
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array | None:
-        """Attend as the model's own attention would: (b, heads, 1, d) -> (b, heads, 1, dim).
+        """Compute attention in place: (b, heads, 1, d) -> (b, heads, 1, dim).
 
-        None if the model must attend to `keys` and `values` itself: those of a chunk, or arrays
-        that it has changed.
+        Returns None if the model must attend to `keys` and `values` itself: those of a chunk, or
+        arrays that the model has changed.
         """
         expected = self._given
         if expected is None or keys is not expected[0]() or values is not expected[1]():
@@ -86,25 +86,25 @@ class TurboQuant(LayerCache):
     def attended(
         self, queries: mx.array, seen: mx.array | None, sinks: mx.array | None
     ) -> mx.array:
-        """Attend to one sequence in one softmax: (1, heads, 1, d) -> (1, heads, 1, dim)."""
+        """Compute attention over one sequence: (1, heads, 1, d) -> (1, heads, 1, dim)."""
         raise NotImplementedError
 
     def _give(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the keys and values that the model passes to its attention for a single token.
 
-        All columns, lazily dequantized, until the model was seen to read in place.
+        These are all columns, lazily dequantized, until the model has read in place once.
         """
         sides = (keys, values) if self._in_place else self.keys_and_values()
         self._given = ref(sides[0]), ref(sides[1])
         return sides
 
     def _check_read(self) -> None:
-        """Raise ModelError if columns meant to be read in place were read otherwise."""
+        """Raise ModelError if columns meant to be read in place were not."""
         unread, self._given = self._given, None
         if unread is not None and self._in_place:
             self._in_place = False
             raise ModelError(
-                "the last token was not read by penstock's attention, as those before it were: "
+                "the last token was not read by penstock's attention, unlike those before: "
                 "this cache was moved to another model; call penstock.attach for that one, too"
             )
 
@@ -115,7 +115,7 @@ class TurboQuant(LayerCache):
         raise NotImplementedError
 
     def _seen(self, mask: object) -> list[mx.array | None]:
-        """Return (1, columns) booleans a row, None for all columns; [] for another kind of mask."""
+        """Return (1, columns) booleans per row, None for all columns; [] if unsupported."""
         raise NotImplementedError
 
 
@@ -123,19 +123,19 @@ class TurboQuantKVCache(TurboQuant):
     """Keys and values of one sequence in a codec; a drop-in for mlx-lm's `KVCache`.
 
     Args:
-        codec: as `turbo4`, `k8v4`, `kivi5/turbo3.5`.
-        min_quantize_tokens: a sequence of fewer tokens stays in full precision; a longer one is
-            encoded whole, but for the last tokens, less than two blocks of 64.
-        raw_first_tokens: first tokens that stay in full precision all the same, up to whole blocks
+        codec: name of the codec, such as `turbo4`, `k8v4`, `kivi5/turbo3.5`.
+        min_quantize_tokens: sequences of fewer tokens stay in full precision; longer ones are
+            encoded, except for the last tokens, less than two blocks of 64.
+        raw_first_tokens: number of first tokens kept in full precision, rounded up to blocks
             of 64.
-        max_size: tokens held at most, at least 128; None is no bound. When it is full, the oldest
-            64 that are not kept go together. Of the first tokens, those in full precision stay.
-        keep: first tokens that are never dropped.
-        capacity: tokens the request can use: so many columns are allocated, once.
+        max_size: maximum number of tokens, at least 128; None means unlimited. If full, the oldest
+            64 that are not kept are dropped together. First tokens in full precision are kept.
+        keep: number of first tokens that are never dropped.
+        capacity: number of columns to allocate at once, for the tokens that the request can use.
 
     Raises:
-        SettingError: there is no such codec.
-        TypeError, ValueError: a size that is no integer, or out of range.
+        SettingError: the codec does not exist.
+        TypeError, ValueError: a size is not an integer or out of range.
 
     >>> cache = TurboQuantKVCache("turbo4", min_quantize_tokens=0)
     >>> k, v = cache.update_and_fetch(mx.zeros((1, 2, 640, 64)), mx.zeros((1, 2, 640, 64)))
@@ -181,10 +181,10 @@ class TurboQuantKVCache(TurboQuant):
         keep: int,
         capacity: int | None,
     ) -> None:
-        """Start empty; `first` tokens stay raw, or as many as leave room for a block of codes."""
+        """Initialize empty; `first` tokens stay raw, or fewer if codes would not fit."""
         most_coded, kept = None, 0
         if max_size is not None:
-            blocks = max_size // BLOCK_TOKENS - 1  # the tail's is left out
+            blocks = max_size // BLOCK_TOKENS - 1  # without the tail's block
             first = min(first, (blocks - 1) * BLOCK_TOKENS)
             most_coded = blocks * BLOCK_TOKENS - first
             kept = min(whole_blocks(max(0, keep - first)), most_coded - BLOCK_TOKENS)
@@ -210,18 +210,18 @@ class TurboQuantKVCache(TurboQuant):
         dtypes: Sequence[mx.Dtype],
         capacity: int,
     ) -> TurboQuantKVCache | None:
-        """Return a cache with copies of consecutive parts in the form they have.
+        """Return a cache with copies of consecutive parts, without changing their format.
 
-        None if this cache would hold them in another form: `first` tokens raw and the others in
+        Returns None if a cache would store them otherwise: `first` tokens raw and the others in
         the scheme, or all raw below `least` tokens.
 
         Args:
-            scheme: of keys and values.
-            first: tokens that stay in full precision.
-            least: tokens below which all do.
+            scheme: codecs of keys and values.
+            first: number of first tokens in full precision.
+            least: number of tokens below which all are in full precision.
             parts: keys and values, each (1, kv_heads, tokens, dim) or coded.
-            dtypes: of keys and values in full precision.
-            capacity: columns to allocate.
+            dtypes: dtypes of keys and values in full precision.
+            capacity: number of columns to allocate.
         """
         cache = cls.__new__(cls)
         cache._set_up(scheme, first, least, None, 0, capacity)
@@ -287,9 +287,9 @@ class TurboQuantKVCache(TurboQuant):
         return by_position(columns, queries, 0, self.offset + N, window_size)
 
     def past(self, *, alone: bool) -> int:
-        """Return how many columns precede the next tokens.
+        """Return the number of columns that precede the next tokens.
 
-        `alone` means a single token, before which a full tail is committed.
+        With `alone`, the next token is a single one, before which a full tail is encoded.
         """
         limit, tokens = self.codes.most, self.size()
         if limit is None or not alone or self.tail.offset < BLOCK_TOKENS:
@@ -304,7 +304,7 @@ class TurboQuantKVCache(TurboQuant):
         return mx.concatenate([mx.arange(kept), behind])
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return everything dequantized: (1, kv_heads, columns, dim); not evaluated."""
+        """Return all columns dequantized, (1, kv_heads, columns, dim); not evaluated."""
         dequantized_sides = []
         for sides, tail in zip(self.sides(), col.arrays(*self.tail._held()), strict=True):
             parts = [
@@ -349,13 +349,13 @@ class TurboQuantKVCache(TurboQuant):
         self.scheme.token_bits(key_width, value_width, 16)
 
     def cut(self, start: int, stop: int) -> Layer:
-        """Return columns start..stop-1 in the form they are kept in.
+        """Return columns start..stop-1 in their stored format.
 
-        Raw columns are views, or joined where some are in the tail. Coded ones are copied, and
-        those of the tail encoded. Raw and coded columns need calls of their own.
+        Raw columns are views, or concatenated if some are in the tail. Coded ones are copied, and
+        those in the tail encoded. Raw and coded columns require separate calls.
 
         Raises:
-            SettingError: numbers too large for the codec in the tail.
+            SettingError: the tail has numbers too large for the codec.
         """
         short = self.head.offset > self.first or self.offset < self.least
         if stop <= self.first or (short and not self.codes.offset):
@@ -402,15 +402,15 @@ class TurboQuantKVCache(TurboQuant):
     # ---- acts
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add tokens and return all of them: the new ones raw, the earlier ones dequantized.
+        """Append tokens and return all of them: the new ones raw, the earlier ones dequantized.
 
         keys, values: (1, kv_heads, tokens, dim). A single token is returned alone once the model
-        was seen to read in place.
+        has read in place.
 
         Raises:
             TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
-            SettingError: numbers too large for the codec; the cache cannot be used any more.
-            ModelError: the last token was read in another way than those before it.
+            SettingError: numbers are too large for the codec; the cache is unusable afterwards.
+            ModelError: the last token was not read in place, unlike those before.
         """
         self._check_read()
         if self._accept(keys, values) == 1 and not self.empty():
@@ -438,9 +438,9 @@ class TurboQuantKVCache(TurboQuant):
         self.offset += 1
 
     def take_in(self, keys: mx.array, values: mx.array) -> None:
-        """Add a chunk, evaluated: its whole blocks are encoded."""
+        """Append a chunk, encoding its whole blocks; evaluated."""
         self.offset += keys.shape[2]
-        mx.eval(keys, values)  # all of the layers before is computed with them, and let go
+        mx.eval(keys, values)  # also computes and frees the layers before
         if self.tail.offset:
             before = self._emptied()
             keys = mx.concatenate([before[0], keys], axis=2)
@@ -449,10 +449,10 @@ class TurboQuantKVCache(TurboQuant):
         mx.eval(self.tail.keys, self.tail.values)
 
     def trim(self, n: int) -> int:
-        """Drop the last `n` tokens, or as many as there are; return how many.
+        """Drop up to `n` of the last tokens; return the number dropped.
 
-        0 if older tokens were dropped. A codec of several tokens is cut at a multiple of its span:
-        the rest of the last span is dequantized, and encoded again later.
+        Returns 0 if older tokens were dropped. Codecs of several tokens at once are cut at a
+        multiple of their span: the rest of the last span is dequantized, and encoded again later.
         """
         if not self.is_trimmable():
             return 0
@@ -480,7 +480,7 @@ class TurboQuantKVCache(TurboQuant):
         return keys, values
 
     def _commit(self, keys: mx.array, values: mx.array) -> None:
-        """Move whole blocks to head and codes; the empty tail takes the rest."""
+        """Move whole blocks to the head and the codes, and the rest to the empty tail."""
         tokens, raw = keys.shape[2], self.first
         if not self.codes.offset:
             if self.head.offset + tokens < self.least:
@@ -502,7 +502,7 @@ class TurboQuantKVCache(TurboQuant):
             self.tail._make_room(1, 0, (keys, values))
 
     def _begin_raw(self) -> None:
-        """Give an empty head room for a whole short sequence."""
+        """Allocate an empty head for a whole short sequence."""
         if self.head.empty():
             room = LayerCache.step if self._asked is None else whole_blocks(self._asked)
             self.head = KVCache(
@@ -510,7 +510,7 @@ class TurboQuantKVCache(TurboQuant):
             )
 
     def _unraw(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Move the columns to be encoded out of the head, in front of these."""
+        """Remove the columns to encode from the head, and prepend them to `keys` and `values`."""
         sides = self.head.keys_and_values()
         rest = [
             mx.concatenate([*col.arrays(col.take(side, self.first, self.head.offset)), new], axis=2)
@@ -524,7 +524,7 @@ class TurboQuantKVCache(TurboQuant):
         return rest[0], rest[1]
 
     def _cut_codes(self, tokens: int) -> None:
-        """Keep `tokens` codes; those of a span cut in two go to the tail, which is empty."""
+        """Keep the codes of `tokens` tokens; a partial span is dequantized to the empty tail."""
         span = self.codes.span
         start = tokens // span * span
         if start < tokens:
@@ -542,7 +542,7 @@ class TurboQuantKVCache(TurboQuant):
         self.codes.offset = start
 
     def _state(self) -> tuple[Any, ...]:
-        """Return format, codec, settings, offset, and the content of head, codes, tail."""
+        """Return format, codec, settings, offset, and the contents of head, codes and tail."""
 
         def flat(side: Side | None) -> Any:
             return (side.dim, *side.parts) if isinstance(side, Coded) else side
@@ -553,7 +553,7 @@ class TurboQuantKVCache(TurboQuant):
 
     def _restore(self, state: Sequence[Any]) -> None:
         if state[0] != FORMAT:
-            raise ValueError(f"its codes are of format {state[0]}; this penstock has {FORMAT}")
+            raise ValueError(f"the codes have format {state[0]}; this penstock reads {FORMAT}")
         name, first, least, max_size, keep, offset, head, codes, tail = state[1:]
         self._set_up(parse_scheme(name), first, least, max_size, keep, None)
         self.offset = offset
@@ -568,10 +568,10 @@ class TurboQuantKVCache(TurboQuant):
 
 
 class BatchTurboQuantKVCache(TurboQuant):
-    """A batch of sequences, each in its own `TurboQuantKVCache`: no row is padded in memory.
+    """A batch of sequences, each in its own `TurboQuantKVCache`, without padding in memory.
 
-    To a model it looks left-padded: all rows end in the same column. Prompts of different lengths
-    are padded on the right, and announced by `prepare`; the padding is not kept.
+    To a model, the batch looks left-padded: all rows end in the same column. Prompts of different
+    lengths are right-padded and announced by `prepare`; the padding is not stored.
     """
 
     def __init__(self, rows: Sequence[TurboQuantKVCache]) -> None:
@@ -584,7 +584,7 @@ class BatchTurboQuantKVCache(TurboQuant):
 
     @property
     def left_padding(self) -> mx.array:
-        """Columns before each row's first one, as models see them; (batch,) int32."""
+        """Padding columns before each row, as models see them; (batch,) int32."""
         return mx.array([self.size() - row.size() for row in self.rows], mx.int32)
 
     @property
@@ -624,10 +624,10 @@ class BatchTurboQuantKVCache(TurboQuant):
         return by_position(mx.stack(columns)[:, None], queries, 0, _ALL, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add one chunk to every row and return everything, padded on the left.
+        """Append one chunk to every row and return all columns, left-padded.
 
-        keys, values: (batch, kv_heads, tokens, dim). As with one sequence, each row's chunk is
-        returned raw, the tokens before it dequantized, and single tokens read in place alone.
+        keys, values: (batch, kv_heads, tokens, dim). As for a single sequence, each row's chunk is
+        returned raw, earlier tokens dequantized, and single tokens read in place alone.
         """
         self._check_read()
         tokens = self._accept(keys, values)
@@ -655,7 +655,7 @@ class BatchTurboQuantKVCache(TurboQuant):
         return fetched[0], fetched[1]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return everything dequantized, zeros before shorter rows; not evaluated."""
+        """Return all columns dequantized, with zeros before shorter rows; not evaluated."""
         count = self.size()
         rows = [row.keys_and_values() for row in self.rows]
 
@@ -673,7 +673,7 @@ class BatchTurboQuantKVCache(TurboQuant):
         right_padding: Sequence[int] | None = None,
     ) -> None:
         if left_padding is not None and max(ints(left_padding)) > 0:
-            raise ValueError("pad on the right: the rows of this batch have no room for padding")
+            raise ValueError("this batch does not support left padding; pad on the right")
         self._ends = ends_of([row.offset for row in self.rows], lengths, right_padding)
 
     def finalize(self) -> None:
@@ -699,7 +699,7 @@ class BatchTurboQuantKVCache(TurboQuant):
     # ---- parts
 
     def _alone(self, tokens: int) -> bool:
-        """Return whether every row takes a single token after others."""
+        """Return whether a single token is appended to each row, and no row is empty."""
         return tokens == 1 and self._ends is None and not any(row.empty() for row in self.rows)
 
     def _rows(self) -> Sequence[TurboQuantKVCache]:

@@ -1,4 +1,4 @@
-"""Whole blocks of one sequence in a codec, encoded as they come."""
+"""Whole blocks of one sequence, encoded by a codec as they are appended."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.columns import Side
 
 BLOCK_TOKENS = 64
-"""Tokens encoded together; a multiple of every codec's span."""
+"""Number of tokens encoded together, a multiple of each codec's span."""
 
 
 class Codes(Growing):
-    """Keys and values of whole blocks, encoded; of `most` columns the first `kept` never go."""
+    """Encoded blocks of keys and values: at most `most` columns, the first `kept` never dropped."""
 
     step = BLOCK_TOKENS
 
@@ -28,11 +28,11 @@ class Codes(Growing):
 
     @property
     def span(self) -> int:
-        """Columns at a multiple of which the codes can be cut."""
+        """Number of columns at whose multiples the codes can be cut."""
         return max((codec.span for codec in self.scheme.codecs), default=1)
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Encode blocks and append them, a piece at a time; evaluated."""
+        """Encode and append blocks, one piece at a time; evaluated."""
         tokens = keys.shape[2]
         size = PIECE_TOKENS if self.most is None else min(PIECE_TOKENS, self.most - self.kept)
         for start in range(0, tokens, size):
@@ -43,7 +43,7 @@ class Codes(Growing):
             self.put(new, self.offset + tokens - start)
 
     def put(self, new: tuple[Side, Side], needed: int) -> None:
-        """Append encoded columns, with room for `needed` columns in all; evaluated."""
+        """Append encoded columns, with room for `needed` columns in total; evaluated."""
         self._make_room(min(needed, self.most or needed), self.offset, new)
         self._write(self.offset, new)
         self.offset += col.columns(new[0])
@@ -74,7 +74,7 @@ def encoded(side: mx.array, codec: Codec | None) -> Side:
     """Encode a side, evaluated; None leaves it raw.
 
     Raises:
-        SettingError: numbers too large for the codec.
+        SettingError: numbers are too large for the codec.
     """
     if codec is None:
         return side
@@ -89,10 +89,10 @@ def encoded(side: mx.array, codec: Codec | None) -> Side:
 
 
 def whole_blocks(tokens: int) -> int:
-    """Round tokens up to whole blocks."""
+    """Round a number of tokens up to whole blocks."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def dim_of(side: Side) -> int:
-    """Return the size of a head."""
+    """Return the head dimension."""
     return side.dim if isinstance(side, Coded) else col.arrays(side)[0].shape[3]

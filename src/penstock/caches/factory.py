@@ -1,4 +1,4 @@
-"""Factory of a model's caches: the one place where they are made and bounded."""
+"""Factory of a model's bounded caches."""
 
 from __future__ import annotations
 
@@ -46,38 +46,38 @@ def make_kv_cache(
     attend: int | None = None,
     attend_rest: bool = False,
 ) -> list[Any]:
-    """Make the caches of a model, one a layer, none of which ever holds more than `max_kv_size`.
+    """Create the caches of a model, one per layer, each of at most `max_kv_size` tokens.
 
     Args:
-        model: A model of mlx-lm. Its `make_cache()` says which cache each layer needs; without one
-            each of `layers` is taken for full attention.
-        max_kv_size: The bound in tokens. Full-attention layers become windows of this size.
+        model: A model of mlx-lm. Its `make_cache()` determines the cache of each layer; without it,
+            all `layers` are treated as full attention.
+        max_kv_size: Maximum number of tokens. Full-attention layers become windows of this size.
             Sliding-window layers keep their own window if it is smaller. The chunks of chunked
-            layers (Llama 4) get no larger. Recurrent layers, which do not grow, stay.
-        keep: The first tokens that a full-attention layer never drops, fewer than `max_kv_size`.
-            None is 4,096, or half of a window that has no room for them.
-        kv_bits: Quantize keys and values to 2, 3, 4, 5, 6 or 8 bits; None leaves them.
+            layers (Llama 4) are limited to it. Recurrent layers, which do not grow, are unchanged.
+        keep: Number of first tokens that a full-attention layer never drops, below `max_kv_size`.
+            None means 4,096, or half of a window that is not larger.
+        kv_bits: Quantize keys and values to 2, 3, 4, 5, 6 or 8 bits; None does not quantize.
         capacity: Columns that the first write allocates. A number: tokens the request can use,
             prompt and answer. None, the default, starts with 256 and grows by a quarter at a
-            time: a short request takes little, a long one copies. "window" allocates the whole
-            window of each layer at once: nothing ever grows, and a short request takes as much
-            as a long one.
-        kv_group_size: Neighbors that share a scale when quantized: 32, 64 or 128.
-        kv_cache_quantization: The codec of full-attention layers, as `turbo4`: they become
+            time: short requests take little memory, long ones copy. "window" allocates the whole
+            window of each layer at once: buffers never grow, and short requests take as much memory
+            as long ones.
+        kv_group_size: Number of quantized values that share a scale: 32, 64 or 128.
+        kv_cache_quantization: The codec of full-attention layers, such as `turbo4`: they become
             `TurboQuantKVCache`s. Sliding layers stay in full precision.
-        kv_cache_min_quantize_tokens: A sequence of fewer tokens stays in full precision; a longer
-            one is encoded whole.
-        kv_cache_raw_first_tokens: First tokens that a codec leaves in full precision.
-        attend: Tokens that a single token reads of a longer sequence in full-attention layers,
-            chosen by an index of the keys (`SelectiveKVCache`), at least 128; None reads all.
-            Call `penstock.attach(model)` before. The model reads 256 tokens for it, once.
-        attend_rest: With `attend`, read the other tokens, too, in two bits a number; the index
-            takes twice the bytes.
+        kv_cache_min_quantize_tokens: Sequences of fewer tokens stay in full precision; longer
+            ones are encoded as a whole.
+        kv_cache_raw_first_tokens: Number of first tokens that stay in full precision.
+        attend: Number of tokens that a decoded token attends to in full-attention layers,
+            selected by an index of the keys (`SelectiveKVCache`), at least 128; None means all.
+            Call `penstock.attach(model)` before. The model runs once on 256 tokens for the index.
+        attend_rest: With `attend`, also read the other tokens at two bits per number; the index
+            then takes twice the bytes.
 
     Raises:
-        TypeError, ValueError: a size that is no integer, or out of range.
-        SettingError: `keep` leaves no room in the window; a layer's cache is of a kind that cannot
-            be bounded; there is no such codec, or it cannot be used here.
+        TypeError, ValueError: a size is not an integer or out of range.
+        SettingError: `keep` leaves no room in the window; a layer's cache cannot be bounded; the
+            codec does not exist or cannot be used.
     """
     loaded_model("make_kv_cache", model)
     size = positive("max_kv_size", max_kv_size)
@@ -92,7 +92,7 @@ def make_kv_cache(
     if rule is not None or kv_bits is not None:
         _check_reads_all(attend)
     if attend_rest and attend is None:
-        raise SettingError("attend_rest says how tokens beside attend are read; set attend, too")
+        raise SettingError("attend_rest requires attend; set attend, too")
     kept, room = _kept(keep, size), _room(capacity)
     bound = Bound(size, kept, kv_bits, kv_group_size, room, shared, rule, attend, attend_rest)
     caches = _bounded(model, bound)
@@ -110,11 +110,11 @@ def _bounded(model: Any, bound: Bound) -> list[Any]:
 
 
 _known: dict[int, list[KeyCenters | None]] = {}
-"""Centers of a model's layers with keys, by its identity."""
+"""Key centers of each model's layers that have keys, by `id(model)`."""
 
 
 def _centers(model: Any, bound: Bound) -> list[KeyCenters | None]:
-    """Return the key centers of each layer; the model runs once for it."""
+    """Return the key centers of each layer; runs the model once."""
     if id(model) not in _known:
         finalize(model, _known.pop, id(model), None)
         small = replace(bound, size=2 * RUN_TOKENS, keep=0, room=RUN_TOKENS)
@@ -128,7 +128,7 @@ def _centers(model: Any, bound: Bound) -> list[KeyCenters | None]:
 
 
 def _keys(cache: Any) -> Floats | None:
-    """Return the keys of the run, (kv_heads, tokens, dim), if the cache holds all of them."""
+    """Return the keys of the run, (kv_heads, tokens, dim); None if the cache lacks some."""
     keys = cache.keys
     if not isinstance(keys, mx.array) or keys.shape[2] < RUN_TOKENS:
         return None
@@ -144,7 +144,7 @@ def _with_keys(caches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _check_reads_all(attend: int | None) -> None:
-    """Refuse a choice of tokens for caches of codes, which are read whole."""
+    """Raise SettingError if `attend` is set, which caches of codes do not support."""
     if attend is not None:
         raise SettingError(
             f"attend {attend}: kv_bits and kv_cache_quantization are read whole; leave one of "
@@ -154,14 +154,14 @@ def _check_reads_all(attend: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Settings common to all layers of a model, and the cache of each kind of layer."""
+    """Settings common to all layers of a model; creates the cache of each kind of layer."""
 
     size: int
     keep: int
     bits: int | None
     group_size: int
     room: int | None
-    """Columns of the first write; None is the whole window."""
+    """Columns that the first write allocates; None means the whole window."""
     shared: bool
     rule: QuantizationRule | None
     attend: int | None
@@ -204,12 +204,12 @@ class Bound:
         return self._of(RotatingKVCache(self.size, capacity=self.room))
 
     def sliding(self, window: int, keep: int) -> Ring:
-        """Return the cache of a layer that sees `window` tokens, and always the first `keep`."""
+        """Return the cache of a sliding-window layer that always keeps the first `keep` tokens."""
         if self.bits is not None:
             return self._quantized(min(window, self.size), keep)
         if window <= self.size:
             return self._of(RotatingKVCache(window, keep, self.room))
-        # The model goes on asking for masks of its own, wider window.
+        # The model still requests masks of its own, wider window.
         return self._of(SinkRotatingKVCache(self.size, _clipped(keep, self.size), self.room))
 
     def _quantized(self, size: int, keep: int) -> Ring:
@@ -229,7 +229,7 @@ def _check_codec(rule: QuantizationRule | None, kv_bits: int | None, *, shared: 
     if rule is None:
         return
     if kv_bits is not None:
-        raise SettingError("kv_bits and kv_cache_quantization are two ways; name one of them")
+        raise SettingError("kv_bits and kv_cache_quantization exclude each other; set one of them")
     if shared:
         raise SettingError(
             "kv_cache_quantization: layers of this model read other layers' keys and values, "
@@ -238,7 +238,7 @@ def _check_codec(rule: QuantizationRule | None, kv_bits: int | None, *, shared: 
 
 
 def _kept(keep: int | None, size: int) -> int:
-    """Return how many first tokens of a window of `size` are never dropped."""
+    """Return the number of first tokens that a window of `size` never drops."""
     if keep is None:
         return _clipped(KEEP, size)
     if whole("keep", keep, 0) >= size:
@@ -258,14 +258,14 @@ def _room(capacity: int | str | None) -> int | None:
 
 
 def _clipped(keep: int, size: int) -> int:
-    """Return `keep`, or half of a window that has no room for it."""
+    """Return `keep`, or half of `size` if `keep` does not fit."""
     return keep if keep < size else size // 2
 
 
 def _reads_other_layers(model: Any) -> bool:
-    """Return whether some layers read another layer's cache after its update: `keys_and_values()`.
+    """Return whether some layers read another layer's cache through `keys_and_values()`.
 
-    Nothing in a model or its config says so for all of them; the model's code does.
+    Models and configs do not state this consistently, so the model's source is searched.
     """
     files = {type(module).__module__ for _, module in model.named_modules()}
     return any(

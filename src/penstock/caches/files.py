@@ -1,6 +1,6 @@
 """Prompt caches on disk, in mlx-lm 0.32.2's safetensors layout.
 
-Files of mlx-lm 0.32.2 are read; mlx-lm reads ours as far as it knows the classes by name.
+Files of mlx-lm 0.32.2 can be loaded; mlx-lm loads these files if it has the classes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock.errors import CacheFileError
 def save_prompt_cache(
     file_name: str | os.PathLike[str], cache: Sequence[Any], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write the caches of all layers to a `.safetensors` file, readable by its owner alone.
+    """Write the caches of all layers to a `.safetensors` file, readable only by its owner.
 
-    The file is written aside, synced and renamed: an interrupted call leaves the old one.
+    The file is written under a temporary name, synced and renamed, so it is replaced atomically.
 
     Raises:
-        CacheFileError: a cache holds something that is no array, number, string or None, or
-            `metadata` something that is no string.
+        CacheFileError: a cache's state holds a value other than array, number, string or None, or
+            `metadata` holds a value other than a string.
         OSError: the folder does not exist or cannot be written to.
     """
     for key, value in (metadata or {}).items():
@@ -46,13 +46,13 @@ def save_prompt_cache(
             if isinstance(leaf, known):
                 scalars.append((key, kind))
                 return mx.array(_NUMBERS[kind](leaf))
-        raise CacheFileError(f"a cache's state holds a {type(leaf).__name__}, which no file can")
+        raise CacheFileError(f"a cache's state holds a {type(leaf).__name__}; it cannot be saved")
 
     flat: Any = tree_flatten([c.state for c in cache])
     arrays = {key: stored(key, leaf) for key, leaf in flat}
     kinds = [type(c).__name__ for c in cache]
     header = dict(tree_flatten([metadata or {}, kinds, scalars]))
-    # Made with mode 0600, under a name of its own, in the folder that it stays in.
+    # Created with mode 0600, under a unique name, in the target folder.
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=path.suffix, delete=False) as file:
         aside = Path(file.name)
     try:
@@ -78,10 +78,10 @@ _VALUES: dict[str, Any] = {
 
 
 def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool = False) -> Any:
-    """Read the caches of all layers: a list, or with `return_metadata` (list, metadata).
+    """Load the caches of all layers: a list, or with `return_metadata` (list, metadata).
 
     Raises:
-        CacheFileError: no such file, not a prompt cache, or an unknown class of cache.
+        CacheFileError: the file does not exist, is not a prompt cache, or has an unknown class.
     """
     try:
         loaded: Any = mx.load(str(file_name), format="safetensors", return_metadata=True)
@@ -103,7 +103,7 @@ def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool =
 
 
 def _revived(name: str, state: Any) -> Any:
-    """Make a cache of the class of that name: penstock's, or one of mlx-lm's if it is loaded."""
+    """Create a cache of the named class: penstock's, or mlx-lm's if that is imported."""
     if name in LayerCache.kinds:
         return LayerCache.kinds[name].from_state(state)
     theirs: Any = getattr(sys.modules.get("mlx_lm.models.cache"), name, None)
@@ -112,6 +112,6 @@ def _revived(name: str, state: Any) -> Any:
             f"the file holds a cache of class {name}, which is not penstock's; "
             f"if it is mlx-lm's, load the model first"
         )
-    if name == "CacheList":  # it would revive its parts as mlx-lm's own classes
+    if name == "CacheList":  # mlx-lm would create its parts as its own classes
         return theirs(*(_revived(kind, part) for part, kind in state))
     return theirs.from_state(state)

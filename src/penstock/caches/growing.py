@@ -1,4 +1,4 @@
-"""Caches of full-attention layers without a window: one sequence, or a left-padded batch."""
+"""Caches of full-attention layers without a window, for one sequence or a left-padded batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Growing(LayerCache):
         self.offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Append the tokens and return all columns: views, valid until the next update.
+        """Append tokens and return all columns as views, valid until the next update.
 
         keys, values: (batch, kv_heads, tokens, head_dim).
 
@@ -70,11 +70,11 @@ class Growing(LayerCache):
 
 
 class KVCache(Growing):
-    """Keys and values of one sequence, every token kept; drops in for mlx-lm's `KVCache`.
+    """Keys and values of one sequence, never dropped; a drop-in for mlx-lm's `KVCache`.
 
-    With `capacity` (tokens) the buffers are allocated once, by the first update, and every
-    later write is in place; only a sequence that outgrows the hint makes them grow. Without
-    it they grow by a quarter at a time, layer by layer, and `growths` counts how often.
+    With `capacity` (tokens), the first update allocates the buffers once, and every
+    later write is in place; they grow only if the sequence exceeds the capacity. Without
+    `capacity` they grow by a quarter at a time; `growths` counts how often.
 
     >>> cache = KVCache(capacity=512)
     >>> k, v = cache.update_and_fetch(mx.zeros((1, 2, 5, 64)), mx.zeros((1, 2, 5, 64)))
@@ -90,9 +90,9 @@ class KVCache(Growing):
 
 
 class BatchGrowing(Padded):
-    """A left-padded batch that keeps every token. The layout of `BatchKVCache`.
+    """A left-padded batch that keeps every token, in the layout of mlx-lm's `BatchKVCache`.
 
-    All rows end in the same column. `merge`, `filter` and `extend` leave buffers of exactly the
+    All rows end in the same column. `merge`, `filter` and `extend` allocate buffers of exactly the
     columns in use.
     """
 
@@ -151,9 +151,9 @@ class BatchGrowing(Padded):
         return True
 
     def trim(self, n: int) -> int:
-        """Drop the last `n` columns of every row, or as many as there are; return how many.
+        """Drop up to `n` of the last columns of every row; return the number dropped.
 
-        Like mlx-lm, leaves a row of fewer tokens without any.
+        As in mlx-lm, rows with fewer tokens become empty.
         """
         n = min(self._idx, whole("n", n, 0))
         self._idx -= n
@@ -169,7 +169,7 @@ class BatchGrowing(Padded):
         self._tokens, self._pads = ints(tokens), ints(pads)
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep the given rows, in that order; drop the columns that are padding in all of them."""
+        """Keep the given rows, in that order; drop columns that are padding in all of them."""
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._choose(rows)
         spare = max(0, min(self._pads))
@@ -215,9 +215,9 @@ class BatchGrowing(Padded):
 
 
 class BatchKVCache(BatchGrowing):
-    """Keys and values of a left-padded batch; drops in for mlx-lm's `BatchKVCache`.
+    """Keys and values of a left-padded batch; a drop-in for mlx-lm's `BatchKVCache`.
 
-    With `capacity` (columns) the buffers are allocated once, by the first update.
+    With `capacity` (columns), the first update allocates the buffers once.
     """
 
 

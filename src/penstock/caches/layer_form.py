@@ -1,4 +1,4 @@
-"""Forms of layer caches: how a cache of a prefix is made again."""
+"""Forms of layer caches, from which the cache of a prefix is recreated."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from penstock.plurals import counted
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """Recipe for a layer's cache: penstock's and mlx-lm's classes of one sequence.
+    """Recipe for recreating a layer's cache of one sequence, of penstock's or mlx-lm's classes.
 
-    Both have the state (keys, values, offset, settings...), where rings have keep, max_size and
-    the ring column before the other settings.
+    Their state is (keys, values, offset, settings...); in rings, keep, max_size and the ring
+    column precede the other settings.
     """
 
     kind: type[Any]
     settings: tuple[Any, ...]
     max_size: int | None
     dtypes: tuple[mx.Dtype, ...]
-    """Dtypes of the arrays of its keys, then of its values."""
+    """Dtypes of the arrays of the keys, then of the values."""
     heads: tuple[tuple[int, int], ...]
-    """Heads, and numbers a head, of each of those arrays."""
+    """Number of heads and head dimension of each of those arrays."""
 
     @staticmethod
     def parts(keys: Side | None, values: Side | None) -> tuple[Any, Any]:
@@ -40,10 +40,10 @@ class LayerForm:
 
     @classmethod
     def of(cls, cache: Any) -> LayerForm | str:
-        """Return the form of a cache, or why its tokens cannot be cut out of it."""
+        """Return the form of a cache, or the reason why its tokens cannot be extracted."""
         name = type(cache).__name__
         if not hasattr(cache, "keys_and_values") or hasattr(cache, "start_position"):
-            return f"{name} does not hold its tokens one a column"
+            return f"{name} does not hold one token per column"
         if not isinstance(cache.offset, int):
             return f"{name} holds a batch; extract its rows first"
         max_size = getattr(cache, "max_size", None)
@@ -51,7 +51,7 @@ class LayerForm:
         if cache.empty():
             return cls(type(cache), tuple(cache.state[3:]), max_size, *parts)
         if max_size is not None and cache.offset > max_size:
-            return f"the window of {max_size} tokens has turned; its first tokens are gone"
+            return f"the window of {max_size} tokens has wrapped around; its first tokens are gone"
         if wrong := _miscounted(cache):
             return wrong
         if max_size is None:
@@ -66,7 +66,7 @@ class LayerForm:
         return f"a {self.kind.__name__}{settings} ({heads}; {dtypes})"
 
     def revive(self, keys: Sequence[Side], values: Sequence[Side], tokens: int, room: int) -> Any:
-        """Make a cache of `room` columns with copies of these consecutive parts, dequantized."""
+        """Create a cache of `room` columns with dequantized copies of these consecutive parts."""
         settings = self.settings
         if self.max_size is not None:
             keep, size, _, *rest = settings
@@ -83,7 +83,7 @@ class LayerForm:
 
 
 def _miscounted(cache: Any) -> str | None:
-    """Return the mismatch between a cache's offset and its arrays; None without one."""
+    """Describe a mismatch between a cache's offset and its arrays; None if there is none."""
     sides = cache.keys, cache.values
     columns = min(map(col.columns, sides))
     if not 0 <= cache.offset <= columns:
@@ -103,7 +103,7 @@ def _miscounted(cache: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class CachesForm:
-    """Recipe for all caches of a model."""
+    """Recipe for recreating all caches of a model."""
 
     forms: list[LayerForm]
     states: list[type[Any]]
@@ -112,7 +112,7 @@ class CachesForm:
 
 
 def difference(held: CachesForm, given: CachesForm) -> str:
-    """Describe how the caches of one prompt differ from those of the prompts held."""
+    """Describe how the caches of a prompt differ from those already stored."""
     what = "the caches are of other classes, sizes or types than those held"
     if len(held.forms) != len(given.forms):
         return f"{what}: {len(given.forms)} layers with keys and values, not {len(held.forms)}"

@@ -1,4 +1,4 @@
-"""KV in the caches of a model, to be cut into runs that become nodes of a tree."""
+"""KV in the caches of a model, from which runs are cut to become nodes of a tree."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class LayerSource:
     """Keys and values of some columns."""
     tokens: int
     cut: Callable[[int, int], Layer]
-    """Returns columns start..stop-1: views, or copies of coded columns; raises SettingError
-    if a codec cannot hold the columns that are still raw."""
+    """Function that returns columns start..stop-1: views, or copies of coded columns; SettingError
+    if the codec cannot encode columns that are still raw."""
     coded: bool = False
     viewed: int = 0
-    """First coded tokens cut as views; later ones that stay raw are joined."""
+    """Number of first tokens that are cut as views; later raw ones are concatenated."""
     encoded: bool = False
-    """Whether some tokens are encoded already; then all after the first ones are cut so."""
+    """Whether some tokens are encoded already; then all after the first ones are cut as codes."""
 
     def takes_the_place_of(self, form: LayerForm) -> bool:
-        """Return whether it holds codes in place of a growing cache of this form."""
+        """Return whether this source holds codes of a growing cache of the given form."""
         alike = form.dtypes == self.form.dtypes and form.heads == self.form.heads
         return self.coded and form.max_size is None and alike
 
@@ -49,13 +49,13 @@ class NodeRun:
     nbytes: int
     """Bytes of their KV in its final format."""
     meanwhile: int = 0
-    """Bytes of workspace while they are encoded."""
+    """Bytes of workspace while the tokens are encoded."""
     rule: QuantizationRule | None = None
-    """Rule of their codec; None leaves them raw."""
+    """Quantization rule; None leaves the tokens raw."""
 
 
 def source_of(number: int, cache: Any, rule: QuantizationRule | None) -> LayerSource | str:
-    """Return the source of the KV of layer `number`, or why it cannot be stored."""
+    """Return the source of the KV of layer `number`, or the reason why it cannot be stored."""
     if isinstance(cache, TurboQuantKVCache):
         return _coded_source(number, cache, rule)
     form = LayerForm.of(cache)
@@ -84,13 +84,13 @@ def _coded_source(
     expected = None if rule is None else (rule.scheme, rule.first_tokens, rule.least_tokens)
     if (cache.scheme, cache.first, cache.least) != expected:
         return (
-            f": TurboQuantKVCache holds {cache.codec} behind {counted(cache.first, 'token')}, from "
-            f"{counted(cache.least, 'token')} on, and this cache from another length on"
+            f": TurboQuantKVCache holds {cache.codec} after {counted(cache.first, 'token')}, from "
+            f"{counted(cache.least, 'token')} on, which differs from the prefix cache's settings"
         )
     if rule is not None and number in rule.raw_layers:
         return (
-            ": TurboQuantKVCache holds codes where kv_cache_skip_layers leaves numbers as "
-            "they are; make a KVCache for this layer"
+            ": TurboQuantKVCache holds codes where kv_cache_skip_layers requires full "
+            "precision; make a KVCache for this layer"
         )
     if cache.empty():
         return " is empty"
@@ -107,7 +107,7 @@ def runs_of(
     stop: int,
     tokens: int,
 ) -> list[NodeRun]:
-    """Return the token runs start..stop that become a node each: raw ones, then coded."""
+    """Return the runs of tokens start..stop-1 that each become a node: raw, then coded."""
     layers = [source.sample for source in sources]
     short = rule is not None and tokens < rule.least_tokens
     if rule is None or (short and not any(source.encoded for source in sources)):

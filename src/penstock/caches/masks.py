@@ -1,4 +1,4 @@
-"""Boolean attention masks: True where a query may see a column. All are plain functions."""
+"""Boolean attention masks, True where a query may attend to a column."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def causal(
 ) -> mx.array:
     """Return (queries, past + queries), or with left_padding (batch, 1, queries, ...).
 
-    Query i stands at column past + i and sees the columns up to its own, at most `window_size`
+    Query i is at column past + i and sees the columns up to its own, at most `window_size`
     of them, and none of the first `left_padding[row]`.
     """
     column = mx.arange(past + queries)
@@ -42,7 +42,7 @@ def plain(queries: int, past: int, window_size: int | None, as_array: bool) -> M
 def by_position(
     column: mx.array, query: mx.array, keep: int, recent: int, window_size: int | None = None
 ) -> mx.array:
-    """Return the mask of columns by positions alone, in any order of the columns.
+    """Return the mask of columns in any order, from the positions of their tokens.
 
     column: (..., columns) int, the position of each column's token, negative for none. query: (...,
     queries) int. A query sees tokens up to its own: the first `keep`, and the last `recent`

@@ -1,18 +1,18 @@
-"""A pool of sequences' keys and values: all memory taken at the start, a slot a sequence.
+"""A pool of keys and values, allocated at the start, with one slot per sequence.
 
 Each layer has one keys buffer and one values buffer, (slots, heads, max_seq_len, head_dim). The
-layout was chosen by measurement (8 slots x 8 heads x 1,024 x 128 in float32, so 32 MiB a buffer;
+layout was chosen by measurement (8 slots x 8 heads x 1,024 x 128 in float32, 32 MiB per buffer;
 MLX 0.32 on two CPU cores):
 
-    property                                 slots in one buffer     a buffer a slot
+    property                                 slots in one buffer     a buffer per slot
     append one token, every slot                0.04 ms, 0 MiB         0.07 ms, 0 MiB
     attention of all slots together              5.7 ms, 0 MiB         9.1 ms, 40 MiB
     append while a view of it is alive          14.3 ms, 32 MiB        0.2 ms, 4 MiB
 
-A step over all slots reads the buffers where they lie; with a buffer a slot it would have to stack
-them. The price is the last row. MLX arrays are values: the first append to a layer after a view of
-it was kept copies that buffer. The pool then holds both until the view is dropped. Use the views of
-`get_cache` in the step at hand, and drop them.
+A step over all slots reads the buffers in place; with one buffer per slot it would have to stack
+them. The cost is in the last row. MLX arrays are values: the first append to a layer after a view
+of it was kept copies that buffer. The pool then holds both until the view is dropped. Use views of
+`get_cache` only in the current step, and drop them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class _Sequence:
 class KVCacheManager:
     """Pre-allocated keys and values of up to `max_batch_size` sequences.
 
-    A step appends to every layer, in any order, and then advances once: `append_kv` writes behind
-    the visible end, `advance_seq_len` moves the end. A step that is abandoned half way leaves the
-    sequence as it was.
+    A step appends to every layer, in any order, and then advances once: `append_kv` writes after
+    the visible end, `advance_seq_len` moves the end. An abandoned step leaves the
+    sequence unchanged.
 
-    Every slot is `max_seq_len` tokens long for a sequence of any `max_len`, so `used_memory` counts
-    whole slots. An id is never given twice. Not thread-safe: one owner, the thread that runs the
+    Every slot has `max_seq_len` tokens, whatever the sequence's `max_len`, so `used_memory` counts
+    whole slots. Ids are never reused. Not thread-safe: used only by the thread that runs the
     model.
 
     >>> pool = KVCacheManager(2, 1, 8, num_kv_heads=1, head_dim=2, dtype=mx.float32)
@@ -68,11 +68,11 @@ class KVCacheManager:
         head_dim: int,
         dtype: mx.Dtype = mx.float16,
     ) -> None:
-        """Take the memory: 2 x layers x slots x heads x max_seq_len x head_dim numbers.
+        """Allocate the memory: 2 x layers x slots x heads x max_seq_len x head_dim numbers.
 
         Raises:
-            TypeError: a size that is not an integer, or a dtype that is not a float of MLX.
-            ValueError: a size below 1.
+            TypeError: a size is not an integer, or the dtype is not a floating MLX dtype.
+            ValueError: a size is below 1.
         """
         self.max_batch_size = positive("max_batch_size", max_batch_size)
         self.num_layers = positive("num_layers", num_layers)
@@ -89,9 +89,9 @@ class KVCacheManager:
         self._next_id = 0
 
     def allocate_sequence(self, max_len: int | None = None) -> int:
-        """Take a slot for a sequence of up to `max_len` tokens and return its id.
+        """Reserve a slot for a sequence of up to `max_len` tokens, and return the sequence's id.
 
-        None is `max_seq_len`. Nothing is allocated in memory: the slot was there.
+        `max_len` defaults to `max_seq_len`. No memory is allocated.
 
         Raises:
             PoolFull: all slots are taken.
@@ -110,7 +110,7 @@ class KVCacheManager:
         return seq_id
 
     def release_sequence(self, seq_id: int) -> None:
-        """Free the sequence's slot; its id is unknown from now on."""
+        """Free the sequence's slot; the id becomes invalid."""
         self._slots.give_back(self._find(seq_id).slot)
         del self._sequences[seq_id]
 
@@ -124,27 +124,27 @@ class KVCacheManager:
         *,
         layout: Layout | None = None,
     ) -> None:
-        """Write keys and values behind the visible end of one layer; the end stays.
+        """Write keys and values after the visible end of one layer, without moving the end.
 
         A second call for the same layer, before `advance_seq_len`, overwrites the first.
 
         Args:
-            seq_id: the sequence.
-            layer_idx: the layer.
-            k: three axes in the order of `layout`, or four with a first one of length 1, of the
-                pool's dtype.
-            v: as `k`.
-            num_tokens: n, checked against the shape; None takes it from there.
+            seq_id: id of the sequence.
+            layer_idx: index of the layer.
+            k: keys in the pool's dtype, with three axes in the order of `layout`, or four with a
+                first axis of length 1.
+            v: values, in the same form as `k`.
+            num_tokens: expected number of tokens n; None uses that of `k`.
             layout: `heads_first` is (num_kv_heads, n, head_dim), `tokens_first` is (n,
-                num_kv_heads, head_dim). None takes the one that fits. Arrays of three axes that fit
-                both ways, because n is num_kv_heads, are refused. Four axes without a name are
+                num_kv_heads, head_dim). None uses the one that fits. Arrays of three axes that fit
+                both, because n is num_kv_heads, are refused. Four axes without `layout` are
                 mlx-lm's (1, num_kv_heads, n, head_dim).
 
         Raises:
-            UnknownSequence: no such sequence.
-            SequenceOverflow: it would have more than its `max_len` tokens.
-            SettingError: no such layout, or it must be named.
-            TypeError, ValueError: an argument does not fit the pool, by name.
+            UnknownSequence: the sequence does not exist.
+            SequenceOverflow: the sequence would exceed its `max_len`.
+            SettingError: `layout` is unknown or required.
+            TypeError, ValueError: an argument does not fit the pool.
         """
         sequence = self._find(seq_id)
         self._check_layer(layer_idx)
@@ -162,9 +162,9 @@ class KVCacheManager:
         """Make the `n` tokens that every layer has appended visible.
 
         Raises:
-            UnknownSequence: no such sequence.
-            SequenceOverflow: it would have more than its `max_len` tokens.
-            ValueError: a layer has appended fewer than `n`: its columns would show tokens of an
+            UnknownSequence: the sequence does not exist.
+            SequenceOverflow: the sequence would exceed its `max_len`.
+            ValueError: a layer has appended fewer than `n` tokens; the rest could be of an
                 earlier sequence.
         """
         sequence = self._find(seq_id)
@@ -176,9 +176,9 @@ class KVCacheManager:
                     f"n is {n}, but layer {layer_idx} of sequence {seq_id} has appended "
                     f"{written} tokens since the last advance"
                 )
-        # Computed before the end moves, so that a step that cannot be computed changes nothing
-        # and no step's inputs stay held. Not async_eval: an append to a buffer still in flight
-        # copies it (8 slots, 2 layers: 415 ms a step in place of 0.3 ms).
+        # Evaluated before the end moves, so that a failing step changes nothing
+        # and no step's inputs stay alive. Not async_eval: an append to a buffer still in flight
+        # copies it (8 slots, 2 layers: 415 ms per step instead of 0.3 ms).
         mx.eval(self._slots.buffers())
         sequence.length += n
         sequence.pending.clear()
@@ -188,9 +188,9 @@ class KVCacheManager:
     ) -> tuple[mx.array, mx.array]:
         """Return one layer's keys and values as views, (1, num_kv_heads, n, head_dim), in O(1).
 
-        n is the visible length. With `pending` it includes the tokens that this layer has appended
-        in the step at hand, which that step's own attention reads. The views keep their values for
-        ever, so holding one makes the next append to the layer copy its buffer.
+        n is the visible length. With `pending`, it includes the tokens that this layer has appended
+        in the current step, which that step's attention reads. The views never change,
+        so holding one makes the next append to the layer copy its buffer.
         """
         sequence = self._find(seq_id)
         self._check_layer(layer_idx)
@@ -217,7 +217,7 @@ class KVCacheManager:
 
     @property
     def used_memory(self) -> int:
-        """Bytes of the taken slots; each counts whole, however few tokens it holds."""
+        """Bytes of the slots in use; each counts in full, however few tokens it holds."""
         return len(self._sequences) * self.slot_memory
 
     @property
@@ -225,7 +225,7 @@ class KVCacheManager:
         return self.total_memory - self.used_memory
 
     def check(self) -> None:
-        """Recount everything, and raise AssertionError if anything is lost or doubled."""
+        """Check the pool's bookkeeping; AssertionError if a slot is lost or used twice."""
         self._slots.check(sequence.slot for sequence in self._sequences.values())
         for seq_id, sequence in self._sequences.items():
             furthest = sequence.length + max(sequence.pending.values(), default=0)
@@ -251,7 +251,7 @@ class KVCacheManager:
             raise SequenceOverflow(seq_id, sequence.length, added, sequence.max_len)
 
     def _fit(self, name: str, array: object, layout: Layout | None) -> mx.array:
-        """Return the array as (1, heads, n, head_dim), or raise ValueError with its fault."""
+        """Return the array as (1, heads, n, head_dim), or raise TypeError or ValueError."""
         if not isinstance(array, mx.array):
             raise TypeError(f"{name} must be an mx.array, not {type(array).__name__}")
         if array.dtype != self.dtype:

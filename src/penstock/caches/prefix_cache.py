@@ -1,7 +1,7 @@
-"""`PrefixCache`: computed KV of prompts, for later prompts that begin alike.
+"""`PrefixCache`: KV of prompts, reused by later prompts with a common prefix.
 
-For any mlx-lm loop: `fetch` before, `store` after. Each token's KV is held once, in a tree
-of runs of whole blocks, inside a limit that is never passed.
+For any mlx-lm loop: `fetch` before, `store` after. Each token's KV is stored once, in a tree
+of runs of whole blocks, within a limit that is never exceeded.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from penstock.prefix.divergence import explain
 from penstock.prefix.explanation import Explanation
 
 PREFILL_TOKENS = 2_048
-"""Tokens that `prefill` reads at a time, as mlx-lm does."""
+"""Number of tokens that `prefill` processes at a time, as in mlx-lm."""
 ROOM_TOKENS = 256
-"""Columns that a fetched cache has beyond its tokens, unless told how many it needs."""
+"""Columns that a fetched cache has beyond its tokens, unless `capacity` is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ class Stored:
     """Result of `store`."""
 
     new_tokens: int
-    """Tokens that were not there before."""
+    """Number of tokens newly stored."""
     held_tokens: int
-    """Tokens of the prompt that are there now, whole blocks."""
+    """Number of the prompt's tokens now stored, in whole blocks."""
     refused: str | None = None
-    """Why nothing was stored; None if it was. The caches are untouched either way."""
+    """Reason why nothing was stored; None if it was. The caches are unchanged either way."""
 
 
 def _limit_bytes(limit: object) -> int:
-    """Return a limit in bytes; raise SettingError unless it is a number of them, or a text."""
+    """Return a limit in bytes, given as a number or text; SettingError if invalid."""
     if isinstance(limit, str):
         return parse_bytes(limit)
     try:
@@ -75,30 +75,30 @@ def _limit_bytes(limit: object) -> int:
 
 
 class PrefixCache:
-    """KV of prompts by their whole-block prefixes, for mlx-lm loops.
+    """Cache of prompts' KV by prefixes of whole blocks, for mlx-lm loops.
 
-    A prompt finds the longest prefix it shares with anything stored: an equal, a shorter, a
-    longer or a partly common one. The caches that `fetch` returns are copies, free to be written
-    to. Not thread-safe: one owner, the thread that runs the model.
+    A prompt matches the longest prefix that it shares with any stored prompt, whether that is
+    equal, shorter, longer or partly common. The caches that `fetch` returns are copies that may
+    be written to. Not thread-safe: used only by the thread that runs the model.
 
     Args:
-        memory_limit: bytes, or a text like "2GB", for all that is held: KV, the index, and
-            copies made while the tree is cut.
-        block_size: tokens of a block, the unit of identity, of which the unfinished last one is not
-            kept; by default 32, or as many as the codec takes together.
-        fingerprint: identity of everything but the tokens that KV depends on: say, the
+        memory_limit: bytes, or a text like "2GB", for all memory held: KV, the index, and
+            copies made when nodes are split.
+        block_size: tokens per block, the unit of matching. The incomplete last block is not
+            stored. Defaults to 32, or the number of tokens that the codec encodes together.
+        fingerprint: identity of everything except tokens that KV depends on, such as the
             model's path and adapter. Part of every key.
-        clock: seconds, for recency.
-        kv_cache_quantization: the codec that KV is held in, as `turbo4` or `k8v4`; None holds it
-            as it is.
-        kv_cache_min_quantize_tokens: prompts of fewer tokens stay as they are; longer ones are
-            encoded whole.
-        kv_cache_raw_first_tokens: first tokens of every prompt, up to whole blocks, that stay as
-            they are all the same.
-        kv_cache_skip_layers: numbers of layers that do.
+        clock: returns seconds, used for recency.
+        kv_cache_quantization: the codec of the stored KV, such as `turbo4` or `k8v4`; None stores
+            KV unchanged.
+        kv_cache_min_quantize_tokens: prompts of fewer tokens are not encoded; longer ones are
+            encoded as a whole.
+        kv_cache_raw_first_tokens: number of first tokens of every prompt that are not encoded,
+            rounded up to whole blocks.
+        kv_cache_skip_layers: indices of layers that are not encoded.
 
     Raises:
-        SettingError: `memory_limit` is no size; there is no such codec, or it does not fit blocks
+        SettingError: `memory_limit` is no size; the codec does not exist, or does not fit blocks
             of this size.
 
     >>> cache = PrefixCache("1GB", block_size=64)
@@ -150,19 +150,19 @@ class PrefixCache:
         capacity: int | None = None,
         dequantize: bool = True,
     ) -> tuple[list[Any] | None, list[int]]:
-        """Return caches that hold a prefix of `tokens`, and the tokens still to be read.
+        """Return caches that hold a prefix of `tokens`, and the tokens still to be computed.
 
-        At least one token is left to be read. The caches are of the classes that were stored
+        At least one token is left to compute. The caches are of the classes that were stored
         (a `KVCache` for a `TurboQuantKVCache`), with buffers for `capacity` tokens (prompt and
-        answer), and the caller's own; coded columns are dequantized. Without a match the
-        first is None and all tokens are left.
+        answer), and belong to the caller; coded columns are dequantized. Without a match, the
+        first value is None and all tokens are left.
 
         Args:
             tokens: the prompt.
-            salt: the tenant's: prompts stored under another one are not found.
-            capacity: tokens that the request can use; 256 more than the prefix by default.
-            dequantize: False returns the codes as they are, in a `TurboQuantKVCache` for each
-                layer that is held in a codec and without a window.
+            salt: cache salt of the tenant: prompts stored under other salts do not match.
+            capacity: tokens that the request can use; defaults to 256 more than the prefix.
+            dequantize: if False, return codes unchanged, in a `TurboQuantKVCache` for each
+                layer that is stored in a codec and has no window.
 
         Raises:
             SettingError: `dequantize` is False, and no codec is set.
@@ -186,23 +186,23 @@ class PrefixCache:
         return caches, values[match.tokens :].tolist()
 
     def store(self, tokens: Tokens, caches: Sequence[Any], *, salt: str = "") -> Stored:
-        """Keep the KV of the whole blocks of `tokens`, as far as `caches` hold them.
+        """Store the KV of the whole blocks of `tokens` that `caches` hold.
 
-        Blocks that the cache holds already are not copied again, nor encoded. Nodes worth least are
-        evicted; a prompt that cannot fit is refused, and evicts nothing. The caches are only read,
-        and the copies share no memory with them.
+        Blocks already stored are neither copied nor encoded again. The least valuable nodes are
+        evicted; a prompt that cannot fit is refused, without evictions. The caches are only read,
+        and share no memory with the copies.
 
-        States of recurrent layers are true behind the last token that was read alone. They are
-        kept if that is a multiple of the block size, and a later prompt goes on from there; so
+        States of recurrent layers are valid only after the last token that was processed. They are
+        stored if its end is a multiple of the block size, where a later prompt can continue; so
         store where `prefill` does.
 
         Args:
-            tokens: those that the caches have read, from the first one on.
-            caches: one a layer, penstock's or mlx-lm's, of one sequence.
-            salt: the tenant's.
+            tokens: the tokens that the caches hold, from the first one on.
+            caches: one cache per layer, penstock's or mlx-lm's, of one sequence.
+            salt: cache salt of the tenant.
 
         Raises:
-            SettingError: the codec cannot hold heads of this size, or a layer to be skipped does
+            SettingError: the codec does not support the head size, or a layer to be skipped does
                 not exist.
         """
         sources, forms = [], []
@@ -240,25 +240,25 @@ class PrefixCache:
         step_size: int = PREFILL_TOKENS,
         dequantize: bool = True,
     ) -> tuple[list[Any], list[int]]:
-        """Fetch the cached part of a prompt, read on up to its last whole block, and store it.
+        """Fetch the cached part of a prompt, compute it up to the last whole block, and store it.
 
-        With recurrent layers this is where a later prompt can go on: their states are kept behind
-        the last whole block, and behind every `step_size` tokens read.
+        With recurrent layers, later prompts can continue there: their states are stored after
+        the last whole block, and after every `step_size` tokens computed.
 
         Args:
-            model: is called with tokens (1, n) and `cache=`.
+            model: called with tokens (1, n) and `cache=`.
             tokens: the prompt.
-            make_caches: returns empty caches, one a layer.
-            salt: the tenant's.
-            step_size: tokens that are read at a time; whole blocks of them.
-            dequantize: see `fetch`; False where `make_caches` returns
-                `TurboQuantKVCache`s, so that later turns hold codes as the first one does.
+            make_caches: returns empty caches, one per layer.
+            salt: cache salt of the tenant.
+            step_size: number of tokens computed at a time, rounded down to whole blocks.
+            dequantize: see `fetch`; set it to False if `make_caches` returns
+                `TurboQuantKVCache`s, so that later turns also use codes.
 
         Returns:
-            The caches, and the tokens that they have not read: at least one.
+            The caches, and the tokens still to be computed, at least one.
 
         Raises:
-            SettingError: as `fetch` and `store`.
+            SettingError: see `fetch` and `store`.
         """
         values = as_tokens(tokens)
         caches, rest = self.fetch(values, salt=salt, dequantize=dequantize)
@@ -278,7 +278,7 @@ class PrefixCache:
         return caches, values[start:].tolist()
 
     def explain(self, tokens: Tokens, *, salt: str = "") -> Explanation:
-        """Explain how far `tokens` would match now, why no further, and what to change."""
+        """Explain how far `tokens` would match now, why not further, and what to change."""
         explanation = explain(self.prefixes, tokens, salt)
         shape = self._shapes.get(salt)
         if shape is None or not shape.states:
@@ -290,7 +290,7 @@ class PrefixCache:
         self.prefixes.clear()
 
     def check(self) -> None:
-        """Recount everything from the arrays, and raise AssertionError if it differs."""
+        """Recount all bytes from the arrays; AssertionError if the counts differ."""
         self.prefixes.check()
         self.ledger.check(self.prefixes.recount())
 
@@ -299,7 +299,7 @@ class PrefixCache:
     def fetch_nearest_cache(
         self, model: Hashable, tokens: list[int]
     ) -> tuple[list[Any] | None, list[int]]:
-        """`fetch`, for mlx-lm's server, whose key for a model keeps models apart."""
+        """Call `fetch`, for mlx-lm's server, with the server's model key as salt."""
         return self.fetch(tokens, salt=repr(model))
 
     def insert_cache(
@@ -310,14 +310,14 @@ class PrefixCache:
         *,
         cache_type: str = "assistant",
     ) -> None:
-        """`store`, for mlx-lm's server. Retention goes by use, not by type."""
+        """Call `store`, for mlx-lm's server; retention depends on use, not on `cache_type`."""
         self.store(tokens, prompt_cache, salt=repr(model))
 
     def __len__(self) -> int:
         return len(self.tree)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Evict the runs worth least until at most `n_sequences` runs, and `n_bytes`, are held."""
+        """Evict the least valuable runs until at most `n_sequences` runs and `n_bytes` are held."""
         if n_bytes is not None:
             self.prefixes.shrink(self.nbytes - max(0, n_bytes), "limit")
         if n_sequences is not None:
@@ -325,7 +325,7 @@ class PrefixCache:
                 pass
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Return the two counts that mlx-lm's server logs."""
+        """Return the counts that mlx-lm's server logs."""
         return {"prefixes": {"n_sequences": len(self), "n_bytes": self.nbytes}}
 
     # ---- parts
@@ -406,9 +406,9 @@ class PrefixCache:
         return Stored(stop - start, stop)
 
     def _encode_short(self, match: Match[Segment], sources: list[LayerSource], tokens: int) -> None:
-        """Encode nodes of the match that a shorter prompt left raw.
+        """Encode nodes of the match that are raw because a shorter prompt stored them.
 
-        A node that stays raw, for lack of room or because of large numbers, is still valid.
+        A node that stays raw, for lack of memory or because of large numbers, is still valid.
         """
         rule = self._rule
         if rule is None or not rule.first_tokens < rule.least_tokens <= tokens:
@@ -438,7 +438,7 @@ class PrefixCache:
                     self.prefixes.exchange(node, partial(rule.encoded, ops=device), nbytes)
 
     def _keep_states(self, pin: Pin[Segment], position: int, states: States) -> None:
-        """Insert a checkpoint at `position`, if that is a boundary and memory allows."""
+        """Insert a checkpoint at `position`, if that is a block boundary and memory allows."""
         if states and position and position % self.tree.block_size == 0:
             checkpoints = Checkpoints(
                 self.prefixes, nbytes_of(states), spacing_tokens=self.tree.block_size
@@ -448,12 +448,12 @@ class PrefixCache:
     def _cut(
         self, sources: list[LayerSource], run: NodeRun, paid: Reservation, index: int
     ) -> Segment:
-        """Cut a run out of the caches in its final format.
+        """Extract a run from the caches in its final format.
 
-        A run with numbers too large for a codec stays raw, and `paid` grows.
+        A run with numbers too large for the codec stays raw, and `paid` grows.
 
         Raises:
-            SettingError: there is no room for that beside `index` bytes, or the numbers are in a
+            SettingError: there is no memory for that and `index` bytes, or the numbers are in a
                 cache of codes.
         """
         with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
@@ -465,7 +465,7 @@ class PrefixCache:
         more = segment.nbytes - run.nbytes
         if more > 0:
             if not self.prefixes.make_room(more + index):
-                raise SettingError("numbers too large for a codec find no room")
+                raise SettingError("there is no memory to store numbers too large for the codec")
             paid.resize(paid.nbytes + more)
         return segment.owned()
 

@@ -1,4 +1,4 @@
-"""Caches that hold affine-quantized numbers (`mx.quantize`) and are read as they lie."""
+"""Caches with affine quantization (`mx.quantize`), which are read without dequantizing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ GROUP_SIZES = (32, 64, 128)
 
 
 class Quantized(LayerCache):
-    """Keys and values as (codes, scales, biases), `group_size` neighbors to a scale.
+    """Base of caches that store (codes, scales, biases), one scale per `group_size` values.
 
-    mlx-lm's attention sees `bits` and reads them by `mx.quantized_matmul`. Bytes a token, head
+    mlx-lm's attention sees `bits` and uses `mx.quantized_matmul`. Bytes per token, head
     and side: head_dim * bits / 8 codes, and 2 * head_dim / group_size numbers of the model's
     dtype.
     """
@@ -66,9 +66,9 @@ class Quantized(LayerCache):
         super()._restore(plain)
 
     def _take_over(self, cache: Growing | Ring) -> None:
-        """Quantize the columns of a plain cache, into buffers of the same size.
+        """Quantize the columns of an unquantized cache, into buffers of the same capacity.
 
-        Keys first, then values, each evaluated: never more than one wide copy is alive.
+        Keys are evaluated before values, so that only one unquantized copy is alive.
         """
         keys, values = (col.arrays(side)[0] for side in cache._held())
         for name, part in (("keys", keys), ("values", values)):
@@ -85,7 +85,7 @@ class Quantized(LayerCache):
 
 
 class QuantizedKVCache(Quantized, Growing):
-    """One sequence, every token kept, quantized; drops in for mlx-lm's `QuantizedKVCache`.
+    """Quantized keys and values of one sequence; a drop-in for mlx-lm's `QuantizedKVCache`.
 
     bits: 2, 3, 4, 5, 6 or 8; group_size: 32, 64 or 128, a divisor of the head size.
     """
@@ -106,7 +106,7 @@ class QuantizedKVCache(Quantized, Growing):
 
 
 class BatchQuantizedKVCache(Quantized, BatchGrowing):
-    """A left-padded batch, every token kept, quantized: merged `QuantizedKVCache`s."""
+    """A left-padded batch of merged `QuantizedKVCache`s."""
 
     carried: ClassVar[tuple[str, ...]] = ("group_size", "bits")
 
@@ -122,7 +122,7 @@ class BatchQuantizedKVCache(Quantized, BatchGrowing):
 
 
 class QuantizedRotatingKVCache(Quantized, SinkRing):
-    """A bounded window of one sequence, quantized: the result of `RotatingKVCache.to_quantized`.
+    """A quantized bounded window of one sequence, as `RotatingKVCache.to_quantized` returns.
 
     The first `keep` tokens are visible to every query, as in `SinkRotatingKVCache`.
     """
@@ -151,7 +151,7 @@ class QuantizedRotatingKVCache(Quantized, SinkRing):
 
 
 class BatchQuantizedRotatingKVCache(Quantized, BatchSinkRing):
-    """Bounded windows of a batch, quantized: merged `QuantizedRotatingKVCache`s."""
+    """A batch of merged `QuantizedRotatingKVCache`s."""
 
     carried: ClassVar[tuple[str, ...]] = (*Ring.carried, "group_size", "bits")
     row_classes = (QuantizedRotatingKVCache,)

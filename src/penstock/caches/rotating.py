@@ -1,8 +1,8 @@
-"""Bounded windows: `keep` first tokens and the most recent ones, in a ring that never grows.
+"""Bounded windows: the first `keep` tokens and the most recent ones, in a ring buffer.
 
-The columns from `keep` on are the ring: the next token goes to column `_idx`, over the oldest one.
+The columns from `keep` on form the ring: the next token overwrites the oldest, in column `_idx`.
 Buffers are written in place. Only a chunk that runs past the end of the window is copied: one layer
-at a time, for as long as its attention runs.
+at a time, while its attention runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.kv.columns import Side
 
 
 class Ring(Bounded):
-    """The window of one sequence. The layout of `RotatingKVCache` and its relatives."""
+    """The window of one sequence, in the layout of `RotatingKVCache`."""
 
     carried: ClassVar[tuple[str, ...]] = ("max_size", "keep")
     batch_class: ClassVar[Any]
@@ -34,7 +34,7 @@ class Ring(Bounded):
         self.offset = self._idx = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write the tokens and return the columns that any query may see; `make_mask` tells which.
+        """Write tokens and return the columns that queries may attend to, subject to `make_mask`.
 
         keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order for one
         token, and in order of time for a chunk, up to max_size - 1 + tokens of them; only the
@@ -61,7 +61,7 @@ class Ring(Bounded):
         return self.keys_and_values()
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        """Return the tokens visible to a chunk that overflows the window, then keep the window."""
+        """Return the columns visible to a chunk that overflows the window, and store the window."""
         fetched = joined(self._visible_past(), new)
         self._make_room(self.max_size, 0, new)
         count = col.columns(fetched[0])
@@ -75,7 +75,7 @@ class Ring(Bounded):
         return self._shown_to_others(fetched)
 
     def _visible_past(self) -> tuple[list[Side], list[Side]]:
-        """Return views of the past that a chunk's first query may see, in order of time."""
+        """Return views of the past columns that a chunk's first query may see, in order of time."""
         if self.keys is None or self.values is None:
             return [], []
         full = self.offset >= self.max_size
@@ -106,8 +106,8 @@ class Ring(Bounded):
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return the mask for the next N tokens, as mlx-lm's `RotatingKVCache` does.
 
-        In a chunk past the end of the window that mask shows each query the last max_size columns
-        up to its own. So the kept tokens become invisible one by one. See `SinkRotatingKVCache`.
+        In a chunk past the end of the window, this mask shows each query the last max_size columns
+        up to its own, so that kept tokens become invisible. See `SinkRotatingKVCache`.
         """
         if N == 1 and window_size is None:
             return None
@@ -123,7 +123,7 @@ class Ring(Bounded):
         return by_position(position, query, 0, limit)[0]
 
     def _positions_after_one(self) -> mx.array:
-        """Return the position of the token in each column after one more was written."""
+        """Return the position of the token in each column after writing one more token."""
         column = mx.arange(min(self.offset + 1, self.max_size))
         if self.offset < self.max_size:
             return column
@@ -137,9 +137,9 @@ class Ring(Bounded):
         return self.offset < self.max_size
 
     def trim(self, n: int) -> int:
-        """Drop the last `n` tokens, or as many as there are; return how many.
+        """Drop up to `n` of the last tokens; return the number dropped.
 
-        0 once the window is full: the overwritten tokens are gone.
+        Returns 0 once the window is full, as overwritten tokens are gone.
         """
         if not self.is_trimmable():
             return 0
@@ -162,7 +162,7 @@ class Ring(Bounded):
         self._idx = self.max_size
 
     def _window_of(self, side: Side) -> Side:
-        """Copy the window out of `_idx` columns in order of time."""
+        """Copy the window from a buffer of `_idx` columns in order of time."""
         recent = self._idx - (self.max_size - self.keep)
         spans = [(0, 0, self.keep), (self.keep, recent, self._idx)]
         parts = [
@@ -178,11 +178,11 @@ class Ring(Bounded):
 
 
 class RotatingKVCache(Ring):
-    """A bounded window of one sequence; drops in for mlx-lm's `RotatingKVCache`.
+    """A bounded window of one sequence; a drop-in for mlx-lm's `RotatingKVCache`.
 
-    The first update allocates `max_size` columns, which are written in place for ever. The first
-    `keep` tokens are never dropped. With `capacity` (tokens a request is expected to use) fewer
-    columns are allocated at first, and they grow only if it uses more.
+    The first update allocates `max_size` columns, which are then written in place. The first
+    `keep` tokens are never dropped. With `capacity` (tokens a request is expected to use), fewer
+    columns are allocated at first, and they grow only if the request uses more.
 
     >>> cache = RotatingKVCache(max_size=8, keep=2)
     >>> for n in (5, 20, 1, 1):
@@ -199,10 +199,10 @@ class RotatingKVCache(Ring):
 
 
 class BatchRotatingKVCache(Bounded, Padded):
-    """Bounded windows of a left-padded batch; drops in for mlx-lm's `BatchRotatingKVCache`.
+    """Bounded windows of a left-padded batch; a drop-in for mlx-lm's `BatchRotatingKVCache`.
 
-    The first update allocates `max_size` columns a row. All rows share the ring column `_idx`;
-    padding is the oldest in its row, and goes first. Windows with `keep` are held by
+    The first update allocates `max_size` columns per row. All rows share the ring column `_idx`;
+    padding is the oldest in its row, and is overwritten first. Windows with `keep` are held by
     `BatchSinkRotatingKVCache`.
     """
 
@@ -259,7 +259,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         return self._in_order(self.keys, full), self._in_order(self.values, full)
 
     def _hold(self, side: Side | None, fetched: Side, shifts: list[int]) -> Side:
-        """Write the last max_size of the fetched columns, right padding turned to the front."""
+        """Write the last max_size of the fetched columns, with right padding moved to the front."""
         assert side is not None
         count = col.columns(fetched)
         if any(shifts):
@@ -302,8 +302,8 @@ class BatchRotatingKVCache(Bounded, Padded):
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return (batch, 1, N, columns) for the next N tokens, as mlx-lm does.
 
-        After single tokens have turned the ring, a chunk's mask counts one column of padding
-        too many in rows that still hold padding: mlx-lm's own tests fix that.
+        After single tokens have rotated the ring, a chunk's mask counts one column of padding
+        too many in rows that still hold padding, as mlx-lm's tests require.
         """
         chunk = N > 1 or self._ends is not None
         turning = not chunk and (self.rotated or self._idx >= self.max_size)
@@ -326,12 +326,12 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._ends = ends_of(self._tokens, lengths, right_padding)
 
     def finalize(self) -> None:
-        """Turn the remaining right padding into left padding, so that all rows end together."""
+        """Turn remaining right padding into left padding, so that all rows end together."""
         self._turn_padding()
         self._ends = None
 
     def size(self) -> int:
-        """Return the number of columns ever written, max_size at most."""
+        """Return the number of columns written, at most max_size."""
         return min(self._offset, self.max_size)
 
     def is_trimmable(self) -> bool:
@@ -419,11 +419,11 @@ class BatchRotatingKVCache(Bounded, Padded):
 
 
 def joined(past: tuple[list[Side], list[Side]], new: tuple[Side, Side]) -> tuple[Side, Side]:
-    """Copy past and new columns behind each other, for keys and for values, evaluated.
+    """Concatenate past and new columns, for keys and for values; evaluated.
 
-    The new ones are evaluated first: that ends the layer before, and frees its copy before this one
-    is made. The copy is evaluated before the caller writes to the ring that `past` views. An
-    unevaluated reader of a ring would turn the write into a second ring, in every layer at once.
+    The new ones are evaluated first, which completes the previous layer and frees its copy before
+    this one is made. The copy is evaluated before the caller writes to the ring that `past` shows.
+    An unevaluated view of a ring would make the write copy the ring, in every layer.
     """
     mx.eval(col.arrays(*new))
     fetched = (

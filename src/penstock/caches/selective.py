@@ -1,4 +1,4 @@
-"""A bounded window of which a single token reads a choice, by an index of the keys."""
+"""A bounded window in which decoded tokens attend to tokens selected by an index of the keys."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from penstock.kv.segment import KVSpan, Segment
 
 
 class SelectiveKVCache(SinkRotatingKVCache):
-    """A `SinkRotatingKVCache` of which a single token reads `attend` tokens, chosen by an index.
+    """A `SinkRotatingKVCache` in which decoded tokens attend to `attend` selected tokens.
 
-    The choice is that of `--attend-tokens`. Chunks, batches, sequences of up to `attend` tokens,
-    and windows that have dropped some read everything. The model must be known to
-    `penstock.attach`.
+    The selection is that of `--attend-tokens`. Chunks, batches, sequences of up to `attend` tokens,
+    and windows that have dropped tokens attend to all. The model must be passed to
+    `penstock.attach` first.
 
     Args:
         max_size: see `RotatingKVCache`.
         keep: see `RotatingKVCache`.
         capacity: see `RotatingKVCache`.
-        attend: tokens that each key head reads, at least 128.
-        rest: whether it reads the other tokens in two bits a number.
+        attend: number of tokens selected per key head, at least 128.
+        rest: whether to also read the other tokens at two bits per number.
     """
 
     attend_tokens: int
     attend_rest: bool
     _index: Coded | None = None
-    """Index of the first tokens."""
+    """Key index of the first tokens."""
     centers: KeyCenters | None = None
-    """Vectors that the index leaves out of the keys; None makes it less precise. To be set while
+    """Vectors subtracted from indexed keys; without them the index is less precise. Set them while
     the cache is empty."""
     _given: tuple[ref[mx.array], ref[mx.array]] | None = None
-    """Keys and values that the model is to pass to `attend`."""
+    """Weak references to the keys and values that the model must pass to `attend`."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class SelectiveKVCache(SinkRotatingKVCache):
         return super().nbytes + col.nbytes(self._index)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write the tokens and return the columns that any query may see; see `Ring`.
+        """Write tokens and return the columns that queries may attend to; see `Ring`.
 
         Raises:
-            ModelError: the last token was not read by `attend`.
+            ModelError: the model did not attend to the last token through `attend`.
         """
         if self._given is not None:
             self._given = None
@@ -96,7 +96,7 @@ class SelectiveKVCache(SinkRotatingKVCache):
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array | None:
-        """Attend to a choice: (1, heads, 1, d) -> (1, heads, 1, dim); None to read everything."""
+        """Attend to selected tokens: (1, heads, 1, d) -> (1, heads, 1, dim); None to use all."""
         expected, self._given = self._given, None
         if (
             expected is None

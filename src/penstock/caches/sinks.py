@@ -1,9 +1,9 @@
-"""Bounded windows whose first `keep` tokens every query sees, in chunks of any size.
+"""Bounded windows whose first `keep` tokens are visible to every query, in chunks of any size.
 
 mlx-lm's mask for a chunk past the end of the window hides the kept tokens from all but the first
-queries of the chunk. So the text depends on the chunk size, and the system prompt is hidden just
-when a long message is read. Here query p sees the first `keep` tokens and the last max_size - keep
-up to itself, always. That is the rule of attention sinks (Xiao et al. 2023, StreamingLLM), except
+queries of the chunk. The output then depends on the chunk size, and the system prompt is hidden
+while a long message is processed. Here query p sees the first `keep` tokens and the last
+max_size - keep up to itself. These are attention sinks (Xiao et al. 2023, StreamingLLM), except
 that positions are not renumbered.
 """
 
@@ -23,10 +23,10 @@ from penstock.kv.columns import Side
 
 
 class SinkRing(Ring):
-    """The window of one sequence, the kept tokens visible to every query."""
+    """The window of one sequence, with kept tokens visible to every query."""
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        """Return the mask for the next N tokens; `window_size` narrows the recent part."""
+        """Return the mask for the next N tokens; `window_size` limits the recent part."""
         if N == 1:
             if window_size is None or self.offset < window_size:
                 return None
@@ -42,11 +42,11 @@ class SinkRing(Ring):
 
 
 class SinkRotatingKVCache(SinkRing, RotatingKVCache):
-    """A `RotatingKVCache` whose kept tokens every query of a chunk sees."""
+    """A `RotatingKVCache` whose kept tokens are visible to every query of a chunk."""
 
 
 class BatchSinkRing(Bounded, Batch):
-    """Windows of a batch, left-aligned: token p stands in the same column in every row.
+    """Left-aligned windows of a batch: token p is in the same column in every row.
 
     That column is p while p < max_size, then keep + (p - keep) mod (max_size - keep). No row is
     padded to the longest, and rows join and leave without moving the others' tokens.
@@ -54,7 +54,7 @@ class BatchSinkRing(Bounded, Batch):
 
     carried: ClassVar[tuple[str, ...]] = Ring.carried
     row_classes: ClassVar[tuple[type[Ring], ...]]
-    """Classes that rows may have come in."""
+    """Cache classes that can be merged into this batch."""
     single_class: type[Ring]
     keep: int
     _ends: list[int] | None = None
@@ -69,7 +69,7 @@ class BatchSinkRing(Bounded, Batch):
         return self.keep + (position - self.keep) % (self.max_size - self.keep)
 
     def _used(self, more: int = 0) -> int:
-        """Return the columns in use after `more` tokens in every row."""
+        """Return the number of columns in use after `more` tokens in every row."""
         return min(max(self._tokens) + more, self.max_size)
 
     def _overflows(self, tokens: int) -> bool:
@@ -77,9 +77,9 @@ class BatchSinkRing(Bounded, Batch):
         return chunk and max(self._tokens) + tokens > self.max_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write one chunk for every row and return the columns that its queries may see.
+        """Write one chunk per row and return the columns that its queries may attend to.
 
-        keys, values: (batch, kv_heads, tokens, head_dim). The columns come in ring order, followed
+        keys, values: (batch, kv_heads, tokens, head_dim). The columns are in ring order, followed
         by a chunk past the end of a window.
         """
         tokens = self._accept(keys, values)
@@ -112,7 +112,7 @@ class BatchSinkRing(Bounded, Batch):
         return self._chunk or self._columns(self._used())
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        """Return the columns and the chunk, then write the part inside each row's window."""
+        """Return the columns and the chunk, and write the part inside each row's window."""
         fetched = joined(self._visible_past(), new)
         self._make_room(self.max_size, self._used(), new)
         for row, (position, valid) in enumerate(
@@ -133,7 +133,7 @@ class BatchSinkRing(Bounded, Batch):
         return [col.take(self.keys, 0, used)], [col.take(self.values, 0, used)]
 
     def _valid(self, tokens: int) -> list[int]:
-        """Return how many of the next `tokens` are not right padding, a number a row."""
+        """Return the number of the next `tokens` that are not right padding, per row."""
         ends = self._ends or [position + tokens for position in self._tokens]
         return [
             min(tokens, max(0, end - position))
@@ -146,9 +146,9 @@ class BatchSinkRing(Bounded, Batch):
         ]
 
     def _runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return which of the positions start..stop-1 the window holds at `stop`, as runs.
+        """Return the runs of positions start..stop-1 that the window holds at `stop`.
 
-        The tokens of a run stand in consecutive columns.
+        The tokens of a run are in consecutive columns.
         """
         ring = self.max_size - self.keep
         recent = max(start, self.keep, stop - ring)
@@ -190,14 +190,14 @@ class BatchSinkRing(Bounded, Batch):
     ) -> None:
         """Announce the lengths of right-padded prompts; `finalize` must follow.
 
-        This layout has no place for left padding.
+        This layout does not support left padding.
         """
         if left_padding is not None and max(left_padding) > 0:
-            raise ValueError("left_padding does not go with keep; pad the prompts on the right")
+            raise ValueError("left_padding does not work with keep; pad the prompts on the right")
         self._ends = ends_of(self._tokens, lengths, right_padding)
 
     def finalize(self) -> None:
-        """End right-padded prompts. Nothing moves: their padding was never visible."""
+        """End right-padded prompts; nothing moves, as their padding was never visible."""
         self._ends = None
 
     def size(self) -> int:
@@ -207,9 +207,9 @@ class BatchSinkRing(Bounded, Batch):
         return max(self._tokens) < self.max_size
 
     def trim(self, n: int) -> int:
-        """Drop the last `n` tokens of every row, or as many as the shortest has.
+        """Drop up to `n` of the last tokens of every row, limited by the shortest row.
 
-        0 once a window is full: the tokens overwritten by the dropped ones are gone.
+        Returns 0 once a window is full, as overwritten tokens are gone.
         """
         if not self.is_trimmable():
             return 0
@@ -228,7 +228,7 @@ class BatchSinkRing(Bounded, Batch):
         self.single_class = next(kind for kind in self.row_classes if kind.__name__ == rows_class)
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep the given rows, in that order, in buffers of the columns they use."""
+        """Keep the given rows, in that order, in buffers of exactly the columns in use."""
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._tokens = [self._tokens[row] for row in rows]
         self._repacked()
@@ -260,7 +260,7 @@ class BatchSinkRing(Bounded, Batch):
         return batch
 
     def _columns_of(self, cache: Any, side: Side) -> list[tuple[int, Side]]:
-        """Return (column, view) pairs that put one sequence's window where this batch has it."""
+        """Return (column, view) pairs that place one sequence's window in the batch's layout."""
         if cache.offset == 0:
             return []
         ordered = cache._in_order(side)
@@ -283,7 +283,7 @@ class BatchSinkRing(Bounded, Batch):
 
 
 class BatchSinkRotatingKVCache(BatchSinkRing):
-    """Bounded windows of a batch with `keep`: the result of merging `RotatingKVCache`s."""
+    """Bounded windows of a batch with `keep`, as merging `RotatingKVCache`s returns."""
 
     row_classes = (SinkRotatingKVCache, RotatingKVCache)
     single_class = SinkRotatingKVCache
