@@ -95,15 +95,15 @@ def test_a_folder_that_is_none_is_refused_and_not_made(
 ) -> None:
     assert "--ssd-cache-dir" in refused(capsys, *command)
     none, foreign = tmp_path / "none", tmp_path / "foreign"
-    assert "there is no such folder" in refused(capsys, *command, "--ssd-cache-dir", none)
+    assert "the folder does not exist" in refused(capsys, *command, "--ssd-cache-dir", none)
     assert not none.exists()
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")
     line = refused(capsys, *command, "--ssd-cache-dir", foreign)
-    assert "no folder of penstock's blocks" in line
+    assert "not a folder of penstock's blocks" in line
     assert [path.name for path in foreign.rglob("*")] == ["notes.txt"]
     line = refused(capsys, *command, "--ssd-cache-dir", foreign / "notes.txt")
-    assert "there is no such folder" in line
+    assert "the folder does not exist" in line
 
 
 def test_the_folder_may_come_from_the_environment(
@@ -263,7 +263,7 @@ def test_verify_finds_each_kind_of_damage_and_repairs_it(tmp_path: Path, capsys:
     assert picture(tmp_path) == before, "without --repair nothing is changed"
     shown = run(capsys, "verify", tmp_path, code=1)
     assert "3 damaged, 1 missing, 2 unknown, 1 left over" in shown
-    assert "its bytes are not those that were written" in shown
+    assert "checksum mismatch" in shown
     assert "--repair" in shown
     found = ask(capsys, "verify", tmp_path, "--repair")
     assert [found[kind] for kind in kinds] == [3, 1, 2, 1, 3]
@@ -306,8 +306,8 @@ def test_a_key_that_is_not_that_of_the_tokens_is_found(tmp_path: Path, capsys: C
     fill(tmp_path, [lie], [bare])
     found = ask(capsys, "verify", tmp_path, code=1)
     assert sorted(fault["what"] for fault in found["faults"]) == [
-        "it does not hold the tokens of a block",
         "its key is not that of its tokens",
+        "the tokens of the block are missing or invalid",
     ]
 
 

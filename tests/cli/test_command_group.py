@@ -83,7 +83,7 @@ def test_a_command_that_went_to_the_benches_says_so(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert main([command, "--json"]) == 2
-    line = f"penstock: penstock {command} is gone: run penstock bench {command}\n"
+    line = f"penstock: penstock {command} was removed: run penstock bench {command}\n"
     assert capsys.readouterr().err == line
 
 

@@ -1,1 +1,1 @@
-"""Cold tiers: records, stores and their threads, for blocks evicted from memory."""
+"""Cold tiers: records, stores and worker threads for blocks evicted from memory."""

@@ -1,4 +1,4 @@
-"""Copies between a segment's arrays and the bytes of its blocks in host memory."""
+"""Copies between a segment's arrays and its blocks in host memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _S = TypeVar("_S")
 
 
 def host_block(block: Segment, tokens: TokenArray, *more: Segment) -> dict[str, HostArray]:
-    """Copy blocks, possibly views, their tokens and the arrays of all layers by name.
+    """Copy the tokens and the arrays of all layers of blocks, which may be views, by name.
 
-    Names are `3.keys` for layer 3, and `3.keys.0`, `3.keys.1`, ... where a side is several arrays.
-    Only the thread that owns the segments, all of one format, may call this.
+    Names are `3.keys` for layer 3, and `3.keys.0`, `3.keys.1`, ... if a side has several arrays.
+    The segments must have one format. Call only on the thread that owns them.
     """
     pieces = (block, *more)
     mx.eval([col.arrays(*layer) for piece in pieces for layer in piece.layers])
@@ -48,7 +48,7 @@ def host_states(states: States) -> dict[str, HostArray]:
 
 
 class StateRestoreBuffer:
-    """Memory for the states of one sequence, filled from a file; see `RestoreBuffer`."""
+    """Memory for the states of one sequence, which is filled from a file; see `RestoreBuffer`."""
 
     blocks = 1
 
@@ -87,11 +87,11 @@ class StateRestoreBuffer:
 
 
 class RestoreBuffer:
-    """Memory for the KV of some blocks, which is filled from files and then is a segment.
+    """Memory for the KV of blocks, which is filled from files and then becomes a segment.
 
-    Nothing is copied on the way: the arrays that the files are read into are the segment's.
-    `targets` allocates them in the reading thread, since new memory can take as long as the
-    files. Unless `in_place`, where the device has its own memory, they are copied there
+    Nothing is copied: files are read directly into the segment's arrays.
+    `targets` allocates them on the reading thread, since allocation can take as long as reading the
+    files. If the device has its own memory (not `in_place`), the arrays are copied to it
     afterwards.
     """
 
@@ -105,7 +105,7 @@ class RestoreBuffer:
     ) -> None:
         self.blocks = blocks
         self.tokens = np.empty(blocks * block_size, np.uint32)
-        """Tokens of the blocks, once they are read."""
+        """Tokens of the blocks, valid once read."""
         self._block_size = block_size
         self._tokens = blocks * block_size
         self._in_place = in_place
@@ -113,7 +113,7 @@ class RestoreBuffer:
         self._layers: list[tuple[list[_BufferPool], ...]] = []
 
     def targets(self) -> list[dict[str, Target]]:
-        """Allocate the memory unless that is done, and return where each block's arrays go."""
+        """Allocate the memory if needed, and return the targets of each block's arrays."""
         if not self._layers:
             self._layers = [
                 tuple([self._made(*form) for form in side.arrays(self._tokens)] for side in layer)
@@ -171,7 +171,7 @@ class RestoreBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _BufferPool:
-    """One array of a restore buffer: MLX's own, or numpy's where the host cannot reach MLX's."""
+    """One array of a restore buffer: of MLX, or NumPy if the host cannot access MLX's."""
 
     dtype: str
     array: mx.array | NDArray[Any]
@@ -201,7 +201,7 @@ class _BufferPool:
 def _named(
     number: int, layer: Sequence[_S], arrays: Callable[[_S], Sequence[_A]]
 ) -> Iterator[tuple[str, _A]]:
-    """Name the arrays of a layer: `3.keys`, or `3.keys.0`, `3.keys.1`, ... if a side has more."""
+    """Yield a layer's arrays with names: `3.keys`, or `3.keys.0`, `3.keys.1`, ... if several."""
     for name, side in zip(_SIDES, layer, strict=True):
         parts = arrays(side)
         for part, array in enumerate(parts):
@@ -209,7 +209,7 @@ def _named(
 
 
 def _seen(array: mx.array) -> tuple[NDArray[np.generic], str]:
-    """Return a NumPy array, without a copy where possible, and the dtype."""
+    """Return an array as NumPy, without a copy if possible, and the name of its dtype."""
     dtype = _name(array.dtype)
     return np.asarray(array.view(mx.uint16) if dtype == "bfloat16" else array), dtype
 
@@ -227,5 +227,5 @@ def _name(dtype: mx.Dtype) -> str:
 
 
 def _number(dtype: str) -> str:
-    """Return NumPy's dtype of the same bytes: it has no bfloat16."""
+    """Return a NumPy dtype of the same size, as NumPy has no bfloat16."""
     return "uint16" if dtype == "bfloat16" else dtype

@@ -1,4 +1,4 @@
-"""Threads that read files, and do not delay the end of the process when a disk hangs."""
+"""Reader threads, which do not delay the end of the process when a disk hangs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 QUICK_SECONDS = 1e-4
-"""Calls quicker than this are run by the caller. Of 18 records parts were read, cached by the
-system, in 0.5 ms by one thread, and in 0.8 ms by two; not cached, in 5.1 and 3.9 ms."""
+"""Calls faster than this run on the caller's thread. Reading parts of 18 records in the page cache
+took 0.5 ms with one thread and 0.8 ms with two; not cached, 5.1 and 3.9 ms."""
 
 
 class _ReadCall(Generic[T]):
@@ -27,20 +27,20 @@ class _ReadCall(Generic[T]):
             return
         try:
             answer.set_result(self._call(*self._arguments))
-        # A boundary: what is wrong with it is its caller's.
+        # A boundary: errors belong to the caller.
         except BaseException as error:  # noqa: BLE001
-            # An error, or what has caused it, knows the frames that it went through, and the
-            # answer the error: what was to be read into would stay until the garbage collector
-            # comes by, if this frame knew the answer.
+            # An error and its cause reference the frames they passed through, and the
+            # answer references the error: the buffers would stay alive until a garbage
+            # collection if this frame referenced the answer.
             answer.set_exception(error.with_traceback(None))
         finally:
             del answer, self
 
 
 class Readers:
-    """Runs calls in `count` daemon threads, which begin with the first call.
+    """Pool of `count` daemon threads, started by the first call.
 
-    The threads of a `ThreadPoolExecutor` are no daemons: the interpreter waits for them at its end.
+    Threads of a `ThreadPoolExecutor` are not daemons: the interpreter waits for them at exit.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -49,19 +49,19 @@ class Readers:
         self._calls: SimpleQueue[Sequence[_ReadCall[Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_quick = False
-        """Whether the calls of the last `map` were quick."""
+        """Whether the calls of the last `map` were fast."""
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Queue a call; one owner only."""
+        """Queue a call. Not thread-safe."""
         read_call = _ReadCall(call, arguments)
         self._put([read_call])
         return read_call.answer
 
     def map(self, call: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[Future[T]]:
-        """Call a function with each of some arguments, and wait for all.
+        """Call a function with each tuple of arguments, and wait for all calls.
 
-        Each thread takes a consecutive share. Where calls are quicker than handing them over, as
-        are reads of a file in the system's memory, the caller's thread runs all of them.
+        Each thread runs a consecutive share. If calls are faster than handing them over, as for
+        reads from the page cache, the caller's thread runs all of them.
         """
         calls = [_ReadCall(call, read_call) for read_call in arguments]
         answers, began = [call.answer for call in calls], time.perf_counter()
@@ -87,7 +87,7 @@ class Readers:
         self._calls.put(calls)
 
     def close(self, timeout_seconds: float) -> None:
-        """End the threads once their calls are done; a second call does nothing."""
+        """End the threads once their calls are done. Idempotent."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
@@ -98,4 +98,4 @@ class Readers:
         while (calls := self._calls.get()) is not None:
             for call in calls:
                 call.run()
-            del call, calls  # their buffers are the callers', also while no other call follows
+            del call, calls  # release the callers' buffers while waiting

@@ -1,8 +1,8 @@
-"""File of one block: safetensors, with its identity and a checksum in the header.
+"""File format of a record: safetensors, with identity and checksum in the header.
 
 One xxh3 hash covers everything that is read back: names, shapes, dtypes and bytes of the arrays,
-and the words about them. A file with a flipped bit, a truncated one, or another block's is
-`Damaged`, never a wrong answer.
+and the header fields. A file that is corrupted, truncated, or another block's is
+reported as `Damaged`.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ DTYPES = {
     "U16": "uint16",
     "U8": "uint8",
 }
-"""Dtypes by their names in a file's header."""
+"""MLX dtype names by their names in a file's header."""
 _SAFE = {name: short for short, name in DTYPES.items()}
 _Pieces: TypeAlias = tuple[str, str, tuple[int, ...], Sequence[NDArray[np.uint8]]]
 """Name, dtype, shape and bytes of an array."""
 _BEGINNING, _DECODER = '{"__metadata__":', json.JSONDecoder()
 TOKENS = "tokens"
-"""Name of the array of the block's tokens."""
+"""Name of the array with the block's tokens."""
 HEAD_BYTES = 16_384
-"""Bytes of a file read first: most headers are shorter."""
+"""Bytes read first from a file; most headers are shorter."""
 MOST_DEPTH = 1 << 31
 MOST_HEAD_BYTES = 1 << 20
-"""Largest header that is read, in bytes: 80 layers take 16 kB."""
+"""Maximum size of a header in bytes; 80 layers take 16 kB."""
 PIECES_AT_ONCE = 512
-"""Buffers of one read; systems allow 1,024."""
+"""Maximum number of buffers per read; systems allow 1,024."""
 
 
 class Damaged(ValueError):
-    """The bytes are not the requested record; the text names the fault."""
+    """Raised if bytes are not the requested record; the message describes the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostArray:
-    """An array of any dtype in host memory: NumPy has no bfloat16."""
+    """An array of any dtype in host memory, including bfloat16, which NumPy lacks."""
 
     dtype: str
     """Name of the dtype in MLX: `float32`, `bfloat16`, ..."""
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
-    """Bytes, (n,), row by row."""
+    """Bytes of the array, (n,), in row-major order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """KV of consecutive blocks, all layers; or a checkpoint, as a child of its block."""
+    """KV of consecutive blocks for all layers, or a checkpoint, stored as its block's child."""
 
     key: bytes
-    """Hash of the last block and everything in front of it; see `blocks`."""
+    """Hash of the last block and all tokens before it; see `blocks`."""
     parent: bytes
-    """Hash of the block in front; of the first block, the chain's root."""
+    """Hash of the preceding block; for the first block, the root of the chain."""
     depth: int
-    """Blocks in front of it."""
+    """Number of blocks before the record."""
     arrays: Mapping[str, HostArray]
-    """Arrays by name, as `3.keys`."""
+    """Arrays by name, such as `3.keys`."""
     blocks: int = 1
     replaces: Sequence[bytes] = ()
     """Hashes of shorter records with the same first block, which this one replaces; not in the
@@ -84,7 +84,7 @@ class Record:
 
     @property
     def end_tokens(self) -> int:
-        """Tokens of the chain up to the end of this record; 0 for a checkpoint."""
+        """Number of tokens of the chain up to the end of this record; 0 for a checkpoint."""
         tokens = self.arrays.get(TOKENS)
         count = 0 if tokens is None else tokens.shape[0]
         return (self.depth + self.blocks) * count // self.blocks
@@ -92,16 +92,16 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Destination of an array of a file: memory allocated by the caller."""
+    """Memory allocated by the caller, into which an array is read."""
 
     dtype: str
     shape: tuple[int, ...]
     pieces: Sequence[NDArray[np.uint8]]
-    """(n,) each, writable, in the order of the array's bytes."""
+    """Writable buffers, (n,) each, in the order of the array's bytes."""
 
 
 def encode(record: Record, fingerprint: str) -> bytes:
-    """Return a record's file; ValueError for arrays that no file can have."""
+    """Return the bytes of a record's file; ValueError if an array has an unsupported dtype."""
     specs = {}
     for name, array in record.arrays.items():
         if array.dtype not in _SAFE:
@@ -128,7 +128,7 @@ def encode(record: Record, fingerprint: str) -> bytes:
 
 
 def decode(raw: bytes) -> Record:
-    """Read a whole file with the library's own parser, or raise Damaged."""
+    """Parse a whole file with the safetensors library; Damaged if invalid."""
     words = header(raw)
     try:
         arrays = {
@@ -148,31 +148,31 @@ def decode(raw: bytes) -> Record:
         )
         checksum = words["xxh3"]
     except (SafetensorError, KeyError, ValueError) as error:
-        raise Damaged(f"its header makes no sense: {error}") from None
+        raise Damaged(f"invalid header: {error}") from None
     if _hash(words, arrays) != checksum:
-        raise Damaged("its bytes are not those that were written")
+        raise Damaged("checksum mismatch")
     return record
 
 
 class Source(Protocol):
-    """The bytes of a file."""
+    """Source of a file's bytes."""
 
     @property
     def nbytes(self) -> int:
         """Size of the file."""
 
     def read(self, nbytes: int, offset: int) -> bytes:
-        """Return up to `nbytes` bytes from `offset` on; fewer only at the end."""
+        """Return `nbytes` bytes from `offset` on, or fewer at the end of the file."""
 
     def fill(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> None:
-        """Read bytes from `offset` on into consecutive pieces, or raise OSError."""
+        """Read bytes from `offset` on into consecutive buffers; OSError on failure."""
 
 
 def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
-    """Read all arrays of a file straight into their targets; return the words of its header.
+    """Read all arrays of a file directly into their targets; return its header fields.
 
     Raises:
-        Damaged: some bit differs from what `encode` wrote, or it has other arrays. The content of
+        Damaged: the file differs from what `encode` wrote, or has other arrays. The content of
             the targets is invalid then.
         OSError: the source fails.
     """
@@ -181,34 +181,34 @@ def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
     words = header(head)
     pieces = [piece for name in _order(head[8:], targets) for piece in targets[name].pieces]
     if length != size + sum(piece.nbytes for piece in pieces):
-        raise Damaged(f"it has {length} bytes, which are not those that it tells of")
+        raise Damaged(f"it has {length} bytes, which does not match its header")
     source.fill(pieces, size)
     arrays = [(name, target.dtype, target.shape, target.pieces) for name, target in targets.items()]
     if _hash_of(words, arrays) != words.pop("xxh3", None):
-        raise Damaged("its bytes are not those that were written")
+        raise Damaged("checksum mismatch")
     return words
 
 
 def array_offsets(source: Source) -> Mapping[str, int]:
-    """Return where the bytes of each array begin in a file, by its header; or raise Damaged."""
+    """Return the position of each array's bytes in a file; Damaged if the header is invalid."""
     head = _head(source)
     try:
         text = head[8:].decode()
         if text.startswith(_BEGINNING):
             words, end = _DECODER.raw_decode(text, len(_BEGINNING))
             offsets = _offsets("{" + text[end + 1 :])
-        else:  # by another version of the library
+        else:  # written by another version of the library
             words, offsets = _words(head[8:]), _offsets(text)
         if words["format"] != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
     except (IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise Damaged(f"its header makes no sense: {error}") from None
+        raise Damaged(f"invalid header: {error}") from None
     return {name: len(head) + offset for name, offset in offsets.items()}
 
 
 @lru_cache(maxsize=4)
 def _offsets(arrays: str) -> Mapping[str, int]:
-    """Return where arrays begin after a header; all whole records of a model have the same text.
+    """Return the positions of arrays after a header; cached, as a model's records share headers.
 
     Parsing the header of 28 layers takes as long as a dozen reads of the file.
     """
@@ -223,7 +223,7 @@ def _head(source: Source) -> bytes:
     head = source.read(HEAD_BYTES, 0)
     size = 8 + int.from_bytes(head[:8], "little")
     if size > MOST_HEAD_BYTES:
-        raise Damaged(f"a header of {size} bytes is none")
+        raise Damaged(f"a header of {size} bytes is too large")
     if len(head) < size <= source.nbytes:
         head += source.read(size - len(head), len(head))
     return head[:size]
@@ -253,7 +253,7 @@ class FileSource:
 
 
 def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
-    """Return the names of a file's arrays, all of them targets, in the order of their bytes."""
+    """Return the names of a file's arrays, which must be the targets, in order of their bytes."""
     fields = json.loads(head)
     del fields["__metadata__"]
     try:
@@ -263,40 +263,40 @@ def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
         }
         names = sorted(order, key=lambda name: order[name][2])
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"its header makes no sense: {error}") from None
+        raise Damaged(f"invalid header: {error}") from None
     start = 0
     for name in names:
         target = targets.get(name)
         if target is None:
-            raise Damaged(f"it holds {name}, which was not asked for")
+            raise Damaged(f"it has an unexpected array {name}")
         end = start + sum(piece.nbytes for piece in target.pieces)
         if order[name] != (_SAFE[target.dtype], target.shape, start, end):
-            raise Damaged(f"{name} is not the {target.dtype} {target.shape} that was asked for")
+            raise Damaged(f"{name} is not {target.dtype} {target.shape} as expected")
         start = end
     if len(names) != len(targets):
-        raise Damaged(f"it holds {len(names)} arrays; {len(targets)} were asked for")
+        raise Damaged(f"it has {len(names)} arrays instead of {len(targets)}")
     return names
 
 
 def header(raw: bytes) -> dict[str, str]:
-    """Return the words of a file's header, unchecked but for the format; or raise Damaged."""
+    """Return a file's header fields, of which only the format is checked; Damaged if invalid."""
     size = int.from_bytes(raw[:8], "little")
     try:
         words = _words(raw[8 : 8 + size])
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"it is no safetensors file: {error}") from None
+        raise Damaged(f"not a safetensors file: {error}") from None
     if words.get("format") != FORMAT:
         raise Damaged(f"its format is {words.get('format')}, not {FORMAT}")
     return words
 
 
 def blocks_of(words: Mapping[str, str]) -> int:
-    """Return the number of blocks of a file by its header; older ones have one."""
+    """Return the number of blocks in a file from its header; older files have one."""
     return int(words.get("blocks", 1))
 
 
 def read_tokens(descriptor: int) -> tuple[NDArray[np.uint32], int]:
-    """Return the tokens of an open file, unchecked, and its number of blocks; or raise Damaged."""
+    """Return the unchecked tokens of an open file and its number of blocks; Damaged if invalid."""
     size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     head = os.pread(descriptor, min(size, MOST_HEAD_BYTES), 8)
     try:
@@ -304,7 +304,7 @@ def read_tokens(descriptor: int) -> tuple[NDArray[np.uint32], int]:
         raw = os.pread(descriptor, min(end - start, MOST_HEAD_BYTES), 8 + size + start)
         return np.frombuffer(raw, "<u4").astype(np.uint32), blocks_of(_words(head))
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise Damaged(f"its header makes no sense: {error}") from None
+        raise Damaged(f"invalid header: {error}") from None
 
 
 def _words(head: bytes) -> dict[str, str]:
@@ -319,7 +319,7 @@ def _hash(words: Mapping[str, str], arrays: Mapping[str, HostArray]) -> str:
 
 
 def _hash_of(words: Mapping[str, str], arrays: Sequence[_Pieces]) -> str:
-    """Hash the words but for the hash itself, and the arrays by name; each part with its length."""
+    """Hash the header fields except the hash itself, and the arrays by name, with lengths."""
     hashed = xxhash.xxh3_128()
 
     def add(*pieces: Any) -> None:
@@ -341,16 +341,16 @@ class ArrayPart:
     """Consecutive bytes of one array of a record."""
 
     name: str
-    """Name of the array, as `3.keys`."""
+    """Name of the array, such as `3.keys`."""
     start: int
-    """First byte of the part in the array."""
+    """Position of the part's first byte in the array."""
     nbytes: int
 
 
 def read_parts(source: Source, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
-    """Read parts of a record's arrays, in the order of their bytes, neighbors together.
+    """Read parts of a record's arrays, adjacent ones in one read.
 
-    Unchecked: the checksum is of whole records. Raises Damaged for parts beyond it.
+    The parts are not verified, as the checksum covers whole records. Damaged if a part is missing.
     """
     offsets = array_offsets(source)
     buffers = [np.empty(part.nbytes, np.uint8) for part in parts]
@@ -363,7 +363,7 @@ def read_parts(source: Source, parts: Sequence[ArrayPart]) -> list[NDArray[np.ui
             start, end, together = offset, offset, []
         end += parts[number].nbytes
         if end > nbytes:
-            raise Damaged("it ends before its arrays do")
+            raise Damaged("it is truncated")
         together.append(buffers[number])
     source.fill(together, start)
     return buffers

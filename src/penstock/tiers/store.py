@@ -1,8 +1,8 @@
-"""Base of all stores of blocks: how a chain is read.
+"""Base class of block stores, which implements reading chains of records.
 
-    held ──> read some in parallel, each into its buffers ──> all before the first failure
+    held ──> read in parallel into buffers ──> all records before the first failure
 
-A fault of a record is a miss that is counted, and the record is forgotten. A fault of the store
+A damaged record counts as a miss and is removed. A failure of the store
 itself is an `OSError`, on which its worker switches the tier off.
 """
 
@@ -30,18 +30,18 @@ from penstock.tiers.record import ArrayPart, Damaged, Record, Target
 logger = logging.getLogger(__name__)
 
 READERS = 2
-"""Records read in parallel: reading and hashing takes a core longer than most disks."""
+"""Number of records read in parallel; a core reads and hashes slower than most disks."""
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts of a store's events, continued when the store is opened again."""
+    """Counts of a store's events, which continue when the store is reopened."""
 
     written_blocks: int = 0
     written_bytes: int = 0
-    """Bytes of files: the wear of the disk."""
+    """Bytes of files written, which wear the disk."""
     known_blocks: int = 0
-    """Writes of blocks that were there already."""
+    """Writes of blocks that were already stored."""
     refused_blocks: int = 0
     """Writes refused for lack of room, or because the parent is missing."""
     read_blocks: int = 0
@@ -50,20 +50,20 @@ class TierCounts:
     """Seconds spent on `read_bytes`."""
     damaged_blocks: int = 0
     missing_blocks: int = 0
-    """Blocks expected and not there."""
+    """Blocks that were expected but missing."""
 
 
 class Store(ABC):
-    """Blocks of one model. Not thread-safe: one owner, a tier's thread.
+    """Store of one model's blocks. Not thread-safe: used only by a tier's thread.
 
-    A record has the blocks of a span, or its first ones if the chain ended there; its key is the
-    hash of the last.
+    A record has the blocks of a span, or the first of them if the chain ended there; its key is the
+    hash of the last block.
     """
 
     limit_bytes: int = 0
-    """Limit of all bytes in the store; 0 if another program sets it."""
+    """Limit on all bytes in the store; 0 if another program controls it."""
     full: str | None = None
-    """Why no new blocks are written for now; reads continue. None while they are."""
+    """Reason why no new blocks are currently written; None if they are. Reads continue."""
 
     def __init__(self, fingerprint: str, name: str, spans: Spans) -> None:
         self.fingerprint = fingerprint
@@ -76,16 +76,16 @@ class Store(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored, as far as known."""
+        """Bytes stored; 0 if unknown."""
         return 0
 
     def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
-        """Return how many first blocks could be read, up to a checkpoint if `resumable`."""
+        """Return the number of first blocks that can be read, up to a checkpoint if `resumable`."""
         ends = [0, *self.spans.ends(len(block_hashes))]
         whole = ends[self._first([block_hashes[end - 1] for end in ends[1:]])]
         batch = block_hashes[
             : self.spans.end(whole) - 1
-        ]  # behind the whole records one may be shorter
+        ]  # after the full records one may be shorter
         if not resumable:
             return whole + self._last(batch[whole:])
         checkpoints = [checkpoint_hash(key) for key in batch]
@@ -100,21 +100,21 @@ class Store(ABC):
 
     @abstractmethod
     def _first(self, block_hashes: Sequence[bytes]) -> int:
-        """Return how many of some records are there, from the first on."""
+        """Return the number of first records that are present."""
 
     @abstractmethod
     def _last(self, block_hashes: Sequence[bytes]) -> int:
-        """Return the number of the last record that is there, counted from 1; 0 without any."""
+        """Return the number of the last record that is present, counted from 1; 0 if none."""
 
     # ---- acts
 
     @abstractmethod
     def write(self, record: Record) -> object:
-        """Write a block, unless it is there.
+        """Write a record unless it is already present.
 
         Raises:
-            OSError: the store fails; nothing of the block is left.
-            ValueError: the block cannot be encoded.
+            OSError: the store fails; no part of the record is left.
+            ValueError: the record cannot be encoded.
         """
 
     def restore(
@@ -123,10 +123,10 @@ class Store(ABC):
         targets: Sequence[Mapping[str, Target]],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> int:
-        """Read consecutive records into their buffers; return how many succeeded before a failure.
+        """Read consecutive records into buffers; return the number read before the first failure.
 
-        Some records are read in parallel, while `meanwhile` is called; all reads have ended when
-        this returns. A missing record is only a miss; OSError if the store fails.
+        Records are read in parallel, while `meanwhile` runs; all reads have ended when
+        this returns. A missing record is a miss; OSError if the store fails.
         """
         began = time.perf_counter()
         whole = list(zip(block_hashes[: self._first(block_hashes)], targets, strict=False))
@@ -150,32 +150,32 @@ class Store(ABC):
 
     @abstractmethod
     def read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
-        """Read parts of a record's arrays, unchecked; raises as `_read_into`. Any thread may."""
+        """Read parts of a record's arrays, unverified. Raises like `_read_into`. Thread-safe."""
 
     def is_whole(self, key: bytes, read: Future[Any]) -> bool:
-        """Return whether a block was read; a damaged or missing one is a miss, and removed.
+        """Return whether a block was read; a damaged or missing block is removed.
 
         Raises:
-            OSError: the store fails; a block that a disk could not read is removed, too.
+            OSError: the store fails; a block that the disk could not read is also removed.
         """
         try:
             read.result()
         except (OSError, Damaged) as error:
-            # A future keeps its error, whose frames would keep the memory that was read into; so
-            # would those of the error that it was raised for.
+            # A future keeps its error, whose frames would keep the buffers alive; so
+            # would those of the error's cause.
             error.__traceback__ = error.__context__ = None
             if isinstance(error, FileNotFoundError):
                 self.counts.missing_blocks += 1
             elif isinstance(error, Damaged):
                 self.counts.damaged_blocks += 1
                 logger.warning(
-                    "block %s of the %s cache is damaged (%s); it is removed, and computed again",
+                    "block %s of the %s cache is damaged (%s); it is removed, and recomputed",
                     key.hex()[:12],
                     self.tier_name,
                     error,
                 )
             else:
-                if error.errno == errno.EIO:  # of a file that cannot be read, once is enough
+                if error.errno == errno.EIO:  # do not retry a file that the disk cannot read
                     with suppress(OSError, sqlite3.Error):
                         self._forget([key])
                 raise type(error)(*error.args) from None
@@ -195,25 +195,25 @@ class Store(ABC):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return how many first blocks of a chain could be read, and count a use of each.
+        """Return the number of first blocks of a chain that can be read, and count their use.
 
-        The `known` first ones need not be read.
+        The first `known` blocks are in memory already and need not be read.
         """
 
     def note_uses(self) -> None:  # noqa: B027 - not every store needs to
-        """Write down the uses since the last call."""
+        """Record the uses since the last call."""
 
     def clear(self, *, all_models: bool = True) -> int:
-        """Remove all blocks, or this model's, as far as this store owns them; return how many."""
+        """Remove all blocks, or this model's, that this store owns; return the number removed."""
         return 0
 
     def reconciling(self) -> Iterator[None]:
-        """Repair the store, and yield now and then: others may use it meanwhile."""
+        """Repair the store, yielding periodically to let others use it."""
         yield from ()
 
     @abstractmethod
     def close(self) -> None:
-        """Close the store and what it has open."""
+        """Close the store and its resources."""
 
     @abstractmethod
     def abandon(self, error: Exception) -> None:
@@ -223,14 +223,14 @@ class Store(ABC):
 
     @abstractmethod
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
-        """Read a block into its buffers; return the bytes of its file. Any thread may.
+        """Read a record into buffers; return the size of its file. Thread-safe.
 
         Raises:
-            Damaged: it differs from the record written.
-            FileNotFoundError: it is not there.
+            Damaged: the file differs from the record written.
+            FileNotFoundError: the record is missing.
             OSError: the store fails.
         """
 
     @abstractmethod
     def _forget(self, block_hashes: Sequence[bytes]) -> None:
-        """Remove blocks, or their remains."""
+        """Remove blocks, including partial files."""

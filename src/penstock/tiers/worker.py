@@ -1,11 +1,11 @@
-"""A cold tier's thread: the only one to touch its store. Writes behind requests, reads ahead.
+"""Worker thread of a cold tier, which owns its store, writes in the background and reads ahead.
 
-    offer    ──> queue, bounded in bytes ──> Store.write      dropped when the store is too slow
-    call     ──> before all writes       ──> any of Store     a future: how much is there, ...
-    restore  ──> before all writes       ──> Store.restore    a future; 0 when switched off
+    offer    ──> queue, bounded in bytes ──> Store.write      dropped if the store is too slow
+    call     ──> before all writes       ──> any of Store     returns a future
+    restore  ──> before all writes       ──> Store.restore    returns a future; 0 if switched off
 
-A store that fails switches the tier off with one message; serving continues, and after a while the
-thread tries it again. No request waits for that.
+A store that fails switches the tier off with one message; serving continues, and the thread retries
+the store later. No request waits for that.
 """
 
 from __future__ import annotations
@@ -33,60 +33,60 @@ from penstock.tiers.store import READERS, Store, TierCounts
 logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256_000_000
-"""Bytes of blocks that may wait to be written."""
+"""Maximum bytes of blocks queued for writing."""
 RETRY_SECONDS = 30.0
-"""Seconds until a failed store is tried again."""
+"""Seconds until a failed store is retried."""
 CLOSE_SECONDS = 30.0
 FAULTS = (OSError, sqlite3.Error)
 T = TypeVar("T")
 Parts: TypeAlias = dict[bytes, list[NDArray[np.uint8]]]
-"""Bytes of parts of arrays, by the key of the record."""
+"""Bytes of array parts, by key of the record."""
 
 
 @dataclass(slots=True)
 class TierStats:
-    """Figures of a tier. Bytes are those of files."""
+    """Statistics of a tier. Bytes are file sizes."""
 
     off: str | None = None
-    """Why it is switched off; None while it is on."""
+    """Reason why the tier is switched off; None while it is on."""
     full: str | None = None
-    """Why no new blocks are written for now; reads continue."""
+    """Reason why no new blocks are currently written; reads continue."""
     queued_bytes: int = 0
     dropped_blocks: int = 0
-    """Blocks not written: the queue was full, the tier off, or the block evicted by then."""
+    """Blocks not written because the queue was full, the tier off, or the block evicted."""
     held_bytes: int = 0
     limit_bytes: int = 0
     """Limit of the folder in bytes; 0 for a remote store, whose limit is unknown."""
     faults: int = 0
     """Number of failures of the store."""
     counts: TierCounts = field(default_factory=TierCounts)
-    """Counts of the store, over all times it was opened."""
+    """Counts of the store, accumulated over reopening."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call(Generic[T]):
-    """A call of another thread, which waits for the answer."""
+    """A call queued by another thread."""
 
     run: Callable[[Store], T]
     otherwise: T
-    """Answer of a tier that is off."""
+    """Answer if the tier is off."""
     prepare: Callable[[], object] | None
-    """Preparation that may run before its turn, in the thread."""
+    """Preparation that may run earlier on the worker thread."""
     answer: Future[T] = field(default_factory=Future)
     begun: bool = False
 
     def begin(self) -> bool:
-        """Return whether it is still needed; from then on it cannot be cancelled."""
+        """Return whether the call is still wanted; afterwards it cannot be cancelled."""
         if not self.begun and not self.answer.cancelled():
             self.begun = self.answer.set_running_or_notify_cancel()
         return self.begun
 
 
 class ColdTier:
-    """A store, and the thread that owns it. Any thread may call.
+    """A store and the thread that owns it. Thread-safe.
 
     The thread calls `make` to open the store, which may raise `OSError` or `sqlite3.Error`, and
-    again `retry_seconds` after a fault. The name must have no secrets. A tombstone remembers a
+    again `retry_seconds` after a failure. The name must not have secrets. A tombstone remembers a
     deletion across restarts, until it is done.
     """
 
@@ -102,7 +102,7 @@ class ColdTier:
         self._make = make
         self._tombstone = tombstone
         self._unnoted: list[Future[int | None]] = []
-        """Deletions requested while the store was off, until they are written down."""
+        """Deletions requested while the store was off and not yet recorded."""
         self._queue_bytes = queue_bytes
         self._name = name
         self._retry_seconds = retry_seconds
@@ -112,7 +112,7 @@ class ColdTier:
         self._changed = threading.Condition()
         self._warned_full = False
         self._to_clear: bool | None = None
-        """Whether to remove all models' blocks, or this one's; None is nothing."""
+        """Whether to remove all models' blocks or only this model's; None if nothing."""
         self._chores: Iterator[None] | None = None
         """Work for idle times."""
         self._closing = False
@@ -125,10 +125,10 @@ class ColdTier:
         self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
 
-    # ---- for everybody
+    # ---- for all threads
 
     def offer(self, record: Record) -> bool:
-        """Queue a block to be written; False if it is dropped. Never waits."""
+        """Queue a block for writing; return False if it is dropped. Does not block."""
         with self._changed:
             if not self._takes(record.nbytes) or self.is_off:
                 self._stats.dropped_blocks += 1
@@ -148,10 +148,10 @@ class ColdTier:
         otherwise: T,
         prepare: Callable[[], object] | None = None,
     ) -> Future[T]:
-        """Queue a call of the store, before all writes; a fault switches the tier off.
+        """Queue a call on the store, before all writes; a failure switches the tier off.
 
-        The answer is `otherwise` while the store is off. `prepare` may run in the thread before
-        its turn.
+        The answer is `otherwise` while the store is off. `prepare` may run on the thread before
+        the call's turn.
         """
         call: _Call[T] = _Call(run, otherwise, prepare)
         with self._changed:
@@ -167,10 +167,10 @@ class ColdTier:
         block_hashes: Sequence[bytes],
         make_targets: Callable[[], Sequence[Mapping[str, Target]]],
     ) -> Future[int]:
-        """Read the first records of a chain into their buffers; return how many before a failure.
+        """Read the first records of a chain into buffers; return the number read before a failure.
 
-        `make_targets` returns where each record goes, always the same. The thread calls it when
-        it begins to read, or while it reads for another call; the memory is the thread's until
+        `make_targets` returns the same targets at each call. The worker thread calls it when
+        it starts to read, or while reading for another call; the memory belongs to the thread until
         the future is done.
         """
         return self.call(
@@ -180,9 +180,9 @@ class ColdTier:
         )
 
     def read_parts(self, parts: Mapping[bytes, Sequence[ArrayPart]]) -> Future[Parts]:
-        """Read parts of records by key, unchecked, even while the thread writes; for one caller.
+        """Read parts of records by key, unverified, even while the thread writes; for one caller.
 
-        Damaged and missing ones are left out of the answer; the thread counts and removes them.
+        Damaged and missing records are omitted from the answer; the thread counts and removes them.
         """
         with self._changed:
             store = None if self.is_off else self._store
@@ -202,10 +202,10 @@ class ColdTier:
         return {key: read.result() for key, read in reads.items() if key not in wrong}
 
     def clear(self, *, all_models: bool = True) -> Future[int | None]:
-        """Remove all blocks, or this model's, and return how many; None while the store is off.
+        """Remove all blocks, or this model's; return the number removed, None if the store is off.
 
-        It is remembered until it is done: a store that comes back is cleared before it is read,
-        also in another process.
+        The deletion is remembered until done: a store that recovers is cleared before it is read,
+        even in another process.
         """
         with self._changed:
             self._drop_writes()
@@ -230,12 +230,12 @@ class ColdTier:
             return replace(self._stats, counts=replace(self._stats.counts))
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything offered is written or dropped; return whether it is."""
+        """Wait until all queued writes and calls are done; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.is_busy, timeout_seconds)
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write pending records as time allows, and end the thread. A second call does nothing."""
+        """Write pending records within the timeout, and end the thread. Idempotent."""
         self.flush(timeout_seconds)
         with self._changed:
             self._closing = True
@@ -249,9 +249,9 @@ class ColdTier:
     def _clear(self, store: Store) -> int:
         with self._changed:
             all_models = self._to_clear
-        if all_models is None:  # done when the store came back
+        if all_models is None:  # already done when the store recovered
             return 0
-        for _ in self._chores or ():  # they would take in files that the index does not know
+        for _ in self._chores or ():  # they would index files that the index lacks
             pass
         self._chores = None
         self._remember()
@@ -263,7 +263,7 @@ class ColdTier:
         return removed
 
     def _remember(self) -> None:
-        """Write down the pending deletion, and answer the calls that wait for that."""
+        """Record the pending deletion, and answer the calls that wait for it."""
         with self._changed:
             all_models, unnoted = self._to_clear, self._unnoted
             self._unnoted = []
@@ -272,7 +272,7 @@ class ColdTier:
                 self._tombstone.place(all_models=all_models)
             except OSError as error:
                 logger.warning(
-                    "a deletion in the %s could not be recorded; it is lost on a restart: %s",
+                    "a deletion in the %s could not be recorded and would be lost on a restart: %s",
                     self._name,
                     error,
                 )
@@ -280,11 +280,11 @@ class ColdTier:
             answer.set_result(None)
 
     def _look_ahead(self) -> None:
-        """Allocate the memory of the next call that reads, while the files of this one are read."""
+        """Prepare the next queued call while files are read for the current one."""
         with self._changed:
             following = self._calls[0] if self._calls else None
         if following is not None and following.prepare is not None and following.begin():
-            # A boundary: what is wrong with it is told when it is its turn.
+            # A boundary: the error recurs at the call's turn.
             with suppress(Exception):
                 following.prepare()
 
@@ -293,11 +293,11 @@ class ColdTier:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is accepted: it has ended, or the store has failed."""
+        """Whether the tier accepts nothing, because it is closing or its store has failed."""
         return self._stats.off is not None or self._closing
 
     def _run(self) -> None:
-        """Run the thread. However it ends, no caller waits for it afterwards."""
+        """Run the worker thread; when it ends, answer all waiting callers."""
         try:
             self._serve()
         finally:
@@ -308,7 +308,7 @@ class ColdTier:
                 self._changed.notify_all()
             self._remember()
             self._refuse()
-            # Restore buffers are made in it; a stream whose thread is gone aborts the process.
+            # Restore buffers use its stream; a stream of an ended thread aborts the process.
             mx.clear_streams()
 
     def _serve(self) -> None:
@@ -328,7 +328,7 @@ class ColdTier:
                     self._stats.limit_bytes = store.limit_bytes
                     self._switch(None)
                     self._store = store
-                    if self._unnoted:  # asked for while the store came back
+                    if self._unnoted:  # requested while the store recovered
                         self._clear(store)
                     self._note_full(store.full)
                 working = self._wait() and self._work(store)
@@ -379,30 +379,30 @@ class ColdTier:
                     except FAULTS:
                         called.answer.set_result(called.otherwise)
                         raise
-                    # A boundary: what is wrong with one call is its caller's.
+                    # A boundary: errors belong to the caller.
                     except Exception as error:
-                        logger.exception("a request to the %s failed", self._name)
-                        # Its frames would keep the call, and what was to be read into.
+                        logger.exception("a call to the %s failed", self._name)
+                        # Its frames would keep the call and its buffers alive.
                         error.__context__ = None
                         called.answer.set_exception(error.with_traceback(None))
             elif record is not None:
                 self._write(store, record)
             elif self._chores is not None and next(self._chores, "done") == "done":
                 self._chores = None
-            if called is not None and not self._calls:  # else they need not wait for it
+            if called is not None and not self._calls:  # waiting calls come first
                 store.note_uses()
         finally:
             with self._changed:
                 if record is not None:
                     self._stats.queued_bytes -= record.nbytes
-        held_bytes = store.nbytes  # asked before a caller has to wait for the answer
+        held_bytes = store.nbytes  # read before taking the lock
         with self._changed:
             self._stats.held_bytes = held_bytes
         self._note_full(store.full)
         return True
 
     def _note_full(self, full: str | None) -> None:
-        """Note why the store takes no new blocks, and log it the first time."""
+        """Record why the store takes no new blocks, and log it the first time."""
         with self._changed:
             self._stats.full = full
         if full is not None and not self._warned_full:
@@ -412,8 +412,8 @@ class ColdTier:
     def _write(self, store: Store, record: Record) -> None:
         try:
             store.write(record)
-        except ValueError as error:  # it has no form in a file; the others may
-            logger.error("a block cannot be written: %s", error)
+        except ValueError as error:  # only this block cannot be encoded
+            logger.error("a block cannot be written to the cold tier: %s", error)
             with self._changed:
                 self._stats.dropped_blocks += 1
 
@@ -426,7 +426,7 @@ class ColdTier:
                 self._drop_writes()
         if off is not None and before is None:
             logger.warning(
-                "the %s is switched off, and tried again in %.0f s: %s",
+                "the %s is switched off, with a retry in %.0f s: %s",
                 self._name,
                 self._retry_seconds,
                 off,

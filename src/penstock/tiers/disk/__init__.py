@@ -1,4 +1,4 @@
-"""The cold tier: blocks on an SSD, for when they have left memory or the process has ended."""
+"""The disk tier: blocks on an SSD, which survive eviction from memory and restarts."""
 
 from penstock.tiers.disk.disk_store import SSDStore
 from penstock.tiers.record import Damaged, HostArray, Record

@@ -1,11 +1,11 @@
-"""Blocks of a folder in one tar file, and back: their files unchanged, under their own names.
+"""Export of blocks from a folder to one tar file, and import; block files are unchanged.
 
     export   index -> file, checked -> tar -> sync
-    import   tar -> heads, parents first -> file, checked -> the store's own way of writing
+    import   tar -> headers, parents first -> file, checked -> written by the store
 
-A tar may come from an attacker. Only the name, type and size of a member are looked at, and nothing
-is unpacked: its bytes are a whole block, or they are refused. Nothing can check that the numbers
-are those the model computes from the tokens: a tar is as trustworthy as its maker.
+A tar file may come from an attacker. Only the name, type and size of members are used, and nothing
+is unpacked: a member is a valid block or is refused. It cannot be checked that the numbers
+are those the model computes from the tokens, so a tar file is only as trustworthy as its source.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from penstock.tiers.record import MOST_DEPTH, MOST_HEAD_BYTES, Damaged, header
 
 NAME = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
 MOST_BLOCK_BYTES = 1 << 30
-"""Largest file in a tar, in bytes: 1,024 tokens of 1 MB."""
+"""Maximum size of a file in a tar file, in bytes: 1,024 tokens of 1 MB."""
 _NOTES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-"""Members with attributes of others, which are ignored."""
+"""Types of members with attributes of other members, which are ignored."""
 _MOST_SECONDS = 8**11 - 1
-"""Latest time in a tar."""
+"""Latest modification time that a tar file can store."""
 
 
 @dataclass(slots=True)
 class Exported:
-    """Figures of an export."""
+    """Statistics of an export."""
 
     blocks: int = 0
-    """Blocks, and checkpoints of recurrent layers behind them."""
+    """Number of blocks, including checkpoints of recurrent layers."""
     tokens: int = 0
     """Tokens of the longest chain."""
 
 
 @dataclass(slots=True)
 class Imported:
-    """Figures of an import, by the fate of a tar's members."""
+    """Statistics of an import, by outcome for the tar file's members."""
 
     blocks: int = 0
-    """Blocks and checkpoints new in the folder."""
+    """Number of blocks and checkpoints added to the folder."""
     tokens: int = 0
-    """Tokens of the longest chain, new or known."""
+    """Number of tokens of the longest chain, new or known."""
     nbytes: int = 0
     known: int = 0
-    """Blocks and checkpoints that the folder had already."""
+    """Number of blocks and checkpoints already in the folder."""
     damaged: int = 0
     refused: dict[str, int] = field(default_factory=dict)
-    """Refused members by reason, as in `Written`; or `name`, `type`, `size` for a member that is no
+    """Refused members by reason, as in `Written`; or `name`, `type`, `size` if a member is not a
     block file."""
     broken: str | None = None
-    """Why the tar could not be read to its end."""
+    """Reason why the tar file could not be read to its end; None if it was."""
 
     @property
     def is_all(self) -> bool:
-        """Whether everything is in the folder now."""
+        """Whether all members are in the folder now."""
         return not (self.damaged or self.refused or self.broken)
 
     def refuse(self, reason: str) -> None:
@@ -81,17 +81,17 @@ class Imported:
 class _Member:
     name: str
     offset: int
-    """Its first byte in the tar."""
+    """Position of the member's first byte in the tar file."""
     nbytes: int
     depth: int
     fingerprint: str
-    """Depth and fingerprint in the file's header; not to be trusted."""
+    """Fingerprint in the file's header; like the depth, not verified."""
 
 
 def export_blocks(folder: Folder, file: Path, block_hashes: Collection[bytes]) -> Exported:
-    """Write these blocks into a new tar file that only its owner may read; parents first.
+    """Write blocks to a new tar file, readable only by its owner, parents first.
 
-    Leaves out damaged and missing blocks, and those being written meanwhile.
+    Omits damaged and missing blocks, and those still being written.
     """
     done = Exported()
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -110,19 +110,19 @@ def import_blocks(
 ) -> Imported:
     """Import the blocks of a tar file into a folder of the cold tier.
 
-    Evicts the least valuable blocks to make room; the ends of chains over the limit are left out.
+    Evicts the least valuable blocks to make room; ends of chains beyond the limit are omitted.
 
     Args:
-        path: the folder.
-        file: the tar file.
-        limit_bytes: limit of the folder, as its server has it.
-        fingerprint: the one model whose blocks are imported.
-        floor_bytes: bytes of the disk that stay free.
+        path: folder of the cold tier.
+        file: tar file to import.
+        limit_bytes: limit of the folder, as configured for its server.
+        fingerprint: fingerprint of the model whose blocks are imported.
+        floor_bytes: bytes of the disk to leave free.
 
     Raises:
-        SettingError: the tar has a block of another model; no block is imported.
+        SettingError: the tar file has a block of another model; no block is imported.
         CacheFileError: the file is not a tar, or has no blocks.
-        OSError: a disk fails; blocks already in the folder stay there.
+        OSError: a disk fails; blocks already imported stay in the folder.
         sqlite3.OperationalError: another process holds the index for too long.
     """
     with open_regular(file) as tar:
@@ -173,9 +173,9 @@ def _add(tar: tarfile.TarFile, folder: Folder, entry: Entry, done: Exported) -> 
 
 
 def _members(tar: BinaryIO, done: Imported) -> Iterator[_Member]:
-    """Yield the members that may be blocks, and count all others.
+    """Yield the members that may be blocks, and count the others in `done`.
 
-    Headers are read one by one, so that their length is bounded.
+    Headers are parsed one by one, so that their length is bounded.
     """
     end = os.fstat(tar.fileno()).st_size
     offset = 0

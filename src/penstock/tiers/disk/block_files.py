@@ -1,4 +1,4 @@
-"""Files of blocks in a folder: their names, and reads while others remove them."""
+"""Block files in a folder: paths, and reads that tolerate concurrent removal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def block_file(blocks: Path, key: bytes) -> Path:
 
 
 def block_path(blocks: str, key: bytes) -> str:
-    """Return the path of a block's file as text: paths take longer to make than a file to open."""
+    """Return the path of a block's file as a string, which is faster than creating a `Path`."""
     name = key.hex()
     return f"{blocks}/{name[:2]}/{name}{SUFFIX}"
 
 
 @contextmanager
 def opened(path: Path | str) -> Iterator[int]:
-    """Open a file for reading; Damaged if it is no regular file, such as a pipe."""
+    """Open a file for reading; Damaged if it is not a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except NotADirectoryError as error:
@@ -46,26 +46,26 @@ def opened(path: Path | str) -> Iterator[int]:
 
 
 def file_size(path: Path) -> int | None:
-    """Return the bytes of a file; None if there is none."""
+    """Return the size of a file in bytes; None if it does not exist."""
     with suppress(FileNotFoundError, Damaged), opened(path) as file:
         return os.fstat(file).st_size
     return None
 
 
 def remove_file(path: Path) -> None:
-    """Remove a superfluous file if possible: any other is not ours."""
+    """Remove a superfluous file, ignoring errors."""
     with suppress(OSError):
         path.unlink()
 
 
 def read_ahead(descriptor: int) -> None:
-    """Let the system read a file into its own memory, where that can be requested."""
+    """Ask the system to read a file ahead into the page cache, if supported."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def listed(folder: Path) -> list[Path]:
-    """List a folder; a missing one is empty."""
+    """Return the entries of a folder; empty if it does not exist."""
     try:
         return list(folder.iterdir())
     except OSError as error:
@@ -75,7 +75,7 @@ def listed(folder: Path) -> list[Path]:
 
 
 def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
-    """Read the headers of files, ignoring those that are no blocks."""
+    """Yield index entries from the headers of files, ignoring files that are not blocks."""
     for path in paths:
         try:
             with opened(path) as file:
@@ -101,7 +101,7 @@ def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename durable, where folders can be synced."""
+    """Sync a folder, so that a rename in it is durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Writes of a file past the system's page cache, where possible.
+"""File writes that bypass the system's page cache, where possible.
 
-Blocks written here are read again after they have left memory, if at all. The system's pages for
-them would be taken from other files. Finding the pages takes most of the time of a write: 12 ms of
-processor time for 4 MB on a virtual machine, 2 ms past them.
+Blocks are read back only after eviction from memory, if at all, so caching them would take pages
+from other files. Page allocation takes most of a write's time: 12 ms of
+CPU time for 4 MB on a virtual machine, against 2 ms with direct writes.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pathlib import Path
 FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 DIRECT: int = getattr(os, "O_DIRECT", 0)
 ALIGNED_BYTES = 4_096
-"""Alignment of lengths and addresses, in bytes, that every disk accepts."""
+"""Alignment of lengths and addresses in bytes, accepted by all disks."""
 
 
 class Writer:
-    """Writes new files, synced, through a buffer of the largest. One owner."""
+    """Writer of new, synced files, through one reused buffer. Not thread-safe."""
 
     def __init__(self) -> None:
         self._direct = bool(DIRECT)
         self._buffer: mmap.mmap | None = None
 
     def write(self, path: Path, raw: bytes) -> None:
-        """Write a new file, for its owner alone, and sync it; an OSError may leave a part."""
+        """Write and sync a new file, readable only by its owner; an error may leave part of it."""
         if self._direct:
             try:
                 self._write_direct(path, raw)
                 return
             except OSError as error:
-                if error.errno != errno.EINVAL:  # else this file system cannot do it
+                if error.errno != errno.EINVAL:  # EINVAL: the file system does not support it
                     raise
                 self._direct = False
                 path.unlink(missing_ok=True)
@@ -50,7 +50,7 @@ class Writer:
                 with memoryview(self._room(whole)) as room:
                     room[:whole] = memoryview(raw)[:whole]  # a slice of bytes is a copy
                     _write_all(descriptor, room[:whole])
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)  # what is left is no whole page
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)  # the rest is less than a page
             _write_all(descriptor, memoryview(raw)[whole:])
             os.fsync(descriptor)
         finally:

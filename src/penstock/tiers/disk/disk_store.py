@@ -1,9 +1,9 @@
-"""Blocks in a folder: written once, read back checked, within a limit common to all processes.
+"""Store of blocks in a folder, checked when read, within a limit shared by all processes.
 
     write   claim in the index (room is made) -> file aside -> sync -> rename -> written
-    read    index -> file -> into its buffers -> hash, or a miss that is counted
+    read    index -> file -> into the buffers -> hash check, or a counted miss
 
-A fault of a record is a miss, and the record is gone afterwards. A fault of the folder itself is an
+A damaged record is a miss, and is removed. A failure of the folder itself is an
 `OSError`, on which the store's worker switches the tier off.
 """
 
@@ -72,32 +72,32 @@ BLOCKS_NAME = "blocks"
 ASIDE_NAME = "aside"
 LOCK_NAME = "lock"
 FLOOR_BYTES = 1_000_000_000
-"""Bytes of the disk that always stay free."""
+"""Bytes of the disk that are always left free."""
 READ_SECONDS = 10.0
-"""Seconds that `close` waits for reads."""
+"""Maximum seconds that `close` waits for reads."""
 LOCK_LOOK_SECONDS = 0.02
 
 Written: TypeAlias = Claim | Literal["disk"]
-"""Outcome of a write: as `Claim`, or `disk`: too little of it is free."""
+"""Outcome of a write: a `Claim`, or `disk` if too little disk space is free."""
 
 
 class SSDStore(Store):
-    """The folder of one model's blocks, which other processes and models may use as well.
+    """Store of one model's blocks, in a folder that other processes and models may share.
 
-    Not thread-safe: one owner, the thread with the files.
+    Not thread-safe: used only by the tier's thread.
 
     Args:
-        folder: made if it is missing; only its owner may look into it.
-        limit_bytes: for everything in it, files being written and the index included.
-        fingerprint: identity of everything but the tokens that KV depends on.
-        floor_bytes: bytes of the disk that always stay free.
-        budget_bytes: bytes that all processes may write to the folder in a day; None is no limit.
-        spans: blocks that make a record together.
+        folder: folder of the blocks; created if missing, accessible only to its owner.
+        limit_bytes: limit for all files in the folder, including unfinished ones and the index.
+        fingerprint: identity of everything except tokens that KV depends on.
+        floor_bytes: bytes of the disk to leave free.
+        budget_bytes: bytes that all processes may write per day; None means no limit.
+        spans: numbers of blocks that form a record together.
 
     Raises:
-        OSError: the folder cannot be made or written to.
+        OSError: the folder cannot be created or written to.
         sqlite3.OperationalError: another process holds the index for too long.
-        ValueError: the limit has no room for an index.
+        ValueError: the limit is too small for an index.
     """
 
     def __init__(
@@ -160,12 +160,12 @@ class SSDStore(Store):
             if most_bytes < 0:
                 break
             covered.update(link.key for link in chain)
-            if chain[-1].depth == 0:  # else it could not be read
+            if chain[-1].depth == 0:  # otherwise the chain could not be read
                 chains.append(self._block_keys(chain[::-1]))
         return chains
 
     def _block_keys(self, chain: Iterable[Entry]) -> list[bytes]:
-        """Return the hashes of all blocks in a chain's records, up to the first wrong one."""
+        """Return the hashes of all blocks in a chain's records, up to the first invalid one."""
         block_hashes: list[bytes] = []
         for entry in chain:
             try:
@@ -181,7 +181,7 @@ class SSDStore(Store):
     # ---- acts
 
     def write(self, record: Record) -> Written:
-        """Write a record, unless it is there; evicts the least valuable, and those it replaces."""
+        """Write a record unless present; evict the least valuable and those it replaces."""
         if self.index.get(record.key) is not None:
             self.index.touch(record.key)
             self.counts.known_blocks += 1
@@ -192,7 +192,7 @@ class SSDStore(Store):
         return written
 
     def take(self, record: Record, raw: bytes, fingerprint: str) -> Written:
-        """Write a checked block's file of any model unchanged, unless it is there; see `write`."""
+        """Write a checked block file of any model, unchanged, unless present; see `write`."""
         if self.index.get(record.key) is not None:
             self.counts.known_blocks += 1
             return "known"
@@ -200,7 +200,7 @@ class SSDStore(Store):
 
     def _keep(self, record: Record, raw: bytes, fingerprint: str) -> Written:
         if not self.index.is_current:
-            raise OSError(f"the index of {self._folder} was removed or made anew by others")
+            raise OSError(f"the index of {self._folder} was removed or rebuilt by another process")
         if not self._has_space(len(raw)):
             self.counts.refused_blocks += 1
             return "disk"
@@ -224,8 +224,8 @@ class SSDStore(Store):
             self.counts.refused_blocks += claim != "known"
             if claim == "budget" and self.budget_bytes is not None:
                 self.full = (
-                    f"the {format_bytes(self.budget_bytes)} that may be written in a day were "
-                    f"written today: raise --ssd-write-budget, or wait for midnight UTC"
+                    f"the daily write limit of {format_bytes(self.budget_bytes)} is "
+                    f"used up: raise --ssd-write-budget, or wait for midnight UTC"
                 )
             return claim
         try:
@@ -242,10 +242,10 @@ class SSDStore(Store):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return how many first blocks of a chain could be read, and count a use of each.
+        """Return the number of first blocks of a chain that can be read, and count their use.
 
-        `note_uses` writes the uses to the index, wherever the blocks are read from. The system is
-        told to read the blocks behind the `known` first ones ahead.
+        `note_uses` writes the uses to the index, even of blocks read from memory. The system is
+        asked to read the blocks after the `known` first ones ahead.
         """
         count = self.held(block_hashes, resumable=resumable)
         ends = [*self.spans.ends(count), count] if count else []
@@ -274,12 +274,12 @@ class SSDStore(Store):
         return len(block_hashes)
 
     def reconcile(self) -> None:
-        """Make index and files agree, after a crash or after files were removed by hand."""
+        """Make index and files consistent, after a crash or manual removal of files."""
         for _ in self.reconciling():
             pass
 
     def reconciling(self) -> Iterator[None]:
-        """Reconcile as above, yielding now and then: others may use the store in between."""
+        """Reconcile index and files, yielding periodically to let others use the store."""
         for page in self.index.pages():
             for entry in page:
                 self._reconcile_entry(entry)
@@ -291,10 +291,10 @@ class SSDStore(Store):
         self.index.shrink(self.payload_bytes, self._unlink)
 
     def _reconcile_entry(self, entry: Entry) -> None:
-        """Remove an entry whose file is missing, of another length, or left by a killed writer."""
+        """Remove an entry whose file is missing, has the wrong size, or is of a dead writer."""
         if entry.owner is not None:
             gone = not is_alive(entry.owner)
-        else:  # unless another process has just removed both, or written it again
+        else:  # unless another process has just removed or rewritten the block
             size = file_size(self._path(entry.key))
             gone = size != entry.nbytes and self.index.get(entry.key) == entry
             self.counts.missing_blocks += gone and size is None
@@ -303,7 +303,7 @@ class SSDStore(Store):
             self._forget([entry.key])
 
     def _reconcile_file(self, path: Path) -> None:
-        """Remove a dead writer's remains; index a block that the index lacks, or remove it."""
+        """Remove a dead writer's file; index a block that the index lacks, or remove it."""
         if path.parent == self._aside:
             if not is_alive(path.name.partition(".")[2]):
                 remove_file(path)
@@ -321,7 +321,7 @@ class SSDStore(Store):
             self._end()
 
     def abandon(self, error: Exception) -> None:
-        """Close after an error; a damaged index is removed, to be rebuilt."""
+        """Close after an error; remove a damaged index, so that it is rebuilt."""
         self._end()
         if is_damage(error) and self.index.is_current:
             with suppress(OSError, sqlite3.Error), _alone(self._folder / LOCK_NAME):
@@ -335,7 +335,7 @@ class SSDStore(Store):
     # ---- parts
 
     def _has_space(self, nbytes: int) -> bool:
-        """Return whether a file of `nbytes` leaves enough of the disk free; sets `full`."""
+        """Return whether a file of `nbytes` leaves enough disk space free; sets `full`."""
         free = shutil.disk_usage(self._folder).free
         self.full = None
         if free - nbytes < self.floor_bytes:
@@ -348,7 +348,7 @@ class SSDStore(Store):
 
     def _open_index(self) -> Index:
         file = self._folder / INDEX_NAME
-        old_mask = os.umask(0o077)  # SQLite makes its files as others would
+        old_mask = os.umask(0o077)  # SQLite creates its files with default permissions
         try:
             with _alone(self._folder / LOCK_NAME):
                 try:
@@ -390,7 +390,7 @@ class SSDStore(Store):
         except (IsADirectoryError, PermissionError):
             if not path.is_dir():
                 raise
-            shutil.rmtree(path)  # a folder where a block belongs
+            shutil.rmtree(path)  # a folder in place of a block file
         except NotADirectoryError:
             return
 
@@ -421,7 +421,7 @@ class SSDStore(Store):
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Lock the opening of an index against other processes, waiting as long as the index does."""
+    """Hold the lock on opening the index, waiting up to `BUSY_SECONDS` for other processes."""
     until = time.monotonic() + BUSY_SECONDS
     with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         while True:
@@ -430,6 +430,6 @@ def _alone(lock: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    raise sqlite3.OperationalError("another process opens the index") from None
+                    raise sqlite3.OperationalError("another process is opening the index") from None
                 time.sleep(LOCK_LOOK_SECONDS)
         yield

@@ -1,7 +1,7 @@
-"""A folder of blocks as tools see it: of all models, never made, and in use by others meanwhile.
+"""Access to a folder of blocks for tools: all models, not created, possibly in use by servers.
 
-Acts are cut into short transactions: a server that shares the folder waits for none of them
-longer than it waits for another server.
+Changes are split into short transactions, so that a server that shares the folder does not wait
+longer than for another server.
 """
 
 from __future__ import annotations
@@ -23,70 +23,70 @@ from penstock.tiers.disk.tombstone import PREFIX
 from penstock.tiers.record import FORMAT
 
 FORMATS = "penstock-block-"
-"""Common prefix of the folders of all format versions."""
+"""Common prefix of the folder names of all format versions."""
 SHOWN_CHARACTERS = 12
-"""Characters shown of hashes and fingerprints."""
+"""Number of characters shown of hashes and fingerprints."""
 Progress: TypeAlias = Callable[[int], None]
-"""Called with the number of further bytes done."""
+"""Callback that receives the number of bytes processed since the last call."""
 
 
 class IndexDamaged(CacheFileError):
-    """The index is lost, or unreadable; the blocks themselves may be whole."""
+    """The index is missing or unreadable; the blocks may be intact."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelUsage:
-    """Figures of one model's blocks in a folder."""
+    """Statistics of one model's blocks in a folder."""
 
     fingerprint: str
     blocks: int
     nbytes: int
-    """Bytes of the files, unfinished ones included."""
+    """Bytes of the files, including unfinished ones."""
     chains: int
-    """Blocks without a child: so many prefixes end here."""
+    """Number of blocks without children, the ends of prefixes."""
     hits: int
     writing_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class FolderUsage:
-    """Figures of a folder. Bytes are those of files."""
+    """Statistics of a folder. Bytes are file sizes."""
 
     models: tuple[ModelUsage, ...]
-    """Models, the largest first."""
+    """Usage of each model, largest first."""
     index_bytes: int
     written_today_bytes: int
-    """Bytes written by all processes since midnight UTC, including files removed again."""
+    """Bytes written by all processes since midnight UTC, including files removed since."""
     writing_files: int
-    """Files aside with live writers."""
+    """Unfinished files of live writers."""
     left_over_files: int
-    """Unfinished files of killed writers; the next process to open the folder removes them."""
+    """Unfinished files of dead writers, removed by the next process that opens the folder."""
     other_formats: tuple[str, ...]
-    """Folders of other versions, which are ignored."""
+    """Folders of other format versions, which are ignored."""
     other_format_bytes: int
     foreign: int
-    """Files and folders beside the blocks that are not ours, and ignored."""
+    """Number of unrelated files and folders, which are ignored."""
     disk_free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Figures of a removal."""
+    """Statistics of a removal."""
 
     blocks: int
     nbytes: int
-    """Bytes of their files."""
+    """Bytes of the removed files."""
     held_bytes: int
     """Bytes in the folder afterwards."""
 
 
 class Folder:
-    """The blocks of all models in a folder. Not thread-safe; a context manager.
+    """Context manager for the blocks of all models in a folder. Not thread-safe.
 
     Raises:
-        SettingError: there is no such folder, or it is not one of the cold tier.
-        IndexDamaged: the index is lost or damaged.
-        OSError, sqlite3.OperationalError: it is not readable, or another process holds the index.
+        SettingError: the folder does not exist, or is not one of the cold tier.
+        IndexDamaged: the index is missing or damaged.
+        OSError, sqlite3.OperationalError: the folder is unreadable, or the index is locked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,9 +95,9 @@ class Folder:
         self.blocks = path / FORMAT / BLOCKS_NAME
         self.aside = path / FORMAT / ASIDE_NAME
         index = path / FORMAT / INDEX_NAME
-        remedy = "penstock cache verify --repair makes it anew"
-        if not index.is_file():  # to open it would make one
-            raise IndexDamaged(f"the index of {path} is lost; {remedy}")
+        remedy = "penstock cache verify --repair rebuilds it"
+        if not index.is_file():  # opening would create it
+            raise IndexDamaged(f"the index of {path} is missing; {remedy}")
         try:
             self.index = Index(index)
         except sqlite3.DatabaseError as error:
@@ -129,7 +129,7 @@ class Folder:
         return [entry for entry in entries if fingerprint in (None, entry.fingerprint)]
 
     def model(self, prefix: str) -> str:
-        """Return the one fingerprint that begins with `prefix`, or raise SettingError."""
+        """Return the fingerprint that begins with `prefix`; SettingError unless there is one."""
         if not prefix:
             raise SettingError("--model needs the beginning of a fingerprint; ls shows them")
         known = {entry.fingerprint for entry in self.index.entries()}
@@ -161,7 +161,7 @@ class Folder:
     # ---- acts
 
     def shrink(self, limit_bytes: int, progress: Progress) -> Freed:
-        """Remove the least valuable finished blocks until all are within a limit."""
+        """Remove the least valuable finished blocks until the rest is within the limit."""
         blocks = nbytes = 0
 
         def unlink(key: bytes) -> None:
@@ -180,7 +180,7 @@ class Folder:
         return Freed(blocks, nbytes, self.index.nbytes)
 
     def clear(self, progress: Progress, fingerprint: str | None = None) -> Freed:
-        """Remove all blocks, or one model's, but those being written; the ends of chains first."""
+        """Remove all blocks, or one model's, except those being written; ends of chains first."""
         blocks = nbytes = 0
         block_hashes = [
             entry.key
@@ -197,7 +197,7 @@ class Folder:
         return Freed(blocks, nbytes, self.index.nbytes)
 
     def unlink(self, key: bytes) -> None:
-        """Remove the file of a block, if it is there, but not its entry."""
+        """Remove a block's file if it exists, but not its index entry."""
         self.file(key).unlink(missing_ok=True)
 
     # ---- parts
@@ -215,15 +215,15 @@ class Folder:
 
 
 def check_is_ours(path: Path) -> None:
-    """Raise SettingError unless this is a folder of the cold tier."""
+    """Raise SettingError if `path` is not a folder of the cold tier."""
     if not path.is_dir():
-        raise SettingError(f"--ssd-cache-dir {path}: there is no such folder")
-    if not (path / FORMAT).is_dir():  # which is made first: what is in it may not be there yet
-        raise SettingError(f"--ssd-cache-dir {path}: this is no folder of penstock's blocks")
+        raise SettingError(f"--ssd-cache-dir {path}: the folder does not exist")
+    if not (path / FORMAT).is_dir():  # created first, so its contents may be missing
+        raise SettingError(f"--ssd-cache-dir {path}: this is not a folder of penstock's blocks")
 
 
 def shown(fingerprint: str, length: int = SHOWN_CHARACTERS) -> str:
-    """Return the beginning of a fingerprint, safe to print: it comes from files.
+    """Return the beginning of a fingerprint, which comes from files, made safe to print.
 
     >>> shown("0123456789abcdef"), shown("a" + chr(27) + "[2J")
     ('0123456789ab', 'a?[2J')

@@ -1,8 +1,8 @@
-"""The index of a folder of blocks: their sizes, and their order of eviction.
+"""The index of a folder of blocks, with their sizes and order of eviction.
 
-SQLite in WAL mode, shared by all processes that use the folder. Each act is one transaction: the
-sum of all bytes, those of files being written included, never exceeds the limit in between.
-Recency is counted in uses, not in seconds, so a clock that jumps changes nothing.
+SQLite in WAL mode, shared by all processes that use the folder. Each change is one transaction: the
+sum of all bytes, including those of unfinished files, never exceeds the limit.
+Recency is counted in uses, not in seconds, so clock changes do not matter.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import psutil
 BUSY_SECONDS = 5.0
 """Seconds that a transaction waits for the lock of another process."""
 WORTH_OF_A_HIT = 256.0
-"""Uses of other blocks that offset twice the hits."""
+"""Number of uses by which a block's worth rises when its hits double."""
 KEYS_AT_ONCE = 500
 PAGE_ENTRIES = 256
 Unlink: TypeAlias = Callable[[bytes], None]
-"""Removes the file of a block, if it is there."""
+"""Function that removes a block's file if it exists."""
 Claim: TypeAlias = Literal["claimed", "known", "full", "orphan", "budget"]
-"""Answer to a request to write a block. claimed: write it now. known: it is there, or being
+"""Answer to a request to write a block. claimed: write it now. known: it is present or being
 written. full: it does not fit. orphan: its parent is missing, so it could not be read. budget:
-today's bytes are used up."""
+the daily write limit is used up."""
 DAY_SECONDS = 86_400
 REMEMBERED_DAYS = 30
 _SCHEMA = """
@@ -65,7 +65,7 @@ UPDATE sums SET nbytes = counted.nbytes, uses = counted.uses
     ) AS counted
     WHERE sums.nbytes != counted.nbytes OR sums.uses NOT BETWEEN counted.uses AND 1 << 50
 """
-"""Statement that corrects the sums of a damaged index when it is opened."""
+"""Statement that corrects the sums of an inconsistent index when it is opened."""
 
 _LEAST = """
 SELECT key, nbytes FROM blocks WHERE owner IS NULL AND key != ?
@@ -77,11 +77,11 @@ SELECT key, nbytes FROM blocks WHERE owner IS NULL AND key != ?
 _FORGET_DAYS = """
 DELETE FROM days WHERE day NOT IN (SELECT day FROM days ORDER BY abs(day - ?) LIMIT ?)
 """
-"""Keeps the nearest days: a clock that jumps far, and back, has not forgotten today."""
+"""Statement that keeps the nearest days, so that a clock that jumps and returns loses nothing."""
 
 
 class _Full(Exception):
-    """There is no room, even after evicting everything else."""
+    """Raised if there is no room even after evicting all other blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Entry:
     """Bytes of the block's file."""
     hits: int
     used: int
-    """Number of its last use; uses are counted over all blocks."""
+    """Number of the last use; uses are counted over all blocks."""
     written_seconds: float
     """Seconds since 1970."""
     owner: str | None
@@ -107,9 +107,9 @@ _COLUMNS = ", ".join(Entry.__dataclass_fields__)
 
 
 class Index:
-    """One process's connection. Not thread-safe: one owner, the thread with the files.
+    """A process's connection to the index. Not thread-safe: used only by the tier's thread.
 
-    Raises sqlite3.DatabaseError: the file is no index, or damaged.
+    Raises sqlite3.DatabaseError if the file is not an index or is damaged.
     """
 
     def __init__(self, file: Path) -> None:
@@ -141,12 +141,12 @@ class Index:
 
     @property
     def is_current(self) -> bool:
-        """Whether the file of the index is still this one: not removed or made anew."""
+        """Whether the opened index file is still in place, not removed or rebuilt."""
         return _identity(self._file) == self._same
 
     @property
     def uses(self) -> int:
-        """How many uses of all blocks together there were: the number of the last one."""
+        """Number of uses of all blocks so far."""
         return self._number("SELECT uses FROM sums")
 
     def __len__(self) -> int:
@@ -161,12 +161,12 @@ class Index:
         return None if row is None else Entry(*row)
 
     def entries(self) -> Iterator[Entry]:
-        """Yield all entries, the most valuable first."""
+        """Yield all entries, most valuable first."""
         query = f"SELECT {_COLUMNS} FROM blocks ORDER BY worth DESC, depth"
         return (Entry(*row) for row in self._db.execute(query).fetchall())
 
     def pages(self) -> Iterator[list[Entry]]:
-        """Yield all entries by key, in pages; changes made meanwhile may be missed."""
+        """Yield all entries in pages, ordered by key; concurrent changes may be missed."""
         after = b""
         query = f"SELECT {_COLUMNS} FROM blocks WHERE key > ? ORDER BY key LIMIT {PAGE_ENTRIES}"
         while page := [Entry(*row) for row in self._db.execute(query, (after,))]:
@@ -174,7 +174,7 @@ class Index:
             after = page[-1].key
 
     def held(self, block_hashes: Sequence[bytes], fingerprint: str) -> int:
-        """Return how many keys of a chain, from its start, are written."""
+        """Return the number of first keys of a chain that are written."""
         count = 0
         for start in range(0, len(block_hashes), KEYS_AT_ONCE):
             batch = list(block_hashes[start : start + KEYS_AT_ONCE])
@@ -186,7 +186,7 @@ class Index:
         return count
 
     def deepest(self, block_hashes: Sequence[bytes], fingerprint: str) -> int | None:
-        """Return the index of the last of some keys that is written."""
+        """Return the index of the last key that is written; None if none is."""
         for start in reversed(range(0, len(block_hashes), KEYS_AT_ONCE)):
             batch = list(block_hashes[start : start + KEYS_AT_ONCE])
             present = self._found(batch, fingerprint)
@@ -207,9 +207,9 @@ class Index:
     def claim(
         self, entry: Entry, limit_bytes: int, unlink: Unlink, budget_bytes: int | None = None
     ) -> Claim:
-        """Add an entry to be written once there is room; its bytes count as written on its day.
+        """Add an entry for a block to write, making room; its bytes count towards its day.
 
-        The limit is for all files together, the budget for all that processes write in a day.
+        The limit is for all files, the budget for what all processes write per day.
         """
         day = int(entry.written_seconds // DAY_SECONDS)
         with suppress(_Full), self._writing():
@@ -235,7 +235,7 @@ class Index:
         return "full"
 
     def adopt(self, entries: Iterable[Entry]) -> None:
-        """Add entries of existing files, unless they are known."""
+        """Add entries of existing files unless already present."""
         names = list(Entry.__dataclass_fields__)
         with self._writing():
             self._db.executemany(
@@ -249,7 +249,7 @@ class Index:
             self._db.execute("UPDATE blocks SET owner = NULL WHERE key = ?", (key,))
 
     def touch(self, key: bytes) -> None:
-        """Make a block as recent as one used now, without a hit."""
+        """Mark a block as used now, without counting a hit."""
         with self._writing():
             used = self._next_use()
             self._db.execute(
@@ -271,7 +271,7 @@ class Index:
             self._remove(block_hashes, unlink)
 
     def remove_ends(self, block_hashes: Sequence[bytes], unlink: Unlink) -> None:
-        """Remove those of these records, and their files, that have no children."""
+        """Remove the records without children, and their files."""
         with self._writing():
             query = "SELECT 1 FROM blocks WHERE parent = ? LIMIT 1"
             ends = [
@@ -283,9 +283,9 @@ class Index:
     def remove_if(
         self, block_hashes: Sequence[bytes], is_wanted: Callable[[Entry], bool], unlink: Unlink
     ) -> list[Entry]:
-        """Remove those of these blocks, and their files, that `is_wanted` selects.
+        """Remove the blocks that `is_wanted` selects, and their files; return their entries.
 
-        It is called while nothing can change, so that files and index agree. Returns their entries.
+        `is_wanted` is called under the write lock, so that files and index are consistent.
         """
         with self._writing():
             entries = [entry for key in block_hashes if (entry := self.get(key)) is not None]
@@ -294,7 +294,7 @@ class Index:
             return gone
 
     def shrink(self, limit_bytes: int, unlink: Unlink) -> bool:
-        """Remove the least valuable blocks until all fit; False if unfinished ones do not."""
+        """Remove the least valuable blocks down to a limit; False if unfinished ones exceed it."""
         with suppress(_Full), self._writing():
             self._make_room(0, limit_bytes, unlink)
             return True
@@ -331,7 +331,7 @@ class Index:
         return row[0]
 
     def _make_room(self, nbytes: int, limit_bytes: int, unlink: Unlink, keep: bytes = b"") -> None:
-        """Remove the least valuable ends of chains but `keep`, or raise _Full to roll back."""
+        """Remove the least valuable ends of chains except `keep`; _Full if that is not enough."""
         over = self.nbytes + nbytes - limit_bytes
         gone: list[bytes] = []
         while over > 0:
@@ -342,9 +342,9 @@ class Index:
             self._db.execute("DELETE FROM blocks WHERE key = ?", (key,))
             gone.append(key)
             over -= size
-        # The files before the transaction ends: until they are gone no other process may count on
+        # Files are removed before the transaction ends: until then, no other process may count on
         # their bytes. A process killed in between leaves entries without a file, which the next
-        # read finds.
+        # read detects.
         for key in gone:
             unlink(key)
 
@@ -357,7 +357,7 @@ class Index:
 def is_damage(error: BaseException) -> bool:
     """Return whether an error means that the index itself is damaged.
 
-    A disk that fails, is full or read-only, or a lock of another process, is no damage.
+    A failing, full or read-only disk, or another process's lock, is not damage.
     """
     code = getattr(error, "sqlite_errorcode", None)
     wrong = code is None or code & 0xFF in _DAMAGE
@@ -365,7 +365,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 _DAMAGE = {
-    sqlite3.SQLITE_ERROR,  # a table or a column that is not there
+    sqlite3.SQLITE_ERROR,  # a missing table or column
     sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_NOTADB,
     sqlite3.SQLITE_CONSTRAINT,
@@ -373,7 +373,7 @@ _DAMAGE = {
 }
 _numbers = count()
 _writers: set[str] = set()
-"""Names of this process's open writers: several stores may be open in it."""
+"""Names of this process's open writers, one per open store."""
 
 
 def new_writer() -> str:
@@ -384,7 +384,7 @@ def new_writer() -> str:
 
 
 def end_writer(name: str) -> None:
-    """Mark the writer's unfinished blocks as left over, for all processes."""
+    """End a writer; its unfinished blocks count as left over in all processes."""
     _writers.discard(name)
 
 
@@ -398,14 +398,14 @@ def is_alive(owner: str) -> bool:
 
 
 def this_process() -> str:
-    """Return a unique name of this process: its number, and when it began."""
+    """Return a unique name of this process, from its id and start time."""
     return _process(os.getpid()) or f"{os.getpid()}@"
 
 
 def _process(number: int) -> str | None:
-    """Return the name of a running process; None if there is none.
+    """Return the unique name of a running process; None if it does not run.
 
-    On Linux its beginning is counted from the system's, since clocks are set.
+    On Linux the start time is relative to boot, which clock changes do not affect.
     """
     if sys.platform == "linux":
         try:
@@ -430,7 +430,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _text(raw: bytes) -> str:
-    """Decode a text; flipped bits make another text, and no error."""
+    """Decode text; invalid bytes are replaced instead of raising an error."""
     return raw.decode(errors="replace")
 
 

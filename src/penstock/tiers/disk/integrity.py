@@ -1,4 +1,4 @@
-"""Integrity check of a folder: every block as written, and index and files in agreement."""
+"""Integrity check of a folder: valid blocks, and consistency of index and files."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from penstock.tiers.record import (
 )
 
 UNBOUNDED_BYTES = 1 << 60
-"""Limit that is never reached, in bytes."""
+"""Limit in bytes that is never reached."""
 NO_MODEL = ""
-"""Fingerprint of a store that is opened for all models."""
+"""Fingerprint of a store opened for all models."""
 FINGERPRINT_CHARACTERS = 256
-"""Longest fingerprint, in characters."""
+"""Maximum length of a fingerprint in characters."""
 
 Kind: TypeAlias = Literal["damaged", "missing", "unknown", "left over"]
-"""Kind of a fault: a block that differs from the one written; a block without a file; a file that
-the index lacks; remains of a killed writer."""
+"""Kind of fault: a block that differs from the one written; a block without a file; a file that
+the index lacks; a file left by a dead writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that is wrong."""
+    """A fault found by the check."""
 
     kind: Kind
     name: str
-    """Name of the file within the folder."""
+    """Path of the file within the folder."""
     what: str
 
 
 @dataclass(slots=True)
 class IntegrityReport:
-    """Result of a check."""
+    """Result of an integrity check."""
 
     checked_blocks: int = 0
     checked_bytes: int = 0
@@ -62,17 +62,17 @@ class IntegrityReport:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A valid block's file."""
+    """Content of a valid block file."""
 
     record: Record
     fingerprint: str
 
 
 def check_block(raw: bytes) -> Checked:
-    """Decode a block's file from an untrusted source, or raise Damaged.
+    """Decode a block file from an untrusted source; Damaged if invalid.
 
-    Beside the checks of `decode`, its key must be the hash of its parent and its tokens, or of
-    its parent's checkpoint, and its words within bounds. Nothing can check that the arrays are
+    In addition to the checks of `decode`, the key must be the hash of parent and tokens, or of the
+    parent's checkpoint, and header fields must be in range. Nothing can check that the arrays are
     those the model computes from the tokens.
     """
     try:
@@ -81,11 +81,11 @@ def check_block(raw: bytes) -> Checked:
         raise
     # The header is JSON, and may come from an attacker.
     except (KeyError, ValueError, RecursionError) as error:
-        raise Damaged(f"its header makes no sense: {error}") from None
+        raise Damaged(f"invalid header: {error}") from None
     if not fingerprint.isprintable() or not 0 < len(fingerprint) <= FINGERPRINT_CHARACTERS:
-        raise Damaged("its fingerprint is none")
+        raise Damaged("its fingerprint is invalid")
     if not 0 <= record.depth < MOST_DEPTH or len(record.parent) != HASH_BYTES:
-        raise Damaged(f"it cannot lie at depth {record.depth} behind {record.parent.hex()}")
+        raise Damaged(f"invalid depth {record.depth} or parent {record.parent.hex()}")
     is_checkpoint = record.key == checkpoint_hash(record.parent)
     tokens = None if is_checkpoint else _tokens(record.arrays.get(TOKENS))
     if not is_hash_of(record.key, record.parent, tokens, record.blocks):
@@ -94,10 +94,10 @@ def check_block(raw: bytes) -> Checked:
 
 
 def verify(folder: Folder, *, repair: bool, progress: Progress) -> IntegrityReport:
-    """Read every block, and compare index and files; others may use the folder meanwhile.
+    """Check every block, and compare index and files; the folder may be in use.
 
-    With `repair` damaged, missing and superfluous entries are removed, whole blocks that the index
-    lacks are indexed, and other files removed from among the blocks.
+    With `repair`, damaged, missing and superfluous entries are removed, valid blocks that the index
+    lacks are indexed, and other files among the blocks are removed.
     """
     verdict = IntegrityReport(repaired=repair)
     for page in folder.index.pages():
@@ -108,14 +108,14 @@ def verify(folder: Folder, *, repair: bool, progress: Progress) -> IntegrityRepo
         _check_file(folder, path, verdict)
     for path, alive in folder.files_aside():
         if not alive and path.exists():
-            verdict.faults.append(Fault("left over", _name(folder, path), "its writer is gone"))
+            verdict.faults.append(Fault("left over", _name(folder, path), "its writer has ended"))
     if repair:
         reconcile(folder.path)
     return verdict
 
 
 def reconcile(path: Path) -> None:
-    """Make index and files of all models agree, with any limit of the folder."""
+    """Make index and files of all models consistent, whatever the folder's limit."""
     store = SSDStore(path, UNBOUNDED_BYTES, fingerprint=NO_MODEL)
     try:
         store.reconcile()
@@ -124,12 +124,12 @@ def reconcile(path: Path) -> None:
 
 
 def make_index(path: Path) -> None:
-    """Rebuild a lost or damaged index from the files; servers reopen it when they write next."""
+    """Rebuild a missing or damaged index from the files; servers reopen it at their next write."""
     SSDStore(path, UNBOUNDED_BYTES, fingerprint=NO_MODEL).close()
 
 
 def _check_entry(folder: Folder, entry: Entry, verdict: IntegrityReport) -> None:
-    """Check one block, and check a suspect, which may just have changed, again under the lock."""
+    """Check one block; if it fails, check again under the lock, as it may have changed."""
     wrong = _fault(folder, entry)
     if wrong is None:
         if entry.owner is None:
@@ -150,12 +150,12 @@ def _fault(folder: Folder, entry: Entry) -> Fault | None:
     path = folder.file(entry.key)
     name = _name(folder, path)
     if entry.owner is not None:
-        return None if is_alive(entry.owner) else Fault("left over", name, "its writer is gone")
+        return None if is_alive(entry.owner) else Fault("left over", name, "its writer has ended")
     try:
         raw = path.read_bytes()
         content = check_block(raw)
     except FileNotFoundError:
-        return Fault("missing", name, "there is no file")
+        return Fault("missing", name, "the file is missing")
     except Damaged as error:
         return Fault("damaged", name, str(error))
     except OSError as error:
@@ -166,12 +166,12 @@ def _fault(folder: Folder, entry: Entry) -> Fault | None:
     if (record.key, content.fingerprint) != (entry.key, entry.fingerprint):
         return Fault("damaged", name, "it is another block")
     if (record.parent, record.depth, len(raw)) != (entry.parent, entry.depth, entry.nbytes):
-        return Fault("damaged", name, "the index tells another place or size of it")
+        return Fault("damaged", name, "its parent, depth or size differs from the index")
     return None
 
 
 def _check_file(folder: Folder, path: Path, verdict: IntegrityReport) -> None:
-    """Report a file that the index lacks; a repair keeps it only if it is whole."""
+    """Report a file that the index lacks; a repair keeps the file only if it is valid."""
     name = path.name.removesuffix(SUFFIX)
     try:
         key = bytes.fromhex(name)
@@ -179,7 +179,7 @@ def _check_file(folder: Folder, path: Path, verdict: IntegrityReport) -> None:
         key = b""
     is_named = path == folder.file(key)
     if is_named and (folder.index.get(key) is not None or not path.is_file()):
-        return  # or it was removed since it was listed
+        return  # or it was removed since listing
     if is_named and folder.index.get(key) is not None:
         return  # it was written since
     try:
@@ -188,7 +188,7 @@ def _check_file(folder: Folder, path: Path, verdict: IntegrityReport) -> None:
         return
     except Damaged:
         whole = False
-    what = "a whole block that the index does not know" if whole else "it is no block"
+    what = "a valid block that the index lacks" if whole else "it is not a block"
     verdict.faults.append(Fault("unknown", _name(folder, path), what))
     if verdict.repaired and not whole:
         path.unlink(missing_ok=True)
@@ -196,7 +196,7 @@ def _check_file(folder: Folder, path: Path, verdict: IntegrityReport) -> None:
 
 def _tokens(array: HostArray | None) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     if array is None or array.dtype != "uint32" or len(array.shape) != 1 or not array.shape[0]:
-        raise Damaged("it does not hold the tokens of a block")
+        raise Damaged("the tokens of the block are missing or invalid")
     return np.frombuffer(array.data.tobytes(), "<u4").astype(np.uint32)
 
 

@@ -1,7 +1,7 @@
-"""An unfinished deletion, remembered across restarts of the process.
+"""Pending deletions, remembered across restarts of the process.
 
-A small file says whose blocks to remove. It lies in the folder of the blocks, or beside that folder
-where it cannot be written to. A tier that finds one clears the folder first.
+A small file records whose blocks to remove. It is in the folder of the blocks, or next to it
+if the folder is not writable. A tier that finds such a file clears the folder first.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 from penstock.tiers.record import FORMAT
 
 PREFIX = "cleared-"
-"""Prefix of the files' names."""
+"""Prefix of the file names."""
 ALL, OWN = "all models", "one model"
 
 
 class Tombstone:
-    """The file of a pending deletion of one model's blocks. Any thread may call it."""
+    """Record of a pending deletion of one model's blocks. Thread-safe."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         name = PREFIX + hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         self.places = (folder / FORMAT / name, folder.with_name(f".{folder.name}-{name}"))
-        """Paths of the file: in the folder, and beside it."""
+        """Paths of the file, in the folder and next to it."""
 
     def place(self, *, all_models: bool) -> None:
-        """Remember a deletion; raises OSError if neither place can be written to."""
+        """Record a deletion; OSError if neither path is writable."""
         inside, beside = self.places
         words = ALL if all_models else OWN
         try:
@@ -35,7 +35,7 @@ class Tombstone:
             beside.write_text(words)
 
     def read(self) -> bool | None:
-        """Return whether to remove all models' blocks, or this one's; None is nothing."""
+        """Return whether to remove all models' blocks or only this model's; None if nothing."""
         words = []
         for path in self.places:
             with suppress(OSError, UnicodeDecodeError):
@@ -43,7 +43,7 @@ class Tombstone:
         return any(word == ALL for word in words) if words else None
 
     def remove(self) -> None:
-        """Forget a completed deletion; raises OSError if a file cannot be removed."""
+        """Remove the record of a completed deletion; OSError if that fails."""
         for path in self.places:
             with suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
