@@ -168,3 +168,32 @@ def test_ten_conversations_run_in_the_room_of_one(tmp_path: Path, size: tuple[in
         assert core.counters.failed == core.counters.preemptions == 0
     finally:
         core.close()
+
+
+def test_later_turns_of_sequences_at_rest_stay_below_the_limit(tmp_path: Path) -> None:
+    """Codes are read beside a tier that has their numbers before coding; memory has room for one.
+
+    Each conversation goes on twice, after the others: most of it is in the tier by then, some of it
+    marked and some of it compared with its codes.
+    """
+    tokens, active = SHORT
+    codec = {"kv_cache_quantization": "affine8", "kv_cache_min_quantize_tokens": 0}
+    settings = {**settings_of(*SHORT), **codec}
+    limit = room_of_one(tmp_path, tokens + 200, active, **settings)
+    others = others_bytes(single_layer())
+    core = opened(tmp_path / "one", limit, active_kv_size=active, **settings)
+    mx.set_cache_limit(0)  # see above
+    try:
+        texts = [prompt(tokens - 300, seed) for seed in range(3)]
+        mx.reset_peak_memory()
+        for turn in range(3):
+            for number, text in enumerate(texts):
+                handle = cold_engine.submit(core, text, max_tokens=ANSWER_TOKENS)
+                while core.step():
+                    assert core.ledger.used_bytes <= limit
+                    check_peak(core, others)
+                texts[number] = (*text, *cold_engine.said(handle), *prompt(100, turn))
+        assert core.counters.failed == 0
+        assert core.counters.hit_tokens > 0 and spilling_of(core).spilled_tokens > 0
+    finally:
+        core.close()
