@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from cold_engine import running, settle
 from mlx.utils import tree_flatten, tree_map_with_path
@@ -23,6 +24,7 @@ from penstock.models import weight_packer as packing_seam
 from penstock.models.loading import load_all
 from penstock.models.weight_packer import PackedParts, weight_packer
 from penstock.plugins.cpu.compiled import has_numba
+from penstock.plugins.cpu.packed_products import run_rows
 from penstock.recall import MODEL_PATH
 from support.gguf_files import small_model, write_model
 from support.small_models import BASE, build
@@ -125,6 +127,20 @@ def test_codes_of_a_gguf_file_are_multiplied_as_they_lie(
     kinds = {type(module).__name__ for module in packed.modules()}
     assert "QuantizedLinear" not in kinds
     assert ("PackedDecoderLayer" in kinds) is (name != "qwen3moe")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_queries_keys_and_values_are_not_rounded_for_4_bits(
+    bits: int, tmp_path: Path
+) -> None:
+    source = folder(tmp_path, "llama", bits)
+    rows = np.random.default_rng(0).standard_normal((6, 64), np.float32)
+    sides = []
+    for dtype in ("packed", "packed-exact"):
+        layer = load_all(source, weights_dtype=dtype).model.layers[0]  # type: ignore[arg-type]
+        sides.append(run_rows(layer._before, rows))
+    same = [np.array_equal(*pair) for pair in zip(*sides, strict=True)]
+    assert same == [bits == 4] * 3
 
 
 def test_weights_are_counted_as_they_lie(tmp_path: Path) -> None:

@@ -34,6 +34,12 @@ from penstock.plugins.cpu.packed_rope import RotaryPositions
 ATTENTION = "scaled_dot_product_attention"
 O_PROJ, DOWN = "o_proj", "down_proj"
 NORMS = ("q_norm", "k_norm")
+EXACT_SIDES = (4,)
+"""Bits with which queries, keys and values are always of rows in float32.
+
+Their rounding costs most: the KL of SmolLM2's next token is 0.0026 without it, 0.0040 with it. Of
+eight bits the operator has no quick way.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +264,8 @@ class LayerGraphs:
         graph, attention = Graph(), self._layer.self_attn
         width = projections[0].matrix.columns
         normed = self._norm(graph, "x", self._layer.input_layernorm)
-        sides = add_projections(graph, normed, {}, projections, exact=self._exact)
+        exact = self._exact or all(x.matrix.bits in EXACT_SIDES for x in projections)
+        sides = add_projections(graph, normed, {}, projections, exact=exact)
         widths = [projection.matrix.rows for projection in projections]
         if len(sides) == 1:
             dim = widths[0] // sum(heads)
