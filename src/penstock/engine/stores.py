@@ -60,6 +60,7 @@ def open_stores(
         figures=figures_of(runner),
         counters=Counters(),
         shared_tokens=0 if runner.fitness.whole else limits.max_kv_size // size * size,
+        span_tokens=span_tokens,
     )
     return stores, tiers
 

@@ -129,8 +129,7 @@ class Prefixes(Generic[S]):
         self._checkpoints = ledger.reserve(Kind.CHECKPOINTS, 0)
         self._index = ledger.reserve(Kind.INDEX, self.fixed_bytes)
         self.fingerprint = fingerprint
-        self.span_tokens = span_tokens
-        """Tokens of the blocks that make one part to read together."""
+        self._span_tokens = span_tokens
 
     # ---- questions
 
@@ -564,7 +563,7 @@ class Prefixes(Generic[S]):
         for node in upwards(last.parent):
             nbytes += node.copy_bytes + node.index_bytes
             fits = nbytes <= self.ledger.free_bytes
-            longer = len(node.tokens) > tokens and tokens + len(node.tokens) > self.span_tokens
+            longer = len(node.tokens) > tokens and tokens + len(node.tokens) > self._span_tokens
             if longer or not fits or not self.tree.can_merge(node, last):
                 break
             tokens += len(node.tokens)

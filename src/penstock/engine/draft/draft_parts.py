@@ -146,4 +146,5 @@ def _stores(
         tails=tails,
         figures=figures_of(runner),
         shared_tokens=base.limits.max_kv_size // size * size,
+        span_tokens=span_tokens,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -57,6 +57,8 @@ class KVStores:
     shared_tokens: int
     """Position up to which KV depends on the tokens alone, not on the window; a multiple of the
     block size."""
+    span_tokens: Callable[[int], int] = lambda block_size: block_size
+    """Tokens of the blocks that make one part to read together, by the size of a block."""
 
     def of(self, kind: type[_R]) -> _R | None:
         """Return the retention of a kind; None if the engine does without."""
@@ -91,7 +93,7 @@ class KVStores:
         Several blocks make one part to read where no block's end needs work of its own.
         """
         single = any(part.ends_blocks for part in self.retentions)
-        return self.block_size if single else max(self.block_size, self.prefixes.span_tokens)
+        return self.block_size if single else self.span_tokens(self.block_size)
 
     @property
     def resumes_inside(self) -> bool:
