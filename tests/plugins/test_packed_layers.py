@@ -17,8 +17,9 @@ from mlx.utils import tree_flatten, tree_map_with_path
 import penstock
 from penstock.cli import main
 from penstock.engine.core import Core
-from penstock.engine.model.model_probe import weight_bytes
+from penstock.engine.model.model_probe import outside_row_bytes, step_token_bytes, weight_bytes
 from penstock.engine.request import Request, Sampling
+from penstock.engine.run.measured_steps import run_steps
 from penstock.errors import ModelError
 from penstock.models import weight_packer as packing_seam
 from penstock.models.loading import load_all
@@ -217,6 +218,22 @@ def test_without_numba_a_line_says_what_is_lost(
     assert parts is not None
     assert str(parts.lack) in caplog.text
     assert "depend on the batch" in caplog.text
+
+
+def test_activations_outside_of_mlx_are_part_of_a_steps_bytes(tmp_path: Path) -> None:
+    model = load_all(folder(tmp_path, "llama", 4), weights_dtype="packed").model
+    row = 2 * 4 * ((4 + 2 + 2) * 16 + 64 + 2 * 96 + 64)  # q, k, v | o, gate, up, down
+    assert outside_row_bytes(model) == row
+    assert step_token_bytes(model) >= row
+    peaks = []
+    for bytes_of_a_row in (row, 0):
+        for module in model.layers:
+            module.packed_row_bytes = bytes_of_a_row
+        with running(None, model=model) as core:
+            peaks.append(run_steps(core.runner, core.limits, core.tails))
+    prefill, decode = (getattr(peaks[0], x) - getattr(peaks[1], x) for x in ("prefill", "decode"))
+    assert prefill > 0.9 * core.limits.step_tokens * row
+    assert decode > 0.9 * core.limits.max_batch_size * row
 
 
 def test_without_onnx_runtime_the_reason_is_one_line(

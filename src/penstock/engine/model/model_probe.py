@@ -115,7 +115,13 @@ def step_token_bytes(model: Any) -> int:
         if layer is not None and weight.ndim > 1 and not name.endswith(("scales", "biases")):
             experts = min(weight.shape[0], MOST_EXPERTS) if weight.ndim > 2 else 1
             widths[layer[1]] += experts * weight.shape[-2]
-    return ACTIVATIONS * mx.float32.size * max(widths.values(), default=0)
+    outside = outside_row_bytes(model)
+    return max(outside, ACTIVATIONS * mx.float32.size * max(widths.values(), default=0))
+
+
+def outside_row_bytes(model: Any) -> int:
+    """Return the bytes of one token's activations outside of MLX's arrays, in the widest module."""
+    return max((getattr(module, "packed_row_bytes", 0) for module in model.modules()), default=0)
 
 
 def probe_bytes(model: Any) -> int:

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from penstock.attention.attention_plan import DecodeRow
 from penstock.config import EngineSettings
+from penstock.engine.model.model_probe import outside_row_bytes
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.runner_figures import figures_of
 from penstock.engine.model.sampling import TokenSampler, sample_all
@@ -114,9 +115,10 @@ def run_steps(
             partial(_prefill_far, runner), limits.step_tokens, token, beside=blank, scores=scores
         )
         far = blank + beyond.scaled(limits.step_tokens)
+    outside = outside_row_bytes(runner.model)  # which no trial sees
     return StepPeaks(
-        prefill=read.scaled(limits.step_tokens),
-        decode=decoded.scaled(slots),
+        prefill=read.scaled(limits.step_tokens) + limits.step_tokens * outside,
+        decode=decoded.scaled(slots) + slots * width * outside,
         sample=sampled.scaled(slots),
         far=far,
         far_tokens=FAR_TOKENS,

@@ -36,6 +36,8 @@ ALIGNMENT = 64
 """Bytes at a multiple of which the runtime puts its own arrays, too."""
 MULTIPLES = (1, 2, 4, 8)
 """Numbers of rows that may have to be computed together."""
+ACTIVATIONS = 2
+"""Products of a row that a graph holds at a time, as a multiple of their size."""
 CODES_AT_ONCE = 1 << 22
 """Codes that are unpacked at a time."""
 
@@ -268,10 +270,13 @@ class PackedModule(nn.Module):
 
     packed_bytes = 0
     """Bytes of the weights in its sessions."""
+    packed_row_bytes = 0
+    """Bytes of a row's activations in its sessions; 0 where only rows with logits are computed."""
 
     def __init__(self, matrices: Sequence[PackedCodes], *, exact: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.packed_width = max(matrix.rows for matrix in matrices)
+        self.packed_row_bytes = ACTIVATIONS * 4 * sum(matrix.rows for matrix in matrices)
         self.name_of_weights = f"{'exact' if exact else 'rounded'} rows, weights "
         self.name_of_weights += " ".join(matrix.digest() for matrix in matrices)
 
@@ -298,6 +303,10 @@ class PackedLinear(PackedModule):
 class PackedHead(PackedLinear):
     """The last layer of a model; where logits are not read, they are not computed."""
 
+    def __init__(self, matrix: PackedCodes, bias: mx.array | None, *, exact: bool) -> None:
+        super().__init__(matrix, bias, exact=exact)
+        self.packed_row_bytes = 0
+
     def __call__(self, x: mx.array) -> mx.array:
         """Return the logits (..., vocabulary) of (..., n)."""
         return no_logits(x, self.packed_width) if skips_logits() else super().__call__(x)
@@ -309,6 +318,7 @@ class PackedEmbedding(PackedModule):
     def __init__(self, codes: nn.QuantizedEmbedding, matrix: PackedCodes, *, exact: bool) -> None:
         super().__init__([matrix], exact=exact)
         self.codes = codes
+        self.packed_row_bytes = 0
         self._product = product_session(matrix, exact=exact)
         self.packed_bytes = self._product.weight_bytes
 
