@@ -81,9 +81,9 @@ def test_a_wrong_file_is_one_line_that_quotes_no_key(tmp_path: Path, text: str, 
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path, says in (
-        (tmp_path / "pipe", "no regular file"),
+        (tmp_path / "pipe", "not a regular file"),
         (tmp_path, "Is a directory"),
-        (Path("/dev/zero"), "no regular file"),
+        (Path("/dev/zero"), "not a regular file"),
         (tmp_path / "none", "No such file"),
     ):
         with pytest.raises(SettingError, match=says):

@@ -624,7 +624,7 @@ def test_weights_that_are_cut_off_are_an_error_with_both_sizes(
     whole = file.stat().st_size
     assert memory.read_model_spec(tmp_path).weight_bytes == 1200
     file.write_bytes(file.read_bytes()[:-missing])
-    words = f"tells of {whole:,} bytes, the file has {whole - missing:,}"
+    words = f"describes {whole:,} bytes, the file has {whole - missing:,}"
     with pytest.raises(ModelError, match=words):
         memory.read_model_spec(tmp_path)
 
@@ -669,7 +669,7 @@ def test_a_size_no_model_has_is_refused_also_where_it_is_not_needed(
     [
         (None, "has no config.json"),
         ("{", "is not a readable JSON file"),
-        ("[]", "holds no JSON object"),
+        ("[]", "does not hold a JSON object"),
         ("{}", "no model_type"),
         ('{"model_type": "llama"}', "has no hidden_size|has no num_"),
         ('{"model_type": "llama", "num_hidden_layers": "4"}', "is '4', not a count"),

@@ -1,4 +1,4 @@
-"""Frozen settings with their defaults; every number says its unit; parsed once, at the edge."""
+"""Immutable settings and their defaults, validated once, where they enter the program."""
 
 from penstock.config.api_keys import ApiKey, digest_of, read_keys
 from penstock.config.defaults import (

@@ -1,4 +1,4 @@
-"""API keys with names, as a TOML file has them: a table for each key."""
+"""Named API keys, read from a TOML file with one table per key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ApiKey(BaseModel):
-    """Client API key; only its SHA-256 is kept.
+    """API key of a client, of which only the SHA-256 is stored.
 
     >>> ApiKey(name="alice", sha256=digest_of(b"secret"), requests_per_minute=60).salt
     'alice'
@@ -29,15 +29,15 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """Name in metrics and logs; empty for the key of `--api-key`, which has none."""
+    """Name in metrics and logs; empty for the key of `--api-key`."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
     requests_per_minute: Annotated[int | None, Field(ge=1)] = None
     tokens_per_minute: Annotated[int | None, Field(ge=1)] = None
-    """Tokens of prompts and answers in a minute."""
+    """Limit on tokens of prompts and answers per minute."""
     salt: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=256, repr=False)] = ""
-    """Cache salt of its requests, by default its name; other salts share no prefix with them."""
+    """Cache salt of the key's requests; defaults to the name. Other salts share no prefixes."""
     admin: bool = False
-    """Whether it may see and change cache entries of other keys."""
+    """Whether the key may see and change cache entries of other keys."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,7 +50,7 @@ def digest_of(key: bytes) -> str:
 
 
 def read_keys(file: Path) -> tuple[ApiKey, ...]:
-    """Read the keys of a file that its owner alone can read. Messages quote no key and no path."""
+    """Read a key file that only its owner can access; errors quote no key and no path."""
     try:
         content = tomllib.loads(_private_text(file.expanduser()))
     except OSError as error:
@@ -58,7 +58,7 @@ def read_keys(file: Path) -> tuple[ApiKey, ...]:
     except UnicodeDecodeError:
         raise SettingError("--keys: the file is not TOML: its text is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:
-        # Its words name a place, and a character of the file at most.
+        # The message has a position, and at most one character of the file.
         raise SettingError(f"--keys: the file is not TOML: {error}") from None
     keys = tuple(_key(name, table) for name, table in content.items())
     if not keys:
@@ -75,7 +75,7 @@ def _private_text(file: Path) -> str:
     with os.fdopen(descriptor, "rb") as opened:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise SettingError("--keys: this is no regular file")
+            raise SettingError("--keys: this is not a regular file")
         if mode := stat.S_IMODE(status.st_mode) & 0o077:
             raise SettingError(
                 f"--keys: other users can read or change the file (mode "
@@ -92,7 +92,7 @@ def _key(name: str, table: Any) -> ApiKey:
         raise SettingError(f"--keys: {_shown(name)} must be a table: [NAME], then key = ...")
     if not _NAME.fullmatch(name):
         raise SettingError(
-            f"--keys: {_shown(name)} is no name; take 1 to 64 letters, digits, dots, - and _"
+            f"--keys: {_shown(name)} is no name; use 1 to 64 letters, digits, dots, - and _"
         )
     values = {**table, "name": name}
     if "name" in table:

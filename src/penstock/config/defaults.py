@@ -1,30 +1,30 @@
-"""Defaults of the settings; every number says its unit."""
+"""Defaults of the settings."""
 
 MAX_KV_SIZE = 131_072
-"""Tokens whose keys and values a sequence may hold."""
+"""Maximum number of tokens whose keys and values a sequence holds."""
 KEEP = 4_096
-"""First tokens of a sequence that are never dropped."""
+"""Number of first tokens of a sequence that are never dropped."""
 MAX_TOKENS = 512
 TEMPERATURE = 0.0
 MAX_BATCH_SIZE = 8
 BLOCK_SIZE = 32
 PREFILL_CHUNK = 512
-"""Tokens of prompts that the engine reads in one step."""
+"""Maximum number of prompt tokens that the engine computes in one step."""
 LEAST_ATTEND_TOKENS = 128
-"""Lower bound of `--attend-tokens`: the first, the recent and some chosen tokens."""
+"""Minimum of `--attend-tokens`: the first, the recent and some selected tokens."""
 ATTEND_BLOCK_TOKENS = 16
 MAX_STALL_MS = 200
-"""Milliseconds of prompts between two decode steps: five tokens a second at least."""
+"""Maximum milliseconds of prefill between two decode steps: at least five tokens per second."""
 MIN_QUANTIZE_TOKENS = 256
 RAW_FIRST_TOKENS = 0
-"""First tokens of a prompt that a codec leaves as they are."""
+"""Number of first tokens of a prompt that a codec leaves in full precision."""
 MAX_QUEUE = 256
 HOST = "127.0.0.1"
 PORT = 8080
 EMBEDDED_LIMIT = "200MB"
-"""Memory limit for the embedded model: eight plain caches of 20,000 tokens would take 330 MB."""
+"""Memory limit for the embedded model; eight ordinary caches of 20,000 tokens take 330 MB."""
 MLX_LM_MINOR = (0, 32)
-"""The minor version of mlx-lm that the contract tests pass on."""
+"""Version (major, minor) of mlx-lm for which the contract tests pass."""
 DRAFT_TOKENS = 4
 KERNELS_VARIABLE = "PENSTOCK_KERNELS"
-"""Variable of the environment: "off" turns compiled attention off, unless a setting names it."""
+"""Environment variable: "off" disables compiled attention, unless a setting overrides it."""

@@ -25,7 +25,7 @@ from penstock.config.setting import Setting, Settings, flag_of
 
 WeightsDtype: TypeAlias = Literal["auto", "native", "float32", "packed", "packed-exact"]
 COLD_TIERS = ("ssd_cache_dir", "remote_cache")
-"""Fields of `EngineSettings` that name a cold tier each, the nearest first."""
+"""Fields of `EngineSettings` that each enable a cold tier, nearest first."""
 
 
 class EngineSettings(Settings):
@@ -35,7 +35,7 @@ class EngineSettings(Settings):
         int,
         Field(ge=1),
         Setting(
-            "Memory for everything, the weights included: 16GB is 16 x 10^9 bytes.",
+            "Memory for everything, including the weights: 16GB is 16 x 10^9 bytes.",
             "BYTES",
             unset=f"{EMBEDDED_LIMIT} for the embedded model, else as penstock doctor shows",
             is_local=True,
@@ -46,7 +46,7 @@ class EngineSettings(Settings):
         Field(gt=0.0, le=1.0),
         Setting(
             "Evict cold prefixes while the machine as a whole uses more than this share of its "
-            "memory; at 1 the own limit alone counts.",
+            "memory; 1 disables this.",
             "SHARE",
             unset="0.8 to 0.95, more on larger machines",
             is_local=True,
@@ -65,13 +65,13 @@ class EngineSettings(Settings):
         int | None,
         Field(ge=0),
         Setting(
-            "First tokens of a sequence that are never dropped.",
+            "Number of first tokens of a sequence that are never dropped.",
             "TOKENS",
             unset=f"{KEEP}, less in a small window",
             flag="keep-kv-size",
         ),
     ] = None
-    """None is `KEEP`, or half of a smaller window."""
+    """Number of first tokens never dropped; None means `KEEP`, or half of a smaller window."""
     max_batch_size: Annotated[
         int, Field(ge=1), Setting("Run at most this many sequences at the same time.", "NUMBER")
     ] = MAX_BATCH_SIZE
@@ -84,8 +84,8 @@ class EngineSettings(Settings):
         int,
         Field(ge=0),
         Setting(
-            "Read prompts for at most this long between two decode steps, by the speed that was "
-            "measured at their length; 0 is no bound.",
+            "Process prompts for at most this long between two decode steps, based on the speed "
+            "measured at their length; 0 means no limit.",
             "MILLISECONDS",
         ),
     ] = MAX_STALL_MS
@@ -93,16 +93,16 @@ class EngineSettings(Settings):
         int,
         Field(ge=0, le=16),
         Setting(
-            "Propose up to this many tokens a step, from text that followed the same tokens "
-            "before, else from --draft-model, and check them together where that is faster; 0 is "
-            "off. With a draft model it is 4 unless it is set.",
+            "Propose up to this many tokens per step, from text that followed the same tokens "
+            "before, else from --draft-model, and verify them together if that is faster; 0 is "
+            "off. With a draft model, the default is 4.",
             "TOKENS",
         ),
     ] = 0
     draft_model: Annotated[
         str | None,
         Setting(
-            "Small model with the same tokenizer whose tokens are proposed, and checked together: "
+            "Small model with the same tokenizer that proposes tokens for speculative decoding: "
             "a folder, a .gguf file or a name.",
             "MODEL",
             unset="none",
@@ -111,16 +111,16 @@ class EngineSettings(Settings):
     kernels: Annotated[
         Literal["auto", "off"],
         Setting(
-            "Attention kernels of decode steps on a GPU. auto: used where a self-test finds them "
-            "right and quickest; off: MLX's operations only."
+            "Attention kernels for decode steps on a GPU. auto: used if a self-test finds them "
+            "correct and fastest; off: MLX's operations only."
         ),
     ] = "auto"
     attend_tokens: Annotated[
         int | None,
         Field(ge=LEAST_ATTEND_TOKENS),
         Setting(
-            "Let a decode step read at most this many tokens of a sequence with each key head. "
-            "They are the first, the recent, and the best by an index of the keys "
+            "Let a decode step attend to at most this many tokens of a sequence per key head. "
+            "These are the first, the recent, and the best according to an index of the keys "
             "(docs/remembering.md).",
             "TOKENS",
             unset="all are read",
@@ -129,15 +129,15 @@ class EngineSettings(Settings):
     attend_rest: Annotated[
         bool,
         Setting(
-            "With --attend-tokens, read the other tokens, too, in two bits a number: nothing is "
-            "left out. The index takes twice the memory, and a step some more time."
+            "With --attend-tokens, also read the other tokens at two bits per number, so none is "
+            "left out. The index takes twice the memory, and steps take slightly longer."
         ),
     ] = False
     attend_full_layers: Annotated[
         tuple[int, ...],
         Setting(
-            "Numbers of layers that read all tokens whatever --attend-tokens says, with commas "
-            "between; recurrent ones are not counted.",
+            "Layers that attend to all tokens despite --attend-tokens, as comma-separated "
+            "numbers; recurrent layers are not counted.",
             "LAYERS",
             unset="none",
         ),
@@ -146,8 +146,8 @@ class EngineSettings(Settings):
         int | None,
         Field(ge=LEAST_ATTEND_TOKENS),
         Setting(
-            "Keep in memory the keys and values of only this many last tokens of a sequence, and a "
-            "cache of as many older ones. A step reads other older tokens from the cold tier. "
+            "Keep in memory only the keys and values of this many last tokens of a sequence, and a "
+            "cache of as many older ones. Steps read other tokens from the cold tier. "
             "Needs --attend-tokens, and --ssd-cache-dir or --remote-cache.",
             "TOKENS",
             unset="all stay in memory",
@@ -157,31 +157,31 @@ class EngineSettings(Settings):
         int,
         Field(ge=1),
         Setting(
-            "Tokens of a block. Prefixes are shared, looked up and evicted in whole blocks.",
+            "Number of tokens per block. Prefixes are shared, matched and evicted in whole blocks.",
             "TOKENS",
-            unset=f"{BLOCK_SIZE}, or as many as the codec takes together",
+            unset=f"{BLOCK_SIZE}, or the number that the codec encodes together",
         ),
     ] = BLOCK_SIZE
     max_queue: Annotated[
         int,
         Field(ge=1),
         Setting(
-            "Answers that may wait until others end; further requests are refused with 429.",
+            "Maximum number of waiting answers; further requests are refused with 429.",
             "NUMBER",
         ),
     ] = MAX_QUEUE
     hot_cache_only: Annotated[
         bool,
         Setting(
-            "Keep prefixes in memory only: no folder, no thread, no file. A setting of a cold "
-            "tier beside it is an error."
+            "Keep prefixes in memory only, without a folder, thread or file. Settings of cold "
+            "tiers are then errors."
         ),
     ] = False
     ssd_cache_dir: Annotated[
         Path | None,
         Setting(
-            "Keep prefixes in this folder too, so that they survive eviction and restarts; it is "
-            "made if it is not there. Its files reveal prompts.",
+            "Also keep prefixes in this folder, so that they survive eviction and restarts; it is "
+            "created if missing. Its files reveal prompts.",
             "FOLDER",
             unset="none: memory only",
             is_local=True,
@@ -191,7 +191,7 @@ class EngineSettings(Settings):
         int,
         Field(ge=1),
         Setting(
-            "Limit of the folder, for all processes that share it: 500MB, 100GB.",
+            "Size limit of --ssd-cache-dir, for all processes that share it: 500MB, 100GB.",
             "BYTES",
             is_local=True,
         ),
@@ -200,7 +200,7 @@ class EngineSettings(Settings):
         int | None,
         Field(ge=0),
         Setting(
-            "Write at most this much into the folder in a day, to spare the disk.",
+            "Write at most this much to --ssd-cache-dir per day, to limit disk wear.",
             "BYTES",
             unset="no limit",
         ),
@@ -225,15 +225,15 @@ class EngineSettings(Settings):
         float,
         Field(gt=0.0, allow_inf_nan=False),
         Setting(
-            "Wait at most this long for an answer of the store. If it takes longer, the store is "
-            "not asked again for half a minute.",
+            "Timeout for answers of the remote store. After a timeout, the store is "
+            "not used for half a minute.",
             "SECONDS",
         ),
     ] = 1.0
     kv_cache_quantization: Annotated[
         str | None,
         Setting(
-            "Hold keys and values in fewer bits: 8 (also without a CODEC), 4, k8v4, "
+            "Store keys and values in fewer bits: 8 (also without a CODEC), 4, k8v4, "
             "kivi5/turbo3.5, ... (docs/codecs.md; penstock bench-kv-cache compares them).",
             "[CODEC]",
             unset="full precision",
@@ -243,9 +243,9 @@ class EngineSettings(Settings):
         int,
         Field(ge=0),
         Setting(
-            "Leave a sequence of fewer tokens in full precision, and out of cold tiers; encode a "
-            "longer one whole. With --kv-cache-quantize-when active the first tokens of longer "
-            "ones stay as well.",
+            "Keep sequences of fewer tokens in full precision, and out of cold tiers; encode "
+            "longer ones whole. With --kv-cache-quantize-when active, the first tokens of longer "
+            "ones also stay in full precision.",
             "TOKENS",
         ),
     ] = MIN_QUANTIZE_TOKENS
@@ -253,15 +253,15 @@ class EngineSettings(Settings):
         int,
         Field(ge=0),
         Setting(
-            "First tokens of every sequence that stay in full precision; --keep-kv-size counts "
-            "instead where it is larger.",
+            "Number of first tokens of every sequence that stay in full precision; --keep-kv-size "
+            "is used instead if larger.",
             "TOKENS",
         ),
     ] = RAW_FIRST_TOKENS
     kv_cache_skip_layers: Annotated[
         tuple[int, ...],
         Setting(
-            "Numbers of layers that stay in full precision, with commas between; recurrent ones "
+            "Layers that stay in full precision, as comma-separated numbers; recurrent layers "
             "are not counted.",
             "LAYERS",
             unset="none",
@@ -270,9 +270,9 @@ class EngineSettings(Settings):
     kv_cache_quantize_when: Annotated[
         Literal["active", "at-rest"],
         Setting(
-            "When blocks are quantized. at-rest: once no running request reads them; the answer "
+            "When to quantize blocks. at-rest: once no running request reads them; the answer "
             "that computes them has full precision, later ones read codes. active: as soon as "
-            "they are whole; an answer is the same cold and from the cache, and prompts are read "
+            "they are complete; answers are the same with or without cache, and prompts are read "
             "a block at a time."
         ),
     ] = "at-rest"
@@ -340,15 +340,15 @@ class EngineSettings(Settings):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of prompts that one step may read: a chunk, or one block that is longer."""
+        """Maximum number of prompt tokens per step: a chunk, or a block if that is longer."""
         return max(self.prefill_chunk, self.block_size)
 
     @property
     def raw_first_tokens(self) -> int:
-        """First tokens of a prompt that no codec touches.
+        """Number of first tokens of a prompt that are never encoded.
 
-        An active codec fixes a block's form before the length of a path is known, so that short
-        prompts stay raw only if all prompts begin so.
+        An active codec fixes a block's format before the length of the path is known, so that short
+        prompts stay raw only if all prompts begin raw.
         """
         active = self.kv_cache_quantize_when == "active"
         short = self.kv_cache_min_quantize_tokens if active else 0
@@ -356,13 +356,13 @@ class EngineSettings(Settings):
 
     @property
     def least_quantized_tokens(self) -> int:
-        """Shortest path of nodes at rest that is quantized, in tokens."""
+        """Minimum length of a path of nodes at rest to be quantized, in tokens."""
         active = self.kv_cache_quantize_when == "active"
         return 0 if active else self.kv_cache_min_quantize_tokens
 
     @property
     def least_written_tokens(self) -> int:
-        """Shortest path that is written to cold tiers, in tokens."""
+        """Minimum length of a path to be written to cold tiers, in tokens."""
         quantized = self.kv_cache_quantization is not None
         return max(self.block_size, self.least_quantized_tokens if quantized else 0)
 

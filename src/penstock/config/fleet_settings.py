@@ -1,4 +1,4 @@
-"""Settings of a fleet: replicas of the server in Ray Serve, and the way to them."""
+"""Settings of a fleet: replicas of the server in Ray Serve, and routing to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RoutingPolicy: TypeAlias = Literal["round-robin", "hash", "prefix", "prefix+load
 WORTH = 8.0
 """Cost of recomputing a block of one conversation, in queued blocks.
 
-Recomputing puts the block on two replicas, so fewer others fit. In replay, 8 keeps 19 of the 20
+Recomputing puts the block on two replicas, so fewer others fit. In replays, 8 keeps 19 of the 20
 hits that 50 keeps; 1 loses a fifth (docs/scale.md).
 """
 
@@ -22,7 +22,7 @@ class FleetSettings(Settings):
         int,
         Field(ge=1),
         Setting(
-            "With --ray: engines at the start, and at least. --memory-limit is each one's.",
+            "With --ray: initial and minimum number of engines, each with --memory-limit.",
             "NUMBER",
         ),
     ] = 1
@@ -30,7 +30,7 @@ class FleetSettings(Settings):
         int | None,
         Field(ge=1),
         Setting(
-            "With --ray: engines at most; how many there are goes by requests and ledgers.",
+            "With --ray: maximum number of engines, which are scaled by requests and memory use.",
             "NUMBER",
             unset="always --replicas",
         ),
@@ -39,7 +39,7 @@ class FleetSettings(Settings):
         float,
         Field(ge=0.0),
         Setting(
-            "With --ray: processors that Ray sets aside for a replica.",
+            "With --ray: CPUs that Ray reserves for a replica.",
             "NUMBER",
             flag="replica-cpus",
         ),
@@ -47,12 +47,11 @@ class FleetSettings(Settings):
     gpus: Annotated[
         float,
         Field(ge=0.0),
-        Setting(
-            "With --ray: GPUs that Ray sets aside for a replica.", "NUMBER", flag="replica-gpus"
-        ),
+        Setting("With --ray: GPUs that Ray reserves for a replica.", "NUMBER", flag="replica-gpus"),
     ] = 0.0
     routing: Annotated[
-        RoutingPolicy, Setting("With --ray: which replica gets a prompt (docs/scale.md).")
+        RoutingPolicy,
+        Setting("With --ray: policy that assigns prompts to replicas (docs/scale.md)."),
     ] = "prefix+load"
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Settings of an answer in this process."""
+"""Sampling settings of answers generated in this process."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from penstock.config.setting import Setting, Settings
 
 class SamplingSettings(Settings):
     max_tokens: Annotated[
-        int, Field(ge=1), Setting("Generate at most this many tokens an answer.", "TOKENS")
+        int, Field(ge=1), Setting("Generate at most this many tokens per answer.", "TOKENS")
     ] = MAX_TOKENS
     temperature: Annotated[
         float,
         Field(ge=0.0, allow_inf_nan=False),
-        Setting("Sampling temperature; 0 takes the likeliest token.", "NUMBER"),
+        Setting("Sampling temperature; 0 selects the likeliest token.", "NUMBER"),
     ] = TEMPERATURE
     top_p: Annotated[
         float,
         Field(gt=0.0, le=1.0),
-        Setting("Sample from this share of the probability, above 0 up to 1.", "SHARE"),
+        Setting("Sample from the likeliest tokens with this total probability.", "SHARE"),
     ] = 1.0
     seed: Annotated[
         int | None,
         Field(ge=0, lt=2**64),
-        Setting("Seed of the sampling.", "NUMBER", unset="a new one each time"),
+        Setting("Random seed of the sampling.", "NUMBER", unset="a new one each time"),
     ] = None

@@ -11,8 +11,8 @@ from penstock.config.defaults import HOST, PORT
 from penstock.config.setting import Setting, Settings
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine that only programs on it can reach."""
-MODELS_OWN = "as generation_config.json of the model has it"
+"""Host names that only programs on this machine can reach."""
+MODELS_OWN = "from the model's generation_config.json"
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of `ServerSettings` that override the model's generation_config.json."""
 
@@ -29,16 +29,18 @@ class ServerSettings(Settings):
     host: Annotated[
         str,
         Field(min_length=1),
-        Setting("Address to listen on; any but this machine's own needs a key.", "ADDRESS"),
+        Setting("Address to listen on; addresses other than loopback need a key.", "ADDRESS"),
     ] = HOST
     port: Annotated[
-        int, Field(ge=0, le=65_535), Setting("TCP port to listen on; 0 takes a free one.", "NUMBER")
+        int,
+        Field(ge=0, le=65_535),
+        Setting("TCP port to listen on; 0 chooses a free one.", "NUMBER"),
     ] = PORT
     api_key: Annotated[
         str | None,
         Field(min_length=1, repr=False),
         Setting(
-            "Key that clients must show, as a bearer token or in x-api-key. Other users of this "
+            "Key that clients must send, as a bearer token or in x-api-key. Other users of this "
             "machine can read flags, but not the environment.",
             "KEY",
             unset="none",
@@ -47,8 +49,7 @@ class ServerSettings(Settings):
     keys: Annotated[
         Path | None,
         Setting(
-            "TOML file of keys with names, each with limits and a salt of its own; mode 0600, read "
-            "again on SIGHUP.",
+            "TOML file of named keys with their limits and salts; mode 0600, read again on SIGHUP.",
             "FILE",
             unset="none",
         ),
@@ -56,7 +57,7 @@ class ServerSettings(Settings):
     cors_origin: Annotated[
         tuple[str, ...],
         Setting(
-            "Origin whose pages may call the server from a browser; may be repeated. * is all, "
+            "Origin whose pages may call the server from a browser; may be repeated. * allows all, "
             "and needs a key.",
             "ORIGIN",
         ),
@@ -65,7 +66,7 @@ class ServerSettings(Settings):
         int,
         Field(ge=1),
         Setting(
-            "Connections at the same time; more are closed at once, but for /health and /ready.",
+            "Maximum number of connections; more are closed, except for /health and /ready.",
             "NUMBER",
         ),
     ] = 1_000
@@ -74,7 +75,7 @@ class ServerSettings(Settings):
         int | None,
         Field(ge=1),
         Setting(
-            "Tokens of an answer whose request does not say how many.",
+            "Maximum tokens of an answer, if the request does not set it.",
             "TOKENS",
             unset="to the end of the model's context",
         ),
@@ -82,13 +83,13 @@ class ServerSettings(Settings):
     temperature: Annotated[
         float | None,
         Field(ge=0.0, le=100.0, allow_inf_nan=False),
-        Setting("Temperature of a request that does not say one.", "NUMBER", unset=MODELS_OWN),
+        Setting("Default temperature of requests.", "NUMBER", unset=MODELS_OWN),
     ] = None
     top_p: Annotated[
         float | None,
         Field(gt=0.0, le=1.0),
         Setting(
-            "Share of the probability to draw from, where a request does not say one.",
+            "Default top_p of requests.",
             "SHARE",
             unset=MODELS_OWN,
         ),
@@ -97,7 +98,7 @@ class ServerSettings(Settings):
         int | None,
         Field(ge=0, lt=2**31),
         Setting(
-            "Likeliest tokens to draw from, where a request does not say; 0 is all.",
+            "Default top_k of requests; 0 means all tokens.",
             "NUMBER",
             unset=MODELS_OWN,
         ),
@@ -106,7 +107,7 @@ class ServerSettings(Settings):
         float | None,
         Field(ge=0.0, le=1.0),
         Setting(
-            "Least probability, as a share of the likeliest, where a request says none.",
+            "Default min_p of requests.",
             "SHARE",
             unset=MODELS_OWN,
         ),
@@ -114,28 +115,26 @@ class ServerSettings(Settings):
     repetition_penalty: Annotated[
         float | None,
         Field(ge=0.01, le=100.0),
-        Setting(
-            "Repetition penalty of a request that does not say one.", "NUMBER", unset=MODELS_OWN
-        ),
+        Setting("Default repetition penalty of requests.", "NUMBER", unset=MODELS_OWN),
     ] = None
     ignore_model_context: Annotated[
         bool,
         Setting(
-            "Take prompts that are longer than the model's max_position_embeddings; its "
-            "answers to them may make no sense."
+            "Accept prompts longer than the model's max_position_embeddings; its "
+            "answers to them may be meaningless."
         ),
     ] = False
     keep_billing_header: Annotated[
         bool,
         Setting(
-            "Leave Claude Code's x-anthropic-billing-header in the prompt. It changes, and behind "
-            "it nothing is shared."
+            "Keep Claude Code's x-anthropic-billing-header in the prompt. It varies by request, "
+            "so that no prefixes are shared after it."
         ),
     ] = False
     tool_parser: Annotated[
         str | None,
         Setting(
-            "Read the model's calls of tools as this family writes them: harmony, deepseek, llama "
+            "Parse the model's tool calls in the format of this family: harmony, deepseek, llama "
             "... (docs/server.md), none, or a parser of mlx-lm.",
             "NAME",
             unset="by the chat template",
@@ -144,14 +143,14 @@ class ServerSettings(Settings):
     tools_without_template: Annotated[
         Literal["prompt", "refuse"],
         Setting(
-            "Treatment of tools that the chat template does not render: prompt describes them in "
-            "the system message, in Hermes's form, refuse answers 400."
+            "Handling of tools that the chat template does not render: prompt describes them in "
+            "the system message, in Hermes' format; refuse responds 400."
         ),
     ] = "prompt"
     reasoning_parser: Annotated[
         str | None,
         Setting(
-            "Find the model's reasoning between the marks of this family: think, harmony, mistral "
+            "Parse the model's reasoning between the marks of this family: think, harmony, mistral "
             "... (docs/server.md), or none.",
             "NAME",
             unset="by the chat template",
@@ -160,18 +159,17 @@ class ServerSettings(Settings):
     request_timeout_seconds: Annotated[
         float,
         Field(gt=0.0, allow_inf_nan=False),
-        Setting("Break off a request that has not ended this long after its arrival.", "SECONDS"),
+        Setting("Abort requests that have not ended this long after arrival.", "SECONDS"),
     ] = 600.0
     drain_timeout_seconds: Annotated[
         float,
         Field(ge=0.0, allow_inf_nan=False),
-        Setting("Go on with open answers for this long when told to stop.", "SECONDS"),
+        Setting("Continue open answers for this long on shutdown.", "SECONDS"),
     ] = 30.0
     session_dir: Annotated[
         Path | None,
         Setting(
-            "Keep conversations that clients save under a name in this folder; needs "
-            "--ssd-cache-dir.",
+            "Folder for conversations that clients save under a name; needs --ssd-cache-dir.",
             "FOLDER",
             unset="none",
         ),
@@ -179,7 +177,7 @@ class ServerSettings(Settings):
     hold_seconds: Annotated[
         float,
         Field(ge=0.0, allow_inf_nan=False),
-        _fixed("Seconds that a named prefix is held after its last use."),
+        _fixed("Seconds that a prefix with `prompt_cache_key` is held after its last use."),
     ] = 300.0
     max_head_bytes: Annotated[_Count, _fixed("Bytes of a request's line and headers.")] = 65_536
     max_head_fields: Annotated[_Count, _fixed("Headers of a request.")] = 256

@@ -1,4 +1,4 @@
-"""Settings: frozen, described once for help and flags, and parsed once, at the edge."""
+"""Immutable settings, whose fields also define flags and help texts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock.errors import SettingError
 class Setting:
     help: str
     unit: str | None = None
-    """Unit or kind of the value, as help shows it; `BYTES` may be written as 16GB."""
+    """Unit or kind of the value shown in help; `BYTES` accepts values like 16GB."""
     unset: str | None = None
-    """Words for the effect of leaving the flag out, which then has no default."""
+    """Description of the default, for flags without a default value."""
     flag: str | None = None
-    """Name of the flag without dashes; None takes the field's, without `_seconds`."""
+    """Name of the flag without dashes; None derives it from the field, without `_seconds`."""
     is_flag: bool = True
-    """Whether commands offer a flag; False is for limits that need no tuning."""
+    """Whether commands have a flag for it; False for limits that need no tuning."""
     is_local: bool = False
-    """Whether the machines of one model may have different values."""
+    """Whether machines that share one model may have different values."""
 
 
 class Settings(BaseModel):
@@ -45,7 +45,7 @@ def setting_of(kind: type[Settings], name: str) -> Setting:
 
 
 def flag_of(kind: type[Settings], name: str) -> str:
-    """Return the flag of a settings field, without dashes in front.
+    """Return the flag of a settings field, without leading dashes.
 
     >>> from penstock.config import EngineSettings, ServerSettings
     >>> flag_of(EngineSettings, "keep"), flag_of(ServerSettings, "request_timeout_seconds")
@@ -60,7 +60,7 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> SettingsT:
-    """Validate settings; an invalid value is a one-line error that names the flag or the field.
+    """Validate settings; SettingError is one line that names the flag or the field.
 
     >>> from penstock.config import EngineSettings
     >>> parse(EngineSettings, memory_limit=10**9, max_kv_size=1024).max_kv_size
@@ -98,11 +98,11 @@ PLAIN_WORDS = (
     (r"a valid integer.*", "a whole number"),
     (r"a valid number.*", "a number"),
 )
-"""Patterns in messages of pydantic and Typer, and plain words for them."""
+"""Patterns in messages of pydantic and Typer, with their replacements."""
 
 
 def in_plain_words(message: str) -> str:
-    """Rewrite a library's message about a wrong value in plain words.
+    """Rewrite a library's message about an invalid value in plain words.
 
     >>> in_plain_words("Input should be less than or equal to 65535")
     'must be at most 65535'

@@ -1,9 +1,9 @@
-"""Memory of a model and its KV caches: arithmetic from the model's config alone.
+"""Memory of a model and its KV caches, computed only from the model's config.
 
-    KV bytes a token  =  layers x KV heads x (key dim + value dim) x bytes per number
-    KV bytes held     =  sequences x (columns x KV bytes a token + recurrent state)
+    KV bytes per token  =  layers x KV heads x (key dim + value dim) x bytes per number
+    KV bytes held       =  sequences x (columns x KV bytes per token + recurrent state)
 
-Nothing here touches an array or a weight. One GB is 10^9 bytes and one GiB is 2^30.
+No arrays or weights are read. One GB is 10^9 bytes and one GiB is 2^30.
 """
 
 from penstock.memory.arithmetic import (

@@ -17,7 +17,7 @@ def vector_bytes(
 ) -> int:
     """Return the bytes of one head's key (or value) of one token.
 
-    Plain: dim x scalar_bytes. Quantized as `mx.quantize` lays it out: dim x bits / 8 of codes, and
+    Unquantized: dim x scalar_bytes. Quantized by `mx.quantize`: dim x bits / 8 of codes, and
     for each group one scale and one bias in the model's dtype. These add 2 x 8 x scalar_bytes /
     group_size bits to every number.
     """
@@ -38,7 +38,7 @@ def vector_bytes(
 def layer_bytes_per_token(
     layer: LayerSpec, scalar_bytes: int, *, kv_bits: int | None = None, group_size: int = 64
 ) -> int:
-    """Return kv_heads x (key vector + value vector); 0 for a recurrent layer."""
+    """Return the KV bytes of one token in a layer; 0 for a recurrent layer."""
     if layer.kind == "recurrent":
         return 0
     return layer.kv_heads * (
@@ -54,9 +54,9 @@ def bytes_per_token(
     kv_bits: int | None = None,
     group_size: int = 64,
 ) -> int:
-    """Return the KV bytes of one token of a sequence, over the layers of `kind` (None: all).
+    """Return the KV bytes of one token over the layers of `kind`; None means all layers.
 
-    Window layers stop growing at their window: past it only `kind="full"` counts.
+    Window layers stop growing at their window, after which only `kind="full"` counts.
     """
     return sum(
         layer_bytes_per_token(layer, spec.scalar_bytes, kv_bits=kv_bits, group_size=group_size)
@@ -73,10 +73,10 @@ def bytes_of_window(
     kv_bits: int | None = None,
     group_size: int = 64,
 ) -> int:
-    """Return the bytes of one sequence in a cache bounded to `max_kv_size` tokens.
+    """Return the bytes of one sequence in a cache of at most `max_kv_size` tokens.
 
-    sum over layers of min(max_kv_size, capacity, window) x bytes a token + state_bytes.
-    `keep` does not appear: the kept tokens are part of the window.
+    Sum over layers of min(max_kv_size, capacity, window) x bytes per token + state_bytes.
+    `keep` does not matter: kept tokens are part of the window.
     """
     if max_kv_size < 1:
         raise SettingError(f"max_kv_size must be at least 1 token, not {max_kv_size}")
@@ -99,7 +99,7 @@ def bytes_of_batch(
     kv_bits: int | None = None,
     group_size: int = 64,
 ) -> int:
-    """Return the bytes of `batch` sequences; every row of a batch ring is as long as the window."""
+    """Return the bytes of `batch` sequences, each with a full window."""
     if batch < 1:
         raise SettingError(f"batch must be at least 1 sequence, not {batch}")
     return batch * bytes_of_window(
@@ -108,7 +108,7 @@ def bytes_of_batch(
 
 
 def group_size_for(spec: ModelSpec) -> int:
-    """Return the group size of a quantized cache: 64, or 32 where 64 does not divide."""
+    """Return the group size of a quantized cache: 64, or 32 if 64 does not divide all heads."""
     dims = {d for layer in spec.layers for d in (layer.key_dim, layer.value_dim)}
     for group_size in (64, 32):
         if all(dim % group_size == 0 for dim in dims):
@@ -122,10 +122,10 @@ def group_size_for(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a batch of bounded sequences fits beside the weights.
+    """Result of fitting a batch of bounded sequences in the memory left by the weights.
 
     `largest_window_tokens` is the largest max_kv_size at which the batch fits; None if no
-    size is too large, because no layer keeps more than its own window.
+    size is too large, because all layers have windows of their own.
     """
 
     free_bytes: int
@@ -144,9 +144,9 @@ def what_fits(
     kv_bits: int | None = None,
     group_size: int = 64,
 ) -> Fit:
-    """Divide the memory left beside the weights among sequences.
+    """Divide the memory left by the weights among sequences.
 
-    free = memory - weights (unknown weights count as nothing);
+    free = memory - weights (unknown weights count as 0);
     sequences = free // bytes_of_window; missing = bytes_of_batch - free, if positive.
     """
     free = memory_bytes - (spec.weight_bytes or 0)
@@ -176,8 +176,8 @@ def what_fits(
 def default_limit_bytes(recommended_bytes: int) -> int:
     """Return the memory limit for a device that recommends `recommended_bytes`.
 
-    70 % under 32 GB, 75 % under 64 GB, 80 % under 128 GB, 85 % from there: a small
-    machine needs a larger share for everything else that runs on it.
+    70 % below 32 GB, 75 % below 64 GB, 80 % below 128 GB, 85 % otherwise: a small
+    machine needs a larger share for other programs.
     """
     for under_gb, percent in ((32, 70), (64, 75), (128, 80)):
         if recommended_bytes < under_gb * 10**9:
@@ -186,7 +186,7 @@ def default_limit_bytes(recommended_bytes: int) -> int:
 
 
 def default_threshold(total_bytes: int) -> float:
-    """Return the share of used memory above which prefixes are evicted: the limit's and 10 %."""
+    """Return the share of used memory above which prefixes are evicted: limit plus 10 %."""
     return default_limit_bytes(total_bytes) / total_bytes + 0.1
 
 

@@ -1,6 +1,6 @@
-"""Layers of each model type and their KV, as mlx-lm's models hold it.
+"""Layers of each model type and their KV, as in mlx-lm's models.
 
-A new family is a function from a config to its layers, and a line in `FAMILIES`.
+A new family is a function that returns the layers of a config, and an entry in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Config:
         return value
 
     def strings(self, key: str) -> list[str] | None:
-        """Read an optional list of words; a plain string is split into its letters."""
+        """Return an optional list of strings; a single string is split into characters."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -93,7 +93,7 @@ class Config:
         return LayerSpec(kind, kv_heads or self.kv_heads, dim, dim, window_tokens, state_bytes)
 
     def recurrent(self, plain_numbers: int, float32_numbers: int = 0) -> LayerSpec:
-        """Make a recurrent layer whose state has numbers of the model's dtype and of float32."""
+        """Return a recurrent layer, given its state's sizes in the model's dtype and in float32."""
         return LayerSpec("recurrent", state_bytes=self.state(plain_numbers, float32_numbers))
 
     def state(self, plain_numbers: int, float32_numbers: int) -> int:
@@ -105,12 +105,12 @@ def _plain(c: Config) -> list[LayerSpec]:
 
 
 def _derived_head_dim(c: Config) -> list[LayerSpec]:
-    """Ignore `head_dim`, as some models of mlx-lm do."""
+    """Return full layers, ignoring `head_dim` as some mlx-lm models do."""
     return [c.full(head_dim=c.hidden // c.attention_heads)] * c.layer_count
 
 
 def _layer_types(c: Config) -> list[LayerSpec]:
-    """One word a layer; without the list every layer is full (llama, ministral3)."""
+    """Return layers by `layer_types`; without it, all layers are full (llama, ministral3)."""
     types = c.strings("layer_types") or ["full_attention"] * c.layer_count
     return [
         c.window(c.positive("sliding_window")) if kind == "sliding_attention" else c.full()
@@ -119,7 +119,7 @@ def _layer_types(c: Config) -> list[LayerSpec]:
 
 
 def _pattern(c: Config) -> list[LayerSpec]:
-    """Each n-th layer is full, the others slide; or "LLLG", one letter a layer, repeated."""
+    """Return sliding layers with each n-th full, or a repeated pattern such as "LLLG"."""
     pattern = c.values.get("sliding_window_pattern")
     if pattern is None:
         return _plain(c)
@@ -134,7 +134,7 @@ def _pattern(c: Config) -> list[LayerSpec]:
 
 
 def _alternating(period: int) -> Callable[[Config], list[LayerSpec]]:
-    """`layer_types`; without the list each `period`-th layer is full."""
+    """Return a rule that uses `layer_types`, or makes each `period`-th layer full."""
 
     def read(c: Config) -> list[LayerSpec]:
         if "layer_types" in c.values:
@@ -146,7 +146,7 @@ def _alternating(period: int) -> Callable[[Config], list[LayerSpec]]:
 
 
 def _shared_kv(c: Config) -> list[LayerSpec]:
-    """Gemma 3n and 4: the last layers read the KV of earlier ones and hold none."""
+    """Gemma 3n and 4: the last layers share the KV of earlier ones and hold none."""
     types = c.strings("layer_types")
     if types is None:
         period = c.positive("sliding_window_pattern")
@@ -163,20 +163,20 @@ def _shared_kv(c: Config) -> list[LayerSpec]:
 
 
 def _latent(c: Config) -> list[LayerSpec]:
-    """Multi-head latent attention held as it is: latent as keys, rotary part as values."""
+    """Multi-head latent attention cached as latents: latent as keys, rotary part as values."""
     layer = LayerSpec("full", 1, c.positive("kv_lora_rank"), c.positive("qk_rope_head_dim"))
     return [layer] * c.layer_count
 
 
 def _unfolded_latent(c: Config) -> list[LayerSpec]:
-    """Multi-head latent attention that mlx-lm unfolds before caching: all heads."""
+    """Multi-head latent attention that mlx-lm expands to all heads before caching."""
     key_dim = c.positive("qk_nope_head_dim") + c.positive("qk_rope_head_dim")
     layer = LayerSpec("full", c.attention_heads, key_dim, c.positive("v_head_dim"))
     return [layer] * c.layer_count
 
 
 def _gated_delta(c: Config) -> list[LayerSpec]:
-    """Qwen3-Next and 3.5: a convolution, and (value heads, value dim, key dim) in float32."""
+    """Qwen3-Next and 3.5: convolution state, and (value heads, value dim, key dim) in float32."""
     key_dim, value_dim = c.positive("linear_key_head_dim"), c.positive("linear_value_head_dim")
     values = c.positive("linear_num_value_heads") * value_dim
     channels = 2 * c.positive("linear_num_key_heads") * key_dim + values
@@ -195,8 +195,8 @@ def _mamba2_state(
 def _mamba(c: Config) -> list[LayerSpec]:
     """Mamba 1 states, all in float32.
 
-    Files keep A_log so, and from the first layer on mlx-lm's activations follow it. In a model
-    without float32 weights this is twice the bytes in use.
+    Files store A_log in float32, and mlx-lm's activations adopt it from the first layer. In a model
+    without float32 weights, this is twice the bytes in use.
     """
     inner = c.positive("intermediate_size", "d_inner")
     kernel, states = c.positive("conv_kernel", "d_conv"), c.positive("state_size", "d_state")
@@ -227,7 +227,7 @@ def _mamba_keys_state(c: Config) -> int:
 
 
 def _falcon_h1(c: Config) -> list[LayerSpec]:
-    """Every layer has both: full attention and a Mamba-2 state."""
+    """Falcon H1: every layer has full attention and a Mamba-2 state."""
     return [c.full(state_bytes=_mamba_keys_state(c))] * c.layer_count
 
 
@@ -241,7 +241,7 @@ def _granite_hybrid(c: Config) -> list[LayerSpec]:
 
 
 def _nemotron_h(c: Config) -> list[LayerSpec]:
-    """M is Mamba-2, * is attention; the other layers (-, E) keep nothing."""
+    """Nemotron H: M is Mamba-2, * is attention; other layers (-, E) have no state."""
     letters = {"full_attention": "*", "attention": "*"}
     letters |= dict.fromkeys(("linear_attention", "mamba", "conv"), "M")
     words = c.strings("layers_block_type") or c.strings("layer_types") or []
@@ -261,7 +261,7 @@ def _nemotron_h(c: Config) -> list[LayerSpec]:
 
 
 def _jamba(c: Config) -> list[LayerSpec]:
-    """Mamba 1 with its state in the model's dtype, and attention in between."""
+    """Jamba: Mamba 1 with state in the model's dtype, and attention layers in between."""
     types = c.strings("layers_block_type")
     if types is None:
         period, offset = c.positive("attn_layer_period"), c.integer("attn_layer_offset")
@@ -273,7 +273,7 @@ def _jamba(c: Config) -> list[LayerSpec]:
 
 
 def _lfm2(c: Config) -> list[LayerSpec]:
-    """Short convolutions over the hidden width, and attention in between."""
+    """LFM2: short convolutions over the hidden size, and attention layers in between."""
     full_at = c.values.get("full_attn_idxs")
     if not isinstance(full_at, list):
         types = c.strings("layer_types") or []
@@ -284,9 +284,9 @@ def _lfm2(c: Config) -> list[LayerSpec]:
 
 
 def unknown(c: Config) -> list[LayerSpec]:
-    """Rule for model types without an entry: an upper bound wherever one can be had.
+    """Return layers of a model type without an entry, as an upper bound where possible.
 
-    Every attention layer is full, though mlx-lm may know a window. Layers that
+    Every attention layer counts as full, even if it has a window in mlx-lm. Layers that
     `layer_types` names as something other than attention get a state of unknown size.
     """
     if "kv_lora_rank" in c.values and "v_head_dim" in c.values:
@@ -302,9 +302,9 @@ def unknown(c: Config) -> list[LayerSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How mlx-lm reads one model type's config: its layers and default values.
+    """Rule for the layers of a model type, and default values of its config.
 
-    `gated_mlp`: the weights are a gated MLP's (dense or experts), so they can be counted.
+    `gated_mlp`: the model has gated MLPs (dense or experts), so weights can be counted.
     """
 
     read: Callable[[Config], list[LayerSpec]]

@@ -1,4 +1,4 @@
-"""Memory of this machine, and the share that penstock allows itself."""
+"""Memory of this machine, and the share that penstock uses by default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MachineMemory:
     total_bytes: int
     available_bytes: int
     recommended_bytes: int
-    """Bytes of memory the device recommends; all memory where it recommends none."""
+    """Bytes of memory that the device recommends; all memory if it recommends none."""
     default_limit_bytes: int
     default_threshold: float
     """Share of the total memory, in use by all programs, above which cold prefixes are evicted."""
@@ -26,8 +26,8 @@ def read_machine_memory(device_info: Mapping[str, str | int]) -> MachineMemory:
     """Read the machine's memory; a container's limit counts as its memory.
 
     Args:
-        device_info: the result of `mx.device_info()`; empty where MLX cannot be imported. It is
-            handed in, by `attention.devices.machine_memory`: nothing in this package imports MLX.
+        device_info: result of `mx.device_info()`; empty if MLX cannot be imported. It is
+            passed by `attention.devices.machine_memory`, as this package does not import MLX.
     """
     seen = psutil.virtual_memory()
     total = min(seen.total, _container_limit_bytes() or seen.total)

@@ -1,4 +1,4 @@
-"""A model's config.json: the one place that reads it, and refuses what no model has."""
+"""Reading and checking of a model's config.json."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.errors import ModelError
 from penstock.regular_files import read_text
 
 MOST_LAYERS = 4_096
-"""Largest count of layers, blocks or experts; loaders make an object for each."""
+"""Maximum number of layers, blocks or experts; loaders create an object for each."""
 _REPEATED = re.compile(r"(^|_)(layers?|blocks|experts?)$")
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read and check a config.json; FileNotFoundError and ModelError pass through."""
+    """Read and check a config.json; FileNotFoundError if missing, ModelError if invalid."""
     try:
         values = json.loads(read_text(file))
     except FileNotFoundError:
@@ -26,17 +26,17 @@ def read_config(file: Path) -> dict[str, Any]:
         why = getattr(error, "strerror", None) or str(error)
         raise ModelError(f"{file} is not a readable JSON file: {why}") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{file} holds no JSON object")
+        raise ModelError(f"{file} does not hold a JSON object")
     check_config(values, str(file))
     return values
 
 
 def check_config(values: Mapping[str, Any], name: str) -> None:
-    """Refuse layer counts so large that building the model would exhaust memory."""
+    """Raise ModelError for layer counts with which building the model would exhaust memory."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             check_config(value, name)
         elif _REPEATED.search(key) and isinstance(value, int) and value > MOST_LAYERS:
             raise ModelError(
-                f"{name}: {key} is {value:,}, more than the {MOST_LAYERS:,} of a model"
+                f"{name}: {key} is {value:,}, more than the maximum of {MOST_LAYERS:,}"
             )

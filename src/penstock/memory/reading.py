@@ -1,4 +1,4 @@
-"""A model's spec from its config.json, and its weights from the headers of their files."""
+"""Reading a model's spec from its config.json and the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def read_model_spec(
     files: Mapping[str, int] | None = None,
     wide: bool = False,
 ) -> ModelSpec:
-    """Read what memory arithmetic needs from a model's config.
+    """Return the memory-related specification of a model.
 
     Args:
-        source: a model folder, a config.json, or its content. safetensors files beside the
-            config give bytes and dtype.
-        files: bytes of the weights by dtype, if known already.
+        source: a model folder, a config.json, or its content. safetensors files next to the
+            config provide bytes and dtype.
+        files: bytes of the weights by dtype, if already known.
         wide: whether the weights become float32 when loaded.
     """
     outer, name, folder = _load_config(source)
@@ -127,13 +127,13 @@ def _check_sizes(c: Config) -> None:
 
 
 MOST_HEADER_BYTES = 100_000_000
-"""Largest header of a safetensors file in bytes, as its own library has it."""
+"""Maximum header size of a safetensors file in bytes, as in the safetensors library."""
 OUTSIDE = "outside of the layers"
 _IN_LAYERS = re.compile(r"(^|\.)(layers|blocks|h)\.\d+\.")
 
 
 def _outside_layers(c: Config, files: Mapping[str, int], weight_bytes: int | None) -> int:
-    """Return the weight bytes outside the layers; without files, the embeddings' share."""
+    """Return the weight bytes outside the layers; without files, those of the embeddings."""
     if files or weight_bytes is None:
         return files.get(OUTSIDE, 0)
     parameters = _matrix_parameters(c)
@@ -141,9 +141,9 @@ def _outside_layers(c: Config, files: Mapping[str, int], weight_bytes: int | Non
 
 
 def _read_headers(folder: Path) -> dict[str, int]:
-    """Sum the tensor bytes of a folder's safetensors files by dtype, and under `OUTSIDE`.
+    """Sum the tensor bytes of a folder's safetensors files by dtype, and outside the layers.
 
-    A file is the length of its header as 8 bytes, the header as JSON, then the weights, which are
+    A file has the length of its header in 8 bytes, the header as JSON, then the weights, which are
     not read.
     """
     nbytes: Counter[str] = Counter()
@@ -151,7 +151,7 @@ def _read_headers(folder: Path) -> dict[str, int]:
         try:
             with open_regular(file) as stream:
                 (length,) = struct.unpack("<Q", stream.read(8))
-                # A larger header would be a damaged length: never try to read terabytes.
+                # A larger length is corrupt: do not try to read terabytes.
                 size = file.stat().st_size
                 if length > MOST_HEADER_BYTES:
                     raise ValueError(f"its header has {counted(length, 'byte')}")
@@ -170,7 +170,7 @@ def _read_headers(folder: Path) -> dict[str, int]:
             raise ModelError(f"{file} has no readable safetensors header: {error}") from error
         if needed > size:
             raise ModelError(
-                f"{file} is cut off: its header tells of {counted(needed, 'byte')}, "
+                f"{file} is truncated: its header describes {counted(needed, 'byte')}, "
                 f"the file has {size:,}; "
                 "download it again"
             )
@@ -178,9 +178,9 @@ def _read_headers(folder: Path) -> dict[str, int]:
 
 
 def _widened(files: Mapping[str, int], values: Mapping[str, object]) -> dict[str, int]:
-    """Return the weight bytes by dtype once all of them become float32.
+    """Return the weight bytes by dtype after conversion to float32.
 
-    Each group of quantized codes has a scale and a bias in half precision, which go.
+    Scales and biases of quantized groups, in half precision, are dropped.
     """
     quantization = values.get("quantization")
     stated = quantization if isinstance(quantization, dict) else {}
@@ -194,13 +194,13 @@ def _widened(files: Mapping[str, int], values: Mapping[str, object]) -> dict[str
 
 
 def _held_dtype(files: Mapping[str, int]) -> str | None:
-    """Return the dtype most of the floats have; the model computes in it."""
+    """Return the most frequent floating dtype, in which the model computes."""
     floats = {kind: nbytes for kind, nbytes in files.items() if kind in _HEADER_DTYPES}
     return _HEADER_DTYPES[max(floats, key=floats.__getitem__)] if floats else None
 
 
 def _weights(c: Config, family: Family, files: Mapping[str, int]) -> tuple[int | None, str]:
-    """Return weight bytes and where the number comes from, in words."""
+    """Return the weight bytes and a description of their source."""
     if files:
         return sum(files.values()) - files.get(OUTSIDE, 0), "headers of the safetensors files"
     parameters = _matrix_parameters(c) if family.gated_mlp else None
@@ -222,9 +222,9 @@ def _weights(c: Config, family: Family, files: Mapping[str, int]) -> tuple[int |
 def _matrix_parameters(c: Config) -> int | None:
     """Count the matrix parameters of a gated-MLP transformer, without norms and biases.
 
-    embeddings  vocabulary x hidden, twice if the output has its own
-    attention   hidden x head_dim x (2 x heads + 2 x KV heads), a layer
-    MLP         3 x hidden x intermediate, times the experts, and their router, a layer
+    embeddings  vocabulary x hidden, twice if not tied
+    attention   hidden x head_dim x (2 x heads + 2 x KV heads), per layer
+    MLP         3 x hidden x intermediate, times the experts, and their router, per layer
     """
     if "vocab_size" not in c.values or "intermediate_size" not in c.values:
         return None

@@ -1,4 +1,4 @@
-"""Sizes in bytes, read from text and written as text. One GB is 10^9 bytes, one GiB 2^30."""
+"""Parsing and formatting of sizes in bytes. One GB is 10^9 bytes, one GiB 2^30."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int) -> int:
-    """Read a size: "16GB" is 16 x 10^9 bytes, "16GiB" is 16 x 2^30, "16G" is "16GB".
+    """Parse a size: "16GB" is 16 x 10^9 bytes, "16GiB" is 16 x 2^30, "16G" is "16GB".
 
     A bare number is bytes; case and spaces do not matter.
 
@@ -25,12 +25,14 @@ def parse_bytes(text: str | int) -> int:
     match = _SIZE.fullmatch(str(text).strip())
     unit = _BY_LOWER.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise SettingError(f"{text!r} is not a size; write a number and a unit, as 16GB or 512MiB")
+        raise SettingError(
+            f"{text!r} is not a size; write a number and a unit, like 16GB or 512MiB"
+        )
     return int(Decimal(match[1]) * unit)
 
 
 def format_bytes(count: int) -> str:
-    """Write a size with three or four digits, in powers of 1000.
+    """Format a size with three or four digits, in powers of 1000.
 
     >>> format_bytes(147_456)
     '147.5 kB'

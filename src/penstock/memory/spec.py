@@ -1,4 +1,4 @@
-"""Specification of a layer and of a model, as far as memory is concerned."""
+"""Memory-related specifications of layers and models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer keeps for a sequence.
+    """KV and state that one layer holds for a sequence.
 
     `state_bytes` is the size of convolution and recurrent states, which does not depend on the
     tokens; None if the config does not say.
@@ -29,7 +29,7 @@ class LayerSpec:
     state_bytes: int | None = 0
 
     def columns(self, max_kv_size: int) -> int:
-        """Return the tokens this layer holds when the cache is bounded to `max_kv_size`."""
+        """Return the number of tokens this layer holds in a cache of at most `max_kv_size`."""
         if self.kind == "recurrent":
             return 0
         return min(max_kv_size, self.window_tokens or max_kv_size)
@@ -37,10 +37,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Memory figures of a model.
+    """Memory-related properties of a model.
 
-    `layers` own a cache each, in order. `notes` are the assumptions made, in words. `max_tokens` is
-    the longest supported text. `whole_weight_bytes` are the weights outside the layers.
+    `layers` have one cache each, in order. `notes` describe assumptions made. `max_tokens` is
+    the context length. `whole_weight_bytes` are the bytes of weights outside the layers.
     """
 
     name: str
