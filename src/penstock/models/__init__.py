@@ -1,1 +1,1 @@
-"""Models and their tokenizers, taken from mlx-lm, and the embedded model."""
+"""Loading of models and tokenizers through mlx-lm, and the embedded model."""

@@ -1,4 +1,4 @@
-"""Figures read from a loaded model's arguments, under the names that mlx-lm's models use."""
+"""Values read from a loaded model's arguments, under the names used in mlx-lm."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import mlx.nn as nn
 
 
 def query_heads(model: nn.Module) -> int:
-    """Return the most query heads of any layer; 64 if the model does not tell."""
+    """Return the maximum number of query heads of any layer; 64 if unknown."""
     layers = [getattr(layer, "self_attn", None) for layer in getattr(model, "layers", [])]
     names = ("num_attention_heads", "n_heads", "n_head", "num_heads")
     return max(_figures(model, layers, names), default=64)
 
 
 def positions(model: nn.Module) -> int | None:
-    """Return how many positions a model is made for; None if its arguments do not tell."""
+    """Return the context length of a model in tokens; None if its arguments lack it."""
     return min(
         _figures(model, [], ("max_position_embeddings", "n_positions", "n_ctx")), default=None
     )

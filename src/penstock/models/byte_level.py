@@ -1,7 +1,7 @@
-"""Text of byte-level tokens, with byte 0: mlx-lm's detokenizer writes its sign, U+0100.
+"""Text of byte-level tokens, including byte 0, which mlx-lm's detokenizer leaves as U+0100.
 
-A byte-level vocabulary writes each byte as one sign: printable ones as themselves, the others, the
-first of them byte 0, as the signs from U+0100 on.
+A byte-level vocabulary maps each byte to one character: printable bytes to themselves, the others,
+starting with byte 0, to characters from U+0100 on.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 
 def detokenizer_of(tokenizer: Any) -> Any:
-    """Return mlx-lm's streaming detokenizer of a tokenizer, with byte 0 added."""
+    """Return mlx-lm's streaming detokenizer of a tokenizer, with support for byte 0."""
     detokenizer = tokenizer.detokenizer
     if type(detokenizer).__name__ == "BPEStreamingDetokenizer":
-        detokenizer._decode_bytes = _text  # of this copy alone
+        detokenizer._decode_bytes = _text  # of this instance only
     return detokenizer
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes | None:
-    """Return the bytes of a token whose text is a part of a character; None if unknown."""
+    """Return the bytes of a token that is part of a character; None if unknown."""
     piece = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(piece, str):
         return None
     if fallback := _FALLBACK.fullmatch(piece):
         return bytes([int(fallback[1], 16)])
-    if "\ufffd" in piece:  # no part, but this character
+    if "\ufffd" in piece:  # the character U+FFFD itself
         return piece.encode()
     known = [_bytes().get(sign) for sign in piece]
     return b"".join(byte for byte in known if byte is not None) if all(known) else None

@@ -1,4 +1,4 @@
-"""Replacement of a model's chat template: from a file, or one known by name."""
+"""Replacement of a model's chat template by a file or a named template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.models.mlx_lm import Loaded, chat_templates, render, set_chat_temp
 from penstock.models.template_trial import check_template
 
 MOST_BYTES = 1_000_000
-"""Largest file of a template, in bytes."""
+"""Maximum size of a template file in bytes."""
 TURN_END = "<|im_end|>"
 CHATML = (
     "{% for message in messages %}"
@@ -19,11 +19,11 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TEMPLATES = {"chatml": CHATML}
-"""Templates by their names in `--chat-template`."""
+"""Templates by name, as accepted by `--chat-template`."""
 
 
 def template_text(setting: str, named: Mapping[str, str] | None = None) -> str:
-    """Return the template of a setting: one of the `named` ones, a file, or the text.
+    """Return the template that a setting names: one of `named`, a file, or the text itself.
 
     >>> template_text("{{ messages[0].content }}")
     '{{ messages[0].content }}'
@@ -49,9 +49,9 @@ def template_text(setting: str, named: Mapping[str, str] | None = None) -> str:
 
 
 def use_template(loaded: Loaded, setting: str) -> None:
-    """Replace a model's chat template, and try it on a question; SettingError or ModelError.
+    """Replace a model's chat template, and test it; SettingError or ModelError if it fails.
 
-    With ChatML the end of a turn ends an answer, where the vocabulary has that mark.
+    With ChatML, the end-of-turn token also ends answers, if the vocabulary has it.
     """
     text = template_text(setting, chat_templates(loaded.tokenizer))
     check_template("--chat-template", text)

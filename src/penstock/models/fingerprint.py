@@ -1,4 +1,4 @@
-"""Fingerprint of a model: the identity of everything but the tokens that its KV depends on.
+"""Fingerprint of a model: the identity of everything except tokens that its KV depends on.
 
 Equal weights under another name have the same fingerprint. Other weights under the same name do
 not.
@@ -18,10 +18,10 @@ from mlx.utils import tree_flatten
 
 
 def fingerprint(model: Any, **settings: object) -> str:
-    """Hash a model's weights to the bit, its layers, its arguments and mlx-lm's version.
+    """Hash a model's weights, layers and arguments, and the version of mlx-lm.
 
-    That includes quantization, RoPE and adapters. Reads every weight once: about a second for each
-    5 GB. `settings` are others that KV depends on.
+    This includes quantization, RoPE and adapters. Reads all weights once: about a second per
+    5 GB. `settings` are further settings that KV depends on.
     """
     hashed = xxhash.xxh3_128()
     arguments = getattr(model, "args", None)
@@ -53,6 +53,6 @@ def _add(hashed: xxhash.xxh3_128, raw: Any) -> None:
 
 
 def _bytes(array: mx.array) -> Any:
-    """Return an array's bytes, without a copy where possible."""
+    """Return an array's bytes, without a copy if possible."""
     seen = np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
     return np.ascontiguousarray(seen).reshape(-1).view(np.uint8)

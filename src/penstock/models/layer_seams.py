@@ -1,4 +1,4 @@
-"""The seams under a model's layers: attention by penstock's caches, products by its back end."""
+"""Hooks in a model's layers: attention through penstock's caches, products by its back end."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ _ATTENTION = "scaled_dot_product_attention"
 
 
 def attach(model: nn.Module) -> tuple[str, ...]:
-    """Put the attention seam under a model; return the changed modules.
+    """Redirect a model's attention to penstock's caches; return the changed modules.
 
     In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound to a
     dispatcher. A layer attends by its cache if that is one of penstock's `Reads`, a
     `TurboQuantKVCache` or a `SelectiveKVCache`. All other calls go to mlx-lm's function as before.
-    Linear layers and embeddings become this module's. Nothing else is patched. A second call does
-    nothing.
+    Linear layers and embeddings become this module's classes. Nothing else is patched. Idempotent.
     """
     loaded_model("attach", model)
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
@@ -76,7 +75,7 @@ def _dispatching(theirs: Any) -> Any:
 
 
 class _Active(threading.local):
-    """Back end of this thread's products in a decode step; None elsewhere."""
+    """Back end of this thread's products during a decode step; None otherwise."""
 
     device: AttentionBackend | None = None
     no_logits = False
@@ -86,7 +85,7 @@ _active = _Active()
 
 
 class Linear(nn.Linear):
-    """A linear layer that calls the back end in decode steps, and MLX elsewhere."""
+    """A linear layer that uses the back end in decode steps, and MLX otherwise."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if _active.device is None:
@@ -96,7 +95,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose weights are also those of the last layer; see `Linear`."""
+    """An embedding that may also be the output layer; see `Linear`."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         if _active.device is None:
@@ -109,7 +108,7 @@ _SEAMS: dict[type, type[nn.Module]] = {nn.Linear: Linear, nn.Embedding: Embeddin
 
 @contextmanager
 def decoding(device: AttentionBackend) -> Iterator[None]:
-    """Let a back end multiply by weights in this thread."""
+    """Let a back end compute products with weights on this thread."""
     _active.device = device
     try:
         yield
@@ -119,9 +118,9 @@ def decoding(device: AttentionBackend) -> Iterator[None]:
 
 @contextmanager
 def without_logits() -> Iterator[None]:
-    """Let a model leave its logits out in this thread meanwhile, as nothing will read them.
+    """Let a model skip its logits on this thread, as nothing reads them.
 
-    MLX does not compute what is not read. Layers that compute when they are called ask.
+    MLX computes lazily; layers that compute eagerly check `skips_logits`.
     """
     _active.no_logits = True
     try:
@@ -131,5 +130,5 @@ def without_logits() -> Iterator[None]:
 
 
 def skips_logits() -> bool:
-    """Return whether nothing reads the logits that a model computes now."""
+    """Return whether the logits that a model would compute now are not needed."""
     return _active.no_logits

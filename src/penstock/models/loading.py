@@ -1,4 +1,4 @@
-"""Loading of models by folder, file or name, whatever their form."""
+"""Loading of models by folder, file or name."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def load(
 
     Args:
         path_or_name: a folder, a file, `owner/model`, or a short name of `penstock.models.named`.
-        weights_dtype: `auto` turns weights into float32 on a CPU, where MLX multiplies anything
-            else on one core; `native` leaves them; `float32` widens them anywhere.
+        weights_dtype: `auto` converts weights to float32 on a CPU, where MLX multiplies other
+            dtypes on one core; `native` keeps them; `float32` always converts them.
 
     Raises:
-        ModelError: The model is unknown, or its folder is incomplete, damaged or of a kind
-            that mlx-lm does not have.
+        ModelError: The model is unknown, or its folder is incomplete, damaged or of a type
+            that mlx-lm does not support.
     """
     loaded = load_all(path_or_name, weights_dtype=weights_dtype)
     return loaded.model, loaded.tokenizer
@@ -39,7 +39,7 @@ def load_all(
     weights_dtype: WeightsDtype = "auto",
     limit_bytes: int | None = None,
 ) -> Loaded:
-    """Load as `load` does; within `limit_bytes`, `auto` widens nothing that leaves too little."""
+    """Load like `load`; with `limit_bytes`, `auto` converts only if enough memory is left."""
     if not isinstance(path_or_name, str | Path):
         kind = type(path_or_name).__name__
         raise ModelError(f"a model is a folder, a .gguf file or a name, not a {kind}")
@@ -54,7 +54,7 @@ def load_all(
 def load_within(
     path_or_name: str | Path, weights_dtype: WeightsDtype, memory_limit: str | int | None = None
 ) -> Loaded:
-    """Load a model for an engine of this memory limit, by default the machine's; see `load_all`."""
+    """Load a model for an engine with a memory limit, which defaults to the machine's."""
     limit = devices.machine_memory().default_limit_bytes
     if memory_limit is not None:
         limit = parse_bytes(memory_limit)

@@ -1,6 +1,6 @@
-"""The only module that imports mlx-lm: loading, chat templates, layers' caches.
+"""The only module that imports mlx-lm: loading, chat templates and caches.
 
-`tests/test_contract_mlx_lm.py` names its assumptions.
+`tests/test_contract_mlx_lm.py` tests its assumptions.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ logger = logging.getLogger(__name__)
 
 Message = dict[str, str]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning; transformers gives templates the first two of them."""
+"""Keys of a message's reasoning; transformers passes the first two to templates."""
 NOTE_SECONDS = 2.0
-"""Seconds between two notes about weights being read."""
+"""Seconds between log messages while weights are read."""
 INDEX = "model.safetensors.index.json"
 SAFELY = {"trust_remote_code": False}
-"""Settings of tokenizers: code of a model's folder is neither run nor asked about on a terminal."""
+"""Settings of tokenizers: code in a model's folder is not run, without a prompt for permission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,15 @@ class Loaded:
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     weights_note: str | None = None
-    """Line about the dtype of the weights; None where they stay native."""
+    """Note on the dtype of the weights; None if they stay native."""
     sampling: dict[str, float] = field(default_factory=dict)
-    """Sampling of the model's `generation_config.json`."""
+    """Sampling settings in the model's `generation_config.json`."""
 
 
 def load_folder(
     path_or_name: str | Path, weights_dtype: WeightsDtype, limit_bytes: int | None
 ) -> Loaded:
-    """Load a model's folder, or one of the hub; see `loading.load_all`."""
+    """Load a model from a folder or the hub; see `loading.load_all`."""
     source = checked_source(path_or_name)
     try:
         model, tokenizer, config = mlx_lm.load(source, SAFELY, lazy=True, return_config=True)
@@ -115,7 +115,7 @@ def load_folder(
 
 
 def _dense(module: nn.Module) -> nn.Module | None:
-    """Return a dense module in place of a quantized one, with weights to be replaced."""
+    """Return a dense module for a quantized one, with weights to be replaced; else None."""
     rows, columns = module.weight.shape[-2], module.scales.shape[-1] * module.group_size
     if isinstance(module, nn.QuantizedEmbedding):
         return nn.Embedding(rows, columns)
@@ -135,14 +135,14 @@ def load_written(
     path: Path,
     name: str,
 ) -> Loaded:
-    """Load a model of another form than a folder.
+    """Load a model from another format than a folder.
 
     Args:
         write: writes a folder for mlx-lm's loaders, without weights.
         weights: names and arrays of the weights, evaluated one by one.
-        widening: the dtype they have, or are to be packed from.
-        path: of the model, for errors.
-        name: of the model.
+        widening: decision about the dtype of the weights.
+        path: path of the model, for error messages.
+        name: name of the model.
     """
     try:
         with TemporaryDirectory(prefix="penstock-") as written:
@@ -166,7 +166,7 @@ def load_written(
 def _noted(
     weights: Iterator[tuple[str, mx.array]], total_bytes: int
 ) -> Iterator[tuple[str, mx.array]]:
-    """Yield weights as they are read, and log from time to time how many there are."""
+    """Yield weights as they are read, and log progress periodically."""
     read_bytes, noted = 0, time.monotonic()
     logger.info("loading %s of weights", format_bytes(total_bytes))
     for name, weight in weights:
@@ -181,14 +181,14 @@ def _noted(
 def load_part(
     path_or_name: str | Path, group: mx.distributed.Group, *, pipeline: bool = False
 ) -> Loaded:
-    """Load this process's part of a model that mlx-lm divides among the `group`.
+    """Load this process's part of a model that mlx-lm divides among `group`.
 
-    Without `pipeline` that is a part of the heads of every layer, and of the matrices between
+    Without `pipeline`, that is a part of the heads of every layer, and of the matrices between
     them. With it, or if the model's class has nothing else, it is whole layers. All processes of
     the group must load.
 
     Raises:
-        ModelError: as `loading.load`; or mlx-lm cannot divide this model among so many.
+        ModelError: see `loading.load`; or mlx-lm cannot divide this model among the group.
     """
     source, ranks = checked_source(path_or_name), group.size()
     if pipeline and Path(source).is_dir() and not (Path(source) / INDEX).is_file():
@@ -216,7 +216,7 @@ def load_part(
 
 
 def _check_divided(config: dict[str, Any], name: str, ranks: int, divided: Sequence[str]) -> None:
-    """Raise ModelError unless all ranks have equal parts: mlx-lm rounds heads and layers."""
+    """Raise ModelError unless all ranks get equal parts, as mlx-lm rounds heads and layers."""
     for place in (config, config.get("text_config") or {}):
         for what in divided:
             count = place.get(f"num_{what}")
@@ -228,7 +228,7 @@ def _check_divided(config: dict[str, Any], name: str, ranks: int, divided: Seque
 
 
 def is_stage(model: nn.Module) -> bool:
-    """Return whether a model has only some of its layers, the others being other processes'."""
+    """Return whether a model has only some of its layers, with the others in other processes."""
     return getattr(getattr(model, "model", None), "pipeline_size", 1) > 1
 
 
@@ -238,7 +238,7 @@ def passes_on(model: nn.Module) -> bool:
 
 
 def load_tokenizer(path_or_name: str | Path) -> TokenizerWrapper:
-    """Load a model's tokenizer without its weights; raises ModelError as `loading.load`."""
+    """Load a model's tokenizer without its weights. Raises like `loading.load`."""
     source = checked_source(path_or_name)
     try:
         tokenizer = mlx_lm.utils.load_tokenizer(source, SAFELY)
@@ -259,12 +259,12 @@ def _refusal(what: str, error: BaseException) -> BaseException:
 
 
 def _check_first_step(model: nn.Module) -> None:
-    """Build the graph of a step without computing it: the model's code meets all of its config."""
+    """Build the graph of a step without computing it, which checks the model's config."""
     model(mx.array([[0]]), cache=mlx_lm.models.cache.make_prompt_cache(model))
 
 
 def _check_tokenizer(tokenizer: TokenizerWrapper, name: str) -> None:
-    """Raise ModelError for invalid end tokens, or a chat template that does not end."""
+    """Raise ModelError for invalid end-of-sequence tokens or a chat template that does not end."""
     for token in tokenizer.eos_token_ids:
         if not isinstance(token, int) or token < 0:
             raise ModelError(f"{name}: the end token {token!r} is not a token's number")
@@ -273,7 +273,7 @@ def _check_tokenizer(tokenizer: TokenizerWrapper, name: str) -> None:
 
 
 def _complete_templates(tokenizer: TokenizerWrapper, source: str) -> None:
-    """Add the chat templates of the folder that transformers' tokenizers leave out."""
+    """Add the chat templates of the folder that transformers' tokenizers ignore."""
     templates = getattr(tokenizer, "chat_template", None)
     if tokenizer.has_chat_template and templates is None:
         return  # a program of mlx-lm's
@@ -305,23 +305,23 @@ def rendered_text(
     gone: Callable[[], bool] = lambda: False,
     template_args: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the text of a conversation by the model's chat template: the one place that renders.
+    """Render a conversation with the model's chat template, and return the text.
 
-    It is the text of mlx-lm's `apply_chat_template`. A tokenizer class of transformers that renders
-    by itself is no foreign program, and runs as it is.
+    The text is that of mlx-lm's `apply_chat_template`. A transformers tokenizer class that renders
+    by itself is trusted, and runs in this process.
 
     Args:
         tokenizer: The model's tokenizer.
-        messages: OpenAI's form, oldest first.
-        renderer: Of the caller.
-        tools: OpenAI's form.
-        answer: End where the model's answer begins.
-        gone: Returns whether nobody waits for the text any more.
+        messages: Messages in OpenAI's format, oldest first.
+        renderer: Renderer of the caller.
+        tools: Tools in OpenAI's format.
+        answer: Whether to end with the opening of the model's answer.
+        gone: Returns whether the text is no longer needed.
         template_args: Arguments of the template; `chat_template` replaces it.
 
     Raises:
         TemplateRefusal: The template raises, or there is none.
-        TemplateOverrun: It does not end in time, or takes too much memory.
+        TemplateOverrun: The template does not end in time, or uses too much memory.
     """
     own, base = type(tokenizer._tokenizer), mlx_lm.tokenizer_utils.PreTrainedTokenizerBase
     given = {"tools": tools, "add_generation_prompt": answer, **(template_args or {})}
@@ -351,7 +351,7 @@ def rendered_text(
 
 
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as transformers hands it to a template."""
+    """Return a message as transformers passes it to a template."""
     plain = {key: value for key, value in message.items() if value is not None}
     names = [name for name in REASONING_FIELDS if name in plain]
     if not names:
@@ -361,7 +361,7 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode(tokenizer: TokenizerWrapper, text: str, *, special: bool = True) -> list[int]:
-    """Tokenize raw text, with or without the special tokens the tokenizer adds by itself."""
+    """Tokenize raw text, with or without the special tokens that the tokenizer adds."""
     try:
         return list(tokenizer.encode(text, add_special_tokens=special))
     # A boundary, as in `load_folder`.
@@ -377,13 +377,13 @@ def render(
     renderer: TemplateRenderer | None = None,
     **template_args: Any,
 ) -> list[int]:
-    """Tokenize a conversation by the model's chat template.
+    """Render a conversation with the model's chat template, and tokenize it.
 
     Args:
         tokenizer: The model's tokenizer.
         messages: `role` and `content` of each message, oldest first.
-        answer: End where the model's answer begins.
-        renderer: of a caller that renders often; None starts a process for this conversation.
+        answer: Whether to end with the opening of the model's answer.
+        renderer: Renderer to reuse; None starts a process for this conversation.
         template_args: Arguments of the template; `chat_template` replaces it.
 
     Raises:
@@ -411,17 +411,17 @@ def render(
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """KV of a model whose layers compress: see `kv.compressed`."""
+    """KV of a model with compressing layers; see `kv.compressed`."""
 
     rows: tuple[Rows, ...]
     """Rows of all layers, in the model's order."""
     every: int
-    """Tokens after which all groups are full: a block is a multiple of it."""
+    """Number of tokens after which all groups are full; blocks are multiples of it."""
     state_form: StateForm
     """Form of a sequence's states at a boundary where all groups are full, no row is loose, and
     enough tokens precede to fill the windows."""
     state_bytes: int
-    """Upper bound of a sequence's states, but for loose rows, in bytes."""
+    """Upper bound for a sequence's states in bytes, except loose rows."""
 
 
 NO_COMPRESSION = Compression((), 1, NO_STATES, 0)
@@ -430,7 +430,7 @@ NO_COMPRESSION = Compression((), 1, NO_STATES, 0)
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """KV and states that a model keeps of a sequence, and its own caches made of them.
+    """KV and states that a model keeps for a sequence, and mlx-lm's caches made from them.
 
     A cache of mlx-lm is one layer with keys and values, the states of one recurrent layer, or a
     list of these.
@@ -452,13 +452,13 @@ class ModelLayout:
 
     @property
     def rows(self) -> dict[int, Rows]:
-        """Rows of the layers with keys and values that keep rows, by the layer's number."""
+        """Rows of the layers with keys and values that keep rows, by layer index."""
         return dict(enumerate(self.compression.rows))
 
     def caches(
         self, reads: Sequence[Any], states: States | None, position: int = 0
     ) -> tuple[list[Any], list[Any]]:
-        """Return the caches for the model, and those of them that recurrent layers write to.
+        """Return the caches for the model, and those among them that recurrent layers write to.
 
         `states` is None at the beginning; layers that compress need the step's `position`.
         """
@@ -485,7 +485,7 @@ def states_of(kept: Sequence[Any]) -> States:
 
 
 def layout(model: nn.Module) -> ModelLayout:
-    """Return the layout of a model, from the caches mlx-lm would give it; or raise ModelError."""
+    """Return the layout of a model from mlx-lm's caches for it; ModelError if unsupported."""
     caches, compression = plain_caches(model), NO_COMPRESSION
     if all(map(_compresses, caches)):
         caches, compression = _opened(model, caches)
@@ -497,14 +497,14 @@ def layout(model: nn.Module) -> ModelLayout:
 
 
 def _compresses(cache: Any) -> bool:
-    """Return whether a cache is of the kind of DeepSeek 4.1's own."""
+    """Return whether a cache is of the kind that DeepSeek 4.1 defines."""
     return all(hasattr(cache, name) for name in (*POINTS, *ROWS, "update_window"))
 
 
 def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression]:
-    """Return the caches of a model that compresses, opened into their parts.
+    """Return the caches of a model with compressing layers, split into their parts.
 
-    A trial with as many tokens as fill every window and every group shows the shapes of a layer's
+    A trial step with enough tokens to fill every window and group shows the shapes of a layer's
     states, without computing them.
     """
     ratios = [int(layer.self_attn.ratio) for layer in model.layers]

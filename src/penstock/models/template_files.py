@@ -1,4 +1,4 @@
-"""Chat templates of a model's folder, with those that transformers' tokenizers leave out.
+"""Chat templates of a model's folder, including those that transformers' tokenizers ignore.
 
 chat_template.jinja, additional_chat_templates/*.jinja    the tokenizer reads them first,
 tokenizer_config.json: a text, or texts by name           and these where there are none of those
@@ -14,13 +14,13 @@ from typing import Any
 from penstock.models.source import read_object
 
 DEFAULT = "default"
-"""Name of the template for conversations without tools."""
+"""Name of the default template, used without tools."""
 FILES = ("tokenizer_config.json", "chat_template.json")
-"""Files that may have a default template, in order."""
+"""Files that may contain a default template, in order of precedence."""
 
 
 def completed(templates: Any, source: str | Path) -> str | dict[str, str] | None:
-    """Return a tokenizer's templates with a default; None where the model has no template."""
+    """Return a tokenizer's templates, adding a default; None if the model has no template."""
     if isinstance(templates, str):
         return templates
     named = dict(templates or {})

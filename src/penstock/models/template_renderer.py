@@ -1,7 +1,7 @@
-"""Renders chat templates, which are programs of models' makers, in bounded processes.
+"""Rendering of chat templates, which are untrusted programs, in processes with limits.
 
-A template may never end, or take all memory. So none is rendered in the process of the engine:
-`template_child` renders it in one of its own, and its text comes back.
+A template may never end, or use all memory. Templates are therefore not rendered in the engine's
+process: `template_child` renders them in a child process and returns the text.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from penstock.models import template_child
 from penstock.plurals import counted
 
 CPU_SECONDS = 2
-"""Processor time of a rendering; real templates take milliseconds."""
+"""CPU seconds allowed per rendering; real templates take milliseconds."""
 WALL_SECONDS = 60.0
-"""Seconds after which a rendering counts as hung, where processor time cannot be bounded."""
+"""Seconds after which a rendering counts as hung, if CPU time cannot be limited."""
 MEMORY_BYTES = 1 << 30
 END_SECONDS = 30.0
-"""Seconds in which a process whose output has ended ends by itself."""
+"""Seconds for a process to exit after its output has ended."""
 WAIT_SECONDS = 0.05
-"""Seconds between two looks whether a text is still wanted."""
+"""Seconds between checks whether the text is still needed."""
 TEXT_SHARE = 16
-"""Characters of a text for each byte of the messages it is made of, at most."""
+"""Maximum characters of a text per character of its messages."""
 LEAST_TEXT = 1_000_000
-"""Characters that any text may have."""
+"""Characters that are always allowed."""
 
 
 class TemplateOverrun(ModelError):
-    """A chat template does not end, or takes too much memory."""
+    """A chat template does not end in time, or uses too much memory."""
 
     status = 400
 
 
 class TemplateRefusal(ModelError):
-    """A chat template raises for a conversation; the text is its error's class and first line."""
+    """A chat template raised an error; the message is its class and first line."""
 
     status = 400
 
 
 class TemplateRenderer:
-    """Renderer of chat templates, with a bounded process for each thread that asks.
+    """Renderer of chat templates, with a limited process for each calling thread.
 
-    Any thread may call it. Its processes end with it, with their thread, or with `close`.
+    Thread-safe. A process ends with the renderer, with its thread, or on `close`.
     """
 
     def __init__(self, cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -68,7 +68,7 @@ class TemplateRenderer:
         self.close()
 
     def close(self) -> None:
-        """End all processes; a later call starts one again."""
+        """End all processes; a later call starts a new one."""
         while self._ends:
             self._ends.pop()()
 
@@ -87,14 +87,14 @@ class TemplateRenderer:
         """Return the text of a template.
 
         Args:
-            source: the template, in Jinja's language.
-            given: its variables.
-            gone: tells whether nobody waits for the text any more.
-            program: file and name of a function that takes the variables, in place of a template.
+            source: Jinja source of the template.
+            given: variables of the template.
+            gone: returns whether the text is no longer needed.
+            program: file and name of a function to call instead of a template.
 
         Raises:
             TemplateRefusal: the template raises.
-            TemplateOverrun: it does not end in time, or takes too much memory.
+            TemplateOverrun: the template does not end in time, or uses too much memory.
         """
         variables = json.dumps(given, default=str)
         most = LEAST_TEXT + len(source) + TEXT_SHARE * len(variables)
@@ -120,7 +120,7 @@ class TemplateRenderer:
     def _exchange(
         self, process: subprocess.Popen[bytes], line: bytes, gone: Callable[[], bool]
     ) -> bytes | None:
-        """Send a request; return the answer, empty if the process ended, None if late or `gone`."""
+        """Send a request, return the answer; empty if the process ended, None if late or gone."""
         assert process.stdin is not None and process.stdout is not None
         until = time.monotonic() + WALL_SECONDS
         try:
@@ -152,11 +152,11 @@ class TemplateRenderer:
 
 
 class _Thread:
-    """Token of a thread; it is collected when the thread or the renderer ends."""
+    """Thread-local token that is collected when the thread or the renderer ends."""
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float = 0.0) -> int:
-    """End a process, by force after some seconds, close its pipes, and return its exit code."""
+    """End a process, killing it after `seconds`; close its pipes and return its exit code."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Weights that stay in 4 and 8 bits on a CPU: the seam to the plug-in that multiplies them."""
+"""Weights kept in 4 and 8 bits on a CPU: the interface to the plug-in that multiplies them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ Packing: TypeAlias = Literal["graphs", "product"]
 
 
 class WeightPacker(Protocol):
-    """Multiplication by weights as they lie, for the modules of a loaded model."""
+    """Direct multiplication by quantized weights, for the modules of a loaded model."""
 
     def takes(self, module: nn.Module) -> bool:
-        """Return whether a module's codes can be multiplied as they lie."""
+        """Return whether a module's codes can be multiplied directly."""
 
     def pack(self, model: nn.Module, *, exact: bool) -> None:
-        """Replace modules with codes, one after the other; the rest of the model is in float32.
+        """Replace quantized modules one by one; the rest of the model is in float32.
 
         Args:
-            model: mlx-lm's.
+            model: model of mlx-lm.
             exact: whether activations stay in float32.
         """
 
@@ -93,7 +93,7 @@ def _is_wide(module: nn.Module) -> bool:
 
 
 def weight_packer() -> WeightPacker | None:
-    """Return what the plug-in `packed` has; None where it or its library is not installed."""
+    """Return the plug-in `packed`; None if it or its library is not installed."""
     try:
         packer: WeightPacker | None = extension("packed")
     except ImportError as error:
@@ -103,15 +103,15 @@ def weight_packer() -> WeightPacker | None:
 
 
 def pack(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None], *, exact: bool) -> None:
-    """Turn a model into one whose codes are multiplied as they lie, and all else into float32.
+    """Replace quantized modules by ones that multiply codes directly; convert the rest to float32.
 
     Args:
         model: loaded lazily, or evaluated.
-        dense: as of `widen`, for modules with codes that cannot be multiplied as they lie.
+        dense: see `widen`; used for modules whose codes cannot be multiplied directly.
         exact: whether activations stay in float32.
 
     Raises:
-        ModelError: what multiplies them is not installed.
+        ModelError: the plug-in is not installed.
     """
     packer = weight_packer()
     if packer is None:

@@ -1,4 +1,4 @@
-"""Whether weights become float32 when a model is loaded.
+"""Conversion of weights to float32 when a model is loaded.
 
 MLX on a Linux CPU multiplies codes and half-precision numbers on one core without BLAS: the same
 model in float32 reads prompts 50 times as fast. On a GPU weights stay native.
@@ -19,22 +19,22 @@ from penstock.config import WeightsDtype
 from penstock.memory.sizes import format_bytes
 
 KV_SHARE = 0.25
-"""Part of the memory limit that `auto` leaves to keys, values and buffers."""
+"""Share of the memory limit that `auto` leaves for keys, values and buffers."""
 _HALF = (mx.float16, mx.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """The choice between native weights and float32."""
+    """Decision between native weights and float32."""
 
     choice: WeightsDtype
-    """`auto` takes float32 on a CPU where it leaves a quarter of the limit free."""
+    """Requested dtype; `auto` uses float32 on a CPU if that leaves a quarter of the limit free."""
     native_bytes: int
     """Bytes of the native weights."""
     wide_bytes: int
     """Bytes of the weights in float32."""
     limit_bytes: int | None
-    """Memory limit for weights and all else; None if there is none."""
+    """Memory limit for everything, including weights; None if there is none."""
 
     @property
     def widens(self) -> bool:
@@ -46,12 +46,12 @@ class Widening:
 
     @property
     def packs(self) -> bool:
-        """Whether codes stay as they are, and are multiplied as they lie."""
+        """Whether codes are kept and multiplied directly."""
         return self.choice in ("packed", "packed-exact") and self.wide_bytes != self.native_bytes
 
     @property
     def exact(self) -> bool:
-        """Whether activations stay in float32 where codes are multiplied as they lie."""
+        """Whether activations stay in float32 when codes are multiplied directly."""
         return self.choice == "packed-exact"
 
     @property
@@ -60,7 +60,7 @@ class Widening:
 
     @property
     def note(self) -> str | None:
-        """Line about the dtype of the weights; None without a change."""
+        """Description of the weights' conversion; None if there is none."""
         if self.wide_bytes == self.native_bytes:
             return None
         sizes = f"{format_bytes(self.native_bytes)} -> {format_bytes(self.wide_bytes)}"
@@ -78,7 +78,7 @@ class Widening:
 
 
 def model_bytes(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of a model's weights, native and in float32; evaluates nothing."""
+    """Return the bytes of a model's weights, native and in float32, without evaluating them."""
     arrays: dict[str, mx.array] = dict(_flat(model))
     modules = _modules(model)
     wide_bytes = 0
@@ -92,7 +92,7 @@ def model_bytes(model: nn.Module) -> tuple[int, int]:
 
 
 def widen(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Convert a model's weights to float32, one by one, so that only one is held twice.
+    """Convert a model's weights to float32 one by one, so that only one is held twice.
 
     `dense` returns a dense module for a quantized one, or None to leave it.
     """
