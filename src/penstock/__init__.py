@@ -1,7 +1,7 @@
 """LLM serving on MLX inside a fixed amount of memory: an engine, and caches for mlx-lm.
 
-The names below load on first use, so that `import penstock` costs milliseconds and the command line
-answers at once. Only a fast BLAS is loaded with `import penstock` on a Linux CPU, because it must
+The names below are imported on first use, so that `import penstock` takes milliseconds and commands
+start fast. Only a fast BLAS is loaded by `import penstock` on a Linux CPU, because it must
 come before the import of `mlx.core` (see `penstock.blas`).
 """
 

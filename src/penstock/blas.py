@@ -1,13 +1,13 @@
-"""A fast BLAS for MLX on a Linux CPU, loaded before MLX is.
+"""Loading of a fast BLAS for MLX on a Linux CPU, before MLX is imported.
 
 MLX's Linux CPU wheel is linked against the reference BLAS: 6 GFLOPS in float32 on two cores where
-OpenBLAS reaches 200. A CBLAS takes the place of the slow one if it is loaded *before* `mlx.core` is
-imported, with its symbols global. Loaded afterwards it changes nothing, because MLX has bound its
-symbols by then (measured with MLX 0.32.4).
+OpenBLAS reaches 200. A CBLAS replaces the slow one if it is loaded *before* `mlx.core` is
+imported, with global symbols. Loading it later has no effect, because MLX has then bound its
+symbols (measured with MLX 0.32.4).
 
-The wheel `scipy-openblas32` brings OpenBLAS, its symbols prefixed with `scipy_`. The first start
+The wheel `scipy-openblas32` contains OpenBLAS with symbols prefixed by `scipy_`. The first start
 copies the library into the user's cache without the prefix, by `patchelf`, in half a second. The
-wheel comes before the system's libraries: it is the same on every machine, and has newer kernels.
+wheel is preferred to the system's libraries: it is the same on all machines, with newer kernels.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ _SONAMES = (
 INSTALL_COMMAND = "pip install scipy-openblas32 patchelf"
 """Command that installs a fast BLAS without root, on x86-64 and ARM, like the extra `cpu`."""
 _LIBRARY_ENTRY = re.compile(r"^(.*/libscipy_openblas\.so),sha256=([\w-]{8})", re.MULTILINE)
-"""The library's line in a wheel's record: its path, and the beginning of its checksum."""
+"""Pattern of the library's line in a wheel's record: its path, and the start of its checksum."""
 _PATCH_SECONDS = 60.0
-"""Time limit of patchelf, which takes half a second."""
+"""Timeout of patchelf, which takes half a second."""
 _OLD_SECONDS = 24 * 3600.0
-"""Age of copies that are removed when another is made; younger ones may be in use elsewhere."""
+"""Age from which old copies are removed when a new one is created; newer ones may be in use."""
 _UNPACKED_CORES = ("SkylakeX", "Cooperlake", "SapphireRapids")
-"""OpenBLAS's names of CPUs whose kernels copy nothing (0.3.13 and later)."""
+"""OpenBLAS's names of CPUs whose kernels do not copy matrices (0.3.13 and later)."""
 CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 
 
 @dataclass(frozen=True, slots=True)
 class Blas:
-    """The BLAS that MLX multiplies with, and why."""
+    """The BLAS that MLX uses, and the reason."""
 
     is_fast: bool
     """Whether a fast BLAS is loaded, or none is needed on this machine."""
     name: str
-    """The library loaded, or the BLAS that multiplies instead."""
+    """The loaded library, or the BLAS used instead."""
     why: str
     advice: str | None = None
-    """One line for the user if there is anything to do."""
+    """Advice for the user in one line; None if there is nothing to do."""
 
 
 @cache
@@ -73,7 +73,7 @@ def load_blas() -> Blas:
     """Load a CBLAS with global symbols if MLX would otherwise use a slow one.
 
     Never raises: without a fast BLAS everything works, only slower. Later calls return the first
-    answer.
+    result.
     """
     if sys.platform != "linux":
         return Blas(True, "Accelerate", "MLX brings its own on this system")
@@ -92,8 +92,8 @@ def load_blas() -> Blas:
 def one_thread() -> Iterator[None]:
     """Limit BLAS to the calling thread, for the whole process.
 
-    For work spread over MLX's streams and a second thread: two that each call a threaded BLAS
-    wait for each other. This covers MLX's BLAS and NumPy's own. Accelerate has no such limit.
+    For work on MLX's streams and a second thread: two threads that both call a threaded BLAS
+    wait for each other. This covers MLX's BLAS and NumPy's. Accelerate has no such limit.
     """
     if sys.platform != "linux":
         yield
@@ -157,7 +157,7 @@ def _load_named(requested: str) -> Blas:
 
 
 def _load_first() -> Blas:
-    """Load the wheel's library, or else the first known one on this machine."""
+    """Load the wheel's library, or else the first known library on this machine."""
     wheel = _find_wheel()
     problem = None
     if wheel is not None:
@@ -183,16 +183,16 @@ class _Wheel:
     library: Path
     version: str
     checksum: str
-    """Beginning of the library's SHA-256, from the installer's record."""
+    """Start of the library's SHA-256, from the installer's record."""
 
     @property
     def copy_name(self) -> str:
-        """File name of the copy; threadpoolctl recognizes OpenBLAS by its beginning."""
+        """File name of the copy; threadpoolctl recognizes OpenBLAS by the prefix."""
         return f"libopenblas-{self.version}-{self.checksum}.so"
 
 
 def _find_wheel() -> _Wheel | None:
-    """Find the wheel by its installer's record, which saves hashing 25 MB at each start."""
+    """Find the wheel through its installer's record, which avoids hashing 25 MB at each start."""
     try:
         spec = find_spec("scipy_openblas32")
         if spec is None or spec.origin is None:
@@ -209,9 +209,9 @@ def _find_wheel() -> _Wheel | None:
 
 
 def _load_wheel(wheel: _Wheel) -> tuple[str, str | None]:
-    """Load a copy of the wheel's library, made if missing; return its path and the fault.
+    """Load a copy of the wheel's library, creating it if missing; return its path and any error.
 
-    The copy is in the user's cache, or else in a private folder for temporary files.
+    The copy is in the user's cache, or else in a private temporary folder.
     """
     for folder in _copy_folders():
         copy = folder / wheel.copy_name
@@ -240,7 +240,7 @@ def _copy_folders() -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether nobody else can write to a folder: a library in it is executed."""
+    """Return whether no other user can write to a folder from which a library is loaded."""
     try:
         status = folder.lstat()
     except OSError:
@@ -250,7 +250,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _copy_renamed(wheel: _Wheel, copy: Path) -> None:
-    """Copy the wheel's library with unprefixed names, whole or not at all; or raise OSError."""
+    """Copy the wheel's library with unprefixed symbols, atomically; OSError on failure."""
     # These and those of _patchelf take 60 ms, when a copy is made.
     import subprocess
     from tempfile import TemporaryDirectory
@@ -306,7 +306,7 @@ def _patchelf() -> str:
 
 
 def _open(library: str) -> str | None:
-    """Load `library` with global symbols; return the fault, or None.
+    """Load `library` with global symbols; return an error message, or None.
 
     It is loaded with local symbols first: a library without CBLAS must not hide the symbols of
     others.

@@ -1,8 +1,8 @@
-"""Processes that end with their parent, however that ends.
+"""Child processes that end with their parent, however it ends.
 
     start ──> this file as a program ──exec──> the command, under the same process id
                 │ Linux: the kernel sends it SIGTERM when the thread that started it is gone
-                └ elsewhere: a watcher beside it does, when the parent's end of a pipe closes
+                └ elsewhere: a watcher process does, when the parent's end of a pipe closes
 
 As a program it imports nothing of penstock's, so it starts at once.
 """
@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from typing import Any
 
 KERNEL_WATCHES = sys.platform == "linux"
-"""Whether the kernel signals a process at its parent's end."""
+"""Whether the kernel signals a process when its parent ends."""
 LOOK_SECONDS = 0.5
-"""Seconds between two checks of a watcher whether its command has ended."""
+"""Seconds between a watcher's checks whether its command has ended."""
 STOP_SECONDS = 15.0
 """Seconds between SIGTERM and SIGKILL."""
 _PR_SET_PDEATHSIG = 1
@@ -31,8 +31,8 @@ _PR_SET_PDEATHSIG = 1
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """Start a command that gets SIGTERM when this process, or the calling thread, ends.
 
-    `options` are those of `subprocess.Popen`. A missing program is exit code 1 of the process,
-    and no error here.
+    `options` are those of `subprocess.Popen`. If the program is missing, the process exits with
+    code 1, and no error is raised.
     """
     program = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
     if KERNEL_WATCHES:
@@ -58,7 +58,7 @@ def run(
     timeout: float | None = None,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """Run a command to its end with `start`, as `subprocess.run` does."""
+    """Run a command started with `start` to its end, like `subprocess.run`."""
     stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
     with start(command, **{"stdin": stdin, **options}) as process:
         try:
@@ -70,7 +70,7 @@ def run(
 
 
 def end(process: subprocess.Popen[Any], seconds: float = STOP_SECONDS) -> None:
-    """End a process: SIGTERM, and SIGKILL if it is still there after `seconds`."""
+    """End a process with SIGTERM, then with SIGKILL if it still runs after `seconds`."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -88,7 +88,7 @@ def _become(parent: int, pipe: int, command: list[str]) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it has ended before the kernel knew
+        if os.getppid() != parent:  # the parent ended before the call
             sys.exit(1)
     else:
         _watch_beside(pipe)
@@ -99,7 +99,7 @@ def _become(parent: int, pipe: int, command: list[str]) -> None:
 
 
 def _watch_beside(pipe: int) -> None:
-    """Leave an orphan process behind that watches a pipe for this one."""
+    """Start a detached process that watches a pipe and ends this process when it closes."""
     watched = os.getpid()
     child = os.fork()
     if child:

@@ -1,16 +1,16 @@
-"""Errors that say what was wrong, how much, and what to do; each carries its HTTP status."""
+"""Exceptions of penstock, each with its HTTP status."""
 
 from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """Base of all errors that penstock raises on purpose."""
+    """Base class of all errors that penstock raises deliberately."""
 
     status = 500
 
 
 class ModelError(PenstockError):
-    """The model folder is missing, broken, or of a kind that cannot be served."""
+    """The model is missing, damaged, or not supported."""
 
     status = 400
 
@@ -22,7 +22,7 @@ class SettingError(PenstockError, ValueError):
 
 
 class WrongType(SettingError, TypeError):
-    """A setting is of another type than it should be."""
+    """A setting has the wrong type."""
 
 
 class CacheFileError(PenstockError, ValueError):
@@ -44,7 +44,7 @@ class PoolFull(PenstockError, MemoryError):
 
 
 class QueueFull(PenstockError):
-    """More sequences wait for a place in the batch than allowed."""
+    """More sequences are waiting for the batch than allowed."""
 
     status = 429
 
@@ -59,7 +59,7 @@ class QueueFull(PenstockError):
 
 
 class Displaced(QueueFull):
-    """A waiting request was displaced by one of a client with fewer in the queue."""
+    """A waiting request was displaced by a request of a client with fewer waiting."""
 
     def __init__(self, waiting: int, max_queue: int) -> None:
         super().__init__(waiting, 0, max_queue)
@@ -70,7 +70,7 @@ class Displaced(QueueFull):
 
 
 class SequenceOverflow(PenstockError, ValueError):
-    """A sequence would get more tokens than its slot has columns."""
+    """A sequence would exceed its `max_len`."""
 
     status = 400
 
@@ -100,7 +100,7 @@ class EngineStopped(PenstockError, RuntimeError):
 
 
 class SpilledLost(Exception):
-    """Keys and values in a cold tier are lost, and computed again: no request sees this."""
+    """Keys and values in a cold tier are lost and will be recomputed; handled internally."""
 
     def __init__(self, places: tuple[int, ...]) -> None:
         super().__init__(
@@ -118,13 +118,13 @@ class StepFailed(PenstockError, RuntimeError):
 
 
 class GrammarFailed(StepFailed):
-    """A grammar is too complex to be followed further, or leads nowhere; retrying does not help."""
+    """A grammar is too complex to continue, or has no valid next token; retrying does not help."""
 
     status = 400
 
 
 class LedgerFull(PenstockError, MemoryError):
-    """Bytes do not fit under the memory limit now; they may when others are released."""
+    """Bytes do not fit within the memory limit now; they may fit once others are released."""
 
     status = 503
 
@@ -136,7 +136,7 @@ class LedgerFull(PenstockError, MemoryError):
 
 
 class NeverFits(PenstockError, ValueError):
-    """Bytes would not fit under the memory limit even if everything else were evicted."""
+    """Bytes would not fit within the memory limit even if everything else were evicted."""
 
     status = 413
 

@@ -1,6 +1,6 @@
-"""Plug-ins: parts found by entry points, and imported by nothing by name.
+"""Plug-ins: optional parts that are found by entry points and not imported by name.
 
-`pyproject.toml` names those of this package. Another package may name one in place of ours.
+`pyproject.toml` lists those of this package. Another package may provide its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GROUP = "penstock.plugins"
 
 @cache
 def extension(name: str) -> Any | None:
-    """Return the object of a plug-in's entry point; None where it is not installed."""
+    """Return the object of a plug-in's entry point; None if it is not installed."""
     objects = (_loaded(entry) for entry in entry_points(group=GROUP, name=name))
     return next((loaded for loaded in objects if loaded is not None), None)
 

@@ -1,4 +1,4 @@
-"""The C heap on a Linux CPU: memory that MLX frees is kept for its next array.
+"""Tuning of the C heap on a Linux CPU, so that memory freed by MLX is kept for new arrays.
 
 MLX's CPU back end takes every array from malloc and frees it. By default glibc returns memory to
 the system whenever the top of its heap is free, and takes arrays of some sizes from the system one
@@ -26,14 +26,14 @@ _MMAP_BYTES = 32 * 2**20
 
 
 def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
-    """Let the heap keep freed memory, for the whole process; return whether it will.
+    """Let the heap keep freed memory, for the whole process; return whether this is supported.
 
     Arrays over 32 MiB still go back to the system at once. All threads get one arena, since the
     settings do not apply to glibc's others.
 
     Args:
-        most_bytes: free memory at the top of the heap that is not given back to the system;
-            64 MiB or more, and less than 2 GiB. The last call holds.
+        most_bytes: free memory at the top of the heap that is not returned to the system;
+            at least 64 MiB, and less than 2 GiB. The last call takes effect.
     """
     kept_bytes = max(LEAST_KEPT_BYTES, min(most_bytes, MOST_KEPT_BYTES))
     mallopt = _function("mallopt")
@@ -48,13 +48,13 @@ def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Return all free whole pages of the heap to the system; return whether there were any."""
+    """Release all free pages of the heap to the system; return whether there were any."""
     malloc_trim = _function("malloc_trim")
     return malloc_trim is not None and malloc_trim(0) == 1
 
 
 def _function(name: str) -> Any:
-    """Return a function of glibc; None on another system or C library."""
+    """Return a function of glibc; None with another system or C library."""
     if sys.platform != "linux":
         return None
     return getattr(ctypes.CDLL(None), name, None)

@@ -1,7 +1,7 @@
-"""The one account of bytes: those in use, by kind, and the limit that is never exceeded.
+"""The account of all bytes in use, by kind, and their limit, which is never exceeded.
 
-Make room, then take it: `reserve` counts the bytes before they are allocated, or raises. Nothing
-here measures; `check` compares the account with a recount of the caller.
+`reserve` counts bytes before they are allocated, or raises. The ledger does not
+measure memory; `check` compares the account with a recount by the caller.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class Kind(Enum):
     WEIGHTS = "weights"
     NODES = "nodes"
     KEY_INDEX = "key_index"
-    """Index of the nodes' keys, which finds the tokens worth reading."""
+    """Index of the nodes' keys, by which tokens to attend to are selected."""
     TAILS = "tails"
     CHECKPOINTS = "checkpoints"
     BUFFERS = "buffers"
     """Buffers of the step in flight."""
     PROMPTS = "prompts"
-    """Texts and tokens of requests, and the memory to parse them."""
+    """Texts and tokens of requests, and memory for parsing them."""
     GRAMMARS = "grammars"
-    """Compiled grammars, and their future states."""
+    """Compiled grammars, including their future states."""
     INDEX = "index"
     """Bytes of the prefix tree itself: tokens, hashes, nodes."""
     DRAFT = "draft"
@@ -35,7 +35,7 @@ class Kind(Enum):
 
 
 class Reservation:
-    """Bytes counted in a ledger until they are released, at the latest at the end of a `with`."""
+    """Bytes counted in a ledger until released; a context manager that releases at its end."""
 
     __slots__ = ("_ledger", "kind", "nbytes")
 
@@ -45,11 +45,11 @@ class Reservation:
         self.nbytes = nbytes
 
     def resize(self, nbytes: int) -> None:
-        """Change the reserved bytes, or raise LedgerFull or NeverFits, changing nothing."""
+        """Change the reserved bytes; LedgerFull or NeverFits leaves them unchanged."""
         self._ledger._resize(self, nbytes)
 
     def pass_on(self, to: Reservation, nbytes: int) -> None:
-        """Move `nbytes` to another reservation. Never fails for lack of room."""
+        """Move `nbytes` to another reservation, which never fails for lack of memory."""
         self._ledger._pass_on(self, to, nbytes)
 
     def release(self) -> None:
@@ -66,7 +66,7 @@ class Reservation:
 
 
 class Ledger:
-    """Bytes by kind, and their limit. Not thread-safe: one owner, the thread with the arrays.
+    """Bytes by kind, and their limit. Not thread-safe: used by the thread that owns the arrays.
 
     `used_bytes <= limit_bytes` holds at every instant, except after `set_limit` lowered it: then
     nothing more fits until enough has been released.
@@ -104,11 +104,11 @@ class Ledger:
         return dict(self._by_kind)
 
     def reserve(self, kind: Kind, nbytes: int) -> Reservation:
-        """Reserve `nbytes`, before they are allocated: all of them or none.
+        """Reserve `nbytes`, all or none, before they are allocated.
 
         Raises:
-            NeverFits: they would not fit if everything but the weights were evicted.
-            LedgerFull: they do not fit now.
+            NeverFits: the bytes would not fit even if all but the weights were evicted.
+            LedgerFull: the bytes do not fit now.
         """
         reservation = Reservation(self, kind, 0)
         self._held.add(reservation)
@@ -125,7 +125,7 @@ class Ledger:
         return max(0, self._used_bytes - self.limit_bytes)
 
     def check(self, recount: Mapping[Kind, int]) -> None:
-        """Raise AssertionError unless the account equals `recount`, 0 where that lacks a kind."""
+        """Raise AssertionError unless the account equals `recount`, with 0 for missing kinds."""
         reserved = dict.fromkeys(Kind, 0)
         for reservation in self._held:
             reserved[reservation.kind] += reservation.nbytes
@@ -188,7 +188,7 @@ class Ledger:
 
 
 class PartLedger(Ledger):
-    """A ledger inside another one, in which all of its bytes are one line.
+    """A ledger within another ledger, which counts all of its bytes as one kind.
 
     >>> whole = Ledger(1_000)
     >>> part = PartLedger(whole, Kind.DRAFT)

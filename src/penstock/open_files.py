@@ -1,4 +1,4 @@
-"""The limit of open files, which connections count against as files do."""
+"""The limit on open files, which includes connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENOUGH = (65_536, 10_240)
 
 @contextmanager
 def unchanged_limit() -> Iterator[None]:
-    """Keep the limit of open files while a library is imported, then raise it.
+    """Prevent a library from changing the limit on open files while it is imported; then raise it.
 
     mlx-lm sets it to 2,048 of at most 4,096. Under a hard limit below that its import fails, and a
     higher one would be lost for good.
@@ -32,7 +32,7 @@ def unchanged_limit() -> Iterator[None]:
 
 
 def raise_limit() -> int:
-    """Raise the limit of open files to the hard one, and return it."""
+    """Raise the limit on open files to the hard limit, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = (hard,) if hard != resource.RLIM_INFINITY else ()
     for candidate in (*limits, *ENOUGH):
@@ -47,6 +47,6 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """Return this process's limit of open files; a large number if infinite."""
+    """Return this process's limit on open files; a large number if unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ENOUGH[0] if soft == resource.RLIM_INFINITY else soft

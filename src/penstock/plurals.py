@@ -1,10 +1,10 @@
-"""Counts with their nouns."""
+"""Formatting of counts with nouns."""
 
 from __future__ import annotations
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a count with its noun.
+    """Format a count with its noun.
 
     >>> counted(1, "block"), counted(1_200, "block"), counted(2, "entry"), counted(0, "hash")
     ('1 block', '1,200 blocks', '2 entries', '0 hashes')

@@ -1,6 +1,6 @@
 """Reads of untrusted files: only regular files, of a bounded size.
 
-A pipe would be waited for, and a device such as `/dev/zero` read until memory is full.
+Reading a pipe would block, and a device such as `/dev/zero` would fill the memory.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import BinaryIO
 from penstock.plurals import counted
 
 TEXT_BYTES = 16 << 20
-"""Largest file of settings or of a config, in bytes."""
+"""Maximum size of a settings or config file in bytes."""
 
 
 def check_regular(file: Path, most_bytes: int | None = None) -> None:
-    """Raise OSError unless a path leads to a regular file of at most `most_bytes`."""
+    """Raise OSError unless `file` is a regular file of at most `most_bytes`."""
     _check(file, file.stat(), most_bytes)
 
 
 def open_regular(file: Path, most_bytes: int | None = None) -> BinaryIO:
-    """Open a file for reading; OSError if it is no regular file, or larger than `most_bytes`."""
+    """Open a file for reading; OSError if not a regular file or larger than `most_bytes`."""
     stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
         _check(file, os.fstat(stream.fileno()), most_bytes)
@@ -34,7 +34,7 @@ def open_regular(file: Path, most_bytes: int | None = None) -> BinaryIO:
 
 
 def read_text(file: Path, most_bytes: int = TEXT_BYTES) -> str:
-    """Read a text in UTF-8; raises as `open_regular`, or UnicodeDecodeError."""
+    """Read a text file in UTF-8. Raises like `open_regular`, or UnicodeDecodeError."""
     with open_regular(file, most_bytes) as stream:
         return stream.read().decode("utf-8")
 

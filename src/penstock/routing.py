@@ -1,4 +1,4 @@
-"""Choice of a replica for a prompt: pure, no clock, no thread, no arrays of a model.
+"""Choice of a replica for a prompt, without clock, threads or arrays.
 
     replica's tree --Summary--> Router.update      the blocks it holds, every few seconds
     prompt's keys  --Router.choose--> Routed       the chosen replica
@@ -34,18 +34,18 @@ POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 SHORT_BYTES = 4
 """Bytes of a block hash in a summary."""
 HASH_BLOCKS = 2
-"""Blocks that identify a prompt without a cache key to a hash."""
+"""Number of first blocks that are hashed for a prompt without a cache key."""
 RECENT = 256
-"""Prompts whose blocks the router remembers."""
+"""Number of recent prompts whose blocks the router remembers."""
 COMMON = 16
-"""Prompts among those whose common block is needed in several places: it costs as one block."""
+"""Number of recent prompts from which a common block costs 1, as several replicas need it."""
 MOST_ASKED = 16
-"""Replicas of equal knowledge that are compared by load; of more, two are drawn."""
+"""Maximum number of equal replicas that are compared by load; from more, two are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The blocks that a replica holds, each by the first 32 bits of its key.
+    """The blocks that a replica holds, as the first 32 bits of their keys.
 
     >>> known = Summary.of([b"abcd and 12 bytes", b"efgh and 12 bytes"])
     >>> known.nbytes, Summary.from_bytes(known.to_bytes()) == known
@@ -65,7 +65,7 @@ class Summary:
         return cls(frozenset(np.frombuffer(raw, "<u4").tolist()))
 
     def to_bytes(self) -> bytes:
-        """Return 4 bytes a block, in rising order."""
+        """Return 4 bytes per block, in ascending order."""
         blocks = np.fromiter(self.blocks, "<u4", len(self.blocks))
         blocks.sort()
         return blocks.tobytes()
@@ -82,7 +82,7 @@ def short(key: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """A prompt to be routed."""
+    """A prompt to route."""
 
     block_hashes: Sequence[bytes]
     cache_key: str | None = None
@@ -99,24 +99,24 @@ class RoutedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Where a prompt goes."""
+    """The replica chosen for a prompt."""
 
     replica: str
     known_blocks: int
-    """Blocks of the prompt that the router believes to be there."""
+    """Number of the prompt's first blocks that the replica seems to hold."""
 
 
 @dataclass(slots=True)
 class _ReplicaState:
-    """A replica as the router sees it."""
+    """The router's state of a replica."""
 
     bit: int
     """Bit of the replica in the masks of the index."""
     seed: int
     reported: set[int] = field(default_factory=set)
-    """Blocks in its last report."""
+    """Blocks in the replica's last report."""
     sent: set[int] = field(default_factory=set)
-    """Other blocks, of prompts sent there since its last report."""
+    """Other blocks, of prompts sent to the replica since its last report."""
     sent_before: set[int] = field(default_factory=set)
     """Content of `sent` at its last report."""
 
@@ -129,14 +129,14 @@ class _ReplicaState:
 
 
 class Router:
-    """Chooses a replica for each prompt. Not thread-safe: one owner.
+    """Router that chooses a replica for each prompt. Not thread-safe.
 
-    - `round-robin`: one after the other.
-    - `hash`: always the same one for the same cache key, or the same first blocks (rendezvous
+    - `round-robin`: replicas in turn.
+    - `hash`: the same replica for the same cache key, or the same first blocks (rendezvous
       hashing). When a replica leaves, its prompts are spread over the others, and no other prompts
       move.
-    - `prefix`: one that knows the longest prefix; among equals, as `hash`.
-    - `prefix+load`: the one with the least work. Its work is its waiting blocks, and the blocks of
+    - `prefix`: a replica that holds the longest prefix; among equals, as with `hash`.
+    - `prefix+load`: the replica with the least work: its waiting blocks, plus the blocks of
       this prompt that it would have to compute. Such a block counts `worth` unless many prompts
       have it. So a conversation stays where it is unless that replica is overloaded, and a system
       prompt comes to lie wherever it is wanted. Of many replicas that know the same two are drawn,
@@ -144,9 +144,9 @@ class Router:
 
     Args:
         policy: one of `POLICIES`.
-        seed: of the random choices.
-        hash_blocks: blocks that a prompt without a cache key is known by to a hash.
-        worth: cost of computing a block of one conversation again, in waiting blocks.
+        seed: random seed.
+        hash_blocks: number of first blocks hashed for a prompt without a cache key.
+        worth: cost of recomputing a block of one conversation, in waiting blocks.
 
     >>> router = Router("prefix+load")
     >>> router.join("a"), router.join("b")
@@ -193,13 +193,13 @@ class Router:
 
     @property
     def index_bytes(self) -> int:
-        """Approximate Python size of the index: it grows with all replicas' blocks."""
+        """Approximate size of the index in memory, which grows with all replicas' blocks."""
         return sys.getsizeof(self._index) + sum(
             sys.getsizeof(block) + sys.getsizeof(mask) for block, mask in self._index.items()
         )
 
     def known(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return how many of a prompt's first blocks each replica seems to hold, zeros left out."""
+        """Return the number of a prompt's first blocks that each replica seems to hold, if any."""
         lengths: dict[str, int] = {}
         for blocks, mask in self._levels(block_hashes):
             for name in self._named(mask):
@@ -207,16 +207,16 @@ class Router:
         return lengths
 
     def prices(self, block_hashes: Sequence[bytes]) -> list[float]:
-        """Return the costs of computing the blocks behind the first 0, 1, 2, ..."""
+        """Return the costs of computing all blocks after the first 0, 1, 2, ..."""
         block_prices = [
             1.0 if self._uses.get(short(key), 0) >= COMMON else self._worth for key in block_hashes
         ]
         return [*accumulate(reversed(block_prices), initial=0.0)][::-1]
 
     def choose(self, prompt: RoutedPrompt, loads: Mapping[str, float]) -> Routed:
-        """Choose a replica by its waiting blocks, `loads`, too; LookupError without any.
+        """Choose a replica, given the waiting blocks of each in `loads`; LookupError if none.
 
-        Advances the turn of `round-robin` and the random draw, and leaves the summaries alone.
+        Advances the turn of `round-robin` and the random state, but does not change the summaries.
         """
         if not self._places:
             raise LookupError("no replica has joined")
@@ -256,10 +256,10 @@ class Router:
         self._recount()
 
     def update(self, replica: str, summary: Summary) -> None:
-        """Replace the blocks of a replica by its summary; KeyError if it has not joined.
+        """Replace the blocks of a replica by those in a summary; KeyError if it has not joined.
 
-        Blocks sent there since its last summary are believed once more: they may not have been
-        computed when it was made.
+        Blocks sent to it since its last summary are kept once more, as they may not have been
+        computed when the summary was made.
         """
         place = self._places[replica]
         self.change(replica, summary.blocks - place.reported, place.reported - summary.blocks)
@@ -319,7 +319,7 @@ class Router:
     def _levels(self, block_hashes: Sequence[bytes]) -> list[tuple[int, int]]:
         """Return (blocks known, mask of the replicas that know just these), the most blocks first.
 
-        Trees hold whole paths, so a replica that lacks a block lacks all blocks behind it.
+        Trees hold whole paths, so a replica that lacks a block lacks all later ones.
         """
         levels: list[tuple[int, int]] = []
         mask = (1 << len(self._names)) - 1
@@ -342,7 +342,7 @@ class Router:
             mask ^= lowest
 
     def _some(self, mask: int) -> list[str]:
-        """Return the replicas of a mask, or two drawn from many."""
+        """Return the replicas of a mask, or two at random if there are many."""
         if mask.bit_count() <= MOST_ASKED:
             return list(self._named(mask))
         drawn: list[str] = []
@@ -353,7 +353,7 @@ class Router:
         return drawn
 
     def _hashed(self, prompt: RoutedPrompt, among: Sequence[str] | None = None) -> str:
-        """Return the replica with the highest hash of its name and the prompt's."""
+        """Return the replica with the highest combined hash of its name and the prompt."""
         names = self.replicas if among is None else among
         seeds = self._seeds
         if among is not None:
@@ -370,7 +370,7 @@ class Router:
         return Routed(self._hashed(prompt, list(self._named(mask))), blocks)
 
     def _soonest(self, prompt: RoutedPrompt, loads: Mapping[str, float]) -> Routed:
-        """Return the replica with the least work up to this prompt's first token."""
+        """Return the replica with the least work before this prompt's first token."""
         levels, prices = self._levels(prompt.block_hashes), self.prices(prompt.block_hashes)
         knowing = 0
         for _, mask in levels:
@@ -390,7 +390,7 @@ class Router:
         return best[1]
 
     def _busy(self, name: str, loads: Mapping[str, float]) -> tuple[float, int, float]:
-        """Order equal replicas: by load, by blocks held, by chance."""
+        """Return a sort key for equal replicas: load, number of blocks, random number."""
         return loads.get(name, 0.0), self._places[name].size, self._random.random()
 
     def _routed(self, prompt: RoutedPrompt, name: str) -> Routed:
@@ -404,7 +404,7 @@ class Router:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash of each value: the finish of splitmix64 (Steele, Lea & Flood 2014)."""
+    """Return a hash of each value, the finalizer of splitmix64 (Steele, Lea & Flood 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

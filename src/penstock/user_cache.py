@@ -1,4 +1,4 @@
-"""The user's folder for files that penstock can make or fetch again."""
+"""The user's cache folder, for files that penstock can recreate or download again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """Return `$XDG_CACHE_HOME/penstock`, by default `~/.cache/penstock`; it may not exist yet.
+    """Return `$XDG_CACHE_HOME/penstock`, by default `~/.cache/penstock`, which may not exist.
 
     Raises RuntimeError if the variable is not set and there is no home folder.
     """
