@@ -105,14 +105,16 @@ def test_kernels_read_codes_as_they_lie(
     assert any(word in text.name for text, *_ in run.libraries)
 
 
+@pytest.mark.parametrize("codec", [{}, {"kv_cache_quantization": "8"}])
 def test_kernels_read_what_is_in_memory_where_some_kv_is_spilled(
-    folder: Path, prompts: list[tuple[int, ...]], tmp_path: Path
+    folder: Path, prompts: list[tuple[int, ...]], tmp_path: Path, codec: dict[str, Any]
 ) -> None:
     """Rows that choose, and spilled layers, take the reference way; a layer that reads all kernels.
 
     Short rows are read by kernels in every layer.
     """
-    choice = {"attend_tokens": 128, "block_size": 16, "attend_full_layers": (0,)}
+    choice = {"attend_tokens": 128, "block_size": 16, "attend_full_layers": (0,), **codec}
+    choice |= {"kv_cache_min_quantize_tokens": 0, "kv_cache_raw_first_tokens": 16}
     spilled = {**choice, "active_kv_size": 128, "ssd_cache_dir": tmp_path}
     some = [prompts[0][:100], *prompts]
     expected = texts(None, some, **choice)

@@ -17,7 +17,7 @@ from penstock.attention.piece_reads import PieceReads
 from penstock.attention.selection.selected_reads import ChoiceReader, StepMemory
 from penstock.attention.selection.selection import Selection
 from penstock.attention.span_attention import AttentionWindow
-from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.spilled import is_spilled
 from penstock.kv.tails import Tails
 
 
@@ -280,7 +280,7 @@ class DecodeStep:
         if layer not in self.selection.index.layers:
             return False
         return row.parts[-1].end > self.most_joined or any(
-            isinstance(part.segment.layers[layer][0], Coded) for part in row.parts
+            is_spilled(part.segment.layers[layer][0]) for part in row.parts
         )
 
     def streams(self, row: DecodeRow, attention_window: AttentionWindow) -> bool:
