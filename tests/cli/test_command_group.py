@@ -142,7 +142,7 @@ def test_the_help_of_serve_is_in_groups(capsys: pytest.CaptureFixture[str]) -> N
     heads = [line.rstrip(":") for line in shown.splitlines() if line and line[0] != " "]
     assert heads[1:] == ["Arguments", *GROUPS, "Other"]
     for flag, group in GROUP_OF.items():
-        if f"  {flag} " in shown:
-            assert shown.index(f"\n{group}:") < shown.index(f"  {flag} ")
+        if f"\n  {flag} " in shown:
+            assert shown.index(f"\n{group}:") < shown.index(f"\n  {flag} ")
     other = shown.partition("\nOther:")[2].strip().splitlines()
     assert [line.split()[0] for line in other] == ["-h,"], "each flag has a group"
