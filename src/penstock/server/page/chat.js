@@ -56,7 +56,8 @@ export class Chat {
     this.draft = byId("draft");
     /** Whether the end of the conversation is in sight, and stays there while it grows. */
     this.following = true;
-    this.log.addEventListener("scroll", () => (this.following = this.isAtEnd()));
+    this.lastTop = 0;
+    this.log.addEventListener("scroll", () => this.noteScroll());
     new ResizeObserver(() => this.follow()).observe(this.log);
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -274,8 +275,12 @@ export class Chat {
     if (this.following) this.log.scrollTop = this.log.scrollHeight;
   }
 
-  isAtEnd() {
-    return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 90;
+  /** A growing draft also moves the end out of sight: only who scrolls up stops following. */
+  noteScroll() {
+    const { scrollHeight, scrollTop, clientHeight } = this.log;
+    const isAtEnd = scrollHeight - scrollTop - clientHeight < 90;
+    if (isAtEnd || scrollTop < this.lastTop) this.following = isAtEnd;
+    this.lastTop = scrollTop;
   }
 
   showRunning() {
