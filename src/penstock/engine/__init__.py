@@ -1,1 +1,1 @@
-"""Many sequences at once over one tree and one ledger: requests, schedule, steps."""
+"""Inference engine: requests, scheduling and steps of many sequences within one memory limit."""

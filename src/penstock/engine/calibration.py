@@ -1,7 +1,7 @@
-"""Runs of random tokens from which an opening engine learns about its model, in reserved bytes.
+"""Calibration of an engine at startup: forward passes over random tokens, in reserved memory.
 
-A run is read in the engine's own chunks, so that it takes no more than its keys and values beside
-the buffers of a step.
+Each run is split into the engine's own prefill chunks, so it needs only the buffers of a step and
+memory for its keys and values.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from penstock.kv.numpy_arrays import Floats
 from penstock.ledger import Kind, Ledger
 
 KEY_BYTES = 4
-"""Bytes of a number of a key while centers are found, in all layers: as float32."""
+"""Bytes per element of the keys of all layers while centers are computed (float32)."""
 LAYER_BYTES = 4 * 8 + 2 * 4
-"""Bytes more in the layer whose center is found: four arrays of float64, and copies of pieces."""
+"""Extra bytes per element in the layer whose center is computed: four float64 arrays and copies."""
 SQUARES_BYTES = 2 * 4
-"""Bytes of a number of keys and queries while it is squared: itself and its square, in float32."""
+"""Bytes per element of keys and queries while squared: the element and its square, in float32."""
 
 
 class Calibration:
-    """What an engine measures of its model once, before it takes requests.
+    """Measurements of the model that an engine makes once, before it accepts requests.
 
     Args:
-        runner: of the model.
-        estimator: of the bytes of its steps; those of the largest are reserved.
-        limits: fitted to the model.
-        ledger: the account of the engine.
+        runner: runs the model.
+        estimator: estimates the bytes of a step; those of the largest step are reserved.
+        limits: settings, fitted to the model.
+        ledger: accounts for the engine's memory.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Calibration:
         self._ledger = ledger
 
     def centered(self, selection: Selection) -> Selection:
-        """Return a choice whose index leaves out what the keys of each layer have in common.
+        """Return a copy of `selection` whose index subtracts the mean key of each layer.
 
         Raises:
-            LedgerFull: there is no room for the run.
+            LedgerFull: the memory limit has no room for the run.
         """
         shapes = self._runner.shapes
         numbers = [RUN_TOKENS * shape.kv_heads * shape.key_dim for shape in shapes]
@@ -64,10 +64,10 @@ class Calibration:
             return replace(selection, index=replace(selection.index, centers=self._centers()))
 
     def key_scales(self) -> tuple[Scales, ...]:
-        """Return scales for the channels of each layer's keys; see `Runner.key_scales`.
+        """Measure the scales of each layer's key channels; see `Runner.key_scales`.
 
         Raises:
-            LedgerFull: there is no room for the runs.
+            LedgerFull: the memory limit has no room for the runs.
         """
         runner = self._runner
         numbers = (SCALES_CHUNK * (s.kv_heads + runner.heads) * s.key_dim for s in runner.shapes)

@@ -1,12 +1,12 @@
-"""The engine without a thread: one step at a time, on the caller's thread.
+"""Engine core: runs one step at a time, on the caller's thread.
 
     enqueue ──> intake ──> the queue
     step    ──> plan = schedule: time out, preempt, restore, admit, choose chunks
                 output = run: decode rows, prefill chunks, sample
                 postprocess: commit, emit, requantize, offload
 
-A step that fails changes nothing that counts: its columns lie behind the visible ends.
-`parts` makes the parts of a core; `view` answers questions.
+A failed step leaves all sequences unchanged: the columns it wrote are past their visible ends.
+`parts` constructs the parts of a core; `view` answers queries.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from penstock.errors import PenstockError, SettingError
 
 
 class Core(EngineParts):
-    """Sequences, tree and ledger around one model. Not thread-safe; see `Engine`.
+    """The sequences, prefix tree and ledger of one model. Not thread-safe; see `Engine`.
 
     Args:
-        model: mlx-lm's.
-        tokenizer: mlx-lm's wrapper; None gives answers without text, and no end of sequence.
-        clock: seconds, for deadlines and recency.
-        group: the processes that run the same engine over the other parts of a divided model.
-        fingerprint: identity of everything but the tokens that KV depends on.
-        draft_model: folder, file or name of a draft model, or the model and its tokenizer.
-        settings: see `config.EngineSettings`; `memory_limit` may be a text like "16GB".
+        model: model, as loaded by mlx-lm.
+        tokenizer: mlx-lm's tokenizer wrapper; None disables text output and end-of-sequence tokens.
+        clock: returns the time in seconds, for deadlines and recency.
+        group: processes that run the same engine on the other parts of a divided model.
+        fingerprint: identifies everything besides the tokens that KV depends on.
+        draft_model: folder, file or name of a draft model, or a pair of model and tokenizer.
+        settings: fields of `config.EngineSettings`; `memory_limit` may be a string like "16GB".
 
     Raises:
         ModelError: the engine cannot run this model.
-        NeverFits: weights and buffers alone are over the limit.
-        SettingError: a setting is out of its range.
+        NeverFits: weights and buffers alone exceed the memory limit.
+        SettingError: a setting is out of range.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Core(EngineParts):
         super().__init__(model, tokenizer, limits, group, fingerprint, draft_model)
         self._closed = False
         self._settled: tuple[int, ...] = ()
-        """Figures after the last step that must be equal on all ranks."""
+        """State after the last step that must be equal on all ranks."""
         self._other_bytes = max(0, mx.get_active_memory() - self.budget.weights_bytes)
-        """Bytes of arrays that are not the engine's."""
+        """Bytes of MLX arrays outside the engine."""
         self._share_mlx()
         self.intake.account_grammars(self.reserve_grammars, alone=group.size == 1)
         finalize(self, mlx_limits.share, id(self), None)  # also of a core that is never closed
@@ -79,25 +79,25 @@ class Core(EngineParts):
     # ---- requests
 
     def submit(self, request: Request) -> Handle:
-        """Put a request into the queue, and return the handle of its answers.
+        """Queue a request and return its handle.
 
         Raises:
-            NeverFits: its prompt and its answers would not fit beside the weights.
-            QueueFull: too many are waiting.
-            SettingError: a token that the model does not have, or an invalid grammar.
-            EngineStopped: the engine is being drained.
+            NeverFits: prompt and answers would not fit into memory beside the weights.
+            QueueFull: the queue is full.
+            SettingError: a token is outside the vocabulary, or the grammar is invalid.
+            EngineStopped: the engine is draining.
         """
         handle = Handle(request, self.cancel)
         self.enqueue(handle)
         return handle
 
     def enqueue(self, handle: Handle) -> list[bytes]:
-        """Put the request of a handle into the queue; see `Intake.enqueue`."""
+        """Queue the request of a handle; see `Intake.enqueue`."""
         self.group.note("enqueue", request=handle.request)
         return self.intake.enqueue(handle)
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Set aside bytes for prompts, at most half of the free ones; return how many."""
+        """Resize the reservation for prompts, up to half of the free bytes; return its bytes."""
         self.group.note("set_aside_prompts", nbytes=nbytes)
         return self.budget.set_aside_prompts(nbytes)
 
@@ -108,7 +108,7 @@ class Core(EngineParts):
             self.budget.reserve_grammars(nbytes)
 
     def cancel(self, handle: Handle) -> None:
-        """End a request's answers that have not ended; their KV stays in the tree."""
+        """Cancel all unfinished answers of a request; their KV stays in the prefix tree."""
         self._cancel([s.id for s in self.admission.sequences.values() if s.handle is handle])
 
     def _cancel(self, ids: Items[int]) -> None:
@@ -118,7 +118,7 @@ class Core(EngineParts):
             self.admission.finish(sequence, lambda s: s.end("cancelled"))
 
     def drain(self) -> None:
-        """Take no more requests in; those that are open go on to their end."""
+        """Stop accepting requests; open requests run to completion."""
         self.group.note("drain")
         self.intake.draining = True
 
@@ -128,8 +128,8 @@ class Core(EngineParts):
         """Run one step. Return False if there was nothing to do.
 
         Args:
-            send_later: whether tokens behind an answer's first are posted while the next step
-                computes, which then must follow at once.
+            send_later: whether all tokens but an answer's first are posted during the next step,
+                which must then follow at once.
         """
         self._begin()
         if self._closed:  # by rank 0
@@ -169,24 +169,24 @@ class Core(EngineParts):
             {"drain": self.drain, "clear": self.clear}[command.name]()
 
     def preload(self) -> int:
-        """Restore the most valuable prefixes from the cold tiers, as far as memory is free.
+        """Restore the most valuable prefixes from the cold tiers into free memory.
 
         Returns:
-            Tokens that the prefix tree has more than before.
+            Number of tokens added to the prefix tree.
         """
         if self.group.size > 1:  # each rank would wait for its own disk
             return 0
         return self.tiers.preload(self.stores.capture)
 
     def flush_tiers(self, timeout_seconds: float) -> bool:
-        """Wait until the cold tiers have written all blocks offered; return whether they have."""
+        """Wait until the cold tiers have written all offered blocks; return False on timeout."""
         return self.tiers.flush(timeout_seconds)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Change the memory limit; the excess goes at once: cold nodes, then preempted work.
+        """Change the memory limit; evict cold nodes and preempt sequences until it is met.
 
         Raises:
-            NeverFits: weights, tails and buffers alone are over it; nothing is changed then.
+            NeverFits: weights, tails and buffers alone exceed the new limit; nothing is changed.
             SettingError: the model is divided among several processes.
         """
         if self.group.size > 1:
@@ -201,10 +201,10 @@ class Core(EngineParts):
         self.pressure.bound_process()
 
     def clear(self) -> tuple[Cleared, dict[str, Future[int | None]]]:
-        """Evict all prefixes that no sequence reads; their memory goes back to the system.
+        """Evict all prefixes not in use by a sequence and return their memory to the system.
 
         Returns:
-            The nodes and bytes evicted, and the bytes that each cold tier will remove.
+            The evicted nodes and bytes, and a future of the removed blocks for each cold tier.
         """
         self.group.note("clear")
         tree = self.prefixes.tree
@@ -220,14 +220,14 @@ class Core(EngineParts):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, by its owner or by rank 0."""
+        """Whether the core was closed, by its owner or by rank 0."""
         return self._closed
 
     def close(self, error: PenstockError | None = None) -> None:
-        """Cancel everything and let go of it; weights and the empty index stay counted.
+        """Cancel all requests and free all memory but the weights and the empty index.
 
         Args:
-            error: the end of open answers, if they were not cancelled but lost.
+            error: error with which open answers end; None cancels them.
         """
         if error is None and not self._closed:  # else the end of this process tells the others
             self.group.note("close")

@@ -1,4 +1,4 @@
-"""Counters of a running engine."""
+"""Running totals of an engine since its start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REMEMBERED_STEPS = 512
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of a running engine; see `stats.Stats` for their meaning."""
+    """Totals since the start of the engine; see `stats.Stats` for their meaning."""
 
     requests: int = 0
     finished: int = 0

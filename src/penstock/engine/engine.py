@@ -1,4 +1,4 @@
-"""`Engine`: the core and the one thread that owns its arrays, its tree and its ledger."""
+"""`Engine`: a thread-safe front for the core, which runs on a thread of its own."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from penstock.prefix.explanation import Explanation
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 120.0
-"""Longest wait of a call for the engine's thread, which answers between two steps."""
+"""Longest time that a call waits for the engine's thread, which serves calls between steps."""
 STEP_SECONDS = 600.0
-"""Longest step, and longest call between two steps. An engine that takes longer hangs, as MLX may
-in an evaluation, and counts as dead."""
+"""Longest time of a step or a call. An engine that takes longer is taken to hang, as an MLX
+evaluation may, and counts as dead."""
 IDLE_SECONDS = 0.2
 """Longest sleep of the idle thread."""
 CLEAR_SECONDS = 30.0
-"""Longest wait of `clear` for the cold tiers."""
+"""Longest time that `clear` waits for the cold tiers."""
 SHARED_TIER = "its blocks are shared with other servers, and stay"
 DRAIN_SECONDS = 0.05
-"""Seconds between two looks of `drain` at the open requests."""
+"""Interval at which `drain` checks for open requests."""
 
 T = TypeVar("T")
 Call = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class Engine:
-    """Many sequences on one model, in a fixed amount of memory. Any thread may call it.
+    """Engine that runs many sequences on one model in a fixed amount of memory. Thread-safe.
 
     >>> import penstock
     >>> from penstock.recall import MODEL_PATH
@@ -69,47 +69,48 @@ class Engine:
     '4821.'
 
     Args:
-        model: mlx-lm's.
-        tokenizer: mlx-lm's wrapper; None gives answers without text, and no end of sequence.
-        memory_limit: bytes, or a text like "16GB", for all that is ever allocated, the weights
-            included; by default a share of the device's recommendation.
-        max_kv_size: tokens a sequence sees at most.
-        keep: first tokens that it always sees; by default 4,096, or half a smaller window.
-        max_batch_size: sequences that run at the same time.
-        block_size: tokens of a block, the unit of sharing.
-        prefill_chunk: tokens of prompts that are read in one step, at most.
-        max_stall_ms: milliseconds for which prompts are read between two decode steps, by the
-            speed that was measured at their length; 0 is no bound.
-        speculative_tokens: most proposed tokens that a step checks for a sequence; 0 is none.
-        draft_model: folder, file or name of a small model with the same tokenizer, whose tokens
-            are proposed, or the model and its tokenizer as `load` returns them.
-        max_queue: answers that may wait.
+        model: model, as loaded by mlx-lm.
+        tokenizer: mlx-lm's tokenizer wrapper; None disables text output and end-of-sequence tokens.
+        memory_limit: limit of all allocated memory, weights included, in bytes or as a string like
+            "16GB"; by default a share of the device's recommended size.
+        max_kv_size: maximum number of tokens that a sequence attends to.
+        keep: number of first tokens that stay visible; by default 4,096, or half a smaller window.
+        max_batch_size: maximum number of sequences that run at the same time.
+        block_size: number of tokens per block, the unit of prefix sharing.
+        prefill_chunk: maximum number of prompt tokens computed in one step.
+        max_stall_ms: maximum milliseconds of prefill between two decode steps, estimated from
+            measured speed; 0 means no limit.
+        speculative_tokens: maximum number of proposed tokens per sequence and step; 0 disables
+            speculative decoding.
+        draft_model: folder, file or name of a small model with the same tokenizer that proposes
+            tokens, or a pair of model and tokenizer as returned by `load`.
+        max_queue: maximum number of waiting answers.
         memory_threshold: share of the machine's memory, in use by all programs, from which cold
-            prefixes are evicted. By default 0.8 to 0.95, more on larger machines. A device with
-            memory of its own has 1: then only the engine's own limit counts.
-        hot_cache_only: True promises that there is no cold tier.
-        ssd_cache_dir, remote_cache: folder or URL of a cold tier; None is none.
-        settings: all other fields of `config.EngineSettings`; sizes may be texts.
-        group: the processes among which the model was divided; this one is the first.
-        fingerprint: identity of everything but the tokens that KV depends on; by default,
-            where there is a cold tier, a hash of the weights and of the settings.
+            prefixes are evicted. By default 0.8 to 0.95, more on larger machines. On a device with
+            its own memory, it is 1: only the engine's own limit applies.
+        hot_cache_only: True asserts that no cold tier is configured.
+        ssd_cache_dir, remote_cache: folder or URL of a cold tier; None disables it.
+        settings: any other fields of `config.EngineSettings`; sizes may be strings.
+        group: processes among which the model is divided; this process is the first.
+        fingerprint: identifies everything besides the tokens that KV depends on; with a cold tier
+            it defaults to a hash of the weights and the settings.
 
     Raises:
         ModelError: the engine cannot run this model.
-        NeverFits: weights and buffers alone are over the limit.
-        SettingError: a setting is out of its range.
+        NeverFits: weights and buffers alone exceed the memory limit.
+        SettingError: a setting is out of range.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **settings: Any) -> None:
         loaded_model("Engine", model)
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._gate = threading.Lock()
-        """Held to put a call into the queue, and to close the queue for good."""
+        """Guards `_calls` against additions once the engine has closed."""
         self._closed = False
         self._closing = False
         self._templates = TemplateRenderer()
         self._begun_at = time.monotonic()
-        """Start of what the thread does now, on the clock of `time.monotonic`."""
+        """Start of the current step or call, on the clock of `time.monotonic`."""
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         started: Future[Core] = Future()
         self._calls.put((lambda: Core(model, tokenizer, **settings), started))
@@ -131,17 +132,17 @@ class Engine:
     def generate(self, prompt: str, *, stream: Literal[True], **settings: Any) -> Text: ...
 
     def generate(self, prompt: str, *, stream: bool = False, **settings: Any) -> str | Text:
-        """Continue a text, without a chat template.
+        """Generate a continuation of a text, without a chat template.
 
         Args:
-            prompt: the text.
-            stream: return an iterator over the text as it becomes certain, and do not wait.
-            settings: fields of `Request` and of `Sampling` by their names: `max_tokens`, `stop`,
-                `temperature`, `top_p`, `seed`, ... A `stop` may be one text.
+            prompt: text to continue.
+            stream: whether to return an iterator over the text at once, instead of the whole text.
+            settings: fields of `Request` and `Sampling` by name, such as `max_tokens`, `stop`,
+                `temperature`, `top_p` and `seed`. `stop` may be a single string.
 
         Raises:
-            SettingError: there is no such setting, it is out of its range, or no tokenizer.
-            PenstockError: as `submit` and `Handle.result`.
+            SettingError: a setting is unknown or out of range, or the engine has no tokenizer.
+            PenstockError: raised by `submit` or `Handle.result`.
         """
         tokens = text_tokens(self._core.tokenizer, prompt)
         return self._text(text_request(tokens, goes_on=True, settings=settings), stream)
@@ -174,22 +175,22 @@ class Engine:
         template_args: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> str | Text:
-        """Answer a conversation, by the model's chat template.
+        """Generate the next message of a conversation, with the model's chat template.
 
-        Reasoning and calls of tools stay in the text as the model writes them.
+        Reasoning and tool calls stay in the text as the model writes them.
 
         Args:
-            messages: `role` and `content` of each, the oldest first; or one text, the user's.
+            messages: dicts with `role` and `content`, oldest first; or one string, the user's text.
             stream: as in `generate`.
-            template_args: arguments of the template, as `enable_thinking`; `tools` are rendered
-                where it knows them, and `chat_template` stands in its place.
+            template_args: template arguments such as `enable_thinking`; `tools` are rendered if the
+                template supports them, and `chat_template` replaces the template.
             settings: as in `generate`.
 
         Raises:
-            SettingError: as `generate`; or a message has no role that templates know.
-            ModelError: the model has no chat template, or it refuses the messages, does not end,
-                or takes too much memory.
-            PenstockError: as `submit` and `Handle.result`.
+            SettingError: as in `generate`; or a message has an unknown role.
+            ModelError: the model has no chat template, or the template rejects the messages, does
+                not terminate, or takes too much memory.
+            PenstockError: raised by `submit` or `Handle.result`.
         """
         tokens = chat_tokens(self._core.tokenizer, messages, template_args or {}, self._templates)
         return self._text(text_request(tokens, goes_on=False, settings=settings), stream)
@@ -203,13 +204,13 @@ class Engine:
             return text.rest()
 
     def submit(self, request: Request) -> Handle:
-        """Take a request in and return the handle of its events.
+        """Queue a request and return its handle.
 
         Raises:
-            NeverFits: prompt and answer would not fit, even if all else were evicted.
-            QueueFull: too many are waiting.
-            SettingError: a token that the model does not have, or a grammar that is none.
-            EngineStopped: the engine is closed or being drained, or its thread has died.
+            NeverFits: prompt and answer would not fit, even if everything else were evicted.
+            QueueFull: the queue is full.
+            SettingError: a token is outside the vocabulary, or the grammar is invalid.
+            EngineStopped: the engine is closed or draining, or its thread has died.
         """
         if not isinstance(request, Request):
             raise SettingError(
@@ -221,42 +222,43 @@ class Engine:
         return handle
 
     def open(self, request: Request) -> Handle:
-        """Return a handle whose request is not taken in yet.
+        """Create the handle of a request without queuing the request.
 
-        For callers that must not wait: `engine.enqueue([handle])` takes it in. A caller that does
-        not wait for that any more cancels the handle. A grammar is compiled here, which may take a
-        second the first time: nothing for an event loop's own thread.
+        For callers that must not wait: `engine.enqueue([handle])` queues the request. A caller that
+        gives up on `enqueue` must cancel the handle. A grammar is compiled here, which may take a
+        second the first time: do not call this on the thread of an event loop.
 
         Raises:
-            SettingError: the grammar is none.
+            SettingError: the grammar is invalid.
         """
         constraint = self._core.intake.constraint(request)
         return Handle(request, self._cancel, lambda: self.alive, constraint)
 
     def enqueue(self, handles: Sequence[Handle]) -> Future[Explanation | None]:
-        """Take in the requests of handles that `open` returned, all or none; never waits.
+        """Queue the requests of handles returned by `open`, all or none; never waits.
 
         Returns:
-            How far the first prompt matches by now, None if that could not be told; or an error, as
-            `submit` raises it.
+            A future of the first prompt's prefix match, None if explaining it failed. It raises the
+            errors of `submit`.
         """
         return self._later(lambda core: _enqueue(core, handles))
 
     def ask(self, question: Callable[[EngineView], T]) -> Future[T]:
-        """Have the engine's thread answer a question between two steps; never waits.
+        """Call `question` on the engine's thread between two steps; never waits.
 
         In an event loop: `await asyncio.wrap_future(engine.ask(EngineView.stats))`.
 
         Returns:
-            The answer, or the error raised; EngineStopped if the engine is gone before.
+            A future of the answer or the error raised; EngineStopped if the engine stops first.
         """
         return self._later(lambda core: question(core.view))
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Take no more requests in, and wait until the open ones have ended.
+        """Stop accepting requests, and wait until the open ones have finished.
 
         Returns:
-            Whether they have; if not, `close` cancels them. True if the engine is gone.
+            False if requests are still open at the timeout; `close` cancels them. True if the
+            engine has stopped.
         """
         until = time.monotonic() + timeout_seconds
         try:
@@ -270,35 +272,36 @@ class Engine:
         return True
 
     def stats(self) -> Stats:
-        """Return all figures, as they are between two steps."""
+        """Return the engine's statistics, taken between two steps."""
         return self._wait(self.ask(EngineView.stats))
 
     def explain(self, tokens: Sequence[int], salt: str = "") -> Explanation:
-        """Return how far a prompt would match now, and why no further."""
+        """Explain how much of a prompt the cache matches now, and why it matches no more."""
         return self._wait(self.ask(lambda view: view.explain(tokens, salt, ask_tiers=True)))
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Change the memory limit; the excess goes at once.
+        """Change the memory limit; evict and preempt at once until it is met.
 
         Raises:
-            NeverFits: weights, tails and buffers alone are over it.
+            NeverFits: weights, tails and buffers alone exceed the new limit.
+            SettingError: the model is divided among several processes.
         """
         self._wait(self._later(lambda core: core.set_limit(limit_bytes)))
 
     def bound_process(self) -> None:
-        """Hold the whole process to the memory limit and 120 MB, not the ledger alone.
+        """Keep the resident memory of the process within the memory limit plus 120 MB.
 
-        This is for a process that only serves this model. Cold prefixes make room for the memory of
-        its libraries, and half of the limit stays the engine's.
+        Use it in a process that only serves this model. Cold prefixes are evicted to make room for
+        the memory of libraries; half of the limit always remains for the engine.
         """
         self._wait(self._later(lambda core: core.bound_process()))
 
     def clear(self, timeout_seconds: float = CLEAR_SECONDS) -> Cleared:
-        """Evict all prefixes that no sequence reads, in the cold tiers too, and wait for those.
+        """Evict all prefixes not in use by a sequence, from memory and from the cold tiers.
 
         Returns:
-            How much that was, and which tiers have not removed their blocks, or not within the
-            time; they do before anything is read from them.
+            The evicted nodes, bytes and blocks, and the tiers that have not removed their blocks in
+            time. A late tier removes them before it is read again.
         """
         cleared, answers = self._wait(self._later(lambda core: core.clear()))
         until = time.monotonic() + timeout_seconds
@@ -316,37 +319,37 @@ class Engine:
         return cleared
 
     def preload(self) -> int:
-        """Restore the most valuable prefixes from the cold tiers, as far as memory is free.
+        """Restore the most valuable prefixes from the cold tiers into free memory.
 
         Returns:
-            Tokens that the prefix tree has more than before.
+            Number of tokens added to the prefix tree.
         """
         return self._wait(self._later(lambda core: core.preload()))
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Set bytes of the ledger aside for texts and tokens of prompts that a server holds.
+        """Resize the reservation for the texts and tokens of prompts that a server holds.
 
         Returns:
-            The bytes that were set aside: half of the free bytes at most.
+            The bytes reserved: `nbytes`, or half of the free bytes if that is less.
         """
         return self._wait(self._later(lambda core: core.set_aside_prompts(nbytes)))
 
     def check(self) -> None:
-        """Recount everything from the arrays, and raise AssertionError if something differs."""
+        """Recount all memory from the arrays, and raise AssertionError if a count differs."""
         self._wait(self.ask(EngineView.check))
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's thread runs, and does not hang."""
+        """Whether the engine's thread is running and does not hang."""
         return self._thread.is_alive() and not self.hangs
 
     @property
     def hangs(self) -> bool:
-        """Whether a step, or a call between two steps, takes longer than `STEP_SECONDS`."""
+        """Whether the current step or call has taken longer than `STEP_SECONDS`."""
         return self._thread.is_alive() and time.monotonic() - self._begun_at > STEP_SECONDS
 
     def close(self) -> None:
-        """Cancel open requests, release everything, end the thread. A second call does nothing."""
+        """Cancel open requests, free all memory and end the thread. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -373,7 +376,7 @@ class Engine:
             self._wait(self._later(lambda core: core.reserve_grammars(nbytes)))
 
     def _later(self, call: Callable[[Core], T]) -> Future[T]:
-        """Have the engine's thread call `call(core)` between two steps; never waits."""
+        """Call `call(core)` on the engine's thread between two steps; never waits."""
         answer: Future[T] = Future()
         with self._gate:
             if not (self._closing or self._closed):
@@ -397,7 +400,7 @@ class Engine:
             ) from None
 
     def _run(self) -> None:
-        """Run the engine's thread: make the core, then serve calls and run steps until closed."""
+        """Run the engine's thread: create the core, then serve calls and run steps until closed."""
         make, started = self._calls.get()
         try:
             try:
@@ -425,7 +428,7 @@ class Engine:
             mx.clear_streams()
 
     def _serve(self, *, wait: bool) -> None:
-        """Execute the queued calls; if `wait`, wait a moment for the first."""
+        """Execute all queued calls; if `wait`, wait up to `IDLE_SECONDS` for the first."""
         try:
             call, answer = self._calls.get(timeout=IDLE_SECONDS) if wait else self._calls.get(False)
             while True:
@@ -449,7 +452,7 @@ class Engine:
 
 
 def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
-    """Take requests in, all or none, and return how far the first one's prompt matches by now."""
+    """Queue requests, all or none, and explain the prefix match of the first prompt."""
     taken: list[Handle] = []
     try:
         core.intake.check_queue(handles)
@@ -472,16 +475,17 @@ def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
 
 
 def follow(model: Any, tokenizer: Any, group: ProcessGroup, **settings: Any) -> None:
-    """Be a rank of a group but the first: run the steps that rank 0 runs, until it closes.
+    """Run a rank other than 0: repeat the steps of rank 0 until it closes.
 
     Args:
-        model: this rank's part.
-        tokenizer: as rank 0 has it.
-        group: the group.
-        settings: of the engine, as rank 0 has them; limits and folders may be this machine's own.
+        model: this rank's part of the model.
+        tokenizer: same tokenizer as on rank 0.
+        group: process group of the ranks.
+        settings: engine settings of rank 0; limits and folders may differ on this machine.
 
     Raises:
-        RanksBroken: this rank cannot go on; the process must end, for the others wait for it.
+        RanksBroken: this rank cannot continue; its process must exit, as the other ranks wait for
+            it.
     """
     core = Core(model, tokenizer, group=group, **settings)
     try:

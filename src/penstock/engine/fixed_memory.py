@@ -1,4 +1,4 @@
-"""Memory that an engine takes once: the pool of tails, and the buffers of its largest steps."""
+"""Memory reserved once at startup: the pool of tails, and the buffers of the largest steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from penstock.kv.tails import Tails
 from penstock.ledger import Kind, Ledger, Reservation
 
 TAIL_TOKENS = 8
-"""Least columns of a tail. More are copied out less often, and leave fewer parts to be read; fewer
-waste less."""
+"""Minimum columns of a tail. More columns are copied out less often and leave fewer segments to
+read; fewer columns waste less memory."""
 MOST_TAIL_TOKENS = 32
-"""Most columns of a tail."""
+"""Maximum columns of a tail."""
 POOL_TOKENS = 64
-"""Columns of all tails together while a batch has few places: eight tails of the least length."""
+"""Columns of all tails together if the batch is small: eight tails of the minimum length."""
 LARGE_POOL_TOKENS = 128
-"""Columns of all tails together where they take at most `POOL_SHARE` of the weights' bytes."""
+"""Columns of all tails together if they take at most `POOL_SHARE` of the weights' bytes."""
 POOL_SHARE = 0.025
-"""Share of the bytes of the weights."""
+"""Largest share of the weights' bytes that `LARGE_POOL_TOKENS` columns may take."""
 
 
 def reserve_fixed(
@@ -36,13 +36,13 @@ def reserve_fixed(
     runner: Runner,
     group: ProcessGroup,
 ) -> tuple[FixedReservations, Tails, MemoryEstimator]:
-    """Reserve and make the pool of tails, then measure a step and reserve its bytes.
+    """Reserve and allocate the pool of tails, then measure the largest step and reserve its bytes.
 
-    Of a group, the rank whose step takes most counts.
+    In a group, all ranks reserve the bytes of the rank whose step takes the most.
 
     Raises:
-        LedgerFull, NeverFits: there is no room for both beside the weights.
-        StepTooLarge: there is no room even for a fraction of them; nothing was reserved.
+        LedgerFull, NeverFits: pool and step do not fit beside the weights.
+        StepTooLarge: not even a fraction of them fits; nothing was reserved.
     """
     slots, spare = limits.max_batch_size, limits.speculative_tokens
     large = LARGE_POOL_TOKENS * runner.token_bytes <= POOL_SHARE * weights.nbytes
@@ -61,10 +61,10 @@ def reserve_fixed(
 def measured_estimator(
     runner: Runner, limits: EngineSettings, tails: Tails, ledger: Ledger
 ) -> MemoryEstimator:
-    """Measure the largest steps in reserved bytes; return the estimator of all others.
+    """Measure the memory of the largest steps, and return an estimator for all steps.
 
     Raises:
-        LedgerFull, NeverFits: there is no room for a step, or for one that would tell.
+        LedgerFull, NeverFits: there is no room for a step, or for one to measure.
     """
     reserve = partial(ledger.reserve, Kind.BUFFERS)
     peaks = step_peaks(runner, limits, tails, reserve, lambda: ledger.free_bytes)
@@ -72,7 +72,7 @@ def measured_estimator(
 
 
 def _tail_columns(limits: EngineSettings, pool_tokens: int) -> int:
-    """Return the columns of each tail: more where a small batch leaves room for them."""
+    """Return the columns per tail: more if the batch is small."""
     block_size = limits.block_size
     columns = min(MOST_TAIL_TOKENS, pool_tokens // limits.max_batch_size, block_size // 2)
     # Proposals end with the tail.

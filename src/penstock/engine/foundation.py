@@ -1,4 +1,4 @@
-"""Foundation of an engine: the memory that is taken before any KV is cached."""
+"""Foundation of an engine: the model and the memory reserved before any KV is cached."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from penstock.prefix.beside import Beside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foundation:
-    """Ledger, model and pool of one engine; weights, pool and buffers of a step are reserved."""
+    """Ledger, runner and tails of an engine, with the memory of weights and steps reserved."""
 
     limits: EngineSettings
     """Settings, fitted to the model."""
     group: ProcessGroup
     ledger: Ledger
     beside: Beside[Any]
-    """Parts beside the tree, which join when they are made."""
+    """Parts that hold memory beside the prefix tree; each registers itself when constructed."""
     runner: Runner
     estimator: MemoryEstimator
     tails: Tails
@@ -45,12 +45,12 @@ class Foundation:
 def lay_foundation(
     model: Any, limits: EngineSettings, group: ProcessGroup, ledger: Ledger
 ) -> Foundation:
-    """Make runner and tails, and reserve weights, pool and the buffers of a step.
+    """Create the runner and the tails, and reserve the memory of weights, pool and steps.
 
     Raises:
-        LedgerFull: weights and buffers alone are over the limit; see `too_small`.
+        LedgerFull: weights and buffers alone exceed the memory limit; see `too_small`.
         ModelError: the engine cannot run this model.
-        SettingError: the model cannot be run with these settings.
+        SettingError: the model does not support these settings.
     """
     device = devices.current()
     if device.facts.on_heap:
@@ -91,7 +91,7 @@ def lay_foundation(
 
 
 def too_small(ledger: Ledger, error: LedgerFull) -> NeverFits:
-    """Return the error of a limit in which an empty engine has no room."""
+    """Return the error for a memory limit that is too small for an idle engine."""
     needed, limit = ledger.used_bytes + error.needed_bytes, ledger.limit_bytes
     return NeverFits(
         f"weights, tails, the buffers of a step and the index need "

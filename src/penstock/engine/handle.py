@@ -1,4 +1,4 @@
-"""A submitted request for its caller: events as they come, and the answers at the end."""
+"""Handle of a submitted request: its events as they arrive, and its answers at the end."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from penstock.errors import EngineStopped
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.5
-"""Seconds between two looks of a wait at the engine's thread."""
+"""Interval at which a waiting caller checks that the engine is alive."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One answer, as far as it has come."""
+    """One answer, as generated so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Token] = field(default_factory=list)
-    """The events of tokens that came with their log-probability."""
+    """Token events that carry a log-probability."""
     finish: Finish | None = None
     _written: StringIO = field(default_factory=StringIO, repr=False, compare=False)
 
     @property
     def text(self) -> str:
-        """Text so far, copied at each call: a stream reads the texts of its events."""
+        """Text generated so far, copied on each access; to stream, read the texts of the events."""
         return self._written.getvalue()
 
     def take(self, event: Event) -> None:
-        """Add an event. An event costs its own text, not that of the answer so far."""
+        """Append an event; the cost is in the length of its text, not of the whole answer."""
         self._written.write(event.text)
         if isinstance(event, Finish):
             self.finish = event
@@ -48,24 +48,24 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """Progress of reading a prompt."""
+    """Progress of the prefill of a prompt."""
 
     prompt_tokens: int
     cached_tokens: int
-    """Tokens of the prompt whose KV was in the cache."""
+    """Prompt tokens whose KV was in the cache."""
     done_tokens: int
-    """Tokens of the prompt that are read, the cached ones included."""
+    """Prompt tokens processed so far, cached tokens included."""
     seconds: float
-    """Seconds between the start of reading and this progress."""
+    """Seconds since the start of the prefill."""
 
     @property
     def done(self) -> bool:
-        """Whether the prompt is read to its end."""
+        """Whether the whole prompt has been processed."""
         return self.done_tokens >= self.prompt_tokens
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the prompt is read, at the pace so far; None before the first chunk."""
+        """Estimated seconds until the prefill ends; None before the first chunk."""
         computed = self.done_tokens - self.cached_tokens
         if computed <= 0:
             return None
@@ -73,9 +73,9 @@ class PromptProgress:
 
 
 class Handle:
-    """A submitted request. Iterate for its events, or ask for `result`.
+    """Handle of a submitted request. Iterate over its events, or wait for `result`.
 
-    Any one thread may read it. At most `n x (max_tokens + 1)` events are ever in it.
+    A single thread, any one, may read it. It queues at most `n x (max_tokens + 1)` events.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Handle:
     ) -> None:
         self.request = request
         self.constraint = constraint
-        """Compiled grammar of the request; None if it is not compiled yet."""
+        """Compiled grammar of the request; None if not compiled yet."""
         self.choices = [Choice() for _ in range(request.n)]
         self.prompt_logprobs: PromptLogprobs | None = None
-        """Log-probabilities of the prompt, complete with the first event; None if not asked for."""
+        """Log-probabilities of the prompt, complete at the first event; None if not requested."""
         self._cancel = cancel
         self._alive = alive
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -103,67 +103,68 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the end of every answer has been read."""
+        """Whether the end of every answer has been read from this handle."""
         return self._open == 0
 
     @property
     def unread(self) -> int:
-        """Events that were posted and not taken yet."""
+        """Number of posted events not read yet."""
         return self._events.qsize()
 
     @property
     def ends(self) -> int:
-        """Answers whose end was posted, taken or not."""
+        """Number of answers whose end was posted, read or not."""
         return self._ends
 
     @property
     def progress(self) -> PromptProgress | None:
-        """Progress of reading the prompt; None while the request waits for its place."""
+        """Progress of the prefill; None while the request waits in the queue."""
         return self._progress
 
     def follow_prompt(self) -> None:
-        """Have the listener called for each chunk of the prompt as well."""
+        """Also call the listener after each chunk of the prompt."""
         self._follows_prompt = True
 
     def listen(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called when events are there, on the engine's thread: it must be quick.
+        """Register a callback for new events.
 
-        It is called once a step, for all handles that it listens to. If events are there already,
-        it is also called at once, on this thread. So no event is missed, and one may be notified
-        twice. A callback that raises is logged and not called again. An event loop listens with
-        `lambda: loop.call_soon_threadsafe(wake)` and takes `events()` there.
+        The callback runs on the engine's thread and must return quickly. It is called
+        once per step for all handles that share it. If events are already queued, it is also called
+        immediately, on this thread. No event is missed, but one may be notified twice. A callback
+        that raises is logged and not called again. For an event loop, register
+        `lambda: loop.call_soon_threadsafe(wake)` and read `events()` in `wake`.
         """
         self._listener = callback
         if self.unread:
             notify([self])
 
     def cancel(self) -> None:
-        """Ask the engine to cancel; bytes are freed within a step. A second call does nothing."""
+        """Ask the engine to cancel the request; memory is freed within a step. Idempotent."""
         self._cancel(self)
 
     def events(self) -> list[Event]:
-        """Return the events that are there, without waiting."""
+        """Return all queued events, without waiting."""
         events = []
         while not self._events.empty():
             events.append(self._take(self._events.get_nowait()))
         return events
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield events as they come, until the last answer has ended.
+        """Yield events as they arrive, until the last answer has ended.
 
         Raises:
-            EngineStopped: the engine is gone and nothing will come any more.
+            EngineStopped: the engine stopped before the answers ended.
         """
         while not self.done:
             yield self._wait(None)
 
     def result(self, timeout_seconds: float | None = None) -> list[Choice]:
-        """Wait for the end of all answers and return them.
+        """Wait until all answers have ended, and return them.
 
         Raises:
-            TimeoutError: they did not end in time; the request goes on.
-            EngineStopped: the engine is gone.
-            PenstockError: the reason why an answer failed.
+            TimeoutError: an answer did not end in time; the request continues.
+            EngineStopped: the engine stopped before the answers ended.
+            PenstockError: the error of a failed answer.
         """
         until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self.done:
@@ -174,14 +175,14 @@ class Handle:
         return self.choices
 
     def post(self, event: Event) -> None:
-        """Add an event; the engine's thread calls this, and `notify` when it has added all."""
+        """Queue an event, on the engine's thread, which calls `notify` after the last one."""
         self._ends += isinstance(event, Finish)
         self._events.put(event)
 
     def note_prompt(self, done_tokens: int, cached_tokens: int) -> None:
-        """Note how many tokens of the prompt are read; the engine's thread calls this.
+        """Update the progress of the prefill, on the engine's thread.
 
-        Tokens read again after a preemption are no progress.
+        Tokens recomputed after a preemption do not count as progress.
         """
         now, before = time.monotonic(), self._progress
         if self._read_since is None:
@@ -211,7 +212,7 @@ class Handle:
 
 
 def notify(handles: Iterable[Handle]) -> None:
-    """Call every listener of the handles once; the engine's thread does so after a step."""
+    """Call each listener of the handles once, on the engine's thread after a step."""
     listening: dict[Callable[[], object], list[Handle]] = {}
     for handle in handles:
         if handle._listener is not None:

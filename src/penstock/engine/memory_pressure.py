@@ -1,4 +1,4 @@
-"""Memory beside the ledger: of the machine, of a server's process, and freed bytes MLX keeps."""
+"""Memory outside the ledger: the machine's, the process's, and freed memory that MLX keeps."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ from penstock.prefix.prefixes import Prefixes
 logger = logging.getLogger(__name__)
 
 PRESSURE_SECONDS = 1.0
-"""Time between two looks at the machine's memory."""
+"""Interval between two checks of the machine's memory."""
 
 SPARE_BYTES = 120 * 10**6
-"""Resident bytes above the memory limit from which a server evicts. With the bytes that arrive
-between two looks it stays below 150 MB."""
+"""Resident bytes above the memory limit at which a server starts to evict. Even with allocations
+between two checks, the excess stays below 150 MB."""
 
 
 class MemoryPressure:
-    """Evicts cold nodes while the machine, or a server's process, is short of memory.
-
-    The engine's thread.
+    """Evicts cold nodes while the machine or the process is short of memory. Engine thread only.
 
     Args:
-        threshold: share of the machine's memory from which it is short.
-        prefixes: of the engine.
-        group: of the engine's processes; the one that is shortest counts.
+        threshold: share of the machine's memory in use at which eviction starts.
+        prefixes: prefix cache of the engine.
+        group: processes of the engine; the one with the largest excess decides.
     """
 
     def __init__(self, threshold: float, prefixes: Prefixes[Segment], group: ProcessGroup) -> None:
@@ -46,14 +44,14 @@ class MemoryPressure:
         self._bounds_process = False
 
     def bound_process(self) -> None:
-        """Hold this process to the memory limit and `SPARE_BYTES` from now on.
+        """Keep the resident memory of this process within the memory limit plus `SPARE_BYTES`.
 
-        Memory of its libraries, and texts that it reads, take room from cold nodes.
+        Cold nodes are evicted to make room for libraries and texts.
         """
         self._bounds_process = True
 
     def relieve(self, now_seconds: float) -> None:
-        """Look at the memory, if the last look was long ago, and evict the excess."""
+        """Check the memory if `PRESSURE_SECONDS` have passed, and evict the excess."""
         if now_seconds - self._looked_seconds < PRESSURE_SECONDS:
             return
         self._looked_seconds = now_seconds
@@ -69,9 +67,9 @@ class MemoryPressure:
 
 
 def bytes_over(threshold: float) -> int:
-    """Return by how many bytes all programs together use more than a share of the memory.
+    """Return the bytes by which the machine's memory use exceeds a share of its memory.
 
-    0 where the machine does not say: the own limit holds without it.
+    Return 0 if the use is unknown; the engine's own limit still applies.
     """
     if threshold >= 1:
         return 0
@@ -82,10 +80,10 @@ def bytes_over(threshold: float) -> int:
 
 
 def resident_over(limit_bytes: int, used_bytes: int) -> int:
-    """Return by how many bytes this process is larger than its limit and its spare bytes.
+    """Return the bytes by which this process exceeds its limit plus `SPARE_BYTES`.
 
-    Half of the limit is left to the ledger in any case: libraries that take more than the spare
-    bytes by themselves would leave a small limit nothing. 0 or less where it is not too large.
+    The ledger always keeps half of the limit: otherwise large libraries would leave nothing of a
+    small limit. The result is 0 or less if the process is not too large.
     """
     memory = _looked_at(psutil.Process().memory_info)
     if memory is None:
@@ -94,7 +92,7 @@ def resident_over(limit_bytes: int, used_bytes: int) -> int:
 
 
 def _looked_at(look: Callable[[], Any]) -> Any:
-    """Return the result of a look at the memory; None where the machine does not say."""
+    """Return the result of `look`, or None if it fails."""
     try:
         return look()
     # A boundary: the engine's thread looks, and to look may fail for reasons of the machine's own.
@@ -110,28 +108,28 @@ def _warn_once(reason: str) -> None:
 
 
 def give_back() -> None:
-    """Give freed memory back to the system, with the reserves of MLX and of the heap."""
+    """Return freed memory that MLX and the heap keep to the system."""
     mx.clear_cache()
     give_back_freed_memory()
 
 
 @dataclass(frozen=True, slots=True)
 class MLXShare:
-    """Limits that one open engine asks of MLX's allocator, which the process shares."""
+    """One engine's share of the limits of MLX's allocator, which is global to the process."""
 
     cache_bytes: int
-    """Freed bytes that MLX keeps: as many as a step takes."""
+    """Freed bytes that MLX may keep: those of one step."""
     limit_bytes: int
-    """Active bytes from which MLX begins nothing more until something has ended.
+    """Active bytes at which MLX stops scheduling operations until some have finished.
 
-    It begins a hundred operations ahead of those that run, and takes the memory for all of them.
+    MLX schedules up to a hundred operations ahead and allocates the memory of all of them.
     """
 
 
 class MLXLimits:
     """Limits of MLX's allocator: the sum of the shares of all open engines. Thread-safe.
 
-    The limits before the first engine are restored after the last.
+    The original limits are restored when the last engine closes.
     """
 
     def __init__(self) -> None:
@@ -139,11 +137,11 @@ class MLXLimits:
         self._applied: MLXShare | None = None
         self._before: MLXShare | None = None
         self._lock = RLock()
-        """Reentrant: wherever garbage is collected, the share of an engine that was not closed may
-        end."""
+        """Reentrant, because garbage collection at any point may end the share of an unclosed
+        engine."""
 
     def share(self, owner: int, share: MLXShare | None) -> None:
-        """Set the share of one engine; None ends it."""
+        """Set the share of one engine; None removes it."""
         with self._lock:
             if share is None:
                 self._shares.pop(owner, None)
@@ -170,4 +168,4 @@ class MLXLimits:
 
 
 mlx_limits = MLXLimits()
-"""MLX's allocator is the process's, and so are its limits."""
+"""Limits of this process, which has one MLX allocator for all engines."""

@@ -1,4 +1,4 @@
-"""Construction of an engine: each part is made after its bytes were reserved.
+"""Construction of an engine: each part is created after its memory was reserved.
 
 foundation: ledger, weights, tails, buffers of a step
 ──> stores: tree, retention, tiers ──> scheduling: budget, scheduler, admission, restoring
@@ -29,20 +29,20 @@ from penstock.ledger import Ledger
 
 
 class EngineParts:
-    """The parts of one engine, connected. Not thread-safe: the engine's thread.
+    """Connected parts of one engine. Engine thread only.
 
     Args:
-        model: mlx-lm's.
-        tokenizer: mlx-lm's wrapper, or None.
-        limits: settings, checked; those in `self.limits` are fitted to the model.
-        group: the processes that run the same engine over the other parts of the model.
-        fingerprint: identity of everything but the tokens that KV depends on.
-        draft: a draft model and its tokenizer, or its name; None without one.
+        model: model, as loaded by mlx-lm.
+        tokenizer: mlx-lm's tokenizer wrapper, or None.
+        limits: checked settings; `self.limits` holds them fitted to the model.
+        group: processes that run the same engine on the other parts of the model.
+        fingerprint: identifies everything besides the tokens that KV depends on.
+        draft: draft model and its tokenizer, or its name; None without one.
 
     Raises:
         ModelError: the engine cannot run this model.
-        NeverFits: weights and buffers alone are over the limit.
-        SettingError: the model cannot be run with these settings.
+        NeverFits: weights and buffers alone exceed the memory limit.
+        SettingError: the model does not support these settings.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EngineParts:
         self.admission, self.restoring = scheduling.admission, scheduling.restoring
 
     def _make_step(self) -> None:
-        """Make the parts of a step's three calls."""
+        """Create the parts of a step: planner, executor and postprocessor."""
         self.pressure = MemoryPressure(self.limits.memory_threshold, self.prefixes, self.group)
         self.planner = StepPlanner(
             self.scheduler,
@@ -112,7 +112,7 @@ class EngineParts:
         )
 
     def _make_ways_in(self) -> None:
-        """Make the intake of requests, and the view that answers questions."""
+        """Create the intake of requests, and the view that answers queries."""
         self.intake = Intake(
             self.text,
             stores=self.stores,

@@ -1,4 +1,4 @@
-"""First of the three calls of a step: everything that happens before the model runs.
+"""First phase of a step: all work before the model runs.
 
 time out ──> evict under pressure ──> grow, preempt ──> take in restores ──> admit, share
 ──> begin restores ──> the plan: sequences that decode, chunks to prefill
@@ -16,17 +16,17 @@ from penstock.engine.schedule.step_time import ALONE_SECONDS, StepTime
 
 
 class StepPlanner:
-    """Brings all sequences up to date and asks the scheduler for a plan. The engine's thread.
+    """Updates all sequences and asks the scheduler for a plan. Engine thread only.
 
     Args:
-        scheduler: decides; pure.
-        admission: of the sequences.
-        restoring: reads from cold tiers.
-        pressure: of the machine's memory.
-        prefill_rate: measured speed of prompts.
-        max_stall_ms: longest time that prompts take between two decode steps; 0 is no bound, also
-            where no sequence decodes.
-        whole_blocks: whether a block of a prompt must be read at once.
+        scheduler: chooses the sequences of a step.
+        admission: admits and preempts sequences.
+        restoring: restores blocks from the cold tiers.
+        pressure: evicts if the machine is short of memory.
+        prefill_rate: measured prefill speed.
+        max_stall_ms: maximum milliseconds of prefill between two decode steps; 0 means no limit,
+            even if no sequence decodes.
+        whole_blocks: whether each block of a prompt must be computed in a single chunk.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class StepPlanner:
         self._pressure = pressure
         time = StepTime(max_stall_ms / 1_000, prefill_rate, whole_blocks, ALONE_SECONDS)
         self.time = time if max_stall_ms else None
-        """Time for prompts in a step; None is no bound."""
+        """Time limit of prefill in a step; None means no limit."""
 
     def schedule(self, now_seconds: float) -> StepPlan[Sequence]:
-        """Time out, grow, restore, admit, and return the chunks and rows of the next step."""
+        """Time out, preempt, restore and admit sequences; return the plan of the next step."""
         self._admission.drop_overdue(now_seconds)
         self._pressure.relieve(now_seconds)
         self._admission.grow()

@@ -1,4 +1,4 @@
-"""Last of the three calls of a step: the results of its passes begin to count.
+"""Last phase of a step: commits and emits the results of its passes.
 
 decoded   ──> column visible, full blocks committed ──> token out, or the end of the answer
 prefilled ──> whole blocks committed, states captured
@@ -27,19 +27,19 @@ from penstock.errors import SpilledLost, StepFailed
 from penstock.kv.states import RecurrentState
 
 MICROSECONDS = 1_000_000
-"""Microseconds of a second: ranks agree on whole ones."""
+"""Microseconds per second: ranks exchange times in whole microseconds."""
 
 
 class Postprocessor:
-    """Commits, emits, requantizes and offloads. Not thread-safe: the engine's thread.
+    """Commits, emits, requantizes and offloads. Engine thread only.
 
     Args:
-        stores: of keys and values.
-        tiers: of the stores.
-        scheduler: knows the state of each sequence.
-        admission: of the sequences.
-        group: the processes that run the same step over the other parts of the model.
-        prefill_rate: measures how long a prompt takes.
+        stores: stores of keys and values.
+        tiers: cold tiers below the stores.
+        scheduler: holds the state of each sequence.
+        admission: finishes, fails and preempts sequences.
+        group: processes that run the same step on the other parts of the model.
+        prefill_rate: measured prefill speed, updated after each chunk.
         ends: tokens that end an answer.
     """
 
@@ -55,7 +55,7 @@ class Postprocessor:
         ends: Collection[int],
     ) -> None:
         self.failed_in_a_row = 0
-        """Decode passes that ran out of memory since the last one that did not."""
+        """Number of consecutive decode passes that ran out of memory."""
         self._stores = stores
         self._tiers = tiers
         self._scheduler = scheduler
@@ -64,12 +64,12 @@ class Postprocessor:
         self._prefill_rate = prefill_rate
         self._ends = ends
         self._unsent: list[Sequence] = []
-        """Sequences of the last decode pass, whose tokens are not posted yet."""
+        """Sequences of the last decode pass whose tokens are not posted yet."""
 
     def send(self) -> None:
-        """Post the tokens of the last decode pass, and wake their readers.
+        """Post the tokens of the last decode pass and notify their readers.
 
-        Done while the next pass computes, text and waking take no time of their own.
+        Called while the next pass computes, it adds no time to a step.
         """
         sequences, self._unsent = self._unsent, []
         for sequence in sequences:
@@ -79,13 +79,13 @@ class Postprocessor:
     def postprocess(
         self, plan: StepPlan[Sequence], output: StepOutput, *, send_later: bool = False
     ) -> bool:
-        """Let a step count: commit, emit, requantize, offload. False if there was nothing to do.
+        """Commit, emit, requantize and offload; return False if there was nothing to do.
 
         Args:
-            plan: of the step.
-            output: its passes; each is computed when the one before it has been committed.
-            send_later: whether tokens wait for the next step, which sends them while it computes;
-                an answer's first token never does, and none waits for a prompt's chunk.
+            plan: plan of the step.
+            output: passes of the step; each is computed after the previous one was committed.
+            send_later: whether tokens are sent while the next step computes; an answer's first
+                token is sent at once, and no token waits for a prefill chunk.
         """
         if not plan.decode:
             self.send()
@@ -110,7 +110,7 @@ class Postprocessor:
     # ---- decoded
 
     def _decoded(self, computed: DecodePass) -> None:
-        """Let the tokens of each sequence count, or see to a failed pass."""
+        """Commit and emit the tokens of each sequence, or handle a failed pass."""
         if computed.error is not None:
             self._decode_failed(computed.sequences, computed.error)
             return
@@ -130,7 +130,7 @@ class Postprocessor:
         choice: list[SampledToken] | Exception,
         state: RecurrentState | None,
     ) -> None:
-        """Let a sequence's tokens of a pass count, up to the end of its answer."""
+        """Commit and emit a sequence's tokens of a pass, up to the end of its answer."""
         if isinstance(choice, Exception):
             raise choice
         for number, token in enumerate(choice):
@@ -143,7 +143,7 @@ class Postprocessor:
                 break
 
     def _emit(self, sequence: Sequence, chosen: SampledToken) -> None:
-        """Send a token out, or end the answer with it."""
+        """Emit a token, or finish the answer if the token ends it."""
         request = sequence.request
         self._stores.counters.generated_tokens += 1
         ends = chosen.token in self._ends and (
@@ -164,7 +164,7 @@ class Postprocessor:
             self._admission.finish(sequence, lambda s: s.end("length"))
 
     def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
-        """End the answers of a pass; out of memory, only one of them, after a second try."""
+        """Fail the answers of a pass; if out of memory, preempt them, and fail one on a retry."""
         self._stores.tails.drop()  # what it wrote may be no numbers
         if isinstance(error, SpilledLost):
             for sequence in sequences:
@@ -187,7 +187,7 @@ class Postprocessor:
     # ---- prefilled
 
     def _prefilled(self, computed: PrefillPass) -> None:
-        """Commit a chunk of a prompt, or end the answer whose chunk has failed."""
+        """Commit a prefill chunk, or fail the answer if the chunk failed."""
         sequence = computed.sequence
         if isinstance(computed.error, SpilledLost):
             self._admission.compute_again(computed.error)
@@ -202,7 +202,7 @@ class Postprocessor:
             self._failed(sequence, error)
 
     def _commit(self, computed: PrefillPass) -> None:
-        """Commit a chunk of a prompt, and go on to decoding behind its last one."""
+        """Commit a prefill chunk; after the last one, the sequence decodes."""
         sequence = computed.sequence
         chunk, start = computed.take(), sequence.position
         if not self._group.least(chunk.segment.is_finite()):
@@ -233,7 +233,7 @@ class Postprocessor:
         self._stores.scored.remember(logprobs, start, scores, sequence.block_hashes)
 
     def _count(self, computed: PrefillPass, start: int) -> None:
-        """Count a chunk and its time, the commit included."""
+        """Record a chunk and its time, including the commit."""
         counters, seconds = self._stores.counters, time.perf_counter() - computed.started_seconds
         counters.prefill_steps += 1
         counters.prefilled_tokens += computed.tokens
@@ -244,7 +244,7 @@ class Postprocessor:
     # ---- between two steps
 
     def _exchange(self, part: Retention) -> bool:
-        """Hold one node in another form that is due; one a step, so that no answer waits."""
+        """Convert one node to its due form; one per step, so that answers are not delayed."""
         stores = self._stores
         preempted = (
             s for s in self._admission.sequences.values() if s.was_preempted and s.kv.pin is None
@@ -260,10 +260,10 @@ class Postprocessor:
     # ---- parts
 
     def _failed(self, sequence: Sequence, error: Exception) -> None:
-        """End one answer and no other: a sampler, a detokenizer, a stop string of its request.
+        """Fail a single answer, after an error in its sampler, detokenizer or stop strings.
 
         Raises:
-            Exception: the error, where the sequence is gone already.
+            Exception: `error`, if the sequence has already ended.
         """
         if sequence.id not in self._admission.sequences:
             raise error

@@ -1,7 +1,7 @@
-"""Requests to the engine, and the events that answer them.
+"""Requests to the engine, and the events of their answers.
 
-A request is checked once, where it is made; past that every value is right. It holds tokens,
-not text: the caller encodes the prompt.
+A request is validated once, when it is constructed. It holds tokens, not text: the caller encodes
+the prompt.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = [
 ]
 
 _OWN_SALT = re.compile(r"\0[0-9a-f]{32}\Z")
-"""End of a salt that one request alone has."""
+"""Suffix of a salt that is unique to one request."""
 GREEDY_BELOW = 1e-5
-"""A lower temperature takes the likeliest token: divided by it, logits overflow."""
+"""Temperature below which decoding is greedy; division by it would overflow the logits."""
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0)]
 Added: TypeAlias = Annotated[float, Field(ge=-1e30, le=1e30)]
-"""Number that is added to logits; it stays a float32 even if added many times."""
+"""Value added to logits, bounded so that repeated additions do not overflow float32."""
 
 
 class _RequestSettings(Settings):
-    """Settings whose constructor reports the first fault in one line.
+    """Settings whose constructor reports the first error in one line.
 
     Raises:
-        SettingError: names the first value that is out of its range.
+        SettingError: a value is out of range; the message names the first one.
     """
 
     if not TYPE_CHECKING:  # type checkers go on reading the arguments off the fields
@@ -56,10 +56,10 @@ class _RequestSettings(Settings):
 
 
 class Sampling(_RequestSettings):
-    """Settings of the choice of a token from the logits; the default takes the likeliest.
+    """Sampling parameters; the default is greedy decoding.
 
-    In the order of mlx-lm: bias and penalties, then top-p, min-p, top-k, then temperature.
-    Before all of them a request's grammar takes out the tokens that it does not allow.
+    They are applied in mlx-lm's order: bias and penalties, then top-p, min-p, top-k, then
+    temperature. Tokens that the grammar does not allow are masked before all of them.
 
     >>> Sampling(temperature=0.7, top_p=1.5)
     Traceback (most recent call last):
@@ -68,31 +68,31 @@ class Sampling(_RequestSettings):
 
     temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Share of the probability that is drawn from; 1 draws from all of it."""
+    """Cumulative probability of the tokens to sample from; 1 samples from all tokens."""
     top_k: int = Field(default=0, ge=0)
-    """Tokens that are drawn from; 0 draws from all."""
+    """Number of likeliest tokens to sample from; 0 samples from all tokens."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Least probability that is drawn, as a share of the likeliest token's."""
+    """Minimum probability of a token, as a share of the likeliest token's probability."""
     repetition_penalty: float | None = Field(default=None, ge=1e-30, le=1e30)
-    """Divides the positive logits, and multiplies the negative ones, of tokens that were in the
-    prompt or were generated; None and 1 change nothing."""
+    """Divides the positive logits and multiplies the negative logits of tokens in the prompt or the
+    answer so far; None and 1 disable it."""
     repetition_context: int | None = Field(default=None, ge=1)
-    """Last tokens, of prompt and answer together, that the repetition penalty looks at; None is
-    all of them."""
+    """Number of last tokens that the repetition penalty applies to, of prompt and answer; None is
+    all."""
     presence_penalty: Added = 0.0
-    """Subtracted from the logit of every token that was generated; the prompt does not count."""
+    """Subtracted from the logit of every generated token; prompt tokens do not count."""
     frequency_penalty: Added = 0.0
-    """Subtracted once for every time the token was generated; the prompt does not count."""
+    """Subtracted from a token's logit for each time it was generated; the prompt does not count."""
     logit_bias: dict[TokenId, Added] = Field(default_factory=dict)
-    """Added to the logits of these tokens."""
+    """Biases added to the logits, by token."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    """Decides every draw, together with the choice's number and the token's; None draws a seed
-    for each request."""
+    """Random seed; each draw also depends on the index of the answer and of the token. None draws a
+    seed per request."""
     logprobs: bool = False
-    """Whether each token comes with its log-probability under the model's own distribution:
-    before grammar, bias, penalties, filters and temperature."""
+    """Whether to report each token's log-probability under the model's own distribution, before
+    grammar, bias, penalties, filters and temperature."""
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    """Likeliest tokens that are reported beside the chosen one."""
+    """Number of likeliest tokens reported with each sampled token."""
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> Sampling:
@@ -102,17 +102,17 @@ class Sampling(_RequestSettings):
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken and nothing is drawn."""
+        """Whether decoding is greedy: the likeliest token is chosen without a random draw."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def plain(self) -> bool:
-        """Whether the answer is the place of the largest logit as the model gives it."""
+        """Whether the token is the argmax of the model's unchanged logits."""
         return self.greedy and not self.logprobs and not self.changes_logits
 
     @property
     def changes_logits(self) -> bool:
-        """Whether a bias or a penalty is asked for."""
+        """Whether a bias or a penalty is set."""
         return bool(
             self.logit_bias
             or self.repetition_penalty not in (None, 1.0)
@@ -121,27 +121,27 @@ class Sampling(_RequestSettings):
         )
 
     def with_seed(self) -> Sampling:
-        """Return these settings with a seed: this one, or one drawn from the system."""
+        """Return these settings with a seed; draw one from the system if none is set."""
         if self.seed is not None:
             return self
         return self.model_copy(update={"seed": int.from_bytes(os.urandom(8))})
 
 
 class ReasoningBudget(_RequestSettings):
-    """Limit of an answer's reasoning, in tokens, and the marks around it."""
+    """Token limit of an answer's reasoning, and the tokens that delimit the reasoning."""
 
     max_tokens: int = Field(ge=1)
-    """Tokens of all reasoning of an answer; then only the end mark may come."""
+    """Maximum reasoning tokens of an answer, after which `end` is forced."""
     start: tuple[TokenId, ...] = ()
-    """Tokens that begin it."""
+    """Tokens that begin the reasoning."""
     end: tuple[TokenId, ...] = Field(min_length=1)
-    """Tokens that end it."""
+    """Tokens that end the reasoning."""
     inside: bool = False
     """Whether the prompt ends inside the reasoning."""
 
 
 class Request(_RequestSettings):
-    """A prompt and its settings; `n` answers are generated from one prefill of it.
+    """A prompt and its settings; `n` answers are generated from one prefill.
 
     >>> Request(prompt=[])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -150,58 +150,58 @@ class Request(_RequestSettings):
 
     prompt: tuple[TokenId, ...] = Field(min_length=1)
     max_tokens: int = Field(default=MAX_TOKENS, ge=0, lt=2**31)
-    """Tokens of each answer, at most; 0 reads the prompt and no more."""
+    """Maximum tokens of each answer; 0 only computes the prompt."""
     sampling: Sampling = Sampling()
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end an answer; they are not part of it, but for `keep_stop`."""
+    """Strings that end an answer; excluded from it unless `keep_stop` is set."""
     stop_tokens: tuple[TokenId, ...] = ()
-    """Tokens that end an answer, beside the tokenizer's own end of sequence."""
+    """Tokens that end an answer, in addition to the tokenizer's end-of-sequence tokens."""
     keep_stop: bool = False
-    """Whether the text of the answer has the text, or that of the stop token, which ended it."""
+    """Whether the answer's text includes the stop string or the text of the stop token."""
     min_tokens: int = Field(default=0, ge=0)
-    """Tokens of an answer before a stop text, a stop token or the end of sequence may end it.
+    """Minimum tokens of an answer before a stop string, stop token or end of sequence may end it.
 
-    A grammar alone says where its answers end."""
+    Ignored with a grammar, which alone decides where an answer ends."""
     silent_tokens: frozenset[TokenId] = frozenset()
-    """Tokens of an answer that add nothing to its text."""
+    """Tokens that are left out of an answer's text."""
     goes_on: bool = False
-    """Whether the answer's text goes on with the prompt's, the first space included; if not, it is
-    as mlx-lm writes an answer, which drops that space with some tokenizers."""
+    """Whether the answer's text continues the prompt's, with its leading space. If not, the text is
+    as in mlx-lm, which drops that space with some tokenizers."""
     ignore_eos: bool = False
-    """Whether an answer goes on after the tokenizer's end of sequence."""
+    """Whether an answer continues after an end-of-sequence token."""
     n: int = Field(default=1, ge=1, le=128)
     """Number of answers."""
     priority: int = 0
-    """Priority in the queue; higher goes first."""
+    """Priority in the queue; higher is served first."""
     client: str = ""
-    """Client that the engine serves as much as any other, however many requests it has open."""
+    """Client of the request; each client gets an equal share, however many requests it has open."""
     group: str = ""
-    """Requests of one client and group are served as one request; empty is a group of its own."""
+    """Requests of one client and group share the service of one; empty means a group of its own."""
     timeout_seconds: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    """Seconds from `submit` to the last token; None waits forever."""
+    """Maximum seconds from `submit` to the last token; None means no limit."""
     prompt_logprobs: int | None = Field(default=None, ge=-1)
-    """Likeliest tokens that are reported beside each token of the prompt, with log-probabilities
-    under the model's own distribution (`Handle.prompt_logprobs`); None reports nothing, -1 the
-    whole vocabulary."""
+    """Number of likeliest tokens reported in `Handle.prompt_logprobs` for each prompt token, with
+    log-probabilities under the model's own distribution. None reports nothing, -1 the whole
+    vocabulary."""
     salt: str = ""
-    """Tenant: only requests of the same salt share prefixes."""
+    """Salt of the tenant: only requests with the same salt share prefixes."""
     cache_prompt: bool = True
-    """Whether prefixes are looked up and kept. If not, all is computed, and its KV goes at its end:
-    the answers of this request alone share it, by a salt of their own."""
+    """Whether to look up and cache prefixes. If False, the prompt is computed in full under a salt
+    of its own, shared by this request's answers, and its KV is freed at the end."""
     grammar: str | None = Field(default=None, min_length=1)
-    """Grammar that the answers follow, in llguidance's form (`constraint.json_schema_grammar`).
+    """Grammar of the answers, in llguidance's format (see `constraint.json_schema_grammar`).
 
-    An answer that completes it ends with "stop", also with `ignore_eos`."""
+    An answer that completes the grammar finishes with "stop", even with `ignore_eos`."""
     reasoning: ReasoningBudget | None = None
-    """Bounds the reasoning. A grammar begins behind the reasoning that the prompt has opened."""
+    """Limit of the reasoning. A grammar applies after the reasoning, which the prompt must open."""
     prediction: tuple[TokenId, ...] = ()
-    """Tokens that are expected as the answer: proposals, as far as the engine speculates."""
+    """Expected tokens of the answer, used as proposals if speculative decoding is enabled."""
     hold_seconds: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """Seconds after this request in which its prefix is evicted last.
+    """Seconds after this request during which its prefix is evicted last.
 
-    A preference, never a claim: it takes no room from running sequences."""
+    Held prefixes are still evicted if running sequences need the memory."""
     hold_tokens: int | None = Field(default=None, ge=0)
-    """First tokens of the prompt that are held, in whole nodes; None is all of them."""
+    """Number of first prompt tokens to hold, in whole nodes; None means all."""
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -216,7 +216,7 @@ class Request(_RequestSettings):
     @model_validator(mode="before")
     @classmethod
     def _own_salt(cls, given: Any) -> Any:
-        """Salt a request that shares nothing; once, as ranks make the first one's anew."""
+        """Give a request without caching a unique salt; other ranks rebuild rank 0's request."""
         salt = str(given.get("salt", ""))
         if given.get("cache_prompt", True) or _OWN_SALT.search(salt):
             return given
@@ -232,12 +232,12 @@ class Request(_RequestSettings):
 
     @property
     def tenant(self) -> str:
-        """Salt, without the end that this request alone has."""
+        """Salt without the suffix that is unique to this request."""
         return _OWN_SALT.sub("", self.salt)
 
     @property
     def held_tokens(self) -> int:
-        """First tokens of the prompt that stay held for a while; 0 if that is not asked for."""
+        """Number of first prompt tokens to hold; 0 without `hold_seconds`."""
         if not self.hold_seconds:
             return 0
         most = len(self.prompt)
@@ -249,30 +249,30 @@ class Token:
     """One generated token of one answer."""
 
     choice: int
-    """Number of the answer, from 0."""
+    """Index of the answer, from 0."""
     token: int
     text: str
-    """Text that became certain with this token.
+    """Text that this token completes.
 
-    Empty in the middle of a character, and while the end of the text may begin a stop string."""
+    Empty in the middle of a character, and while the text may be the start of a stop string."""
     logprob: float | None = None
-    """Natural logarithm of its probability; None if the request does not ask for it."""
+    """Natural log-probability of the token; None if not requested."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens and their log-probabilities, likeliest first."""
+    """Likeliest tokens and their log-probabilities, likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Usage of one answer, in tokens."""
+    """Token usage of one answer."""
 
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens whose KV was in the cache."""
     completion_tokens: int
     accepted_tokens: int = 0
-    """Completion tokens that were proposed, see `--speculative-tokens`."""
+    """Completion tokens that were accepted proposals, see `--speculative-tokens`."""
     rejected_tokens: int = 0
-    """Proposed tokens that were not the ones chosen."""
+    """Proposed tokens that were rejected."""
 
 
 Reason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "error"]
@@ -280,25 +280,25 @@ Reason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of one answer; nothing follows for this choice."""
+    """End of one answer; the last event of its choice."""
 
     choice: int
     reason: Reason
     text: str
-    """Last text, which was held back until the end."""
+    """Remaining text, held back until the end."""
     stop: str | int | None
-    """The text or the token that ended it."""
+    """Stop string or token that ended the answer."""
     usage: Usage
     error: PenstockError | None = None
     end_token: Token | None = None
-    """Token that ended it, with its log-probability; None if that is not asked for."""
+    """Token that ended the answer, with its log-probability; None if not requested."""
 
 
 Event: TypeAlias = Token | Finish
 
 
 def _one_line(error: ValidationError) -> str:
-    """Return the first fault: field, value, reason."""
+    """Return the first error as one line: field, value, reason."""
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
     where = ".".join(str(part) for part in first["loc"])

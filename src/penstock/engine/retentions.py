@@ -1,4 +1,4 @@
-"""Construction of an engine's retentions: the kinds of state that its layers resume from."""
+"""Construction of an engine's retentions, one per kind of state that its layers resume from."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from penstock.kv.segment import Segment
 from penstock.prefix.prefixes import Prefixes
 
 SPARE_SHARE = 4
-"""Part of a choice that the cache of blocks has room for beside the active tokens: what one step
-leaves out, the next but one wants again. In a dialogue of 32,000 tokens, with 1,024 read and
-active, 31 of a step's 177 pairs of blocks are read from the tier, and 48 without it."""
+"""The block cache has room for 1/4 of a step's chosen tokens beyond the active tokens.
+
+Tokens that one step leaves out are often chosen again two steps later. In a dialogue of 32,000
+tokens, with 1,024 chosen and active, a step reads 31 of its 177 pairs of blocks from the tier, and
+48 without this room."""
 
 
 def make_retentions(
@@ -32,16 +34,16 @@ def make_retentions(
     rule: QuantizationRule | None,
     tiers: TierGroup,
 ) -> tuple[Retention, ...]:
-    """Make the retentions that the model and the settings need; a further kind is a line here.
+    """Create the retentions that the model and the settings need; add further kinds here.
 
     Args:
         base: model, settings and ledger.
-        prefixes: of the engine.
-        rule: which tokens are held in which codecs; None for none.
-        tiers: take the KV that leaves memory.
+        prefixes: prefix cache of the engine.
+        rule: codecs of quantized tokens; None without quantization.
+        tiers: cold tiers, which store spilled KV.
 
     Raises:
-        LedgerFull: there is no room for the buffers of one.
+        LedgerFull: there is no room for the buffers of a retention.
     """
     return (
         *_windows(base, prefixes),
@@ -54,7 +56,7 @@ def make_retentions(
 
 
 def _windows(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retention]:
-    """Make the retention of sliding-window layers, if the model has any."""
+    """Create the retention of sliding-window layers, if the model has any."""
     runner = base.runner
     windows = windows_of(runner.attention_windows, base.limits.max_kv_size)
     if windows:
@@ -63,7 +65,7 @@ def _windows(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retentio
 
 
 def _states(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retention]:
-    """Make the retention of recurrent states; those of a prompt are captured where chunks end."""
+    """Create the retention of recurrent states, if any; prompts capture them at chunk ends."""
     if base.runner.is_recurrent:
         size = prefixes.block_size
         chunk = base.limits.step_tokens // size * size
@@ -72,7 +74,7 @@ def _states(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retention
 
 
 def _rows(base: Foundation) -> Iterator[Retention]:
-    """Make the retention of rows, if layers compress."""
+    """Create the retention of compressed rows, if layers compress their KV."""
     if rows := base.runner.layout.rows:
         yield CompressedRows(rows)
 
@@ -80,13 +82,13 @@ def _rows(base: Foundation) -> Iterator[Retention]:
 def _codecs(
     base: Foundation, prefixes: Prefixes[Segment], rule: QuantizationRule | None
 ) -> Iterator[Retention]:
-    """Make the retention of KV in codecs, if the settings name some."""
+    """Create the retention of quantized KV, if the settings name a codec."""
     if rule is not None:
         yield Requantizer(rule, prefixes, base.runner.shapes, base.limits, base.runner.device)
 
 
 def _index(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retention]:
-    """Make the retention of the index of keys, if decode steps choose by one."""
+    """Create the retention of the key index, if decode steps select tokens with it."""
     runner = base.runner
     if runner.selection is not None:
         index = runner.selection.index
@@ -99,7 +101,7 @@ def _spilling(
     rule: QuantizationRule | None,
     tiers: TierGroup,
 ) -> Iterator[Retention]:
-    """Make the retention of KV that leaves memory for the tiers, if some of it does."""
+    """Create the retention of KV spilled to the tiers, if spilling is enabled."""
     active, selection = base.limits.active_kv_size, base.runner.selection
     if active is None or selection is None or not tiers:
         return

@@ -1,4 +1,4 @@
-"""Construction of the parts that decide: the budget, the scheduler, admission, restores."""
+"""Construction of the scheduling parts: budget, scheduler, admission and restoring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.engine.schedule.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """Parts that decide which sequence runs, and with how much memory."""
+    """Parts that decide which sequences run and how much memory they get."""
 
     budget: MemoryBudget
     scheduler: Scheduler[Sequence]
@@ -29,13 +29,13 @@ class Scheduling:
 def make_scheduling(
     base: Foundation, stores: KVStores, tiers: TierGroup, draft_bytes: int = 0
 ) -> Scheduling:
-    """Connect the parts that decide to the ledger and to the stores.
+    """Create the scheduling parts and connect them to the ledger and the stores.
 
     Args:
-        base: ledger, limits and estimates.
-        stores: of keys and values.
-        tiers: of the stores.
-        draft_bytes: bytes that a draft model takes before it reads anything.
+        base: ledger, limits and estimator.
+        stores: stores of keys and values.
+        tiers: cold tiers below the stores.
+        draft_bytes: fixed bytes of the draft model, before it reads any tokens.
     """
     limits, prefixes = base.limits, stores.prefixes
     budget = MemoryBudget(

@@ -1,10 +1,10 @@
-"""Sessions: the keys and values of one prompt in a file, to go on with another day or elsewhere.
+"""Session files: the KV of one prompt in a file, to continue later or on another machine.
 
     save   a prompt's cached blocks ──> the cold tier's folder ──> its blocks in one tar
     load   tar ──> the folder, each block checked ──> found by the next request with that prompt
 
-A file is good for every engine of the same fingerprint. Any thread may call; neither waits for a
-step longer than the engine's other calls do.
+A file works with every engine of the same fingerprint. Both functions are thread-safe, and wait for
+a step no longer than the engine's other calls.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from penstock.tiers.disk.archive import export_blocks, import_blocks
 from penstock.tiers.disk.folder import Folder
 
 WRITE_SECONDS = 60.0
-"""Longest wait until the blocks of a session are written."""
+"""Timeout of writing the blocks of a session."""
 LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """Content of a session file."""
+    """Tokens and size of a session file."""
 
     tokens: int
-    """First tokens of the prompt, in whole blocks."""
+    """Number of first prompt tokens in the file, in whole blocks."""
     nbytes: int
     """Size of the file."""
 
 
 def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = "") -> SavedSession:
-    """Write the cached blocks of a prompt, in memory or on the disk, into a file.
+    """Write the cached blocks of a prompt, from memory or disk, to a file.
 
-    A file of that name is replaced at the end.
+    An existing file is replaced once the new one is complete.
 
     Args:
-        engine: with a cold tier.
-        file: a tar, which only its owner may read.
-        tokens: the prompt, or a conversation with its answers.
-        salt: the tenant's.
+        engine: engine with a disk tier.
+        file: path of the tar file to write; only its owner can read it.
+        tokens: tokens of the prompt, or of a conversation with its answers.
+        salt: salt of the tenant.
 
     Raises:
-        SettingError: the engine has no cold tier, nothing of the prompt is held, or it has tokens
-            that the model does not know.
-        TimeoutError: the disk is too slow.
-        OSError: a disk fails; the file is as it was.
+        SettingError: the engine has no disk tier, no block of the prompt is cached, or a token is
+            outside the vocabulary.
+        TimeoutError: the blocks were not written in time.
+        OSError: writing failed; an existing file is unchanged.
     """
     about = _about(engine)
     block_hashes = engine._later(lambda core: _have_written(core, tokens, salt)).result(
@@ -88,13 +88,13 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
 
 
 def load_session(engine: Engine, file: Path) -> SavedSession:
-    """Take the blocks of a file in, for the next request with that prompt.
+    """Import the blocks of a session file, for the next request with its prompt.
 
     Raises:
-        SettingError: the engine has no cold tier, the file is of another model or of other
-            settings, or a block is damaged or does not fit in the folder.
-        CacheFileError: the file is no session.
-        OSError: a disk fails.
+        SettingError: the engine has no disk tier, the file is from another model or other
+            settings, or a block is damaged or does not fit into the folder.
+        CacheFileError: the file is not a session file.
+        OSError: reading or writing failed.
     """
     about = _about(engine)
     done = import_blocks(about.folder, file, about.limit_bytes, about.fingerprint)
@@ -106,14 +106,14 @@ def load_session(engine: Engine, file: Path) -> SavedSession:
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """Settings of an engine that a session file depends on."""
+    """Engine settings that a session file depends on."""
 
     folder: Path
     limit_bytes: int
-    """Limit of the folder."""
+    """Size limit of the folder."""
     block_size: int
     least_tokens: int
-    """Tokens of the shortest prompt that is written."""
+    """Minimum tokens of a prompt to be written."""
     fingerprint: str
 
 
@@ -134,7 +134,7 @@ def _about(engine: Engine) -> _About:
 
 
 def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
-    """Have the tier write a prompt's blocks that are in memory; return all its block hashes."""
+    """Queue a prompt's blocks in memory for writing to disk; return all its block hashes."""
     core.intake.check_tokens(tokens)
     block_hashes = core.prefixes.block_hashes(list(tokens), salt)
     cached_blocks = core.prefixes.match(block_hashes).tokens // core.limits.block_size

@@ -1,4 +1,4 @@
-"""Settings of an engine: checked, fitted to a model, and the part that KV depends on."""
+"""Validation of engine settings, their adaptation to a model, and the fingerprint of KV."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ from penstock.models.fingerprint import with_settings
 logger = logging.getLogger(__name__)
 
 LONG_CHUNK = 2_048
-"""Tokens of a prefill chunk on a GPU: each chunk joins the parts of every layer anew, so that a
-quarter of the chunks copies a quarter of the bytes."""
+"""Tokens of a long prefill chunk on a GPU. Each chunk concatenates the segments of every layer
+again, so a quarter of the chunks copies a quarter of the bytes."""
 SPILLED_CHUNK = 1_024
-"""Tokens of a prefill chunk where as many stay in memory: each chunk reads all that has left it."""
+"""Tokens of a prefill chunk if at least this many tokens stay active: each chunk reads all spilled
+KV again."""
 LONG_CHUNK_ROOM = 8 * 10**9
-"""Bytes of a memory limit beside the weights in which the buffers of such a chunk are little."""
+"""Minimum bytes beside the weights for long chunks, whose buffers are then a small part."""
 
 
 def checked(settings: dict[str, Any], *, drafts: bool = False) -> EngineSettings:
-    """Check an engine's settings, as its constructor takes them.
+    """Validate an engine's settings and fill in the defaults of this machine.
 
     Args:
-        settings: by name; None is not set.
-        drafts: whether there is a draft model, for which some tokens are proposed by default.
+        settings: settings by name; None means not set.
+        drafts: whether there is a draft model, which sets a default for `speculative_tokens`.
 
     Raises:
-        SettingError: a number is out of its range, or a name is none of a setting's.
+        SettingError: a value is out of range, or a name is unknown.
     """
     given = {name: _typed(name, value) for name, value in settings.items() if value is not None}
     if devices.current().facts.own_memory:
@@ -60,7 +61,7 @@ def checked(settings: dict[str, Any], *, drafts: bool = False) -> EngineSettings
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Return a size or a folder for a text that names one; other values as they are."""
+    """Convert a string to the setting's size or path; return other values unchanged."""
     field = EngineSettings.model_fields.get(name)
     if field is None or not isinstance(value, str):
         return value
@@ -70,9 +71,9 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def _takes_long_chunks(runner: Runner, room_bytes: int) -> bool:
-    """Tell whether a long chunk pays on this device, and takes few bytes more than a usual one.
+    """Return whether a long chunk is faster on this device and takes little more memory.
 
-    Where all scores of a chunk are in memory at once, they grow with it, for any prompt.
+    If all attention scores of a chunk are in memory at once, they grow with the chunk.
     """
     fuses = runner.device.facts.fuses_attention and not holds_all_scores(
         figures_of(runner), runner.device.memory
@@ -83,16 +84,16 @@ def _takes_long_chunks(runner: Runner, room_bytes: int) -> bool:
 def fitting(
     limits: EngineSettings, runner: Runner, room_bytes: int, ranks: int = 1
 ) -> EngineSettings:
-    """Adapt an engine's settings to what a model and its ranks can run.
+    """Adapt the settings to the model and the number of ranks.
 
     Args:
-        limits: the settings that were given.
+        limits: validated settings.
         runner: runs the model.
         room_bytes: bytes of the memory limit beside the weights, equal on all ranks.
         ranks: number of ranks.
 
     Raises:
-        SettingError: it cannot, with these.
+        SettingError: the model or the ranks do not support a setting.
     """
     if runner.divided and limits.kv_cache_skip_layers:
         raise SettingError(
@@ -130,7 +131,7 @@ def fitting(
 
 
 def _check_attends(limits: EngineSettings, runner: Runner) -> None:
-    """Raise SettingError if decode steps of a model cannot choose the tokens that they read."""
+    """Raise SettingError if decode steps of the model cannot select tokens (`attend_tokens`)."""
     if limits.attend_tokens is None:
         return
     if runner.fitness.way == "joined":
@@ -152,7 +153,7 @@ def _check_attends(limits: EngineSettings, runner: Runner) -> None:
 
 
 def _check_spills(limits: EngineSettings, runner: Runner, ranks: int) -> None:
-    """Raise SettingError if the KV of a model cannot be in a cold tier while it is read."""
+    """Raise SettingError if the KV of the model cannot be spilled (`active_kv_size`)."""
     if limits.active_kv_size is None:
         return
     name = f"active_kv_size (--active-kv-size) {limits.active_kv_size}"
@@ -197,15 +198,15 @@ def identity(
     fingerprint: str,
     measure_scales: Callable[[], tuple[Scales, ...]],
 ) -> tuple[QuantizationRule | None, str]:
-    """Return the rule of quantization, None if all KV is raw, and the fingerprint.
+    """Return the quantization rule, None if all KV is raw, and the fingerprint.
 
     Args:
-        model: its weights are read if a cold tier needs its name.
-        limits: fitted to the model.
-        runner: of the model.
-        group: each has a part of it.
-        fingerprint: name of the weights, the caller's; empty to have it found.
-        measure_scales: runs the model for scales of its keys, where a codec takes them.
+        model: model whose weights are hashed if a cold tier needs a fingerprint.
+        limits: settings, fitted to the model.
+        runner: runs the model.
+        group: processes among which the model is divided.
+        fingerprint: caller's fingerprint of the weights; empty to compute it.
+        measure_scales: measures the scales of the keys, for codecs that need them.
     """
     if limits.cold_tiers and not fingerprint:
         logger.info("hashing the weights, to identify this model's blocks in cold tiers")
@@ -238,7 +239,7 @@ def identity(
 
 
 def kernels_off(limits: EngineSettings | None = None) -> bool:
-    """Tell whether the user turned kernels and compiled loops off."""
+    """Return whether the user disabled kernels and compiled loops."""
     if limits is not None and "kernels" in limits.model_fields_set:
         return limits.kernels == "off"
     return os.environ.get(KERNELS_VARIABLE) == "off"

@@ -1,4 +1,4 @@
-"""Figures of an engine."""
+"""Statistics of an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.tiers.worker import TierStats
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of the last steps of one kind; 0 if there were none."""
+    """Durations of the last steps of one kind; 0 without steps."""
 
     count: int
     """Number of steps since the start."""
@@ -21,7 +21,7 @@ class StepTimes:
 
     @classmethod
     def of(cls, count: int, seconds: Sequence[float]) -> StepTimes:
-        """Summarize the last of `count` steps."""
+        """Summarize the durations of the last of `count` steps."""
         if not seconds:
             return cls(count, 0.0, 0.0, 0.0)
         ordered = sorted(seconds)
@@ -31,131 +31,131 @@ class StepTimes:
 
 @dataclass(slots=True)
 class SpillCounts:
-    """Counts of spilled blocks since the start: of 16 tokens, a side and a head of a layer."""
+    """Counts of spilled blocks since the start: 16 tokens of one side, head and layer each."""
 
     cached_blocks: int = 0
-    """Blocks that steps chose, and that the cache in memory had."""
+    """Blocks chosen by steps and found in the block cache in memory."""
     read_blocks: int = 0
-    """Blocks that steps chose, and that were read from a tier."""
+    """Blocks chosen by steps and read from a tier."""
     streamed_blocks: int = 0
-    """Blocks that were read from a tier for chunks of prompts."""
+    """Blocks read from a tier for prefill chunks."""
     read_bytes: int = 0
-    """Bytes that were read from tiers."""
+    """Bytes read from tiers."""
     requests: int = 0
-    """Requests to tiers: one for all that a layer of a step lacks, unless a tier lacks some."""
+    """Read requests to tiers: one per layer and step, more if a tier lacks blocks."""
     lost_blocks: int = 0
-    """Blocks that were damaged, missing or late in all tiers."""
+    """Blocks that no tier could deliver: damaged, missing or late."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpillStats:
-    """Keys and values that are in a cold tier while they are read, see `--active-kv-size`."""
+    """Statistics of KV spilled to a cold tier while in use, see `--active-kv-size`."""
 
     active_tokens: int
     """Tokens of the prefix tree whose keys and values are in memory."""
     spilled_tokens: int
-    """Tokens of the prefix tree of which some layers are in a tier alone."""
+    """Tokens of the prefix tree with at least one layer stored only in a tier."""
     counts: SpillCounts
 
     @property
     def hit_rate(self) -> float:
-        """Share of the blocks that steps chose that the cache had; 0 before the first."""
+        """Share of the blocks chosen by steps that the block cache had; 0 before the first."""
         chosen = self.counts.cached_blocks + self.counts.read_blocks
         return self.counts.cached_blocks / chosen if chosen else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A view of the engine between two steps."""
+    """Statistics of an engine, taken between two steps."""
 
     limit_bytes: int
     """Memory limit."""
     used_bytes: int
-    """Bytes in the ledger: held, or reserved for admitted sequences."""
+    """Bytes in the ledger: allocated, or reserved for admitted sequences."""
     held_bytes: int
-    """Bytes in arrays."""
+    """Bytes allocated in arrays."""
     by_kind: dict[str, int]
     """Bytes in the ledger by `ledger.Kind`; their sum is `used_bytes`."""
     active_bytes: int
-    """Bytes that MLX has allocated in this process."""
+    """Bytes allocated by MLX in this process."""
     waiting: int
-    """Sequences that were never admitted."""
+    """Sequences in the queue that have never been admitted."""
     waiting_clients: int
-    """Clients to which they belong."""
+    """Clients with waiting sequences."""
     most_waiting: int
-    """Those of the client with the most of them."""
+    """Waiting sequences of the client that has the most."""
     prefilling: int
-    """Admitted sequences whose prompt is computed."""
+    """Admitted sequences in prefill."""
     restoring: int
-    """Admitted sequences that wait for blocks of a cold tier."""
+    """Admitted sequences that wait for blocks from a cold tier."""
     running: int
     """Admitted sequences that decode."""
     preempted: int
-    """Sequences that were admitted, and wait to be admitted again."""
+    """Preempted sequences that wait to be admitted again."""
     requests: int
-    """Answers that were asked for since the start."""
+    """Answers requested since the start."""
     finished: int
-    """Answers that have ended, failed ones too."""
+    """Answers that have ended, including failed ones."""
     failed: int
     """Answers that ended with an error."""
     prompt_tokens: int
     """Prompt tokens of admitted sequences."""
     hit_tokens: int
-    """Prompt tokens that were not prefilled, because their KV was in the cache."""
+    """Prompt tokens whose KV was in the cache and was not computed."""
     restored_tokens: int
     """Hit tokens whose KV was read from a cold tier."""
     prefilled_tokens: int
-    """Prompt tokens that were computed."""
+    """Prompt tokens computed."""
     generated_tokens: int
-    """Tokens that were sampled."""
+    """Tokens sampled."""
     proposed_tokens: int
-    """Tokens that were proposed and checked, see `--speculative-tokens`."""
+    """Tokens proposed and verified, see `--speculative-tokens`."""
     accepted_tokens: int
-    """Proposed tokens that were the tokens sampled."""
+    """Proposed tokens that were accepted."""
     drafted_tokens: int
-    """Proposed tokens that a draft model has chosen, see `--draft-model`."""
+    """Tokens proposed by the draft model, see `--draft-model`."""
     accepted_draft_tokens: int
-    """Draft model's proposals that were the tokens sampled."""
+    """Tokens of the draft model that were accepted."""
     failed_proposals: int
-    """Times that proposing failed; the step then went on without."""
+    """Number of times that proposing failed and the step ran without proposals."""
     nodes: int
-    """Nodes of the prefix tree."""
+    """Nodes in the prefix tree."""
     held_tokens: int
     """Tokens in the prefix tree."""
     evicted_nodes: int
     """Nodes evicted since the start."""
     evicted_bytes: int
-    """KV bytes of those nodes."""
+    """KV bytes of the evicted nodes."""
     preemptions: int
-    """Times that a running sequence was preempted."""
+    """Number of preemptions of running sequences."""
     out_of_memory: int
-    """Times that MLX ran out of memory."""
+    """Number of times that MLX ran out of memory."""
     copied_bytes: int
     """KV bytes copied since the start by splits and merges of nodes."""
     decode: StepTimes
     prefill: StepTimes
     model_seconds: float
-    """Seconds spent in the model and in the choice of tokens, since the start."""
+    """Seconds spent in the model and in sampling since the start."""
     tiers: dict[str, TierStats]
-    """Figures of the cold tiers by name, `disk` and `remote`, the nearest first."""
+    """Statistics of the cold tiers by name, `disk` and `remote`, nearest first."""
     spilling: SpillStats | None
-    """Figures of the KV that has left memory for the tiers; None if all stays."""
+    """Statistics of spilled KV; None if KV is never spilled."""
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens that were not computed again; 0 before the first."""
+        """Share of prompt tokens that were in the cache; 0 before the first."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Size of the prefixes that one call of `clear` evicted."""
+    """Prefixes evicted by one call of `clear`."""
 
     nodes: int
-    """Nodes of the prefix tree."""
+    """Nodes evicted from the prefix tree."""
     nbytes: int
     """Bytes of keys and values."""
     tier_blocks: dict[str, int] = field(default_factory=dict)
-    """Blocks that were removed from each cold tier, by its name."""
+    """Blocks removed from each cold tier, by name."""
     pending: dict[str, str] = field(default_factory=dict)
-    """Tiers that still have blocks, and why."""
+    """Reasons why a tier still has blocks, by the tier's name."""

@@ -1,4 +1,4 @@
-"""Text in, text out: prompts of people become requests, and their events text."""
+"""Text interface of the engine: turns prompts and chats into requests, and events into text."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from penstock.plurals import counted
 
 Message: TypeAlias = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that chat templates know."""
+"""Message roles supported by chat templates."""
 _GIVEN = {"prompt", "sampling", "n", "goes_on"}
-"""Fields of `Request` that these calls set themselves."""
+"""Fields of `Request` that `generate` and `chat` set themselves."""
 NAMES = frozenset(Sampling.model_fields) | (frozenset(Request.model_fields) - _GIVEN)
-"""Settings of an answer: fields of `Request` and of its `Sampling`, by the same names."""
+"""Names of the settings of an answer: fields of `Request` and of its `Sampling`."""
 
 
 def text_request(tokens: Sequence[int], *, goes_on: bool, settings: Mapping[str, Any]) -> Request:
-    """Return the request of an answer, from fields of `Request` and of `Sampling` together.
+    """Create a request from settings, which are fields of `Request` and `Sampling` together.
 
     Raises:
-        SettingError: a name is none of theirs, or a value is out of its range.
+        SettingError: a name is unknown, or a value is out of range.
     """
     for name in settings:
         if name not in NAMES:
@@ -42,10 +42,10 @@ def text_request(tokens: Sequence[int], *, goes_on: bool, settings: Mapping[str,
 
 
 def check_length(request: Request, context_tokens: int | None) -> None:
-    """Refuse an answer for which the model has no positions.
+    """Check that prompt and answer fit into the model's context.
 
     Raises:
-        SettingError: prompt and answer are longer than the model's context.
+        SettingError: prompt and `max_tokens` exceed the model's context.
     """
     left = (context_tokens or 2**31) - len(request.prompt)
     if left < 1:
@@ -62,10 +62,10 @@ def check_length(request: Request, context_tokens: int | None) -> None:
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text that a model is to continue.
+    """Encode a text for the model to continue.
 
     Raises:
-        SettingError: it is no text, or empty; or there is no tokenizer.
+        SettingError: `text` is not a string, or is empty; or there is no tokenizer.
     """
     _check_tokenizer(tokenizer)
     if not isinstance(text, str):
@@ -85,11 +85,11 @@ def chat_tokens(
     template_args: Mapping[str, Any],
     renderer: TemplateRenderer,
 ) -> list[int]:
-    """Return the tokens of a conversation, by the model's chat template.
+    """Encode a conversation with the model's chat template.
 
     Raises:
-        SettingError: a message has no role that templates know, or no content.
-        ModelError: there is no chat template, or it refuses the messages, or does not end.
+        SettingError: a message has an unknown role, or no content.
+        ModelError: there is no chat template, or it rejects the messages or does not terminate.
     """
     _check_tokenizer(tokenizer)
     talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
@@ -124,25 +124,25 @@ def _check_tokenizer(tokenizer: Any) -> None:
 
 
 class Text(Iterator[str]):
-    """The text of one answer, as it becomes certain: iterate, or take `rest`.
+    """Streamed text of one answer: iterate over it, or call `rest`.
 
-    The answer is cancelled when this is closed, left as a context manager, or deleted.
+    Closing or deleting the stream, or leaving it as a context manager, cancels the answer.
     """
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
-        """The request behind it, with tokens and log-probabilities in `choices`."""
+        """Handle of the request; its `choices` hold tokens and log-probabilities."""
 
     @property
     def finish(self) -> Finish | None:
-        """The end, with its reason and usage; None before it."""
+        """End of the answer, with reason and usage; None while it is open."""
         return self.handle.choices[0].finish
 
     def __next__(self) -> str:
-        """Return the next text that is not empty.
+        """Return the next non-empty piece of text.
 
         Raises:
-            PenstockError: the reason why the answer failed.
+            PenstockError: the error of a failed answer.
         """
         while not self.handle.done:
             event: Token | Finish = next(iter(self.handle))
@@ -153,11 +153,11 @@ class Text(Iterator[str]):
         raise StopIteration
 
     def rest(self) -> str:
-        """Wait for the end, and return the text that was not yet taken."""
+        """Wait for the end of the answer, and return the text not read yet."""
         return "".join(self)
 
     def close(self) -> None:
-        """Cancel the answer, if it has not ended."""
+        """Cancel the answer if it has not ended."""
         if not self.handle.done:
             self.handle.cancel()
 

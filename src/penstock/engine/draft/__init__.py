@@ -1,1 +1,1 @@
-"""A draft model: a small model whose tokens are proposed, inside the engine's memory limit."""
+"""Speculative decoding with a draft model, within the engine's memory limit."""

@@ -1,11 +1,11 @@
-"""`Draft`: the draft model's view of the running sequences, and the tokens that it proposes.
+"""`Draft`: the draft model's KV of the running sequences, and the tokens that it proposes.
 
     follow ──> bytes reserved, tokens read: a chunk a step ──> up to date or not yet
     draft  ──> all rows in one pass, token by token
     end    ──> released with the sequence; sooner where the main model needs the bytes
 
 Its cold nodes are evicted before any node of the main model, and its KV of running sequences after
-all other memory. It keeps no sequence out of the batch.
+all other memory. It never keeps a sequence out of the batch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class Draft:
-    """A draft model, its tree, and its KV of the running sequences. The engine's thread.
+    """Draft model, its prefix tree, and its KV of the running sequences. Engine thread only.
 
-    Its ledger counts the `fixed` reservations of weights, pool and buffers; `main` is the main
-    model's tree.
+    `fixed` holds the reservations of weights, pool and buffers in its ledger; `main` is the prefix
+    cache of the main model.
     """
 
     proposes = True
@@ -60,7 +60,7 @@ class Draft:
         self._vocabulary_size = vocabulary_size
         self._live: list[DraftKV] = []
         self._asking = False
-        """Whether it makes room for itself: its own sequences keep theirs then."""
+        """Whether the draft itself is making room; its own sequences are then not released."""
         beside.first.append(_ColdNodes(stores))
         beside.last.append(self)
 
@@ -110,7 +110,7 @@ class Draft:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of running sequences; 0 while it makes room for itself."""
+        """Bytes of running sequences; 0 while the draft itself is making room."""
         if self._asking:
             return 0
         return self.stores.prefixes.tree.pinned_bytes + sum(kv.reserved_bytes for kv in self.live)
@@ -125,13 +125,13 @@ class Draft:
         return before - self._ledger.used_bytes
 
     def drop(self) -> None:
-        """Release all running sequences, and the pool, whose values may not be numbers."""
+        """Release all running sequences and the pool, which may contain NaN."""
         for kv in self.live:
             kv.release(keep=False)
         self.stores.tails.drop()
 
     def close(self) -> None:
-        """Free everything but the weights, which stay counted."""
+        """Free everything but the weights, which stay in the ledger."""
         self.drop()
         self.stores.prefixes.clear()
         for reservation in self._fixed[1:]:
@@ -140,9 +140,9 @@ class Draft:
     # ---- reading
 
     def follow(self, sequences: Items[Sequence], worth_seconds: Items[float]) -> list[bool]:
-        """Read on in sequences, about a chunk in all; return which can be drafted for now.
+        """Prefill the sequences, about one chunk in all; return which are ready for drafting.
 
-        A text that takes longer to read than drafts save, `worth_seconds`, is not read.
+        A sequence is skipped if its prefill takes longer than `worth_seconds`, which drafts save.
         """
         unspent, ready = self._chunk_tokens, []
         for sequence, worth in zip(sequences, worth_seconds, strict=True):
@@ -158,7 +158,7 @@ class Draft:
         return ready
 
     def draft(self, sequences: Items[Sequence], limits: Items[int]) -> list[list[int]]:
-        """Return up to `limits` tokens that may follow each sequence, after `follow`."""
+        """Propose up to `limits` tokens for each sequence; call `follow` first."""
         kvs = [self._opened(sequence) for sequence in sequences]
         drafts: list[list[int]] = [[] for _ in kvs]
         while rows := [i for i, kv in enumerate(kvs) if self._goes_on(kv, drafts[i], limits[i])]:
@@ -186,12 +186,12 @@ class Draft:
         return kv
 
     def _pays(self, kv: DraftKV, worth_seconds: float) -> bool:
-        """Return whether reading a sequence's text takes no longer than drafts save."""
+        """Return whether the prefill of a sequence takes no longer than drafts save."""
         seconds = kv.unread_tokens * self._estimator.prefill_token_seconds
         return kv.unread_tokens <= self._most or seconds <= worth_seconds
 
     def _takes(self, kv: DraftKV) -> bool:
-        """Return whether the draft model knows the unread tokens, and has positions for them."""
+        """Return whether the draft's vocabulary and context hold the unread tokens."""
         runner = self._runner
         limit = min(self.stores.shared_tokens, runner.context_tokens or self.stores.shared_tokens)
         known = max(kv.tokens[kv.position :]) < runner.vocabulary_size
@@ -201,13 +201,13 @@ class Draft:
         return len(draft) < limit and kv.room > 0
 
     def _feed(self, kv: DraftKV, draft: Items[int]) -> list[int]:
-        """Return the next tokens that a row reads: those of the sequence, then the proposed."""
+        """Return the next input tokens of a row: tokens of the sequence, then the last proposal."""
         if draft:
             return [draft[-1]]
         return kv.tokens[kv.position :][: min(kv.room, self._most)]
 
     def _pass(self, kvs: Items[DraftKV], feeds: Items[Items[int]]) -> list[int]:
-        """Read the next tokens of all rows together; return the likeliest token behind each."""
+        """Run one pass over the next tokens of all rows; return each row's likeliest token."""
         runner, tails = self._runner, self.stores.tails
         width = max(map(len, feeds))
         rows = [
@@ -232,7 +232,7 @@ class Draft:
         return len(feed)
 
     def _read_chunk(self, kv: DraftKV) -> int:
-        """Read the next chunk of a sequence as a prompt; return the tokens read, 0 without room."""
+        """Prefill the next chunk of a sequence; return the tokens computed, 0 without room."""
         size, start = self.stores.block_size, kv.position
         end = min(len(kv.tokens) - 1, start // size * size + self._chunk_tokens)
         nbytes = self._estimator.prefill_bytes(end)
@@ -270,7 +270,7 @@ class Draft:
         return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Evict cold nodes, also of the main model; False, evicting none, if that is not enough."""
+        """Evict cold nodes, also of the main model; evict none and return False if not enough."""
         self._asking = True
         try:
             return self._main.make_room(nbytes)
@@ -279,31 +279,31 @@ class Draft:
 
 
 class NoDraft:
-    """No draft model: nothing is read, proposed or held."""
+    """Null object for an engine without a draft model."""
 
     fixed_bytes = used_bytes = held_bytes = 0
     proposes = False
 
     def check(self) -> None:
-        """Find nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Free nothing."""
+        """Do nothing."""
 
     def drop(self) -> None:
-        """Release nothing."""
+        """Do nothing."""
 
     def follow(self, sequences: Items[Sequence], worth_seconds: Items[float]) -> list[bool]:
-        """Read nothing; no sequence can be drafted."""
+        """Return False for every sequence: none can be drafted."""
         return [False] * len(sequences)
 
     def draft(self, sequences: Items[Sequence], most: Items[int]) -> list[list[int]]:
-        """Propose nothing."""
+        """Return no proposals for every sequence."""
         return [[] for _ in sequences]
 
 
 class _ColdNodes:
-    """Nodes of the draft's tree that no sequence reads; see `Yielding`."""
+    """Evictable nodes of the draft's tree; implements `Yielding`."""
 
     def __init__(self, stores: KVStores) -> None:
         self._prefixes = stores.prefixes
@@ -317,7 +317,7 @@ class _ColdNodes:
 
 
 def _token(choice: SampledToken | Exception) -> int:
-    """Return a chosen token, or raise the error of its row."""
+    """Return the sampled token, or raise the error of its row."""
     if isinstance(choice, Exception):
         raise choice
     return choice.token

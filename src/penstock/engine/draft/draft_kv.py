@@ -1,4 +1,4 @@
-"""The KV of one sequence in a draft model; releasing it does not change the answer."""
+"""KV of one sequence in a draft model; releasing it does not change the answer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from penstock.ledger import Kind
 
 
 class DraftKV(SequenceKV):
-    """Keys and values of a sequence in the draft model. The engine's thread.
+    """Keys and values of a sequence in the draft model. Engine thread only.
 
-    `of` is its KV in the main model, whose tokens are shared.
+    `of` is the sequence's KV in the main model, with which it shares the token list.
     """
 
     def __init__(self, stores: KVStores, of: SequenceKV, salt: str) -> None:
@@ -23,11 +23,11 @@ class DraftKV(SequenceKV):
         self.take_slot()
         self.reservation = ledger.reserve(Kind.TAILS, 0)
         self.scores = ledger.reserve(Kind.BUFFERS, 0)
-        """Bytes that its length adds to a pass."""
+        """Reservation of the buffers that the sequence's length adds to a pass."""
         self.reserved_tokens = 0
-        """Tokens for which bytes are reserved."""
+        """Number of tokens for which memory is reserved."""
         self.drafted: list[int] = []
-        """Proposed tokens whose KV lies behind the visible end, until they are judged."""
+        """Proposed tokens, not verified yet, whose KV is past the visible end."""
 
     @property
     def is_open(self) -> bool:
@@ -39,17 +39,17 @@ class DraftKV(SequenceKV):
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens that the draft model has not read; at least one, after `settle`."""
+        """Tokens that the draft model has not processed; at least one after `settle`."""
         return len(self.tokens) - self.position
 
     @property
     def room(self) -> int:
-        """Columns that can be written behind the drafted tokens: up to the block's end."""
+        """Columns that can be written after the drafted tokens, up to the end of the block."""
         size, columns = self._stores.block_size, self._stores.tails.columns
         return min(columns - self.tail, size - self.position % size) - len(self.drafted)
 
     def settle(self) -> None:
-        """Keep the KV of accepted tokens; the last token stays unread, for the logits behind it."""
+        """Keep the KV of accepted tokens; leave the last token unread, to compute its logits."""
         came, right = self.tokens[self.position : -1], 0
         while right < min(len(came), len(self.drafted)) and came[right] == self.drafted[right]:
             right += 1
@@ -58,7 +58,7 @@ class DraftKV(SequenceKV):
         self.hash_blocks()
 
     def release(self, *, keep: bool = True) -> None:
-        """Release everything; read tokens stay in the draft's tree, if there is room."""
+        """Free all memory of the sequence; with `keep`, its KV is cached in the tree if it fits."""
         if not self.is_open:
             return
         if keep:

@@ -1,4 +1,4 @@
-"""Construction of a draft: the model is loaded and tried, and its bytes are reserved."""
+"""Construction of a draft: loads and checks the model, and reserves its memory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from penstock.prefix.prefixes import Prefixes
 
 DRAFT_SETTING = "draft_model (--draft-model)"
 REMEMBERED_NODES = 64
-"""Evicted nodes of the draft's tree that are remembered; no reader asks for the reasons."""
+"""Number of evicted nodes remembered; few, as misses of the draft's tree are not explained."""
 
 
 def check_same_vocabulary(draft: Any, tokenizer: Any) -> None:
-    """Raise SettingError unless two tokenizers have the same tokens with the same numbers."""
+    """Raise SettingError unless two tokenizers have the same vocabulary with the same IDs."""
     theirs, ours = draft.get_vocab(), tokenizer.get_vocab()
     others = len(theirs.items() ^ ours.items())
     if others:
@@ -41,14 +41,14 @@ def check_same_vocabulary(draft: Any, tokenizer: Any) -> None:
 
 
 def open_draft(source: Any, tokenizer: Any, base: Foundation, stores: KVStores) -> Draft | NoDraft:
-    """Load a draft model inside the ledger of the main model; None without one.
+    """Load a draft model within the ledger of the main model; `NoDraft` if `source` is None.
 
-    `source` is its folder, file or name, or the model and its tokenizer.
+    `source` is the model's folder, file or name, or a pair of model and tokenizer.
 
     Raises:
         LedgerFull: there is no room for its weights and buffers.
-        ModelError: it cannot be loaded.
-        SettingError: its vocabulary differs, or its layers cannot go back to a token.
+        ModelError: the model cannot be loaded.
+        SettingError: its vocabulary differs, or its layers cannot roll back rejected tokens.
     """
     if source is None:
         return NoDraft()
@@ -95,7 +95,7 @@ def _loaded(source: Any, free_bytes: int) -> tuple[Any, Any]:
 
 
 def _chunk_tokens(limits: EngineSettings, token_seconds: float) -> int:
-    """Return the tokens read between two decode steps: whole blocks, at least one."""
+    """Return the tokens to prefill between two decode steps: whole blocks, at least one."""
     most, size = limits.step_tokens, limits.block_size
     if limits.max_stall_ms and token_seconds:
         within = limits.max_stall_ms / 1_000 / token_seconds
@@ -104,7 +104,7 @@ def _chunk_tokens(limits: EngineSettings, token_seconds: float) -> int:
 
 
 def _plain(limits: EngineSettings) -> EngineSettings:
-    """Return the settings of the draft's own steps: its KV is raw, in memory, and read whole."""
+    """Return the settings of the draft: no quantization, no token selection, no spilling."""
     without = ("kv_cache_quantization", "attend_tokens", "active_kv_size")
     return limits.model_copy(update=dict.fromkeys(without))
 
@@ -128,7 +128,7 @@ def _check(runner: Runner, main: Runner, draft_tokenizer: Any, tokenizer: Any) -
 def _stores(
     runner: Runner, tails: Tails, ledger: PartLedger, base: Foundation, main: KVStores
 ) -> KVStores:
-    """Make the draft's tree; its hashes are those of the main model's."""
+    """Create the stores of the draft; its block hashes equal those of the main model."""
     size = main.block_size
     prefixes: Prefixes[Segment] = Prefixes(
         ledger,

@@ -1,4 +1,4 @@
-"""How decode steps of a model choose the tokens that they read: set once, when an engine starts."""
+"""Setup of token selection in decode steps, done once when an engine starts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from penstock.engine.model.runner import Runner
 
 
 def selection(runner: Runner, limits: EngineSettings, *, compiled: bool) -> Selection | None:
-    """Return how steps choose, with loops compiled and no centers yet; None if all is read.
+    """Create the token selection of decode steps, without key centers yet.
 
     Args:
-        runner: of the model.
-        limits: settings of the choice.
-        compiled: see `Selection`.
+        runner: runs the model.
+        limits: settings of the selection.
+        compiled: whether to use compiled loops; see `Selection`.
+
+    Returns:
+        The selection, or None if steps read all tokens.
     """
     if limits.attend_tokens is None:
         return None
