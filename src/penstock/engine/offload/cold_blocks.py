@@ -279,10 +279,8 @@ class ColdBlocks(BlockCache):
             return
         dtype, most = self._shapes[of.layer].dtype, PIECE_TOKENS // BLOCK_TOKENS
         for head in np.unique(of.heads[resting]).tolist():
-            rows, coder = (
-                np.flatnonzero(resting & (of.heads == head)),
-                codec.of_heads(head, head + 1),
-            )
+            rows = np.flatnonzero(resting & (of.heads == head))
+            coder = codec.of_heads(head, head + 1)
             for first in range(0, len(rows), most):
                 piece = rows[first : first + most]
                 numbers = mx.array(raw[piece].reshape(-1)).view(dtype)
