@@ -229,6 +229,7 @@ def test_weights_larger_than_the_memory_are_said(
     made = json.loads(out)
     assert code == 1
     assert "the weights alone exceed --memory-limit by 5.48 GB" in made["advice"]
+    assert "about 18.0GB would be enough" in made["advice"]
     assert made["chosen"]["sequences"] == 0
 
 

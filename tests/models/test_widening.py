@@ -14,11 +14,14 @@ from mlx.utils import tree_flatten
 from penstock.attention import devices
 from penstock.attention.attention_memory import DeviceFacts
 from penstock.attention.mlx_backend import GPUBackend
-from penstock.errors import SettingError
+from penstock.config import WeightsDtype
+from penstock.engine.engine import Engine
+from penstock.engine.model.model_probe import weight_bytes
+from penstock.errors import NeverFits, SettingError
 from penstock.models.loading import load_all, load_within
 from penstock.models.widening import Widening, model_bytes
 from penstock.recall import MODEL_PATH
-from support.gguf_files import MODELS, SIZES
+from support.gguf_files import MODELS, SIZES, small_file
 from support.small_models import build
 
 on_cpu = pytest.mark.skipif(
@@ -92,6 +95,38 @@ def test_a_limit_is_a_text_or_bytes_or_the_machines(tmp_path: Path) -> None:
     assert mx.float16 in dtypes(load_within(source, "native").model)
     with pytest.raises(SettingError, match="much"):
         load_within(source, "auto", "much")
+
+
+@pytest.mark.parametrize("weights_dtype", ["auto", "native", "float32", "packed"])
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_weights_beyond_the_limit_are_not_read(
+    weights_dtype: WeightsDtype, *, is_folder: bool, tmp_path: Path
+) -> None:
+    if weights_dtype == "packed":
+        pytest.importorskip("onnxruntime")
+    source = folder(tmp_path, "llama", bits=4, dtype="float16") if is_folder else None
+    source = source or small_file(tmp_path)
+    held = weight_bytes(load_all(source, weights_dtype=weights_dtype).model)
+    load_all(source, weights_dtype=weights_dtype, limit_bytes=held)
+    native = model_bytes(load_all(source, weights_dtype="native").model)[0]
+    # Embeddings that are the last layer, too, lie twice where weights are packed.
+    least = {"auto": native, "packed": held // 2}.get(weights_dtype, held)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with pytest.raises(NeverFits, match=r"alone exceed .* about \d+MB would be enough") as refused:
+        load_all(source, weights_dtype=weights_dtype, limit_bytes=least - 1)
+    assert refused.value.needed_bytes <= held
+    assert mx.get_peak_memory() - before < held // 10
+
+
+def test_an_engine_refuses_a_limit_below_the_weights_before_it_runs_a_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loaded = load_all(folder(tmp_path, "llama", bits=4, dtype="float16"), weights_dtype="native")
+    monkeypatch.setattr(type(loaded.model), "__call__", None)
+    with pytest.raises(NeverFits, match=r"weights of .* can never fit"):
+        Engine(loaded.model, loaded.tokenizer, memory_limit=weight_bytes(loaded.model) - 1)
 
 
 def test_a_gpu_takes_weights_as_they_come() -> None:

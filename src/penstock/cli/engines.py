@@ -31,7 +31,7 @@ def make_engine(loaded: Loaded, **settings: Any) -> Engine:
         parts, least = tried.ask(_needed).result()
     raise SettingError(
         f"--memory-limit of {limit} is too small: {parts} are always held, and keys and values "
-        f"come on top; raise it to {round_up(least)} or more"
+        f"come on top; raise it to {memory.round_up(least)} or more"
     )
 
 
@@ -47,14 +47,3 @@ def _needed(view: EngineView) -> tuple[str, int]:
     least = max(least + LEAST_POOL_BYTES, least * POOL_SHARE // (POOL_SHARE - 1) + 1)
     words = [f"{kind} of {memory.format_bytes(size)}" for kind, size in fixed.items()]
     return " and ".join([", ".join(words[:-1]), words[-1]]), least
-
-
-def round_up(size_bytes: int) -> str:
-    """Format a size as a flag value, rounded up.
-
-    >>> round_up(31_000_001), round_up(16_010_000_000)
-    ('32MB', '16.1GB')
-    """
-    if size_bytes < 10**10:
-        return f"{-(-size_bytes // 10**6)}MB"
-    return f"{-(-size_bytes // 10**8) / 10}GB"

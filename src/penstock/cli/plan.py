@@ -175,7 +175,7 @@ def plan(
         kv_bits=kv_bits,
         **window,
     )
-    if measure:
+    if measure and memory_plan.free_bytes > 0:
         largest = largest_request(model, weights_dtype, limit_bytes, **window, **draft, **choice)
         memory_plan = replace(
             memory_plan, largest_request_tokens=largest.tokens, spilled=largest.spilled
@@ -226,7 +226,7 @@ def make_plan(
         chosen=chosen,
         arithmetic=tuple(_arithmetic(spec, chosen, memory_bytes, window, batch)),
         fits=chosen.missing_bytes == 0,
-        advice=_advice(chosen, rows, free, batch) if chosen.missing_bytes else None,
+        advice=_advice(chosen, rows, memory_bytes, free, batch) if chosen.missing_bytes else None,
         notes=_notes(spec, window),
     )
 
@@ -345,13 +345,14 @@ def _arithmetic(
     return lines
 
 
-def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], free: int, batch: int) -> str:
+def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], limit: int, free: int, batch: int) -> str:
     """Describe by how much the chosen row does not fit, and each single change that would help."""
     short = format_bytes(chosen.missing_bytes)
     if free <= 0:
         return (
             f"does not fit: the weights alone exceed --memory-limit by {format_bytes(-free)}; "
-            "take a smaller or more strongly quantized model, or more memory"
+            f"about {memory.enough_for(limit - free)} would be enough, or take a smaller or more "
+            "strongly quantized model"
         )
     ways = []
     if chosen.largest_window_tokens and chosen.largest_window_tokens > 1:

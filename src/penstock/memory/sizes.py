@@ -7,6 +7,12 @@ from decimal import Decimal
 
 from penstock.errors import SettingError
 
+KV_SHARE = 0.25
+"""Share of a memory limit for keys, values and buffers: `auto` widens no weights that leave less.
+"""
+LEAST_BESIDE_BYTES = 32_000_000
+"""Least bytes beside the weights in a proposed limit."""
+
 _UNITS = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {"B": 1, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}
 _BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
@@ -29,6 +35,27 @@ def parse_bytes(text: str | int) -> int:
             f"{text!r} is not a size; write a number and a unit, like 16GB or 512MiB"
         )
     return int(Decimal(match[1]) * unit)
+
+
+def round_up(size_bytes: int) -> str:
+    """Format a size as a flag value, rounded up.
+
+    >>> round_up(31_000_001), round_up(16_010_000_000)
+    ('32MB', '16.1GB')
+    """
+    if size_bytes < 10**10:
+        return f"{-(-size_bytes // 10**6)}MB"
+    return f"{-(-size_bytes // 10**8) / 10}GB"
+
+
+def enough_for(weight_bytes: int) -> str:
+    """Return a memory limit that is about enough for some weights, as a flag value.
+
+    >>> enough_for(98_000_000), enough_for(16_000_000_000)
+    ('131MB', '21.4GB')
+    """
+    beside = max(LEAST_BESIDE_BYTES, int(weight_bytes * KV_SHARE / (1 - KV_SHARE)))
+    return round_up(weight_bytes + beside)
 
 
 def format_bytes(count: int) -> str:

@@ -20,7 +20,7 @@ import mlx.nn as nn
 
 from penstock.attention.span_attention import AttentionWindow
 from penstock.config import WeightsDtype
-from penstock.errors import ModelError
+from penstock.errors import ModelError, PenstockError
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
 from penstock.kv.states import NO_STATES, Place, StateForm, States, put_together, taken_apart
 from penstock.memory.sizes import format_bytes
@@ -29,7 +29,7 @@ from penstock.models.source import checked_source, first_line, read_generation_c
 from penstock.models.template_renderer import TemplateRefusal, TemplateRenderer
 from penstock.models.template_trial import check_template
 from penstock.models.weight_packer import pack
-from penstock.models.widening import Widening, model_bytes, widen
+from penstock.models.widening import Widening, model_bytes, packed_bytes, widen
 from penstock.open_files import unchanged_limit
 
 named.forbid_downloads()
@@ -93,7 +93,8 @@ def load_folder(
     try:
         model, tokenizer, config = mlx_lm.load(source, SAFELY, lazy=True, return_config=True)
         _check_first_step(model)
-        widening = Widening(weights_dtype, *model_bytes(model), limit_bytes)
+        widening = Widening(weights_dtype, *model_bytes(model), limit_bytes, packed_bytes(model))
+        widening.check_limit(Path(source).name)
         logger.info("loading %s of weights", format_bytes(widening.loaded_bytes))
         if widening.widens:
             widen(model, _dense)
@@ -253,7 +254,7 @@ def load_tokenizer(path_or_name: str | Path) -> TokenizerWrapper:
 def _refusal(what: str, error: BaseException) -> BaseException:
     # The tokenizers' Rust code panics with an exception that is no `Exception`.
     foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-    if isinstance(error, ModelError) or not foreign:
+    if isinstance(error, PenstockError) or not foreign:
         return error
     return ModelError(f"{what}: {first_line(error)}")
 

@@ -16,10 +16,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from penstock.attention import devices
 from penstock.config import WeightsDtype
-from penstock.memory.sizes import format_bytes
+from penstock.errors import NeverFits
+from penstock.memory.sizes import KV_SHARE, enough_for, format_bytes
 
-KV_SHARE = 0.25
-"""Share of the memory limit that `auto` leaves for keys, values and buffers."""
 _HALF = (mx.float16, mx.bfloat16)
 
 
@@ -35,6 +34,8 @@ class Widening:
     """Bytes of the weights in float32."""
     limit_bytes: int | None
     """Memory limit for everything, including weights; None if there is none."""
+    packed_bytes: int = 0
+    """Bytes of the weights if codes are multiplied directly, at least."""
 
     @property
     def widens(self) -> bool:
@@ -58,6 +59,23 @@ class Widening:
     def loaded_bytes(self) -> int:
         return self.wide_bytes if self.widens else self.native_bytes
 
+    def check_limit(self, name: str) -> None:
+        """Raise NeverFits if the weights alone exceed the limit; call before reading tensors."""
+        needed = self.packed_bytes if self.packs else self.loaded_bytes
+        if self.limit_bytes is None or needed <= self.limit_bytes:
+            return
+        less = ""
+        if self.widens and self.native_bytes < needed:
+            less = f"; with --weights-dtype native they take {format_bytes(self.native_bytes)}"
+        raise NeverFits(
+            f"{name}: the weights of {format_bytes(needed)} alone exceed the memory limit of "
+            f"{format_bytes(self.limit_bytes)}; about {enough_for(needed)} would be enough "
+            f"(--memory-limit, or memory_limit of an engine){less}; penstock plan shows what fits",
+            needed,
+            self.limit_bytes,
+            self.limit_bytes,
+        )
+
     @property
     def note(self) -> str | None:
         """Description of the weights' conversion; None if there is none."""
@@ -75,6 +93,22 @@ class Widening:
             f"as they come, slow on a CPU: in float32 ({sizes}) they would leave less than a "
             f"quarter of the memory limit; raise it, or take --weights-dtype float32"
         )
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's weights if codes are multiplied directly, at least.
+
+    A group has a scale in float32, and an offset unless its codes lie around a middle.
+    """
+    arrays = dict(_flat(model))
+    total = 0
+    for name, array in arrays.items():
+        stem, _, last = name.rpartition(".")
+        if f"{stem}.scales" in arrays and last in ("scales", "biases"):
+            total += 4 * array.size if last == "scales" else 0
+        else:
+            total += 4 * array.size if array.dtype in _HALF else array.nbytes
+    return total
 
 
 def model_bytes(model: nn.Module) -> tuple[int, int]:

@@ -44,7 +44,8 @@ class GGUFFile:
         header = self._header
         architectures.config(header)  # refuses what is no model before anything is counted
         native, wide = loaded_bytes.native_bytes(header), loaded_bytes.wide_bytes(header)
-        widening = Widening(weights_dtype, native, wide, limit_bytes)
+        widening = Widening(weights_dtype, native, wide, limit_bytes, self.packed_bytes())
+        widening.check_limit(header.name)
         is_wide = widening.widens
         dtype = loaded_bytes.activation_dtype(header)
         if is_wide or widening.packs:
