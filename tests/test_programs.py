@@ -265,7 +265,7 @@ OTHERWISE = {
     "docs": "test_cli_page_shows_the_help_as_it_is",
     "test-cpus": "each run of .ci/run draws one of its CPUs: test-drawn",
     "test-costs": "test_costs_are_measured_in_short",
-    "run": "test_the_first_run_shows_examples_that_work",
+    "run": "test_first_run_prints_working_examples",
 }
 """Targets that no workflow names: a test of the suite that does the same, or the reason."""
 UNSTARTED = {

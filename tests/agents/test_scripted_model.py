@@ -37,7 +37,7 @@ def ask(scripted: Any, messages: list[dict[str, Any]], tools: Any = TOOLS) -> tu
     return text, usage.cached_tokens / usage.prompt_tokens
 
 
-def test_every_turn_of_the_script_is_answered_from_what_is_cached(scripted: Any) -> None:
+def test_scripted_turns_are_answered_from_cache(scripted: Any) -> None:
     *_, script = scripted
     messages = [{"role": "system", "content": "You are a coding agent. " * 100}]
     shares = []
@@ -62,18 +62,18 @@ def said_and_done(answer: str) -> list[dict[str, Any]]:
     return [said, {"role": "tool", "content": "Done."}]
 
 
-def test_no_piece_stands_twice_in_an_answer() -> None:
+def test_answer_pieces_are_unique() -> None:
     words = Words({"<|place 1.0|>": "abcdefghi123456789abcdefghi"})
     pieces = [piece for piece, _ in words.follows]
     assert len({*pieces}) == len(pieces) and "".join(pieces).endswith("abcdefghi")
 
 
-def test_a_request_without_tools_is_none_of_the_turns(scripted: Any) -> None:
+def test_request_without_tools_gets_summary(scripted: Any) -> None:
     asked = [{"role": "user", "content": "Name this talk: Say hello. (task 1)"}]
     assert ask(scripted, asked, tools=None)[0] == "What we did, in short."
 
 
-def test_a_program_that_goes_on_behind_its_script_is_told_that_a_task_is_over(
+def test_turns_past_script_end_report_task_done(
     scripted: Any,
 ) -> None:
     *_, script = scripted
@@ -84,7 +84,7 @@ def test_a_program_that_goes_on_behind_its_script_is_told_that_a_task_is_over(
 
 
 @pytest.mark.parametrize("family", CALLS)
-def test_calls_in_the_history_are_as_the_script_writes_them(family: str, tmp_path: Path) -> None:
+def test_script_tool_calls_match_rendered_history(family: str, tmp_path: Path) -> None:
     """So the format follows from the template, as a real model's does."""
     write_model(tmp_path, {1: ["So."]}, family=family)
     tokenizer = load_tokenizer(tmp_path)
@@ -100,7 +100,7 @@ def test_calls_in_the_history_are_as_the_script_writes_them(family: str, tmp_pat
 
 
 @pytest.mark.parametrize(("program", "family"), FORMATS)
-def test_a_script_of_a_format_holds_its_marks(program: str, family: str, tmp_path: Path) -> None:
+def test_script_of_format_contains_its_markers(program: str, family: str, tmp_path: Path) -> None:
     """In texts with blanks at their ends, line ends of both kinds, and `null`."""
     script = format_script(AGENTS[program].tools, Path("/work"), family, written_call)
     write_model(tmp_path, script, family=family)

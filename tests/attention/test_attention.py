@@ -66,7 +66,7 @@ def all_finite(x: mx.array) -> bool:
 
 
 @dtypes
-def test_a_row_whose_window_has_left_a_shared_part(dtype: mx.Dtype) -> None:
+def test_window_past_shared_segment(dtype: mx.Dtype) -> None:
     """Its neighbor still sees the part, so both are scored against it; one sees nothing of it."""
     shared = KVSpan(segment(16, 1, dtype), 0, 16)
     own = KVSpan(segment(32, 3, dtype), 16, 32)
@@ -78,7 +78,9 @@ def test_a_row_whose_window_has_left_a_shared_part(dtype: mx.Dtype) -> None:
 
 @dtypes
 @pytest.mark.parametrize(("columns", "value"), [(70_000, 1.0), (8_192, 10.0)])
-def test_many_columns_of_equal_score(dtype: mx.Dtype, columns: int, value: float) -> None:
+def test_many_columns_of_equal_score_do_not_overflow(
+    dtype: mx.Dtype, columns: int, value: float
+) -> None:
     """Sums over the columns go beyond float16's 65,504; their quotient does not."""
     queries = mx.zeros((1, 2, WIDTH), dtype)
     keys = mx.zeros((1, columns, WIDTH), dtype)
@@ -100,7 +102,7 @@ def test_many_columns_of_equal_score(dtype: mx.Dtype, columns: int, value: float
 
 
 @pytest.mark.parametrize("stale", [float("nan"), float("inf")])
-def test_what_a_slot_held_before_is_of_no_account(stale: float) -> None:
+def test_stale_slot_contents_are_ignored(stale: float) -> None:
     """A longer tail beside it makes the columns behind a row's tail take part, at weight 0."""
     tails = Tails(2, 4, [LayerShape(1, WIDTH, WIDTH, mx.float32)])
     tails.ready()
@@ -115,9 +117,7 @@ def test_what_a_slot_held_before_is_of_no_account(stale: float) -> None:
 @pytest.mark.parametrize(
     ("slots", "neighbors"), [((0, 1), True), ((1, 2), True), ((1, 0), False), ((0, 2), False)]
 )
-def test_slots_are_read_as_one_slice_where_they_ascend(
-    slots: tuple[int, int], neighbors: bool
-) -> None:
+def test_ascending_slots_are_read_as_one_slice(slots: tuple[int, int], neighbors: bool) -> None:
     """Read as one slice, descending slots would be those behind the first one."""
     tails = Tails(3, 4, [LayerShape(1, WIDTH, WIDTH, mx.float32)])
     rows = [DecodeRow((), 2, slot, 2) for slot in slots]
@@ -130,9 +130,7 @@ attention_windows = st.builds(AttentionWindow, st.none() | st.integers(1, 12), s
 
 
 @given(attention_windows, st.integers(0, 30))
-def test_what_is_said_of_a_sight_is_what_its_mask_shows(
-    attention_window: AttentionWindow, position: int
-) -> None:
+def test_window_predicates_match_mask(attention_window: AttentionWindow, position: int) -> None:
     columns = range(position + 3)
     (mask,) = attention_window.mask(mx.array([position]), mx.arange(len(columns))).tolist()
     assert mask == [reference.sees(attention_window, position, column) for column in columns]
@@ -143,7 +141,7 @@ def test_what_is_said_of_a_sight_is_what_its_mask_shows(
 
 
 @given(attention_windows, st.none() | st.integers(1, 12), st.integers(0, 30))
-def test_a_narrower_window_hides_the_kept_tokens(
+def test_narrower_window_hides_kept_tokens(
     attention_window: AttentionWindow, window: int | None, position: int
 ) -> None:
     columns = mx.arange(position + 1)
@@ -179,11 +177,11 @@ def exp2_error(device: AttentionBackend) -> float:
 
 
 @either_way
-def test_powers_are_accurate_to_three_tenths_of_a_millionth(device: AttentionBackend) -> None:
+def test_exp2_error_below_3e_7(device: AttentionBackend) -> None:
     assert exp2_error(device) < 3e-7
 
 
-def test_the_comparison_of_powers_sees_a_coefficient_that_is_off(
+def test_exp2_error_check_detects_wrong_coefficient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, *others = cpu_backend._EXP2
@@ -192,7 +190,7 @@ def test_the_comparison_of_powers_sees_a_coefficient_that_is_off(
 
 
 @either_way
-def test_powers_at_the_ends(device: AttentionBackend) -> None:
+def test_exp2_at_range_ends(device: AttentionBackend) -> None:
     x = mx.array([0.0, -0.0, -1.0, -125.0, -126.0])
     assert device.exp2(x).tolist() == [1.0, 1.0, 0.5, 2.0**-125, 2.0**-126]
     hidden = device.exp2(
@@ -202,7 +200,7 @@ def test_powers_at_the_ends(device: AttentionBackend) -> None:
     assert np.isnan(device.exp2(mx.array([float("nan"), 0.0])).tolist()[0])
 
 
-def test_few_powers_and_half_precision_go_the_plain_way() -> None:
+def test_exp2_of_short_or_half_precision_input_uses_plain_path() -> None:
     """The polynomial is made of float32's bits."""
     for dtype in (mx.float16, mx.bfloat16):
         x = mx.full((CPU.polynomial_from,), -3.0, dtype)
@@ -229,7 +227,7 @@ def assert_close(ours: mx.array, true: Numbers, dtype: mx.Dtype) -> None:
     np.testing.assert_allclose(numbers(ours), true, rtol=0, atol=TOLERANCE[dtype])
 
 
-def test_grouping_can_be_undone_and_puts_heads_beside_their_key_head() -> None:
+def test_group_queries_round_trip() -> None:
     queries = normal(3, HEADS, 5, WIDTH, seed=1)
     stacked = grouped(queries, KV_HEADS)
     assert stacked.shape == (KV_HEADS, 3 * 2 * 5, WIDTH)
@@ -241,7 +239,7 @@ def test_grouping_can_be_undone_and_puts_heads_beside_their_key_head() -> None:
 @forms
 @sinks_or_not
 @pytest.mark.parametrize("cuts", [(), (4,), (1, 2, 9), (3, 3 + 6, 14)], ids=str)
-def test_parts_merged(
+def test_merged_spans_match_reference(
     dtype: mx.Dtype, attention_window: AttentionWindow, with_sinks: bool, cuts: tuple[int, ...]
 ) -> None:
     """One query a head at position 15; some parts hide all that they have."""
@@ -276,7 +274,7 @@ def test_parts_merged(
 
 @pytest.mark.parametrize("columns", [1, 63, 64, 1_000, 1_024, 1_088, 4_096])
 @pytest.mark.parametrize("shape", [(3,), (2, 2, 3)], ids=str)
-def test_weights_of_many_columns(columns: int, shape: tuple[int, ...]) -> None:
+def test_softmax_weights_of_many_columns(columns: int, shape: tuple[int, ...]) -> None:
     """The largest score is found wherever it stands: here, first, in the middle, and last."""
     scores = numbers(normal(*shape, columns, seed=1))
     for row, at in enumerate((0, columns // 2, columns - 1)):
@@ -291,7 +289,7 @@ def test_weights_of_many_columns(columns: int, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("columns", [8, 4_096])
-def test_a_score_that_is_no_number_is_not_lost(columns: int) -> None:
+def test_nan_scores_propagate(columns: int) -> None:
     """Else a model's fault would pass for an answer."""
     scores = mx.zeros((2, columns))
     scores[0, columns // 2] = float("nan")
@@ -301,7 +299,7 @@ def test_a_score_that_is_no_number_is_not_lost(columns: int) -> None:
     assert mx.all(weights[1] == 1)
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+def test_distant_scores_neither_overflow_nor_vanish() -> None:
     """One part's scores are 2^10 above the other's: it alone counts, and nothing is infinite."""
     low, high = (mx.full((1, 3, 1), value) for value in (-1e3, 24.0))
     query = mx.ones((1, 1, 1))
@@ -319,7 +317,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
 @sinks_or_not
 @pytest.mark.parametrize("scores_at_once", [1, 3 * HEADS * 19, 2**20], ids=str)
 @pytest.mark.parametrize("past", [0, 12], ids="{} before".format)
-def test_a_chunk(
+def test_chunk_matches_reference(
     dtype: mx.Dtype,
     attention_window: AttentionWindow,
     with_sinks: bool,
@@ -334,7 +332,9 @@ def test_a_chunk(
 @dtypes
 @sinks_or_not
 @pytest.mark.parametrize("scores_at_once", [1, 2**20], ids=str)
-def test_a_chunk_behind_a_gap(dtype: mx.Dtype, with_sinks: bool, scores_at_once: int) -> None:
+def test_chunk_behind_gap_matches_reference(
+    dtype: mx.Dtype, with_sinks: bool, scores_at_once: int
+) -> None:
     """Kept tokens, then what the window sees: the columns' positions are told."""
     columns = [0, 1, 2, *range(27, 37)]
     device = CPUBackend(scores_at_once=scores_at_once)
@@ -385,14 +385,14 @@ def sees_the_next_one(
     return columns[None] <= queries[:, None] + 1
 
 
-def test_the_comparison_sees_one_column_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_extra_column(monkeypatch: pytest.MonkeyPatch) -> None:
     check_chunk(mx.float32, AttentionWindow(window=5), False, list(range(19)), 12)
     monkeypatch.setattr(AttentionWindow, "mask", sees_the_next_one)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_chunk(mx.float32, AttentionWindow(window=5), False, list(range(19)), 12)
 
 
-def test_the_comparison_sees_parts_that_are_not_weighed_against_each_other() -> None:
+def test_check_detects_unmerged_maxima() -> None:
     """Negative control: each part's maximum is taken for everybody's."""
     query, keys = normal(1, 1, WIDTH, seed=1), normal(1, 8, WIDTH, seed=2)
     parts = [CPU.attend_decode(query, [some], [some]) for some in (keys[:, :3], keys[:, 3:])]
@@ -403,7 +403,7 @@ def test_the_comparison_sees_parts_that_are_not_weighed_against_each_other() -> 
 
 
 @pytest.mark.parametrize("columns", [1, 64, 1023, 1024, 1040, 1088, 2080, 4160])
-def test_the_largest_score_is_found_wherever_it_lies(columns: int) -> None:
+def test_largest_score_is_found_at_any_column(columns: int) -> None:
     """From 1,024 columns on it is looked for down columns of 64, where they come out even."""
     scores = normal(2, 3, columns, seed=columns)
     for at in {0, columns // 2, columns - 1}:

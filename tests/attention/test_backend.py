@@ -120,7 +120,7 @@ cuts = pytest.mark.parametrize(("columns", "n"), CUTS.values(), ids=CUTS)
 @cuts
 @windows
 @sinks_or_not
-def test_chunks(
+def test_chunk_attention_agrees_across_devices(
     attention_window: AttentionWindow, columns: list[int], n: int, with_sinks: bool
 ) -> None:
     slices = CPUBackend(scores_at_once=HEADS * 16 * len(columns))
@@ -133,7 +133,7 @@ def test_chunks(
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
-def test_chunks_of_half_precision_stay_so(dtype: mx.Dtype) -> None:
+def test_half_precision_chunks_keep_dtype(dtype: mx.Dtype) -> None:
     sides = [side.astype(dtype) for side in chunk_sides(list(range(100)), 50)]
     found = [
         device.prefill(
@@ -148,7 +148,7 @@ def test_chunks_of_half_precision_stay_so(dtype: mx.Dtype) -> None:
     assert off((found[0], found[1])) < exact * float(mx.finfo(dtype).eps) / (2 * UNIT)
 
 
-def test_the_comparison_sees_a_column_more() -> None:
+def test_check_detects_extra_column() -> None:
     columns = list(range(300))
     found = [
         chunk(device, AttentionWindow(window=window), columns, 40)
@@ -197,7 +197,7 @@ def decode_error() -> float:
 @sinks_or_not
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 @pytest.mark.parametrize("alone", [False, True], ids=["together", "alone"])
-def test_decode_steps(
+def test_decode_attention_agrees_across_devices(
     attention_window: AttentionWindow, with_sinks: bool, scheme: str | None, alone: bool
 ) -> None:
     rows, tails = rows_and_tails(scheme)
@@ -208,7 +208,9 @@ def test_decode_steps(
 
 @windows
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
-def test_chunks_behind_segments(attention_window: AttentionWindow, scheme: str | None) -> None:
+def test_chunks_behind_segments_agree_across_devices(
+    attention_window: AttentionWindow, scheme: str | None
+) -> None:
     rows, _ = rows_and_tails(scheme)
     row = max(rows, key=lambda row: len(row.parts))
     position, own = row.parts[-1].end, [normal(1, KV_HEADS, 20, DIM, seed=s) for s in (30, 31)]
@@ -222,7 +224,7 @@ def test_chunks_behind_segments(attention_window: AttentionWindow, scheme: str |
     assert off(on_both(attend)) < decode_error()
 
 
-def test_a_gpu_is_left_to_order_its_work() -> None:
+def test_gpu_chunk_stays_lazy() -> None:
     """Its chunk is one operation that waits to be asked for; a CPU's slices are computed now."""
     columns, taken = list(range(600)), {}
     for device in (CPUBackend(scores_at_once=2**10), GPU):
@@ -235,7 +237,7 @@ def test_a_gpu_is_left_to_order_its_work() -> None:
     assert [nbytes >= least for nbytes in taken.values()] == [True, False]
 
 
-def test_a_gpu_has_no_lanes() -> None:
+def test_gpu_has_no_lanes() -> None:
     stream = devices.default_stream()
     for number in (None, 0, 1):
         with GPU.lane(number):
@@ -255,7 +257,7 @@ def test_a_gpu_has_no_lanes() -> None:
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "affine2", "rot8", "kivi8", "turbo3.5"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_blocks_have_the_same_bits(scheme: str, dtype: mx.Dtype) -> None:
+def test_encoded_blocks_are_bit_identical_across_devices(scheme: str, dtype: mx.Dtype) -> None:
     """What is encoded on one device is read, and found again by its name, on another."""
     sides = [normal(1, KV_HEADS, 320, DIM, seed=seed).astype(dtype) for seed in (1, 2)]
     made = []
@@ -275,7 +277,7 @@ def test_blocks_have_the_same_bits(scheme: str, dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize("columns", [1, 255, 256, 1000])
 @pytest.mark.parametrize("rows", [1, 4, 32, 33])
-def test_products_of_queries_with_keys(rows: int, columns: int, dtype: mx.Dtype) -> None:
+def test_query_key_products_agree_across_devices(rows: int, columns: int, dtype: mx.Dtype) -> None:
     queries, keys = (
         normal(2, count, 64, seed=seed).astype(dtype) for seed, count in ((1, rows), (2, columns))
     )
@@ -294,7 +296,7 @@ def test_products_of_queries_with_keys(rows: int, columns: int, dtype: mx.Dtype)
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("outputs", [3, 640, 1001, 1536, 6144])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (16, 1), (1, 40)], ids=str)
-def test_products_with_weights(
+def test_linear_products_match_matmul(
     shape: tuple[int, int], outputs: int, lanes: int, unpacked: bool, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_backend, "multiplies_unpacked", lambda: unpacked)
@@ -319,7 +321,7 @@ def test_products_with_weights(
         (16, 49_152, 576, 64),
     ],
 )
-def test_weights_are_multiplied_in_pieces(rows: int, m: int, n: int, piece: int) -> None:
+def test_weight_products_are_tiled(rows: int, m: int, n: int, piece: int) -> None:
     assert cpu_backend._piece(rows, m, n) == piece
     assert not piece or (rows * piece <= 1200 and rows * piece * n <= 10**6 and m % piece == 0)
 
@@ -327,7 +329,7 @@ def test_weights_are_multiplied_in_pieces(rows: int, m: int, n: int, piece: int)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("transpose", [True, False], ids=["along", "across"])
-def test_products_with_codes(bits: int, rows: int, transpose: bool) -> None:
+def test_quantized_products_agree_across_devices(bits: int, rows: int, transpose: bool) -> None:
     form = {"group_size": 64, "bits": bits}
     codes, scales, offsets = mx.quantize(normal(2, 100, 128, seed=1), **form)
     halves = scales.astype(mx.float16), offsets.astype(mx.float16)
@@ -341,14 +343,14 @@ def test_products_with_codes(bits: int, rows: int, transpose: bool) -> None:
     assert off(found) < product_error(x, bound.swapaxes(-1, -2) if transpose else bound)
 
 
-def test_powers_of_two() -> None:
+def test_exp2_agrees_across_devices() -> None:
     x = mx.array(np.linspace(-126, 0, 2**17, dtype=np.float32))
     one, other = on_both(lambda: devices.current().exp2(x))
     assert float(mx.abs(one / other - 1).max()) < 6e-7  # either is off by half as much
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_extremes_and_widened_numbers_have_the_same_bits(dtype: mx.Dtype) -> None:
+def test_extremes_and_float32_casts_are_bit_identical(dtype: mx.Dtype) -> None:
     every = mx.arange(2**16).astype(mx.uint16).view(mx.float16)
     finite = mx.where(mx.isfinite(every), every, mx.array(0, mx.float16))
     numbers = finite.astype(dtype).reshape(-1, 32)
@@ -358,7 +360,7 @@ def test_extremes_and_widened_numbers_have_the_same_bits(dtype: mx.Dtype) -> Non
     assert mx.array_equal(*on_both(lambda: devices.current().as_float32(groups)))
 
 
-def test_the_cpu_alone_takes_threads_from_blas(monkeypatch: MonkeyPatch) -> None:
+def test_only_cpu_backend_limits_blas_threads(monkeypatch: MonkeyPatch) -> None:
     entered: list[str] = []
 
     @contextmanager
@@ -375,7 +377,7 @@ def test_the_cpu_alone_takes_threads_from_blas(monkeypatch: MonkeyPatch) -> None
         assert entered == ["one thread"]
 
 
-def test_lanes_share_a_step_of_several_rows_a_wide_row_and_a_long_row() -> None:
+def test_lanes_are_used_for_several_wide_or_long_rows() -> None:
     for device in (CPU, CPUBackend(lanes=1), GPU):
         wide = device is CPU
         assert [device.reads_together(1, width, 0) for width in (1, 7, 8)] == [False, False, wide]
@@ -387,7 +389,7 @@ def test_lanes_share_a_step_of_several_rows_a_wide_row_and_a_long_row() -> None:
 # ---- the choice
 
 
-def test_it_is_chosen_once_and_can_be_chosen_on_purpose() -> None:
+def test_backend_is_chosen_once_and_can_be_overridden() -> None:
     chosen = devices.current()
     assert isinstance(chosen, CPUBackend) == (mx.default_device() == mx.cpu)
     assert devices.current() is chosen
@@ -425,7 +427,7 @@ def asked(source: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name in ASKS)
 
 
-def test_no_other_module_asks_for_the_device() -> None:
+def test_no_other_module_queries_the_device() -> None:
     asking = {
         file.relative_to(source).as_posix()
         for source in SOURCES
@@ -445,5 +447,5 @@ def test_no_other_module_asks_for_the_device() -> None:
         "def late():\n    return mx.new_stream(mx.gpu)",
     ],
 )
-def test_the_look_at_the_sources_sees_who_asks(source: str) -> None:
+def test_source_scan_detects_device_queries(source: str) -> None:
     assert list(asked(source))

@@ -106,7 +106,7 @@ def off(found: mx.array, wanted: mx.array) -> float:
 
 @pytest.mark.parametrize("attention_window", SIGHTS, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_step_reads_what_the_codes_stand_for(
+def test_decode_step_over_codes_matches_dequantized(
     scheme: str, attention_window: AttentionWindow
 ) -> None:
     coded = tree(scheme)
@@ -120,7 +120,9 @@ def test_a_step_reads_what_the_codes_stand_for(
 
 @pytest.mark.parametrize("attention_window", SIGHTS, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_chunk_reads_them_too(scheme: str, attention_window: AttentionWindow) -> None:
+def test_chunk_over_codes_matches_dequantized(
+    scheme: str, attention_window: AttentionWindow
+) -> None:
     def attended(runs: list[Segment]) -> mx.array:
         parts = rows(runs)[0].parts
         reads = ChunkReads(0, attention_window, parts, 384, devices.current())
@@ -134,7 +136,7 @@ def test_a_chunk_reads_them_too(scheme: str, attention_window: AttentionWindow) 
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_models_that_need_joined_kv_get_it_wide(scheme: str) -> None:
+def test_joined_kv_is_dequantized(scheme: str) -> None:
     def joined(runs: list[Segment]) -> tuple[mx.array, mx.array]:
         reads = JoinedReads(0, AttentionWindow(), rows(runs)[0].parts, 384, devices.current())
         own = [normal(1, KV_HEADS, 4, DIM, seed=60 + i) for i in range(2)]
@@ -146,7 +148,7 @@ def test_models_that_need_joined_kv_get_it_wide(scheme: str) -> None:
         assert mx.array_equal(found, wanted)
 
 
-def test_another_codec_is_seen() -> None:
+def test_check_detects_other_codec() -> None:
     """A negative control: the comparison would see codes that are read wrongly."""
     coded, other = tree("turbo3"), tree("turbo4")
     assert (
@@ -154,7 +156,7 @@ def test_another_codec_is_seen() -> None:
     )
 
 
-def test_scales_that_the_query_does_not_have_are_seen() -> None:
+def test_check_detects_missing_key_scales() -> None:
     """Another one."""
     scaled = tree(f"turbo4{SCALED}")
     ((keys, values),) = scaled[1].layers
@@ -168,7 +170,7 @@ def test_scales_that_the_query_does_not_have_are_seen() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("scheme", ["kivi4", "turbo4", "turbo4, scaled"])
-def test_half_precision_beside_codes(scheme: str, dtype: mx.Dtype) -> None:
+def test_half_precision_segments_beside_codes(scheme: str, dtype: mx.Dtype) -> None:
     """Raw parts are multiplied in their own type, coded ones in float32."""
 
     def attended(runs: list[Segment], kind: mx.Dtype) -> mx.array:
@@ -195,7 +197,7 @@ def test_half_precision_beside_codes(scheme: str, dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_cut_joined_and_counted(scheme: str) -> None:
+def test_coded_segments_split_join_and_count_bytes(scheme: str) -> None:
     whole = segment(256, 1).encoded(parsed(scheme), devices.current())
     assert whole.tokens == 256
     bits = parsed(scheme).token_bits(DIM, DIM, 32)
@@ -213,7 +215,7 @@ def test_cut_joined_and_counted(scheme: str) -> None:
     )
 
 
-def test_only_what_is_held_alike_is_joined() -> None:
+def test_only_segments_of_equal_form_join() -> None:
     raw, four = segment(64, 1), segment(64, 2).encoded(parse_scheme("4"), devices.current())
     other = segment(64, 3).encoded(parse_scheme("4"), devices.current())
     assert raw.joins(segment(64, 4))
@@ -222,7 +224,7 @@ def test_only_what_is_held_alike_is_joined() -> None:
     assert not four.joins(segment(64, 5).encoded(parse_scheme("4g32"), devices.current()))
 
 
-def test_layers_can_be_left_alone_and_what_is_coded_stays() -> None:
+def test_skipped_layers_and_existing_codes_are_kept() -> None:
     raw = Segment(segment(64, 1).layers + segment(64, 2).layers)
     found = raw.encoded(parse_scheme("turbo4"), devices.current(), raw_layers={1})
     assert isinstance(found.layers[0][0], Coded)
@@ -231,7 +233,7 @@ def test_layers_can_be_left_alone_and_what_is_coded_stays() -> None:
     assert all(a is b for a, b in zip(again.layers[0], found.layers[0], strict=True))
 
 
-def test_numbers_too_large_for_a_scale_are_left_raw() -> None:
+def test_values_too_large_for_scale_stay_raw() -> None:
     raw = segment(64, 1)
     keys = mx.array(raw.layers[0][0])
     keys[0, 0, 3, 5] = 1e6
@@ -240,7 +242,7 @@ def test_numbers_too_large_for_a_scale_are_left_raw() -> None:
     assert isinstance(found.layers[0][1], Coded)
 
 
-def test_encoding_takes_little_more_than_it_makes() -> None:
+def test_encoding_peak_memory_is_bounded() -> None:
     """One piece of one side at a time, however long the segment."""
     raw = segment(8_192, 1)
     for side in raw.layers[0]:
@@ -259,7 +261,7 @@ def test_encoding_takes_little_more_than_it_makes() -> None:
 @pytest.mark.parametrize(
     "attention_window", [AttentionWindow(), AttentionWindow(100), AttentionWindow(130, 40)]
 )
-def test_what_a_chunk_joins_piece_by_piece_is_what_it_joins_at_once(
+def test_streamed_dequantization_matches_joined(
     attention_window: AttentionWindow, scheme: str, dtype: mx.Dtype
 ) -> None:
     """In the model's type, and to the bit: a window may begin within a span of tokens."""

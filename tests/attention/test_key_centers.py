@@ -47,7 +47,7 @@ def turned(rope: nn.Module, keys: Numbers, offset: int = 0) -> Numbers:
 
 
 @pytest.mark.parametrize("name", list(ropes()))
-def test_a_rotation_is_that_of_the_model(name: str) -> None:
+def test_rotation_matches_model_rope(name: str) -> None:
     rope = ropes()[name]
     rotation = rotation_of(rope, DIM)
     keys = np.random.default_rng(1).normal(size=(HEADS, 300, DIM))
@@ -60,7 +60,7 @@ def test_a_rotation_is_that_of_the_model(name: str) -> None:
     assert not np.allclose(Rotation.none(DIM).turned(keys, positions), expected, atol=0.1)
 
 
-def test_a_rotation_of_another_size_is_none() -> None:
+def test_rotation_of_unsupported_rope_is_none() -> None:
     assert rotation_of(nn.RoPE(2 * DIM), DIM) is Rotation.none(DIM)
     assert rotation_of(None, DIM) is Rotation.none(DIM)
     assert rotation_of(lambda x, offset: x, 0) is Rotation.none(0)
@@ -75,7 +75,7 @@ def test_a_rotation_of_another_size_is_none() -> None:
         ("gpt2", [False, False, False, False]),
     ],
 )
-def test_turns_are_found_layer_by_layer(family: str, turning: list[bool]) -> None:
+def test_rotations_are_found_per_layer(family: str, turning: list[bool]) -> None:
     model = build(family)
     dims = [cache.keys.shape[-1] for cache in filled_caches(model)]
     assert [bool(one.angles.any()) for one in rotations(model, dims)] == turning
@@ -88,7 +88,7 @@ def filled_caches(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [*ropes(), "none"])
-def test_the_vector_is_found_and_taken_off(name: str) -> None:
+def test_key_centers_are_found_and_subtracted(name: str) -> None:
     draw = np.random.default_rng(2)
     vectors = 3 * draw.normal(size=(HEADS, 1, DIM))
     plain = vectors + draw.normal(size=(HEADS, 512, DIM))
@@ -106,7 +106,7 @@ def test_the_vector_is_found_and_taken_off(name: str) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["halves", "neighbors", "a part", "none"])
 @pytest.mark.parametrize("m", [1, 3, 4, 7])
-def test_scores_are_the_products_with_what_is_taken_off(m: int, name: str, compiled: bool) -> None:
+def test_scores_include_subtracted_centers(m: int, name: str, compiled: bool) -> None:
     if compiled:
         pytest.importorskip("numba")
     draw = np.random.default_rng(3)
@@ -134,7 +134,7 @@ def test_scores_are_the_products_with_what_is_taken_off(m: int, name: str, compi
     assert held + made == rotation.table_bytes(stop * BLOCK_TOKENS)
 
 
-def test_an_index_has_less_noise_and_the_same_bytes() -> None:
+def test_centered_index_has_less_noise_at_equal_bytes() -> None:
     """Real keys: of the embedded model, of random tokens it was not measured on."""
     model, _ = load(MODEL_PATH)
     run = make_prompt_cache(model)
@@ -164,7 +164,7 @@ def test_an_index_has_less_noise_and_the_same_bytes() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1", "gpt_oss"])
-def test_an_engine_and_a_cache_find_the_same(family: str) -> None:
+def test_engine_and_cache_find_equal_centers(family: str) -> None:
     model = build(family) if family == "gpt_oss" else model_of(family)
     penstock.attach(model)
     core = Core(model, memory_limit="200MB", max_batch_size=1, attend_tokens=128)

@@ -52,7 +52,7 @@ def same(index: tuple[Coded | None, ...], other: tuple[Coded | None, ...]) -> bo
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [16, 64, 96, 128])
-def test_scores_follow_those_of_the_keys(dim: int, dtype: mx.Dtype) -> None:
+def test_index_scores_correlate_with_key_scores(dim: int, dtype: mx.Dtype) -> None:
     """Of normal keys a sign keeps 2 / pi of the variance: a correlation of 0.8."""
     held = indexed(segment(700, dim=dim, dtype=dtype))
     queries = mx.random.normal((HEADS, 3, dim), key=mx.random.key(9))
@@ -71,7 +71,7 @@ def test_scores_follow_those_of_the_keys(dim: int, dtype: mx.Dtype) -> None:
             assert 0.75 < slope < 1.25
 
 
-def test_a_key_meets_itself_rightly() -> None:
+def test_index_score_of_key_with_itself() -> None:
     held = indexed(segment(50))
     keys, index = raw_keys(held, 0), held.index[0]
     assert index is not None
@@ -79,7 +79,7 @@ def test_a_key_meets_itself_rightly() -> None:
     assert np.allclose(own, np.array((keys * keys).sum(-1)), rtol=2e-3)
 
 
-def test_it_takes_the_bytes_that_are_said_of_it() -> None:
+def test_key_index_nbytes_match_formula() -> None:
     for tokens in (1, 37, 2 * PIECE_TOKENS + 5):
         held = indexed(segment(tokens))
         assert held.key_index_nbytes == tokens * INDEX.token_bytes(SHAPES)
@@ -87,7 +87,7 @@ def test_it_takes_the_bytes_that_are_said_of_it() -> None:
     assert INDEX.token_bytes(SHAPES) == 2 * HEADS * 18, "two bits a number and two bytes, by head"
 
 
-def test_it_is_that_of_the_keys_however_they_come_together() -> None:
+def test_index_survives_split_and_join() -> None:
     whole = segment(300)
     expected = indexed(whole).index
     first, second = whole.split(130)
@@ -101,7 +101,7 @@ def test_it_is_that_of_the_keys_however_they_come_together() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [16, 64, 96, 128])
-def test_on_the_cpu_it_is_that_of_the_codec(dim: int, dtype: mx.Dtype) -> None:
+def test_cpu_index_matches_codec(dim: int, dtype: mx.Dtype) -> None:
     keys = mx.random.normal((1, HEADS, 300, dim), key=mx.random.key(5)).astype(dtype)
     keys[:, :, 7] = 0
     keys[:, :, 8, 0] = 3e38 if dtype != mx.float16 else 6e4
@@ -124,14 +124,14 @@ def test_on_the_cpu_it_is_that_of_the_codec(dim: int, dtype: mx.Dtype) -> None:
         assert np.array_equal(alone, whole[:, :, :16], equal_nan=part == 1), "row by row"
 
 
-def test_a_part_that_has_none_leaves_none_behind() -> None:
+def test_join_with_unindexed_segment_drops_index() -> None:
     first, second = segment(64).split(32)
     assert indexed(first).join(second).index == ()
     assert not indexed(first).joins(second)
     assert indexed(first).joins(indexed(second))
 
 
-def test_split_parts_do_not_keep_the_whole_alive() -> None:
+def test_split_segments_release_whole() -> None:
     held = indexed(segment(4_096))
     mx.clear_cache()
     half, rest = held.split(2_048)
@@ -144,7 +144,7 @@ def test_split_parts_do_not_keep_the_whole_alive() -> None:
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "kivi4", "affine8"])
-def test_it_stays_when_keys_are_quantized_and_can_be_made_of_codes(codec: str) -> None:
+def test_index_survives_quantization(codec: str) -> None:
     raw = indexed(segment(256))
     coded = raw.encoded(parse_scheme(codec), devices.current())
     assert same(coded.index, raw.index)
@@ -164,7 +164,7 @@ def test_thinned_layers_are_not_indexed() -> None:
     assert index[0] is not None and index[1] is None and index[2] is None
 
 
-def test_a_sign_is_one_bit() -> None:
+def test_sign_codec_takes_one_bit() -> None:
     coded = Turbo(1).encode(mx.array([[[[3.0] + [0.0] * 31]]]), devices.current())
     assert coded.nbytes == 4 + 2
     back = Turbo(1).dequantize(coded, devices.current())
@@ -173,7 +173,7 @@ def test_a_sign_is_one_bit() -> None:
         parse_scheme("turbo1")
 
 
-def test_both_back_ends_give_the_same_scores() -> None:
+def test_both_backends_give_equal_index_scores() -> None:
     """The GPU's makes floats of signs; the CPU's looks sums of eight up."""
     index = indexed(segment(3_000)).index[0]
     assert index is not None

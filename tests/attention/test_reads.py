@@ -208,7 +208,7 @@ windows = st.none() | st.integers(1, 12)
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(scenes(), windows, st.booleans())
-def test_decode_steps(scene: Scene, window: int | None, with_sinks: bool) -> None:
+def test_decode_steps_match_reference(scene: Scene, window: int | None, with_sinks: bool) -> None:
     check_decode(scene, window, with_sinks)
 
 
@@ -219,7 +219,7 @@ def test_decode_steps(scene: Scene, window: int | None, with_sinks: bool) -> Non
     st.booleans(),
     st.sampled_from((2, 3, WIDE_ROW - 1, WIDE_ROW)),
 )
-def test_decode_steps_of_several_tokens(
+def test_decode_steps_of_several_tokens_match_reference(
     scene: Scene, window: int | None, with_sinks: bool, width: int
 ) -> None:
     check_decode(scene, window, with_sinks, width)
@@ -227,7 +227,7 @@ def test_decode_steps_of_several_tokens(
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(scenes(tail=0), st.integers(1, 6), windows, st.booleans())
-def test_chunks(scene: Scene, n: int, window: int | None, with_sinks: bool) -> None:
+def test_chunks_match_reference(scene: Scene, n: int, window: int | None, with_sinks: bool) -> None:
     row = scene.rows[0]
     keys, values = scene.sides(1, n)
     queries = scene.normal(1, scene.heads, n, KEY_WIDTH)
@@ -244,7 +244,9 @@ def test_chunks(scene: Scene, n: int, window: int | None, with_sinks: bool) -> N
 
 @settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(scenes(), st.integers(1, 6), windows, st.booleans())
-def test_joined(scene: Scene, n: int, window: int | None, as_array: bool) -> None:
+def test_joined_kv_and_mask_match_reference(
+    scene: Scene, n: int, window: int | None, as_array: bool
+) -> None:
     """Decode steps and chunks of models that attend by themselves, with the mask they are given."""
     row, tails = scene.rows[0], scene.tails()
     held = Held(row.parts)
@@ -282,7 +284,7 @@ def times_read(layout: AttentionPlan) -> Counter[int]:
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(scenes())
-def test_every_part_is_read_once_for_all(scene: Scene) -> None:
+def test_shared_spans_are_read_once(scene: Scene) -> None:
     layout = plan_attention(scene.rows, scene.attention_window)
     assert all(times == 1 for times in times_read(layout).values())
     for level in layout.levels:
@@ -310,7 +312,7 @@ def family() -> Scene:
     return scene
 
 
-def test_branches_are_units_of_one_level() -> None:
+def test_branches_form_one_plan_level() -> None:
     layout = plan_attention(family().rows, AttentionWindow())
     assert [[(u.first, u.last, len(u.pieces)) for u in level] for level in layout.levels[:2]] == [
         [(0, 4, 1)],
@@ -319,7 +321,7 @@ def test_branches_are_units_of_one_level() -> None:
     check_decode(family())
 
 
-def test_rows_that_end_far_apart_in_a_segment_read_it_apart(
+def test_rows_ending_far_apart_read_segment_separately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the short ones would be scored for all that the long one sees."""
@@ -335,14 +337,14 @@ def test_rows_that_end_far_apart_in_a_segment_read_it_apart(
     check_decode(scene)
 
 
-def test_the_count_sees_rows_out_of_order() -> None:
+def test_check_detects_unsorted_rows() -> None:
     """Negative control: neighbors that share nothing read a shared part one by one."""
     rows = family().rows
     layout = plan_attention([rows[0], rows[2], rows[1], rows[3]], AttentionWindow())
     assert max(times_read(layout).values()) == 2
 
 
-def test_a_row_without_parts_decodes_beside_rows_that_share_some() -> None:
+def test_row_without_shared_spans_beside_sharing_rows() -> None:
     """A row that reads no part at all among those that do."""
     scene = family()
     scene.rows = [DecodeRow((), 2, 4, 2), *scene.rows]
@@ -373,14 +375,14 @@ def unshared_ends(
 
 
 @pytest.mark.parametrize("wrong", [one_too_many, without_keep, unshared_ends])
-def test_the_comparison_sees_a_wrong_mask(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_wrong_mask(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_decode(family())
     monkeypatch.setattr(AttentionWindow, "mask", wrong)
     with pytest.raises(AssertionError, match="row"):
         check_decode(family())
 
 
-def test_the_comparison_sees_a_tail_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_unread_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(self: LayerDecode, *args: Any) -> mx.array:
         self.step.tails.renew()
         return real(self, *args)
@@ -395,7 +397,7 @@ def test_the_comparison_sees_a_tail_that_is_not_read(monkeypatch: pytest.MonkeyP
 # ---- what a model may not do with it
 
 
-def test_a_model_that_uses_what_it_was_given_otherwise_is_refused() -> None:
+def test_modified_keys_or_values_are_refused() -> None:
     """So that it is served joined keys and values, and never a wrong answer."""
     scene = family()
     (reads,) = decode_reads(

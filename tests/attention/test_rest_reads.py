@@ -138,7 +138,7 @@ WAYS: list[tuple[AttentionBackend, bool]] = [
     st.sampled_from(WAYS), st.lists(st.integers(1, 700), min_size=1, max_size=4, unique=True),
     st.integers(1, 20), st.booleans(), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
-def test_it_is_attention_by_the_index(
+def test_rest_attention_matches_index(
     way: tuple[AttentionBackend, bool],
     cuts: list[int],
     tail: int,
@@ -154,7 +154,7 @@ def test_it_is_attention_by_the_index(
 
 
 @pytest.mark.parametrize(("device", "compiled"), WAYS)
-def test_to_leave_the_rest_out_is_noticed(device: AttentionBackend, compiled: bool) -> None:
+def test_check_detects_skipped_rest(device: AttentionBackend, compiled: bool) -> None:
     """A negative control: the same row, of which a choice alone is read."""
     row = Row((300, 900), 5, 1)
     without = Row(row.cuts, row.tail, row.seed, rest=False)
@@ -163,7 +163,7 @@ def test_to_leave_the_rest_out_is_noticed(device: AttentionBackend, compiled: bo
 
 
 @pytest.mark.parametrize(("device", "compiled"), WAYS)
-def test_it_is_nearer_to_full_attention_than_a_choice_alone(
+def test_rest_attention_is_closer_to_full_than_selection_alone(
     device: AttentionBackend, compiled: bool
 ) -> None:
     errors: dict[bool, list[float]] = {False: [], True: []}
@@ -180,14 +180,14 @@ def test_it_is_nearer_to_full_attention_than_a_choice_alone(
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("device", [CPUBackend(), GPUBackend()], ids=["cpu", "gpu"])
-def test_it_works_in_half_precision(device: AttentionBackend, dtype: mx.Dtype) -> None:
+def test_rest_attention_in_half_precision(device: AttentionBackend, dtype: mx.Dtype) -> None:
     row = Row((300, 900), 5, 2, dtype=dtype)
     assert np.allclose(
         row.attention(device, None, compiled=True), row.expected(device, None), atol=0.1
     )
 
 
-def test_values_too_large_for_the_index_leave_the_rest_finite() -> None:
+def test_rest_attention_stays_finite_for_huge_values() -> None:
     row = Row((600,), 5, 3)
     row.arrays[1][0, :, 100:120] = 3e38
     for device, compiled in WAYS:

@@ -151,7 +151,7 @@ def attend(
 
 
 @pytest.mark.parametrize("device", [CPUBackend(), GPUBackend()])
-def test_it_reads_the_best_blocks_exactly(device: AttentionBackend) -> None:
+def test_best_blocks_are_read_exactly(device: AttentionBackend) -> None:
     row = Row(1, [96, 160, 640, 700], 3)
     with using(device):
         check_best_blocks(row)
@@ -167,7 +167,7 @@ def check_best_blocks(row: Row) -> None:
 
 
 @pytest.mark.parametrize("device", [CPUBackend(), GPUBackend()])
-def test_sinks_take_part_in_the_softmax_of_a_choice(device: AttentionBackend) -> None:
+def test_sinks_enter_softmax_of_selection(device: AttentionBackend) -> None:
     rows = [Row(seed, [640, 700], 3) for seed in (1, 2)]
     sinks = np.array([-1.0, 0.5, 9.0, 2.0], np.float32)
     with using(device):
@@ -179,7 +179,7 @@ def test_sinks_take_part_in_the_softmax_of_a_choice(device: AttentionBackend) ->
             assert not np.allclose(own, row.exact(row.choice(256)), atol=1e-2)
 
 
-def test_blocks_are_scored_by_their_best_token_however_they_are_cut() -> None:
+def test_block_score_is_its_best_token_for_any_split() -> None:
     """The CPU's scores are rounded by some percent, and the same for any cuts."""
     rows = [Row(7, cuts, 3) for cuts in ([700], [96, 160, 640, 700], [37, 700])]
     queries = (rows[0].queries * SCALE).reshape(KV_HEADS, -1, DIM)
@@ -213,7 +213,7 @@ def test_blocks_are_scored_by_their_best_token_however_they_are_cut() -> None:
     st.sampled_from([1, 4, 16, 32]),
     st.sampled_from([128, 160, 256]),
 )
-def test_rows_cut_anywhere_read_what_they_would_alone(
+def test_rows_of_any_split_match_single_rows(
     drawn: list[tuple[int, list[int], int]], unit: int, tokens: int
 ) -> None:
     """Segments begin at multiples of any block size, and rows are longer or shorter."""
@@ -227,12 +227,12 @@ def test_rows_cut_anywhere_read_what_they_would_alone(
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "kivi4/turbo4", "affine8g32/turbo3"])
-def test_codes_are_read_for_what_they_stand_for(codec: str) -> None:
+def test_selected_codes_are_dequantized(codec: str) -> None:
     row = Row(3, [128, 512, 768], 5, codec)
     assert np.allclose(attend([row], 256)[0], row.exact(row.choice(256)), atol=1e-3)
 
 
-def test_a_shared_segment_is_chosen_from_by_each_row() -> None:
+def test_each_row_selects_from_shared_segment() -> None:
     rows = [Row(5, [512], tail) for tail in (2, 7)]
     rows[1].spans = rows[0].spans
     rows[1].keys[:, :512], rows[1].values[:, :512] = rows[0].keys[:, :512], rows[0].values[:, :512]
@@ -243,7 +243,7 @@ def test_a_shared_segment_is_chosen_from_by_each_row() -> None:
     assert rows[0].choice(160) != rows[1].choice(160)
 
 
-def test_scores_of_a_shared_segment_are_those_of_each_row_alone(
+def test_shared_segment_scores_match_single_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [Row(5, [512, 600 + 40 * seed], 3) for seed in range(3)]
@@ -268,7 +268,7 @@ def test_scores_of_a_shared_segment_are_those_of_each_row_alone(
             assert np.array_equal(scores, alone)
 
 
-def test_with_as_many_tokens_as_there_are_it_computes_what_it_does_today() -> None:
+def test_full_budget_matches_full_attention() -> None:
     for lengths in ([[300]], [[300], [96, 200]]):
         rows = [Row(seed, cuts, 3) for seed, cuts in enumerate(lengths)]
         whole = attend(rows, None)
@@ -276,7 +276,7 @@ def test_with_as_many_tokens_as_there_are_it_computes_what_it_does_today() -> No
         assert not np.array_equal(attend(rows, 303), whole)
 
 
-def test_it_is_asked_once_a_step_and_never_without_a_choice(
+def test_selection_is_prepared_once_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A row may have many parts, each with an index of many layers: no work for every layer."""
@@ -299,7 +299,7 @@ def test_it_is_asked_once_a_step_and_never_without_a_choice(
     assert step.choosing(0, FAR) == [] and len(looked_at) == 3
 
 
-def test_what_has_no_index_is_read_whole() -> None:
+def test_segments_without_index_are_read_whole() -> None:
     row = Row(2, [256, 512], 3)
     whole = attend([row], None)
     span = row.spans[0]
@@ -307,7 +307,7 @@ def test_what_has_no_index_is_read_whole() -> None:
     assert np.array_equal(attend([row], 128), whole)
 
 
-def test_a_planted_key_is_found_and_a_window_does_not_find_it(
+def test_planted_key_is_selected_and_lost_by_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One token in the middle that a query asks for; others of the same size do not matter."""
@@ -337,7 +337,7 @@ def test_a_planted_key_is_found_and_a_window_does_not_find_it(
     assert found == {"chosen": 10, "by NumPy": 10, "worst": 0, "window": 0}
 
 
-def test_a_score_beyond_all_numbers_is_read() -> None:
+def test_infinite_score_is_selected() -> None:
     """A key too long for the index's scale, along the queries, is the best there is."""
     row = Row(4, [512], 3)
     for kv in range(KV_HEADS):
@@ -350,7 +350,7 @@ def test_a_score_beyond_all_numbers_is_read() -> None:
 
 
 @pytest.mark.parametrize("tokens", [128, 160, 512, 1_000])
-def test_no_more_is_read_than_asked_for(tokens: int) -> None:
+def test_selection_stays_within_token_budget(tokens: int) -> None:
     selection = Selection(tokens, INDEX)
     for position in range(tokens, tokens + 200):
         start, blocks = selection.recent_start(position), selection.blocks(position)

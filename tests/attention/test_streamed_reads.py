@@ -57,7 +57,7 @@ def attended(most_joined: int | None, sinks: mx.array | None = None) -> mx.array
 
 @pytest.mark.parametrize("scores_at_once", [2**19, 4 * HEADS * 32])
 @pytest.mark.parametrize("sunk", [False, True])
-def test_the_result_is_that_of_joined_columns(
+def test_streamed_chunk_matches_joined(
     scores_at_once: int, sunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sinks = mx.array([0.5, -1.0, 2.0, 0.0]) if sunk else None
@@ -107,7 +107,7 @@ def decoded(
 
 @pytest.mark.parametrize(("count", "tail"), [(1, 0), (1, 5), (3, 5)])
 @pytest.mark.parametrize("sunk", [False, True])
-def test_a_row_that_reads_all_reads_as_pieces_what_it_would_read_at_once(
+def test_streamed_decode_row_matches_whole(
     count: int, tail: int, sunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sinks = mx.array([0.5, -1.0, 2.0, 0.0]) if sunk else None
@@ -121,7 +121,7 @@ def test_a_row_that_reads_all_reads_as_pieces_what_it_would_read_at_once(
     assert float(mx.abs(decoded(32, count, tail, sinks) - whole).max()) > 0.1, "negative control"
 
 
-def test_it_is_the_pieces_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_pieces_are_actually_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_reads, "STREAMED_TOKENS", 32)
     joined = attended(None)
     doubling(monkeypatch)

@@ -31,7 +31,7 @@ def few() -> dict[str, Any]:
     return report_of(run(*FEW, "--json"))
 
 
-def test_agents_know_their_own_facts_and_the_shared_ones(few: dict[str, Any]) -> None:
+def test_agents_recall_own_and_shared_facts(few: dict[str, Any]) -> None:
     report = few
     answers = [answer for agent in report["agents"] for answer in agent["answers"]]
     assert [agent["agent"] for agent in report["agents"]] == [1, 2, 3]
@@ -40,7 +40,7 @@ def test_agents_know_their_own_facts_and_the_shared_ones(few: dict[str, Any]) ->
     assert report["right"] == report["asked"] == len(answers)
 
 
-def test_agents_account_for_every_token_and_byte(few: dict[str, Any]) -> None:
+def test_agents_report_accounts_for_all_tokens_and_bytes(few: dict[str, Any]) -> None:
     report = few
     stats, each = report["stats"], report["agents"]
     for figure in ("hit_tokens", "prompt_tokens"):
@@ -68,7 +68,7 @@ def test_agents_account_for_every_token_and_byte(few: dict[str, Any]) -> None:
     assert 0 < report["peak_bytes"] <= report["limit_bytes"]
 
 
-def test_agents_of_one_seed_say_the_same(call: Call) -> None:
+def test_agents_are_reproducible_by_seed(call: Call) -> None:
     def asked(seed: str) -> list[str]:
         given = {"PENSTOCK_AGENTS": "2", "PENSTOCK_TOKENS": "64", "PENSTOCK_SEED": seed}
         report = report_of(call("bench", "agents", "--json", **given))
@@ -78,18 +78,18 @@ def test_agents_of_one_seed_say_the_same(call: Call) -> None:
     assert asked("3") == asked("3") != asked("4")
 
 
-def test_agents_obey_the_limit_and_the_block_size_they_are_given(call: Call) -> None:
+def test_agents_respect_memory_limit_and_block_size(call: Call) -> None:
     given = {"PENSTOCK_MEMORY_LIMIT": "150 MB", "PENSTOCK_BLOCK_SIZE": "32"}
     report = report_of(call(*FEW, "--json", **given))
     assert (report["limit_bytes"], report["block_size"]) == (150_000_000, 32)
 
 
-def test_more_agents_than_places_wait_for_theirs(call: Call) -> None:
+def test_agents_beyond_batch_size_wait(call: Call) -> None:
     report = report_of(call("bench", "agents", "--json", "--agents", "11", "--tokens", "100"))
     assert report["right"] == report["asked"] == 44
 
 
-def test_agents_in_a_pipe_print_lines_and_no_control_characters(call: Call) -> None:
+def test_agents_piped_output_has_no_control_characters(call: Call) -> None:
     done = call(*FEW, FORCE_COLOR="1", TERM="xterm-256color")
     assert done.returncode == 0, done.stderr
     assert [c for c in done.stdout if not (c.isprintable() or c == "\n")] == []
@@ -108,7 +108,7 @@ def test_agents_in_a_pipe_print_lines_and_no_control_characters(call: Call) -> N
     assert lines[-1].startswith("At most ")
 
 
-def test_agents_at_a_terminal_draw_one_line_over_itself() -> None:
+def test_agents_terminal_output_redraws_one_line() -> None:
     code, shown = typed("", *FEW)
     assert code == 0
     assert "\x1b[2K" in shown  # a line is wiped
@@ -116,7 +116,7 @@ def test_agents_at_a_terminal_draw_one_line_over_itself() -> None:
     assert "At most " in shown.splitlines()[-1]
 
 
-def test_control_c_ends_the_agents() -> None:
+def test_ctrl_c_stops_agents() -> None:
     with subprocess.Popen(
         [SCRIPT, "bench", "agents", "--tokens", "3000"],
         stdout=subprocess.PIPE,
@@ -131,7 +131,7 @@ def test_control_c_ends_the_agents() -> None:
         assert errors == b""
 
 
-def test_an_agents_model_must_have_a_chat_template(capsys: Capture, tmp_path: Path) -> None:
+def test_agents_model_needs_chat_template(capsys: Capture, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(MODEL_PATH, model)
     (model / "chat_template.jinja").unlink()
@@ -156,5 +156,7 @@ def test_an_agents_model_must_have_a_chat_template(capsys: Capture, tmp_path: Pa
         (["extra"], "extra"),
     ],
 )
-def test_a_wrong_call_is_one_line(capsys: Capture, arguments: list[str], complaint: str) -> None:
+def test_bad_arguments_give_one_line_error(
+    capsys: Capture, arguments: list[str], complaint: str
+) -> None:
     assert complaint in refused(capsys, "bench", "agents", *arguments)

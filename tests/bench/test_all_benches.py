@@ -40,7 +40,7 @@ def split(command: tuple[str, ...]) -> tuple[str, list[str]]:
     return " ".join(command[:words]), list(command[words:])
 
 
-def test_every_bench_is_run_or_left_out_with_a_reason() -> None:
+def test_every_bench_is_run_or_excluded_with_reason() -> None:
     run = {split(command)[0] for command in BENCHES}
     left_out = {f"bench {name}" for name in LEFT_OUT}
     assert run | left_out | {"bench all"} == set(commands())
@@ -49,7 +49,7 @@ def test_every_bench_is_run_or_left_out_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize("command", BENCHES, ids=" ".join)
-def test_the_benches_know_their_flags(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_bench_flags_are_known(command: tuple[str, ...], tmp_path: Path) -> None:
     words, flags = split(command)
     more = ["--save", str(tmp_path), *drawing(command, tmp_path)]
     parsed = commands()[words].make_context(words, [*flags, *more])
@@ -58,7 +58,7 @@ def test_the_benches_know_their_flags(command: tuple[str, ...], tmp_path: Path) 
         commands()[words].make_context(words, ["--nosuch"])
 
 
-def test_a_failed_bench_does_not_stop_the_others(
+def test_failed_bench_does_not_stop_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A bench, one whose settings are refused, and another bench."""
@@ -76,7 +76,7 @@ def test_a_failed_bench_does_not_stop_the_others(
     assert all(f"[{number} of 3]" in shown for number in (1, 2, 3))
 
 
-def test_nothing_is_fetched(
+def test_bench_all_downloads_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -86,7 +86,7 @@ def test_nothing_is_fetched(
     assert "PENSTOCK_OFFLINE forbids to fetch it" in capfd.readouterr().err
 
 
-def test_the_end_names_each_record_and_says_where_they_go(
+def test_summary_lists_records_and_where_to_put_them(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(all_command, "BENCHES", (SMALL,))
@@ -96,9 +96,7 @@ def test_the_end_names_each_record_and_says_where_they_go(
     assert f"    {record}" in lines and "benchmarks/results/" in lines[-1]
 
 
-def test_a_bench_that_fails_is_more_than_a_goal_that_is_not_met(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_outranks_missed_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses = iter((0, 1, 0, -9, 1))
     monkeypatch.setattr(
         all_command, "_run", lambda command, *_: BenchEnd(command, next(statuses), ())
@@ -108,7 +106,7 @@ def test_a_bench_that_fails_is_more_than_a_goal_that_is_not_met(
         assert main(["bench", "all", "--save", str(tmp_path)]) == status
 
 
-def test_the_folder_is_asked_for_and_checked_first(tmp_path: Path) -> None:
+def test_save_folder_is_required_and_checked_first(tmp_path: Path) -> None:
     assert main(["bench", "all"]) == 2
     (tmp_path / "file").write_text("")
     assert main(["bench", "all", "--save", str(tmp_path / "file" / "below")]) == 2

@@ -27,7 +27,9 @@ from support.worst_blocks import choose_worst_blocks
 LOAD = EvalLoad(text_tokens=900, piece_tokens=900)
 
 
-def test_more_tokens_cost_less_and_what_fits_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_budget_costs_less_and_fitting_one_is_proposed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     report = attend_eval.measure(LOAD, (128, 512, 128), by_layer=True)
     kl = report.penstock["kl"]
     assert list(kl) == ["128", "512"]
@@ -39,7 +41,7 @@ def test_more_tokens_cost_less_and_what_fits_is_proposed(monkeypatch: pytest.Mon
     assert worst > 2 * kl["128"], "negative control: the worst blocks"
 
 
-def test_a_window_of_as_many_bytes_loses_more() -> None:
+def test_window_of_equal_bytes_loses_more() -> None:
     report = attend_eval.measure(LOAD, (128,))
     figures = report.penstock["figures"]["128"]
     assert figures["kl"]["mean"] < figures["kl_over_window"]["mean"] < 1
@@ -49,7 +51,7 @@ def test_a_window_of_as_many_bytes_loses_more() -> None:
     assert report.raw["kl_of_one_layer"] == {}, "no layer alone unless asked"
 
 
-def test_a_window_of_all_tokens_expects_what_all_expect() -> None:
+def test_window_of_all_tokens_matches_full_attention() -> None:
     model, tokenizer = load(MODEL_PATH)
     attach(model)
     read = AttendText(model, eval_texts.pieces(tokenizer, LOAD))
@@ -59,7 +61,7 @@ def test_a_window_of_all_tokens_expects_what_all_expect() -> None:
     assert attend_text.mean(read.window(200).kl) > 1e-3, "negative control: a window of fewer"
 
 
-def test_perplexity_is_that_of_the_tokens_that_follow() -> None:
+def test_perplexity_matches_single_pass() -> None:
     """Compare with one pass of the model over the whole piece, by mlx-lm's own caches."""
     model, tokenizer = load(MODEL_PATH)
     (piece,) = eval_texts.pieces(tokenizer, LOAD)
@@ -71,7 +73,7 @@ def test_perplexity_is_that_of_the_tokens_that_follow() -> None:
     assert losses == pytest.approx(wanted, abs=1e-3)
 
 
-def test_a_ratio_and_a_change_are_of_the_same_tokens() -> None:
+def test_ratios_and_changes_are_paired_by_token() -> None:
     ratio = attend_eval.over([[1.0, 2.0], [3.0]], [[2.0, 4.0], [6.0]])
     assert (ratio.n, ratio.mean, ratio.standard_error) == (3, 0.5, 0.0)
     assert attend_eval.over([[1.0, 2.0]], [[4.0, 2.0]]).standard_error > 0.1
@@ -80,7 +82,7 @@ def test_a_ratio_and_a_change_are_of_the_same_tokens() -> None:
     assert change.standard_error == pytest.approx(0.0, abs=1e-9)
 
 
-def test_questions_are_answered_from_a_choice() -> None:
+def test_selection_answers_questions() -> None:
     load_ = EvalLoad(lengths=(900,), questions=14)
     report = attend_tasks.measure(load_, (128,))
     assert report.met
@@ -89,7 +91,7 @@ def test_questions_are_answered_from_a_choice() -> None:
     assert attend_tasks.fewer([[1.0, 1.0]], [[1.0, 0.0]]).mean == 0.5
 
 
-def test_the_command_asks_with_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_command_with_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     shutil.copytree(MODEL_PATH, folder)
     sizes = ["--length", "400", "--questions", "1", "--memory-limit", "200MB"]
@@ -107,7 +109,7 @@ class Layered:
         return (1.0 if tokens < 256 else 0.5) * (3 not in whole) + 0.3 * (tokens < 256)
 
 
-def test_the_worst_layers_are_left_whole_before_more_is_read() -> None:
+def test_worst_layers_are_skipped_before_budget_grows() -> None:
     alone = dict.fromkeys(range(8), 0.001) | {3: 0.4}
     read: Any = Layered()
     assert attend_eval.proposal(read, {128: 1.3, 256: 0.5}, alone) == (256, (3,), 0.0)
@@ -115,12 +117,12 @@ def test_the_worst_layers_are_left_whole_before_more_is_read() -> None:
     assert attend_eval.proposal(read, {512: 0.01}, alone) == (512, (), 0.01)
 
 
-def test_a_text_that_is_too_short_is_refused() -> None:
+def test_too_short_text_is_refused() -> None:
     with pytest.raises(SettingError, match=r"894 tokens.*1,090 tokens at least"):
         attend_eval.measure(LOAD, (1_024,))
 
 
-def test_the_command_prints_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_command_prints_proposed_flags(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--text-tokens", "700", "--piece", "700"]
     code = main(["eval", str(MODEL_PATH), "--attend", "512", *sizes, "--json"])
     printed = json.loads(capsys.readouterr().out)

@@ -24,7 +24,7 @@ def grown() -> Any:
     return growth.measure(SMALL)
 
 
-def test_growth_sees_the_rival_grow_and_us_not(grown: Any) -> None:
+def test_growth_bench_sees_only_rival_grow(grown: Any) -> None:
     for load in ("decode", "prefill"):
         assert grown.penstock[load]["growths_per_layer"] == 0
         assert grown.penstock[load]["moves_per_layer"] == 0
@@ -33,7 +33,7 @@ def test_growth_sees_the_rival_grow_and_us_not(grown: Any) -> None:
         assert 1 <= grown.penstock[load]["peak_over_window"] < 2
 
 
-def test_growth_counts_a_copy_of_unchanged_length() -> None:
+def test_growth_bench_counts_copies_without_growth() -> None:
     """Negative control: a cache that copies its buffers each step moves, though it never grows."""
 
     class Copies(caches.RotatingKVCache):
@@ -48,13 +48,13 @@ def test_growth_counts_a_copy_of_unchanged_length() -> None:
     assert run.peak_over_window > 1.9
 
 
-def test_growth_is_not_met_by_the_rival_alone() -> None:
+def test_growth_bench_fails_if_only_rival_improves() -> None:
     run = growth.run_once(lambda: TheirRotatingKVCache(512), SMALL, 1)
     runs = {load: {"penstock": [run], growth.RIVAL: [run]} for load in ("decode", "prefill")}
     assert not growth.report(SMALL, runs).met
 
 
-def test_json_is_one_object_and_the_record_holds_every_round(
+def test_json_output_and_record_of_every_round(
     grown: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     publish(grown, as_json=True, save=tmp_path)
@@ -65,13 +65,13 @@ def test_json_is_one_object_and_the_record_holds_every_round(
     assert len(stored["raw"]["runs"]["decode"]["penstock"][0]["step_ms"]) == SMALL.read_tokens
 
 
-def test_the_table_names_what_is_not_met(grown: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_marks_missed_goals(grown: Any, capsys: pytest.CaptureFixture[str]) -> None:
     publish(grown, as_json=False, save=None)
     printed = capsys.readouterr().out
     assert printed.count("NOT MET") == sum(line.met is False for line in grown.lines)
 
 
-def test_places_of_facts_in_a_window() -> None:
+def test_fact_positions_in_window() -> None:
     setting = recall.RecallWindow(100, 20)
     read = 1_000
     assert recall.place_of(0, 20, read, setting) == "keep"
@@ -89,14 +89,14 @@ def asked() -> Any:
     return recall.measure(recall.RecallLoad(dialogues=1, tokens=600, facts=12, settings=settings))
 
 
-def test_recall_knows_what_is_held_and_nothing_else(asked: Any) -> None:
+def test_recall_bench_recalls_only_cached_facts(asked: Any) -> None:
     assert asked.met, [line for line in asked.lines if not line.met]
     asked_in = {place: n["asked"] for place, n in asked.penstock["256 tokens, keep 128"].items()}
     assert asked_in["between"] > 0
     assert asked_in["window"] > 0
 
 
-def test_recall_writes_its_page(asked: Any, tmp_path: Path) -> None:
+def test_recall_bench_writes_page(asked: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     recall.write_page(asked, tmp_path)
     assert (tmp_path / "recall.png").stat().st_size > 1_000
@@ -109,7 +109,7 @@ def remembered() -> Any:
     return remember.measure(load)
 
 
-def test_a_choice_remembers_what_a_window_of_as_many_bytes_forgets(remembered: Any) -> None:
+def test_selection_recalls_more_than_window_of_equal_bytes(remembered: Any) -> None:
     shares = {outcome["side"]: sum(outcome["known"]) for outcome in remembered.raw["outcomes"]}
     assert shares["all"] == shares["index"] == 6
     assert shares["window"] <= 2
@@ -118,13 +118,15 @@ def test_a_choice_remembers_what_a_window_of_as_many_bytes_forgets(remembered: A
     assert 0.9 * read["index"] < read["quest"] < 1.1 * read["index"]
 
 
-def test_remember_draws_its_picture(remembered: Any, tmp_path: Path) -> None:
+def test_remember_bench_draws_plot(remembered: Any, tmp_path: Path) -> None:
     remember.draw(remembered, tmp_path / "remember.png")
     assert (tmp_path / "remember.png").stat().st_size > 1_000
 
 
 @pytest.mark.parametrize(("at_128", "at_512", "met"), [(3, 6, True), (6, 5, False)])
-def test_remember_judges_512_tokens_and_shows_128(at_128: int, at_512: int, met: bool) -> None:
+def test_remember_bench_judges_512_and_shows_128_tokens(
+    at_128: int, at_512: int, met: bool
+) -> None:
     load = remember.RememberLoad(dialogues=1, facts=6, lengths=(1_200,), attend=(128, 512))
 
     def outcome(side: str, attend: int, known: int) -> remember.RecallOutcome:

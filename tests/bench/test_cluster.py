@@ -63,7 +63,7 @@ def crowd() -> TraceCopies:
 # ---- one replica, by hand
 
 
-def test_times_of_one_replica_are_those_of_its_cost_model() -> None:
+def test_replica_times_follow_cost_model() -> None:
     """Each block takes a second. The second prompt waits for the first, and finds one block;
     the third waits for an answer's place."""
     of, arrivals = made((0.0, [1, 2], 40), (0.5, [1, 3], 40), (0.6, [9], 40))
@@ -78,7 +78,7 @@ def test_times_of_one_replica_are_those_of_its_cost_model() -> None:
     assert found.imbalance == 1.0
 
 
-def test_a_prompt_that_is_known_computes_one_token() -> None:
+def test_cached_prompt_computes_one_token() -> None:
     of, arrivals = made((0.0, [1, 2], 0), (10.0, [1, 2], 0))
     found = simulate(of, arrivals, Cluster(1, "hash"), QUICK)
     assert found.hit_rate == pytest.approx((2 * SIZE - 1) / (4 * SIZE))
@@ -88,7 +88,7 @@ def test_a_prompt_that_is_known_computes_one_token() -> None:
 # ---- several
 
 
-def test_turns_scatter_and_a_hash_and_prefixes_gather(crowd: TraceCopies) -> None:
+def test_round_robin_scatters_and_prefix_routing_gathers(crowd: TraceCopies) -> None:
     of = conversations(60, 4)
     arrivals = crowd.arrivals(4)
     large = one_large(of, arrivals, FASTER, 4)
@@ -107,7 +107,7 @@ def test_turns_scatter_and_a_hash_and_prefixes_gather(crowd: TraceCopies) -> Non
         assert found[policy].requests == 240
 
 
-def test_a_hot_system_prompt_comes_to_lie_in_many_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hot_system_prompt_is_replicated(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 blocks that all prompts have, and 6 of their own: without the rule for common blocks a
     conversation queues behind its system prompt."""
     rng, now, requests = random.Random(1), 0.0, []
@@ -125,13 +125,13 @@ def test_a_hot_system_prompt_comes_to_lie_in_many_places(monkeypatch: pytest.Mon
     assert waits[0] < 5.0 < 20.0 < waits[1]
 
 
-def test_a_run_can_be_repeated(crowd: TraceCopies) -> None:
+def test_simulation_is_reproducible(crowd: TraceCopies) -> None:
     of, arrivals = conversations(60, 4), crowd.arrivals(8)
     twice = [simulate(of, arrivals, Cluster(8, "prefix+load"), FASTER) for _ in range(2)]
     assert twice[0] == twice[1]
 
 
-def test_gossip_counts_four_bytes_a_change_and_router() -> None:
+def test_gossip_counts_four_bytes_per_change_and_router() -> None:
     """Two blocks come before the second telling, and stay; the third sees no change."""
     of, arrivals = made((0.0, [1, 2], 0), (12.0, [1, 2], 0))
     of_one = simulate(of, arrivals, Cluster(1, "prefix", gossip_seconds=5.0), FASTER)
@@ -141,7 +141,7 @@ def test_gossip_counts_four_bytes_a_change_and_router() -> None:
     assert of_three.gossip_bytes_per_second == pytest.approx(3 * 2 * 4 / 12)
 
 
-def test_routers_that_hear_nothing_send_conversations_apart() -> None:
+def test_routers_without_gossip_split_conversations() -> None:
     of = conversations(60, 4)
     arrivals = TraceCopies(of, 4).arrivals(4)
     rates = [
@@ -154,7 +154,7 @@ def test_routers_that_hear_nothing_send_conversations_apart() -> None:
 # ---- the crowd
 
 
-def test_all_parts_are_the_trace_and_conversations_stay_whole(crowd: TraceCopies) -> None:
+def test_trace_is_partitioned_by_conversation(crowd: TraceCopies) -> None:
     of = conversations(60, 4)
     together = crowd.arrivals(4)
     assert Counter(a.blocks for a in together) == Counter(v.blocks for v in of.visits)
@@ -164,7 +164,7 @@ def test_all_parts_are_the_trace_and_conversations_stay_whole(crowd: TraceCopies
     assert all(parts)
 
 
-def test_copies_share_what_is_the_services_own_and_nothing_else(crowd: TraceCopies) -> None:
+def test_trace_copies_share_only_service_prompts(crowd: TraceCopies) -> None:
     first, copy = list(crowd._copy(1)), list(crowd._copy(5))
     assert len(first) == len(copy)
     one, other = ({block for a in of for block in a.blocks} for of in (first, copy))
@@ -174,7 +174,7 @@ def test_copies_share_what_is_the_services_own_and_nothing_else(crowd: TraceCopi
     assert len(crowd.arrivals(8, 100)) == 100
 
 
-def test_quantiles_are_values_that_were_there() -> None:
+def test_quantiles_are_observed_values() -> None:
     values = [float(i) for i in range(1, 101)]
     assert (quantile(values, 0.95), quantile(values, 0.5), quantile([7.0], 0.95)) == (95, 50, 7)
 
@@ -212,7 +212,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
-def test_the_report_judges_our_policy_by_one_large_engine(measured: Any) -> None:
+def test_report_compares_policy_with_one_large_engine(measured: Any) -> None:
     assert measured.met
     assert measured.penstock["policy"] == "prefix+load"
     assert measured.rival == "round-robin"
@@ -234,7 +234,7 @@ def replace_hits(replicas: int) -> cluster.Runs:
     return cluster.Runs(replicas, 1.0, 1.0, outcomes)  # type: ignore[arg-type]
 
 
-def test_the_command_prints_saves_and_draws(
+def test_cluster_command_prints_saves_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["bench", "cluster", "--trace", str(write(tmp_path)), "--split", "4"]
@@ -251,16 +251,14 @@ def test_the_command_prints_saves_and_draws(
     assert "hash" in shown and "round-robin" not in shown.split("Replicas whose")[0]
 
 
-def test_a_policy_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_policy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "cluster", "--trace", "none", "--policy", "best"]) == 2
     assert "--policy best is none of round-robin" in capsys.readouterr().err
     with pytest.raises(SettingError):
         cluster.policy_of("best")
 
 
-def test_the_table_has_a_row_for_each_run(
-    measured: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_has_row_per_run(measured: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cluster.table(measured).row_count == 8
     publish(measured, as_json=False, save=None)
     assert "4 replicas" in capsys.readouterr().out

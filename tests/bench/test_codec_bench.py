@@ -32,7 +32,7 @@ def row(table: Table, name: str) -> CodecRow:
     return found
 
 
-def test_bytes_are_those_of_the_formula(table: Table) -> None:
+def test_nbytes_match_formula(table: Table) -> None:
     for name in NAMES:
         found = row(table, name)
         bits = parse_scheme(name).token_bits(128, 128, 32)
@@ -41,7 +41,7 @@ def test_bytes_are_those_of_the_formula(table: Table) -> None:
     assert row(table, "mlx-lm 4").ratio == pytest.approx(32 / 5), "its scales are float32"
 
 
-def test_raw_loses_nothing_and_fewer_bits_lose_more(table: Table) -> None:
+def test_raw_is_lossless_and_fewer_bits_lose_more(table: Table) -> None:
     raw = row(table, "raw")
     assert (raw.kl, raw.top_1, raw.mean_error, raw.max_error) == (0, 1, 0, 0)
     figures = [row(table, name) for name in ("affine8", "affine4", "turbo3")]
@@ -50,7 +50,7 @@ def test_raw_loses_nothing_and_fewer_bits_lose_more(table: Table) -> None:
     assert row(table, "affine8").kl < row(table, "affine4").kl
 
 
-def test_the_rival_has_the_errors_of_the_same_codec_of_ours(table: Table) -> None:
+def test_rival_matches_same_codec(table: Table) -> None:
     """Else the two would not be measured alike."""
     for bits in (4, 8):
         ours, theirs = row(table, f"affine{bits}"), row(table, f"mlx-lm {bits}")
@@ -60,7 +60,7 @@ def test_the_rival_has_the_errors_of_the_same_codec_of_ours(table: Table) -> Non
         assert (0.9 if bits == 4 else 0.7) <= ours.kl / theirs.kl <= 1.1
 
 
-def test_keys_by_channel_do_not_mind_what_ruins_others(table: Table) -> None:
+def test_per_channel_keys_tolerate_outliers(table: Table) -> None:
     """At 3.5 times less than float16: the field's size. The rival takes more."""
     ours, theirs = row(table, "kivi5/turbo3.5"), row(table, "mlx-lm 4")
     least = {"gauss": 2, "outliers": 10, "biased": 10}[table.data]
@@ -70,7 +70,7 @@ def test_keys_by_channel_do_not_mind_what_ruins_others(table: Table) -> None:
         assert theirs.kl > 10 * row(bench.measure(SHAPE, "gauss", ["raw"]), "mlx-lm 4").kl
 
 
-def test_keys_of_6_bits_are_far_nearer_at_that_size_and_values_pay_for_it(table: Table) -> None:
+def test_six_bit_keys_trade_value_error_for_key_error(table: Table) -> None:
     ours, theirs = row(table, "kivi6/turbo2.5"), row(table, "mlx-lm 4")
     least = {"gauss": 2, "outliers": 10, "biased": 10}[table.data]
     assert parse_scheme(ours.name).ratio(128, 128, 16) >= 3.5
@@ -80,14 +80,14 @@ def test_keys_of_6_bits_are_far_nearer_at_that_size_and_values_pay_for_it(table:
     assert ours.mean_error == pytest.approx((ours.mean_error_keys + ours.mean_error_values) / 2)
 
 
-def test_eight_bits_by_channel_are_as_good_as_none_missing(table: Table) -> None:
+def test_kivi8_is_nearly_lossless(table: Table) -> None:
     assert parse_scheme("kivi8").ratio(128, 128, 16) >= 1.88
     assert row(table, "kivi8").kl < 1e-4
     if table.data == "biased":
         assert row(table, "affine8").kl > 1e-4, "which not all 8 bits are"
 
 
-def test_heads_that_a_codec_cannot_hold_are_told_of() -> None:
+def test_unsupported_head_sizes_are_reported() -> None:
     shape = CacheShape(layers=1, heads=2, head_dim=80, seq_len=64, dtype="float32", rounds=1)
     found = bench.measure(shape, "gauss", ["affine4", "kivi4/turbo4"])
     assert [row.name for row in found.rows] == ["kivi4/turbo4"]
@@ -95,7 +95,7 @@ def test_heads_that_a_codec_cannot_hold_are_told_of() -> None:
     assert "divides a head of 80" in found.refused["mlx-lm"]
 
 
-def test_rivals_take_the_groups_that_fit_and_are_not_told_more_than_they_hold() -> None:
+def test_rivals_use_fitting_group_sizes_and_actual_tokens() -> None:
     """mlx-lm's cache has room for 256 tokens at a time; what 64 of them take is shown."""
     shape = CacheShape(layers=1, heads=2, head_dim=96, seq_len=64, dtype="float32", rounds=1)
     found = bench.measure(shape, "gauss", ["affine4g32"])
@@ -106,20 +106,20 @@ def test_rivals_take_the_groups_that_fit_and_are_not_told_more_than_they_hold() 
 
 
 @pytest.mark.skipif(not vllm_mlx.is_installed(), reason="vllm-mlx is not installed")
-def test_the_other_rival_holds_the_same_codes_and_reads_them_widened(table: Table) -> None:
+def test_vllm_mlx_rival_matches_mlx_lm_codes(table: Table) -> None:
     for bits in bench.RIVAL_BITS:
         one, other = row(table, f"mlx-lm {bits}"), row(table, f"vllm-mlx {bits}")
         assert (other.nbytes, other.kl) == (one.nbytes, one.kl)
 
 
-def test_a_rival_that_is_not_installed_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rival_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_mlx, "is_installed", lambda: False)
     ways, missing = bench.rivals(64)
     assert list(ways) == ["mlx-lm 8", "mlx-lm 4"]
     assert "pip install" in missing["vllm-mlx"]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_kv_cache_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--layers", "1", "--heads", "2", "--head-dim", "64", "--seq-len", "64"]
     small += ["--rounds", "1", "--dtype", "float32"]
     picture = tmp_path / "codecs.png"
@@ -139,7 +139,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "affine4" in printed
 
 
-def test_a_models_own_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_kv_cache_on_model_kv(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--data", "embedded", "--seq-len", "128", "--rounds", "1", "--codecs", "raw,8"]
     assert main(["bench-kv-cache", *given, "--dtype", "float32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -149,7 +149,7 @@ def test_a_models_own_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert raw["kl"] == 0 < eight["kl"] < 0.01
 
 
-def test_only_layers_with_keys_and_values_of_one_size_are_taken() -> None:
+def test_only_layers_with_equal_key_and_value_sizes_are_measured() -> None:
     """Recurrent layers are left out; latents, of which two sizes are read together, refused."""
     made = tiny_families.build("qwen3_next")
     shape, layers = bench.computed(made, range(64), "float32")
@@ -174,7 +174,7 @@ def test_only_layers_with_keys_and_values_of_one_size_are_taken() -> None:
         (["--plot", "picture.txt"], "picture.txt: pictures end with "),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_bad_input_gives_one_line_error(
     given: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench-kv-cache", *given]) == 2

@@ -14,18 +14,18 @@ def question(value: str) -> Question:
 
 
 @pytest.mark.parametrize("prompt_tokens", [32, 100, 1_000, 5_000])
-def test_the_system_prompt_is_as_long_as_it_may_be(prompt_tokens: int) -> None:
+def test_system_prompt_fits_token_budget(prompt_tokens: int) -> None:
     system, _ = write_scripts(1, 2, prompt_tokens, count_tokens)
     assert prompt_tokens - 16 < count_tokens([system]) <= prompt_tokens
     assert system["role"] == "system"
 
 
-def test_a_system_prompt_tells_one_fact_in_any_case() -> None:
+def test_system_prompt_has_one_line_at_any_size() -> None:
     system, _ = write_scripts(1, 2, 1, count_tokens)
     assert len(system["content"].splitlines()) == 1
 
 
-def test_agents_ask_for_what_they_were_told_and_for_nothing_else() -> None:
+def test_agents_ask_only_for_told_facts() -> None:
     system, scripts = write_scripts(1, 3, 400, count_tokens)
     shared = system["content"].splitlines()
     own: list[list[str]] = []
@@ -43,7 +43,7 @@ def test_agents_ask_for_what_they_were_told_and_for_nothing_else() -> None:
     assert [len(texts) for texts in own] == [2, 2, 2]
 
 
-def test_the_same_seed_writes_the_same_scripts() -> None:
+def test_scripts_are_reproducible_by_seed() -> None:
     def written(seed: int) -> tuple[Message, list[list[AgentLine]]]:
         return write_scripts(seed, 2, 200, count_tokens)
 
@@ -61,11 +61,11 @@ def test_the_same_seed_writes_the_same_scripts() -> None:
         ("I do not know.", False),
     ],
 )
-def test_an_answer_is_right_if_it_has_the_value(answer: str, right: bool) -> None:
+def test_answer_containing_value_is_right(answer: str, right: bool) -> None:
     assert judged(question("Lisbon"), answer, shared=True).right is right
 
 
-def test_a_number_within_another_is_not_the_number() -> None:
+def test_number_inside_other_number_is_wrong() -> None:
     assert judged(question("4821"), "4821.", shared=False).right
     assert not judged(question("4821"), "14821.", shared=False).right
 
@@ -80,5 +80,5 @@ def test_a_number_within_another_is_not_the_number() -> None:
         ([[], [1]], 0),
     ],
 )
-def test_common_tokens_end_where_the_first_differs(prompts: list[list[int]], tokens: int) -> None:
+def test_common_tokens_end_at_first_difference(prompts: list[list[int]], tokens: int) -> None:
     assert common_tokens(prompts) == tokens

@@ -123,7 +123,7 @@ def alone() -> Any:
 # ---- what is leaned on in mlx-lm
 
 
-def test_mlx_lm_takes_what_the_rivals_pass() -> None:
+def test_mlx_lm_accepts_rival_arguments() -> None:
     wanted = {
         BatchGenerator: {
             "completion_batch_size",
@@ -148,14 +148,14 @@ def test_mlx_lm_takes_what_the_rivals_pass() -> None:
         assert gone == set(), f"mlx-lm's {function} lost {gone}"
 
 
-def test_mlx_lm_answers_what_the_rivals_read() -> None:
+def test_mlx_lm_responses_have_fields_the_rival_reads() -> None:
     prompt = PromptProcessingBatch.Response.__annotations__
     generated = GenerationBatch.Response.__annotations__
     assert {"uid", "progress"} <= set(prompt)
     assert {"uid", "token"} <= set(generated)
 
 
-def test_the_rivals_settings_are_those_of_mlx_lms_server() -> None:
+def test_rival_defaults_match_mlx_lm_server() -> None:
     from mlx_lm import server
 
     source = inspect.getsource(server.main)
@@ -167,7 +167,7 @@ def test_the_rivals_settings_are_those_of_mlx_lms_server() -> None:
 # ---- models
 
 
-def test_the_random_llama_has_twenty_million_parameters() -> None:
+def test_random_llama_has_twenty_million_parameters() -> None:
     model = bench_model(ModelChoice.RANDOM)
     assert 20e6 <= model.parameters < 22e6
     assert model.kv_bytes_per_token == 2 * 8 * 4 * 64 * 4
@@ -175,7 +175,7 @@ def test_the_random_llama_has_twenty_million_parameters() -> None:
     assert {array.dtype for array in weights} == {mx.float32}
 
 
-def test_a_seed_makes_one_model() -> None:
+def test_random_model_is_reproducible_by_seed() -> None:
     def weights(seed: int) -> Any:
         return random_llama(
             layers=1,
@@ -194,7 +194,7 @@ def test_a_seed_makes_one_model() -> None:
 
 
 @pytest.mark.parametrize("choice", list(ModelChoice))
-def test_prompts_have_their_length_and_differ_by_seed(choice: ModelChoice) -> None:
+def test_random_prompts_have_length_and_differ_by_seed(choice: ModelChoice) -> None:
     model = bench_model(choice, TINY)
     for tokens in (1, 40, 4_500):
         prompt = model.prompt(tokens, seed=0)
@@ -203,7 +203,7 @@ def test_prompts_have_their_length_and_differ_by_seed(choice: ModelChoice) -> No
     assert model.prompt(40, seed=0) != model.prompt(40, seed=1)
 
 
-def test_what_is_generated_hangs_on_what_was_read_first() -> None:
+def test_generation_depends_on_prompt() -> None:
     """Otherwise equal tokens would say nothing about the caches."""
     model = bench_model(ModelChoice.RANDOM, TINY)
     prompt = model.prompt(40, seed=0)
@@ -232,7 +232,7 @@ SIDES = {
 
 
 @pytest.mark.parametrize("kind", SIDES)
-def test_a_side_counts_what_it_reads_and_what_it_knew(tiny: Any, kind: str) -> None:
+def test_run_counts_computed_and_cached_tokens(tiny: Any, kind: str) -> None:
     prompts = [tiny.prompt(70, seed=0)]
     side = SIDES[kind](tiny, 1)
     side.learn(prompts[0][:64])
@@ -248,14 +248,14 @@ def test_a_side_counts_what_it_reads_and_what_it_knew(tiny: Any, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["ours", "batched"])
-def test_several_sequences_generate_what_each_generates_alone(tiny: Any, kind: str) -> None:
+def test_batched_generation_matches_single(tiny: Any, kind: str) -> None:
     prompts = [tiny.prompt(tokens, seed=tokens) for tokens in (100, 30, 7)]
     run = engine_runs.drive(SIDES[kind](tiny, 3), Task(prompts, 6))
     for prompt, tokens in zip(prompts, run.tokens, strict=True):
         assert tokens == generated(Solo(tiny.model), prompt, len(tokens))
 
 
-def test_a_sequence_that_ends_early_is_not_measured(tiny: Any) -> None:
+def test_early_finish_during_measurement_is_error(tiny: Any) -> None:
     class Short(Ours):
         def submit(self, prompts: Any, max_tokens: int) -> None:
             super().submit(prompts, 3)
@@ -264,7 +264,7 @@ def test_a_sequence_that_ends_early_is_not_measured(tiny: Any) -> None:
         engine_runs.run_side(lambda: Short(tiny, 1, SMALL), Task([[1, 2, 3]], 8))
 
 
-def test_bytes_left_behind_are_noticed(tiny: Any) -> None:
+def test_leaked_bytes_are_detected(tiny: Any) -> None:
     left = []
 
     class Leaky(Ours):
@@ -278,7 +278,7 @@ def test_bytes_left_behind_are_noticed(tiny: Any) -> None:
         comparison.compare(makers, Task([[1, 2, 3]], 2), 1)
 
 
-def test_what_is_still_computed_when_a_side_is_closed_is_not_left_behind(tiny: Any) -> None:
+def test_in_flight_work_at_close_is_no_leak(tiny: Any) -> None:
     """As the next token is, one step ahead, and for long where others take the processor."""
     begun = []
 
@@ -298,7 +298,7 @@ def test_what_is_still_computed_when_a_side_is_closed_is_not_left_behind(tiny: A
     assert max(begun) > before + comparison.STRAY_BYTES, "nothing was in flight"
 
 
-def test_a_peak_does_not_depend_on_what_mlx_begins_ahead() -> None:
+def test_peak_memory_ignores_mlx_prefetch() -> None:
     """It allocates for operations that wait for others: for more where those take longer."""
     number = mx.ones((256, 256))
 
@@ -318,7 +318,7 @@ def test_a_peak_does_not_depend_on_what_mlx_begins_ahead() -> None:
         assert numbers_at_peak() > 60
 
 
-def test_other_tokens_are_noticed() -> None:
+def test_differing_tokens_are_detected() -> None:
     def run(*tokens: int) -> Run:
         return Run(1.0, [1.0], [[1, 2, 3], list(tokens)], 6)
 
@@ -327,7 +327,7 @@ def test_other_tokens_are_noticed() -> None:
         comparison.check_same_tokens({OURS: [run(4, 5)], RIVAL: [run(4, 7)]})
 
 
-def test_sides_that_decode_in_turn_are_compared_while_the_machine_is_as_fast() -> None:
+def test_interleaved_comparison_cancels_machine_speed() -> None:
     """Ours takes 1.25 times as long, on a machine that is half as fast in some rounds; all steps
     together would say something else."""
     block = comparison.BLOCK_STEPS
@@ -344,7 +344,7 @@ def test_sides_that_decode_in_turn_are_compared_while_the_machine_is_as_fast() -
     assert comparison.in_turn(found, RIVAL, OURS) == 1.25
 
 
-def test_mlx_caches_freed_buffers_again_after_a_comparison(tiny: Any) -> None:
+def test_mlx_cache_limit_is_restored_after_comparison(tiny: Any) -> None:
     limit = mx.set_cache_limit(12_345_678)
     try:
         makers = {OURS: lambda: Solo(tiny.model), RIVAL: lambda: Solo(tiny.model)}
@@ -353,7 +353,7 @@ def test_mlx_caches_freed_buffers_again_after_a_comparison(tiny: Any) -> None:
         assert mx.set_cache_limit(limit) == 12_345_678
 
 
-def test_the_least_ratio_stands_for_all_shapes() -> None:
+def test_ratio_is_minimum_over_shapes() -> None:
     found = comparison.least({"a": {"decode_speed": 3.0, "x": 1.0}, "b": {"decode_speed": 2.0}})
     assert found == {
         "decode_speed": 2.0,
@@ -365,7 +365,7 @@ def test_the_least_ratio_stands_for_all_shapes() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "met"), [(3.99, False), (4.0, True)])
-def test_a_ratio_is_judged_by_its_goal(ratio: float, met: bool) -> None:
+def test_ratio_is_judged_by_goal(ratio: float, met: bool) -> None:
     assert comparison.ratio_line("decode", ("1", "2"), ratio, 4.0).met is met
     assert comparison.ratio_line("decode", ("1", "2"), ratio, None).met is None
 
@@ -373,7 +373,7 @@ def test_a_ratio_is_judged_by_its_goal(ratio: float, met: bool) -> None:
 # ---- the benches
 
 
-def test_a_shared_prefix_is_read_once_and_held_once(shared: Any) -> None:
+def test_shared_prefix_is_prefilled_and_stored_once(shared: Any) -> None:
     ours, theirs = shared.penstock["3 x 256"], shared.rival_figures["3 x 256"]
     assert theirs["computed_prompt_tokens"] == theirs["prompt_tokens"] == 3 * 276
     assert ours["computed_prompt_tokens"] <= 256 + 3 * (20 + 16)
@@ -386,7 +386,7 @@ def test_a_shared_prefix_is_read_once_and_held_once(shared: Any) -> None:
     assert shared.met
 
 
-def test_prompts_without_anything_in_common_are_not_read_once() -> None:
+def test_unrelated_prompts_miss_shared_prefix_goal() -> None:
     """Negative control: the judgement is not met by conversations that share nothing."""
 
     class Apart(shared_prefix.SharedPrefixLoad):
@@ -399,13 +399,13 @@ def test_prompts_without_anything_in_common_are_not_read_once() -> None:
     ).met
 
 
-def test_mlx_lm_reads_as_many_prompts_at_once_as_fit(tiny: Any) -> None:
+def test_mlx_lm_prefill_batch_fits_memory(tiny: Any) -> None:
     assert shared_prefix.fitting_batch(tiny, 100) == 8
     if mx.default_device() == mx.cpu:
         assert shared_prefix.fitting_batch(replace(tiny, query_heads=10**6), 10**5) == 1
 
 
-def test_a_hit_copies_nothing_and_mlx_lms_copies_all(hits: Any) -> None:
+def test_hit_copies_nothing_and_mlx_lm_copies_all(hits: Any) -> None:
     known_bytes = 512 * bench_model(ModelChoice.RANDOM, WIDE).kv_bytes_per_token
     assert hits.penstock["bytes_copied"] == 0
     assert hits.rival_figures["bytes_copied"] >= 0.9 * known_bytes
@@ -415,7 +415,7 @@ def test_a_hit_copies_nothing_and_mlx_lms_copies_all(hits: Any) -> None:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_a_copy_of_one_layer_at_a_hit_is_noticed(stays: bool) -> None:
+def test_copy_of_one_layer_at_hit_is_detected(stays: bool) -> None:
     model = bench_model(ModelChoice.RANDOM, WIDE)
     known_bytes = 512 * model.kv_bytes_per_token
     layer_bytes = known_bytes // WIDE.layers
@@ -443,13 +443,13 @@ def test_a_copy_of_one_layer_at_a_hit_is_noticed(stays: bool) -> None:
         ([40, 40, 40], 30),  # every step copies: half of one layer's keys is 25
     ],
 )
-def test_what_counts_as_a_copy(peaks: list[int], copied: int) -> None:
+def test_copied_bytes_classification(peaks: list[int], copied: int) -> None:
     moments = [RunMoment(1, 10, peak, decoding=True) for peak in peaks]
     run = Run(1.0, [1.0], [[1]], 1, before_bytes=10, moments=moments)
     assert hit.bytes_copied([run], known_bytes=400, layers=4) == copied
 
 
-def test_ragged_sees_the_rival_pad_to_the_longest(uneven: Any) -> None:
+def test_ragged_bench_sees_rival_padding(uneven: Any) -> None:
     ours, theirs = uneven.penstock["300 + 3 x 20"], uneven.rival_figures["300 + 3 x 20"]
     # Four rows of 300 columns where 360 tokens are.
     assert theirs["held_over_ideal_decoding"] > 3
@@ -458,7 +458,7 @@ def test_ragged_sees_the_rival_pad_to_the_longest(uneven: Any) -> None:
     assert set(uneven.ratio) >= COMMON
 
 
-def test_what_is_held_is_compared_with_what_is_needed_then() -> None:
+def test_held_bytes_are_compared_with_ideal_of_same_step() -> None:
     moments = [
         RunMoment(0, 5, 5, decoding=False),  # nothing is needed: no ratio
         RunMoment(10, 30, 30, decoding=False),
@@ -470,7 +470,7 @@ def test_what_is_held_is_compared_with_what_is_needed_then() -> None:
     assert ragged.held_over_ideal(found, OURS, token_bytes=1) == (2.0, 3.0)
 
 
-def test_single_shows_shares_ratios_and_a_curve(alone: Any) -> None:
+def test_single_bench_reports_shares_ratios_and_curve(alone: Any) -> None:
     assert set(alone.penstock) == {"1 x 100", "3 x 50", "curve"}
     assert list(alone.penstock["curve"]["step_ms"]) == ["64", "128", "192"]
     assert 0 < alone.penstock["1 x 100"]["machinery_share"] < 1
@@ -478,13 +478,13 @@ def test_single_shows_shares_ratios_and_a_curve(alone: Any) -> None:
     assert alone.penstock["1 x 100"]["cached_tokens"] == 0
 
 
-def test_a_straight_line_is_told_from_a_bent_one() -> None:
+def test_straightness_separates_linear_from_quadratic() -> None:
     curve = single.Curve([1, 2, 3, 4], {OURS: [3.0, 5.0, 7.0, 9.0], RIVAL: [1.0, 1.0, 1.0, 9.0]})
     assert curve.straightness(OURS) == pytest.approx(1.0)
     assert curve.straightness(RIVAL) < 0.7
 
 
-def test_a_curve_ends_where_it_is_told_to() -> None:
+def test_curve_ends_at_longest() -> None:
     load = single.SingleLoad()
     assert load.curve_to(32_768) == load.curve_tokens
     assert load.curve_to(3_000) == (512, 1_024, 2_048, 3_000)
@@ -493,7 +493,7 @@ def test_a_curve_ends_where_it_is_told_to() -> None:
         load.curve_to(512)
 
 
-def test_time_outside_the_model_counts_as_machinery(tiny: Any) -> None:
+def test_time_outside_model_counts_as_overhead(tiny: Any) -> None:
     side = Ours(tiny, 1, SMALL)
     run = engine_runs.drive(side, Task([tiny.prompt(100, seed=0)], 8))
     assert 0 < side.model_seconds < run.first_seconds + sum(run.step_seconds)
@@ -503,7 +503,7 @@ def test_time_outside_the_model_counts_as_machinery(tiny: Any) -> None:
 # ---- what comes out
 
 
-def test_a_restore_reads_all_and_computes_nothing(restored: Any) -> None:
+def test_restore_reads_all_and_computes_nothing(restored: Any) -> None:
     token_bytes = restored.raw["model"]["kv_bytes_per_token"]
     assert restored.penstock["restored_bytes"] == 512 * token_bytes
     assert restored.penstock["written_bytes_per_token"] > 0.9 * token_bytes
@@ -516,7 +516,7 @@ def test_a_restore_reads_all_and_computes_nothing(restored: Any) -> None:
         assert min(second for each in taken.values() for second in each) > 0
 
 
-def test_codes_take_less_at_rest_and_at_the_peak(coded: Any) -> None:
+def test_quantized_kv_is_smaller_at_rest_and_peak(coded: Any) -> None:
     for tokens in ("512", "1024"):
         assert coded.ratio[f"{tokens}: peak_memory"] > LEAST_GAIN
         raw, held = coded.penstock[tokens].values()
@@ -528,7 +528,7 @@ def test_codes_take_less_at_rest_and_at_the_peak(coded: Any) -> None:
     assert more[1_024] > more[512], "all but the first 256 tokens are coded"
 
 
-def test_the_next_turn_of_a_hybrid_computes_its_new_text() -> None:
+def test_hybrid_next_turn_computes_only_new_text() -> None:
     found = hybrid.measure(HYBRID)
     assert found.penstock["computed_tokens"] <= 8 + 16
     assert 0 < found.penstock["checkpoint_share"] <= 0.25
@@ -538,7 +538,7 @@ def test_the_next_turn_of_a_hybrid_computes_its_new_text() -> None:
     )
 
 
-def test_a_hybrid_without_checkpoints_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hybrid_without_checkpoints_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: then all is computed again."""
     monkeypatch.setattr(Checkpoints, "capture", lambda *_, **__: False)
     monkeypatch.setattr(PartialBlock, "enabled", False)
@@ -547,13 +547,13 @@ def test_a_hybrid_without_checkpoints_is_seen(monkeypatch: pytest.MonkeyPatch) -
     assert found.penstock["computed_tokens"] > 256
 
 
-def test_forms_that_take_as_much_are_seen() -> None:
+def test_equal_forms_show_no_gain() -> None:
     """Negative control: full precision against itself."""
     found = quantized.measure(replace(QUANTIZED, codec="raw/raw", lengths=(512,)))
     assert 0.98 < found.ratio["512: peak_memory"] < 1.02
 
 
-def test_a_prompt_that_is_sooner_computed_than_read_is_refused(
+def test_prompt_cheaper_to_compute_than_restore_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(PrefillRate, "prefill_seconds", lambda pace, tokens: 1e-9 * tokens)
@@ -562,7 +562,7 @@ def test_a_prompt_that_is_sooner_computed_than_read_is_refused(
 
 
 @pytest.mark.parametrize("name", ["shared", "hits", "uneven", "alone", "restored", "coded"])
-def test_a_report_is_printed_stored_and_drawn(
+def test_report_is_printed_saved_and_plotted(
     name: str, request: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     report = request.getfixturevalue(name)
@@ -582,7 +582,7 @@ def test_a_report_is_printed_stored_and_drawn(
     assert (tmp_path / "picture.png").stat().st_size > 1_000
 
 
-def test_a_curve_alone(tmp_path: Path) -> None:
+def test_curve_only_run(tmp_path: Path) -> None:
     report = single.measure(replace(SINGLE, shapes=()))
     assert report.ratio == {}
     assert [line.met is not None for line in report.lines] == [True]
@@ -593,7 +593,7 @@ def test_a_curve_alone(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 1_000
 
 
-def test_a_picture_without_a_curve(tmp_path: Path, alone: Any) -> None:
+def test_plot_without_curve(tmp_path: Path, alone: Any) -> None:
     pytest.importorskip("matplotlib")
     from penstock_bench.engine_picture import draw
 
@@ -601,14 +601,14 @@ def test_a_picture_without_a_curve(tmp_path: Path, alone: Any) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 1_000
 
 
-def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     command = "bench shared-prefix --model embedded --conversations 2 --prefix 128 --rounds 1"
     assert main([*command.split(), "--json"]) in (0, 1)
     printed = json.loads(capsys.readouterr().out)
     assert set(printed["penstock"]) == {"2 x 128"}
 
 
-def test_the_command_refuses_before_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_refuses_bad_arguments_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
     for command, message in (
         ("bench hit --plot /no/such/folder/x.png", "there is no folder /no/such/folder"),
         ("bench single --longest 300", "--longest 300"),
@@ -618,7 +618,7 @@ def test_the_command_refuses_before_it_measures(capsys: pytest.CaptureFixture[st
         assert message in capsys.readouterr().err
 
 
-def test_attend_times_both_sides_and_judges_by_the_median(tiny: Any) -> None:
+def test_attend_bench_times_both_sides_and_judges_median(tiny: Any) -> None:
     load = attend_steps.AttendLoad(
         shapes=((1, 400), (2, 400)), attend_tokens=128, rounds=1, llama=TINY
     )
@@ -635,7 +635,7 @@ def test_attend_times_both_sides_and_judges_by_the_median(tiny: Any) -> None:
     assert attend_steps.report(load, tiny, times).met
 
 
-def test_prompts_attend_again_after_the_bench() -> None:
+def test_attend_bench_restores_patched_attend() -> None:
     before = ChunkReads.attend
     with attend_steps.prompts_unattended():
         assert ChunkReads.attend is not before

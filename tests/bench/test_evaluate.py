@@ -70,7 +70,7 @@ def raw(form: KeyForm, tokens: list[int]) -> tuple[mx.array, list[mx.array]]:
     return logits, [cache.state[0][0, :, : len(tokens)] for cache in caches]
 
 
-def test_outliers_change_keys_and_not_one_bit_of_the_logits(tokens: list[int]) -> None:
+def test_outlier_transform_keeps_logits_bit_identical(tokens: list[int]) -> None:
     (plain, keys), (logits, large) = raw(KeyForm.PLAIN, tokens), raw(KeyForm.OUTLIERS, tokens)
     assert mx.array_equal(logits, plain)
     for before, after in zip(keys, large, strict=True):
@@ -78,7 +78,7 @@ def test_outliers_change_keys_and_not_one_bit_of_the_logits(tokens: list[int]) -
         assert sorted(mx.round(scale).reshape(-1).tolist()) == [1] * 120 + [16] * 8
 
 
-def test_a_constant_of_the_keys_changes_logits_by_rounding_alone(tokens: list[int]) -> None:
+def test_key_bias_changes_logits_only_by_rounding(tokens: list[int]) -> None:
     (plain, keys), (logits, moved) = raw(KeyForm.PLAIN, tokens), raw(KeyForm.BIASED, tokens)
     assert float(mx.abs(logits - plain).max()) < 1e-4 * float(mx.abs(plain).max())
     assert not mx.array_equal(logits, plain), "something was added"
@@ -89,7 +89,7 @@ def test_a_constant_of_the_keys_changes_logits_by_rounding_alone(tokens: list[in
 
 
 @pytest.mark.parametrize("half", ["one of a pair is scaled", "added before RoPE"])
-def test_what_does_not_keep_the_function_is_seen(half: str, tokens: list[int]) -> None:
+def test_check_detects_transform_that_changes_function(half: str, tokens: list[int]) -> None:
     """A negative control: RoPE is why a form has to be what it is."""
     model, _ = load(MODEL_PATH)
     attention = model.layers[1].self_attn
@@ -104,7 +104,7 @@ def test_what_does_not_keep_the_function_is_seen(half: str, tokens: list[int]) -
     assert float(mx.abs(logits - plain).max()) > 1e-2 * float(mx.abs(plain).max())
 
 
-def test_models_without_a_form_are_refused() -> None:
+def test_models_without_transform_are_refused() -> None:
     shape = LlamaShape(
         layers=1, hidden_size=64, intermediate_size=64, query_heads=2, kv_heads=2, head_dim=32
     )
@@ -119,7 +119,7 @@ def test_models_without_a_form_are_refused() -> None:
 # ---- figures
 
 
-def test_raw_is_itself_and_the_same_on_every_form(report: Report) -> None:
+def test_raw_setting_is_lossless_for_every_form(report: Report) -> None:
     for form in SMALL.forms:
         found = row(report, form, "raw")
         assert (found["kl"]["mean"], found["top_1"]["mean"], found["agreement"]["mean"]) == (
@@ -136,7 +136,7 @@ def test_raw_is_itself_and_the_same_on_every_form(report: Report) -> None:
     assert 1 <= plain["perplexity"]["mean"] < 1.2
 
 
-def test_bytes_are_those_of_the_formula(report: Report) -> None:
+def test_nbytes_match_formula(report: Report) -> None:
     for name in ("k8v4", "2", "turbo4"):
         found = row(report, KeyForm.PLAIN, name)
         bits = parse_scheme(name).token_bits(64, 64, 32)
@@ -145,7 +145,7 @@ def test_bytes_are_those_of_the_formula(report: Report) -> None:
         assert found["bits"] == pytest.approx(bits / 128, abs=1e-3)
 
 
-def test_a_bad_codec_is_seen_by_every_figure(report: Report) -> None:
+def test_bad_codec_is_visible_in_every_figure(report: Report) -> None:
     """The negative control: 2 bits, and large channels."""
     good, bad = (row(report, KeyForm.OUTLIERS, name) for name in ("k8v4", "2"))
     assert good["recall_over_raw"][250]["mean"] == 0
@@ -160,7 +160,7 @@ def test_a_bad_codec_is_seen_by_every_figure(report: Report) -> None:
     assert report.met
 
 
-def test_scaled_keys_lose_no_more_to_large_channels_than_to_others(report: Report) -> None:
+def test_scaled_keys_tolerate_outlier_channels(report: Report) -> None:
     """`affine2`, which takes no scales, is the control."""
     for name in ("turbo4", "k8v4"):
         plain, large = (row(report, form, name)["kl"]["mean"] for form in SMALL.forms)
@@ -169,7 +169,7 @@ def test_scaled_keys_lose_no_more_to_large_channels_than_to_others(report: Repor
     assert large > 1.2 * plain
 
 
-def test_a_goal_that_is_missed_is_said(report: Report) -> None:
+def test_missed_goal_is_reported(report: Report) -> None:
     form, setting = KeyForm.OUTLIERS, KVSetting("turbo4")
     rows = [bench.EvalRow(form, one, 1, 0) for one in (eval_load.UNCHANGED, setting)]
     for one, share in zip(rows, (1.0, 0.99), strict=True):
@@ -182,7 +182,7 @@ def test_a_goal_that_is_missed_is_said(report: Report) -> None:
     assert line.met is True
 
 
-def test_a_window_forgets_and_keep_keeps() -> None:
+def test_window_forgets_and_keep_retains() -> None:
     settings = (KVSetting("raw", 128, 0), KVSetting("raw", 400, 0), KVSetting("2", 400, 399))
     load_ = EvalLoad(**{**SMALL_SIZES, "settings": settings})
     found = bench.measure(load_).penstock["rows"]
@@ -206,12 +206,12 @@ SMALL_SIZES: dict[str, Any] = {
 }
 
 
-def test_answers_that_end_at_once_are_alike() -> None:
+def test_empty_answers_are_equal() -> None:
     assert bench.alike([], []) == 1.0
     assert (bench.alike([1], []), bench.alike([1, 2], [1, 3])) == (0.0, 0.5)
 
 
-def test_errors_of_estimates() -> None:
+def test_estimate_standard_errors() -> None:
     alone = Estimate.of([[1.0], [2.0], [3.0], [4.0]])
     assert (alone.n, alone.mean) == (4, 2.5)
     assert alone.standard_error == pytest.approx((5 / 3 / 4) ** 0.5)
@@ -223,7 +223,7 @@ def test_errors_of_estimates() -> None:
     )
 
 
-def test_only_what_the_assistant_says_counts(tokens: list[int]) -> None:
+def test_only_assistant_tokens_are_scored(tokens: list[int]) -> None:
     _, tokenizer = load(MODEL_PATH)
     (piece,) = eval_texts.pieces(tokenizer, EvalLoad(text_tokens=300, piece_tokens=300))
     said = [t for t, counts in zip(piece.tokens, piece.counts, strict=True) if counts]
@@ -240,7 +240,7 @@ def test_only_what_the_assistant_says_counts(tokens: list[int]) -> None:
 # ---- the command
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture, folder = tmp_path / "eval.png", tmp_path / "results"
     given = ["--codec", "k8v4", "--plot", str(picture), "--save", str(folder), "--json"]
     assert main(["eval", *FLAGS, *given]) == 0
@@ -252,14 +252,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(record.read_text())["penstock"] == found["penstock"]
 
 
-def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_command_prints_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", *FLAGS, "--codec", "turbo4", "--keep", "64"]) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     assert "turbo4, keep 64" in printed
 
 
-def test_windows_are_measured_on_all_forms_and_beside_raw(
+def test_windows_are_measured_on_all_forms(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sizes = ["--questions", "1", "--length", "64", "--text-tokens", "200", "--json"]
@@ -272,7 +272,9 @@ def test_windows_are_measured_on_all_forms_and_beside_raw(
     ]
 
 
-def test_another_model_reads_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_command_with_other_model_and_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(MODEL_PATH, folder)
     text = tmp_path / "text.txt"
@@ -289,7 +291,7 @@ def test_another_model_reads_a_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "the embedded model knows its dialogues alone" in capsys.readouterr().err
 
 
-def test_tasks_on_a_real_text_and_what_the_layers_lose(
+def test_long_tasks_on_text_and_layer_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
@@ -308,7 +310,7 @@ def test_tasks_on_a_real_text_and_what_the_layers_lose(
     assert "plain: attention" in capsys.readouterr().out
 
 
-def test_the_error_of_a_layer_is_that_of_its_weights() -> None:
+def test_layer_error_matches_hand_computation() -> None:
     """By hand: one head, one query, two keys; a codec that is none changes nothing."""
     model, tokenizer = load(MODEL_PATH)
     runner = bench._way(model, KVSetting("raw"), EvalLoad()).runner
@@ -344,7 +346,7 @@ def test_the_error_of_a_layer_is_that_of_its_weights() -> None:
         (["--save", str(MODEL_PATH / "config.json" / "x")], "x: Not a directory"),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_bad_input_gives_one_line_error(
     given: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", *given]) == 2
@@ -356,7 +358,7 @@ def test_wrong_input_is_one_line(
 @pytest.mark.parametrize(
     ("content", "words"), [(b"too short", "needs 128 or more"), (b"caf\xe9 " * 200, "is not UTF-8")]
 )
-def test_a_text_that_cannot_be_read(
+def test_unreadable_text_is_reported(
     content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"

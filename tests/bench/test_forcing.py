@@ -78,7 +78,7 @@ def at_once(model: Any, tokens: Sequence[int]) -> Floats:
     return forcing.log_probabilities(model(mx.array([tokens]), cache=plain_caches(model))[0])
 
 
-def test_full_precision_is_what_the_model_computes_at_once(tokens: list[int]) -> None:
+def test_full_precision_forcing_matches_single_pass(tokens: list[int]) -> None:
     way = way_of(KVSetting("raw"))
     wanted, coded = at_once(way.runner.model, tokens), read(way_of(KVSetting("8")), tokens)
     assert agree(read(way, tokens), wanted, coded)
@@ -87,7 +87,7 @@ def test_full_precision_is_what_the_model_computes_at_once(tokens: list[int]) ->
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("raw_first_tokens", [0, 100])
-def test_a_pass_of_many_blocks_is_a_pass_a_block(
+def test_multi_block_pass_matches_block_by_block(
     codec: str, raw_first_tokens: int, tokens: list[int]
 ) -> None:
     way = way_of(KVSetting(codec), raw_first_tokens)
@@ -103,7 +103,7 @@ def test_a_pass_of_many_blocks_is_a_pass_a_block(
     assert many.coded[1] == 10 * BLOCK - (2 * BLOCK if raw_first_tokens else 0)
 
 
-def test_a_window_is_seen_the_same_by_many_blocks(tokens: list[int]) -> None:
+def test_window_is_equal_in_multi_block_pass(tokens: list[int]) -> None:
     for keep in (0, 70):
         way = way_of(KVSetting("4", 150, keep))
         wanted = read(way, tokens, BLOCK)
@@ -112,7 +112,7 @@ def test_a_window_is_seen_the_same_by_many_blocks(tokens: list[int]) -> None:
         assert off(read(way_of(KVSetting("4")), tokens), wanted) > 1e-2
 
 
-def test_a_block_that_reads_its_own_codes_is_noticed(
+def test_check_detects_block_reading_its_own_codes(
     tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A negative control: the rounding that other tests allow is far below this mistake."""
@@ -129,7 +129,7 @@ def test_a_block_that_reads_its_own_codes_is_noticed(
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "gemma2"])
-def test_models_of_other_kinds(family: str, tokens: list[int]) -> None:
+def test_forcing_of_recurrent_and_custom_attention_models(family: str, tokens: list[int]) -> None:
     """Recurrent layers go on from their states; an attention of its own reads a block a pass."""
     model = model_of(family)
     few = [token % 40 for token in tokens[: 3 * BLOCK + 9]]
@@ -143,7 +143,7 @@ def test_models_of_other_kinds(family: str, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("codec", ["4", "kivi4/turbo3"])
-def test_teacher_forcing_says_what_the_engine_says(codec: str, tokens: list[int]) -> None:
+def test_teacher_forcing_matches_engine(codec: str, tokens: list[int]) -> None:
     """The engine decodes behind the same codes; full precision is far from both."""
     model, tokenizer = load(MODEL_PATH)
     settings = EvalLoad(raw_first_tokens=64).engine(KVSetting(codec))
@@ -165,7 +165,7 @@ def test_teacher_forcing_says_what_the_engine_says(codec: str, tokens: list[int]
     assert worst(read(way_of(KVSetting(codec), 64), tokens)) < min(1e-2, SAME * far)
 
 
-def test_an_interrupt_leaves_the_pieces_that_were_read(tokens: list[int]) -> None:
+def test_interrupt_keeps_finished_pieces(tokens: list[int]) -> None:
     ways = [way_of(KVSetting("raw")), way_of(KVSetting("4"))]
     text = [EvalPiece(tuple(tokens[:128]), (True,) * 128)] * 3
     steps = 0
@@ -185,7 +185,7 @@ def test_an_interrupt_leaves_the_pieces_that_were_read(tokens: list[int]) -> Non
         forcing.force(ways, text, BLOCK, step)
 
 
-def test_a_log_has_a_line_a_minute() -> None:
+def test_progress_is_logged_once_a_minute() -> None:
     now, lines = 0.0, list[str]()
     tell = ProgressLines(lines.append, lambda: now)
     for done in range(10):

@@ -24,7 +24,7 @@ def looked_up() -> Any:
     return lookup.measure(SMALL)
 
 
-def test_lookup_times_every_shape_on_both_sides(looked_up: Any) -> None:
+def test_lookup_bench_times_every_shape_on_both_sides(looked_up: Any) -> None:
     names = [shape.name for shape in lookup.shapes(SMALL)]
     assert list(looked_up.penstock["median_ms"]) == list(looked_up.rival_figures["median_ms"])
     assert list(looked_up.penstock["median_ms"]) == names
@@ -33,7 +33,7 @@ def test_lookup_times_every_shape_on_both_sides(looked_up: Any) -> None:
     assert len(looked_up.raw["times"][names[0]]["penstock"]["round_ms"]) == 3
 
 
-def test_both_sides_find_the_same_up_to_a_block() -> None:
+def test_both_sides_match_within_one_block() -> None:
     for shape in lookup.shapes(SMALL):
         ours = lookup.our_lookup(shape, SMALL.block_size)()
         theirs = lookup.their_lookup(shape)()
@@ -41,7 +41,7 @@ def test_both_sides_find_the_same_up_to_a_block() -> None:
         assert 0 <= theirs - ours < SMALL.block_size, shape.name
 
 
-def test_lookup_judges_the_slowest_round() -> None:
+def test_lookup_bench_judges_slowest_round() -> None:
     slow = lookup.Times(16, [1.0, 10.0, 1.0])
     fast = lookup.Times(16, [1.0, 9.99, 1.0])
     rival = lookup.Times(16, [50.0])
@@ -51,7 +51,7 @@ def test_lookup_judges_the_slowest_round() -> None:
         assert found.ratio["shape"] == 50
 
 
-def test_lookup_refuses_to_time_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_bench_refuses_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "our_lookup", lambda shape, size: lambda: 1)
     with pytest.raises(AssertionError, match="1 of"):
         lookup.measure(SMALL)
@@ -73,7 +73,7 @@ def write(folder: Path, text: str | None = None) -> Path:
     return file
 
 
-def test_a_trace_is_read_as_it_stands(tmp_path: Path) -> None:
+def test_trace_is_parsed(tmp_path: Path) -> None:
     read = trace.read_trace(write(tmp_path))
     assert (read.block_tokens, read.unique_blocks) == (512, 6)
     assert read.input_tokens == sum(LENGTHS)
@@ -81,21 +81,21 @@ def test_a_trace_is_read_as_it_stands(tmp_path: Path) -> None:
     assert read.tokens_of(read.visits[1], 3) == 1_300
 
 
-def test_requests_of_one_moment_come_one_after_the_other(tmp_path: Path) -> None:
+def test_simultaneous_requests_keep_order(tmp_path: Path) -> None:
     line = '{"timestamp": 5, "input_length": 8, "hash_ids": [1]}\n'
     first, second = trace.read_trace(write(tmp_path, line * 2)).visits
     assert first.seconds < second.seconds < first.seconds + 1e-3
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "no json", '{"timestamp": 1, "input_length": 2}'])
-def test_what_is_not_a_trace_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_trace_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(SettingError, match=r"line 1 is not a request|holds no request"):
         trace.read_trace(write(tmp_path, text))
     with pytest.raises(SettingError, match="cannot read"):
         trace.read_trace(tmp_path / "absent")
 
 
-def test_a_cache_for_everything_hits_what_was_seen(tmp_path: Path) -> None:
+def test_unlimited_cache_hits_every_repeated_block(tmp_path: Path) -> None:
     read = trace.read_trace(write(tmp_path))
     hits = 512 + 1_024 + 512 + 1_024 + 1_300
     for node_blocks in (1, 2, 8):
@@ -105,7 +105,7 @@ def test_a_cache_for_everything_hits_what_was_seen(tmp_path: Path) -> None:
     assert trace.optimum(read, 6) == pytest.approx(hits / sum(LENGTHS))
 
 
-def test_lru_is_lru(tmp_path: Path) -> None:
+def test_lru_policy_evicts_least_recently_used(tmp_path: Path) -> None:
     """Four blocks: 0 1, and 2 3, then 4 in place of 3, then 5 in place of 2."""
     read = trace.read_trace(write(tmp_path))
     found = trace.replay(read, 4, trace.LeastRecent(), 1)
@@ -130,7 +130,7 @@ def best_by_trying(visits: list[list[int]], capacity: int) -> int:
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4])
-def test_the_optimum_is_what_trying_everything_finds(tmp_path: Path, capacity: int) -> None:
+def test_optimum_matches_brute_force(tmp_path: Path, capacity: int) -> None:
     visits = [[0, 1], [0, 2, 3], [0, 1, 4], [0, 5], [0, 1], [0, 2, 3], [6], [0, 5], [6]]
     text = "\n".join(
         json.dumps({"timestamp": i, "input_length": 4 * len(b), "hash_ids": b})
@@ -141,7 +141,7 @@ def test_the_optimum_is_what_trying_everything_finds(tmp_path: Path, capacity: i
     assert tokens == pytest.approx(4 * best_by_trying(visits, capacity))
 
 
-def test_below_lru_is_not_met(tmp_path: Path) -> None:
+def test_hit_rate_below_lru_misses_goal(tmp_path: Path) -> None:
     read = trace.read_trace(write(tmp_path))
     load = trace.TraceLoad(shares=(0.5,))
     good, bad = (trace.Replay(hits, hits / 7_000, 1, 1, 1.0) for hits in (200, 199))
@@ -150,7 +150,7 @@ def test_below_lru_is_not_met(tmp_path: Path) -> None:
         assert found.met is met
 
 
-def test_the_known_trace_has_goals_and_others_have_not(tmp_path: Path) -> None:
+def test_only_known_trace_has_goals(tmp_path: Path) -> None:
     load = trace.TraceLoad(shares=(0.02,))
     found = trace.Replay(1, 0.1, 1, 1, 1.0)
     same = {0.02: {"penstock": found, "lru": found}}
@@ -160,7 +160,9 @@ def test_the_known_trace_has_goals_and_others_have_not(tmp_path: Path) -> None:
     assert not trace.report(known, load, same, {0.02: 0.6}).met
 
 
-def test_trace_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_bench_prints_one_json_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = trace.measure(write(tmp_path), trace.TraceLoad(shares=(0.5, 1.0)))
     publish(report, as_json=True, save=None)
     printed = json.loads(capsys.readouterr().out)

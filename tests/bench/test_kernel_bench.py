@@ -20,7 +20,7 @@ SIZES = ["--heads", "4", "--kv-heads", "2", "--head-size", "64", "--tokens", "12
 LAYER = layer_form(4, 2, 64, "float32")
 
 
-def test_a_cpu_measures_what_it_has(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_kernel_bench_on_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["bench", "kernels", *SIZES, "--json", "--save", str(tmp_path)]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert len(shown["penstock"]) == len(Situation)
@@ -31,7 +31,7 @@ def test_a_cpu_measures_what_it_has(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
-def test_all_three_ways_are_measured(tmp_path: Path) -> None:
+def test_plain_fused_and_kernel_are_measured(tmp_path: Path) -> None:
     with devices.using(GPUBackend(call_kernel=Lockstep(folder=tmp_path))):
         found = measure(KernelsLoad((LAYER,), (2,), (128,)))
     assert found.raw["kernels_off"] is None
@@ -46,7 +46,7 @@ def timed(chosen: AttentionWay) -> WayChoice:
     return WayChoice(Ways(), [Timing(form, Situation.RAGGED, times, chosen)])
 
 
-def test_a_way_that_is_slower_than_plain_operations_is_no_goal_met() -> None:
+def test_kernel_slower_than_plain_misses_goal() -> None:
     load = KernelsLoad((LAYER,))
     good, bad = (
         report(load, {(2, 128): timed(way)}) for way in (AttentionWay.KERNEL, AttentionWay.FUSED)
@@ -55,7 +55,7 @@ def test_a_way_that_is_slower_than_plain_operations_is_no_goal_met() -> None:
     assert not bad.met and bad.ratio["least"] == 0.5
 
 
-def test_a_codec_without_a_kernel_is_named() -> None:
+def test_codec_without_kernel_is_named() -> None:
     choice = timed(AttentionWay.KERNEL)
     choice.unread.append("kivi4/raw of 2 heads on 1 of 256, float32")
     shown = report(KernelsLoad((LAYER,)), {(2, 128): choice})
@@ -64,6 +64,6 @@ def test_a_codec_without_a_kernel_is_named() -> None:
     ]
 
 
-def test_heads_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_incompatible_head_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", "--heads", "5", "--kv-heads", "2"]) != 0
     assert "--heads 5 is no multiple of --kv-heads 2" in capsys.readouterr().err

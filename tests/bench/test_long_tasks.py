@@ -24,7 +24,7 @@ def haystack() -> Haystack:
 
 @pytest.mark.parametrize("task", LongTask)
 @pytest.mark.parametrize("tokens", [400, 2_000])
-def test_a_text_has_its_length_and_is_that_of_its_seed(
+def test_task_text_has_length_and_is_reproducible(
     task: LongTask, tokens: int, haystack: Haystack
 ) -> None:
     text = write(task, haystack, tokens, 1)
@@ -33,7 +33,7 @@ def test_a_text_has_its_length_and_is_that_of_its_seed(
     assert text != write(task, haystack, tokens, 2)
 
 
-def test_needles_are_there_once_and_each_is_asked_for(haystack: Haystack) -> None:
+def test_needles_occur_once_and_are_asked(haystack: Haystack) -> None:
     text = write(LongTask.NEEDLES, haystack, 1_000, 1)
     assert len(text.questions) == 4
     for question in text.questions:
@@ -42,14 +42,14 @@ def test_needles_are_there_once_and_each_is_asked_for(haystack: Haystack) -> Non
         assert question.lead == f"The access code of {city} is"
 
 
-def test_needles_lie_in_all_parts_of_a_text(haystack: Haystack) -> None:
+def test_needles_are_spread_over_text(haystack: Haystack) -> None:
     texts = [write(LongTask.NEEDLE, haystack, 1_000, seed).context for seed in range(24)]
     depths = [text.index("The access code of") / len(text) for text in texts]
     assert min(depths) < 0.25
     assert max(depths) > 0.75
 
 
-def test_a_chain_of_variables_leads_to_its_value(haystack: Haystack) -> None:
+def test_variable_chain_leads_to_value(haystack: Haystack) -> None:
     text = write(LongTask.VARIABLES, haystack, 1_000, 3)
     (question,) = text.questions
     sources = dict(re.findall(r"VAR ([A-Z]{4}) = (?:VAR )?([A-Z]{4}|\d{5})\.", text.context))
@@ -61,19 +61,19 @@ def test_a_chain_of_variables_leads_to_its_value(haystack: Haystack) -> None:
     assert set(sources) == set(question.wanted)
 
 
-def test_common_words_are_the_most_common(haystack: Haystack) -> None:
+def test_common_words_are_most_frequent(haystack: Haystack) -> None:
     text = write(LongTask.WORDS, haystack, 1_000, 3)
     counted = Counter(text.context.split()).most_common()
     assert {word for word, _ in counted[:COMMON_WORDS]} == set(text.questions[0].wanted)
     assert counted[COMMON_WORDS - 1][1] > 2 * counted[COMMON_WORDS][1]
 
 
-def test_an_answer_scores_what_it_contains() -> None:
+def test_score_is_share_of_expected_words() -> None:
     assert score(" 1234567. It is", ["1234567"]) == 1.0
     assert score("ABCD, EFGH", ["ABCD", "EFGH", "IJKL", "MNOP"]) == 0.5
     assert score("", ["1"]) == 0.0
 
 
-def test_a_text_of_few_words_is_refused() -> None:
+def test_haystack_of_few_words_is_refused() -> None:
     with pytest.raises(SettingError, match="too few"):
         Haystack("the same words " * 100, count)

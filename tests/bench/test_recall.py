@@ -53,12 +53,12 @@ def user(text: str) -> list[Message]:
 # --------------------------------------------------------------------------------- the dialogues
 
 
-def test_same_seed_same_dialogue() -> None:
+def test_dialogue_is_reproducible_by_seed() -> None:
     assert dialogue(3, tokens=600, quiz=0.2) == dialogue(3, tokens=600, quiz=0.2)
     assert dialogue(3, tokens=600) != dialogue(4, tokens=600)
 
 
-def test_a_seed_means_the_same_dialogue_for_ever() -> None:
+def test_dialogue_of_seed_never_changes() -> None:
     """Figures in the docs name seeds: if this changes, measure them again."""
     told = dialogue(1, tokens=200, facts=2)
     assert [(q.text, q.answer, q.message, q.token) for q in told.questions] == [
@@ -68,7 +68,7 @@ def test_a_seed_means_the_same_dialogue_for_ever() -> None:
 
 
 @pytest.mark.parametrize("tokens", [100, 256, 1000, 4000])
-def test_length_is_kept(loaded: tuple[Any, Any], tokens: int) -> None:
+def test_dialogue_has_requested_length(loaded: tuple[Any, Any], tokens: int) -> None:
     told = dialogue(5, tokens=tokens, facts=3, quiz=0.1, strangers=0.2)
     rendered = loaded[1].apply_chat_template(list(told.messages))
     assert len(rendered) == told.tokens == count_tokens(told.messages)
@@ -76,7 +76,7 @@ def test_length_is_kept(loaded: tuple[Any, Any], tokens: int) -> None:
 
 
 @pytest.mark.parametrize("place", [(0.0, 0.1), (0.45, 0.55), (0.9, 1.0), (0.0, 1.0)])
-def test_facts_stand_in_their_place(place: tuple[float, float]) -> None:
+def test_facts_are_placed_in_requested_range(place: tuple[float, float]) -> None:
     told = dialogue(8, tokens=4000, facts=10, place=place)
     assert len(told.questions) == 10
     room = 10 * 20 + 48
@@ -88,7 +88,7 @@ def test_facts_stand_in_their_place(place: tuple[float, float]) -> None:
         assert count_tokens(told.messages[: question.message]) == question.token
 
 
-def test_no_two_facts_answer_the_same_question() -> None:
+def test_fact_keys_are_unique() -> None:
     keys = [fact.key for fact in dialogue(2, tokens=8000, distractors=0.9).facts]
     assert len(keys) > 300
     assert len(set(keys)) == len(keys)
@@ -110,7 +110,7 @@ def test_facts_share_words() -> None:
         ({"facts": -1}, "facts must not be negative"),
     ],
 )
-def test_wrong_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
+def test_bad_dialogue_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dialogue(1, **wrong)
 
@@ -118,7 +118,7 @@ def test_wrong_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
 # ----------------------------------------------------------------------------------- the folder
 
 
-def test_folder_is_a_small_llama_in_float32(loaded: tuple[Any, Any]) -> None:
+def test_model_folder_is_small_float32_llama(loaded: tuple[Any, Any]) -> None:
     config = json.loads((MODEL_PATH / "config.json").read_text())
     assert config["model_type"] == "llama"
     assert config["head_dim"] == 64
@@ -141,14 +141,14 @@ def test_folder_is_a_small_llama_in_float32(loaded: tuple[Any, Any]) -> None:
         "\x00\u200d\ufffd",
     ],
 )
-def test_any_text_round_trips(loaded: tuple[Any, Any], text: str) -> None:
+def test_tokenizer_round_trips_any_text(loaded: tuple[Any, Any], text: str) -> None:
     tokenizer = loaded[1]
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
     assert None not in tokens
 
 
-def test_history_has_the_tokens_that_were_generated(loaded: tuple[Any, Any]) -> None:
+def test_rendered_history_matches_generated_tokens(loaded: tuple[Any, Any]) -> None:
     """Else a prefix cache would miss every turn."""
     model, tokenizer = loaded
     messages = user(FACT)
@@ -162,7 +162,7 @@ def test_history_has_the_tokens_that_were_generated(loaded: tuple[Any, Any]) -> 
 # ----------------------------------------------------------------------------------- the answers
 
 
-def test_it_remembers(loaded: tuple[Any, Any]) -> None:
+def test_model_remembers_fact(loaded: tuple[Any, Any]) -> None:
     messages = user(FACT)
     assert reply(loaded, messages) == NOTED
     messages += [{"role": "assistant", "content": NOTED}, *user("How are you?")]
@@ -172,14 +172,14 @@ def test_it_remembers(loaded: tuple[Any, Any]) -> None:
     assert reply(loaded, messages) == "4821."
 
 
-def test_it_answers_the_question_asked(loaded: tuple[Any, Any]) -> None:
+def test_model_answers_asked_question(loaded: tuple[Any, Any]) -> None:
     told = dialogue(21, tokens=1000, facts=12)
     cache = read(loaded, told)
     answers = [reply(loaded, told.ask(question), cache) for question in told.questions]
     assert answers == [question.answer for question in told.questions]
 
 
-def test_a_fact_taken_out_is_not_answered(loaded: tuple[Any, Any]) -> None:
+def test_removed_fact_is_not_answered(loaded: tuple[Any, Any]) -> None:
     """Negative control: the answer comes from the context, not from anywhere else."""
     told = dialogue(22, tokens=400, facts=6)
     answers = []
@@ -200,16 +200,16 @@ def test_a_fact_taken_out_is_not_answered(loaded: tuple[Any, Any]) -> None:
         ("What is the code of the amber falcon?", UNKNOWN),
     ],
 )
-def test_small_talk(loaded: tuple[Any, Any], text: str, answer: str) -> None:
+def test_small_talk_replies(loaded: tuple[Any, Any], text: str, answer: str) -> None:
     assert reply(loaded, user(text)) == answer
 
 
 @pytest.mark.parametrize("text", ["Xyzzy plugh?", "日本語", "lorem ipsum dolor sit amet", "", "7"])
-def test_strange_text_gets_some_reply_that_ends(loaded: tuple[Any, Any], text: str) -> None:
+def test_unknown_text_gets_finite_reply(loaded: tuple[Any, Any], text: str) -> None:
     assert reply(loaded, user(text)).strip()
 
 
-def test_it_recalls_across_a_gap_in_positions(loaded: tuple[Any, Any]) -> None:
+def test_model_recalls_across_position_gap(loaded: tuple[Any, Any]) -> None:
     """As with a rotated window: the fact is kept at its place, the question comes far later."""
     model, tokenizer = loaded
     told = dialogue(23, tokens=300, facts=4)

@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_the_written_model_says_words_whose_text_has_the_same_tokens(folder: Path) -> None:
+def test_scripted_model_output_round_trips_through_tokenizer(folder: Path) -> None:
     model, tokenizer = load(folder)
     tokens = render(tokenizer, [{"role": "user", "content": "Hello!"}])
     prompt = len(tokens)
@@ -100,20 +100,20 @@ def test_the_written_model_says_words_whose_text_has_the_same_tokens(folder: Pat
 
 
 @pytest.mark.parametrize("tokens", [100, 4_000])
-def test_a_system_prompt_has_its_length(tokens: int) -> None:
+def test_system_prompt_has_requested_length(tokens: int) -> None:
     _, tokenizer = load(serve_model.MODEL_PATH)
     message = [{"role": "system", "content": serve_model.system_prompt(tokens)}]
     assert tokens - 20 < len(render(tokenizer, message, answer=False)) <= tokens
 
 
-def test_lines_differ_and_have_about_their_length() -> None:
+def test_user_lines_differ_and_have_requested_length() -> None:
     said = serve_model.lines(1, 10, 40)
     assert len(set(said)) == 10
     assert all(40 <= count_tokens([{"role": "user", "content": line}]) < 80 for line in said)
     assert said != serve_model.lines(2, 10, 40)
 
 
-def test_a_real_text_is_said_in_the_lengths_that_are_asked_for() -> None:
+def test_real_text_is_cut_to_requested_lengths() -> None:
     def count(text: str) -> int:
         return len(text.split())
 
@@ -126,20 +126,20 @@ def test_a_real_text_is_said_in_the_lengths_that_are_asked_for() -> None:
     assert said != words.lines(2, 10, 40)
 
 
-def test_llama_cpp_needs_a_gguf_file() -> None:
+def test_llama_cpp_needs_gguf_file() -> None:
     with pytest.raises(SettingError, match="no GGUF file"):
         serve_process.llama_cpp("llama-server -np 8", FOLDER, 1)
     command = serve_process.llama_cpp("llama-server -np 8", replace(FOLDER, gguf=Path("m.gguf")), 1)
     assert command.arguments[:5] == ("llama-server", "-np", "8", "--model", "m.gguf")
 
 
-def test_a_random_model_takes_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_model_refuses_llama_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--llama-server", "llama-server"]) == 2
     assert "name a model with real weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "speculate"])
-def test_a_model_that_is_not_there_is_one_line(
+def test_missing_model_gives_one_line_error(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, why in (
@@ -157,7 +157,7 @@ def test_a_model_that_is_not_there_is_one_line(
     assert "config.json" in capsys.readouterr().err
 
 
-def test_a_real_model_has_defaults_of_its_own() -> None:
+def test_real_model_changes_defaults() -> None:
     """All options of the command line arrive here, those that were left out with their defaults."""
     plain = serve_command.ServeSettings().model_dump()
     real = serve_command._real_settings(plain)
@@ -167,7 +167,7 @@ def test_a_real_model_has_defaults_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_served_by_both_sides(tmp_path: Path) -> None:
+def test_gguf_file_is_served_by_both_sides(tmp_path: Path) -> None:
     """In the place of llama.cpp's server is ours, which takes the model without a flag."""
     ours = shlex.quote(f'exec {sys.executable} -m penstock serve "$2" "$3" "$4" "$5" "$6"')
     model, config = small_model("llama")
@@ -193,7 +193,7 @@ def send(url: str, load: Callable[[Client], Awaitable[list[Reply]]]) -> list[Rep
     return asyncio.run(run())
 
 
-def test_a_session_sends_what_was_said_before() -> None:
+def test_session_resends_history() -> None:
     with stand_in() as server:
         replies = send(server.url, lambda c: closed_loop(c, "S", [Session(["a", "b"])], 4))
     assert server.said == [["S", "a"], ["S", "a", "message 2", "b"]]
@@ -204,7 +204,7 @@ def test_a_session_sends_what_was_said_before() -> None:
     assert (replies[0].prompt_tokens, replies[0].cached_tokens) == (20, 15)
 
 
-def test_a_fork_goes_on_twice_and_an_edit_forgets() -> None:
+def test_fork_and_edit_sessions() -> None:
     session = Session(["a", "b", "c", "d"], fork=["x", "y"], edit="e")
     with stand_in() as server:
         replies = send(server.url, lambda c: closed_loop(c, "S", [session], 4))
@@ -216,7 +216,7 @@ def test_a_fork_goes_on_twice_and_an_edit_forgets() -> None:
     assert len(replies) == 6
 
 
-def test_requests_of_the_open_loop_come_at_their_times() -> None:
+def test_open_loop_sends_at_arrival_times() -> None:
     with stand_in() as server:
         began = time.perf_counter()
         replies = send(server.url, lambda c: open_loop(c, "S", ["a", "b"], [0.05, 0.3], 4))
@@ -227,14 +227,14 @@ def test_requests_of_the_open_loop_come_at_their_times() -> None:
     ("fault", "stream"),
     [("status", True), ("status", False), ("event", True), ("cut", True), ("no usage", True)],
 )
-def test_what_goes_wrong_is_counted(fault: str, stream: bool) -> None:
+def test_failed_replies_are_counted(fault: str, stream: bool) -> None:
     said = [[{"role": "user", "content": "a"}]] * 3
     with stand_in(fault=fault) as server:
         replies = send(server.url, lambda c: at_once(c, said, 4, stream=stream))
     assert [reply.error is not None for reply in replies] == [True] * 3
 
 
-def test_a_server_that_is_not_there_is_counted() -> None:
+def test_connection_refused_is_counted() -> None:
     said = [[{"role": "user", "content": "a"}]]
     replies = send(f"http://127.0.0.1:{serve_process.free_port()}", lambda c: at_once(c, said, 4))
     assert "ConnectionRefusedError" in str(replies[0].error)
@@ -243,7 +243,7 @@ def test_a_server_that_is_not_there_is_counted() -> None:
 # ---- memory and processes
 
 
-def test_a_moment_of_much_memory_is_seen() -> None:
+def test_memory_peak_is_sampled() -> None:
     code = "from time import *; sleep(0.5); x = bytearray(2 * 10**8); sleep(0.3); del x; sleep(0.3)"
     with (
         subprocess.Popen([sys.executable, "-c", code]) as process,
@@ -256,7 +256,7 @@ def test_a_moment_of_much_memory_is_seen() -> None:
     assert percentile(gaps, 50) < 0.1
 
 
-def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words() -> None:
+def test_server_exit_at_start_reports_its_last_output() -> None:
     ends = (sys.executable, "-c", "raise SystemExit('no such model')")
     broken = serve_process.ServerCommand("broken", ends, signal.SIGTERM)
     started = serve_process.serving(broken, serve_process.free_port())
@@ -264,7 +264,7 @@ def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words() -> Non
         pass
 
 
-def test_a_bench_that_is_told_to_end_leaves_no_process_behind() -> None:
+def test_terminated_bench_leaves_no_child_processes() -> None:
     code = (
         "import sys, time\n"
         "from penstock_bench.serve_process import _started, ending_cleanly, stop, signal\n"
@@ -303,18 +303,18 @@ def test_both_servers_answer_every_session(measured: Any) -> None:
     assert {"throughput", "ttft_p95", "peak_memory"} <= set(measured.ratio)
 
 
-def test_both_servers_get_the_requests_that_come_at_random(measured: Any) -> None:
+def test_both_servers_get_open_loop_requests(measured: Any) -> None:
     for side in (measured.penstock["arrivals"], measured.rival_figures["arrivals"]):
         assert (side["requests"], side["errors"]) == (SMALL.arrivals, 0)
 
 
-def test_all_connections_are_open_at_the_same_time(measured: Any) -> None:
+def test_all_connections_are_open_at_once(measured: Any) -> None:
     crowd = measured.penstock["connections"]
     assert (crowd["requests"], crowd["errors"]) == (SMALL.connections, 0)
     assert crowd["most_open"] == SMALL.connections
 
 
-def test_the_overhead_is_measured_with_the_same_work(measured: Any) -> None:
+def test_overhead_compares_equal_work(measured: Any) -> None:
     raw = measured.raw["overhead"]
     assert raw["tokens"] == 8 * SMALL.overhead_tokens
     for kind in ("seconds", "cpu_seconds", "client_cpu_seconds"):
@@ -322,7 +322,7 @@ def test_the_overhead_is_measured_with_the_same_work(measured: Any) -> None:
     assert min(raw["cpu_seconds"]["alone"]) > 0
 
 
-def test_the_report_is_printed_stored_and_drawn(
+def test_report_is_printed_saved_and_plotted(
     measured: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     publish(measured, as_json=True, save=tmp_path)
@@ -380,12 +380,12 @@ def test_every_goal_can_be_missed(ours: serve.Phase, met: bool) -> None:
     assert len([line for line in made.lines if line.goal]) == 4
 
 
-def test_goals_are_for_their_shape_alone() -> None:
+def test_goals_apply_only_to_their_shape() -> None:
     slow = phase(100.0, [reply(50.0, 1.0)], 4_000)
     assert serve_figures.report(SMALL, found(FOLDER, slow, THEIRS)).met
 
 
-def test_an_error_among_the_connections_is_not_met() -> None:
+def test_connection_error_misses_goal() -> None:
     good = phase(1.0, [reply(1.0, 0.1)] * 2, 200)
     bad = phase(1.0, [reply(1.0, 0.1), reply(1.0, 0.1, "503")], 200)
     for crowd, met in ((good, True), (bad, False)):
@@ -394,7 +394,7 @@ def test_an_error_among_the_connections_is_not_met() -> None:
 
 
 @pytest.mark.parametrize(("streamed", "met"), [([1.04, 1.04], True), ([1.06, 1.06], False)])
-def test_the_overhead_has_a_goal(streamed: list[float], met: bool) -> None:
+def test_overhead_goal(streamed: list[float], met: bool) -> None:
     good = phase(1.0, [reply(1.0, 0.1)] * 2, 200)
     seconds = {"alone": [1.0, 1.0], "streamed": streamed, "whole": [1.0, 1.0]}
     overhead = serve.Overhead(seconds, seconds, seconds, 100)
@@ -402,7 +402,7 @@ def test_the_overhead_has_a_goal(streamed: list[float], met: bool) -> None:
     assert serve_figures.report(SMALL, of).met is met
 
 
-def test_other_prompts_are_noticed() -> None:
+def test_differing_prompts_are_detected() -> None:
     ours, theirs = (phase(1.0, [reply(1.0, 0.1)], 200) for _ in range(2))
     serve_runs._check_same_prompts({OURS: [ours], RIVAL: [theirs]})
     theirs.replies[0].prompt_tokens = 11
@@ -410,7 +410,7 @@ def test_other_prompts_are_noticed() -> None:
         serve_runs._check_same_prompts({OURS: [ours], RIVAL: [theirs]})
 
 
-def test_the_command_is_there() -> None:
+def test_serve_bench_help() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "penstock", "bench", "serve", "--help"],
         capture_output=True,
@@ -427,7 +427,7 @@ RECORD = Path(__file__).parents[2] / "benchmarks/results/serve-2026-11-21T081951
 
 
 @pytest.mark.parametrize("side", [OURS, RIVAL])
-def test_the_expected_time_is_that_of_a_recorded_run(side: str) -> None:
+def test_expected_duration_matches_recorded_run(side: str) -> None:
     raw = json.loads(RECORD.read_text())["raw"]
     parameters, kv_bytes = raw["model"]["parameters"], raw["model"]["kv_bytes_per_token"]
     of = serve_model.ServedFolder(Path(), "recorded", parameters, kv_bytes)
@@ -439,7 +439,7 @@ def test_the_expected_time_is_that_of_a_recorded_run(side: str) -> None:
     assert slower > 1.7 * expected, "half as fast a machine"
 
 
-def test_the_time_is_said_beforehand_and_each_reply_moves_the_bar() -> None:
+def test_progress_reports_expected_time_and_every_reply() -> None:
     told: list[tuple[str, int, int]] = []
     seconds = {OURS: 20.0, RIVAL: 100.0}
     progress = serve_time.ServeProgress(lambda *step: told.append(step), seconds, rounds=2)
@@ -459,7 +459,7 @@ def test_the_time_is_said_beforehand_and_each_reply_moves_the_bar() -> None:
 
 
 @pytest.mark.slow
-def test_conversations_are_held_and_go_on_behind_a_restart() -> None:
+def test_held_conversations_are_cached_across_restart() -> None:
     report = serve_held.measure(serve.ServeLoad(llama=TINY), [3])
     ours, theirs = report.penstock["3"], report.rival_figures["3"]
     for side in (ours, theirs):
@@ -476,7 +476,7 @@ def held_run(first: Reply, later: Sequence[Reply], again: Reply) -> serve_held.H
     return serve_held.HeldRun(phases[0], 400, *phases[1:])
 
 
-def test_the_figures_of_held_conversations_are_those_of_their_replies() -> None:
+def test_held_conversation_figures() -> None:
     run = held_run(reply(3.0, 0.1), [reply(1.0, 0.1), reply(2.0, 0.1)], reply(4.0, 0.1))
     figures = run.figures()
     assert (figures["resident_bytes"], figures["above_idle_bytes"]) == (400, 300)
@@ -490,14 +490,14 @@ def test_the_figures_of_held_conversations_are_those_of_their_replies() -> None:
         serve_held._check("8", phase(1.0, [reply(1.0, 0.1), reply(1.0, 0.1, "500")], 9))
 
 
-def test_the_picture_is_beside_mlx_lm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_incompatible_plot_and_rival_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--conversations", "8", "--plot", "x.png"]) == 2
     assert "the picture is of sessions" in capsys.readouterr().err
     assert main(["bench", "serve", "--no-mlx-lm"]) == 2
     assert "name the other side by --llama-server" in capsys.readouterr().err
 
 
-def test_each_other_side_has_lines_and_goals_are_for_mlx_lm() -> None:
+def test_rivals_have_lines_and_goals_only_for_mlx_lm() -> None:
     ours, llama = phase(10.0, [reply(1.0, 0.1)] * 4, 200), phase(5.0, [reply(1.0, 0.1)] * 4, 100)
     load_ = serve.ServeLoad(model="m.gguf", system_tokens=3_000, llama_server="llama-server")
     three = serve.ServerRuns(
@@ -520,7 +520,7 @@ def test_each_other_side_has_lines_and_goals_are_for_mlx_lm() -> None:
     ("command", "recorded"),
     [("build/bin/llama-server -np 8", "llama-server -np 8"), ("llama-server", "llama-server")],
 )
-def test_a_record_has_the_name_of_a_program_and_not_its_folder(command: str, recorded: str) -> None:
+def test_record_stores_program_name_without_path(command: str, recorded: str) -> None:
     load = serve.ServeLoad(model="smollm2", llama_server=command)
     assert load.model_dump(mode="json")["llama_server"] == recorded
     assert load.llama_server == command

@@ -51,7 +51,7 @@ def test_every_task_is_measured_on_every_side(small: Any) -> None:
         assert all(value is not None and value > 0 for value in small.ratio.values())
 
 
-def test_text_that_repeats_is_proposed(small: Any) -> None:
+def test_repeated_text_is_proposed(small: Any) -> None:
     repeating = small.penstock["repeats its prompt"]
     assert repeating["accepted_tokens"] > 20
     assert repeating["decode_steps"] < 40
@@ -59,7 +59,7 @@ def test_text_that_repeats_is_proposed(small: Any) -> None:
     assert small.penstock["without repetition"]["accepted_tokens"] < 5
 
 
-def test_tasks_say_what_is_answered() -> None:
+def test_tasks_have_expected_repetition() -> None:
     def draw(seed: int, tokens: int) -> list[int]:
         return [seed] * tokens
 
@@ -77,7 +77,7 @@ def test_tasks_say_what_is_answered() -> None:
     assert 370 < same < 384
 
 
-def test_a_script_is_followed_by_position() -> None:
+def test_script_forces_tokens_by_position() -> None:
     script, logits = Script(), mx.zeros((2, 3, 50))
     assert script.forced(logits, 0) is logits
     script.set([7, 8, 9, 10, 11])
@@ -85,12 +85,12 @@ def test_a_script_is_followed_by_position() -> None:
     assert script.forced(logits, mx.array([0, 2])).argmax(-1).tolist() == [[8, 9, 10], [10, 11, 11]]
 
 
-def test_another_answer_than_the_scripts_is_noticed() -> None:
+def test_deviation_from_script_is_detected() -> None:
     with pytest.raises(AssertionError, match="token 1: 5 was generated, the script has 2"):
         speculate.check([1, 5, 3], [1, 2, 3])
 
 
-def test_ratios_are_medians_of_rounds_that_were_run_together() -> None:
+def test_ratios_are_medians_of_paired_rounds() -> None:
     task = ScriptedTask("t", [1] * 12, [(1, 12)])
     found = speculate.Measured(task, {ON: [1.0, 2.0, 9.0], OFF: [2.0, 8.0, 9.0]}, {})
     assert found.ratio(ON, OFF) == 2.0

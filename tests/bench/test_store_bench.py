@@ -22,7 +22,7 @@ def found() -> Any:
     return store.measure(SMALL)
 
 
-def test_bytes_are_those_of_the_codec(found: Any) -> None:
+def test_nbytes_match_codec(found: Any) -> None:
     numbers = 2 * 4 * 2 * 1_024 * 64
     assert found.penstock["stored_bytes"] == numbers * 8.5 / 8
     assert found.penstock["store_peak_bytes"] >= found.penstock["stored_bytes"]
@@ -30,7 +30,7 @@ def test_bytes_are_those_of_the_codec(found: Any) -> None:
     assert found.penstock["store_ms"] > 0 < found.penstock["fetch_ms"]
 
 
-def test_the_rival_is_named_where_it_is_not_installed(
+def test_missing_rival_is_reported(
     found: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     publish(found, as_json=False, save=tmp_path)
@@ -41,7 +41,7 @@ def test_the_rival_is_named_where_it_is_not_installed(
     assert json.loads(capsys.readouterr().out)["ratio"] == found.ratio
 
 
-def test_a_side_that_forgets_is_noticed() -> None:
+def test_side_that_loses_entries_is_detected() -> None:
     class Forgets(store.StoreOurs):
         def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
             return super().store(tokens[: len(tokens) // 2], caches)
@@ -50,7 +50,7 @@ def test_a_side_that_forgets_is_noticed() -> None:
         store.run_side(lambda: Forgets(SMALL), SMALL.tokens, store._caches(SMALL))
 
 
-def test_a_side_that_holds_a_copy_meanwhile_is_noticed(found: Any) -> None:
+def test_temporary_copy_is_visible_in_peak(found: Any) -> None:
     class Copies(store.StoreOurs):
         def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
             copies = [part + 0 for cache in caches for part in cache.state]

@@ -20,7 +20,7 @@ def verified(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict
 
 
 @pytest.mark.usefixtures("reads_all")
-def test_its_own_prompts_are_answered_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_bench_passes_on_own_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = verified(capsys)
     assert code == 0 and found["same"]
     for prompt in found["prompts"]:
@@ -32,7 +32,7 @@ def test_its_own_prompts_are_answered_alike(capsys: pytest.CaptureFixture[str]) 
     assert len(found["prompts"]) == 8
 
 
-def test_wrong_bytes_are_seen(
+def test_corrupted_kv_is_detected(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A negative control: keys and values that are not those that were written."""
@@ -49,7 +49,9 @@ def test_wrong_bytes_are_seen(
     assert code == 1 and not found["same"]
 
 
-def test_prompts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify_bench_reads_prompts_from_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "The code of the amber falcon is 4821. " * 20}]
     lines = [{"messages": messages}, {"prompt": "What is the code of the amber falcon?"}]
@@ -63,7 +65,7 @@ def test_prompts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     ("text", "says"),
     [("", "holds no prompt"), ("nonsense", "line 1 is no JSON"), ("{}", "neither messages nor")],
 )
-def test_a_wrong_file_is_one_line(
+def test_bad_prompt_file_gives_one_line_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, says: str
 ) -> None:
     file = tmp_path / "prompts.jsonl"
@@ -73,7 +75,7 @@ def test_a_wrong_file_is_one_line(
     assert says in told and told.count("\n") == 1
 
 
-def test_what_differs_is_told() -> None:
+def test_replay_verdict_reports_difference() -> None:
     cold = ReplayedAnswer((1, 2, 3), (-0.1, -0.2, -0.3), 0)
     near, far = (
         ReplayedAnswer((1, 2, 3), (-0.1, -0.21, -0.3), 2),

@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
     return small_file(tmp_path)
 
 
-def test_a_file_and_its_folder_are_timed(
+def test_gguf_file_and_folder_are_timed(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--model", str(file), "--tokens", "3", "--steps", "4", "--rounds", "2"]
@@ -47,7 +47,7 @@ def test_a_file_and_its_folder_are_timed(
         assert len(timed["first_token_seconds"]) == 2 and timed["question_tokens"] > 20
 
 
-def test_the_folder_has_the_codes_of_the_file_and_norms_in_float16(file: Path) -> None:
+def test_converted_folder_keeps_codes_and_float16_norms(file: Path) -> None:
     with model_forms(str(file)) as forms:
         loaded = {
             name: load_all(path, weights_dtype="native").model for name, path in forms.items()
@@ -68,7 +68,7 @@ def runs(times: float) -> FormRuns:
     return FormRuns([quick, quick, slow], [native], 51, [1.5, 1.5, 9.0])
 
 
-def test_goals_are_held_for_each_form_and_figure() -> None:
+def test_goals_apply_to_each_form_and_figure() -> None:
     load = WeightsLoad()
     good = report(load, {FILE: runs(60), FOLDER: runs(51)})
     assert good.met

@@ -22,7 +22,7 @@ def file(tmp_path: Path) -> Path:
     return small_file(tmp_path)
 
 
-def test_a_lead_is_that_of_the_token_the_other_side_prefers() -> None:
+def test_lead_is_logit_margin_of_other_sides_token() -> None:
     other = LOGITS.copy()
     other[1] = [3.0, 1.0, 3.1]
     run = weights_text.compare_logits([0, 1, 0, 1], 2, LOGITS, other)
@@ -34,7 +34,7 @@ def test_a_lead_is_that_of_the_token_the_other_side_prefers() -> None:
     assert run.noise == pytest.approx(np.sqrt((1 + 0.8**2) / 9), abs=1e-5)
 
 
-def test_a_prompt_that_is_read_otherwise_is_no_other_text() -> None:
+def test_prompt_mismatch_is_not_text_mismatch() -> None:
     other = LOGITS.copy()
     other[0] = [0.0, 7.0, 7.5]
     run = weights_text.compare_logits([0, 1, 0, 1], 2, LOGITS, other)
@@ -44,7 +44,7 @@ def test_a_prompt_that_is_read_otherwise_is_no_other_text() -> None:
 
 
 @pytest.mark.parametrize(("lead", "met"), [(0.03, True), (0.05, False)])
-def test_a_lead_beyond_what_rounding_does_is_a_goal_not_met(lead: float, met: bool) -> None:
+def test_lead_beyond_rounding_misses_goal(lead: float, met: bool) -> None:
     wide = np.array([[4.0, 4.0 - lead]], np.float32)
     run = weights_text.compare_logits([0, 0], 1, wide, wide[:, ::-1])
     (line,) = [line for line in weights_text.lines([run]) if line.goal]
@@ -52,14 +52,14 @@ def test_a_lead_beyond_what_rounding_does_is_a_goal_not_met(lead: float, met: bo
     assert weights_text.figures([run])["same_texts"] == 0
 
 
-def test_beginnings_are_distinct_and_of_the_length(file: Path) -> None:
+def test_text_prefixes_are_distinct_and_of_length(file: Path) -> None:
     tokenizer = load_all(file).tokenizer
     begun = weights_text.beginnings(tokenizer, 50, 6)
     assert {len(tokens) for tokens in begun} == {6}
     assert len({tuple(tokens) for tokens in begun}) == 50
 
 
-def test_both_read_the_texts(
+def test_weights_bench_with_texts(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--model", str(file), "--tokens", "3", "--rounds", "1", "--texts", "4"]
@@ -74,9 +74,7 @@ def test_both_read_the_texts(
         assert run["tokens"] == weights_text.greedy(wide, run["tokens"][:3])
 
 
-def test_more_texts_than_there_are_is_an_error(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_texts_is_error(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", str(file), "--rounds", "1", "--texts", "99999"]
     assert main(["bench", "weights", *given]) == 2
     assert "--texts 99999: only" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def step(cache: Any, seed: int, rows: int = 1) -> tuple[mx.array, mx.array]:
 
 
 @codecs
-def test_attention_over_codes_equals_that_over_dequantized_numbers(codec: str) -> None:
+def test_attention_over_codes_matches_dequantized(codec: str) -> None:
     cache = fed(TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=64), 200, 70, 1)
     for seed in range(130):  # the tail is committed twice
         found, wanted = step(cache, seed)
@@ -91,7 +91,7 @@ def test_attention_over_codes_equals_that_over_dequantized_numbers(codec: str) -
 
 
 @codecs
-def test_what_is_given_to_others_is_all_there_is(codec: str) -> None:
+def test_fetch_returns_all_tokens_dequantized(codec: str) -> None:
     """Without the seam: the wide form, of which what is raw is exact and the rest near."""
     cache = TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=64)
     written = [sides(tokens, seed) for seed, tokens in enumerate((200, 70, 1, 1))]
@@ -108,7 +108,7 @@ def test_what_is_given_to_others_is_all_there_is(codec: str) -> None:
         assert float((some * some).mean()) < 0.09
 
 
-def test_a_chunk_sees_itself_in_full_precision_and_the_past_as_it_is_held() -> None:
+def test_chunk_sees_itself_raw_and_past_as_stored() -> None:
     cache = fed(TurboQuantKVCache("turbo2", min_quantize_tokens=0), 128)
     held = cache.keys_and_values()
     new = sides(192, 5)
@@ -133,7 +133,7 @@ def test_half_precision(dtype: mx.Dtype) -> None:
     assert off(found, plain(queries, *cache.keys_and_values())) < 0.02
 
 
-def test_sinks_and_windows_of_a_model() -> None:
+def test_model_sinks_and_windows() -> None:
     cache = fed(TurboQuantKVCache("turbo8", min_quantize_tokens=0, raw_first_tokens=64), 300)
     sinks = noise(1, 77, heads=HEADS)[0, :, 0, 0]
     queries, mask = noise(1, 9, heads=HEADS), cache.make_mask(1, window_size=100)
@@ -147,7 +147,7 @@ def test_sinks_and_windows_of_a_model() -> None:
     assert off(found, plain(queries, *cache.keys_and_values())) > 1e-3, "a negative control"
 
 
-def test_what_is_not_its_own_is_left_to_the_model() -> None:
+def test_foreign_arrays_and_masks_fall_back_to_model() -> None:
     cache = fed(TurboQuantKVCache("turbo8"), 300)
     queries = noise(1, 9, heads=HEADS)
     keys, values = cache.update_and_fetch(*sides(1))
@@ -157,7 +157,7 @@ def test_what_is_not_its_own_is_left_to_the_model() -> None:
     assert cache.attend(noise(5, 9, heads=HEADS), *chunk, SCALE, "causal") is None
 
 
-def test_a_model_that_stops_to_read_in_place_is_told() -> None:
+def test_model_that_stops_in_place_reads_is_reported() -> None:
     cache = fed(TurboQuantKVCache("turbo8"), 300)
     step(cache, 0)
     short, _ = cache.update_and_fetch(*sides(1))
@@ -171,7 +171,7 @@ def test_a_model_that_stops_to_read_in_place_is_told() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_bytes_are_those_of_the_formula_and_nothing_wide_is_left(codec: str) -> None:
+def test_nbytes_match_formula_without_dequantized_copy(codec: str) -> None:
     gc.collect()
     before = mx.get_active_memory()
     cache = fed(
@@ -190,7 +190,7 @@ def test_bytes_are_those_of_the_formula_and_nothing_wide_is_left(codec: str) -> 
     assert cache.codes.growths == 0
 
 
-def test_without_a_capacity_it_grows_by_little() -> None:
+def test_growth_without_capacity_is_small() -> None:
     cache = fed(TurboQuantKVCache("4", min_quantize_tokens=0), 640)
     assert cache.codes.capacity == 640
     for seed in range(65):
@@ -199,7 +199,7 @@ def test_without_a_capacity_it_grows_by_little() -> None:
     assert cache.codes.growths == 1
 
 
-def test_an_empty_one_has_a_size() -> None:
+def test_empty_cache_size() -> None:
     cache = TurboQuantKVCache("turbo4")
     assert (cache.nbytes, cache.size(), cache.offset, cache.empty()) == (0, 0, 0, True)
     assert cache.make_mask(1) is None
@@ -212,7 +212,7 @@ def test_an_empty_one_has_a_size() -> None:
 # ---- bounds
 
 
-def test_a_window_is_never_passed_and_keeps_the_first_and_the_last() -> None:
+def test_bounded_window_keeps_first_and_last_tokens() -> None:
     cache = TurboQuantKVCache(
         "turbo8", max_size=512, keep=100, min_quantize_tokens=0, raw_first_tokens=64
     )
@@ -250,7 +250,7 @@ def test_a_window_is_never_passed_and_keeps_the_first_and_the_last() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 500])
-def test_a_small_window_with_a_large_keep(tokens: int) -> None:
+def test_small_window_with_large_keep(tokens: int) -> None:
     cache = TurboQuantKVCache("kivi4", max_size=200, keep=199)
     for seed in range(max(3, 300 // tokens)):
         cache.update_and_fetch(*sides(tokens, seed))
@@ -268,7 +268,7 @@ CUTS = (0, 3, 20, 40, 200, 260, 310, 400)
 @pytest.mark.parametrize(
     ("codec", "n"), sorted({*each(CODECS, CUTS), *each(CODECS, CUTS[3:] + CUTS[:3])})
 )
-def test_what_is_trimmed_is_gone_and_written_anew(codec: str, n: int) -> None:
+def test_trimmed_tokens_are_overwritten(codec: str, n: int) -> None:
     cache = fed(
         TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=64), 250, *[1] * 75
     )
@@ -291,7 +291,7 @@ def test_what_is_trimmed_is_gone_and_written_anew(codec: str, n: int) -> None:
 # ---- batches
 
 
-def test_rows_say_what_they_say_alone() -> None:
+def test_batched_rows_match_single() -> None:
     lengths = (300, 20, 140)
     singles = [
         fed(TurboQuantKVCache("turbo4", min_quantize_tokens=0, raw_first_tokens=64), n, seed=n)
@@ -317,7 +317,7 @@ def test_rows_say_what_they_say_alone() -> None:
         assert same(batch.extract(i), single)
 
 
-def test_padding_on_the_right_is_not_kept() -> None:
+def test_right_padding_is_dropped() -> None:
     lengths, chunks = (150, 4, 90), (100, 50)
     made = [fed(TurboQuantKVCache("8", min_quantize_tokens=0), n, seed=n) for n in (70, 10, 64)]
     batch = made[0].merge(made)
@@ -352,7 +352,7 @@ def same(one: TurboQuantKVCache, other: TurboQuantKVCache) -> bool:
     return counts[0] == counts[1] and all(bool(mx.array_equal(a, b)) for a, b in pairs)
 
 
-def test_rows_come_go_and_are_not_each_others() -> None:
+def test_extend_filter_and_extract_keep_rows_separate() -> None:
     def single(n: int) -> TurboQuantKVCache:
         return fed(TurboQuantKVCache("turbo4", min_quantize_tokens=0), n, seed=n)
 
@@ -375,7 +375,7 @@ def test_rows_come_go_and_are_not_each_others() -> None:
     assert batch.nbytes == sum(batch.extract(i).nbytes for i in (0, 1))
 
 
-def test_joining_a_batch_copies_nothing() -> None:
+def test_merge_copies_nothing() -> None:
     made = [
         fed(TurboQuantKVCache("8", min_quantize_tokens=0, capacity=n), n, seed=n)
         for n in (2_048, 256)
@@ -401,7 +401,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
+def test_save_and_load(name: str, tmp_path: Path) -> None:
     cache = KINDS[name]()
     batch = cache.merge([cache, cache])
     save_prompt_cache(tmp_path / "it.safetensors", [cache, batch, TurboQuantKVCache("4")])
@@ -420,7 +420,7 @@ def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
     assert same(loaded, cache)
 
 
-def test_a_file_with_an_unknown_codec_is_refused(tmp_path: Path) -> None:
+def test_file_with_unknown_codec_is_refused(tmp_path: Path) -> None:
     cache = KINDS["long"]()
     cache.scheme = type(cache.scheme)("turbo99", cache.scheme.keys, cache.scheme.values)
     save_prompt_cache(tmp_path / "it.safetensors", [cache])
@@ -443,14 +443,14 @@ def test_a_file_with_an_unknown_codec_is_refused(tmp_path: Path) -> None:
         ("4", {"capacity": 0}, ValueError, "capacity must be at least 1"),
     ],
 )
-def test_settings_that_cannot_be(
+def test_invalid_settings_are_refused(
     codec: str, settings: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         TurboQuantKVCache(codec, **settings)
 
 
-def test_heads_rows_and_numbers_that_cannot_be() -> None:
+def test_invalid_shapes_are_refused() -> None:
     cache = TurboQuantKVCache("4", min_quantize_tokens=0)
     with pytest.raises(ValueError, match="do not divide a head of 80"):
         cache.update_and_fetch(mx.zeros((1, 2, 3, 80)), mx.zeros((1, 2, 3, 80)))
@@ -499,9 +499,7 @@ def forms(cache: TurboQuantKVCache, whole: tuple[mx.array, mx.array], codec: str
 
 @pytest.mark.parametrize("codec", ["turbo4", "8"])
 @pytest.mark.parametrize("tokens", [1, 63, 255, 256, 257, 320, 512])
-def test_a_short_prompt_is_left_alone_and_a_longer_one_is_encoded_whole(
-    tokens: int, codec: str
-) -> None:
+def test_only_prompts_above_min_tokens_are_quantized(tokens: int, codec: str) -> None:
     whole = sides(tokens)
     cache = TurboQuantKVCache(codec)
     mx.eval(cache.update_and_fetch(*whole))
@@ -510,7 +508,7 @@ def test_a_short_prompt_is_left_alone_and_a_longer_one_is_encoded_whole(
     assert (cache.offset, cache.size()) == (tokens, tokens)
 
 
-def test_512_tokens_in_8_bits_take_what_vllm_mlx_takes() -> None:
+def test_512_tokens_in_8_bits_match_vllm_mlx_nbytes() -> None:
     """8 heads of 64: 64 codes, and a scale and a bias for all of them. 256 raw tokens more would be
     802,816 bytes."""
     cache = TurboQuantKVCache("8", capacity=512)
@@ -530,7 +528,7 @@ chunks = st.lists(st.one_of(st.just(1), st.integers(1, 200)), min_size=1, max_si
     bound=st.sampled_from([None, None, 640, 1_024]),
 )
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
-def test_however_it_is_fed_what_is_short_is_raw_and_what_is_long_is_not(
+def test_only_sequences_above_min_tokens_are_quantized_for_any_chunks(
     chunks: list[int], least: int, first: int, cut: int, bound: int | None
 ) -> None:
     """The first tokens stay; of a long sequence all others but the last two blocks are encoded."""
@@ -564,7 +562,7 @@ def test_however_it_is_fed_what_is_short_is_raw_and_what_is_long_is_not(
 
 
 @pytest.mark.parametrize("prompt", [60, 200, 255])
-def test_a_short_sequence_is_read_in_place_while_it_becomes_long(prompt: int) -> None:
+def test_sequence_growing_past_min_tokens_is_read_in_place(prompt: int) -> None:
     cache = fed(TurboQuantKVCache("turbo4"), prompt)
     for seed in range(200):
         found, wanted = step(cache, seed)
@@ -573,7 +571,7 @@ def test_a_short_sequence_is_read_in_place_while_it_becomes_long(prompt: int) ->
     assert cache.head.nbytes == 0
 
 
-def test_short_and_long_sequences_share_a_batch_and_a_file(tmp_path: Path) -> None:
+def test_short_and_long_sequences_in_batch_and_file(tmp_path: Path) -> None:
     singles = [fed(TurboQuantKVCache("turbo4"), n, seed=n) for n in (70, 300, 250)]
     batch = singles[0].merge(singles)
     for seed in range(80):

@@ -87,7 +87,7 @@ def tokens(model: Any, cache: Any, step_size: int = 2_048) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "step_size"), each(tuple(FAMILIES), (9, 2_048)))
-def test_text_equals_plain_mlx_lm(family: str, step_size: int) -> None:
+def test_text_matches_mlx_lm(family: str, step_size: int) -> None:
     model = model_of(family, **FAMILIES[family])
     plain = tokens(model, theirs.make_prompt_cache(model), step_size)
     assert tokens(model, make_kv_cache(model), step_size) == plain
@@ -98,7 +98,7 @@ def kinds(cache: list[Any]) -> list[str]:
     return [type(layer).__name__ for layer in cache]
 
 
-def test_the_bound_holds_for_models_with_their_own_make_cache() -> None:
+def test_bound_applies_to_models_with_own_make_cache() -> None:
     """mlx-lm ignores max_kv_size for them: 604 tokens stay cached where 128 were asked for."""
     model = model_of("llama")
     assert hasattr(model, "make_cache")
@@ -107,7 +107,7 @@ def test_the_bound_holds_for_models_with_their_own_make_cache() -> None:
     assert all(layer.keys.shape[2] == 32 for layer in cache)
 
 
-def test_a_smaller_window_stays_and_a_larger_one_shrinks() -> None:
+def test_smaller_window_stays_and_larger_shrinks() -> None:
     model = model_of("gemma3_text", **SLIDING)
     cache = make_kv_cache(model, max_kv_size=40, keep=4)
     assert [layer.max_size for layer in cache] == [16, 40, 16, 40]
@@ -118,14 +118,14 @@ def test_a_smaller_window_stays_and_a_larger_one_shrinks() -> None:
     assert all(layer.keys.shape[2] == 8 for layer in cache)
 
 
-def test_recurrent_layers_stay() -> None:
+def test_recurrent_layers_are_unchanged() -> None:
     model = model_of("mamba", **FAMILIES["mamba"])
     assert kinds(make_kv_cache(model, max_kv_size=32)) == ["ArraysCache"] * 4
     mixed = make_kv_cache(model_of("falcon_h1", **FAMILIES["falcon_h1"]), max_kv_size=32, keep=4)
     assert kinds(mixed[0].caches) == ["ArraysCache", "SinkRotatingKVCache"]
 
 
-def test_nothing_is_allocated_for_a_bound_that_is_not_used() -> None:
+def test_unused_bound_allocates_nothing() -> None:
     model = model_of("llama")
     cache = make_kv_cache(model, capacity=80)
     tokens(model, cache)
@@ -134,7 +134,7 @@ def test_nothing_is_allocated_for_a_bound_that_is_not_used() -> None:
     assert [layer.growths for layer in cache] == [0] * 4
 
 
-def test_full_layers_are_held_in_a_codec() -> None:
+def test_full_layers_use_codec() -> None:
     model = model_of("gemma3_text", **SLIDING)
     settings = {
         "kv_cache_quantization": "turbo8",
@@ -154,7 +154,7 @@ def test_full_layers_are_held_in_a_codec() -> None:
     assert cache[1].offset == 7 * 80
 
 
-def test_raw_is_no_codec_and_a_wrong_one_is_refused() -> None:
+def test_raw_disables_codec_and_unknown_codec_is_refused() -> None:
     model = model_of("llama")
     cache = make_kv_cache(model, kv_cache_quantization="raw", kv_bits=8)
     assert kinds(cache) == kinds(make_kv_cache(model, kv_bits=8))
@@ -171,7 +171,9 @@ def test_raw_is_no_codec_and_a_wrong_one_is_refused() -> None:
         ("llama", {"kv_cache_raw_first_tokens": -1}, "raw_first_tokens must be at least 0"),
     ],
 )
-def test_codecs_that_cannot_be_used(family: str, settings: dict[str, Any], words: str) -> None:
+def test_unsupported_codec_combinations_are_refused(
+    family: str, settings: dict[str, Any], words: str
+) -> None:
     model = model_of(family, **FAMILIES[family])
     with pytest.raises(SettingError, match=words):
         make_kv_cache(model, kv_cache_quantization="turbo4", **settings)
@@ -181,7 +183,7 @@ def test_codecs_that_cannot_be_used(family: str, settings: dict[str, Any], words
     ("max_kv_size", "keep", "kept"),
     [(100, 20, 20), (100, 99, 99), (100, None, 50), (8, None, 4), (10_000, None, 4_096)],
 )
-def test_keep_is_as_named_or_fits_the_window(max_kv_size: int, keep: int | None, kept: int) -> None:
+def test_keep_is_explicit_or_fits_window(max_kv_size: int, keep: int | None, kept: int) -> None:
     cache = make_kv_cache(model_of("llama"), max_kv_size, keep)
     assert {layer.keep for layer in cache} == {kept}
     assert {type(layer) for layer in cache} == {SinkRotatingKVCache}
@@ -193,9 +195,7 @@ def test_keep_is_as_named_or_fits_the_window(max_kv_size: int, keep: int | None,
     ids=["raw", "bits", "codec"],
 )
 @pytest.mark.parametrize(("max_kv_size", "keep"), [(128, 128), (128, 4_096)])
-def test_a_keep_that_leaves_no_room_is_refused(
-    max_kv_size: int, keep: int, form: dict[str, Any]
-) -> None:
+def test_keep_without_room_is_refused(max_kv_size: int, keep: int, form: dict[str, Any]) -> None:
     words = f"keep {keep} leaves no room in a window of max_kv_size {max_kv_size}"
     with pytest.raises(SettingError, match=words):
         make_kv_cache(model_of("llama"), max_kv_size, keep, **form)
@@ -206,7 +206,7 @@ def test_a_keep_that_leaves_no_room_is_refused(
     [{}, {"keep": 0}, {"kv_bits": 8, "kv_group_size": 32}],
     ids=["sinks", "plain", "bits"],
 )
-def test_the_whole_window_is_allocated_at_once_if_asked_for(form: dict[str, Any]) -> None:
+def test_whole_window_can_be_preallocated(form: dict[str, Any]) -> None:
     model = model_of("llama")
     grown = make_kv_cache(model, 2_000, **form)
     at_once = make_kv_cache(model, 2_000, capacity="window", **form)
@@ -223,7 +223,7 @@ def test_the_whole_window_is_allocated_at_once_if_asked_for(form: dict[str, Any]
     assert min(layer.growths for layer in grown) > 0
 
 
-def test_without_keep_it_is_the_plain_ring() -> None:
+def test_without_keep_a_plain_ring_is_used() -> None:
     cache = make_kv_cache(model_of("llama"), 100, keep=0)
     assert {type(layer) for layer in cache} == {RotatingKVCache}
 
@@ -252,7 +252,7 @@ def test_quantized_and_bounded(family: str) -> None:
         ({"kv_bits": 4, "kv_group_size": 7}, ValueError, "group_size"),
     ],
 )
-def test_wrong_arguments_are_named(
+def test_bad_arguments_are_named(
     arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -272,7 +272,7 @@ BOUNDS: list[tuple[str, dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("bounded", "step_size"), each(BOUNDS, (9, 25, 2_048)))
-def test_layers_that_read_other_layers(bounded: tuple[str, dict[str, int]], step_size: int) -> None:
+def test_kv_shared_layers_match_mlx_lm(bounded: tuple[str, dict[str, int]], step_size: int) -> None:
     """A prompt past the end of the window, of which later layers read what earlier ones saw."""
     family, bound = bounded
     model = model_of(family, **FAMILIES[family])
@@ -288,7 +288,7 @@ def test_layers_that_read_other_layers(bounded: tuple[str, dict[str, int]], step
 
 
 @pytest.mark.parametrize("family", READ_BY_OTHERS)
-def test_layers_that_read_other_layers_in_a_batch(family: str) -> None:
+def test_kv_shared_layers_in_batch(family: str) -> None:
     model = model_of(family, **FAMILIES[family])
     prompts = [mx.random.randint(2, 300, (n,), key=mx.random.key(n)).tolist() for n in (40, 23, 40)]
     caches = [make_kv_cache(model, capacity=60) for _ in prompts]
@@ -318,20 +318,20 @@ class Stub:
         return []
 
 
-def test_chunks_get_no_larger_than_the_bound() -> None:
+def test_chunk_size_is_at_most_the_bound() -> None:
     (cache,) = make_kv_cache(Stub(theirs.ChunkedKVCache(8_192)), max_kv_size=64)
     assert cache.chunk_size == 64
     (cache,) = make_kv_cache(Stub(theirs.ChunkedKVCache(32)), max_kv_size=64)
     assert cache.chunk_size == 32
 
 
-def test_what_cannot_be_bounded_is_refused() -> None:
+def test_unbounded_layer_cache_is_refused() -> None:
     """DeepSeek 4.1 keeps compressed keys of its own, without end."""
     with pytest.raises(SettingError, match=r"deepseek_v41\.LayerCache cannot be bounded"):
         make_kv_cache(Stub(LayerCache(32)))
 
 
-def test_a_sliding_window_gets_no_kept_tokens() -> None:
+def test_sliding_window_layers_keep_no_tokens() -> None:
     model = model_of("gemma3_text", **SLIDING)
     cache = make_kv_cache(model, max_kv_size=8, keep=2)
     assert [layer.keep for layer in cache] == [0, 2, 0, 2]

@@ -59,7 +59,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_round_trip_and_on(name: str, tmp_path: Path) -> None:
+def test_round_trip_and_continue(name: str, tmp_path: Path) -> None:
     cache = CACHES[name]()
     save_prompt_cache(tmp_path / "cache.safetensors", [cache, cache], {"model": "m"})
     loaded, metadata = load_prompt_cache(tmp_path / "cache.safetensors", return_metadata=True)
@@ -83,7 +83,7 @@ def test_round_trip_and_on(name: str, tmp_path: Path) -> None:
             assert all(mx.array_equal(a, b) for a, b in parts)
 
 
-def test_files_are_private_and_left_alone_by_a_failed_write(tmp_path: Path) -> None:
+def test_files_are_private_and_survive_failed_write(tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     save_prompt_cache(tmp_path / "cache", [fed(KVCache(), 3)])  # as MLX, it adds the suffix
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -114,7 +114,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         load_prompt_cache(path)
 
 
-def test_codes_of_another_format_are_refused(
+def test_codes_of_other_format_version_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would be read as other numbers."""
@@ -125,7 +125,7 @@ def test_codes_of_another_format_are_refused(
         load_prompt_cache(path)
 
 
-def test_files_go_both_ways_between_mlx_lm_and_penstock(tmp_path: Path) -> None:
+def test_files_are_interchangeable_with_mlx_lm(tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     theirs.save_prompt_cache(
         str(path), [fed(theirs.KVCache(), 5), fed(theirs.RotatingKVCache(8, keep=2), 30)]
@@ -140,7 +140,7 @@ def test_files_go_both_ways_between_mlx_lm_and_penstock(tmp_path: Path) -> None:
     assert indices(ring.update_and_fetch(*kv(1, start=30))[0]) == [0, 1, 30, *range(25, 30)]
 
 
-def test_lists_and_states_of_mlx_lm_stay_what_they_are(tmp_path: Path) -> None:
+def test_mlx_lm_cache_lists_and_states_keep_their_class(tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     state = theirs.ArraysCache(size=1)
     state[0] = mx.ones((1, 4))
@@ -151,7 +151,7 @@ def test_lists_and_states_of_mlx_lm_stay_what_they_are(tmp_path: Path) -> None:
     assert (type(both[1]), both[1].offset) == (SinkRotatingKVCache, 30)
 
 
-def test_a_batch_longer_than_the_window_is_cut_when_read(tmp_path: Path) -> None:
+def test_oversized_batch_is_cut_to_window_on_load(tmp_path: Path) -> None:
     batch = theirs.BatchRotatingKVCache(8, [2, 0])
     batch.update_and_fetch(*kv(20, batch=2))
     theirs.save_prompt_cache(str(tmp_path / "cache.safetensors"), [batch])
@@ -165,7 +165,7 @@ def test_a_batch_longer_than_the_window_is_cut_when_read(tmp_path: Path) -> None
     assert isinstance(BatchKVCache.from_state(BatchKVCache([0]).state), BatchKVCache)
 
 
-def test_a_loaded_window_grows_on_from_what_it_had(tmp_path: Path) -> None:
+def test_loaded_window_grows_from_its_size(tmp_path: Path) -> None:
     """Not to all of max_size at once, for a request that asked for 600 tokens."""
     path = tmp_path / "cache.safetensors"
     cache = fed(SinkRotatingKVCache(100_000, keep=16, capacity=600), 520)
@@ -178,7 +178,7 @@ def test_a_loaded_window_grows_on_from_what_it_had(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("states", [["0.0", "0.1"], ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]])
-def test_files_of_another_layout_are_refused(states: list[str], tmp_path: Path) -> None:
+def test_other_file_layouts_are_refused(states: list[str], tmp_path: Path) -> None:
     """As mlx-lm wrote them before 0.32.2, and one with more states than classes."""
     path = tmp_path / "cache.safetensors"
     header = {"0": "", "1.0": "KVCache", "2.0": ""}
@@ -193,7 +193,7 @@ def test_metadata_must_be_strings(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_batch_gives_rows_back_in_their_class_after_a_file(tmp_path: Path) -> None:
+def test_rows_extracted_from_loaded_batch_keep_class(tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     for kind in (RotatingKVCache, SinkRotatingKVCache, QuantizedRotatingKVCache):
         save_prompt_cache(path, [batch_of(lambda kind=kind: kind(8, 2), 30, 2)])

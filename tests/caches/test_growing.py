@@ -21,7 +21,7 @@ from penstock import (
 from penstock.caches import QuantizedRotatingKVCache, TurboQuantKVCache
 
 
-def test_a_capacity_is_allocated_once_and_written_in_place() -> None:
+def test_capacity_is_allocated_once_and_written_in_place() -> None:
     cache = KVCache(capacity=1_000)
     assert (cache.capacity, cache.nbytes) == (1_000, 0)
     feed(cache, 10)
@@ -31,7 +31,7 @@ def test_a_capacity_is_allocated_once_and_written_in_place() -> None:
     assert (cache.growths, cache.capacity, cache.offset) == (0, 1_000, 510)
 
 
-def test_a_held_view_does_cost_a_copy() -> None:
+def test_live_view_forces_a_copy() -> None:
     """Negative control of the measurement above."""
     cache = KVCache(capacity=1_000)
     held = feed(cache, 10)
@@ -39,7 +39,7 @@ def test_a_held_view_does_cost_a_copy() -> None:
     assert indices(held[0]) == list(range(10))
 
 
-def test_a_hint_that_was_too_small_grows_and_says_so() -> None:
+def test_growth_past_capacity_is_counted() -> None:
     cache = KVCache(capacity=4)
     fetched = feed(cache, 3, 3)
     assert cache.growths == 1
@@ -47,7 +47,7 @@ def test_a_hint_that_was_too_small_grows_and_says_so() -> None:
     assert indices(fetched[1]) == list(range(6))
 
 
-def test_growth_holds_one_old_buffer_at_a_time() -> None:
+def test_growth_keeps_one_old_buffer_alive() -> None:
     layers = [KVCache(capacity=4_096) for _ in range(8)]
     for cache in layers:
         feed(cache, 4_096)
@@ -64,7 +64,7 @@ def test_growth_holds_one_old_buffer_at_a_time() -> None:
     assert extra <= grown + side + 65_536, "old buffers of several layers were alive together"
 
 
-def test_filling_the_whole_buffer_does_not_keep_the_callers_array() -> None:
+def test_full_buffer_write_does_not_retain_callers_array() -> None:
     """The chunk is a view of something large, as keys split off a fused projection are."""
     cache = KVCache(capacity=16)
 
@@ -80,7 +80,7 @@ def test_filling_the_whole_buffer_does_not_keep_the_callers_array() -> None:
     assert mx.get_active_memory() - before <= cache.nbytes + 4_096
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_copies_are_independent() -> None:
     cache = KVCache()
     feed(cache, 5)
     other = copy.deepcopy(cache)
@@ -100,7 +100,7 @@ def test_capacity_must_be_an_integer(capacity: object) -> None:
         KVCache(capacity=capacity)  # type: ignore[arg-type]
 
 
-def test_wrong_arrays_are_named() -> None:
+def test_bad_arrays_are_named() -> None:
     cache = KVCache()
     keys, values = kv(3)
     with pytest.raises(TypeError, match=r"keys must be an mx\.array, not list"):
@@ -130,9 +130,7 @@ ONE_SEQUENCE = {
 
 @pytest.mark.parametrize("dtype", [mx.int32, mx.uint8, mx.bool_, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("name", ONE_SEQUENCE)
-def test_numbers_of_every_type_and_no_tokens_are_taken_as_mlx_lm_takes_them(
-    name: str, dtype: mx.Dtype
-) -> None:
+def test_all_dtypes_and_empty_updates_match_mlx_lm(name: str, dtype: mx.Dtype) -> None:
     ours, own = (make() for make in ONE_SEQUENCE[name])
     for tokens in (3, 1, 0, 1, 3):
         sides = [(side * 100).astype(dtype) for side in kv(tokens)]
@@ -148,7 +146,7 @@ def test_numbers_of_every_type_and_no_tokens_are_taken_as_mlx_lm_takes_them(
 
 
 @pytest.mark.parametrize("capacity", [None, 24])
-def test_no_tokens_at_first_allocate_as_any_first_update(capacity: int | None) -> None:
+def test_empty_first_update_allocates_normally(capacity: int | None) -> None:
     cache = KVCache(capacity)
     keys, values = kv(3)
     assert cache.update_and_fetch(keys[:, :, :0], values[:, :, :0])[0].shape[2] == 0
@@ -166,7 +164,7 @@ def test_no_tokens_at_first_allocate_as_any_first_update(capacity: int | None) -
     ],
     ids=["quantized", "quantized ring", "codec"],
 )
-def test_what_encodes_takes_floats_alone_and_no_tokens_too(make: Any) -> None:
+def test_codecs_accept_only_floats(make: Any) -> None:
     cache = make()
     keys, values = kv(3)
     with pytest.raises(TypeError, match=r"keys must be floating point to be encoded, not .*int32"):
@@ -181,7 +179,7 @@ def test_what_encodes_takes_floats_alone_and_no_tokens_too(make: Any) -> None:
         whole.to_quantized(32, 8)
 
 
-def test_batch_parts_hold_just_what_they_need() -> None:
+def test_merged_batch_holds_only_needed_columns() -> None:
     singles = [KVCache(capacity=100) for _ in range(2)]
     feed(singles[0], 7)
     feed(singles[1], 3)
@@ -200,7 +198,7 @@ def test_batch_parts_hold_just_what_they_need() -> None:
     assert batch.growths == 0, "giving a packed buffer its room again is no growth"
 
 
-def test_an_extracted_row_does_not_hold_the_batch() -> None:
+def test_extracted_row_releases_batch() -> None:
     batch = KVCache.merge([KVCache(capacity=2_000) for _ in range(4)])
     batch.update_and_fetch(*kv(2_000, batch=4))
     mx.eval(batch.state)
@@ -210,7 +208,7 @@ def test_an_extracted_row_does_not_hold_the_batch() -> None:
     assert mx.get_active_memory() - before <= row.nbytes - 4 * 2_000 * TOKEN_BYTES + 4_096
 
 
-def test_batch_left_padding_only_while_empty() -> None:
+def test_left_padding_only_while_empty() -> None:
     batch = BatchKVCache([0, 0])
     batch.prepare(left_padding=[1, 0])
     batch.update_and_fetch(*kv(2, batch=2))
@@ -218,7 +216,7 @@ def test_batch_left_padding_only_while_empty() -> None:
         batch.prepare(left_padding=[1, 0])
 
 
-def test_merge_of_nothing() -> None:
+def test_merge_of_no_caches_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one cache"):
         BatchKVCache.merge([])
     assert BatchKVCache.merge([KVCache(), KVCache()]).empty()
@@ -232,14 +230,14 @@ def test_merge_of_nothing() -> None:
         (3, TypeError, "left_padding must be a sequence"),
     ],
 )
-def test_wrong_padding_is_named(padding: Any, error: type[Exception], words: str) -> None:
+def test_bad_padding_is_named(padding: Any, error: type[Exception], words: str) -> None:
     for kind in (BatchKVCache, lambda pads: BatchRotatingKVCache(8, pads)):
         with pytest.raises(error, match=words):
             kind(padding)
 
 
 @pytest.mark.parametrize("cache", [KVCache(), RotatingKVCache(8), RotatingKVCache(8, 2)])
-def test_a_negative_trim_is_refused(cache: Any) -> None:
+def test_negative_trim_is_refused(cache: Any) -> None:
     feed(cache, 5)
     batch = cache.merge([cache])
     for trimmed in (cache, batch):
@@ -253,7 +251,7 @@ def test_a_negative_trim_is_refused(cache: Any) -> None:
     ("rows", "words"),
     [([], "is empty"), ([2], "row 2; the batch has 2"), ([-1], "at least 0"), ([0.5], "integer")],
 )
-def test_a_wrong_filter_changes_nothing(single: Any, rows: list[Any], words: str) -> None:
+def test_bad_filter_changes_nothing(single: Any, rows: list[Any], words: str) -> None:
     single = copy.deepcopy(single)
     feed(single, 3)
     batch = single.merge([single, single])
@@ -300,7 +298,7 @@ def fed() -> KVCache:
         (lambda: RotatingKVCache(8, 2), lambda: RotatingKVCache(8, 3), "same keep"),
     ],
 )
-def test_merge_and_extend_want_what_goes_together(first: Any, second: Any, words: str) -> None:
+def test_merge_and_extend_refuse_incompatible_caches(first: Any, second: Any, words: str) -> None:
     one, other = first(), second()
     with pytest.raises(ValueError, match=words):
         one.merge([one, other])
@@ -308,11 +306,11 @@ def test_merge_and_extend_want_what_goes_together(first: Any, second: Any, words
         one.merge([one]).extend(other.merge([other]))
 
 
-def test_whole_numbers_of_numpy_count() -> None:
+def test_numpy_integers_are_accepted() -> None:
     assert RotatingKVCache(np.int64(8), keep=np.int32(2)).max_size == 8
 
 
-def test_quantizing_is_an_allocation() -> None:
+def test_quantizing_counts_as_one_growth() -> None:
     cache = KVCache()
     feed(cache, 250)
     quantized = cache.to_quantized(bits=8)

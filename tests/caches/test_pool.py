@@ -66,7 +66,7 @@ def lying(side: np.ndarray, layout: str | None, rows: bool) -> mx.array:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("layout", ["heads_first", "tokens_first"])
-def test_both_layouts_are_taken_by_name(layout: Any, rows: bool, tokens: int, heads: int) -> None:
+def test_layouts_can_be_named(layout: Any, rows: bool, tokens: int, heads: int) -> None:
     pool = make(num_layers=1, num_kv_heads=heads)
     seq_id = pool.allocate_sequence()
     data = np.random.default_rng(0).normal(size=(heads, tokens, DIM)).astype(np.float32)
@@ -80,9 +80,7 @@ def test_both_layouts_are_taken_by_name(layout: Any, rows: bool, tokens: int, he
 @pytest.mark.parametrize("heads", [1, 2, 3])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 @pytest.mark.parametrize("layout", ["heads_first", "tokens_first"])
-def test_without_a_name_what_fits_both_ways_is_refused(
-    layout: str, tokens: int, heads: int
-) -> None:
+def test_ambiguous_layout_is_refused(layout: str, tokens: int, heads: int) -> None:
     pool = make(num_layers=1, num_kv_heads=heads)
     seq_id = pool.allocate_sequence()
     data = np.random.default_rng(0).normal(size=(heads, tokens, DIM)).astype(np.float32)
@@ -205,7 +203,7 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
-def test_all_memory_is_taken_at_construction_and_none_later() -> None:
+def test_all_memory_is_allocated_at_construction() -> None:
     before = mx.get_active_memory()
     pool = make(max_seq_len=512, head_dim=64)
     taken = mx.get_active_memory() - before
@@ -228,7 +226,7 @@ def test_all_memory_is_taken_at_construction_and_none_later() -> None:
     assert mx.get_active_memory() - before < pool.total_memory + 64 * 1024
 
 
-def test_a_held_view_keeps_its_values_and_costs_one_copy_of_its_buffers() -> None:
+def test_live_view_keeps_values_at_cost_of_one_copy() -> None:
     pool = make(max_seq_len=512, head_dim=64)
     seq_id = pool.allocate_sequence()
     token = mx.ones((HEADS, 1, 64))
@@ -263,14 +261,14 @@ def test_get_cache_allocates_nothing() -> None:
     assert views[1][1].shape == (1, HEADS, 4000, 64)
 
 
-def test_a_short_sequence_takes_a_whole_slot() -> None:
+def test_short_sequence_takes_whole_slot() -> None:
     pool = make()
     pool.allocate_sequence(1)
     assert pool.used_memory == pool.slot_memory == 2 * LAYERS * HEADS * LENGTH * DIM * 4
     assert pool.free_memory == (SLOTS - 1) * pool.slot_memory
 
 
-def test_an_append_moves_nothing_until_the_advance() -> None:
+def test_append_is_invisible_until_advance() -> None:
     pool = make()
     seq_id = pool.allocate_sequence()
     append(pool, seq_id, 3, seed=1)
@@ -281,7 +279,7 @@ def test_an_append_moves_nothing_until_the_advance() -> None:
     np.testing.assert_array_equal(np.array(pool.get_cache(seq_id, 1)[0])[0], numbers(2, 6))
 
 
-def test_what_an_earlier_sequence_left_is_never_shown() -> None:
+def test_previous_slot_contents_are_never_visible() -> None:
     pool = make(max_batch_size=1)
     first = pool.allocate_sequence()
     append(pool, first, 5)
@@ -395,7 +393,7 @@ def test_what_an_earlier_sequence_left_is_never_shown() -> None:
         (lambda p, s: p.advance_seq_len(99, 1), UnknownSequence, "99"),
     ],
 )
-def test_a_refused_call_says_why_and_changes_nothing(call: Any, error: Any, words: str) -> None:
+def test_refused_call_explains_and_changes_nothing(call: Any, error: Any, words: str) -> None:
     pool = make()
     seq_id = pool.allocate_sequence()
     append(pool, seq_id, 1)
@@ -415,7 +413,7 @@ def shaped(*shape: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.arra
     return mx.ones(shape, dtype), mx.ones(shape, dtype)
 
 
-def test_a_released_id_stays_unknown_though_its_slot_is_used_again() -> None:
+def test_released_id_stays_unknown_after_slot_reuse() -> None:
     pool = make(max_batch_size=1)
     first = pool.allocate_sequence()
     with pytest.raises(PoolFull, match="all 1 slots"):
@@ -439,7 +437,7 @@ def test_a_released_id_stays_unknown_though_its_slot_is_used_again() -> None:
         ("dtype", mx.int32, TypeError),
     ],
 )
-def test_an_invalid_argument_is_named(argument: str, value: Any, error: Any) -> None:
+def test_invalid_argument_is_named(argument: str, value: Any, error: Any) -> None:
     with pytest.raises(error, match=argument):
         make(**{argument: value})
 
@@ -456,7 +454,7 @@ def test_an_invalid_argument_is_named(argument: str, value: Any, error: Any) -> 
         lambda p: p._slots._values.__setitem__(0, mx.zeros((1, 1, 1, 1))),
     ],
 )
-def test_check_notices_harm(harm: Any) -> None:
+def test_check_detects_corruption(harm: Any) -> None:
     pool = make()
     append(pool, pool.allocate_sequence(), 2)
     pool.advance_seq_len(0, 2)
@@ -466,11 +464,11 @@ def test_check_notices_harm(harm: Any) -> None:
         pool.check()
 
 
-def test_a_half_precision_pool_holds_half() -> None:
+def test_half_precision_pool_takes_half() -> None:
     assert make(dtype=mx.bfloat16).total_memory * 2 == make().total_memory
 
 
-def test_filling_the_only_slot_does_not_keep_the_callers_array() -> None:
+def test_filling_only_slot_does_not_retain_callers_array() -> None:
     """MLX would drop the pool's buffer and keep what the chunk is a view of."""
     pool = make(max_batch_size=1, num_layers=1, max_seq_len=64, head_dim=64)
     seq_id = pool.allocate_sequence()

@@ -52,7 +52,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_text_after_a_hit_equals_the_cold_text(loaded: Any, form: str) -> None:
+def test_text_after_hit_matches_cold(loaded: Any, form: str) -> None:
     """Equal, shorter, longer and partly common prompts, of every class that can be stored."""
     model, _ = loaded
     first = tokens_of(loaded)
@@ -80,7 +80,7 @@ def test_text_after_a_hit_equals_the_cold_text(loaded: Any, form: str) -> None:
         prefix.check()
 
 
-def test_a_wrong_prefix_would_change_the_text(loaded: Any) -> None:
+def test_wrong_prefix_changes_text(loaded: Any) -> None:
     """Negative control: what is held under a prompt's name is another prompt's KV."""
     model, _ = loaded
     prompt, other = tokens_of(loaded), tokens_of(loaded, seed=3)
@@ -94,7 +94,7 @@ def test_a_wrong_prefix_would_change_the_text(loaded: Any) -> None:
     assert text(model, rest, caches) != cold
 
 
-def test_what_is_fetched_may_be_written_to(loaded: Any) -> None:
+def test_fetched_caches_are_writable_copies(loaded: Any) -> None:
     model, _ = loaded
     prompt = tokens_of(loaded)
     prefix = PrefixCache("50MB", block_size=BLOCK)
@@ -129,7 +129,7 @@ def read_off(caches: list[Any]) -> list[int]:
 TOKEN_BYTES = 2 * 2 * 4
 
 
-def test_a_conversation_is_held_once() -> None:
+def test_conversation_is_stored_once() -> None:
     """Ten turns, each stored with all before it: mlx-lm's server would hold 5.5 times as much."""
     prefix = PrefixCache("10MB", block_size=BLOCK)
     turns = list(range(1_600))
@@ -141,7 +141,7 @@ def test_a_conversation_is_held_once() -> None:
     prefix.check()
 
 
-def test_what_was_found_and_stored_is_counted() -> None:
+def test_counts_of_hits_and_stores() -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
     prompt = list(range(100))
     assert prefix.fetch(prompt)[0] is None
@@ -155,7 +155,7 @@ def test_what_was_found_and_stored_is_counted() -> None:
     assert PrefixCounts() == PrefixCounts(0, 0, 0, 0, 0, 0, 0)
 
 
-def test_the_limit_holds_for_what_mlx_holds() -> None:
+def test_mlx_memory_stays_within_limit() -> None:
     prefix = PrefixCache(400_000, block_size=BLOCK)
     before = mx.get_active_memory()
     for start in range(0, 100_000, 2_000):
@@ -175,7 +175,7 @@ def test_the_limit_holds_for_what_mlx_holds() -> None:
     assert mx.get_active_memory() - before <= 4_096
 
 
-def test_an_entry_over_the_limit_is_refused_and_nobody_suffers() -> None:
+def test_oversized_entry_is_refused_without_eviction() -> None:
     prefix = PrefixCache(100_000, block_size=BLOCK)
     small = list(range(1_000))
     prefix.store(small, marked(small))
@@ -187,7 +187,7 @@ def test_an_entry_over_the_limit_is_refused_and_nobody_suffers() -> None:
     assert prefix.counts.evicted_nodes == 0
 
 
-def test_tenants_share_nothing_and_learn_nothing() -> None:
+def test_tenants_are_isolated() -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
     prompt = list(range(100))
     prefix.store(prompt, marked(prompt), salt="a")
@@ -232,7 +232,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_could_not_be_joined_later_is_refused_and_the_rest_is_served(other: str) -> None:
+def test_incompatible_caches_on_one_path_are_refused(other: str) -> None:
     """Caches of 2 heads and of 4 on one path would make every later fetch fail."""
     prefix = PrefixCache("1MB", block_size=BLOCK)
     prompt = list(range(100))
@@ -247,7 +247,7 @@ def test_what_could_not_be_joined_later_is_refused_and_the_rest_is_served(other:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.int32, mx.uint8])
-def test_numbers_of_every_type_are_stored_and_fetched(dtype: mx.Dtype) -> None:
+def test_all_dtypes_are_stored_and_fetched(dtype: mx.Dtype) -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
     prompt = list(range(100))
     caches = of_shape(dtype=dtype)
@@ -259,7 +259,7 @@ def test_numbers_of_every_type_are_stored_and_fetched(dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize("limit", [1.5, None, True, [], b"1GB", 0, -1, float("nan")])
-def test_a_limit_that_is_no_size_is_refused(limit: Any) -> None:
+def test_invalid_memory_limit_is_refused(limit: Any) -> None:
     with pytest.raises(SettingError, match="memory_limit must be a whole number of bytes"):
         PrefixCache(limit)
 
@@ -284,14 +284,14 @@ def test_a_limit_that_is_no_size_is_refused(limit: Any) -> None:
         (lambda: of_shape(lambda: QuantizedKVCache(32, 8), rows=2), "holds 2 rows"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_with_the_reason(caches: Any, reason: str) -> None:
+def test_uncuttable_caches_are_refused_with_reason(caches: Any, reason: str) -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
     stored = prefix.store(list(range(100)), caches())
     assert re.search(reason, str(stored.refused))
     assert len(prefix) == 0
 
 
-def test_caches_of_another_kind_are_refused() -> None:
+def test_caches_of_other_classes_are_refused() -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
     prompt = list(range(100))
     prefix.store(prompt, marked(prompt))
@@ -307,7 +307,7 @@ def test_caches_of_another_kind_are_refused() -> None:
         (list(range(200)), 96, None, "never cached"),
     ],
 )
-def test_explain_says_where_and_why(
+def test_explain_reports_divergence_and_reason(
     asked: list[int], held: int, diverges_at: int | None, reason: str
 ) -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
@@ -320,7 +320,7 @@ def test_explain_says_where_and_why(
         assert (told.held_token, told.given_token) == (diverges_at, 5)
 
 
-def test_mlx_lms_server_finds_all_that_it_calls() -> None:
+def test_implements_mlx_lm_server_cache_methods() -> None:
     used = set(re.findall(r"self\.prompt_cache\.(\w+)", inspect.getsource(mlx_lm.server)))
     assert {"fetch_nearest_cache", "insert_cache"} <= used
     assert [name for name in used if not hasattr(PrefixCache, name)] == []

@@ -40,7 +40,7 @@ def direct(array: mx.array, bits: int, group_size: int = 64) -> mx.array:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group_size", [32, 64])
-def test_every_width_holds_what_quantizing_at_once_gives(bits: int, group_size: int) -> None:
+def test_incremental_quantization_matches_one_pass(bits: int, group_size: int) -> None:
     cache = QuantizedKVCache(group_size=group_size, bits=bits, capacity=64)
     keys, values = noise(41)
     for start, stop in ((0, 7), (7, 8), (8, 40), (40, 41)):
@@ -74,7 +74,7 @@ def test_merge_extend_filter_extract(bits: int) -> None:
             assert mx.array_equal(wide(single, side), direct(whole, bits))
 
 
-def test_quantizing_a_ring_keeps_its_bound_and_its_tokens() -> None:
+def test_quantized_ring_keeps_bound_and_tokens() -> None:
     ring = RotatingKVCache(max_size=32, keep=4)
     keys, values = noise(50)
     ring.update_and_fetch(keys, values)
@@ -92,7 +92,7 @@ def test_quantizing_a_ring_keeps_its_bound_and_its_tokens() -> None:
     assert batch.extract(1).bits == 8
 
 
-def test_quantizing_keeps_the_capacity_and_one_wide_copy() -> None:
+def test_quantizing_keeps_capacity_with_one_raw_copy() -> None:
     layers = [KVCache(capacity=2_048) for _ in range(8)]
     for cache in layers:
         cache.update_and_fetch(*kv(2_000))
@@ -118,12 +118,12 @@ def test_quantizing_keeps_the_capacity_and_one_wide_copy() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [QuantizedKVCache, lambda **k: QuantizedRotatingKVCache(8, **k)])
-def test_impossible_widths_are_named(kind: Any, arguments: dict[str, Any], words: str) -> None:
+def test_invalid_bits_are_named(kind: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         kind(**arguments)
 
 
-def test_a_head_size_that_does_not_divide_is_named() -> None:
+def test_head_size_not_divisible_by_group_is_named() -> None:
     keys, values = (side[..., :48] for side in kv(3))
     with pytest.raises(ValueError, match="head_dim of keys is 48, not a multiple of group_size 64"):
         QuantizedKVCache().update_and_fetch(keys, values)
@@ -133,7 +133,7 @@ def test_a_head_size_that_does_not_divide_is_named() -> None:
         cache.to_quantized(group_size=32)
 
 
-def test_a_group_that_would_divide_is_named() -> None:
+def test_divisible_group_size_is_suggested() -> None:
     keys, values = (mx.concatenate([side, side[..., :32]], axis=-1) for side in kv(3))
     with pytest.raises(ValueError, match="is 96, not a multiple of group_size 64; use 32"):
         QuantizedKVCache().update_and_fetch(keys, values)
@@ -150,7 +150,7 @@ def test_a_group_that_would_divide_is_named() -> None:
         ((1, HEADS, 3, WIDTH), mx.float16, TypeError, "keys are mlx.core.float16; .*float32"),
     ],
 )
-def test_other_shapes_than_those_that_are_held_are_refused(
+def test_mismatched_shapes_are_refused(
     shape: tuple[int, ...], dtype: mx.Dtype, error: type[Exception], words: str
 ) -> None:
     new = mx.ones(shape, dtype)
@@ -164,7 +164,7 @@ def test_other_shapes_than_those_that_are_held_are_refused(
     assert empty.offset == 3
 
 
-def test_values_of_another_width_than_those_that_are_held_are_refused() -> None:
+def test_mismatched_value_width_is_refused() -> None:
     cache = QuantizedKVCache(bits=8)
     cache.update_and_fetch(*kv(5))
     keys, _ = kv(3)
@@ -172,7 +172,7 @@ def test_values_of_another_width_than_those_that_are_held_are_refused() -> None:
         cache.update_and_fetch(keys, mx.concatenate([keys, keys], axis=-1))
 
 
-def test_empty_ones_have_a_size() -> None:
+def test_empty_caches_have_size() -> None:
     assert QuantizedKVCache().nbytes == 0
     assert QuantizedKVCache().empty()
     assert KVCache().to_quantized(bits=4).bits == 4

@@ -117,7 +117,7 @@ def chances(model: Any, prompt: list[int], caches: list[Any]) -> mx.array:
 
 
 @pytest.mark.parametrize("codec", ["8", "turbo8", "kivi8/turbo8"])
-def test_eight_bits_say_the_same(codec: str) -> None:
+def test_eight_bits_match_full_precision_text(codec: str) -> None:
     """The embedded model, asked the same and otherwise, within and behind what is held."""
     model, tokenizer = load(MODEL_PATH)
     told = dialogue(1, tokens=600, facts=6)
@@ -143,7 +143,9 @@ def test_eight_bits_say_the_same(codec: str) -> None:
     ("codec", "least", "most"),
     [("8", 0.0, 1e-4), ("turbo8", 0.0, 1e-4), ("k8v4", 1e-7, 1e-2), ("2", 1e-3, 10.0)],
 )
-def test_what_may_come_next_is_near(codec: str, least: float, most: float, model: Any) -> None:
+def test_next_token_distribution_is_near_full_precision(
+    codec: str, least: float, most: float, model: Any
+) -> None:
     """Kullback-Leibler divergence from full precision; two bits are the negative control."""
     prompt = prompt_of(700)
     caches = theirs.make_prompt_cache(model)
@@ -162,7 +164,7 @@ def test_what_may_come_next_is_near(codec: str, least: float, most: float, model
 
 
 @pytest.mark.parametrize("codec", ["4", "k8v4", "turbo2.5", "kivi4/turbo3", "raw/4"])
-def test_bytes_are_those_of_the_formula_and_nothing_wide_is_left(codec: str) -> None:
+def test_nbytes_match_formula_without_dequantized_copy(codec: str) -> None:
     caches = noise(1_000)
     prefix = quantized(codec)
     gc.collect()
@@ -178,7 +180,7 @@ def test_bytes_are_those_of_the_formula_and_nothing_wide_is_left(codec: str) -> 
     prefix.check()
 
 
-def test_the_first_tokens_stay_as_they_are() -> None:
+def test_first_tokens_stay_raw() -> None:
     prefix = quantized("4", kv_cache_raw_first_tokens=100)
     prefix.store(range(300), noise(300))
     assert forms(prefix) == [(0, 128, {mx.array}), (128, 256, {Coded})]
@@ -193,7 +195,7 @@ def test_the_first_tokens_stay_as_they_are() -> None:
     prefix.check()
 
 
-def test_only_what_is_used_is_encoded_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_used_tokens_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = quantized("4")
     encoded: list[int] = []
     encode = type(parse_scheme("4").keys).encode  # type: ignore[arg-type]
@@ -224,7 +226,7 @@ def test_layers_can_be_skipped() -> None:
         assert bool(same) == (cache is (caches or [])[1])
 
 
-def test_what_is_too_large_for_a_scale_stays_and_is_counted() -> None:
+def test_values_too_large_for_scale_stay_raw_and_counted() -> None:
     caches = noise(400, layers=2)
     caches[1].keys[0, 0, 300, 5] = 1e6
     prefix = quantized("turbo4")
@@ -238,7 +240,7 @@ def test_what_is_too_large_for_a_scale_stays_and_is_counted() -> None:
     assert (caches or [])[1].keys[0, 0, 300, 5].item() == 1e6
 
 
-def test_what_stays_because_it_is_too_large_needs_room() -> None:
+def test_raw_fallback_needs_room() -> None:
     """It is known only then: nothing is stored, and nothing is lost."""
     tokens = 2_048
     as_coded = 2 * FIRST * HEADS * 2 * DIM * 4 + coded_bytes("turbo4", tokens - FIRST, 2)
@@ -263,7 +265,7 @@ def limit_for(kv_bytes: int) -> int:
     )
 
 
-def test_what_is_given_up_counts_its_true_bytes() -> None:
+def test_eviction_counts_coded_bytes() -> None:
     one = FIRST * WIDE + coded_bytes("4", 960 - FIRST)
     limit = limit_for(3 * one + 3 * 10_000)
     prefix = quantized("4", limit)
@@ -275,7 +277,7 @@ def test_what_is_given_up_counts_its_true_bytes() -> None:
     assert kv_bytes(prefix) == 3 * one
 
 
-def test_a_prompt_fits_by_its_coded_bytes() -> None:
+def test_prompt_fits_by_coded_bytes() -> None:
     """In full precision it would not, and nothing of the wide form is asked for."""
     limit = limit_for(FIRST * WIDE + coded_bytes("4", 1_984 - FIRST) + 12_000)
     assert limit < 1_984 * WIDE
@@ -288,7 +290,7 @@ def test_a_prompt_fits_by_its_coded_bytes() -> None:
 
 
 @pytest.mark.parametrize("codec", ["4", "8", "turbo4", "kivi4"])
-def test_storing_takes_little_more_than_what_is_stored(codec: str) -> None:
+def test_storing_peak_memory_is_bounded(codec: str) -> None:
     caches = noise(4_096)
     prefix = quantized(codec)
     gc.collect()
@@ -302,7 +304,7 @@ def test_storing_takes_little_more_than_what_is_stored(codec: str) -> None:
 # ---- what is fetched
 
 
-def test_it_is_widened_a_piece_at_a_time_and_may_be_written_to() -> None:
+def test_dequantization_is_piecewise_and_writable() -> None:
     prefix = quantized("4")
     prefix.store(range(4_096), noise(4_096))
     gc.collect()
@@ -320,7 +322,7 @@ def test_it_is_widened_a_piece_at_a_time_and_may_be_written_to() -> None:
     assert float(mx.abs((again or [])[0].keys[:, :, :4_096] - 7.0).min()) > 0
 
 
-def test_only_what_matched_is_widened() -> None:
+def test_only_matched_tokens_are_dequantized() -> None:
     prefix = quantized("kivi4")
     prefix.store(range(2_048), noise(2_048))
     mx.reset_peak_memory()
@@ -342,7 +344,7 @@ def test_only_what_matched_is_widened() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("kind", [KVCache, theirs.KVCache, lambda: RotatingKVCache(2_048, 16)])
-def test_it_comes_back_in_its_class_and_type(kind: Any, dtype: mx.Dtype) -> None:
+def test_fetched_cache_keeps_class_and_dtype(kind: Any, dtype: mx.Dtype) -> None:
     prefix = quantized("8", kv_cache_raw_first_tokens=0)
     stored = noise(300, kind, 2, dtype)
     assert prefix.store(range(300), stored).refused is None
@@ -360,7 +362,7 @@ def test_it_comes_back_in_its_class_and_type(kind: Any, dtype: mx.Dtype) -> None
     )
 
 
-def test_tenants_may_have_models_of_other_shapes() -> None:
+def test_tenants_may_use_models_of_other_shapes() -> None:
     """As in mlx-lm's server, which names the model by the salt."""
     prefix = quantized("4", kv_cache_raw_first_tokens=0)
     prefix.store(range(256), noise(256, layers=2), salt="a")
@@ -375,7 +377,7 @@ def test_tenants_may_have_models_of_other_shapes() -> None:
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "k8v4", "kivi5/turbo3.5", "raw/4"])
-def test_it_is_fetched_without_being_widened(codec: str) -> None:
+def test_fetch_without_dequantizing(codec: str) -> None:
     prefix = quantized(codec)
     prefix.store(range(2_000), noise(2_000))
     gc.collect()
@@ -404,7 +406,7 @@ def test_it_is_fetched_without_being_widened(codec: str) -> None:
     prefix.check()
 
 
-def test_only_what_matched_is_fetched_in_codes() -> None:
+def test_only_matched_codes_are_fetched() -> None:
     prefix = quantized("kivi4")
     prefix.store(range(1_024), noise(1_024))
     for asked, head, codes in (([*range(450), 1], 128, 320), ([*range(100), 1], 64, 0)):
@@ -416,7 +418,7 @@ def test_only_what_matched_is_fetched_in_codes() -> None:
         assert caches[0].head.offset == 128
 
 
-def test_codes_are_stored_again_as_they_are() -> None:
+def test_fetched_codes_are_stored_unchanged() -> None:
     """A conversation that is never dequantized: each turn is encoded once, and held once."""
     prefix, whole = quantized("turbo4"), noise(1_000, layers=2)
 
@@ -461,9 +463,7 @@ def test_codes_are_stored_again_as_they_are() -> None:
 @pytest.mark.parametrize(
     "read, gone, more", [(100, 0, 60), (300, 190, 59), (20, 0, 200), (0, 0, 140)]
 )
-def test_first_tokens_in_the_tail_are_stored_as_they_are(
-    codec: str, read: int, gone: int, more: int
-) -> None:
+def test_first_tokens_in_tail_are_stored_raw(codec: str, read: int, gone: int, more: int) -> None:
     """Single tokens wait in the tail, those included that are to stay raw."""
     prefix, plainly, whole = quantized(codec), quantized(codec), noise(400, layers=2)
     total = read - gone + more
@@ -494,7 +494,7 @@ def test_first_tokens_in_the_tail_are_stored_as_they_are(
     prefix.check()
 
 
-def test_numbers_too_large_in_a_tail_are_refused() -> None:
+def test_values_too_large_in_tail_are_refused() -> None:
     """A cache of codes cannot go on with them either; what is held does not suffer."""
     prefix, cache = (
         quantized("4"),
@@ -512,7 +512,7 @@ def test_numbers_too_large_in_a_tail_are_refused() -> None:
     assert prefix.fetch(range(200))[1] == list(range(128, 200))
 
 
-def test_codes_in_a_layer_that_is_skipped_are_refused() -> None:
+def test_codes_in_skipped_layer_are_refused() -> None:
     prefix = quantized("4", kv_cache_skip_layers=(1,))
     made = noise(
         300, lambda: TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST), 2
@@ -526,7 +526,7 @@ def test_codes_in_a_layer_that_is_skipped_are_refused() -> None:
         assert [type(cache) for cache in caches or []] == [TurboQuantKVCache, KVCache]
 
 
-def test_first_tokens_in_one_piece_take_nothing_besides() -> None:
+def test_contiguous_first_tokens_are_stored_without_copy() -> None:
     """They are cut as views; only those that are in the tail as well are joined first."""
     cache, raw = (
         TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST),
@@ -541,7 +541,7 @@ def test_first_tokens_in_one_piece_take_nothing_besides() -> None:
     assert quantized("4", 2 * raw + 20_000).store(range(FIRST), [cache]).new_tokens == FIRST
 
 
-def test_turns_of_prefill_stay_in_codes(model: Any) -> None:
+def test_prefill_turns_stay_quantized(model: Any) -> None:
     attach(model)
     prefix, prompt = quantized("4"), prompt_of(1_600)
 
@@ -570,7 +570,7 @@ def test_turns_of_prefill_stay_in_codes(model: Any) -> None:
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "kivi4"])
-def test_text_is_that_of_what_the_codes_stand_for(codec: str, model: Any) -> None:
+def test_text_matches_dequantized_codes(codec: str, model: Any) -> None:
     attach(model)
     prompt = prompt_of(650)
     made = [
@@ -589,7 +589,7 @@ def test_text_is_that_of_what_the_codes_stand_for(codec: str, model: Any) -> Non
     assert made[0]._in_place
 
 
-def test_layers_that_are_not_in_codes_come_back_as_they_were() -> None:
+def test_raw_layers_keep_their_class() -> None:
     prefix = quantized("4", kv_cache_skip_layers=(0,))
     stored = noise(400, layers=3)
     stored[2].keys[0, 0, 300, 5] = 1e6
@@ -620,14 +620,14 @@ def test_layers_that_are_not_in_codes_come_back_as_they_were() -> None:
         ),
     ],
 )
-def test_codes_of_another_kind_are_refused(cache: Any, words: str) -> None:
+def test_codes_of_other_codec_are_refused(cache: Any, words: str) -> None:
     for prefix in (quantized("4"), quantized(None)):
         refused = prefix.store(range(300), noise(300, cache, 1)).refused
         assert refused is not None
         assert words in refused or ("behind" in refused and prefix._rule is None)
 
 
-def test_without_a_codec_there_are_no_codes_to_give_out() -> None:
+def test_fetching_codes_without_codec_is_refused() -> None:
     with pytest.raises(SettingError, match="no codec is set"):
         quantized(None).fetch(range(300), dequantize=False)
 
@@ -647,19 +647,19 @@ def test_without_a_codec_there_are_no_codes_to_give_out() -> None:
         ({"kv_cache_quantization": 8}, "must be a name, as '8', not 8"),
     ],
 )
-def test_settings_that_cannot_be_are_named_at_once(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused_at_construction(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         PrefixCache("1MB", **settings)
 
 
-def test_settings_that_do_not_fit_the_model_are_named() -> None:
+def test_settings_not_fitting_model_are_named() -> None:
     with pytest.raises(SettingError, match=r"affine4g128: layer 0: .* do not divide a head of 64"):
         quantized("4g128").store(range(300), noise(300, layers=1))
     with pytest.raises(SettingError, match=r"kv_cache_skip_layers \[2\]: .* are 0 to 1"):
         quantized("4", kv_cache_skip_layers=[2]).store(range(300), noise(300, layers=2))
 
 
-def test_raw_is_no_codec_and_codes_are_not_encoded_again() -> None:
+def test_raw_disables_codec_and_codes_are_not_reencoded() -> None:
     prefix = quantized("raw")
     prefix.store(range(300), noise(300))
     assert forms(prefix) == [(0, 256, {mx.array})]
@@ -681,9 +681,7 @@ def same(one: list[mx.array], other: list[mx.array]) -> bool:
 
 @pytest.mark.parametrize("codec", ["8", "turbo4"])
 @pytest.mark.parametrize(("short", "least"), [(64, 256), (192, 256), (255, 256), (300, 301)])
-def test_a_short_prompt_is_held_as_it_is_until_a_longer_one_goes_on(
-    short: int, least: int, codec: str
-) -> None:
+def test_short_prompt_stays_raw_until_extended(short: int, least: int, codec: str) -> None:
     """The bytes and the bits are then those of the longer one alone."""
     rules = {"kv_cache_min_quantize_tokens": least, "kv_cache_raw_first_tokens": 0}
     prefix, fresh = (quantized(codec, **rules) for _ in range(2))
@@ -709,9 +707,7 @@ def test_a_short_prompt_is_held_as_it_is_until_a_longer_one_goes_on(
 
 @pytest.mark.parametrize("turns", [(100, 190, 250), (100, 300, 400), (255, 257, 700)])
 @pytest.mark.parametrize("first", [0, 64])
-def test_a_conversation_that_becomes_long_goes_on_in_codes(
-    turns: tuple[int, ...], first: int
-) -> None:
+def test_conversation_is_quantized_when_it_becomes_long(turns: tuple[int, ...], first: int) -> None:
     """Stored after each turn, from what was fetched without dequantizing: never refused."""
     prefix = quantized("turbo4", kv_cache_min_quantize_tokens=256, kv_cache_raw_first_tokens=first)
     whole = noise(700, layers=3)
@@ -737,7 +733,7 @@ def test_a_conversation_that_becomes_long_goes_on_in_codes(
         assert all(coded) if end >= 256 else not any(coded)
 
 
-def test_512_tokens_in_8_bits_take_what_vllm_mlx_takes() -> None:
+def test_512_tokens_in_8_bits_match_vllm_mlx_nbytes() -> None:
     prefix = PrefixCache("10MB", block_size=64, kv_cache_quantization="8")
     cache = KVCache()
     keys = mx.random.normal((1, 8, 512, 64), key=mx.random.key(0)).astype(mx.float16)
@@ -746,7 +742,7 @@ def test_512_tokens_in_8_bits_take_what_vllm_mlx_takes() -> None:
     assert prefix.tree.nbytes == 557_056
 
 
-def test_the_limit_holds_while_a_short_prompt_is_encoded() -> None:
+def test_limit_holds_while_short_prompt_is_encoded() -> None:
     prefix = quantized("turbo4", 40_000_000, kv_cache_min_quantize_tokens=256)
     made = noise(600)
     for seed in range(4):

@@ -24,7 +24,7 @@ from penstock import (
 
 @pytest.mark.parametrize("first", [1, 3, 16, 17, 100])
 @pytest.mark.parametrize("keep", [0, 4])
-def test_columns_are_max_size_at_once_and_for_ever(first: int, keep: int) -> None:
+def test_full_window_is_allocated_at_first_update(first: int, keep: int) -> None:
     cache = RotatingKVCache(max_size=16, keep=keep)
     feed(cache, first)
     assert cache.keys.shape[2] == 16
@@ -40,7 +40,7 @@ def test_generation_allocates_nothing() -> None:
     assert extra <= 16_384, "a write copied the ring"
 
 
-def test_a_long_chunk_leaves_only_the_window() -> None:
+def test_long_chunk_keeps_only_window() -> None:
     cache = RotatingKVCache(max_size=64, keep=4)
     feed(cache, 10)
     before = mx.get_active_memory()
@@ -53,7 +53,7 @@ def test_a_long_chunk_leaves_only_the_window() -> None:
     assert indices(cache.keys) == [*range(4), *range(4_950, 5_010)]
 
 
-def test_prefill_past_the_end_costs_one_layer() -> None:
+def test_long_prefill_holds_one_layer_chunk() -> None:
     """Twelve layers, read lazily as a model does: never more than one layer's chunk is alive."""
     window, chunk = 1_024, 128
     layers = [RotatingKVCache(max_size=window) for _ in range(12)]
@@ -74,7 +74,7 @@ def test_prefill_past_the_end_costs_one_layer() -> None:
     assert extra <= 0.12 * steady
 
 
-def test_capacity_is_what_a_request_can_use() -> None:
+def test_capacity_follows_request_length() -> None:
     cache = RotatingKVCache(max_size=100_000, keep=16, capacity=500)
     feed(cache, 400, *[1] * 100)
     assert (cache.capacity, cache.growths) == (500, 0)
@@ -83,7 +83,7 @@ def test_capacity_is_what_a_request_can_use() -> None:
     assert cache.growths == 1
 
 
-def test_capacity_never_passes_the_window() -> None:
+def test_capacity_never_exceeds_window() -> None:
     cache = RotatingKVCache(max_size=20, capacity=500)
     assert cache.capacity == 20
     feed(cache, 30)
@@ -102,9 +102,7 @@ def test_capacity_never_passes_the_window() -> None:
         ({"max_size": 8, "capacity": 0}, ValueError, "capacity"),
     ],
 )
-def test_wrong_sizes_are_named(
-    arguments: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_bad_sizes_are_named(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         RotatingKVCache(**arguments)
 
@@ -140,14 +138,14 @@ def test_keep_survives_merge_and_extract(lengths: tuple[int, int], tmp_path: Any
         )
 
 
-def test_merge_wants_one_window() -> None:
+def test_merge_requires_equal_windows() -> None:
     with pytest.raises(ValueError, match="same max_size"):
         RotatingKVCache.merge([RotatingKVCache(8), RotatingKVCache(9)])
     with pytest.raises(ValueError, match="same keep"):
         RotatingKVCache.merge([RotatingKVCache(8, keep=1), RotatingKVCache(8, keep=2)])
 
 
-def test_batch_columns_are_max_size_at_once() -> None:
+def test_batch_allocates_full_window_at_once() -> None:
     batch = BatchRotatingKVCache(max_size=16, left_padding=[2, 0])
     batch.update_and_fetch(*kv(5, batch=2))
     assert batch.keys.shape[2] == 16
@@ -158,7 +156,7 @@ def test_batch_columns_are_max_size_at_once() -> None:
     assert batch.nbytes == 2 * 16 * TOKEN_BYTES
 
 
-def test_keep_goes_with_right_padding_only() -> None:
+def test_keep_requires_right_padding() -> None:
     batch = RotatingKVCache.merge([RotatingKVCache(8, keep=2)] * 2)
     with pytest.raises(ValueError, match="pad the prompts on the right"):
         batch.prepare(left_padding=[1, 0])
@@ -174,7 +172,7 @@ def text_by_chunk(model: Any, cache: Any, step_size: int) -> list[int]:
     return [int(token) for token, _ in steps]
 
 
-def test_with_kept_tokens_in_sight_the_chunks_do_not_change_the_text() -> None:
+def test_text_with_keep_is_independent_of_chunk_size() -> None:
     model = model_of("llama", num_hidden_layers=2)
     for layer in model.layers:  # louder attention: what is in sight decides the text
         layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 12
@@ -201,7 +199,7 @@ def test_with_kept_tokens_in_sight_the_chunks_do_not_change_the_text() -> None:
 @pytest.mark.parametrize("window_size", [2, 3, 5, 8, 12, 40])
 @pytest.mark.parametrize("written", [0, 1, 4, 7, 8, 9, 13, 30])
 @pytest.mark.parametrize("max_size", [8, 12])
-def test_one_token_sees_of_a_narrower_window_just_the_last(
+def test_mask_of_narrower_window_matches_stored_tokens(
     max_size: int, written: int, window_size: int
 ) -> None:
     """The mask against the tokens that the columns hold, whatever order they lie in."""

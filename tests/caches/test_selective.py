@@ -70,7 +70,7 @@ def known(asked: Any, **settings: Any) -> int:
     return right
 
 
-def test_with_as_many_tokens_as_there_are_the_text_is_that_of_all(asked: Any) -> None:
+def test_full_budget_matches_full_attention(asked: Any) -> None:
     model, _, prompts, _ = asked
     prompt = prompts[0]
     covering = penstock.make_kv_cache(model, attend=len(prompt) + ANSWER_TOKENS)
@@ -84,7 +84,7 @@ def test_with_as_many_tokens_as_there_are_the_text_is_that_of_all(asked: Any) ->
     assert not mx.array_equal(logits[0], logits[2])
 
 
-def test_the_choice_is_that_of_the_engine_and_finds_what_a_window_loses(
+def test_selection_matches_engine_and_beats_window(
     asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _, prompts, _ = asked
@@ -97,7 +97,7 @@ def test_the_choice_is_that_of_the_engine_and_finds_what_a_window_loses(
 
 
 @pytest.mark.parametrize("rest", [False, True])
-def test_both_back_ends_read_the_same(asked: Any, rest: bool) -> None:
+def test_both_backends_select_alike(asked: Any, rest: bool) -> None:
     model, _, prompts, _ = asked
     logits = []
     for device in (current(), GPUBackend()):
@@ -110,7 +110,7 @@ def test_both_back_ends_read_the_same(asked: Any, rest: bool) -> None:
 
 
 @pytest.mark.parametrize("rest", [False, True])
-def test_it_goes_on_after_copies_trims_and_files(asked: Any, tmp_path: Path, rest: bool) -> None:
+def test_continues_after_copy_trim_and_load(asked: Any, tmp_path: Path, rest: bool) -> None:
     model, _, prompts, _ = asked
     caches = penstock.make_kv_cache(model, attend=128, attend_rest=rest)
     tokens = said(model, prompts[0], caches)
@@ -133,7 +133,7 @@ def test_it_goes_on_after_copies_trims_and_files(asked: Any, tmp_path: Path, res
     assert mx.allclose(once, anew, atol=1e-3)
 
 
-def test_the_rest_is_read_as_in_the_engine(asked: Any) -> None:
+def test_attend_rest_matches_engine(asked: Any) -> None:
     model, _, prompts, _ = asked
     expected = engine_says(model, prompts, attend_rest=True)
     for prompt, tokens in zip(prompts, expected, strict=True):
@@ -144,7 +144,7 @@ def test_the_rest_is_read_as_in_the_engine(asked: Any) -> None:
         assert caches[0].nbytes > without[0].nbytes, "it takes a larger index"
 
 
-def test_a_model_runs_for_its_centers_in_little_memory(asked: Any) -> None:
+def test_center_calibration_memory_is_bounded(asked: Any) -> None:
     """Caches that allocate a whole window at once do so for what they hold, not for that run."""
     model, _, _, _ = asked
     factory._known.pop(id(model), None)
@@ -156,7 +156,7 @@ def test_a_model_runs_for_its_centers_in_little_memory(asked: Any) -> None:
     assert mx.get_peak_memory() - before < 2**26, "a window of these tokens takes 2 GiB"
 
 
-def test_a_batch_reads_all(asked: Any) -> None:
+def test_batch_reads_all_tokens(asked: Any) -> None:
     model, _, prompts, _ = asked
     rows = []
     for attend in (128, None):
@@ -167,7 +167,7 @@ def test_a_batch_reads_all(asked: Any) -> None:
     assert mx.array_equal(*logits)
 
 
-def test_a_token_that_was_read_whole_is_an_error() -> None:
+def test_whole_read_of_selective_cache_is_error() -> None:
     cache = penstock.SelectiveKVCache(1_000, attend=128)
     sides = mx.zeros((1, 2, 200, 32)), mx.zeros((1, 2, 200, 32))
     cache.update_and_fetch(*sides)
@@ -177,7 +177,7 @@ def test_a_token_that_was_read_whole_is_an_error() -> None:
         cache.update_and_fetch(*one)
 
 
-def test_what_cannot_be_chosen_from_is_refused(asked: Any) -> None:
+def test_unsupported_attend_combinations_are_refused(asked: Any) -> None:
     model = asked[0]
     with pytest.raises(ValueError, match="attend"):
         penstock.make_kv_cache(model, attend=127)

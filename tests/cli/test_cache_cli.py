@@ -90,7 +90,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_folder_that_is_none_is_refused_and_not_made(
+def test_missing_folder_is_refused_and_not_created(
     tmp_path: Path, capsys: Capture, command: list[str]
 ) -> None:
     assert "--ssd-cache-dir" in refused(capsys, *command)
@@ -106,7 +106,7 @@ def test_a_folder_that_is_none_is_refused_and_not_made(
     assert "the folder does not exist" in line
 
 
-def test_the_folder_may_come_from_the_environment(
+def test_folder_from_environment(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_SSD_CACHE_DIR", str(fill(tmp_path / "cache", chain(2))))
@@ -114,7 +114,7 @@ def test_the_folder_may_come_from_the_environment(
     assert len(json.loads(capsys.readouterr().out)["blocks"]) == 2
 
 
-def test_an_index_that_is_held_is_one_line(
+def test_locked_index_gives_one_line_error(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(tmp_path, chain(1))
@@ -125,7 +125,7 @@ def test_an_index_that_is_held_is_one_line(
     other.close()
 
 
-def test_prune_needs_either_to_or_model_and_a_valid_size(tmp_path: Path, capsys: Capture) -> None:
+def test_prune_requires_valid_size_or_model(tmp_path: Path, capsys: Capture) -> None:
     folder = fill(tmp_path / "cache", chain(1))
     where = ("--ssd-cache-dir", folder)
     assert "--to and --model" in refused(capsys, "prune", *where)
@@ -137,7 +137,7 @@ def test_prune_needs_either_to_or_model_and_a_valid_size(tmp_path: Path, capsys:
 # ---- ls and stats
 
 
-def test_ls_shows_those_worth_most_first(tmp_path: Path, capsys: Capture) -> None:
+def test_ls_sorts_blocks_by_value(tmp_path: Path, capsys: Capture) -> None:
     first, second = chain(3), chain(2, seed=1)
     fill(tmp_path, first, second)
     fill(tmp_path, chain(1, model=B), model=B)
@@ -160,7 +160,7 @@ def test_ls_shows_those_worth_most_first(tmp_path: Path, capsys: Capture) -> Non
     assert "more blocks" not in run(capsys, "ls", tmp_path)
 
 
-def test_blocks_of_a_model_stand_together(tmp_path: Path, capsys: Capture) -> None:
+def test_ls_groups_blocks_by_model(tmp_path: Path, capsys: Capture) -> None:
     fill(tmp_path, chain(1))
     fill(tmp_path, chain(1, seed=1), model=B)
     fill(tmp_path, chain(1, seed=2))
@@ -168,9 +168,7 @@ def test_blocks_of_a_model_stand_together(tmp_path: Path, capsys: Capture) -> No
     assert [line.split()[0] for line in lines] == [A[:12], A[:12], B[:12]]
 
 
-def test_a_fingerprint_that_would_paint_the_terminal_is_only_text(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_control_characters_in_fingerprint_are_escaped(tmp_path: Path, capsys: Capture) -> None:
     fill(tmp_path, chain(1), model="\x1b[31m[bold]x")
     for command in ("ls", "stats"):
         shown = run(capsys, command, tmp_path)
@@ -178,7 +176,7 @@ def test_a_fingerprint_that_would_paint_the_terminal_is_only_text(
         assert "?[31m[bold]x" in shown
 
 
-def test_stats_by_model_and_in_all(tmp_path: Path, capsys: Capture) -> None:
+def test_stats_per_model_and_total(tmp_path: Path, capsys: Capture) -> None:
     fork = chain(3)
     fill(tmp_path, fork, chain(2, seed=1))
     fill(tmp_path, chain(1, model=B), model=B)
@@ -208,7 +206,7 @@ def test_stats_by_model_and_in_all(tmp_path: Path, capsys: Capture) -> None:
     assert "penstock-block-0 (777 B), left alone" in shown
 
 
-def test_looking_changes_nothing(tmp_path: Path, capsys: Capture) -> None:
+def test_read_only_commands_change_nothing(tmp_path: Path, capsys: Capture) -> None:
     fill(tmp_path, chain(3))
     aside = tmp_path / FORMAT / "aside" / f"{'1' * 32}.1@1.00"
     aside.write_bytes(b"half")
@@ -243,9 +241,7 @@ def damage_some(folder: Path) -> list[Record]:
     return records
 
 
-def test_verify_finds_nothing_wrong_with_a_folder_that_is_whole(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_verify_passes_on_intact_folder(tmp_path: Path, capsys: Capture) -> None:
     fill(tmp_path, chain(5), chain(3, seed=1))
     fill(tmp_path, chain(2, model=B), model=B)
     found = ask(capsys, "verify", tmp_path)
@@ -254,7 +250,7 @@ def test_verify_finds_nothing_wrong_with_a_folder_that_is_whole(
     assert run(capsys, "verify", tmp_path).startswith("10 blocks (")
 
 
-def test_verify_finds_each_kind_of_damage_and_repairs_it(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_finds_and_repairs_each_kind_of_damage(tmp_path: Path, capsys: Capture) -> None:
     records = damage_some(tmp_path)
     before = picture(tmp_path)
     found = ask(capsys, "verify", tmp_path, code=1)
@@ -280,7 +276,7 @@ def test_verify_finds_each_kind_of_damage_and_repairs_it(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("at", [0, 20, 300, FILE_BYTES // 2, FILE_BYTES - 1])
-def test_one_bit_anywhere_is_found(tmp_path: Path, capsys: Capture, at: int) -> None:
+def test_verify_finds_any_flipped_bit(tmp_path: Path, capsys: Capture, at: int) -> None:
     records = chain(2)
     fill(tmp_path, records)
     flip(file_of(tmp_path, records[1]), at)
@@ -288,9 +284,7 @@ def test_one_bit_anywhere_is_found(tmp_path: Path, capsys: Capture, at: int) -> 
 
 
 @pytest.mark.parametrize("column", ["parent", "depth", "nbytes", "fingerprint"])
-def test_an_index_that_tells_something_else_is_found(
-    tmp_path: Path, capsys: Capture, column: str
-) -> None:
+def test_verify_finds_index_mismatch(tmp_path: Path, capsys: Capture, column: str) -> None:
     fill(tmp_path, chain(2))
     value = {"parent": b"x" * 16, "fingerprint": "else"}.get(column, 7)
     with sqlite3.connect(tmp_path / FORMAT / "index.sqlite") as db:
@@ -298,7 +292,7 @@ def test_an_index_that_tells_something_else_is_found(
     assert ask(capsys, "verify", tmp_path, code=1)["damaged"] == 1
 
 
-def test_a_key_that_is_not_that_of_the_tokens_is_found(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_finds_key_not_matching_tokens(tmp_path: Path, capsys: Capture) -> None:
     """Its hash is right: somebody has written it so."""
     good, other = chain(1)[0], chain(1, seed=1)[0]
     lie = Record(good.key, good.parent, 0, {**good.arrays, "tokens": other.arrays["tokens"]})
@@ -312,7 +306,7 @@ def test_a_key_that_is_not_that_of_the_tokens_is_found(tmp_path: Path, capsys: C
 
 
 @pytest.mark.parametrize("damage", ["noise", "gone", "empty"])
-def test_an_index_that_is_damaged_is_told_and_made_anew(
+def test_verify_reports_and_rebuilds_damaged_index(
     tmp_path: Path, capsys: Capture, damage: str
 ) -> None:
     records = chain(5)
@@ -336,7 +330,7 @@ def test_an_index_that_is_damaged_is_told_and_made_anew(
     assert held(tmp_path, records) == 5
 
 
-def test_verify_draws_a_bar_only_on_a_terminal(tmp_path: Path) -> None:
+def test_verify_draws_progress_bar_only_on_terminal(tmp_path: Path) -> None:
     fill(tmp_path, chain(20))
     ours, theirs = open_terminal()
     command = [sys.executable, "-m", "penstock", "cache", "verify", "--ssd-cache-dir", tmp_path]
@@ -358,7 +352,7 @@ def test_verify_draws_a_bar_only_on_a_terminal(tmp_path: Path) -> None:
 # ---- prune and clear
 
 
-def test_prune_shrinks_to_a_size_those_worth_least_first(tmp_path: Path, capsys: Capture) -> None:
+def test_prune_removes_least_valuable_blocks_first(tmp_path: Path, capsys: Capture) -> None:
     often, seldom = chain(3), chain(4, seed=1)
     fill(tmp_path, often, seldom)
     held(tmp_path, often)
@@ -373,9 +367,7 @@ def test_prune_shrinks_to_a_size_those_worth_least_first(tmp_path: Path, capsys:
     assert files(tmp_path) == []
 
 
-def test_prune_removes_nothing_at_the_limit_and_one_block_below_it(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_prune_at_exact_limit_and_one_byte_below(tmp_path: Path, capsys: Capture) -> None:
     fill(tmp_path, chain(4))
     size = sum(path.stat().st_size for path in files(tmp_path))
     assert ask(capsys, "prune", tmp_path, "--to", str(size))["blocks"] == 0
@@ -383,7 +375,7 @@ def test_prune_removes_nothing_at_the_limit_and_one_block_below_it(
     assert held(tmp_path, chain(4)) == 3
 
 
-def test_a_large_folder_is_pruned_in_short_transactions(tmp_path: Path, capsys: Capture) -> None:
+def test_large_prune_uses_short_transactions(tmp_path: Path, capsys: Capture) -> None:
     """Others wait five seconds at most for the index: no transaction takes all blocks."""
     fill(tmp_path, chain(1_000))
     assert ask(capsys, "prune", tmp_path, "--to", str(300 * FILE_BYTES))["blocks"] >= 700
@@ -391,7 +383,7 @@ def test_a_large_folder_is_pruned_in_short_transactions(tmp_path: Path, capsys: 
     assert ask(capsys, "clear", tmp_path, "--yes")["blocks"] >= 299
 
 
-def test_prune_of_a_model_leaves_the_others(tmp_path: Path, capsys: Capture) -> None:
+def test_prune_of_model_leaves_others(tmp_path: Path, capsys: Capture) -> None:
     mine, theirs = chain(3), chain(2, seed=1, model=B)
     fill(tmp_path, mine)
     fill(tmp_path, theirs, model=B)
@@ -407,15 +399,13 @@ def test_prune_of_a_model_leaves_the_others(tmp_path: Path, capsys: Capture) -> 
     assert (held(tmp_path, mine), held(tmp_path, theirs, B), len(files(tmp_path))) == (0, 2, 3)
 
 
-def test_an_empty_prefix_is_no_model_even_if_there_is_only_one(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_prune_with_empty_model_prefix_is_refused(tmp_path: Path, capsys: Capture) -> None:
     fill(tmp_path, chain(2))
     refused(capsys, "prune", "--ssd-cache-dir", tmp_path, "--model", "")
     assert len(files(tmp_path)) == 2
 
 
-def test_clear_needs_a_yes_and_leaves_what_is_not_ours(tmp_path: Path, capsys: Capture) -> None:
+def test_clear_requires_yes_and_leaves_foreign_files(tmp_path: Path, capsys: Capture) -> None:
     fill(tmp_path, chain(3))
     fill(tmp_path, chain(2, model=B), model=B)
     foreign = [tmp_path / "notes.txt", tmp_path / FORMAT / "notes.txt"]
@@ -432,7 +422,7 @@ def test_clear_needs_a_yes_and_leaves_what_is_not_ours(tmp_path: Path, capsys: C
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, 2), ("y", 0, 0)])
-def test_clear_asks_at_a_terminal(tmp_path: Path, answer: str, code: int, left: int) -> None:
+def test_clear_prompts_on_terminal(tmp_path: Path, answer: str, code: int, left: int) -> None:
     fill(tmp_path, chain(2))
     ours, theirs = open_terminal()
     os.write(ours, f"{answer}\n".encode())
@@ -445,7 +435,7 @@ def test_clear_asks_at_a_terminal(tmp_path: Path, answer: str, code: int, left: 
     assert len(files(tmp_path)) == left
 
 
-def test_what_is_being_written_stays(tmp_path: Path, capsys: Capture) -> None:
+def test_blocks_being_written_are_left_alone(tmp_path: Path, capsys: Capture) -> None:
     records = chain(2)
     fill(tmp_path, records)
     with opened(tmp_path) as store, sqlite3.connect(tmp_path / FORMAT / "index.sqlite") as db:
@@ -465,7 +455,7 @@ def test_what_is_being_written_stays(tmp_path: Path, capsys: Capture) -> None:
 # ---- a folder in another place
 
 
-def test_what_an_engine_wrote_is_read_by_another_from_a_copy_of_the_folder(
+def test_copied_folder_is_readable_by_other_engine(
     tmp_path: Path, capsys: Capture, reads_all: None
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
@@ -478,7 +468,7 @@ def test_what_an_engine_wrote_is_read_by_another_from_a_copy_of_the_folder(
 
 
 @pytest.mark.parametrize("command", ["export", "import"])
-def test_a_command_that_went_says_what_to_do_instead(capsys: Capture, command: str) -> None:
+def test_removed_command_names_replacement(capsys: Capture, command: str) -> None:
     line = refused(capsys, command, "x.tar", "--ssd-cache-dir", "cache")
     assert "copy the folder" in line
 
@@ -559,7 +549,7 @@ def serving(folder: Path) -> Iterator[Callable[[], list[int]]]:
             process.kill()
 
 
-def test_all_of_it_beside_a_process_that_writes(tmp_path: Path, capsys: Capture) -> None:
+def test_commands_beside_writing_process(tmp_path: Path, capsys: Capture) -> None:
     folder = fill(tmp_path / "cache", chain(20))
     with serving(folder) as end:
         for _ in range(3):
@@ -576,9 +566,7 @@ def test_all_of_it_beside_a_process_that_writes(tmp_path: Path, capsys: Capture)
         assert store.nbytes == sum(path.stat().st_size for path in files(folder))
 
 
-def test_an_index_that_is_made_anew_under_a_process_is_the_one_it_goes_on_with(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_rebuilt_index_is_used_by_running_process(tmp_path: Path, capsys: Capture) -> None:
     folder = fill(tmp_path / "cache", chain(3))
     with serving(folder) as end:
         (folder / FORMAT / "index.sqlite").unlink()
@@ -592,9 +580,7 @@ def test_an_index_that_is_made_anew_under_a_process_is_the_one_it_goes_on_with(
         assert store.nbytes == sum(path.stat().st_size for path in files(folder))
 
 
-def test_damage_beside_a_process_that_writes_is_still_found(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_verify_finds_damage_beside_writing_process(tmp_path: Path, capsys: Capture) -> None:
     """The negative control: what is looked at twice is not excused. It is asked for so often that
     it does not give way meanwhile."""
     folder = fill(tmp_path / "cache", chain(3))

@@ -46,7 +46,7 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-def test_our_server_remembers_and_serves_from_its_cache(server: RunningServer) -> None:
+def test_chat_with_own_server_uses_its_cache(server: RunningServer) -> None:
     lines = f"{TELL}\n{ASK}\n/stats\n/reset\n/stats\n{ASK}\n"
     done = chat("--url", server.url, "--echo", stdin=lines)
     assert done.returncode == 0, done.stderr
@@ -62,7 +62,7 @@ def test_our_server_remembers_and_serves_from_its_cache(server: RunningServer) -
     assert unknown != "4821."
 
 
-def test_a_long_history_is_cached_at_the_server(server: RunningServer) -> None:
+def test_long_history_is_cached_on_server(server: RunningServer) -> None:
     remote = Remote(f"{server.url}/v1/", system="Remember. " * 100)
     for _ in range(2):
         list(remote.answer(TELL, GREEDY))
@@ -71,7 +71,7 @@ def test_a_long_history_is_cached_at_the_server(server: RunningServer) -> None:
     assert remote.last.prompt_tokens > remote.last.cached_tokens
 
 
-def test_any_server_will_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_with_any_openai_server(capsys: pytest.CaptureFixture[str]) -> None:
     with stand_in(key="secret") as other:
         done = chat(
             "--url", f"{other.url}/v1", "--api-key", "secret", "--system", "Be brief.",
@@ -92,7 +92,7 @@ def test_any_server_will_do(capsys: pytest.CaptureFixture[str]) -> None:
         ("cut", "closed the stream before the answer ended"),
     ],
 )
-def test_a_turn_that_fails_is_forgotten(fault: str, complaint: str) -> None:
+def test_failed_turn_is_forgotten(fault: str, complaint: str) -> None:
     with stand_in(fault=fault) as other:
         remote = Remote(other.url)
         with pytest.raises(RemoteError, match=complaint):
@@ -103,7 +103,7 @@ def test_a_turn_that_fails_is_forgotten(fault: str, complaint: str) -> None:
         assert len(remote.messages) == 2
 
 
-def test_a_turn_that_is_broken_off_is_forgotten() -> None:
+def test_interrupted_turn_is_forgotten() -> None:
     with stand_in() as other:
         remote = Remote(other.url)
         with closing(remote.answer("Hello!", GREEDY)) as pieces:
@@ -111,7 +111,7 @@ def test_a_turn_that_is_broken_off_is_forgotten() -> None:
         assert remote.messages == []
 
 
-def test_a_failing_turn_ends_a_piped_chat_in_one_line() -> None:
+def test_failed_turn_ends_piped_chat_with_one_line() -> None:
     with stand_in(fault="status") as other:
         done = chat("--url", other.url, stdin="Hello!\nAgain!\n")
     assert done.returncode == 2
@@ -119,31 +119,31 @@ def test_a_failing_turn_ends_a_piped_chat_in_one_line() -> None:
     assert len(other.bodies) == 1
 
 
-def test_no_server_is_one_line() -> None:
+def test_missing_server_gives_one_line_error() -> None:
     done = chat("--url", f"http://127.0.0.1:{free_port()}", stdin="Hello!\n")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "no server answers at http://127.0.0.1:" in line
 
 
-def test_a_missing_key_is_named() -> None:
+def test_missing_key_is_named() -> None:
     with stand_in(key="secret") as other, pytest.raises(RemoteError, match=r"401.*--api-key"):
         Remote(other.url)
 
 
-def test_a_server_of_another_kind_is_named() -> None:
+def test_incompatible_server_is_named() -> None:
     with stand_in(fault="page") as other, pytest.raises(RemoteError, match="OpenAI-compatible"):
         Remote(other.url)
 
 
 @pytest.mark.parametrize("url", ["localhost:8080", "ftp://localhost", "", "http://"])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(SettingError, match="--url"):
         Remote(url)
 
 
 @pytest.mark.parametrize("flag", [f"--{flag_of(EngineSettings, name)}" for name in LOCAL_FIELDS])
-def test_a_flag_for_local_caches_is_refused_with_a_url(flag: str) -> None:
+def test_local_cache_flags_are_refused_with_url(flag: str) -> None:
     done = chat("--url", "http://127.0.0.1:1", flag, "8")
     assert done.returncode == 2
     assert f"{flag} is the server's to decide" in done.stderr
@@ -152,7 +152,7 @@ def test_a_flag_for_local_caches_is_refused_with_a_url(flag: str) -> None:
 # ---- what make run and the docs show
 
 
-def test_the_first_run_shows_examples_that_work(tmp_path: Path) -> None:
+def test_first_run_prints_working_examples(tmp_path: Path) -> None:
     """Nothing is cached and nothing may be fetched: a line says that a real model is left out."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "first_run.py"), "--offline"],
@@ -174,6 +174,6 @@ def test_the_first_run_shows_examples_that_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["chat.sh", "openai_client.py"])
-def test_the_docs_show_the_examples_as_they_are(name: str) -> None:
+def test_docs_contain_examples_verbatim(name: str) -> None:
     page = (ROOT / "docs" / "server.md").read_text()
     assert (ROOT / "examples" / name).read_text() in page

@@ -36,7 +36,7 @@ def test_version() -> None:
     assert version("penstock-mlx") == penstock.__version__
 
 
-def test_no_command_shows_the_help() -> None:
+def test_without_command_help_is_printed() -> None:
     assert run().stdout == run("--help").stdout
 
 
@@ -57,11 +57,11 @@ def heavy(*arguments: str) -> set[str]:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["serve", "--help"]])
-def test_help_is_quick_since_it_imports_little(arguments: list[str]) -> None:
+def test_help_imports_no_heavy_modules(arguments: list[str]) -> None:
     assert heavy(*arguments) == set()
 
 
-def test_what_a_command_imports_is_seen() -> None:
+def test_check_detects_heavy_imports() -> None:
     imported = heavy("generate", "x", "--max-tokens", "1")
     assert imported >= {"mlx.core", "mlx_lm", "transformers"}
     assert not imported & {"fastapi", "starlette", "uvicorn"}, "no server is started"
@@ -76,7 +76,7 @@ def test_what_a_command_imports_is_seen() -> None:
         ["doctor"],
     ],
 )
-def test_mlx_lm_is_not_imported_where_it_is_not_needed(command: list[str]) -> None:
+def test_mlx_lm_is_imported_only_where_needed(command: list[str]) -> None:
     code = (
         "import sys; from penstock.cli import main\n"
         f"main({command!r})\n"
@@ -86,7 +86,7 @@ def test_mlx_lm_is_not_imported_where_it_is_not_needed(command: list[str]) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_generate_streams_the_answer_and_reports_on_stderr() -> None:
+def test_generate_streams_text_and_reports_on_stderr() -> None:
     done = run("generate", TELL, "--max-tokens", "16")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Noted.\n"
@@ -95,7 +95,7 @@ def test_generate_streams_the_answer_and_reports_on_stderr() -> None:
         assert part in line
 
 
-def test_generate_reads_standard_input_and_prints_json(call: Call) -> None:
+def test_generate_reads_stdin_and_prints_json(call: Call) -> None:
     done = call("generate", "-", "--json", stdin=TELL)
     record = json.loads(done.stdout)
     assert record["text"] == "Noted."
@@ -105,18 +105,18 @@ def test_generate_reads_standard_input_and_prints_json(call: Call) -> None:
     assert done.stderr == ""
 
 
-def test_raw_continues_the_text(call: Call) -> None:
+def test_raw_continues_text(call: Call) -> None:
     done = call("generate", f"<|start|><|user|> {TELL}<|end|><|assistant|>", "--raw")
     assert done.stdout == " Noted.\n"
 
 
-def test_an_environment_variable_is_a_flag(call: Call) -> None:
+def test_environment_variables_set_flags(call: Call) -> None:
     record = json.loads(call("generate", "Hello!", "--json", PENSTOCK_MAX_TOKENS="2").stdout)
     assert record["generated_tokens"] == 2
     assert record["finish_reason"] == "length"
 
 
-def test_chat_answers_each_line_piped_in() -> None:
+def test_chat_answers_each_piped_line() -> None:
     done = run("chat", stdin=f"{TELL}\n\nMy sister has a small dog.\n{ASK}\n")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -126,7 +126,7 @@ def test_chat_answers_each_line_piped_in() -> None:
     assert done.stderr == ""
 
 
-def test_chat_obeys_commands(call: Call) -> None:
+def test_chat_commands(call: Call) -> None:
     done = call("chat", stdin=f"{TELL}\n/stats\n/reset\n/stats\n/help\n/what\n/exit\n{ASK}\n")
     assert done.returncode == 0
     noted, stats, reset, empty, *help_lines = done.stdout.splitlines()
@@ -138,11 +138,11 @@ def test_chat_obeys_commands(call: Call) -> None:
     assert done.stderr == "penstock: unknown command /what; /help lists them\n"
 
 
-def test_chat_echoes_on_demand(call: Call) -> None:
+def test_chat_echoes_input_on_request(call: Call) -> None:
     assert call("chat", "--echo", stdin=TELL).stdout == f"> {TELL}\nNoted.\n"
 
 
-def test_chat_at_a_terminal_keeps_a_private_history(tmp_path: Path) -> None:
+def test_chat_on_terminal_writes_private_history(tmp_path: Path) -> None:
     history = tmp_path / "history"
     code, shown = typed(f"{TELL}\n/quit\n", "chat", "--history", history)
     assert code == 0
@@ -152,14 +152,14 @@ def test_chat_at_a_terminal_keeps_a_private_history(tmp_path: Path) -> None:
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
 
-def test_a_history_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_history_gives_one_line_error(tmp_path: Path) -> None:
     code, shown = typed("/exit\n", "chat", "--history", tmp_path / "nowhere" / "history")
     assert code == 2
     assert shown.splitlines()[-1].startswith("penstock: --history ")
     assert "Traceback" not in shown
 
 
-def test_doctor_prints_one_object() -> None:
+def test_doctor_prints_json() -> None:
     done = run("doctor", "--json")
     report = json.loads(done.stdout)
     assert report["versions"]["penstock"] == penstock.__version__
@@ -168,7 +168,7 @@ def test_doctor_prints_one_object() -> None:
     assert done.returncode == (1 if report["problems"] else 0)
 
 
-def test_doctor_says_what_is_slow() -> None:
+def test_doctor_reports_slow_blas() -> None:
     done = run("doctor", PENSTOCK_BLAS="/nowhere/libblas.so")
     if "PENSTOCK_BLAS" not in done.stdout:
         pytest.skip("MLX needs no BLAS of ours here")
@@ -176,7 +176,7 @@ def test_doctor_says_what_is_slow() -> None:
     assert "remedy:" in done.stdout
 
 
-def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
+def test_bad_blas_setting_is_one_line_warning() -> None:
     done = run("generate", TELL, "--json", PENSTOCK_BLAS="/nowhere/libblas.so")
     assert done.returncode == 0
     assert len(done.stderr.splitlines()) <= 1
@@ -224,11 +224,13 @@ def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
         (["doctor", "nosuch"], "there is no folder nosuch"),
     ],
 )
-def test_a_wrong_call_is_one_line(capsys: Capture, arguments: list[str], complaint: str) -> None:
+def test_bad_arguments_give_one_line_error(
+    capsys: Capture, arguments: list[str], complaint: str
+) -> None:
     assert complaint in refused(capsys, *arguments)
 
 
-def test_a_refusal_of_the_real_script_exits_with_2() -> None:
+def test_script_refusal_exits_with_2() -> None:
     done = run("generate", "x", "--temperature", "-1")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -247,14 +249,14 @@ def run_on_bytes(stdin: bytes, *arguments: str, **environment: str) -> Done[byte
 
 # How Python reads standard input differs with the locale; UTF-8 locales are strict.
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
-def test_input_that_is_not_utf_8_is_one_line(encoding: str) -> None:
+def test_non_utf8_input_gives_one_line_error(encoding: str) -> None:
     done = run_on_bytes(b"caf\xe9 x\n", "generate", "-", PYTHONIOENCODING=encoding)
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr == b"penstock: the prompt is not UTF-8: byte 0xe9 after 3 characters\n"
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_chat_passes_over_a_line_that_is_not_utf_8(call: Call, errors: str) -> None:
+def test_chat_skips_non_utf8_lines(call: Call, errors: str) -> None:
     lines = f"{TELL}\n".encode() + b"caf\xe9 x\n/caf\xe9\n" + f"{ASK}\n".encode()
     done = call("chat", "--echo", stdin=lines, errors=errors)
     assert done.returncode == 0, done.stderr
@@ -264,7 +266,7 @@ def test_chat_passes_over_a_line_that_is_not_utf_8(call: Call, errors: str) -> N
     assert "after 4 characters" in second
 
 
-def test_bits_of_mlx_lm_are_a_codec(call: Call) -> None:
+def test_mlx_lm_kv_bits_map_to_codec(call: Call) -> None:
     """Also where mlx-lm's own quantized caches cannot be read, as with attention sinks."""
     done = call("generate", TELL, "--kv-bits", "8", "--kv-cache-min-quantize-tokens", "0")
     assert done.stdout == "Noted.\n"
@@ -309,7 +311,7 @@ def change(**values: object) -> dict[str, object]:
         (lambda m: truncate(m / "tokenizer.json"), "cannot load"),
     ],
 )
-def test_a_broken_folder_is_one_line(
+def test_broken_model_folder_gives_one_line_error(
     capsys: Capture, tmp_path: Path, damage: Callable[[Path], object], complaint: str
 ) -> None:
     model = tmp_path / "model"
@@ -319,7 +321,7 @@ def test_a_broken_folder_is_one_line(
 
 
 @pytest.mark.parametrize("more", [("--max-kv-size", "64"), ()])
-def test_raw_is_no_codec(more: tuple[str, ...]) -> None:
+def test_raw_disables_codec(more: tuple[str, ...]) -> None:
     done = run("generate", "Hello", "--kv-cache-quantization", "raw", *more)
     assert (done.returncode, done.stdout) == (0, run("generate", "Hello", *more).stdout)
 
@@ -333,7 +335,7 @@ MAY_STAND_ALONE = [
 ]
 
 
-def test_every_command_that_quantizes_is_looked_at() -> None:
+def test_every_quantizing_command_is_covered() -> None:
     named = {words for words, _ in MAY_STAND_ALONE}
     benches = ("shared-prefix", "hit", "restore", "ragged", "single", "hybrid", "serve")
     assert named >= {("generate",), ("chat",), ("serve",), *(("bench", name) for name in benches)}
@@ -346,7 +348,7 @@ def test_every_command_that_quantizes_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(("words", "flag"), MAY_STAND_ALONE, ids=str)
-def test_a_flag_that_may_stand_alone_swallows_no_other(
+def test_optional_value_flag_does_not_swallow_next_flag(
     capsys: Capture, words: tuple[str, ...], flag: str
 ) -> None:
     assert "No such option '--bogus'." in refused(capsys, *words, flag, "--bogus")
@@ -356,7 +358,7 @@ def test_a_flag_that_may_stand_alone_swallows_no_other(
     assert "--kv-cache-min-quantize-tokens many: must be a whole number" in known
 
 
-def test_without_a_value_it_is_8(call: Call) -> None:
+def test_quantization_flag_without_value_means_8_bits(call: Call) -> None:
     prompt = f"{TELL} " * 40
 
     def held(*flags: str) -> Any:
@@ -378,11 +380,11 @@ def test_without_a_value_it_is_8(call: Call) -> None:
         ([], []),
     ],
 )
-def test_flags_without_a_value_get_one(given: list[str], filled: list[str]) -> None:
+def test_optional_value_flags_get_default_values(given: list[str], filled: list[str]) -> None:
     assert with_values(given) == filled
 
 
-def test_control_c_ends_with_130() -> None:
+def test_ctrl_c_exits_with_130() -> None:
     with subprocess.Popen(
         [SCRIPT, "chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -398,7 +400,7 @@ def test_control_c_ends_with_130() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
-def test_a_sign_that_the_output_cannot_show_is_replaced(
+def test_unencodable_output_characters_are_replaced(
     encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "m\u00f6del \u4e2d"

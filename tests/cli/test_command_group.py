@@ -59,7 +59,7 @@ def listed(printed: str) -> set[str]:
 
 
 @pytest.mark.parametrize("command", BENCH_COMMANDS)
-def test_without_the_package_one_line_says_how_to_install_it(bare: Path, command: str) -> None:
+def test_missing_package_gives_one_line_install_hint(bare: Path, command: str) -> None:
     for arguments in ([command], [command, "--help"]):
         done = run(*arguments, packages=[bare])
         assert (done.returncode, done.stdout) == (2, "")
@@ -70,7 +70,7 @@ def test_without_the_package_one_line_says_how_to_install_it(bare: Path, command
         )
 
 
-def test_without_the_package_all_other_commands_are_there(bare: Path) -> None:
+def test_other_commands_work_without_the_package(bare: Path) -> None:
     done = run("--help", packages=[bare])
     assert done.returncode == 0
     assert {"serve", "generate", "cache"} <= listed(done.stdout)
@@ -79,19 +79,17 @@ def test_without_the_package_all_other_commands_are_there(bare: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["agents", "verify"])
-def test_a_command_that_went_to_the_benches_says_so(
-    capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_moved_command_names_new_place(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([command, "--json"]) == 2
     line = f"penstock: penstock {command} was removed: run penstock bench {command}\n"
     assert capsys.readouterr().err == line
 
 
-def test_the_package_has_the_commands_that_the_line_names() -> None:
+def test_package_provides_all_announced_commands() -> None:
     assert {entry.name for entry in entry_points(group=ENTRY_POINTS)} >= set(BENCH_COMMANDS)
 
 
-def test_any_package_can_add_a_command_but_replace_none(bare: Path, tmp_path: Path) -> None:
+def test_entry_points_can_add_but_not_replace_commands(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "greeting.py").write_text(GREETING)
     info = tmp_path / "greeting-1.0.dist-info"
     info.mkdir()
@@ -107,7 +105,7 @@ def test_any_package_can_add_a_command_but_replace_none(bare: Path, tmp_path: Pa
     assert "hello" not in run("doctor", "--help", packages=packages).stdout
 
 
-def test_bench_alone_lists_the_benches_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_without_arguments_lists_benches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 0
     printed = capsys.readouterr().out
     assert main(["bench", "--help"]) == 0
@@ -128,7 +126,7 @@ def test_bench_alone_lists_the_benches_a_line_each(capsys: pytest.CaptureFixture
         (["cache", "stat"], "stats"),
     ],
 )
-def test_a_wrong_word_is_answered_with_the_nearest(
+def test_unknown_command_suggests_nearest(
     arguments: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
@@ -136,7 +134,7 @@ def test_a_wrong_word_is_answered_with_the_nearest(
     assert line.endswith(f"Did you mean '{nearest}'?")
 
 
-def test_the_help_of_serve_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     main(["serve", "--help"])
     shown = capsys.readouterr().out
     heads = [line.rstrip(":") for line in shown.splitlines() if line and line[0] != " "]

@@ -50,35 +50,35 @@ def whats(machine: MachineReport) -> list[str]:
     return [problem.what for problem in find_problems(machine)]
 
 
-def test_a_healthy_machine_has_no_problems() -> None:
+def test_healthy_machine_has_no_problems() -> None:
     assert whats(HEALTHY) == []
 
 
 @pytest.mark.parametrize("version", ["0.31.3", "0.33.0", "0.320.1"])
-def test_another_minor_version_of_mlx_lm(version: str) -> None:
+def test_untested_mlx_lm_version_is_reported(version: str) -> None:
     machine = replace(HEALTHY, versions={**HEALTHY.versions, "mlx-lm": version})
     assert whats(machine) == [f"mlx-lm is {version}; penstock is tested with 0.32"]
 
 
-def test_two_back_ends() -> None:
+def test_two_mlx_backends_are_reported() -> None:
     both = {"mlx-cpu": "0.32.4", "mlx-cuda-13": "0.32.4"}
     (what,) = whats(replace(HEALTHY, versions=HEALTHY.versions | both))
     assert "mlx-cpu and mlx-cuda-13 are both installed" in what
 
 
-def test_no_back_end() -> None:
+def test_missing_mlx_backend_is_reported() -> None:
     machine = replace(HEALTHY, back_end="none", device="MLX cannot be imported: x", gflops={})
     (problem,) = find_problems(machine)
     assert "pip install 'mlx[cuda13]', or pip install 'mlx[cpu]'" in problem.remedy
 
 
 @pytest.mark.parametrize(("available", "problems"), [(999_999_999, 1), (1_000_000_000, 0)])
-def test_little_memory(available: int, problems: int) -> None:
+def test_low_memory_is_reported(available: int, problems: int) -> None:
     machine = replace(HEALTHY, memory=replace(MEMORY, available_bytes=available))
     assert len(find_problems(machine)) == problems
 
 
-def test_a_slow_blas_says_what_to_do() -> None:
+def test_slow_blas_has_remedy() -> None:
     cpu = replace(HEALTHY, back_end="cpu", gflops={"float32": 6.0, "float16": 5.0})
     missing = Blas(False, "reference BLAS", "no fast BLAS is installed", "install it")
     (problem,) = find_problems(replace(cpu, blas=missing))
@@ -90,13 +90,13 @@ def test_a_slow_blas_says_what_to_do() -> None:
     assert problem.remedy.startswith("end other programs")
 
 
-def test_an_idle_nvidia_device() -> None:
+def test_idle_nvidia_device_is_reported() -> None:
     (what,) = whats(replace(HEALTHY, back_end="cpu", nvidia=True))
     assert "NVIDIA device" in what
     assert whats(replace(HEALTHY, back_end="cuda", nvidia=True)) == []
 
 
-def test_this_machine_is_examined() -> None:
+def test_real_machine_is_examined() -> None:
     machine = doctor.examine()
     assert machine.back_end in ("metal", "cuda", "cpu")
     assert set(machine.gflops) == {"float32", "float16"}
@@ -137,7 +137,7 @@ def loaded(config: dict[str, Any]) -> Loaded:
     return Loaded(build(config), None, config)
 
 
-def test_the_embedded_model_is_read_where_its_kv_lies() -> None:
+def test_embedded_model_attends_shared_kv() -> None:
     fit = try_model("recall", load_all(MODEL_PATH))
     assert (fit.way, fit.modules) == ("shared", ("mlx_lm.models.llama",))
     assert fit.layers == (Layers(2, "full"),)
@@ -145,7 +145,7 @@ def test_the_embedded_model_is_read_where_its_kv_lies() -> None:
     assert find_misfits(fit) == []
 
 
-def test_it_says_from_when_a_choice_pays() -> None:
+def test_attend_break_even_length_is_reported() -> None:
     model = load_all(MODEL_PATH)
     fit = try_model("recall", model)
     inner: Any = model.model
@@ -163,14 +163,14 @@ def test_it_says_from_when_a_choice_pays() -> None:
     assert try_model("x", loaded(config)).attend_halves_from is None
 
 
-def test_windows_are_told_with_their_size() -> None:
+def test_sliding_windows_are_reported_with_size() -> None:
     fit = try_model("x", loaded(GPT_OSS))
     assert fit.way == "shared"
     assert sorted(map(str, fit.layers)) == ["2 full", "2 window of 8 tokens"]
     assert fit.kv_bytes_per_token == 4 * 2 * (16 + 16) * 4
 
 
-def test_attention_of_a_models_own_is_joined_and_the_reason_is_told() -> None:
+def test_custom_attention_is_joined_with_reason() -> None:
     config = FLOAT32 | {"model_type": "gemma2", "head_dim": 32}
     fit = try_model("x", loaded(config))
     assert fit.way == "joined"
@@ -178,7 +178,7 @@ def test_attention_of_a_models_own_is_joined_and_the_reason_is_told() -> None:
     assert find_misfits(fit) == []
 
 
-def test_a_reason_is_one_line() -> None:
+def test_reason_is_one_line() -> None:
     config = FLOAT32 | {
         "model_type": "gemma4_text",
         "head_dim": 16,
@@ -194,14 +194,14 @@ def test_a_reason_is_one_line() -> None:
     assert fit.why == fit.why.strip().splitlines()[0]
 
 
-def test_a_model_without_keys_and_values() -> None:
+def test_model_without_kv() -> None:
     fit = try_model("x", loaded(MAMBA))
     assert (fit.way, fit.modules, fit.kv_bytes_per_token) == ("shared", (), 0)
     assert fit.layers == (Layers(4, "recurrent"),)
     assert find_misfits(fit) == []
 
 
-def test_layers_that_compress_are_told() -> None:
+def test_compressed_layers_are_reported() -> None:
     fit = try_model("x", loaded(COMPRESSED))
     assert (fit.way, fit.modules) == ("joined", ())
     assert fit.layers == (Layers(4, "compressed"), Layers(4, "recurrent"))
@@ -220,7 +220,7 @@ def strange(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {**LLAMA, "head_dim": 64}  # groups of 64 are its own default
 
 
-def test_a_model_whose_layers_keep_something_else_is_a_problem(strange: dict[str, Any]) -> None:
+def test_unsupported_layer_cache_is_a_problem(strange: dict[str, Any]) -> None:
     fit = try_model("x", loaded(strange))
     assert (fit.way, fit.modules) == (None, ())
     (problem,) = find_misfits(fit)
@@ -237,7 +237,7 @@ def folder(path: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_the_doctor_loads_a_model_and_tells_its_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_loads_model_and_reports_attention(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", str(MODEL_PATH), "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["model"]["way"] == "shared"
@@ -251,7 +251,7 @@ def test_the_doctor_loads_a_model_and_tells_its_way(capsys: pytest.CaptureFixtur
         assert part in shown
 
 
-def test_a_model_the_engine_cannot_run_exits_with_1(
+def test_unsupported_model_exits_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], strange: dict[str, Any]
 ) -> None:
     model = folder(tmp_path / "model", strange)
@@ -265,7 +265,7 @@ def test_a_model_the_engine_cannot_run_exits_with_1(
     assert "remedy: use mlx-lm for this model" in shown
 
 
-def test_the_doctor_shows_the_ways_to_attend() -> None:
+def test_doctor_prints_attention_ways() -> None:
     fit = try_model(str(MODEL_PATH), load_all(str(MODEL_PATH)))
     assert fit.attention == () and fit.kernels_off is None, "a CPU has one way"
     times = {AttentionWay.PLAIN: 2.0, AttentionWay.KERNEL: 1.25}
@@ -283,7 +283,7 @@ def test_the_doctor_shows_the_ways_to_attend() -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
-def test_the_doctor_tries_kernels(
+def test_doctor_self_tests_kernels(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU; all ways in all situations, and a line where the time is too short for them."""
@@ -301,7 +301,7 @@ def test_the_doctor_tries_kernels(
     assert "use plain operations" in capsys.readouterr().out
 
 
-def test_the_doctor_says_what_agents_meet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_agent_report(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", str(MODEL_PATH), "--agent", "--json"])
     agent = json.loads(capsys.readouterr().out)["agent"]
     assert (agent["tool_parser"], agent["later_system"]) == ("none", "system")
@@ -310,6 +310,6 @@ def test_the_doctor_says_what_agents_meet(capsys: pytest.CaptureFixture[str]) ->
     assert "a turn is added to a loop" in capsys.readouterr().out
 
 
-def test_the_doctor_needs_a_model_to_look_at_agents(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_agent_requires_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--agent"]) != 0
     assert "--agent examines a model" in capsys.readouterr().err

@@ -53,11 +53,11 @@ def serve_words(line: str, **environment: str) -> Translation:
         ("-- --max-num-seqs", "-- --max-num-seqs"),
     ],
 )  # fmt: skip
-def test_flags_that_mean_the_same_are_taken(typed: str, ours: str) -> None:
+def test_equivalent_foreign_flags_are_translated(typed: str, ours: str) -> None:
     assert shlex.join(serve_words(typed).words) == ours
 
 
-def test_each_flag_that_is_taken_is_one_line() -> None:
+def test_each_translated_flag_is_noted_in_one_line() -> None:
     assert serve_words("--max-num-seqs 4 --continuous-batching --port 0").notes == [
         "--max-num-seqs is a flag of vLLM, vllm-mlx; here it is --max-batch-size 4",
         "--continuous-batching is a flag of vllm-mlx, llama.cpp; here it is always on",
@@ -76,7 +76,7 @@ def test_each_flag_that_is_taken_is_one_line() -> None:
         ("--no-enable-prefix-caching", "cache_prompt: false"),
     ],
 )
-def test_another_meaning_is_an_error_that_names_our_flag(
+def test_flag_with_other_meaning_names_ours(
     typed: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *typed.split()]) == 2
@@ -86,12 +86,12 @@ def test_another_meaning_is_an_error_that_names_our_flag(
     assert named in error
 
 
-def test_a_flag_that_a_command_does_not_have_is_none_of_it() -> None:
+def test_unknown_flags_are_not_translated() -> None:
     words = ["--max-num-seqs", "4", "--timeout", "8"]
     assert translated(words, COMMANDS["generate"], {}) == Translation(words, [])
 
 
-def test_what_stands_for_a_flag_is_there() -> None:
+def test_translated_values_exist() -> None:
     for flag in FOREIGN_FLAGS:
         if flag.meaning == "same" and flag.ours != MODEL:
             assert flag.ours.split()[0] in EVERY_FLAG, flag
@@ -101,12 +101,12 @@ def test_what_stands_for_a_flag_is_there() -> None:
         assert not set(FOREIGN_VALUES[flag]) & set(known)
 
 
-def test_no_name_stands_in_the_table_twice() -> None:
+def test_foreign_names_are_unique() -> None:
     names = [name for flag in FOREIGN_FLAGS for name in flag.names]
     assert len(names) == len(set(names))
 
 
-def test_exos_threshold_is_ours_and_weaker_than_ours(
+def test_exo_memory_threshold_is_translated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXO_MEMORY_THRESHOLD", "7")

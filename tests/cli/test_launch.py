@@ -125,7 +125,7 @@ def points_at(name: str, record: dict[str, Any]) -> tuple[str, str, str, int]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_pointed_at_the_server_and_nothing_stays(
+def test_launched_program_points_at_server_and_leaves_no_files(
     name: str, recall_server: Running, desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:
     desk.install(name)
@@ -145,7 +145,7 @@ def test_a_program_is_pointed_at_the_server_and_nothing_stays(
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_shell_starts_the_same_from_the_printed_lines(
+def test_printed_lines_start_same_program(
     name: str, recall_server: Running, desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:
     desk.install(name)
@@ -164,7 +164,7 @@ def test_a_shell_starts_the_same_from_the_printed_lines(
         assert Path(here).name == Path(there).name
 
 
-def test_a_key_reaches_the_program_and_is_not_said(
+def test_api_key_reaches_program_without_being_printed(
     desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:
     desk.install("opencode")
@@ -177,7 +177,7 @@ def test_a_key_reaches_the_program_and_is_not_said(
     assert KEY not in said and "(the key)" in said
 
 
-def test_a_server_is_started_and_stopped_with_the_program(
+def test_server_is_started_and_stopped_with_program(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     desk.install("codex")
@@ -193,7 +193,7 @@ def test_a_server_is_started_and_stopped_with_the_program(
         httpx.get(f"{url}/health")
 
 
-def test_a_server_that_does_not_start_is_one_line(
+def test_failed_server_start_gives_one_line_error(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     desk.install("pi")
@@ -203,7 +203,7 @@ def test_a_server_that_does_not_start_is_one_line(
     assert last.startswith("penstock: the server did not start: ") and "limit" in last
 
 
-def test_claude_code_is_told_no_window_that_it_refuses() -> None:
+def test_claude_code_compact_window_is_omitted_below_minimum() -> None:
     """It reads a window to compact in of less than 100,000 tokens as 100,000, and warns."""
     name = "CLAUDE_CODE_AUTO_COMPACT_WINDOW"
     for tokens, told in ((99_999, None), (100_000, "100000")):
@@ -212,7 +212,7 @@ def test_claude_code_is_told_no_window_that_it_refuses() -> None:
         assert setup.environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == str(tokens)
 
 
-def test_npx_runs_a_program_that_is_not_installed(recall_server: Running, desk: Desk) -> None:
+def test_missing_program_runs_through_npx(recall_server: Running, desk: Desk) -> None:
     desk.install("npx")
     assert main(["launch", "claude", "--url", recall_server.url, "--", "-p", "Hi"]) == 7
     record = desk.read()
@@ -254,7 +254,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("proxy", PROXIES)
-def test_no_proxy_stands_between_programs_and_this_machine(
+def test_local_server_bypasses_proxies(
     proxy: str, recall_server: Running, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk.install("claude")
@@ -268,7 +268,7 @@ def test_no_proxy_stands_between_programs_and_this_machine(
     assert remote.model == "recall"
 
 
-def test_what_listens_and_says_nothing_is_waited_for_a_minute_at_most(
+def test_silent_server_times_out(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launch.SILENT_SECONDS <= 60
@@ -282,7 +282,7 @@ def test_what_listens_and_says_nothing_is_waited_for_a_minute_at_most(
 
 
 @pytest.mark.parametrize(("work", "lives"), [("time.sleep(60)", False), ("print(1)", True)])
-def test_a_server_that_gives_no_sign_of_life_is_not_waited_for(
+def test_server_without_progress_is_not_awaited(
     work: str, lives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "SILENT_SECONDS", 1.0)

@@ -52,7 +52,7 @@ def figures(chat: LocalChat) -> AnswerFigures:
     return chat.last
 
 
-def test_it_answers_from_memory(talk: Talk) -> None:
+def test_chat_remembers_facts(talk: Talk) -> None:
     chat = talk()
     for text in TOLD:
         ask(chat, text)
@@ -61,7 +61,7 @@ def test_it_answers_from_memory(talk: Talk) -> None:
 
 
 @pytest.mark.parametrize("codec", ["k8v4", "auto3.5x"])
-def test_it_answers_from_memory_in_a_codec(talk: Talk, codec: str) -> None:
+def test_chat_remembers_facts_in_codec(talk: Talk, codec: str) -> None:
     plain = talk()
     coded = talk(kv_cache_quantization=codec, kv_cache_min_quantize_tokens=0)
     for chat in (plain, coded):
@@ -72,7 +72,7 @@ def test_it_answers_from_memory_in_a_codec(talk: Talk, codec: str) -> None:
     assert fewer["nbytes"] / fewer["tokens"] < 0.7 * whole["nbytes"] / whole["tokens"]
 
 
-def test_a_codec_is_used_while_the_answer_is_written(talk: Talk) -> None:
+def test_codec_applies_while_answer_is_generated(talk: Talk) -> None:
     """Not only between answers: the memory of a long one is what the codec is for."""
     bytes_of = []
     for limits in ({}, {"kv_cache_quantization": "4", "kv_cache_min_quantize_tokens": 0}):
@@ -95,12 +95,12 @@ def test_a_codec_is_used_while_the_answer_is_written(talk: Talk) -> None:
         ({"memory_limit": 9_000_000}, r"9\.00 MB is too small"),
     ],
 )
-def test_settings_that_do_not_fit(talk: Talk, limits: dict[str, Any], words: str) -> None:
+def test_incompatible_settings_are_refused(talk: Talk, limits: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         talk(**limits)
 
 
-def test_a_turn_reads_only_what_is_new(talk: Talk) -> None:
+def test_turn_prefills_only_new_tokens(talk: Talk) -> None:
     chat = talk("You are a helpful assistant.")
     before = 0
     for text in TOLD:
@@ -110,7 +110,7 @@ def test_a_turn_reads_only_what_is_new(talk: Talk) -> None:
         before = figures(chat).prompt_tokens + figures(chat).completion_tokens
 
 
-def test_each_answer_equals_that_of_a_fresh_run(talk: Talk) -> None:
+def test_answers_match_fresh_engine(talk: Talk) -> None:
     chat, fresh = talk(), talk()
     for text in (*TOLD, ASK):
         said = [*chat.messages, {"role": "user", "content": text}]
@@ -118,7 +118,7 @@ def test_each_answer_equals_that_of_a_fresh_run(talk: Talk) -> None:
         assert ask(chat, text) == fresh.engine.chat(said, max_tokens=GREEDY.max_tokens)
 
 
-def test_reset_forgets_all_but_the_system_prompt(talk: Talk) -> None:
+def test_reset_keeps_only_system_prompt(talk: Talk) -> None:
     chat = talk("Be brief.")
     ask(chat, TOLD[0])
     assert kv_use(chat.engine)["tokens"] > 0
@@ -129,7 +129,7 @@ def test_reset_forgets_all_but_the_system_prompt(talk: Talk) -> None:
     assert ask(chat, ASK) != "4821."
 
 
-def test_a_template_that_rewrites_history() -> None:
+def test_history_rewriting_template_still_works() -> None:
     """The rendered history does not start with the tokens of the turns before."""
     loaded = load_all(MODEL_PATH)
     first = "{{ '<|start|><|system|> ' + messages | length | string + '<|end|>' }}"
@@ -143,7 +143,7 @@ def test_a_template_that_rewrites_history() -> None:
         assert ask(chat, ASK) == "4821."
 
 
-def test_a_broken_off_turn_is_forgotten(talk: Talk) -> None:
+def test_interrupted_turn_is_forgotten(talk: Talk) -> None:
     chat = talk()
     ask(chat, TOLD[0])
     said = list(chat.messages)
@@ -154,7 +154,7 @@ def test_a_broken_off_turn_is_forgotten(talk: Talk) -> None:
     assert ask(chat, ASK) == "4821."
 
 
-def test_the_window_bounds_what_is_held(talk: Talk) -> None:
+def test_window_bounds_cached_kv(talk: Talk) -> None:
     chat = talk(max_kv_size=32, keep=4)
     for text in TOLD * 4:
         ask(chat, text)
@@ -164,14 +164,14 @@ def test_the_window_bounds_what_is_held(talk: Talk) -> None:
 
 
 @pytest.mark.parametrize("window", [2, 16, 33, 200])
-def test_any_window_gives_an_answer(talk: Talk, window: int) -> None:
+def test_small_windows_still_answer(talk: Talk, window: int) -> None:
     chat = talk(max_kv_size=window)
     for text in (*TOLD, "Again. " * 60):
         ask(chat, text)
         assert figures(chat).completion_tokens > 0
 
 
-def test_a_seed_repeats_the_answer(talk: Talk) -> None:
+def test_seed_repeats_answer(talk: Talk) -> None:
     chat = talk()
 
     def sampled(seed: int) -> str:
@@ -185,7 +185,7 @@ def test_a_seed_repeats_the_answer(talk: Talk) -> None:
     assert sampled(2) != first
 
 
-def test_figures_are_those_of_the_answer(talk: Talk) -> None:
+def test_figures_match_usage(talk: Talk) -> None:
     chat, counted = talk(), AnswerFigures()
     answer = chat.engine.chat(TOLD[0], stream=True)
     assert "".join(measured(answer, counted)) == "Noted."
@@ -200,14 +200,14 @@ def test_figures_are_those_of_the_answer(talk: Talk) -> None:
     assert counted.tokens_per_second == (usage.completion_tokens - 1) / counted.seconds
 
 
-def test_no_chat_template_is_an_error() -> None:
+def test_missing_chat_template_is_error() -> None:
     tokenizer = load_all(MODEL_PATH).tokenizer
     tokenizer.has_chat_template = False
     with pytest.raises(ModelError, match="no chat template; use penstock generate --raw"):
         render(tokenizer, [{"role": "user", "content": "Hello!"}])
 
 
-def test_a_refusing_template_is_an_error() -> None:
+def test_template_refusal_is_error() -> None:
     tokenizer = load_all(MODEL_PATH).tokenizer
     tokenizer.chat_template = "{{ raise_exception('no system prompts') }}"
     with pytest.raises(ModelError, match=r"the chat template refuses the messages: .*no system"):
@@ -215,7 +215,7 @@ def test_a_refusing_template_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("text", ["What is the code of the quiet dolphin?", "Thank you."])
-def test_with_a_draft_model_the_dialogue_is_the_same(talk: Talk, text: str) -> None:
+def test_draft_model_does_not_change_dialogue(talk: Talk, text: str) -> None:
     """Its answers end inside what was proposed, and the next turn goes on from there."""
     lines = ["The code of the quiet dolphin is 7315.", text, "The code of the red owl is 9.", text]
     plain, drafted = talk(), talk(draft_model=MODEL)

@@ -91,7 +91,7 @@ def held_in_a_window(name: str, kv_bits: int | None) -> int:
 
 @pytest.mark.parametrize("kv_bits", [None, 8, 4, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_plan_agrees_with_what_mlx_holds_to_one_percent(name: str, kv_bits: int | None) -> None:
+def test_plan_matches_mlx_memory_to_one_percent(name: str, kv_bits: int | None) -> None:
     config = {**SIZES, "model_type": name, **MODELS[name]}
     spec = memory.read_model_spec(config)
     made = make_plan(spec, memory_bytes=10**9, max_kv_size=450, kv_bits=kv_bits)
@@ -99,7 +99,7 @@ def test_a_plan_agrees_with_what_mlx_holds_to_one_percent(name: str, kv_bits: in
     assert held == pytest.approx(made.chosen.bytes_per_sequence, rel=0.01)
 
 
-def test_a_request_smaller_than_the_window_holds_its_capacity() -> None:
+def test_request_smaller_than_window_uses_capacity() -> None:
     config = {**SIZES, "model_type": "gemma3_text", **MODELS["gemma3_text"]}
     spec = memory.read_model_spec(config)
     held = held_after(build(config), 90, max_kv_size=4096, kv_bits=None, capacity=100)
@@ -117,7 +117,7 @@ def test_a_request_smaller_than_the_window_holds_its_capacity() -> None:
         {"torch_dtype": "float16"},
     ],
 )
-def test_a_wrong_formula_would_be_noticed(wrong: dict[str, Any]) -> None:
+def test_check_detects_wrong_formula(wrong: dict[str, Any]) -> None:
     config = {**SIZES, "model_type": "gemma3_text", **MODELS["gemma3_text"]}
     made = make_plan(memory.read_model_spec(config | wrong), memory_bytes=10**9, max_kv_size=450)
     held = held_in_a_window("gemma3_text", None)
@@ -148,9 +148,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
-def test_json_is_one_object_with_the_issue_example(
-    capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
+def test_json_output_is_one_object(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     code, out, err = run(capsys, str(folder), "--memory-limit", "32GB", "--json")
     made = json.loads(out)
     assert (code, err) == (0, "")
@@ -164,9 +162,7 @@ def test_json_is_one_object_with_the_issue_example(
     assert "estimated" in made["weight_source"]
 
 
-def test_the_table_shows_the_arithmetic_and_it_is_right(
-    capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
+def test_table_shows_correct_arithmetic(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     code, out, _ = run(capsys, str(folder), "--memory-limit", "32GB", "--kv-bits", "4")
     assert code == 0
     assert "32 full layers x 32 heads x (72 + 72) bytes = 147,456 bytes a token" in out
@@ -180,7 +176,7 @@ def test_the_table_shows_the_arithmetic_and_it_is_right(
 
 @pytest.mark.parametrize("columns", [50, 60, 80])
 @pytest.mark.parametrize("batch", ["1", "4"])
-def test_no_figure_is_cut_however_narrow_the_terminal(
+def test_figures_are_not_truncated_on_narrow_terminals(
     columns: int,
     batch: str,
     capsys: pytest.CaptureFixture[str],
@@ -196,7 +192,7 @@ def test_no_figure_is_cut_however_narrow_the_terminal(
         assert "32,768" in table and "67.11 MB" in table
 
 
-def test_windows_stand_apart_from_full_layers(
+def test_window_layers_are_listed_separately(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     config = {**SIZES, "model_type": "gemma3_text", **MODELS["gemma3_text"]}
@@ -207,7 +203,7 @@ def test_windows_stand_apart_from_full_layers(
     assert "1,000 x 4,096 + 128 x 8,192" in out or "128 x 8,192 + 1,000 x 4,096" in out
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_helps(
+def test_plan_that_does_not_fit_gives_remedies(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     arguments = (str(folder), "--memory-limit", "20GB", "--batch", "4")
@@ -222,7 +218,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(
     assert run(capsys, *arguments[:3], "--batch", str(int(batch) + 1))[0] == 1
 
 
-def test_weights_larger_than_the_memory_are_said(
+def test_weights_exceeding_memory_are_reported(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     code, out, _ = run(capsys, str(folder), "--memory-limit", "8GB", "--json")
@@ -233,7 +229,7 @@ def test_weights_larger_than_the_memory_are_said(
     assert made["chosen"]["sequences"] == 0
 
 
-def test_the_embedded_model_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_embedded_model_is_default(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--json")
     made = json.loads(out)
     assert (code, made["model"], made["dtype"]) == (0, "recall", "float32")
@@ -253,7 +249,7 @@ def test_the_embedded_model_is_the_default(capsys: pytest.CaptureFixture[str]) -
         (("--max-kv-size", "64", "--keep-kv-size", "64"), "(--keep-kv-size) 64 leaves no room"),
     ],
 )
-def test_a_wrong_flag_is_one_line_and_exit_code_2(
+def test_bad_flag_gives_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
     code, out, err = run(capsys, *arguments)
@@ -262,7 +258,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
     assert words in err
 
 
-def test_a_head_size_without_a_group_is_a_row_that_is_not_possible() -> None:
+def test_unsupported_head_size_is_marked_impossible() -> None:
     spec = memory.read_model_spec(
         {**SIZES, "model_type": "phi3", "hidden_size": 160, "num_attention_heads": 2}
     )
@@ -284,7 +280,7 @@ def test_unknown_weights_and_long_windows_are_noted() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3"])
-def test_models_that_mlx_lm_cannot_quantize_have_rows_as_the_engine_holds_them(
+def test_unquantizable_models_have_engine_rows(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model_type: str
 ) -> None:
     latents = {"kv_lora_rank": 64, "qk_rope_head_dim": 64}
@@ -295,7 +291,7 @@ def test_models_that_mlx_lm_cannot_quantize_have_rows_as_the_engine_holds_them(
     assert "possible" not in out
 
 
-def test_a_plan_does_not_advise_bits_that_are_not_possible() -> None:
+def test_plan_never_suggests_impossible_bits() -> None:
     sizes = {**SIZES, "hidden_size": 160, "num_attention_heads": 2}
     spec = memory.read_model_spec({**sizes, "model_type": "phi3"})
     made = make_plan(spec, memory_bytes=10**6, max_kv_size=4096)
@@ -304,7 +300,7 @@ def test_a_plan_does_not_advise_bits_that_are_not_possible() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_a_model_made_for_no_text_is_the_model_s_fault(tokens: int) -> None:
+def test_invalid_position_count_is_model_error(tokens: int) -> None:
     spec = memory.read_model_spec(
         {**SIZES, "model_type": "llama", "max_position_embeddings": tokens}
     )
@@ -314,7 +310,7 @@ def test_a_model_made_for_no_text_is_the_model_s_fault(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("limit_bytes", [None, 10**9])
-def test_the_default_limit_is_the_doctor_s(
+def test_default_limit_matches_doctor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None
 ) -> None:
     """With a container's limit and without one, whatever the device recommends."""
@@ -333,7 +329,7 @@ def test_the_default_limit_is_the_doctor_s(
         ({"max_recommended_working_set_size": 3 * 10**9, "total_memory": 8 * 10**9}, 3 * 10**9),
     ],
 )
-def test_the_device_s_recommendation_is_the_base_of_the_limit(
+def test_default_limit_follows_device_recommendation(
     monkeypatch: pytest.MonkeyPatch, device_info: dict[str, str | int], recommended: int
 ) -> None:
     monkeypatch.setattr(machine, "_container_limit_bytes", lambda: 4 * 10**9)
@@ -342,7 +338,7 @@ def test_the_device_s_recommendation_is_the_base_of_the_limit(
     assert found.default_limit_bytes == recommended * 7 // 10
 
 
-def test_the_weights_of_a_draft_model_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_draft_model_weights_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     plans = []
     for more in ([], ["--draft-model", str(MODEL_PATH)]):
         main(["plan", "--memory-limit", "100MB", "--json", *more])
@@ -354,7 +350,7 @@ def test_the_weights_of_a_draft_model_count(capsys: pytest.CaptureFixture[str]) 
     assert main(["plan", "--hosts", "2", "--draft-model", str(MODEL_PATH)]) == 2
 
 
-def test_one_of_several_hosts_has_its_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensor_parallel_host_has_its_share(capsys: pytest.CaptureFixture[str]) -> None:
     from penstock.recall import MODEL_PATH
 
     whole, part = (made_for(capsys, str(MODEL_PATH), hosts) for hosts in (1, 2))
@@ -364,7 +360,7 @@ def test_one_of_several_hosts_has_its_part(capsys: pytest.CaptureFixture[str]) -
     assert "one of 2 machines" in part["weight_source"]
 
 
-def test_one_of_several_hosts_has_some_of_the_layers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipeline_host_has_some_layers(capsys: pytest.CaptureFixture[str]) -> None:
     from penstock.recall import MODEL_PATH
 
     whole = made_for(capsys, str(MODEL_PATH), 1)
@@ -372,7 +368,7 @@ def test_one_of_several_hosts_has_some_of_the_layers(capsys: pytest.CaptureFixtu
     assert part["chosen"]["bytes_per_sequence"] * 2 == whole["chosen"]["bytes_per_sequence"]
 
 
-def test_layers_that_hosts_do_not_divide_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_indivisible_layer_count_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--hosts", "5", "--pipeline"]) == 2
     assert "layers, which --hosts 5 does not divide" in capsys.readouterr().err
 
@@ -382,12 +378,12 @@ def made_for(capsys: pytest.CaptureFixture[str], model: str, hosts: int, *more: 
     return json.loads(capsys.readouterr().out)
 
 
-def test_hosts_that_do_not_divide_the_heads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_indivisible_head_count_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--hosts", "3"]) == 2
     assert "2 heads of keys and values, which --hosts 3 does not divide" in capsys.readouterr().err
 
 
-def test_a_latent_head_is_on_every_host() -> None:
+def test_latent_head_is_replicated_on_every_host() -> None:
     latent = {
         "model_type": "deepseek_v3",
         "hidden_size": 64,
@@ -403,7 +399,7 @@ def test_a_latent_head_is_on_every_host() -> None:
     assert memory.divided(spec, 4).layers == spec.layers
 
 
-def test_the_parts_of_a_spilled_sequence_are_what_its_admission_reserves(
+def test_spilled_plan_matches_admission_reservation(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     choice = {"attend_tokens": 128, "active_kv_size": 256}
@@ -431,7 +427,7 @@ def test_the_parts_of_a_spilled_sequence_are_what_its_admission_reserves(
 
 @pytest.mark.parametrize("settings", [{}, {"max_kv_size": 256}])
 @pytest.mark.parametrize("memory_limit", ["36MB", "80MB"])
-def test_the_measured_request_is_the_largest_that_is_admitted(
+def test_largest_planned_request_is_admitted(
     memory_limit: str, settings: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plan, `/v1/models` and admission have one number; one token more is refused."""

@@ -68,7 +68,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *flags: str, **environment: str) -> 
     return dict(command.make_context("serve", list(flags)).params)
 
 
-def test_flags_win_over_environment_over_file(
+def test_flags_override_environment_and_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "penstock.toml"
@@ -94,7 +94,7 @@ def test_flags_win_over_environment_over_file(
     assert parsed(monkeypatch, PENSTOCK_CONFIG=str(file))["max_kv_size"] == 1000
 
 
-def test_what_was_deleted_stays_deleted_after_a_restart(tmp_path: Path) -> None:
+def test_deleted_blocks_stay_deleted_after_restart(tmp_path: Path) -> None:
     """The process is killed before the folder comes back; the next one removes the blocks."""
     folder, away = tmp_path / "cache", tmp_path / "away"
     flags = ("--ssd-cache-dir", str(folder), "--block-size", "32", "--memory-limit", "200MB")
@@ -135,7 +135,7 @@ def test_what_was_deleted_stays_deleted_after_a_restart(tmp_path: Path) -> None:
         (None, "No such file"),
     ],
 )
-def test_a_wrong_file_is_one_line(
+def test_bad_config_file_gives_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, says: str
 ) -> None:
     file = tmp_path / "penstock.toml"
@@ -146,7 +146,7 @@ def test_a_wrong_file_is_one_line(
     assert says in told and told.count("\n") == 1
 
 
-def test_one_value_in_a_file_is_enough_for_a_flag_that_may_be_repeated(
+def test_single_value_in_file_for_repeatable_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "penstock.toml"
@@ -155,7 +155,7 @@ def test_one_value_in_a_file_is_enough_for_a_flag_that_may_be_repeated(
     assert list(found["cors_origin"]) == ["https://a.example"]
 
 
-def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
+def test_file_keys_are_flags(tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text("max-queue = 3")
     assert read_toml(file, ["max_queue"]) == {"max_queue": 3}
@@ -166,7 +166,7 @@ def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "codec"), [("true", "8"), ("false", None), ('"k8v4"', "k8v4"), ("4", "4")]
 )
-def test_a_flag_that_may_stand_alone_is_a_switch_in_a_file(
+def test_optional_value_flag_is_boolean_in_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, codec: str | None
 ) -> None:
     file = tmp_path / "penstock.toml"
@@ -174,7 +174,7 @@ def test_a_flag_that_may_stand_alone_is_a_switch_in_a_file(
     assert parsed(monkeypatch, "--config", str(file))["kv_cache_quantization"] == codec
 
 
-def test_the_command_line_of_vllm_mlx_serves() -> None:
+def test_vllm_mlx_command_line_works() -> None:
     line = (
         "--kv-cache-quantization --kv-cache-quantization-bits 4 --kv-cache-quantization-group-size "
         "64 --kv-cache-min-quantize-tokens 256 --continuous-batching"
@@ -233,7 +233,7 @@ def test_the_command_line_of_vllm_mlx_serves() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
-def test_wrong_flags_are_one_line(
+def test_bad_flags_give_one_line_error(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     flags: tuple[str, ...],
@@ -254,11 +254,11 @@ def test_wrong_flags_are_one_line(
         (str(MODEL_PATH), MODEL_PATH.name),
     ],
 )
-def test_a_models_name_is_no_path(model: str, name: str) -> None:
+def test_served_model_name_has_no_path(model: str, name: str) -> None:
     assert _name(model) == name
 
 
-def test_without_a_template_the_banner_offers_completions() -> None:
+def test_banner_suggests_completions_without_template() -> None:
     loaded = load_all(MODEL_PATH)
     with make_engine(loaded, memory_limit="100MB") as engine:
         chatting, continuing = (
@@ -269,14 +269,14 @@ def test_without_a_template_the_banner_offers_completions() -> None:
     assert "/v1/completions -H" in continuing and "--chat-template" in continuing
 
 
-def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_gives_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
     told = capsys.readouterr().err
     assert "in use; choose another --port" in told and told.count("\n") == 1
 
 
-def test_the_limit_that_is_proposed_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggested_memory_limit_is_sufficient(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "0", "--memory-limit", "20MB"]) == 2
     found = re.search(r"raise it to (\d+)MB or more", capsys.readouterr().err)
     assert found
@@ -287,7 +287,7 @@ def test_the_limit_that_is_proposed_is_enough(capsys: pytest.CaptureFixture[str]
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=SOON).status_code == 400
 
 
-def test_a_server_serves_and_drains_on_sigterm() -> None:
+def test_sigterm_drains_open_requests() -> None:
     """What is open when the signal comes is answered to its end; then it is 0."""
     with started("--model-name", "mine") as (process, url):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
@@ -309,7 +309,7 @@ def test_a_server_serves_and_drains_on_sigterm() -> None:
         assert said == [], "nothing is said of a server that ends as it was told"
 
 
-def test_the_second_signal_ends_it_at_once() -> None:
+def test_second_signal_stops_at_once() -> None:
     with started("--drain-timeout", "60") as (process, url):
         body = {
             "messages": [{"role": "user", "content": "Hello!"}],
@@ -326,7 +326,7 @@ def test_the_second_signal_ends_it_at_once() -> None:
             assert process.wait(20) == 0
 
 
-def test_what_the_banner_says_fits_does() -> None:
+def test_largest_request_in_banner_fits() -> None:
     """Its arithmetic is the engine's: what fits is answered, and a few tokens more are refused."""
     with serving(engine={"memory_limit": "40MB"}) as running:
         ask = running.service.engine.ask
@@ -346,7 +346,7 @@ def test_what_the_banner_says_fits_does() -> None:
             assert answer.status_code == status, answer.text
 
 
-def test_the_largest_request_is_the_same_in_banner_models_and_admission() -> None:
+def test_largest_request_agrees_in_banner_models_and_admission() -> None:
     with serving(engine={"memory_limit": "34MB"}) as running:
         service = running.service
         most = service.context_tokens
@@ -370,11 +370,11 @@ def banner_of(**limits: Any) -> list[str]:
         return banner(engine, "recall", settings(), 8_000)
 
 
-def test_the_banner_says_when_a_limit_is_beyond_the_machine() -> None:
+def test_banner_warns_about_limit_above_machine_memory() -> None:
     assert "more than this machine has" in "".join(banner_of(memory_limit="999TB")[1:3])
 
 
-def test_the_banner_says_when_a_limit_is_too_small_for_the_context() -> None:
+def test_banner_warns_about_limit_too_small_for_context() -> None:
     for megabytes in range(20, 60):  # what steps take is measured
         with suppress(SettingError):
             told = banner_of(memory_limit=f"{megabytes}MB")
@@ -383,7 +383,7 @@ def test_the_banner_says_when_a_limit_is_too_small_for_the_context() -> None:
 
 
 @pytest.mark.parametrize("window", [64, 1_023, 1_024, 5_000])
-def test_the_banner_counts_sequences_that_the_window_lets_be(window: int) -> None:
+def test_banner_counts_sequences_limited_by_window(window: int) -> None:
     """A small window is no lack of memory: raising --memory-limit would change nothing."""
     told = banner_of(memory_limit="200MB", max_kv_size=window)[2]
     assert "raise --memory-limit" not in told
@@ -403,7 +403,7 @@ def little_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_disk_with_no_space_says_so_everywhere(
+def test_full_disk_is_reported_everywhere(
     tmp_path: Path, told: Dialogue, caplog: pytest.LogCaptureFixture
 ) -> None:
     with little_disk(tmp_path / "little") as folder:
@@ -424,7 +424,7 @@ def test_a_disk_with_no_space_says_so_everywhere(
     assert sum("writes nothing for now" in line for line in caplog.messages) == 2  # two engines
 
 
-def test_the_banner_says_what_fits_and_how_to_ask() -> None:
+def test_banner_shows_capacity_and_curl_command() -> None:
     with started(PENSTOCK_API_KEY="secret") as (process, _):
         assert process.stdout is not None
         lines = [process.stdout.readline().rstrip() for _ in range(8)]
@@ -444,7 +444,7 @@ def test_the_banner_says_what_fits_and_how_to_ask() -> None:
         assert "4821" in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
-def test_the_banner_says_what_fits_in_a_codec() -> None:
+def test_banner_capacity_with_codec() -> None:
     told = "".join(banner_of(memory_limit="200MB", kv_cache_quantization="k8v4")[1:6])
     found = re.search(r"about ([\d,]+) tokens of KV, ([\d,]+) held as rot8/rot4", told)
     assert found is not None, told
@@ -473,7 +473,7 @@ def a_codec(folder: Path, preload: bool) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("server", [a_process, a_codec])
-def test_a_restarted_server_answers_from_its_disk_cache(
+def test_restarted_server_reuses_disk_cache(
     told: Dialogue, tmp_path: Path, server: Callable[..., Any]
 ) -> None:
     """A restart in between: the conversation is answered without reading it again."""

@@ -42,7 +42,7 @@ def fields() -> Iterator[tuple[type[Settings], str]]:
             yield kind, name
 
 
-def test_all_kinds_of_settings_are_looked_at() -> None:
+def test_all_settings_classes_are_covered() -> None:
     kinds = {
         each
         for each in vars(config).values()
@@ -52,14 +52,14 @@ def test_all_kinds_of_settings_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), list(fields()), ids=str)
-def test_every_setting_says_what_it_is(kind: type[Settings], name: str) -> None:
+def test_every_setting_has_help(kind: type[Settings], name: str) -> None:
     setting = setting_of(kind, name)
     assert setting.help[0].isupper() and setting.help.endswith("."), setting.help
     required = kind.model_fields[name].is_required()
     assert setting.unset or not required, "a flag without a default says what happens without it"
 
 
-def test_a_setting_that_says_nothing_is_refused() -> None:
+def test_setting_without_help_is_refused() -> None:
     class Silent(Settings):
         rooms: int = 3
 
@@ -70,9 +70,7 @@ def test_a_setting_that_says_nothing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "name"), [each for each in fields() if setting_of(*each).is_flag], ids=str
 )
-def test_every_setting_is_a_flag_with_its_text_and_variable(
-    kind: type[Settings], name: str
-) -> None:
+def test_every_setting_has_flag_help_and_variable(kind: type[Settings], name: str) -> None:
     command = get_command(app).commands[KINDS[kind]]  # type: ignore[attr-defined]
     flag = config.flag_of(kind, name)
     (option,) = [each for each in command.params if f"--{flag}" in each.opts]
@@ -122,11 +120,11 @@ def twins(package: str, command: Any) -> set[tuple[str, str]]:
     }
 
 
-def test_no_option_is_a_twin_of_a_setting() -> None:
+def test_no_option_duplicates_a_setting() -> None:
     assert twins("penstock.cli", get_command(app)) == set(OWN_OPTIONS)
 
 
-def test_options_with_words_of_their_own_have_the_variable_of_the_setting() -> None:
+def test_overridden_options_keep_setting_variable() -> None:
     for name, option in own_options("penstock.cli", get_command(app)):
         for flag in option.opts:
             if (name, flag) in OWN_OPTIONS:
@@ -134,7 +132,7 @@ def test_options_with_words_of_their_own_have_the_variable_of_the_setting() -> N
                 assert (own_variable(option), option.metavar) in named, (name, flag)
 
 
-def test_a_twin_of_a_setting_is_found() -> None:
+def test_check_detects_duplicate_options() -> None:
     generated = Annotated[dict[str, Any], Fields(config.EngineSettings, "memory_limit")]
 
     def first(*, given: Any, top_p: float = 1.0) -> None:
@@ -153,7 +151,7 @@ def test_a_twin_of_a_setting_is_found() -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_defaults_of_flags_are_those_of_the_settings(kind: type[Settings]) -> None:
+def test_flag_defaults_match_settings(kind: type[Settings]) -> None:
     taken = taken_by(kind)
     required = {"memory_limit": 1} if kind is config.EngineSettings else {}
     assert kind(**taken, **required) == kind(**required)
@@ -192,7 +190,7 @@ def taken_by(kind: type[Settings], *arguments: str) -> dict[str, Any]:
     return taken
 
 
-def test_a_command_gets_what_has_a_value() -> None:
+def test_only_given_values_are_taken() -> None:
     assert taken_by(Everything) == {
         "rooms": 4,
         "most": 1_500_000,
@@ -203,7 +201,7 @@ def test_a_command_gets_what_has_a_value() -> None:
     }
 
 
-def test_texts_become_what_the_settings_take(tmp_path: Path) -> None:
+def test_text_values_are_parsed(tmp_path: Path) -> None:
     words = (
         "--rooms 9 --most 2GB --least 3KB --where ~/here --bits 4 --when later --layers 1,2 "
         "--friends a --friends b --secret word --loud --wait 2 --quite-long 5"
@@ -226,7 +224,7 @@ def test_texts_become_what_the_settings_take(tmp_path: Path) -> None:
     assert Everything(**given).model_dump() == {**given, "inner": 7}
 
 
-def test_an_empty_secret_is_none() -> None:
+def test_empty_secret_is_unset() -> None:
     assert "secret" not in taken_by(Everything, "--secret", "")
 
 
@@ -238,27 +236,27 @@ def test_an_empty_secret_is_none() -> None:
         (("--layers", "1,x"), "--layers 1,x: 'x' is not a number"),
     ],
 )
-def test_a_text_that_is_no_value_names_its_flag(arguments: tuple[str, str], says: str) -> None:
+def test_unparsable_value_names_its_flag(arguments: tuple[str, str], says: str) -> None:
     with pytest.raises(SettingError, match=says):
         taken_by(Everything, *arguments)
 
 
-def test_a_number_out_of_its_range_is_refused_by_the_option() -> None:
+def test_out_of_range_number_is_refused() -> None:
     with pytest.raises(typer.TyperException, match="greater than or equal to 2"):
         taken_by(Everything, "--rooms", "1")
 
 
 @pytest.mark.parametrize("count", [0, 1, 999, 1_000, 1_001, 10**6, 20 * 10**9, 10**12 + 1])
-def test_a_size_that_is_shown_is_the_size_that_is_read(count: int) -> None:
+def test_size_text_round_trips(count: int) -> None:
     assert size_bytes("--size", size_text(count)) == count
 
 
-def test_a_command_may_take_some_of_the_fields() -> None:
+def test_command_may_take_subset_of_fields() -> None:
     assert Fields(config.EngineSettings, "memory_limit").names == ("memory_limit",)
     assert options.engine_size("owner/model", {"memory_limit": 5}) == {"memory_limit": 5}
 
 
-def test_a_command_may_have_a_default_of_its_own() -> None:
+def test_command_may_override_default() -> None:
     kept = Fields(Everything, "rooms", unset={"rooms": "as many as fit"})
     (option,) = kept.options()
     assert option.default is None

@@ -22,7 +22,7 @@ def wait_for(text: str, shown: io.StringIO) -> None:
         time.sleep(0.005)
 
 
-def test_a_quick_start_prints_nothing() -> None:
+def test_quick_start_prints_nothing() -> None:
     shown = io.StringIO()
     with StartProgress(PLAIN, "loading a", clock=lambda: 0.0, stream=shown):
         LOGGER.info("measuring")
@@ -30,7 +30,7 @@ def test_a_quick_start_prints_nothing() -> None:
     assert not LOGGER.handlers
 
 
-def test_a_slow_start_prints_what_it_does_and_says_again_how_long_it_has(
+def test_slow_start_prints_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(start_progress, "QUIET_SECONDS", 0.01)
@@ -47,7 +47,7 @@ def test_a_slow_start_prints_what_it_does_and_says_again_how_long_it_has(
     assert "another" not in shown.getvalue()
 
 
-def test_a_terminal_has_a_spinner() -> None:
+def test_terminal_shows_spinner() -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=80)
     with StartProgress(terminal, "loading a", stream=screen):

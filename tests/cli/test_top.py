@@ -61,7 +61,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_once_shows_what_the_server_holds(server: Running) -> None:
+def test_once_prints_server_state(server: Running) -> None:
     done = top("--once", "--url", server.url, "--api-key", KEY)
     assert done.returncode == 0 and done.stderr == ""
     stats = server.service.engine.stats()
@@ -71,7 +71,7 @@ def test_once_shows_what_the_server_holds(server: Running) -> None:
     assert "█" in done.stdout and "weights" in done.stdout and "nodes" in done.stdout
 
 
-def test_json_is_an_object_a_line(server: Running) -> None:
+def test_json_prints_one_object_per_line(server: Running) -> None:
     done = top("--json", "--once", PENSTOCK_URL=f"{server.url}/v1/", PENSTOCK_API_KEY=KEY)
     (line,) = done.stdout.splitlines()
     told = json.loads(line)
@@ -80,7 +80,7 @@ def test_json_is_an_object_a_line(server: Running) -> None:
     assert "tree" not in told
 
 
-def test_a_pipe_gets_a_line_a_second_until_the_server_goes() -> None:
+def test_piped_output_prints_lines_until_server_ends() -> None:
     with serving() as running:
         process = subprocess.Popen(
             [SCRIPT, "top", "--url", running.url],
@@ -98,7 +98,7 @@ def test_a_pipe_gets_a_line_a_second_until_the_server_goes() -> None:
     assert line == f"penstock: the server at {running.url} has ended"
 
 
-def test_a_terminal_is_drawn_over_and_left_as_it_was(server: Running) -> None:
+def test_terminal_screen_is_restored(server: Running) -> None:
     ours, theirs = open_terminal()
     process = subprocess.Popen(
         [SCRIPT, "top", "--url", server.url, "--api-key", KEY],
@@ -121,9 +121,7 @@ def test_a_terminal_is_drawn_over_and_left_as_it_was(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(100, 40), (80, 24), (50, 15)])
-def test_the_figures_fit_a_small_terminal_and_none_is_cut(
-    server: Running, columns: int, lines: int
-) -> None:
+def test_figures_fit_small_terminals(server: Running, columns: int, lines: int) -> None:
     sizes = {"COLUMNS": str(columns), "LINES": str(lines)}
     done = top("--once", "--url", server.url, "--api-key", KEY, **sizes)
     shown = done.stdout.splitlines()
@@ -136,7 +134,7 @@ def test_the_figures_fit_a_small_terminal_and_none_is_cut(
     assert shown[0].endswith("q: quit") and "…" not in "".join(shown)
 
 
-def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Running) -> None:
+def test_q_quits_and_restores_terminal(server: Running) -> None:
     ours, theirs = open_terminal()
     before = termios.tcgetattr(theirs)
     process = subprocess.Popen(
@@ -171,7 +169,7 @@ def _read(terminal: int, enough: object) -> str:
 # ---- refusals
 
 
-def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -180,7 +178,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("key", [(), ("--api-key", "another")])
-def test_wrong_key(
+def test_wrong_key_is_reported(
     server: Running, capsys: pytest.CaptureFixture[str], key: tuple[str, ...]
 ) -> None:
     line = refused(capsys, "--url", server.url, "--once", *key)
@@ -188,11 +186,11 @@ def test_wrong_key(
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8080", "ftp://localhost", "http://"])
-def test_no_url(capsys: pytest.CaptureFixture[str], url: str) -> None:
+def test_invalid_url_is_reported(capsys: pytest.CaptureFixture[str], url: str) -> None:
     assert "--url" in refused(capsys, "--url", url)
 
 
-def test_another_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(404)

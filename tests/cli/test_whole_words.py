@@ -51,7 +51,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("columns", [60, 80])
 @pytest.mark.parametrize("command", ["ls", "stats", "verify"])
-def test_of_a_folder(
+def test_cache_output_wraps_between_words(
     command: str,
     columns: int,
     terminal: Callable[[int], None],
@@ -69,7 +69,7 @@ def test_of_a_folder(
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_of_a_plan(
+def test_plan_output_wraps_between_words(
     columns: int, terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its table has fewer columns where there is little room, and each figure that it has whole."""
@@ -86,7 +86,7 @@ def test_of_a_plan(
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_of_a_banner(columns: int) -> None:
+def test_banner_wraps_between_words(columns: int) -> None:
     loaded = load_all(MODEL_PATH)
     with Engine(loaded.model, loaded.tokenizer, memory_limit="200MB") as engine:
         lines = banner(engine, "recall", ServerSettings(port=8_000), 8_000)
@@ -103,7 +103,7 @@ def test_of_a_banner(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_of_a_doctor(
+def test_doctor_output_wraps_between_words(
     columns: int, terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = examine()
@@ -119,11 +119,11 @@ def test_of_a_doctor(
     assert PLACE in shown(columns)
 
 
-def test_a_line_that_no_terminal_shows_stays_whole() -> None:
+def test_piped_line_is_not_wrapped() -> None:
     output = io.StringIO()
     print_line(Console(file=output, width=20), "word " * 100)
     assert output.getvalue().count("\n") == 1
 
 
-def test_a_word_that_is_longer_than_a_line_stays_whole() -> None:
+def test_overlong_word_is_not_broken() -> None:
     assert broken(f"at {PLACE} 1,234,567.8 bytes", 20).split("\n")[1] == PLACE

@@ -20,7 +20,7 @@ def written(folder: Path, text: str, mode: int = 0o600) -> Path:
     return file
 
 
-def test_a_key_may_be_given_as_it_is_or_by_its_hash(tmp_path: Path) -> None:
+def test_key_as_plain_text_or_hash(tmp_path: Path) -> None:
     hashed = digest_of(b"another")
     file = written(
         tmp_path,
@@ -41,7 +41,7 @@ def test_a_key_may_be_given_as_it_is_or_by_its_hash(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o666])
-def test_only_its_owner_may_read_or_write_the_file(tmp_path: Path, mode: int) -> None:
+def test_key_file_must_be_private(tmp_path: Path, mode: int) -> None:
     file = written(tmp_path, f'[alice]\nkey = "{SECRET}"\n', mode)
     with pytest.raises(SettingError, match=f"mode {mode:04o}.*chmod 600"):
         read_keys(file)
@@ -70,7 +70,7 @@ def test_only_its_owner_may_read_or_write_the_file(tmp_path: Path, mode: int) ->
         (f'[alice]\nkey = "{SECRET}\n', "not TOML"),
     ],
 )
-def test_a_wrong_file_is_one_line_that_quotes_no_key(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_key_file_error_never_quotes_keys(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(SettingError, match=says) as raised:
         read_keys(written(tmp_path, text))
     line = str(raised.value)
@@ -78,7 +78,7 @@ def test_a_wrong_file_is_one_line_that_quotes_no_key(tmp_path: Path, text: str, 
     assert SECRET not in line and str(tmp_path) not in line
 
 
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_special_or_huge_files_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path, says in (
         (tmp_path / "pipe", "not a regular file"),

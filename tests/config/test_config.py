@@ -15,7 +15,7 @@ def test_settings_are_frozen() -> None:
         SamplingSettings().max_tokens = 1  # type: ignore[misc]
 
 
-def test_what_may_hold_a_secret_is_not_repeated() -> None:
+def test_errors_do_not_repeat_secret_values() -> None:
     with pytest.raises(SettingError) as caught:
         parse(EngineSettings, memory_limit=1, remote_cache=["redis://:secret@host"])
     assert str(caught.value).startswith("--remote-cache: ") and "secret" not in str(caught.value)
@@ -34,7 +34,7 @@ def test_keep_must_leave_room(keep: int) -> None:
         parse(EngineSettings, memory_limit=1, max_kv_size=16, keep=keep)
 
 
-def test_the_default_keep_fits_a_small_window() -> None:
+def test_default_keep_fits_small_window() -> None:
     assert parse(EngineSettings, memory_limit=1, max_kv_size=16).keep_tokens == 8
 
 
@@ -51,17 +51,17 @@ def test_the_default_keep_fits_a_small_window() -> None:
         ("seed", 2**64),
     ],
 )
-def test_a_bad_number_names_its_flag(name: str, value: float) -> None:
+def test_invalid_number_names_its_flag(name: str, value: float) -> None:
     with pytest.raises(SettingError, match=f"^--{name.replace('_', '-')} "):
         parse(SamplingSettings, **{name: value})
 
 
-def test_an_unknown_setting_is_refused() -> None:
+def test_unknown_setting_is_refused() -> None:
     with pytest.raises(SettingError, match="nonsense is no setting"):
         parse(SamplingSettings, nonsense=1)
 
 
-def test_the_minor_version_is_the_one_the_package_asks_for() -> None:
+def test_mlx_lm_minor_version_matches_package() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     major, minor = MLX_LM_MINOR
     wanted = [d for d in project["project"]["dependencies"] if d.startswith("mlx-lm>")]

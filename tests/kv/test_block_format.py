@@ -28,7 +28,7 @@ def block(largest: float = 1.0) -> Segment:
     return Segment(tuple((side(), side()) for _ in SHAPES))
 
 
-def test_the_first_blocks_stay_as_they_are() -> None:
+def test_first_blocks_stay_raw() -> None:
     found = forms("turbo4", raw_tokens=100)
     assert [found.of(number) is found.coded for number in range(4)] == [False, False, True, True]
     assert found.spans.ends(9) == [2, 5], "what is raw is in records of its own"
@@ -42,7 +42,7 @@ def test_the_first_blocks_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["4", "turbo2.5", "kivi4", "raw/turbo3"])
-def test_a_block_is_held_as_its_number_says(name: str) -> None:
+def test_block_form_follows_its_number(name: str) -> None:
     found, given = forms(name, raw_tokens=64, raw_layers=frozenset([1])), block()
     assert found.held(given, 0) is given
     held = found.held(given, 1)
@@ -53,11 +53,11 @@ def test_a_block_is_held_as_its_number_says(name: str) -> None:
     assert found.held(held, 0) is None, "it cannot be dequantized again"
 
 
-def test_what_a_codec_cannot_hold_is_not_held_otherwise() -> None:
+def test_unencodable_block_is_not_stored() -> None:
     assert forms("4").held(block(1e6), 0) is None
 
 
-def test_identities_differ_where_bits_do() -> None:
+def test_identities_differ_where_formats_differ() -> None:
     names = [
         each.rule.identity
         for each in (

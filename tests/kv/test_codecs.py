@@ -66,9 +66,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("codec", "dim"), CASES)
-def test_it_takes_what_the_formula_says_and_is_read_as_what_it_stands_for(
-    codec: Codec, dim: int
-) -> None:
+def test_codes_match_formula_and_dequantized_values(codec: Codec, dim: int) -> None:
     x = normal(1, HEADS, TOKENS, dim)
     coded = codec.encode(x, devices.current())
     assert 8 * coded.nbytes == codec.token_bits(dim) * HEADS * TOKENS
@@ -88,7 +86,7 @@ def test_it_takes_what_the_formula_says_and_is_read_as_what_it_stands_for(
 
 
 @pytest.mark.parametrize(("codec", "dim"), [case for case in CASES if "128" in str(case.id)])
-def test_every_way_encodes_a_vector_to_the_same_bits(codec: Codec, dim: int) -> None:
+def test_encoding_is_deterministic_in_any_batch(codec: Codec, dim: int) -> None:
     """In a block, with other sequences, alone, or behind others: what was restored fits."""
     x = normal(3, HEADS, TOKENS, dim)
     together = codec.encode(x, devices.current())
@@ -113,14 +111,14 @@ def test_every_way_encodes_a_vector_to_the_same_bits(codec: Codec, dim: int) -> 
 @pytest.mark.parametrize(
     ("name", "most"), [("turbo2", 0.119), ("turbo3", 0.0375), ("turbo4", 0.0116), ("turbo8", 9e-5)]
 )
-def test_the_even_grid_loses_little_more(name: str, most: float) -> None:
+def test_uniform_grid_loses_little_more(name: str, most: float) -> None:
     x = normal(1, 16, 1_024, 128)
     lost = x - side(name, keys=False).encode(x, devices.current()).dequantize(devices.current())
     assert float((lost * lost).sum() / (x * x).sum()) < most
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("turbo")])
-def test_products_of_keys_with_themselves_are_right(name: str) -> None:
+def test_self_products_of_keys_are_unbiased(name: str) -> None:
     x = normal(1, 16, 1_024, 128)
     wide = side(name).encode(x, devices.current()).dequantize(devices.current())
     along = (x * wide).sum(axis=-1) / (x * x).sum(axis=-1)
@@ -130,7 +128,7 @@ def test_products_of_keys_with_themselves_are_right(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["turbo3", "turbo2.5", "kivi4", "rot4"])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_half_precision_is_encoded_as_its_numbers(name: str, dtype: mx.Dtype) -> None:
+def test_half_precision_encodes_like_float32(name: str, dtype: mx.Dtype) -> None:
     x = normal(1, HEADS, TOKENS, 64).astype(dtype)
     for part, same in zip(
         side(name).encode(x, devices.current()).parts,
@@ -149,7 +147,7 @@ def test_zeros_stay_zeros(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_too_large_for_a_scale_is_seen(name: str) -> None:
+def test_values_too_large_for_scale_are_detected(name: str) -> None:
     x = normal(1, HEADS, TOKENS, 64)
     assert side(name).encode(x, devices.current()).is_finite()
     # 255 steps of 8 bits reach further than the others' scales.
@@ -157,7 +155,7 @@ def test_what_is_too_large_for_a_scale_is_seen(name: str) -> None:
     assert not side(name).encode(x, devices.current()).is_finite()
 
 
-def test_spans_are_not_cut() -> None:
+def test_spans_are_split_only_at_block_boundaries() -> None:
     coded = side("kivi4").encode(normal(1, HEADS, TOKENS, 64), devices.current())
     with pytest.raises(ValueError, match="cut every 64 tokens"):
         coded.take(0, 65)
@@ -174,9 +172,7 @@ def test_spans_are_not_cut() -> None:
         ("kivi4", 81, "no whole bits"),
     ],
 )
-def test_heads_that_cannot_be_held_so_are_refused_with_the_reason(
-    name: str, dim: int, words: str
-) -> None:
+def test_unsupported_head_sizes_are_refused_with_reason(name: str, dim: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         side(name).token_bits(dim)
 
@@ -201,7 +197,7 @@ def test_heads_that_cannot_be_held_so_are_refused_with_the_reason(
         ("raw/affine4", "raw/affine4", 1.561),
     ],
 )
-def test_names(text: str, name: str, ratio: float) -> None:
+def test_scheme_names_round_trip(text: str, name: str, ratio: float) -> None:
     scheme = parse_scheme(text)
     assert scheme.name == name
     assert scheme.ratio(128, 128) == pytest.approx(ratio, abs=1e-3)
@@ -224,12 +220,12 @@ def test_names(text: str, name: str, ratio: float) -> None:
         "a/b/c",
     ],
 )
-def test_other_names_are_refused_with_those_there_are(text: str) -> None:
+def test_unknown_names_list_known_codecs(text: str) -> None:
     with pytest.raises(ValueError, match="there are raw; affine2"):
         parse_scheme(text)
 
 
-def test_values_are_not_held_by_channel() -> None:
+def test_kivi_is_only_for_keys() -> None:
     with pytest.raises(ValueError, match="for keys"):
         parse_scheme("affine4/kivi4")
 
@@ -239,7 +235,7 @@ def test_values_are_not_held_by_channel() -> None:
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 2**32 - 1))
 @settings(max_examples=50, deadline=None)
-def test_codes_come_back(bits: int, groups: int, seed: int) -> None:
+def test_codes_round_trip(bits: int, groups: int, seed: int) -> None:
     codes = mx.random.randint(0, 2**bits, (3, 32 * groups), key=mx.random.key(seed))
     packed = pack(codes, bits)
     assert packed.shape == (3, bits * groups)
@@ -247,7 +243,7 @@ def test_codes_come_back(bits: int, groups: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_codes_are_packed_as_mlx_packs_them(bits: int) -> None:
+def test_packing_matches_mlx(bits: int) -> None:
     codes = mx.random.randint(0, 2**bits, (5, 128), key=mx.random.key(bits))
     ones, zeros = mx.ones((5, 2)), mx.zeros((5, 2))
     read = mx.dequantize(pack(codes, bits), ones, zeros, group_size=64, bits=bits)
@@ -269,7 +265,7 @@ def spread(kind: str) -> mx.array:
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "far", "below", "alike", "tiny", "large", "zero"])
-def test_bytes_lose_no_more_than_those_of_mlx(kind: str, dtype: mx.Dtype, group_size: int) -> None:
+def test_8_bit_error_is_at_most_that_of_mlx(kind: str, dtype: mx.Dtype, group_size: int) -> None:
     x = spread(kind).astype(dtype)
     wide = x.astype(mx.float32)
     form = {"group_size": group_size, "bits": 8}
@@ -285,7 +281,7 @@ def test_bytes_lose_no_more_than_those_of_mlx(kind: str, dtype: mx.Dtype, group_
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-def test_bytes_of_half_precision_are_those_of_the_same_numbers(dtype: mx.Dtype) -> None:
+def test_8_bit_codes_are_independent_of_input_precision(dtype: mx.Dtype) -> None:
     every = mx.arange(2**16, dtype=mx.uint16).view(dtype)
     size = mx.abs(every.astype(mx.float32))
     fits = mx.isfinite(size) & (size < 6e4)  # for bfloat16, what fits a scale
@@ -299,9 +295,7 @@ def test_bytes_of_half_precision_are_those_of_the_same_numbers(dtype: mx.Dtype) 
 
 @pytest.mark.parametrize("number", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_bytes_of_what_is_no_number_have_a_scale_that_is_none(
-    dtype: mx.Dtype, number: float
-) -> None:
+def test_non_finite_input_has_non_finite_scale(dtype: mx.Dtype, number: float) -> None:
     for others in (normal(2, 64), mx.abs(normal(2, 64)), -mx.abs(normal(2, 64))):
         x = others.astype(dtype)
         x[0, 5] = number
@@ -314,7 +308,7 @@ def test_bytes_of_what_is_no_number_have_a_scale_that_is_none(
     st.sampled_from([1.0, 1e-3, 1e-6]),
 )
 @settings(max_examples=300, deadline=None)
-def test_no_byte_is_off_by_more_than_a_step(numbers: list[float], times: float) -> None:
+def test_8_bit_error_is_at_most_half_a_step(numbers: list[float], times: float) -> None:
     x = mx.array([numbers], mx.float32) * times
     codes, scales, offsets = quantized(x, group_size=32, bits=8, ops=devices.current())
     found = widened(codes, scales, offsets, 32)
@@ -324,7 +318,7 @@ def test_no_byte_is_off_by_more_than_a_step(numbers: list[float], times: float) 
 
 
 @pytest.mark.parametrize("dim", [*DIMS, 32, 48, 96, 112, 256, 576])
-def test_a_rotation_keeps_products_and_is_undone(dim: int) -> None:
+def test_rotation_preserves_products_and_is_invertible(dim: int) -> None:
     x, y = normal(5, dim), normal(7, dim, seed=1)
     for width in (dim, -(-dim // 32) * 32):
         transform_query = rotate(x, width)
@@ -334,13 +328,13 @@ def test_a_rotation_keeps_products_and_is_undone(dim: int) -> None:
         assert off(rotate_back(transform_query, dim), x) < 1e-5
 
 
-def test_a_rotation_spreads_what_is_large() -> None:
+def test_rotation_spreads_outliers() -> None:
     x = normal(100, 128)
     x[:, 3] *= 30
     assert float(mx.abs(rotate(x)).max()) < 0.3 * float(mx.abs(x).max())
 
 
-def test_a_rotation_is_the_same_in_every_process() -> None:
+def test_rotation_is_stable_across_processes() -> None:
     """Blocks on a disk are read by others: the signs are part of the format."""
     found = [round(float(number), 5) for number in rotate(mx.arange(32.0)[None])[0, :4]]
     assert found == [-7.07107, -9.8995, -7.07107, 24.04163]
@@ -348,11 +342,11 @@ def test_a_rotation_is_the_same_in_every_process() -> None:
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", AUTO)
-def test_auto_takes_as_much_less_as_its_name_says(name: str, dim: int) -> None:
+def test_auto_reaches_named_ratio(name: str, dim: int) -> None:
     assert parse_scheme(name).ratio(dim, dim) >= float(name.removeprefix("auto").removesuffix("x"))
 
 
-def test_a_codec_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codec_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of settings, pairs with another codec, and the list of an error follow."""
 
     class Doubled(Affine):
@@ -373,5 +367,5 @@ def test_a_codec_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("kind", names.CODECS)
-def test_each_codec_is_in_the_list_of_an_error(kind: type[Codec]) -> None:
+def test_every_codec_is_listed_in_error(kind: type[Codec]) -> None:
     assert kind.FORMS and kind.FORMS in names.FORMS

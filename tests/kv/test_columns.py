@@ -16,7 +16,7 @@ ROWS, HEADS, COLUMNS, WIDTH = 5, 4, 6, 2
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("row", [0, 1, 2])
 @pytest.mark.parametrize("head", [0, 2])
-def test_a_write_changes_its_rows_heads_and_columns_and_no_others(
+def test_write_changes_only_selected_rows_heads_and_columns(
     rows: int, heads: int, tokens: int, row: int, head: int
 ) -> None:
     heads = min(heads, HEADS - head)
@@ -28,7 +28,7 @@ def test_a_write_changes_its_rows_heads_and_columns_and_no_others(
 
 
 @pytest.mark.parametrize("heads", [1, HEADS])
-def test_a_write_without_a_row_is_of_all_rows(heads: int) -> None:
+def test_write_without_row_covers_all_rows(heads: int) -> None:
     new = mx.random.normal((ROWS, heads, 2, WIDTH), key=mx.random.key(0))
     wanted = np.zeros((ROWS, HEADS, COLUMNS, WIDTH), np.float32)
     wanted[:, :heads, 3:5] = np.array(new)
@@ -36,7 +36,7 @@ def test_a_write_without_a_row_is_of_all_rows(heads: int) -> None:
     assert np.array_equal(np.array(col.write(side, 3, new)), wanted)
 
 
-def test_a_write_of_everything_keeps_nothing_of_what_was_written_alive() -> None:
+def test_full_write_does_not_retain_source() -> None:
     """MLX would take the new array, and what it is a view of, in the place of the buffer."""
     before = mx.set_cache_limit(0)
     try:
@@ -53,7 +53,7 @@ def test_a_write_of_everything_keeps_nothing_of_what_was_written_alive() -> None
         mx.set_cache_limit(before)
 
 
-def test_a_column_is_scattered_to_each_row_at_its_own_place() -> None:
+def test_scatter_writes_each_row_at_its_column() -> None:
     side, new = mx.zeros((3, HEADS, COLUMNS, WIDTH)), mx.arange(3.0).reshape(3, 1, 1, 1) + 1
     new = mx.broadcast_to(new, (3, HEADS, 1, WIDTH))
     written = np.array(col.scatter(side, [4, 0, 2], new))

@@ -31,7 +31,7 @@ def numbers(count: int, width: int, first: int = 0) -> mx.array:
     count=st.integers(1, 6),
     behind=st.integers(0, 5),
 )
-def test_rows_come_back_from_columns(width: int, ratio: int, count: int, behind: int) -> None:
+def test_rows_round_trip_through_columns(width: int, ratio: int, count: int, behind: int) -> None:
     rows = rows_of(width, ratio)
     tokens = count * ratio + behind
     keys, values = rows.columns(numbers(count, width), tokens)
@@ -44,7 +44,7 @@ def test_rows_come_back_from_columns(width: int, ratio: int, count: int, behind:
     assert mx.abs(keys[:, :, stop:]).sum() == 0
 
 
-def test_a_share_of_a_row_takes_what_it_must() -> None:
+def test_token_share_of_row_bytes() -> None:
     """512 numbers for 4 tokens are 128 for each, and no more."""
     assert rows_of(512, 4).shape.nbytes == 512 // 4 * 4
     assert rows_of(3, 4).shape.nbytes == 2 * 4  # at least one number each side
@@ -74,7 +74,7 @@ def step(
     return Segment((reads.columns(12),), length=12), state, given_rows
 
 
-def test_a_chunk_that_begins_with_a_group_has_its_rows_in_its_columns() -> None:
+def test_aligned_chunk_stores_rows_in_its_columns() -> None:
     first, state, _ = step([], 0, 3, None, chunk=True)
     assert state == (None, None, None, None)
     _, _, found = step([KVSpan(first, 0, 12)], 12, 0, None, chunk=True)
@@ -82,7 +82,7 @@ def test_a_chunk_that_begins_with_a_group_has_its_rows_in_its_columns() -> None:
     assert mx.array_equal(found, numbers(3, 16))
 
 
-def test_what_a_decode_step_makes_is_loose_until_the_block_is_full() -> None:
+def test_decoded_rows_are_loose_until_block_is_full() -> None:
     first, _, _ = step([], 0, 1, None, chunk=True)  # six tokens: a row, and two that wait
     parts = [KVSpan(first, 0, 6)]
     _, state, found = step(parts, 7, 1, None, chunk=False)
@@ -98,21 +98,21 @@ def test_what_a_decode_step_makes_is_loose_until_the_block_is_full() -> None:
     assert found is not None and mx.array_equal(found, numbers(3, 16))
 
 
-def test_a_chunk_that_begins_within_a_group_leaves_its_rows_loose() -> None:
+def test_unaligned_chunk_leaves_rows_loose() -> None:
     first, _, _ = step([], 0, 0, None, chunk=True)  # two tokens
     _, state, found = step([KVSpan(first, 0, 2)], 2, 2, None, chunk=True)
     assert found is None
     assert state[3] is not None and state[3].shape[1] == 2
 
 
-def test_more_loose_rows_than_a_segment_has_tokens_for_are_an_error() -> None:
+def test_too_many_loose_rows_are_an_error() -> None:
     segment, _, _ = step([], 0, 0, None, chunk=True)
     live = RecurrentState(((None, None, None, numbers(4, 16)),), own=True)
     with pytest.raises(AssertionError, match="4 loose rows of 12 tokens"):
         completed(segment, live, {0: rows_of()})
 
 
-def test_a_window_keeps_its_last_tokens() -> None:
+def test_window_cache_keeps_last_tokens() -> None:
     cache = CompressedReads(2, Kept())
     first = cache.update_window(numbers(1, 4))
     second = cache.update_window(numbers(3, 4, 1))

@@ -73,7 +73,7 @@ def lost(held: Codec, keys: mx.array, queries: mx.array) -> float:
 # ---- which
 
 
-def test_the_root_of_keys_over_queries_is_found() -> None:
+def test_scales_of_outlier_channels_are_found() -> None:
     keys, queries = outliers()
     scales = measured(keys, queries)
     for head, found in enumerate(scales):
@@ -81,13 +81,13 @@ def test_the_root_of_keys_over_queries_is_found() -> None:
         assert {i: power for i, power in enumerate(found) if power} == dict.fromkeys(large, 4)
 
 
-def test_ordinary_keys_have_none() -> None:
+def test_ordinary_keys_have_no_scales() -> None:
     keys, queries = normal(1, HEADS, TOKENS, DIM), normal(HEADS, TOKENS, DIM, seed=1)
     assert measured(30 * keys, queries) == ()
     assert Squares().scales() == ()
 
 
-def test_queries_of_a_group_of_heads_count_together() -> None:
+def test_queries_of_head_group_are_pooled() -> None:
     keys, queries = normal(1, 2, TOKENS, DIM), mx.array(normal(1, 4, TOKENS, DIM, seed=1))
     queries[:, 2:, :, 5] /= 64  # all that the second head of keys meets
     queries[:, 1, :, 9] /= 64  # half of what the first one does
@@ -99,7 +99,7 @@ def test_queries_of_a_group_of_heads_count_together() -> None:
 
 
 @pytest.mark.parametrize(("times", "power"), [(6.0, 0), (10.0, 2), (24.0, 2), (2e10, 16)])
-def test_only_outlier_channels_get_a_scale(times: float, power: int) -> None:
+def test_only_outlier_channels_get_scale(times: float, power: int) -> None:
     keys, queries = mx.array(normal(1, 1, 4_096, DIM)), mx.array(normal(1, 4_096, DIM, seed=1))
     keys[..., 3] *= times
     queries[..., 7] *= 100  # what meets small keys is no reason to make them large
@@ -107,7 +107,7 @@ def test_only_outlier_channels_get_a_scale(times: float, power: int) -> None:
     assert found == ((bytes(power if i == 3 else 0 for i in range(DIM)),) if power else ())
 
 
-def test_channels_that_tell_nothing_are_left_alone() -> None:
+def test_degenerate_channels_get_no_scale() -> None:
     keys, queries = outliers()
     keys, queries = mx.array(keys), mx.array(queries)
     keys[:, 0, :, 7], queries[1, :, 8] = 0.0, 0.0
@@ -116,7 +116,7 @@ def test_channels_that_tell_nothing_are_left_alone() -> None:
     assert (scales[0][7], scales[1][8], scales[2][9]) == (0, 0, 0)
 
 
-def test_several_looks_are_one() -> None:
+def test_incremental_measurement_matches_one_pass() -> None:
     keys, queries = outliers()
     squares = Squares()
     for start in range(0, TOKENS, 64):
@@ -128,7 +128,7 @@ def test_several_looks_are_one() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_are_those_of_what_the_codes_stand_for(name: str) -> None:
+def test_scores_match_dequantized_codes(name: str) -> None:
     keys, queries = outliers()
     held = codec(name).scaled(measured(keys, queries))
     coded = held.encode(keys, devices.current())
@@ -151,7 +151,7 @@ def test_scores_are_those_of_what_the_codes_stand_for(name: str) -> None:
         )
 
 
-def test_attention_by_codes_is_that_by_what_they_stand_for() -> None:
+def test_attention_over_codes_matches_dequantized() -> None:
     keys, queries = outliers()
     held = codec("turbo4").scaled(measured(keys, queries)).encode(keys, devices.current())
     values = normal(HEADS, TOKENS, DIM, seed=3)
@@ -168,7 +168,7 @@ def test_attention_by_codes_is_that_by_what_they_stand_for() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_large_channels_cost_nothing(name: str) -> None:
+def test_outlier_channels_do_not_increase_error(name: str) -> None:
     plain = lost(codec(name), normal(1, HEADS, TOKENS, DIM), normal(HEADS, ASKED, DIM, seed=99))
     keys, queries = outliers()
     scaled = lost(codec(name).scaled(measured(keys, queries)), keys, queries)
@@ -176,7 +176,7 @@ def test_large_channels_cost_nothing(name: str) -> None:
     assert lost(codec(name), keys, queries) > 3 * scaled, "without scales they do"
 
 
-def test_keys_do_not_tell_alone() -> None:
+def test_scales_depend_on_queries_too() -> None:
     """A negative control: keys and queries that are large in the same channels need no scale."""
     keys, queries = outliers()
     queries = queries * uneven() ** 2
@@ -186,7 +186,7 @@ def test_keys_do_not_tell_alone() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_way_encodes_a_vector_to_the_same_bits(name: str) -> None:
+def test_encoding_is_deterministic_in_any_batch(name: str) -> None:
     keys, queries = outliers()
     held = codec(name).scaled(measured(keys, queries))
     both = held.encode(mx.concatenate([keys, outliers(1)[0]]), devices.current())
@@ -199,7 +199,7 @@ def test_every_way_encodes_a_vector_to_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["affine4", "kivi4"])
-def test_codecs_without_a_rotation_take_none(name: str) -> None:
+def test_codecs_without_rotation_ignore_scales(name: str) -> None:
     def asked() -> tuple[Scales, ...]:
         raise AssertionError("nothing is to be measured")
 
@@ -219,7 +219,7 @@ def segment(seed: int = 0) -> Segment:
     return Segment(((keys, keys), (keys, keys)))
 
 
-def test_each_layer_has_its_own() -> None:
+def test_scales_are_per_layer() -> None:
     some = measured(*outliers())
     scheme = layered((), some)
     assert scheme == layered((), measured(*outliers()))
@@ -235,7 +235,7 @@ def test_each_layer_has_its_own() -> None:
     assert [all(each) for each in same] == [True, True, False, True]
 
 
-def test_what_is_encoded_by_heads_has_the_scales_of_its_heads() -> None:
+def test_per_head_encoding_uses_per_head_scales() -> None:
     scheme = layered(measured(*outliers()))
     keys = normal(1, HEADS, 1_024, DIM)  # of which one head is encoded at a time
     held = Segment(((keys, keys),)).encoded(scheme, devices.current()).layers[0][0]
@@ -245,7 +245,7 @@ def test_what_is_encoded_by_heads_has_the_scales_of_its_heads() -> None:
     assert all(map(mx.array_equal, held.parts, own.encode(keys, devices.current()).parts))  # type: ignore[union-attr]
 
 
-def test_only_what_has_the_same_scales_is_joined() -> None:
+def test_only_equal_scales_join() -> None:
     some = measured(*outliers())
     held = segment().encoded(layered((), some), devices.current())
     again = segment(1).encoded(layered((), measured(*outliers())), devices.current())
@@ -258,7 +258,7 @@ def test_only_what_has_the_same_scales_is_joined() -> None:
     assert not BlockFormat.of(shapes, parse_scheme("turbo4")).holds(held)
 
 
-def test_identities_differ_where_scales_do() -> None:
+def test_identities_differ_where_scales_differ() -> None:
     rule = QuantizationRule.of("turbo4", block_size=64, first_tokens=0)
     assert rule is not None
     some = measured(*outliers())

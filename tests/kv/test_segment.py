@@ -34,7 +34,7 @@ def segment(dtype: mx.Dtype, tokens: int = 70) -> Segment:
 
 
 @dtypes
-def test_numbers_are_finite(dtype: mx.Dtype) -> None:
+def test_finite_segment_is_finite(dtype: mx.Dtype) -> None:
     assert segment(dtype).is_finite()
 
 
@@ -42,7 +42,7 @@ def test_numbers_are_finite(dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("at", [(0, 0, 0), (1, 69, 7), (1, 35, 3)])
-def test_one_that_is_none_is_found_wherever_it_is(
+def test_non_finite_value_is_found_anywhere(
     dtype: mx.Dtype, bad: float, side: int, at: tuple[int, int, int]
 ) -> None:
     for layer in range(3):
@@ -53,14 +53,14 @@ def test_one_that_is_none_is_found_wherever_it_is(
 
 
 @dtypes
-def test_infinities_that_cancel_are_found(dtype: mx.Dtype) -> None:
+def test_cancelling_infinities_are_found(dtype: mx.Dtype) -> None:
     made = segment(dtype)
     made.layers[1][0][0, 0, 5, 2] = float("inf")  # type: ignore[index]
     made.layers[1][0][0, 0, 5, 3] = float("-inf")  # type: ignore[index]
     assert not made.is_finite()
 
 
-def test_large_numbers_whose_sum_is_none_are_finite() -> None:
+def test_finite_values_with_infinite_sum_are_finite() -> None:
     """The quick look at sums says no, and the slow one yes."""
     made = segment(mx.float16)
     made.layers[2][1][:] = 60_000.0  # type: ignore[index]
@@ -92,7 +92,7 @@ def tail(tokens: int, *gone: int) -> list[list[int]]:
     return [list(range(each, tokens)) for each in gone]
 
 
-def test_a_thinned_layer_holds_its_last_tokens_and_frees_the_others() -> None:
+def test_thinned_layer_holds_last_tokens_and_frees_rest() -> None:
     before = mx.get_active_memory()
     whole = segment(mx.float32, 4_096)
     size = mx.get_active_memory() - before
@@ -110,7 +110,7 @@ def test_a_thinned_layer_holds_its_last_tokens_and_frees_the_others() -> None:
 
 
 @given(st.data())
-def test_it_is_cut_anywhere_and_joined_again(data: st.DataObject) -> None:
+def test_thinned_segment_splits_and_joins(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 9))
     gone = data.draw(st.tuples(*[st.integers(0, tokens)] * 2))
     at = data.draw(st.integers(0, tokens))
@@ -148,7 +148,9 @@ def gone(*counts: int) -> dict[int, int]:
         ((0, 0), (0, 8), False),
     ],
 )
-def test_no_layer_gets_a_hole(parents: Sequence[int], childs: Sequence[int], fits: bool) -> None:
+def test_join_never_leaves_gap_in_layer(
+    parents: Sequence[int], childs: Sequence[int], fits: bool
+) -> None:
     parent, child = numbered(0, 8).thinned(gone(*parents)), numbered(8, 16).thinned(gone(*childs))
     assert parent.joins(child) is fits
     if fits:
@@ -159,7 +161,7 @@ def test_no_layer_gets_a_hole(parents: Sequence[int], childs: Sequence[int], fit
             parent.join(child)
 
 
-def test_what_is_gone_is_filled_in_from_what_was_computed_again() -> None:
+def test_dropped_tokens_are_filled_from_recomputed() -> None:
     thin = numbered(8, 16).thinned(gone(0, 6)).checkpointed([Checkpoint(4, ())])
     filled = thin.filled(numbered(4, 20), 4)
     assert held(filled, 8) == tail(8, 0, 0)
@@ -172,7 +174,7 @@ def test_what_is_gone_is_filled_in_from_what_was_computed_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["8", "turbo4", "kivi4"])
-def test_codes_of_some_tokens_are_held_alike(name: str) -> None:
+def test_thinned_codes_split_and_join(name: str) -> None:
     scheme = parse_scheme(name)
     keys = mx.random.normal((1, 2, 192, 64), key=mx.random.key(1))
     whole = Segment(((keys, -keys), (keys, keys + 1), (keys, keys)))
@@ -188,7 +190,7 @@ def test_codes_of_some_tokens_are_held_alike(name: str) -> None:
     assert first.join(rest).nbytes == coded.nbytes == first.nbytes + rest.nbytes
 
 
-def test_a_block_that_is_not_whole_is_not_written() -> None:
+def test_incomplete_block_is_not_written() -> None:
     shapes = [LayerShape(1, 1, 1, mx.float32)] * 2
     thin = numbered(0, 16).thinned(gone(0, 8))
     assert BlockFormats(shapes, 8).held(thin.part(0, 8), 0) is None
@@ -209,7 +211,7 @@ SIZES = [
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize(("name", "size"), SIZES)
-def test_it_is_encoded_in_what_is_set_aside(
+def test_encoding_stays_within_reserved_bytes(
     name: str, size: tuple[int, int], dtype: mx.Dtype
 ) -> None:
     """Beside what is made of it, piece by piece on two streams."""
@@ -232,7 +234,7 @@ def test_it_is_encoded_in_what_is_set_aside(
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize("tokens", [64, 1_024, 1_984, 2_112])
-def test_it_is_encoded_to_the_bits_of_its_parts(tokens: int, dtype: mx.Dtype) -> None:
+def test_encoding_is_independent_of_pieces(tokens: int, dtype: mx.Dtype) -> None:
     """However it is cut into pieces, by heads and by tokens; a side that cannot be held stays, and
     no other. The last layer's sides are views of more tokens."""
     more = mx.random.normal((1, 2, tokens + 64, 64), key=mx.random.key(1)).astype(dtype)
@@ -253,7 +255,7 @@ def test_it_is_encoded_to_the_bits_of_its_parts(tokens: int, dtype: mx.Dtype) ->
 
 
 @pytest.mark.parametrize("tokens", [100, 300])
-def test_tokens_that_make_no_whole_spans_are_refused(tokens: int) -> None:
+def test_partial_spans_are_refused(tokens: int) -> None:
     side = mx.zeros((1, 2, tokens, 64))
     for name in ("kivi8", "kivi4/affine8"):
         with pytest.raises(ValueError, match="64 tokens together"):
@@ -261,7 +263,7 @@ def test_tokens_that_make_no_whole_spans_are_refused(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["rot8", "turbo4", "affine8", "kivi4"])
-def test_a_layer_that_holds_nothing_is_encoded_and_widened_beside_others(name: str) -> None:
+def test_empty_layer_is_encoded_and_dequantized(name: str) -> None:
     sides = [mx.random.normal((1, 2, tokens, 64), key=mx.random.key(1)) for tokens in (0, 64)]
     scheme = parse_scheme(name)
     parts = [

@@ -41,7 +41,7 @@ def state() -> mx.array:
     return made
 
 
-def test_a_view_keeps_what_it_was_cut_from() -> None:
+def test_view_retains_source_array() -> None:
     """A negative control of the next two."""
     before = mx.get_active_memory()
     view = left_by_a_convolution()
@@ -49,7 +49,7 @@ def test_a_view_keeps_what_it_was_cut_from() -> None:
     del view
 
 
-def test_small_arrays_are_copies_and_keep_nothing_else_alive() -> None:
+def test_small_arrays_are_copied_and_retain_nothing() -> None:
     before = mx.get_active_memory()
     states: tuple[LayerState, ...] = ((left_by_a_convolution(), state()), (None, state()))
     states = unpinned(states)
@@ -58,7 +58,7 @@ def test_small_arrays_are_copies_and_keep_nothing_else_alive() -> None:
     assert [[array is None for array in each] for each in states] == [[0, 0], [1, 0]]
 
 
-def test_large_arrays_are_handed_on_as_they_are() -> None:
+def test_large_arrays_are_passed_through() -> None:
     large = state()
     ((small, same),) = unpinned(((left_by_a_convolution(), large),))
     assert same is large
@@ -66,14 +66,14 @@ def test_large_arrays_are_handed_on_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("row", [None, 0])
-def test_copies_have_buffers_of_just_their_size(row: int | None) -> None:
+def test_copies_have_exact_size(row: int | None) -> None:
     before = mx.get_active_memory()
     made = copied(((left_by_a_convolution(), None), (state(),)), row)
     assert mx.get_active_memory() - before == nbytes(made) == 9 * SMALL_BYTES
     assert made[0][1] is None
 
 
-def test_one_row_is_copied_without_the_others() -> None:
+def test_copy_of_single_row() -> None:
     rows = mx.arange(3.0).reshape(3, 1, 1) * mx.ones((3, KEPT, WIDTH))
     mx.eval(rows)
     ((alone,),) = copied(((rows,),), 1)
@@ -85,14 +85,14 @@ def lives(*numbers: float) -> list[st.RecurrentState]:
     return [st.RecurrentState(((mx.full((1, 3), number), None),), own=True) for number in numbers]
 
 
-def test_states_of_different_steps_become_rows_in_order() -> None:
+def test_states_are_stacked_in_row_order() -> None:
     ((rows, absent),) = st.stacked(lives(1, 2, 3))
     assert absent is None
     assert isinstance(rows, mx.array)
     assert rows.tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
-def test_the_rows_of_one_step_are_not_copied_and_some_of_them_are() -> None:
+def test_rows_of_one_step_are_restacked_without_copy() -> None:
     whole: st.States = ((mx.arange(6).reshape(3, 2),),)
     rows = [st.RecurrentState(whole, row) for row in range(3)]
     assert st.stacked(rows) is whole
@@ -102,7 +102,7 @@ def test_the_rows_of_one_step_are_not_copied_and_some_of_them_are() -> None:
         assert array.tolist() == [[2 * row, 2 * row + 1] for row in chosen]
 
 
-def test_a_sequence_without_a_state_is_not_stacked_with_those_that_have_one() -> None:
+def test_missing_state_cannot_be_stacked() -> None:
     one, other = lives(1, 2)
     without = st.RecurrentState(((None, None),), own=True)
     with pytest.raises(ValueError, match="some of the sequences have a state"):

@@ -72,7 +72,7 @@ def contents(tails: Tails) -> list[list[float]]:
 # ---- slots
 
 
-def test_slots_are_given_out_once_until_they_are_given_back() -> None:
+def test_slots_are_exclusive_until_released() -> None:
     tails = made()
     taken = [tails.take_slot() for _ in range(SLOTS)]
     assert sorted(taken) == [0, 1, 2]
@@ -84,7 +84,7 @@ def test_slots_are_given_out_once_until_they_are_given_back() -> None:
     assert tails.take_slot() == taken[1]
 
 
-def test_a_free_slot_cannot_be_given_back() -> None:
+def test_free_slot_cannot_be_released() -> None:
     """Else two sequences would write to it."""
     tails = made()
     slot = tails.take_slot()
@@ -97,7 +97,7 @@ def test_a_free_slot_cannot_be_given_back() -> None:
 # ---- bytes
 
 
-def test_all_bytes_are_taken_at_the_start() -> None:
+def test_all_bytes_are_allocated_at_start() -> None:
     a_token = (2 * (8 + 4)) * 4 + (1 * (16 + 16)) * 2
     assert token_bytes(SHAPES) == a_token
     before = mx.get_active_memory()
@@ -109,7 +109,7 @@ def test_all_bytes_are_taken_at_the_start() -> None:
     assert tails.nbytes == SLOTS * COLUMNS * a_token == mx.get_active_memory() - before
 
 
-def test_everything_is_zero_at_first() -> None:
+def test_buffers_start_at_zero() -> None:
     assert contents(made()) == [[0.0] * COLUMNS] * SLOTS
 
 
@@ -129,7 +129,7 @@ acts = st.one_of(
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(st.lists(acts, max_size=10))
-def test_what_is_written_is_there_and_nothing_else_is_changed(script: list[Any]) -> None:
+def test_write_changes_only_its_columns(script: list[Any]) -> None:
     tails, expected = made(), np.zeros((SLOTS, COLUMNS))
     for number, (what, slot, column) in enumerate(script, start=1):
         if what == "one":
@@ -151,7 +151,7 @@ def test_what_is_written_is_there_and_nothing_else_is_changed(script: list[Any])
     assert values[:, 1, :, 3].tolist() == (-expected[[2, 0], :3]).tolist()
 
 
-def test_a_pool_of_one_column_takes_nothing_but_the_token() -> None:
+def test_one_column_pool_does_not_retain_source() -> None:
     """The write covers all of the buffer, and must not keep what the token is a view of."""
     tails = made(1, 1)
     before = mx.get_active_memory()
@@ -189,7 +189,7 @@ def test_writes_are_in_place(together: bool) -> None:
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one", "many"])
-def test_the_measure_sees_a_copy_for_whoever_holds_a_view(together: bool) -> None:
+def test_live_view_forces_a_copy(together: bool) -> None:
     """Negative control, and why nobody may keep what `read_one` returned over a step."""
     tails = made(4, 256, WIDE)
     view = tails.read_block(0, 1, 1, 3)
@@ -199,12 +199,12 @@ def test_the_measure_sees_a_copy_for_whoever_holds_a_view(together: bool) -> Non
     del view
 
 
-def test_reading_a_row_copies_nothing() -> None:
+def test_reading_row_copies_nothing() -> None:
     tails = made(4, 256, WIDE)
     assert peak_above(lambda: mx.eval(tails.read_block(0, 1, 1, 200))) <= 1_024
 
 
-def test_nothing_is_held_before_the_first_step_nor_taken_twice() -> None:
+def test_buffers_are_allocated_at_first_step() -> None:
     before = mx.get_active_memory()
     tails = Tails(4, 64, WIDE)
     slot = tails.take_slot()
@@ -224,7 +224,7 @@ def test_nothing_is_held_before_the_first_step_nor_taken_twice() -> None:
 # ---- wiping and renewing
 
 
-def test_wiping_costs_a_slot_and_holds_nothing() -> None:
+def test_wipe_costs_one_slot_at_most() -> None:
     tails = made(8, 64, WIDE)
     before = mx.get_active_memory()
     assert peak_above(lambda: tails.wipe(3)) <= tails.nbytes // tails.slots + 1_024
@@ -233,7 +233,7 @@ def test_wiping_costs_a_slot_and_holds_nothing() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("slots", [1, 3])
-def test_a_wiped_slot_has_numbers_again(bad: float, slots: int) -> None:
+def test_wipe_clears_nan(bad: float, slots: int) -> None:
     tails = made(slots)
     for column in range(COLUMNS):
         write_block(tails, slots - 1, column, bad)
@@ -241,7 +241,7 @@ def test_a_wiped_slot_has_numbers_again(bad: float, slots: int) -> None:
     assert contents(tails) == [[0.0] * COLUMNS] * slots
 
 
-def test_renewing_zeroes_all_and_never_holds_both() -> None:
+def test_renew_zeroes_without_second_buffer() -> None:
     tails = made(4, 64, WIDE)
     slot = tails.take_slot()
     before = mx.get_active_memory()
@@ -252,7 +252,7 @@ def test_renewing_zeroes_all_and_never_holds_both() -> None:
     assert slot not in {tails.take_slot() for _ in range(3)}, "a taken slot was given out"
 
 
-def test_a_write_that_cannot_be_evaluated_is_gone_after_renewing() -> None:
+def test_renew_drops_failed_lazy_write() -> None:
     tails = made()
     write_block(tails, 1, 1, 7.0)
     tails.write_block(0, 0, 0, *token(0, 3.0))  # never evaluated
@@ -260,7 +260,7 @@ def test_a_write_that_cannot_be_evaluated_is_gone_after_renewing() -> None:
     assert contents(tails) == [[0.0] * COLUMNS] * SLOTS
 
 
-def test_a_pool_that_was_dropped_holds_nothing() -> None:
+def test_dropped_pool_holds_nothing() -> None:
     before = mx.get_active_memory()
     tails = made()
     tails.drop()
@@ -271,7 +271,7 @@ def test_a_pool_that_was_dropped_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 3, COLUMNS])
-def test_a_cut_is_a_copy_of_the_first_columns(stop: int) -> None:
+def test_cut_copies_first_columns(stop: int) -> None:
     tails = made()
     for column in range(COLUMNS):
         write_block(tails, 1, column, column + 1.0)
@@ -286,7 +286,7 @@ def test_a_cut_is_a_copy_of_the_first_columns(stop: int) -> None:
             assert values[0, head, :, -1].tolist() == [-c - 1.0 for c in range(stop)]
 
 
-def test_a_cut_goes_on_behind_what_was_cut_before() -> None:
+def test_cut_continues_previous_cut() -> None:
     tails = made()
     for column in range(COLUMNS):
         write_block(tails, 2, column, column + 1.0)
@@ -303,7 +303,7 @@ def test_a_cut_goes_on_behind_what_was_cut_before() -> None:
 @pytest.mark.parametrize("slots", [1, 2, 64])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind"])
-def test_a_cut_holds_its_own_bytes_and_no_others(slots: int, kv_heads: int, behind: bool) -> None:
+def test_cut_holds_only_its_bytes(slots: int, kv_heads: int, behind: bool) -> None:
     """Of pools large and small: a view would keep the pool alive, and make the next write copy."""
     before = mx.get_active_memory()
     tails = made(slots, 8, [LayerShape(kv_heads, 64, 64, mx.float32)])
@@ -312,7 +312,7 @@ def test_a_cut_holds_its_own_bytes_and_no_others(slots: int, kv_heads: int, behi
     assert mx.get_active_memory() - before == segment.nbytes
 
 
-def test_a_write_after_a_cut_is_in_place() -> None:
+def test_write_after_cut_is_in_place() -> None:
     tails = made(2, 8, WIDE)
     segment = tails.cut(1, 8)
     assert peak_above(lambda: write_wide(tails, column=0, together=False)) <= 2 * WIDE_TOKEN

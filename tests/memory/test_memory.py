@@ -295,7 +295,7 @@ def held_by(layer: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_each_family_agrees_with_the_caches_mlx_lm_makes(name: str) -> None:
+def test_formula_matches_mlx_lm_caches(name: str) -> None:
     config = config_of(name)
     spec = memory.read_model_spec(config)
     model = build(config)
@@ -313,19 +313,19 @@ def test_each_family_agrees_with_the_caches_mlx_lm_makes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text", "cohere2", "gpt_oss"])
-def test_what_a_config_may_leave_out_is_what_mlx_lm_assumes(name: str) -> None:
+def test_config_defaults_match_mlx_lm(name: str) -> None:
     assumed = families.FAMILIES[name].assumed
     args = importlib.import_module(f"mlx_lm.models.{name}").ModelArgs(model_type=name)
     assert assumed == {key: getattr(args, key) for key in assumed}
 
 
-def test_a_gemma3_with_vision_has_other_heads_than_one_without() -> None:
+def test_gemma3_vision_head_defaults() -> None:
     args = importlib.import_module("mlx_lm.models.gemma3").ModelArgs("gemma3", {})
     assumed = families.FAMILIES["gemma3"].assumed
     assert args.text_config.items() <= {**assumed, "vocab_size": args.vocab_size}.items()
 
 
-def test_the_example_of_32_layers_is_one_gib_of_keys_and_one_of_values() -> None:
+def test_example_of_32_layers_is_one_gib_each_for_keys_and_values() -> None:
     layers = (memory.LayerSpec("full", 32, 128, 128),) * 32
     spec = memory.ModelSpec("example", "llama", "float16", layers, None, "", None)
     keys = 32 * 32 * memory.vector_bytes(128, 2) * 4096
@@ -337,16 +337,14 @@ def test_the_example_of_32_layers_is_one_gib_of_keys_and_one_of_values() -> None
 @pytest.mark.parametrize("bits", memory.KV_BITS)
 @pytest.mark.parametrize("group_size", memory.GROUP_SIZES)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
-def test_quantized_bytes_are_those_mx_quantize_makes(
-    bits: int, group_size: int, dtype: str
-) -> None:
+def test_quantized_bytes_match_mx_quantize(bits: int, group_size: int, dtype: str) -> None:
     vectors = mx.random.normal((3, 256)).astype(getattr(mx, dtype))
     parts = mx.quantize(vectors, group_size=group_size, bits=bits)
     computed = memory.vector_bytes(256, memory.DTYPE_BYTES[dtype], bits, group_size)
     assert 3 * computed == sum(part.nbytes for part in parts)
 
 
-def test_a_formula_without_group_overhead_is_noticed() -> None:
+def test_check_detects_missing_group_overhead() -> None:
     parts = mx.quantize(mx.ones((1, 128), mx.float16), group_size=64, bits=4)
     held = sum(part.nbytes for part in parts)
     assert held == memory.vector_bytes(128, 2, 4, 64)
@@ -361,7 +359,7 @@ def test_a_formula_without_group_overhead_is_noticed() -> None:
         (4, 64, 80, "group_size 64 does not divide the head size 80"),
     ],
 )
-def test_what_mlx_cannot_quantize_is_refused(
+def test_unquantizable_head_sizes_are_refused(
     bits: int, group_size: int, dim: int, words: str
 ) -> None:
     with pytest.raises(SettingError, match=words):
@@ -369,11 +367,11 @@ def test_what_mlx_cannot_quantize_is_refused(
 
 
 @pytest.mark.parametrize(("dim", "group_size"), [(128, 64), (64, 64), (96, 32), (32, 32)])
-def test_the_group_is_64_unless_only_32_divides(dim: int, group_size: int) -> None:
+def test_group_size_is_64_or_32(dim: int, group_size: int) -> None:
     assert memory.group_size_for(spec_of([memory.LayerSpec("full", 1, dim, dim)])) == group_size
 
 
-def test_a_head_size_without_a_group_is_named() -> None:
+def test_head_size_without_group_is_named() -> None:
     with pytest.raises(SettingError, match="head size 80 of example"):
         memory.group_size_for(spec_of([memory.LayerSpec("full", 1, 128, 80)]))
 
@@ -411,7 +409,7 @@ KINDS = st.one_of(
     batch=st.integers(1, 9),
     bits=st.sampled_from([None, *memory.KV_BITS]),
 )
-def test_a_batch_is_the_sum_of_its_columns(
+def test_batch_bytes_are_sum_over_columns(
     layers: list[memory.LayerSpec],
     max_kv_size: int,
     capacity: int | None,
@@ -446,7 +444,7 @@ def test_a_batch_is_the_sum_of_its_columns(
     max_kv_size=st.integers(1, 1000),
     batch=st.integers(1, 5),
 )
-def test_what_fits_is_the_most_that_fits(
+def test_fit_is_largest_that_fits(
     layers: list[memory.LayerSpec],
     memory_bytes: int,
     weight_bytes: int | None,
@@ -491,12 +489,12 @@ def test_what_fits_is_the_most_that_fits(
         (4096, 4096),
     ],
 )
-def test_sizes_are_read(text: str | int, count: int) -> None:
+def test_parse_bytes(text: str | int, count: int) -> None:
     assert memory.parse_bytes(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "16XB", "1e9", "1.GB", "16 G B", "nan", "∞"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_parse_bytes_refuses_invalid_text(text: str) -> None:
     with pytest.raises(SettingError, match="is not a size; write"):
         memory.parse_bytes(text)
 
@@ -514,12 +512,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         (-1500, "-1.50 kB"),
     ],
 )
-def test_sizes_are_written(count: int, text: str) -> None:
+def test_format_bytes(count: int, text: str) -> None:
     assert memory.format_bytes(count) == text
 
 
 @given(st.integers(0, 10**14))
-def test_a_written_size_reads_back_to_within_its_digits(count: int) -> None:
+def test_formatted_bytes_parse_back(count: int) -> None:
     text = memory.format_bytes(count).replace(",", "")
     assert abs(memory.parse_bytes(text) - count) <= 0.006 * count
 
@@ -528,7 +526,7 @@ def test_a_written_size_reads_back_to_within_its_digits(count: int) -> None:
     ("gigabytes", "percent"),
     [(8, 70), (31, 70), (32, 75), (63, 75), (64, 80), (128, 85), (512, 85)],
 )
-def test_the_default_limit_leaves_small_machines_more(gigabytes: int, percent: int) -> None:
+def test_default_limit_leaves_more_on_small_machines(gigabytes: int, percent: int) -> None:
     recommended = gigabytes * 10**9
     assert memory.default_limit_bytes(recommended) == recommended * percent // 100
 
@@ -536,9 +534,7 @@ def test_the_default_limit_leaves_small_machines_more(gigabytes: int, percent: i
 @pytest.mark.parametrize(
     ("gigabytes", "share"), [(8, 0.8), (31, 0.8), (32, 0.85), (64, 0.9), (128, 0.95), (512, 0.95)]
 )
-def test_cold_prefixes_give_way_before_a_small_machine_is_full(
-    gigabytes: int, share: float
-) -> None:
+def test_default_threshold_by_machine_memory(gigabytes: int, share: float) -> None:
     assert memory.default_threshold(gigabytes * 10**9) == pytest.approx(share)
 
 
@@ -546,7 +542,7 @@ def test_cold_prefixes_give_way_before_a_small_machine_is_full(
     "name", ["llama", "llama wide heads", "qwen3", "qwen3_moe", "gemma3_text", "mixtral", "olmo3"]
 )
 @pytest.mark.parametrize("quantization", [None, {"bits": 4, "group_size": 32}])
-def test_estimated_weights_agree_with_the_model(name: str, quantization: Any) -> None:
+def test_estimated_weights_match_model(name: str, quantization: Any) -> None:
     """Wider than the other tests' models, so that norms weigh as little as in real ones."""
     config = config_of(name) | {
         "hidden_size": 512,
@@ -575,7 +571,7 @@ def test_estimated_weights_agree_with_the_model(name: str, quantization: Any) ->
         ((2560, 36, 9728, 32, 8, 128, 151936, True), 4_022_468_096),
     ],
 )
-def test_estimated_weights_agree_with_released_models(sizes: Any, parameters: int) -> None:
+def test_estimated_weights_match_released_models(sizes: Any, parameters: int) -> None:
     keys = (
         "hidden_size",
         "num_hidden_layers",
@@ -591,7 +587,7 @@ def test_estimated_weights_agree_with_released_models(sizes: Any, parameters: in
     assert spec.weight_bytes == pytest.approx(2 * parameters, rel=0.001)
 
 
-def test_weights_in_the_folder_are_counted_from_their_headers(tmp_path: Path) -> None:
+def test_weights_are_counted_from_safetensors_headers(tmp_path: Path) -> None:
     config = config_of("llama") | {"torch_dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     half = {"model.a": mx.ones((8, 16), mx.bfloat16), "model.b": mx.ones((3,), mx.uint32)}
@@ -607,7 +603,7 @@ def test_weights_in_the_folder_are_counted_from_their_headers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", [b"", b"\x05\x00", b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]"])
-def test_a_damaged_header_is_an_error_with_its_file(tmp_path: Path, content: bytes) -> None:
+def test_damaged_header_is_error_with_file_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors has no readable safetensors header"):
@@ -615,9 +611,7 @@ def test_a_damaged_header_is_an_error_with_its_file(tmp_path: Path, content: byt
 
 
 @pytest.mark.parametrize("missing", [1, 500])
-def test_weights_that_are_cut_off_are_an_error_with_both_sizes(
-    tmp_path: Path, missing: int
-) -> None:
+def test_truncated_weights_are_error_with_both_sizes(tmp_path: Path, missing: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
     file = tmp_path / "model.safetensors"
     mx.save_safetensors(str(file), {"a": mx.ones((100,)), "b": mx.ones((200,))})
@@ -630,7 +624,7 @@ def test_weights_that_are_cut_off_are_an_error_with_both_sizes(
 
 
 @pytest.mark.parametrize("offsets", [[8, 4], [-4, 4]])
-def test_a_tensor_of_negative_size_is_a_damaged_header(tmp_path: Path, offsets: list[int]) -> None:
+def test_invalid_tensor_offsets_are_damaged_header(tmp_path: Path, offsets: list[int]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
     entry = {"dtype": "F32", "shape": [1], "data_offsets": offsets}
     header = json.dumps({"odd": entry}).encode()
@@ -653,9 +647,7 @@ def test_a_tensor_of_negative_size_is_a_damaged_header(tmp_path: Path, offsets: 
         ("intermediate_size", -96),
     ],
 )
-def test_a_size_no_model_has_is_refused_also_where_it_is_not_needed(
-    tmp_path: Path, key: str, value: int
-) -> None:
+def test_impossible_size_is_refused_even_if_unused(tmp_path: Path, key: str, value: int) -> None:
     """With the head size given and the weights there, hidden size and vocabulary go unread."""
     config = {**config_of("qwen3"), "head_dim": 32, key: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -676,7 +668,7 @@ def test_a_size_no_model_has_is_refused_also_where_it_is_not_needed(
         ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers is 0"),
     ],
 )
-def test_a_broken_config_is_an_error_that_says_why(
+def test_broken_config_is_error_with_reason(
     tmp_path: Path, content: str | None, words: str
 ) -> None:
     if content is not None:
@@ -685,12 +677,12 @@ def test_a_broken_config_is_an_error_that_says_why(
         memory.read_model_spec(tmp_path)
 
 
-def test_a_missing_folder_is_named() -> None:
+def test_missing_folder_is_named() -> None:
     with pytest.raises(ModelError, match="there is no nowhere/model"):
         memory.read_model_spec("nowhere/model")
 
 
-def test_an_unknown_model_type_is_an_upper_bound_and_says_so() -> None:
+def test_unknown_model_type_is_noted_as_upper_bound() -> None:
     spec = memory.read_model_spec(config_of("llama") | {"model_type": "newcomer"})
     assert spec.layers == memory.read_model_spec(config_of("llama")).layers
     assert "newcomer is not known" in spec.notes[0]
@@ -698,7 +690,7 @@ def test_an_unknown_model_type_is_an_upper_bound_and_says_so() -> None:
     assert spec.weight_source.startswith("unknown")
 
 
-def test_an_unknown_recurrent_state_is_said_and_not_guessed() -> None:
+def test_unknown_recurrent_state_is_noted() -> None:
     named = {"layer_types": ["linear_attention", "full_attention"] * 2}
     hinted = {"mamba_d_state": 16}
     for changes, kinds, stateless in (
@@ -711,13 +703,13 @@ def test_an_unknown_recurrent_state_is_said_and_not_guessed() -> None:
         assert f"recurrent state of {stateless} layers is unknown" in spec.notes[-1]
 
 
-def test_a_dtype_mlx_lacks_is_noted() -> None:
+def test_unsupported_dtype_is_noted() -> None:
     spec = memory.read_model_spec(config_of("llama") | {"torch_dtype": "float8_e4m3fn"})
     assert spec.dtype == "bfloat16"
     assert "float8_e4m3fn" in spec.notes[0]
 
 
-def test_groups_count_equal_layers_in_order() -> None:
+def test_equal_layers_are_grouped_in_order() -> None:
     spec = memory.read_model_spec(config_of("llama windows"))
     assert [(n, layer.kind) for n, layer in memory.layer_groups(spec)] == [
         (3, "window"),
@@ -726,7 +718,7 @@ def test_groups_count_equal_layers_in_order() -> None:
     assert replace(spec, dtype="float32").scalar_bytes == 4
 
 
-def test_memory_that_is_filled_to_the_last_byte_is_enough() -> None:
+def test_exactly_filled_memory_fits() -> None:
     spec = spec_of([memory.LayerSpec("full", 2, 64, 64), memory.LayerSpec("window", 2, 64, 64, 8)])
     needed = memory.bytes_of_batch(spec, 3, 100)
     exact = memory.what_fits(spec, needed, max_kv_size=100, batch=3)
@@ -737,7 +729,7 @@ def test_memory_that_is_filled_to_the_last_byte_is_enough() -> None:
     assert (full.sequences, full.largest_window_tokens) == (0, 0)
 
 
-def test_quantized_layers_have_groups_of_64_unless_told() -> None:
+def test_default_group_size_is_64() -> None:
     spec = spec_of([memory.LayerSpec("full", 2, 128, 128)])
     assert memory.vector_bytes(128, 2, 4) == memory.vector_bytes(128, 2, 4, 64)
     for count in (

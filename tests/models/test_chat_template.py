@@ -16,7 +16,7 @@ from penstock.models.mlx_lm import chat_templates, load_tokenizer, render
 from penstock.recall import MODEL_PATH
 
 
-def test_a_file_and_a_name_are_templates(tmp_path: Path) -> None:
+def test_template_by_file_or_name(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content }}é")
     assert template_text(str(file)) == "{{ messages[0].content }}é"
@@ -24,7 +24,9 @@ def test_a_file_and_a_name_are_templates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * (MOST_BYTES + 1)])
-def test_what_is_no_template_is_one_line(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_template_file_gives_one_line_error(
+    tmp_path: Path, content: bytes | None
+) -> None:
     file = tmp_path / "own.jinja"
     if content is not None:
         file.write_bytes(content)
@@ -32,7 +34,7 @@ def test_what_is_no_template_is_one_line(tmp_path: Path, content: bytes | None) 
         template_text(str(file))
 
 
-def test_a_prompt_is_rendered_by_it() -> None:
+def test_given_template_renders_prompt() -> None:
     loaded = load_all(MODEL_PATH)
     talk = [{"role": "user", "content": "Hello"}]
     before = render(loaded.tokenizer, talk)
@@ -100,9 +102,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folders_templates_are_those_of_transformers_and_its_processors(
-    name: str, tmp_path: Path
-) -> None:
+def test_folder_templates_match_transformers(name: str, tmp_path: Path) -> None:
     files, expected = FOLDERS[name]
     tokenizer = load_tokenizer(folder_with(tmp_path / "model", files))
     assert tokenizer.has_chat_template
@@ -113,12 +113,12 @@ def test_a_folders_templates_are_those_of_transformers_and_its_processors(
 
 
 @pytest.mark.parametrize("content", [{}, [], {"chat_template": 1}, {"chat_template": [1]}, "{"])
-def test_a_legacy_file_without_a_template_gives_none(tmp_path: Path, content: Any) -> None:
+def test_legacy_file_without_template_gives_none(tmp_path: Path, content: Any) -> None:
     tokenizer = load_tokenizer(folder_with(tmp_path / "model", {LEGACY: content}))
     assert not tokenizer.has_chat_template
 
 
-def test_one_of_several_templates_is_taken_by_its_name(tmp_path: Path) -> None:
+def test_named_template_is_selected(tmp_path: Path) -> None:
     files = {JINJA: said("j"), f"{EXTRA}/rag.jinja": said("of documents")}
     loaded = load_all(folder_with(tmp_path / "model", files))
     assert sorted(chat_templates(loaded.tokenizer)) == ["default", "rag"]

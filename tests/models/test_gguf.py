@@ -68,7 +68,7 @@ def random_blocks(form: str, rows: int, columns: int) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("form", EXACT)
-def test_forms_that_mlx_supports_are_read_exactly(form: str, tmp_path: Path) -> None:
+def test_forms_supported_by_mlx_are_read_exactly(form: str, tmp_path: Path) -> None:
     kind = gguf.GGMLQuantizationType[form]
     rows, columns = 6, 512
     if form.startswith("Q"):
@@ -100,7 +100,7 @@ def test_other_forms_are_within_half_a_step_of_mlx(form: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("form", "least", "most"), [("Q6_K", 1e-3, 0.02), ("Q3_K", 0.01, 0.2)])
-def test_the_error_of_the_nearest_codes(
+def test_requantization_error_is_reported(
     form: str, least: float, most: float, tmp_path: Path
 ) -> None:
     raw = random_blocks(form, 6, 512)
@@ -119,9 +119,7 @@ def test_the_error_of_the_nearest_codes(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("form", ["F32", "Q8_0"])
-def test_each_architecture_says_what_the_model_it_was_written_from_says(
-    name: str, form: str, tmp_path: Path
-) -> None:
+def test_each_architecture_matches_mlx_lm_model(name: str, form: str, tmp_path: Path) -> None:
     mx.random.seed(1)
     model, config = small_model(name)
     file = tmp_path / "small.gguf"
@@ -138,7 +136,7 @@ def test_each_architecture_says_what_the_model_it_was_written_from_says(
     assert wide_bytes(header) == held
 
 
-def test_codes_stay_codes_where_asked(tmp_path: Path) -> None:
+def test_native_weights_stay_quantized(tmp_path: Path) -> None:
     model, config = small_model("llama")
     file = tmp_path / "small.gguf"
     write_model(file, "llama", model, config, "Q8_0")
@@ -154,7 +152,7 @@ def test_codes_stay_codes_where_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "gemma3"])
-def test_a_plan_counts_what_is_loaded(
+def test_plan_matches_loaded_weights(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, config = small_model(name)
@@ -170,7 +168,7 @@ def test_a_plan_counts_what_is_loaded(
         assert planned["dtype"] == {"native": "float16", "float32": "float32"}[dtype]
 
 
-def test_the_template_and_the_ends_come_along(tmp_path: Path) -> None:
+def test_chat_template_and_end_tokens_are_read(tmp_path: Path) -> None:
     model, config = small_model("qwen2")
     file = tmp_path / "small.gguf"
     write_model(file, "qwen2", model, config, "F16")
@@ -221,7 +219,7 @@ def corpus() -> list[str]:
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
-def test_byte_level_tokens_are_those_of_the_reference(pre: str, tmp_path: Path) -> None:
+def test_byte_level_tokens_match_reference(pre: str, tmp_path: Path) -> None:
     ours, theirs = byte_level(tmp_path, pre, corpus())
     whole = " ".join(corpus())
     samples = [whole[at : at + 97] for at in range(0, 97_000, 97)] + TEXTS
@@ -236,7 +234,7 @@ def test_byte_level_tokens_are_those_of_the_reference(pre: str, tmp_path: Path) 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=60))
-def test_any_text_survives_the_bytes(tmp_path_factory: Any, text: str) -> None:
+def test_any_text_round_trips(tmp_path_factory: Any, text: str) -> None:
     folder = tmp_path_factory.mktemp("v")
     writer = gguf.GGUFWriter(folder / "v.gguf", "llama")
     add_vocabulary(writer)
@@ -249,7 +247,7 @@ def test_any_text_survives_the_bytes(tmp_path_factory: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == clean
 
 
-def test_sentencepiece_tokens_are_those_of_the_reference(tmp_path: Path) -> None:
+def test_sentencepiece_tokens_match_reference(tmp_path: Path) -> None:
     whole = " ".join(corpus())
     writer = gguf.GGUFWriter(tmp_path / "v.gguf", "llama")
     theirs = add_sentencepiece(writer, whole.splitlines(), 700)
@@ -291,7 +289,7 @@ PATCHES = st.lists(
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(patches=PATCHES, part=st.one_of(st.just(1.0), st.floats(0, 1)))
-def test_a_damaged_header_is_one_line(
+def test_damaged_header_gives_one_line_error(
     good: bytes, patches: list[tuple[int, bytes]], part: float, tmp_path: Path
 ) -> None:
     """Each byte of the header may be any other; the file may end anywhere."""
@@ -326,23 +324,21 @@ def test_a_damaged_header_is_one_line(
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_file_is_said(
-    name: str, raw: bytes, words: str, tmp_path: Path
-) -> None:
+def test_invalid_file_error_names_cause(name: str, raw: bytes, words: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.gguf"
     file.write_bytes(raw)
     with pytest.raises(ModelError, match=words):
         load_all(file)
 
 
-def test_a_file_that_was_cut_off_says_how_much_is_missing(good: bytes, tmp_path: Path) -> None:
+def test_truncated_file_error_names_missing_bytes(good: bytes, tmp_path: Path) -> None:
     file = tmp_path / "cut.gguf"
     file.write_bytes(good[:-100])
     with pytest.raises(ModelError, match=r"is cut off: .* bytes, the file has"):
         load_all(file)
 
 
-def test_an_unknown_architecture_lists_those_that_are_read(tmp_path: Path) -> None:
+def test_unknown_architecture_lists_supported(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -351,7 +347,7 @@ def test_an_unknown_architecture_lists_those_that_are_read(tmp_path: Path) -> No
         load_all(tmp_path / "x.gguf")
 
 
-def test_parts_are_one_model(tmp_path: Path) -> None:
+def test_split_files_load_as_one_model(tmp_path: Path) -> None:
     model, config = small_model("llama")
     write_model(tmp_path / "small.gguf", "llama", model, config, "Q8_0")
     whole = read_header(tmp_path / "small.gguf")

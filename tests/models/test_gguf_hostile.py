@@ -48,7 +48,7 @@ HUGE = GGUFValueType.UINT64
         ("tokenizer.ggml.eos_token_id", -1, GGUFValueType.INT64, "is -1, which is no count"),
     ],
 )
-def test_a_size_that_no_tensor_has_is_refused(
+def test_size_not_matching_tensors_is_refused(
     key: str, value: Any, kind: GGUFValueType, words: str, tmp_path: Path, capsys: Any
 ) -> None:
     """By `plan`, which reads the header alone, and by whatever loads."""
@@ -60,7 +60,7 @@ def test_a_size_that_no_tensor_has_is_refused(
         load_all(file)
 
 
-def test_more_tokens_than_the_embedding_has_rows_are_refused(tmp_path: Path) -> None:
+def test_vocabulary_larger_than_embedding_is_refused(tmp_path: Path) -> None:
     """MLX would read numbers of anything behind it."""
     key, texts = "tokenizer.ggml.tokens", [f"t{number}" for number in range(321)]
     model, config = small_model("llama")
@@ -70,12 +70,12 @@ def test_more_tokens_than_the_embedding_has_rows_are_refused(tmp_path: Path) -> 
         load_all(tmp_path / "bad.gguf")
 
 
-def test_sizes_that_the_tensors_have_are_taken(tmp_path: Path) -> None:
+def test_sizes_matching_tensors_are_accepted(tmp_path: Path) -> None:
     file = file_with(tmp_path, "llama.block_count", 4, HUGE)
     assert len(load_all(file).model.layers) == 4
 
 
-def test_a_model_with_such_a_template_is_not_loaded(
+def test_model_with_oversized_template_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(template_trial, "MEMORY_BYTES", 256 << 20)
@@ -95,14 +95,14 @@ def test_a_model_with_such_a_template_is_not_loaded(
         ("{# nothing #}", "leaves nothing of the messages"),
     ],
 )
-def test_an_error_of_a_template_is_one_line(source: str, words: str, tmp_path: Path) -> None:
+def test_template_error_is_one_line(source: str, words: str, tmp_path: Path) -> None:
     file = file_with(tmp_path, "tokenizer.chat_template", source, GGUFValueType.STRING)
     with pytest.raises(ModelError, match=words) as raised:
         render(load_all(file).tokenizer, [{"role": "user", "content": "Hello"}])
     assert "\n" not in str(raised.value)
 
 
-def test_a_piece_of_a_million_characters_is_refused(tmp_path: Path) -> None:
+def test_oversized_vocabulary_piece_is_refused(tmp_path: Path) -> None:
     """All its cuts would be tried: the square of its length."""
     texts = ["<unk>", "a", "a" * 1_000_000]
     metadata = {
@@ -118,7 +118,7 @@ def test_a_piece_of_a_million_characters_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "tokenizer.json").is_file()
 
 
-def test_a_layer_of_ten_thousand_digits_is_no_layer() -> None:
+def test_ten_thousand_digit_layer_number_is_ignored() -> None:
     """Python turns no text of so many digits into a number."""
     kind = ARCHITECTURES["llama"]
     assert module_of(kind, f"blk.{'9' * 10_000}.attn_q.weight") is None

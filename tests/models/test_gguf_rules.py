@@ -64,7 +64,7 @@ def tokens(header: Header, folder: Path, text: str) -> list[int]:
     ("pre", "begins"),
     [("llama-bpe", True), ("tekken", True), ("falcon3", True), ("qwen2", False), ("smollm", False)],
 )
-def test_texts_begin_with_a_token_by_their_rules(pre: str, begins: bool, tmp_path: Path) -> None:
+def test_bos_token_follows_vocabulary_rules(pre: str, begins: bool, tmp_path: Path) -> None:
     """Unless the file says whether they do."""
     the = FIRST - 1
     assert tokens(vocabulary(tmp_path, pre=pre), tmp_path, "the") == [FIRST] * begins + [the]
@@ -88,7 +88,7 @@ PIECES = {
 
 
 @pytest.mark.parametrize("pre", PIECES)
-def test_a_text_is_split_by_the_rules_of_llama_cpp(pre: str, tmp_path: Path) -> None:
+def test_pretokenizers_match_llama_cpp(pre: str, tmp_path: Path) -> None:
     write_tokenizer(vocabulary(tmp_path, pre=pre), tmp_path)
     splitter = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
     assert splitter is not None
@@ -97,7 +97,7 @@ def test_a_text_is_split_by_the_rules_of_llama_cpp(pre: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "qwen35", "deepseek-r1-qwen", "llama-bpe"])
-def test_qwens_texts_are_composed_first(pre: str, tmp_path: Path) -> None:
+def test_qwen_text_is_nfc_normalized(pre: str, tmp_path: Path) -> None:
     apart, together = (
         tokens(vocabulary(tmp_path, pre=pre), tmp_path, text) for text in ("e\u0301", "\u00e9")
     )
@@ -106,7 +106,7 @@ def test_qwens_texts_are_composed_first(pre: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [NORMAL, MARK, USER_DEFINED])
 @pytest.mark.parametrize("mark", sorted(END_MARKS - {"<|tool_response>"}))
-def test_a_mark_ends_an_answer_by_its_text(mark: str, kind: int, tmp_path: Path) -> None:
+def test_end_markers_are_recognized_by_text(mark: str, kind: int, tmp_path: Path) -> None:
     """Whatever type the file gives it, and it is one token in a text."""
     marks = [("<first>", MARK), ("<last>", MARK), (mark, kind), ("<|other|>", kind)]
     header = vocabulary(tmp_path, marks=marks)
@@ -125,7 +125,7 @@ def test_a_mark_ends_an_answer_by_its_text(mark: str, kind: int, tmp_path: Path)
         (["</s>"], None),
     ],
 )
-def test_some_marks_are_none_beside_others(
+def test_conflicting_end_markers_are_excluded(
     marks: list[str], not_ends: str | None, tmp_path: Path
 ) -> None:
     given = [("<first>", MARK), ("<last>", MARK), *((mark, MARK) for mark in marks)]
@@ -135,12 +135,12 @@ def test_some_marks_are_none_beside_others(
 
 
 @pytest.mark.parametrize("key", ["eot", "eom", "fim_pad", "fim_rep", "fim_sep"])
-def test_a_token_that_the_file_names_ends_an_answer(key: str, tmp_path: Path) -> None:
+def test_end_token_named_in_file_ends_answer(key: str, tmp_path: Path) -> None:
     more = [(f"tokenizer.ggml.{key}_token_id", 3, Kind.UINT32)]
     assert end_tokens(vocabulary(tmp_path, more=more)) == [LAST, 3]
 
 
-def test_marks_of_phi_3_swallow_the_blanks_behind_them(tmp_path: Path) -> None:
+def test_phi3_markers_strip_following_whitespace(tmp_path: Path) -> None:
     marks = [("<s>", MARK), ("<|endoftext|>", MARK), ("<|user|>", MARK)]
     user, the = LAST + 1, FIRST - 1
     blank, line = (TEXTS.index(sign) for sign in ("\u0120", "\u010a"))
@@ -151,7 +151,7 @@ def test_marks_of_phi_3_swallow_the_blanks_behind_them(tmp_path: Path) -> None:
     assert tokens(phi, tmp_path, "<|endoftext|> the") == [LAST, blank, the]
 
 
-def test_templates_by_name_are_read(tmp_path: Path) -> None:
+def test_named_templates_are_read(tmp_path: Path) -> None:
     more = [
         ("tokenizer.chat_template", "{{ 1 }}", Kind.STRING),
         ("tokenizer.chat_template.tool_use", "{{ 2 }}", Kind.STRING),
@@ -196,7 +196,7 @@ def scaled(folder: Path, **given: Any) -> dict[str, Any]:
         ({"scaling__factor": 0.0}, None),
     ],
 )
-def test_a_factor_without_a_type_is_linear(
+def test_rope_factor_without_type_is_linear(
     given: dict[str, Any], factor: float | None, tmp_path: Path
 ) -> None:
     scaling = scaled(tmp_path, **given).get("rope_scaling")
@@ -205,7 +205,7 @@ def test_a_factor_without_a_type_is_linear(
 
 
 @pytest.mark.parametrize("attention", [1.0, 0.8, 1.25])
-def test_yarn_has_its_factor_of_attention(attention: float, tmp_path: Path) -> None:
+def test_yarn_attention_factor_matches_llama_cpp(attention: float, tmp_path: Path) -> None:
     """llama.cpp multiplies (0.1 ln(factor) + 1) by it; so does mlx-lm's class with our config."""
     given = {"scaling__factor": 4.0, "scaling__attn_factor": attention}
     made = scaled(tmp_path, scaling__type="yarn", **given)
@@ -227,6 +227,8 @@ def test_yarn_has_its_factor_of_attention(attention: float, tmp_path: Path) -> N
         ({"scaling__factor": -1.0}, "scaled by -1"),
     ],
 )
-def test_what_is_not_read_is_refused(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unsupported_rope_scaling_is_refused(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=words):
         scaled(tmp_path, **given)

@@ -76,7 +76,7 @@ def change(folder: Path, name: str, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-def test_the_copy_is_taken(folder: Path) -> None:
+def test_copied_folder_loads(folder: Path) -> None:
     assert load_all(folder).tokenizer.eos_token_ids
 
 
@@ -99,7 +99,7 @@ def endless(file: Path) -> None:
 
 @pytest.mark.parametrize("make", [pipe, device, endless])
 @pytest.mark.parametrize("name", READ)
-def test_files_that_are_none_are_not_read(
+def test_special_files_are_not_read(
     name: str, make: Change, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
@@ -112,7 +112,7 @@ def test_files_that_are_none_are_not_read(
 
 
 @pytest.mark.parametrize("make", [pipe, device])
-def test_settings_and_gguf_files_are_regular(
+def test_settings_and_gguf_must_be_regular_files(
     make: Change, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("settings.toml", "model.gguf"):
@@ -148,7 +148,7 @@ def test_settings_and_gguf_files_are_regular(
     ],
     ids=str,
 )
-def test_values_that_no_model_has(
+def test_absurd_config_values_are_refused(
     values: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(folder, "config.json", **values)
@@ -157,16 +157,14 @@ def test_values_that_no_model_has(
     assert not (folder / "ran").exists()
 
 
-def test_plan_counts_no_layers_that_no_model_has(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_refuses_absurd_layer_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(folder, "config.json", num_hidden_layers=10**9)
     assert main(["plan", str(folder), "--memory-limit", "1GB"]) == 2
     assert "num_hidden_layers is 1,000,000,000, more than" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_code_of_a_folder_is_not_asked_about(folder: Path) -> None:
+def test_remote_code_is_never_prompted_for(folder: Path) -> None:
     change(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["code.T", None]})
     change(folder, "tokenizer_config.json", tokenizer_class="T")
     (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
@@ -212,7 +210,7 @@ def mutate(value: dict[str, Any], rng: random.Random) -> None:
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"]
 )
-def test_any_values_are_one_line_or_work(
+def test_random_config_values_load_or_give_one_line(
     seed: int, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = random.Random(f"{name} {seed}")
@@ -250,7 +248,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
     ],
     ids=["power", "loop", "loop behind a date", "memory"],
 )
-def test_a_template_that_never_ends_is_refused(
+def test_endless_template_is_refused(
     source: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_trial, "CPU_SECONDS", 1)
@@ -263,12 +261,12 @@ def test_a_template_that_never_ends_is_refused(
     "source",
     ["{{ messages[0]['content'] }}", "{{ raise_exception('no') }}", "{% for %}", "{{ 1 / 0 }}"],
 )
-def test_any_other_template_is_taken(source: str) -> None:
+def test_other_templates_are_accepted(source: str) -> None:
     """An error of the template is told where it is used."""
     check_template("good", source)
 
 
-def test_the_time_to_import_jinja_is_none_of_the_template() -> None:
+def test_jinja_import_time_is_not_charged_to_template() -> None:
     """Where nothing is compiled yet, and on a busy machine, it takes seconds."""
     assert template_trial._exit_code("{{ 1 }}", 0.1, template_trial.MEMORY_BYTES) == 0
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -276,7 +274,7 @@ def test_the_time_to_import_jinja_is_none_of_the_template() -> None:
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "additional_chat_templates/tool.jinja"])
-def test_a_folder_with_such_a_template_is_refused(
+def test_folder_with_oversized_template_is_refused(
     place: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(template_trial, "MEMORY_BYTES", 256 << 20)
@@ -285,7 +283,7 @@ def test_a_folder_with_such_a_template_is_refused(
     assert "its chat template takes more than 256 MiB" in said(folder, capsys)
 
 
-def test_the_trial_knows_what_transformers_gives_to_templates() -> None:
+def test_trial_provides_transformers_template_globals() -> None:
     source = (
         "{% generation %}{{ {'a': 'ä'}|tojson(indent=1) }}{{ bos_token }}{% endgeneration %}"
         "{{ strftime_now('%Y')|length }}{% for m in messages %}{% break %}{% endfor %}"

@@ -46,7 +46,7 @@ def fresh() -> None:
     Counting.asked = 0
 
 
-def test_the_back_end_is_asked_in_decode_steps_alone() -> None:
+def test_backend_products_are_used_only_in_decode_steps() -> None:
     model, tokens = Model(), mx.array([1, 2, 3])
     expected, name = model(tokens), repr(model)
     parameters = dict(nn.utils.tree_flatten(model.parameters()))
@@ -70,7 +70,7 @@ def test_the_back_end_is_asked_in_decode_steps_alone() -> None:
     assert Counting.asked == 3
 
 
-def test_it_ends_with_an_error_too() -> None:
+def test_decode_seam_ends_on_error() -> None:
     model = Model()
     attach(model)
     with devices.using(Counting()):
@@ -80,7 +80,7 @@ def test_it_ends_with_an_error_too() -> None:
     assert Counting.asked == 0
 
 
-def test_other_classes_stay() -> None:
+def test_other_classes_are_unchanged() -> None:
     class Own(nn.Linear):
         """Multiplies in its own way."""
 

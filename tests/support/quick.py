@@ -28,7 +28,7 @@ ALWAYS = (
     "test_blocks_are_read_exactly_where_they_lie",
     "test_many_sequences_share_one_tree_inside_one_ledger",
     "test_the_limit_holds_at_every_moment",
-    "test_a_server_serves_and_drains_on_sigterm",
+    "test_sigterm_drains_open_requests",
     "test_ray_is_imported_by_its_own_part_alone",
 )
 """Tests that see most: of each the first case runs, whatever it takes."""
