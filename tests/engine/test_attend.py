@@ -92,7 +92,7 @@ def alone(core: Core, *prompts: Sequence[int], tokens: int = 12) -> list[list[in
         ("falcon_h1", {}),
     ],
 )
-def test_with_as_many_tokens_as_there_are_the_text_is_that_of_today(
+def test_attend_budget_of_all_tokens_matches_full_attention(
     family: str, more: dict[str, Any]
 ) -> None:
     prompts = LONG, SHORT
@@ -126,9 +126,7 @@ def test_with_as_many_tokens_as_there_are_the_text_is_that_of_today(
         ("falcon_h1", {"attend_rest": True, "block_size": 24}),
     ],
 )
-def test_the_text_does_not_depend_on_what_is_cached_or_runs_beside_it(
-    family: str, more: dict[str, Any]
-) -> None:
+def test_text_is_independent_of_cache_and_batch(family: str, more: dict[str, Any]) -> None:
     prompts = LONG, OTHER, SHORT
     with running(family, **more, attend_tokens=LEAST) as core:
         expected = alone(core, *prompts, tokens=40)
@@ -140,7 +138,7 @@ def test_the_text_does_not_depend_on_what_is_cached_or_runs_beside_it(
 
 
 @pytest.mark.parametrize("rest", [False, True])
-def test_no_loop_is_compiled_in_a_step(rest: bool) -> None:
+def test_no_loop_is_compiled_during_steps(rest: bool) -> None:
     """That takes a second, and 200 MB: arrays are laid out as those a loop was compiled with."""
     pytest.importorskip("numba")
     with running(attend_tokens=LEAST, attend_rest=rest) as core:
@@ -158,7 +156,7 @@ def test_no_loop_is_compiled_in_a_step(rest: bool) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"speculative_tokens": 4}, ACTIVE, AT_REST])
-def test_log_probabilities_of_a_prompt_are_those_of_full_attention(more: dict[str, Any]) -> None:
+def test_prompt_logprobs_use_full_attention(more: dict[str, Any]) -> None:
     """Bit for bit, cold and cached, and while others choose: prompts are read whole."""
     asked = {"max_tokens": 2, "ignore_eos": True, "prompt_logprobs": 2}
     told = []
@@ -180,13 +178,13 @@ def test_log_probabilities_of_a_prompt_are_those_of_full_attention(more: dict[st
     assert cold == cached and len(cold[0]) == len(LONG)
 
 
-def test_several_answers_to_one_prompt_are_those_of_one() -> None:
+def test_parallel_choices_match_single() -> None:
     with running(attend_tokens=LEAST) as core:
         one = alone(core, LONG)[0]
         assert answers(core, LONG, n=3) == [one] * 3
 
 
-def test_a_sequence_that_was_preempted_goes_on_with_the_same_text() -> None:
+def test_preempted_sequence_continues_with_same_text() -> None:
     with running(attend_tokens=LEAST) as core:
         expected = alone(core, LONG, OTHER, tokens=40)
     with running(attend_tokens=LEAST, max_batch_size=1) as core:
@@ -202,7 +200,7 @@ def test_a_sequence_that_was_preempted_goes_on_with_the_same_text() -> None:
     assert found == expected
 
 
-def test_after_an_eviction_the_text_is_that_of_a_prompt_that_ends_there() -> None:
+def test_answer_after_eviction_matches_recomputed_prompt() -> None:
     """Keys and values of an answer follow from its choices; read again, they are a prompt's."""
     with running(attend_tokens=LEAST, max_batch_size=1) as core:
         long = Request(prompt=LONG, max_tokens=60, ignore_eos=True)
@@ -227,7 +225,7 @@ def test_after_an_eviction_the_text_is_that_of_a_prompt_that_ends_there() -> Non
     assert after != whole, "negative control: the answer's own keys were other ones"
 
 
-def test_what_a_tier_gives_back_has_an_index_again(tmp_path: Path, reads_all: None) -> None:
+def test_restored_blocks_are_indexed(tmp_path: Path, reads_all: None) -> None:
     settings = {"attend_tokens": LEAST}
     with cold_engine.running(tmp_path, **settings) as core:
         expected = alone(core, LONG)
@@ -240,7 +238,7 @@ def test_what_a_tier_gives_back_has_an_index_again(tmp_path: Path, reads_all: No
         assert indexed == held * core.runner.index_token_bytes
 
 
-def test_a_choice_does_not_depend_on_what_windows_have_dropped() -> None:
+def test_selection_is_independent_of_dropped_windows() -> None:
     """Layers that see all choose where the KV of layers with windows was evicted, too."""
     settings, told = {**SMALL, "attend_tokens": LEAST}, []
     asked = [token % 90 for token in LONG]
@@ -283,7 +281,7 @@ ROUNDING = 1e-4
 @pytest.mark.parametrize(
     ("family", "more"), [("llama", {}), ("llama", ACTIVE), ("falcon_h1", {}), ("cohere2", {})]
 )
-def test_the_first_token_is_that_of_full_attention(
+def test_first_token_uses_full_attention(
     family: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made(**attend: Any) -> Core:
@@ -308,7 +306,7 @@ def test_the_first_token_is_that_of_full_attention(
         chooses.close()
 
 
-def test_the_first_token_reads_all_beside_others_that_choose() -> None:
+def test_first_token_uses_full_attention_beside_selective_rows() -> None:
     """Rows of one step may read differently, and neither depends on the others."""
     with running() as core:
         expected = [scored(core, one)[0] for one in (LONG, OTHER)]
@@ -353,7 +351,7 @@ REPEATS = prompt(60, 4) * 4
         ("falcon_h1", {}),
     ],
 )
-def test_tokens_that_are_checked_together_make_a_choice_each(
+def test_verified_tokens_select_separately(
     family: str, more: dict[str, Any], proposals_pay: None
 ) -> None:
     begins = prompt(120, 5)  # to choose in its answer
@@ -367,7 +365,7 @@ def test_tokens_that_are_checked_together_make_a_choice_each(
         assert core.counters.decode_steps < plain
 
 
-def test_proposed_tokens_that_read_all_would_say_something_else(
+def test_check_detects_proposals_read_with_full_attention(
     monkeypatch: pytest.MonkeyPatch, proposals_pay: None
 ) -> None:
     """Negative control."""
@@ -379,7 +377,7 @@ def test_proposed_tokens_that_read_all_would_say_something_else(
         assert alone(core, LONG, tokens=24) != expected
 
 
-def test_with_as_many_tokens_as_there_are_proposals_are_checked_as_ever(
+def test_speculation_with_full_budget_is_unchanged(
     proposals_pay: None,
 ) -> None:
     with running() as core:
@@ -392,7 +390,7 @@ def test_with_as_many_tokens_as_there_are_proposals_are_checked_as_ever(
     assert differences(*found) == [0.0] * 20, "bit for bit"
 
 
-def test_layers_can_be_left_whole() -> None:
+def test_layers_can_be_skipped() -> None:
     with running() as core:
         whole = alone(core, LONG)
     with running(attend_tokens=LEAST, attend_full_layers=(0, 1)) as core:
@@ -414,7 +412,7 @@ def test_layers_can_be_left_whole() -> None:
         ("gemma2", {"attend_tokens": 128}, "contiguous keys and values"),
     ],
 )
-def test_what_does_not_work_is_refused_at_the_start(
+def test_unsupported_settings_are_refused_at_start(
     family: str, settings: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(SettingError, match=says):
@@ -422,7 +420,7 @@ def test_what_does_not_work_is_refused_at_the_start(
 
 
 @pytest.mark.parametrize("more", [{}, {"attend_rest": True}, {"speculative_tokens": 16}, AT_REST])
-def test_all_bytes_are_counted_before_they_exist(more: dict[str, Any], proposals_pay: None) -> None:
+def test_bytes_are_reserved_before_allocation(more: dict[str, Any], proposals_pay: None) -> None:
     """What MLX holds at its peak beside what it held before fits into the ledger's account."""
     with running(attend_tokens=LEAST, max_kv_size=2_048, **more) as core:
         handle = core.submit(Request(prompt=prompt(1_200, 3), max_tokens=40, ignore_eos=True))
@@ -461,7 +459,7 @@ def known(settings: dict[str, Any], tokens: int = 2_000, facts: int = 6) -> int:
     return right
 
 
-def test_the_needles_are_found_and_a_window_of_the_size_loses_them(
+def test_selection_finds_needles_that_window_loses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert known({"attend_tokens": LEAST}) == 6

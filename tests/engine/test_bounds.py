@@ -234,7 +234,7 @@ def finished(handles: Sequence[Handle]) -> bool:
 
 
 @cases
-def test_the_limit_holds_in_every_step(case: Case) -> None:
+def test_memory_stays_within_limit_in_every_step(case: Case) -> None:
     """With the least room at which one of them is taken in, so that they take turns."""
     with watched(case) as watch:
         requests = [case.request(number) for number in range(case.requests)]
@@ -249,7 +249,7 @@ def test_the_limit_holds_in_every_step(case: Case) -> None:
 
 
 @cases
-def test_the_limit_holds_with_room_for_some(case: Case) -> None:
+def test_memory_stays_within_limit_with_room_for_some(case: Case) -> None:
     """So that they run together, and what was read before gives way in time."""
     with watched(case) as watch:
         requests = [case.request(number) for number in range(case.requests + 2)]
@@ -278,7 +278,7 @@ CROSSED = [
 
 
 @pytest.mark.parametrize("case", CROSSED, ids=[case.name for case in CROSSED])
-def test_the_limit_holds_whichever_setting_is_longer(case: Case) -> None:
+def test_memory_stays_within_limit_for_window_and_chunk_settings(case: Case) -> None:
     with watched(case) as watch:
         watch.tighten(case.request(0))
         handles = [watch.core.submit(case.request(number)) for number in range(2)]
@@ -287,7 +287,7 @@ def test_the_limit_holds_whichever_setting_is_longer(case: Case) -> None:
         assert finished(handles)
 
 
-def test_tokens_dropped_after_the_kept_ones_are_freed() -> None:
+def test_dropped_tokens_after_keep_are_freed() -> None:
     """Of a run that begins before them and ends behind them, the first tokens alone are held."""
     with watched(CROSSED[-1]) as watch:
         core = watch.core
@@ -300,7 +300,7 @@ def test_tokens_dropped_after_the_kept_ones_are_freed() -> None:
         assert finished([handle])
 
 
-def test_nothing_of_a_recurrent_model_outlives_its_engine() -> None:
+def test_recurrent_model_leaves_no_memory_after_close() -> None:
     """The states that a sequence begins with are made for the step, and in its ledger."""
     case = Case("recurrent", 1, family="mamba2")
     with watched(case):  # what the model makes when it runs first stays
@@ -318,7 +318,7 @@ def test_nothing_of_a_recurrent_model_outlives_its_engine() -> None:
     assert core.closed
 
 
-def test_what_was_freed_before_does_not_count_in_what_a_step_takes() -> None:
+def test_step_peak_ignores_reused_buffers() -> None:
     """MLX hands a kept buffer out again though it is larger than what is asked for."""
 
     def run() -> None:
@@ -336,9 +336,7 @@ def test_what_was_freed_before_does_not_count_in_what_a_step_takes() -> None:
 
 
 @pytest.mark.parametrize(("limit_seconds", "rounds"), [(1e-9, 1), (math.inf, step_trials.ROUNDS)])
-def test_ranks_run_a_measured_step_as_often_however_long_it_takes(
-    limit_seconds: float, rounds: int
-) -> None:
+def test_ranks_repeat_measured_step_equally(limit_seconds: float, rounds: int) -> None:
     """One that ran it once more would wait for the others for ever."""
     runs: list[None] = []
     step_trials.peak_of(lambda: runs.append(mx.eval(mx.zeros(8))), limit_seconds)
@@ -346,7 +344,7 @@ def test_ranks_run_a_measured_step_as_often_however_long_it_takes(
 
 
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 1), (2, step_trials.RANK_ROUNDS)])
-def test_a_slow_step_of_ranks_is_measured_a_few_times(
+def test_slow_step_is_measured_few_times_on_ranks(
     monkeypatch: pytest.MonkeyPatch, ranks: int, rounds: int
 ) -> None:
     """They cannot agree on when it is slow, so all of them measure it as often."""
@@ -369,7 +367,7 @@ def test_a_slow_step_of_ranks_is_measured_a_few_times(
     assert len(runs) == rounds
 
 
-def test_the_limit_holds_when_it_is_lowered_on_the_way() -> None:
+def test_memory_stays_within_lowered_limit() -> None:
     case = CASES[0]
     with watched(case) as watch:
         requests = [case.request(number) for number in range(case.requests)]
@@ -387,7 +385,7 @@ def test_the_limit_holds_when_it_is_lowered_on_the_way() -> None:
         assert watch.core.counters.preemptions
 
 
-def test_the_limit_holds_with_half_precision_and_one_key_head() -> None:
+def test_memory_stays_within_limit_with_half_precision_and_one_kv_head() -> None:
     """Of such a model, a step is nearly all of what is allocated."""
     small = case("half", 2_000, torch_dtype="float16", num_key_value_heads=1, num_hidden_layers=2)
     with watched(small) as watch:
@@ -398,7 +396,7 @@ def test_the_limit_holds_with_half_precision_and_one_key_head() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_the_limit_holds_where_the_scores_of_one_token_are_many(
+def test_memory_stays_within_limit_with_many_scores_per_token(
     dtype: str,
 ) -> None:
     """As of 32 heads and 100,000 tokens; with less computed at once, 2,500 tokens do."""
@@ -412,7 +410,7 @@ def test_the_limit_holds_where_the_scores_of_one_token_are_many(
 
 
 @pytest.mark.parametrize("tokens", [300, 900])
-def test_the_limit_holds_where_attention_is_not_divided(tokens: int) -> None:
+def test_memory_stays_within_limit_without_tiled_attention(tokens: int) -> None:
     """As on a GPU for heads of a size that no kernel is there for: all scores of a chunk are alive
     together."""
     fused = case("fused", tokens, num_attention_heads=8, num_hidden_layers=2)
@@ -423,7 +421,9 @@ def test_the_limit_holds_where_attention_is_not_divided(tokens: int) -> None:
         assert finished([handle])
 
 
-def test_the_limit_holds_far_behind_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_stays_within_limit_beyond_calibrated_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where layers compress; measured further to the front, 900 tokens are far."""
     monkeypatch.setattr(measured_steps, "FAR_TOKENS", 128)
     far = Case("compressed, far", 900, family="deepseek_v41")
@@ -438,7 +438,7 @@ def test_the_limit_holds_far_behind_what_was_measured(monkeypatch: pytest.Monkey
 
 
 @cases
-def test_what_is_held_is_what_mlx_has_within_3_percent(case: Case) -> None:
+def test_held_bytes_match_mlx_within_3_percent(case: Case) -> None:
     with watched(case) as watch:
         mx.set_cache_limit(0)  # a buffer that is used again may be larger than it need be
         handles = [watch.core.submit(case.request(number)) for number in range(case.requests)]
@@ -448,7 +448,7 @@ def test_what_is_held_is_what_mlx_has_within_3_percent(case: Case) -> None:
         assert watch.unheld <= 0.03, f"off by {watch.unheld:.1%}"
 
 
-def test_eight_conversations_hold_their_prompt_once() -> None:
+def test_eight_conversations_store_shared_prompt_once() -> None:
     """And each what it says itself: within 10 %, at every moment of decoding."""
     shared, own, said = 2_000, 100, 40
     case = CASES[0]
@@ -481,7 +481,7 @@ def test_eight_conversations_hold_their_prompt_once() -> None:
         assert mx.get_active_memory() - watch.others - beside < 2 * one < 8 * one
 
 
-def test_nothing_is_left_after_many_different_prompts() -> None:
+def test_no_leak_after_many_different_prompts() -> None:
     """What was allocated between two steps comes back to the same byte, round by round."""
     case = CASES[0]
     with watched(case) as watch:
@@ -495,7 +495,7 @@ def test_nothing_is_left_after_many_different_prompts() -> None:
         assert len(set(left)) == 1, left
 
 
-def test_answers_that_wait_share_their_prompt_and_then_have_their_own() -> None:
+def test_waiting_choices_share_prompt_tokens() -> None:
     """128 answers to a long prompt would be as many lists of its tokens in Python's memory."""
     hot = Sampling(temperature=2.0, seed=3)
     with watched(CASES[0]) as watch:
@@ -533,9 +533,7 @@ class CountsHalfTheTree(EngineView):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), EVERYTHING], ids=["greedy", "sampling"])
-def test_a_step_that_is_not_counted_is_seen(
-    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_detects_unreserved_step(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of 512, whose measured bytes are most of what a step of theirs can take."""
     large = next(case for case in CASES if "large blocks" in case.name)
     case = replace(large, prompt_tokens=1_000, sampling=sampling)
@@ -547,7 +545,7 @@ def test_a_step_that_is_not_counted_is_seen(
             watch.drain()
 
 
-def test_bytes_that_are_not_counted_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_unreserved_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_module, "EngineView", CountsHalfTheTree)
     with watched(CASES[0]) as watch:
         watch.core.submit(CASES[0].request(0))

@@ -16,7 +16,7 @@ from penstock.models.mlx_lm import encode
 from penstock.recall import MODEL_PATH
 
 
-def test_the_first_token_that_differs_is_named_and_spelled() -> None:
+def test_first_differing_token_is_reported_with_text() -> None:
     model, tokenizer = penstock.load(MODEL_PATH)
     core = Core(model, tokenizer, memory_limit="100MB", block_size=8)
     told = encode(tokenizer, "The code of the amber falcon is 4821. Animals are good company.")
@@ -35,7 +35,7 @@ def test_the_first_token_that_differs_is_named_and_spelled() -> None:
     core.close()
 
 
-def test_text_that_changes_from_prompt_to_prompt_is_named() -> None:
+def test_changing_text_between_prompts_is_named() -> None:
     model, tokenizer = penstock.load(MODEL_PATH)
     core = Core(model, tokenizer, memory_limit="100MB", block_size=8)
     told, asked, other = (
@@ -67,7 +67,7 @@ CASES = pairs(("llama", "gemma3_text", "falcon_h1"), FORMS, (1, 5, 16, 32), (1, 
 
 
 @pytest.mark.parametrize(("family", "form", "block_size", "chunk"), CASES)
-def test_a_request_reuses_what_was_explained(
+def test_request_reuses_explained_tokens(
     family: str, form: tuple[str | None, str], block_size: int, chunk: int
 ) -> None:
     """Whole blocks, within a block, at the end of an answer, behind it, and on a branch."""
@@ -90,7 +90,7 @@ def test_a_request_reuses_what_was_explained(
         core.close()
 
 
-def test_the_last_block_of_a_prompt_in_codes_is_not_reused() -> None:
+def test_last_block_of_coded_prompt_is_not_reused() -> None:
     told = tuple(prompt_of(64))
     for form, reusable in ((("turbo8", "active"), 48), (("turbo8", "at-rest"), None)):
         core = in_form("llama", form)

@@ -11,7 +11,7 @@ LONG = 4_000_000
 END = Finish(0, "stop", " end\r\n", None, Usage(1, 0, 3))
 
 
-def test_the_text_of_an_answer_is_that_of_its_events() -> None:
+def test_answer_text_joins_its_events() -> None:
     handle = Handle(Request(prompt=(1,), max_tokens=4), lambda _: None)
     (choice,) = handle.choices
     events: list[Event] = [Token(0, 5, "a\r"), Token(0, 6, ""), Token(0, 7, "é\n", -0.5), END]
@@ -22,7 +22,7 @@ def test_the_text_of_an_answer_is_that_of_its_events() -> None:
     assert (choice.logprobs, choice.finish, handle.done) == ([events[2]], END, True)
 
 
-def test_a_token_costs_its_own_text_and_not_the_answers() -> None:
+def test_token_cost_is_independent_of_answer_length() -> None:
     """An answer is not copied for each of its tokens: its length squared would be."""
     choice = Choice()
     choice.take(Token(0, 1, "a" * LONG))

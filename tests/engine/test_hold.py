@@ -59,14 +59,14 @@ def small() -> Iterator[Held]:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1_000.0])
-def test_a_held_prompt_outlives_a_crowd(small: Held, seconds: float) -> None:
+def test_held_prompt_survives_eviction_pressure(small: Held, seconds: float) -> None:
     """And the negative control: not held, it goes."""
     small.ask(prompt(0), hold_seconds=seconds)
     small.crowd()
     assert small.found(prompt(0)) == (160 if seconds else 0)
 
 
-def test_a_hold_ends(small: Held) -> None:
+def test_hold_expires(small: Held) -> None:
     small.ask(prompt(0), hold_seconds=60.0)
     small.crowd()
     assert small.found(prompt(0)) == 160
@@ -75,7 +75,7 @@ def test_a_hold_ends(small: Held) -> None:
     assert small.found(prompt(0)) == 0
 
 
-def test_each_such_request_holds_anew(small: Held) -> None:
+def test_each_request_renews_hold(small: Held) -> None:
     for _ in range(3):
         small.ask(prompt(0), hold_seconds=60.0)
         small.now += 40.0
@@ -87,7 +87,7 @@ def test_each_such_request_holds_anew(small: Held) -> None:
     assert small.found(prompt(0)) == 0
 
 
-def test_the_first_tokens_alone_are_held(small: Held) -> None:
+def test_hold_covers_only_first_tokens(small: Held) -> None:
     """As whole nodes: of chunks of 64 tokens, the second holds token 65."""
     small.ask(prompt(0), hold_seconds=1_000.0, hold_tokens=65)
     held = {view.start: view.held_seconds for view in small.core.view.tree()}
@@ -96,7 +96,7 @@ def test_the_first_tokens_alone_are_held(small: Held) -> None:
     assert small.found(prompt(0)) == 128
 
 
-def test_what_is_held_gives_way_to_what_runs(small: Held) -> None:
+def test_held_nodes_are_evicted_for_running_requests(small: Held) -> None:
     """Held is no claim: everything is held, and a prompt that needs the room gets it."""
     for seed in range(30):
         small.now += 1
@@ -110,7 +110,7 @@ def test_what_is_held_gives_way_to_what_runs(small: Held) -> None:
     assert len(small.core.view.tree()) == 0
 
 
-def test_it_is_held_also_when_the_answer_was_cancelled(small: Held) -> None:
+def test_cancelled_answer_keeps_hold(small: Held) -> None:
     wish = Request(prompt=prompt(0), max_tokens=200, hold_seconds=1_000.0)
     handle = small.core.submit(wish)
     for _ in range(8):
@@ -120,7 +120,7 @@ def test_it_is_held_also_when_the_answer_was_cancelled(small: Held) -> None:
     assert small.found(prompt(0)) == 160
 
 
-def test_past_the_window_the_first_tokens_stay_held() -> None:
+def test_first_tokens_stay_held_past_window() -> None:
     small = Held(max_kv_size=128, keep=32)
     small.ask(prompt(0, 100), max_tokens=200, hold_seconds=1_000.0)
     assert small.core.view.tree()
@@ -128,7 +128,7 @@ def test_past_the_window_the_first_tokens_stay_held() -> None:
     small.core.close()
 
 
-def test_tenants_hold_their_own(small: Held) -> None:
+def test_holds_are_per_tenant(small: Held) -> None:
     small.ask(prompt(0), hold_seconds=1_000.0, salt="a")
     small.ask(prompt(0), salt="b")
     small.crowd()
@@ -136,7 +136,7 @@ def test_tenants_hold_their_own(small: Held) -> None:
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_request_that_shares_nothing_leaves_nothing(small: Held, shares: bool) -> None:
+def test_unshared_request_leaves_nothing_cached(small: Held, shares: bool) -> None:
     """Its answers share its prompt. The negative control looks it up, and leaves its answers."""
     small.core.set_limit(small.core.budget.fixed_bytes + 4_000_000)
     first = small.ask(prompt(0)).result(0.0)
@@ -153,7 +153,7 @@ def test_a_request_that_shares_nothing_leaves_nothing(small: Held, shares: bool)
         assert small.found(prompt(0)) == 160
 
 
-def test_a_request_that_shares_nothing_is_cancelled_and_goes(small: Held) -> None:
+def test_cancelled_unshared_request_leaves_nothing(small: Held) -> None:
     handle = small.core.submit(Request(prompt=prompt(0), max_tokens=200, cache_prompt=False))
     for _ in range(8):
         small.core.step()
@@ -164,7 +164,7 @@ def test_a_request_that_shares_nothing_is_cancelled_and_goes(small: Held) -> Non
     assert small.core.prefixes.tree.tokens == 0
 
 
-def test_a_salt_of_its_own_is_made_once() -> None:
+def test_private_salt_is_made_once() -> None:
     """Other ranks make a request anew from its fields."""
     own, other = (Request(prompt=(1,), salt="a", cache_prompt=False) for _ in range(2))
     assert own.salt.startswith("a\0") and own.salt != other.salt
@@ -175,12 +175,12 @@ def test_a_salt_of_its_own_is_made_once() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"hold_seconds": -1.0}, {"hold_seconds": float("inf")}, {"hold_tokens": -1}]
 )
-def test_a_hold_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_hold_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=next(iter(wrong))):
         Request(prompt=(1,), **wrong)
 
 
-def test_the_tree_shows_what_is_read_and_what_was() -> None:
+def test_tree_view_shows_pins_and_nodes() -> None:
     core = Held().core
     core.submit(Request(prompt=prompt(0), max_tokens=60))
     core.submit(Request(prompt=(*prompt(0)[:80], *prompt(1)[:80]), max_tokens=60))

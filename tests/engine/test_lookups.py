@@ -76,7 +76,7 @@ def whole(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_one_lookup_and_one_hash_for_a_request(core: Core, calls: Calls, warm: bool) -> None:
+def test_request_takes_one_lookup_and_one_hash(core: Core, calls: Calls, warm: bool) -> None:
     if warm:
         ask(core, PROMPT)
     calls.clear()
@@ -87,14 +87,14 @@ def test_one_lookup_and_one_hash_for_a_request(core: Core, calls: Calls, warm: b
     assert calls.hashed == [whole(PROMPT)]
 
 
-def test_one_lookup_and_one_hash_for_several_answers(core: Core, calls: Calls) -> None:
+def test_choices_take_one_lookup_and_one_hash(core: Core, calls: Calls) -> None:
     submit(core, PROMPT, n=3)
     assert len(admit(core)) == 3
     assert calls.lookups == [6]
     assert calls.hashed == [whole(PROMPT)]
 
 
-def test_several_requests_in_the_queue_are_looked_up_once_each(core: Core, calls: Calls) -> None:
+def test_queued_requests_are_looked_up_once_each(core: Core, calls: Calls) -> None:
     prompts = [tuple(range(first, first + 100)) for first in (1, 101, 201)]
     for prompt in prompts:
         submit(core, prompt)
@@ -103,7 +103,7 @@ def test_several_requests_in_the_queue_are_looked_up_once_each(core: Core, calls
     assert calls.hashed == [whole(prompt) for prompt in prompts]
 
 
-def test_a_server_explains_with_the_same_lookup(core: Core, calls: Calls) -> None:
+def test_explain_on_enqueue_shares_lookup(core: Core, calls: Calls) -> None:
     """What `Engine.enqueue` does on the engine's thread: it tells how far the prompt matches."""
     ask(core, PROMPT)
     calls.clear()
@@ -115,7 +115,7 @@ def test_a_server_explains_with_the_same_lookup(core: Core, calls: Calls) -> Non
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1"])
-def test_one_lookup_and_one_hash_with_a_disk(tmp_path: Path, calls: Calls, family: str) -> None:
+def test_restore_takes_one_lookup_and_one_hash(tmp_path: Path, calls: Calls, family: str) -> None:
     with running(tmp_path, family) as core:
         ask(core, PROMPT)
     with running(tmp_path, family) as core:
@@ -131,7 +131,7 @@ def test_one_lookup_and_one_hash_with_a_disk(tmp_path: Path, calls: Calls, famil
         assert core.view.stats().restored_tokens > 0
 
 
-def test_a_preempted_answer_is_looked_up_once_when_it_resumes(core: Core, calls: Calls) -> None:
+def test_resumed_answer_is_looked_up_once(core: Core, calls: Calls) -> None:
     handle = submit(core, PROMPT, max_tokens=60)
     (sequence,) = admit(core)
     while sequence.generated_tokens < 37:
@@ -152,7 +152,7 @@ def test_a_preempted_answer_is_looked_up_once_when_it_resumes(core: Core, calls:
 # ---- negative controls
 
 
-def test_a_tree_that_has_changed_is_looked_up_again(tmp_path: Path, calls: Calls) -> None:
+def test_changed_tree_is_looked_up_again(tmp_path: Path, calls: Calls) -> None:
     """The tier asks when the request comes; it is admitted into another tree."""
     with running(tmp_path) as core:
         ask(core, PROMPT)
@@ -164,7 +164,7 @@ def test_a_tree_that_has_changed_is_looked_up_again(tmp_path: Path, calls: Calls
         assert calls.lookups == [6, 6]
 
 
-def test_a_second_hash_would_be_counted(core: Core, calls: Calls) -> None:
+def test_counter_sees_second_hash(core: Core, calls: Calls) -> None:
     handle = submit(core, PROMPT)
     core.view.explain(PROMPT)
     admit(core)

@@ -108,7 +108,7 @@ def peak_bytes(family: str, settings: dict[str, Any], limit: int, patch: pytest.
 
 
 @pytest.mark.parametrize(("family", "settings"), CASES, ids=str)
-def test_an_engine_opens_within_its_limit(
+def test_engine_opens_within_limit(
     family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = least_limit(family, settings)
@@ -156,14 +156,14 @@ def worst(family: str, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> f
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_is_asked_for_opening_takes_no_more_than_the_limit(
+def test_opening_never_exceeds_limit_for_random_settings(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it is refused in the end: each step is reserved before it runs."""
     assert worst(*drawn(seed), monkeypatch) <= 1.0
 
 
-def test_a_step_that_runs_before_it_is_reserved_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_unreserved_trial_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control."""
     settings = {"prefill_chunk": 512, "block_size": 32, "max_batch_size": 8}
     with pytest.MonkeyPatch.context() as unreserved:
@@ -173,7 +173,7 @@ def test_a_step_that_runs_before_it_is_reserved_is_seen(monkeypatch: pytest.Monk
     assert worst("wide", settings, monkeypatch) <= 1.0
 
 
-def test_a_step_that_is_too_large_is_tried_within_the_limit(
+def test_oversized_step_is_tried_within_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A usual chunk takes 280 MB, where 100 MB are left beside the weights."""
@@ -187,7 +187,7 @@ def test_a_step_that_is_too_large_is_tried_within_the_limit(
 
 
 @pytest.mark.parametrize(("family", "settings"), CALIBRATED, ids=str)
-def test_a_run_that_is_read_at_once_is_seen(
+def test_check_detects_run_read_at_once(
     family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A negative control."""
@@ -205,6 +205,6 @@ def test_a_run_that_is_read_at_once_is_seen(
 
 
 @pytest.mark.parametrize(("family", "settings"), CALIBRATED, ids=str)
-def test_a_limit_without_room_for_the_run_is_refused(family: str, settings: dict[str, Any]) -> None:
+def test_limit_without_room_for_run_is_refused(family: str, settings: dict[str, Any]) -> None:
     with pytest.raises(NeverFits, match=r"need [\d.,]+ .B and more; the limit is"):
         opened(family, int(0.98 * least_limit(family, settings)) - 200_000, **settings)

@@ -45,7 +45,7 @@ def conversations(core: Core) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
-def test_a_conversation_in_small_blocks_reads_no_more_parts(
+def test_small_blocks_do_not_increase_spans_or_checkpoints(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts: list[int] = []
@@ -72,9 +72,7 @@ def test_a_conversation_in_small_blocks_reads_no_more_parts(
 
 
 @pytest.mark.parametrize(("feed_forward", "columns"), [(128, 8), (16_384, 16)])
-def test_tails_are_longer_where_they_are_small_beside_the_weights(
-    feed_forward: int, columns: int
-) -> None:
+def test_tails_are_longer_where_cheap_beside_weights(feed_forward: int, columns: int) -> None:
     """Twice as long tails are copied out half as often."""
     model = model_of("llama", feed_forward=feed_forward)
     core = Core(model, max_batch_size=8, block_size=32, memory_limit="1GB")

@@ -35,7 +35,7 @@ HEADS_OF_256 = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 
         (CPUBackend(), {}, LONG_CHUNK_ROOM, None, config.PREFILL_CHUNK),
     ],
 )
-def test_prefill_chunk(
+def test_prefill_chunk_by_device_and_memory(
     device: AttentionBackend,
     heads: dict[str, int],
     room: int,
@@ -49,7 +49,7 @@ def test_prefill_chunk(
         assert fitting(limits, runner, room).prefill_chunk == expected
 
 
-def test_room_for_a_long_chunk_is_what_weights_leave() -> None:
+def test_prefill_chunk_follows_memory_beside_weights() -> None:
     """An engine tells how much that is: a limit that weights fill has no room for one."""
     with devices.using(GPUBackend()):
         model = build({**BASE, "model_type": "llama", "head_dim": 64})
@@ -95,7 +95,7 @@ def joined_peak(*, held: bool = False) -> float:
     return (mx.get_peak_memory() - before) / (2 * HEADS * (PREFIX + CHUNK) * DIM * 4)
 
 
-def test_layers_of_a_chunk_take_turns_with_what_is_joined() -> None:
+def test_joined_layers_are_freed_in_turn() -> None:
     """On a GPU's back end no layer's copy of the prefix is there when the next one's is made."""
     kept = mx.set_cache_limit(0)
     try:
@@ -110,9 +110,7 @@ def test_layers_of_a_chunk_take_turns_with_what_is_joined() -> None:
     ("active", "given", "expected"),
     [(SPILLED_CHUNK, None, SPILLED_CHUNK), (SPILLED_CHUNK - 1, None, 512), (4_096, 300, 300)],
 )
-def test_chunks_that_read_from_a_tier_are_longer(
-    active: int, given: int | None, expected: int
-) -> None:
+def test_spilling_uses_longer_prefill_chunks(active: int, given: int | None, expected: int) -> None:
     """A chunk reads all that has left memory again; as many tokens as stay there have room."""
     model = build({**BASE, "model_type": "llama", "head_dim": 64})
     runner = Runner(model, devices.current(), max_kv_size=8_192, keep=0)

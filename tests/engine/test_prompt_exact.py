@@ -134,7 +134,9 @@ SETTINGS = settings(
 @example(text="the code", more=" amber amber", cut=0)
 @example(text="x:\n", more="    y", cut=0)
 @example(text="🦫", more="🦫🦫", cut=2)
-def test_texts_cut_between_any_two_tokens(tokenizer: Any, text: str, more: str, cut: int) -> None:
+def test_completion_continues_text_at_any_token(
+    tokenizer: Any, text: str, more: str, cut: int
+) -> None:
     """Also within a character."""
     tokens = list(tokenizer.encode(f"a{text}{more}"))
     place = max(1, len(tokens) - cut)
@@ -143,7 +145,7 @@ def test_texts_cut_between_any_two_tokens(tokenizer: Any, text: str, more: str, 
 
 @SETTINGS
 @given(data=st.data())
-def test_any_tokens_behind_any_others(tokenizer: Any, data: Any) -> None:
+def test_completion_of_random_tokens_continues_text(tokenizer: Any, data: Any) -> None:
     """As a model may write them. Bytes alone are left out: of those that are no UTF-8, Hugging
     Face's decoder makes another text when more follow, and mlx-lm's knows no byte 0."""
     ids = sorted(

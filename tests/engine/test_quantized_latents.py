@@ -104,7 +104,7 @@ def coded(core: Core) -> int:
 
 @pytest.mark.parametrize("codec", ["turbo4", "turbo8"])
 @pytest.mark.parametrize("family", [*STEADY, *PICKING])
-def test_it_says_the_same_cold_warm_and_in_a_batch(family: str, codec: str) -> None:
+def test_text_is_equal_cold_warm_and_batched(family: str, codec: str) -> None:
     with engine(model(family), codec) as core:
         first = submit(core, PROMPT)
         drain(core)
@@ -123,7 +123,7 @@ def test_eight_bits_are_near_full_precision(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v32"])
-def test_sides_that_no_group_divides_are_refused_with_the_reason(family: str) -> None:
+def test_indivisible_head_sizes_are_refused_with_reason(family: str) -> None:
     with pytest.raises(SettingError, match="layer 0: affine8 holds 64 numbers by one scale"):
         Core(model(family), **SMALL, kv_cache_quantization="8")
     if family != "deepseek_v2":  # the latent, but not the positions beside it
@@ -132,7 +132,7 @@ def test_sides_that_no_group_divides_are_refused_with_the_reason(family: str) ->
 
 
 @pytest.mark.parametrize("codec", ["8", "k8v4", "turbo4"])
-def test_a_latent_of_the_size_of_real_ones(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_of_realistic_size(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a multiple of 64, as DeepSeek's 512, with 64 numbers of its position."""
     for name, size in (("kv_lora_rank", 128), ("qk_rope_head_dim", 64)):
         monkeypatch.setitem(tiny_families.EXCEPTIONS, ("deepseek_v3", name), size)

@@ -10,7 +10,7 @@ from penstock.engine.request import Finish, Request, Sampling, Token, Usage
 from penstock.errors import PenstockError, SettingError
 
 
-def test_the_defaults_are_greedy_and_plain() -> None:
+def test_defaults_are_greedy_and_plain() -> None:
     request = Request(prompt=(1, 2))
     assert request.sampling.greedy
     assert request.sampling.plain
@@ -54,7 +54,7 @@ def test_the_defaults_are_greedy_and_plain() -> None:
     }
 
 
-def test_the_least_and_the_most() -> None:
+def test_minimum_and_maximum_values() -> None:
     least = Request(prompt=(0,), max_tokens=1, n=1, timeout_seconds=1e-3, stop=("x",))
     assert (least.prompt, least.max_tokens) == ((0,), 1)
     assert Request(prompt=(0,), n=128, priority=-3).priority == -3
@@ -63,7 +63,7 @@ def test_the_least_and_the_most() -> None:
         Sampling(logprobs=True, top_logprobs=21)
 
 
-def test_lists_become_tuples_and_dicts_settings() -> None:
+def test_lists_and_dicts_are_converted() -> None:
     request = Request(prompt=[1, 2], stop=["x"], sampling={"logit_bias": {"7": 1}})  # type: ignore
     assert (request.prompt, request.stop) == ((1, 2), ("x",))
     assert request.sampling == Sampling(logit_bias={7: 1.0})
@@ -90,7 +90,7 @@ def test_lists_become_tuples_and_dicts_settings() -> None:
         ({"prompt": [1], "sampling": {"top_logprobs": 2}}, "sampling.top_logprobs 2 needs "),
     ],
 )
-def test_a_bad_request_is_refused_in_one_line(values: dict[str, Any], words: str) -> None:
+def test_invalid_request_gives_one_line_error(values: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError) as caught:
         Request(**values)
     assert str(caught.value).startswith(words)
@@ -114,7 +114,7 @@ def test_a_bad_request_is_refused_in_one_line(values: dict[str, Any], words: str
         ("top_logprobs", [-1], [0]),
     ],
 )
-def test_sampling_at_its_edges(name: str, bad: list[Any], edge: list[Any]) -> None:
+def test_sampling_bounds(name: str, bad: list[Any], edge: list[Any]) -> None:
     for value in bad:
         with pytest.raises(SettingError, match=f"^{name}"):
             Sampling(**{name: value})
@@ -122,7 +122,7 @@ def test_sampling_at_its_edges(name: str, bad: list[Any], edge: list[Any]) -> No
         assert getattr(Sampling(**{name: value}), name) == value
 
 
-def test_the_line_stays_short_for_a_long_value() -> None:
+def test_error_line_is_short_for_long_value() -> None:
     with pytest.raises(SettingError) as caught:
         Request(prompt=dict.fromkeys(range(100_000), 1))  # type: ignore
     assert len(str(caught.value)) < 200
@@ -148,12 +148,12 @@ def test_sampling_that_changes_or_scores_logits_is_not_plain(changed: dict[str, 
     "unchanged",
     [{"temperature": 1e-9}, {"top_p": 0.5, "top_k": 3, "min_p": 0.1}, {"repetition_penalty": 1.0}],
 )
-def test_what_is_plain_though_it_looks_different(unchanged: dict[str, Any]) -> None:
+def test_neutral_sampling_values_are_plain(unchanged: dict[str, Any]) -> None:
     """Filters never take the likeliest token away, and dividing by 1 changes nothing."""
     assert Sampling(**unchanged).plain
 
 
-def test_a_seed_is_drawn_once_where_there_is_none() -> None:
+def test_missing_seed_is_drawn_once() -> None:
     drawn = [Sampling(temperature=1.0).with_seed() for _ in range(8)]
     assert len({sampling.seed for sampling in drawn}) == 8
     assert drawn[0].temperature == 1.0

@@ -46,7 +46,7 @@ def until_first(core: Core, handle: Handle) -> list[Any]:
     return events
 
 
-def test_a_first_token_goes_out_at_once_and_the_next_ones_a_step_later(core: Core) -> None:
+def test_first_token_is_sent_at_once_and_next_a_step_later(core: Core) -> None:
     handle = core.submit(Request(prompt=PROMPT, max_tokens=4, ignore_eos=True))
     first = until_first(core, handle)
     assert len(first) == 1, "the first token"
@@ -66,7 +66,7 @@ def said_at_once(core: Core, tokens: int) -> list[int]:
     return handle.result(timeout_seconds=0)[0].tokens
 
 
-def test_no_token_waits_for_a_prompt(core: Core) -> None:
+def test_delayed_token_is_sent_before_prefill(core: Core) -> None:
     """A step that reads a chunk as well sends the token before the chunk is computed."""
     handle = core.submit(Request(prompt=PROMPT, max_tokens=20, ignore_eos=True))
     until_first(core, handle)
@@ -77,7 +77,7 @@ def test_no_token_waits_for_a_prompt(core: Core) -> None:
     handle.cancel()
 
 
-def test_what_waits_goes_out_when_no_pass_comes(core: Core) -> None:
+def test_delayed_token_is_sent_without_another_pass(core: Core) -> None:
     handle = core.submit(Request(prompt=PROMPT, max_tokens=20, ignore_eos=True))
     until_first(core, handle)
     assert step(core, handle) == []
@@ -89,7 +89,7 @@ def test_what_waits_goes_out_when_no_pass_comes(core: Core) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-def test_an_end_sends_what_waits_first(core: Core, how: str) -> None:
+def test_finish_flushes_delayed_token(core: Core, how: str) -> None:
     handle = core.submit(Request(prompt=PROMPT, max_tokens=20, ignore_eos=True))
     until_first(core, handle)
     assert step(core, handle) == []
@@ -112,7 +112,7 @@ def answers(core: Core, stop: tuple[str, ...], *, send_later: bool) -> list[Any]
     return [(choice.tokens, choice.text, choice.finish.reason) for choice in found]
 
 
-def test_the_answers_are_the_same(core: Core) -> None:
+def test_delayed_sending_does_not_change_answers(core: Core) -> None:
     """Also where a stop string ends them, which then is looked for at once."""
     whole = answers(core, (), send_later=False)
     for stop in ((), (spell(whole[0][0][5:7]),)):
@@ -122,7 +122,7 @@ def test_the_answers_are_the_same(core: Core) -> None:
         assert at_once[0][2] == ("stop" if stop else "length")
 
 
-def test_a_fault_of_a_text_waits_for_the_pass_to_end(core: Core, alphabet: Alphabet) -> None:
+def test_text_error_is_raised_after_pass(core: Core, alphabet: Alphabet) -> None:
     alphabet.breaks = [4]
     bad = core.submit(Request(prompt=(1, *PROMPT), max_tokens=9, ignore_eos=True))
     good = core.submit(Request(prompt=(2, *PROMPT), max_tokens=9, ignore_eos=True))
@@ -134,7 +134,7 @@ def test_a_fault_of_a_text_waits_for_the_pass_to_end(core: Core, alphabet: Alpha
     assert len(good.result(timeout_seconds=0)[0].tokens) == 9
 
 
-def test_a_fault_at_the_end_of_a_text_keeps_no_arrays(core: Core, alphabet: Alphabet) -> None:
+def test_text_error_at_end_holds_no_arrays(core: Core, alphabet: Alphabet) -> None:
     """Frames of an error hold the states of a step, in no line of the ledger."""
     alphabet.breaks = [8]
     handle = core.submit(Request(prompt=PROMPT, max_tokens=9, ignore_eos=True))

@@ -150,23 +150,23 @@ def drafts(group: ProcessGroup) -> None:
     open_draft((model_of("llama"), None), None, replace(base, group=group), None)  # type: ignore[arg-type]
 
 
-def test_every_setting_is_a_feature_or_a_size() -> None:
+def test_every_setting_is_a_feature_or_size() -> None:
     assert set(SETTINGS) | SIZES == set(EngineSettings.model_fields)
     assert not set(SETTINGS) & SIZES
 
 
 @pytest.mark.parametrize("one", FEATURES)
-def test_two_features_go_together_or_the_table_says_why_not(one: str) -> None:
+def test_feature_pairs_work_or_are_in_docs_table(one: str) -> None:
     kinds = (MODELS, MACHINES)
     for other in FEATURES:
         if one != other and not any(one in kind and other in kind for kind in kinds):
             assert tried(one, other) == by_the_table(one, other), f"{one} with {other}"
 
 
-def test_a_row_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_superfluous_table_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     row = ["attend_tokens", "speculative_tokens", "refused", "nothing"]
     said = rows()
     monkeypatch.setitem(globals(), "rows", lambda: [*said, row])
     with pytest.raises(AssertionError, match="attend_rest with speculative_tokens"):
-        test_two_features_go_together_or_the_table_says_why_not("attend_rest")
+        test_feature_pairs_work_or_are_in_docs_table("attend_rest")

@@ -46,7 +46,7 @@ def counted(core: Core, sequence: Sequence) -> list[Any]:
 
 
 @pytest.mark.parametrize("state", [State.PREFILLING, State.RUNNING])
-def test_a_pass_changes_nothing_until_it_is_postprocessed(core: Core, state: State) -> None:
+def test_pass_changes_nothing_before_postprocess(core: Core, state: State) -> None:
     expected = submit(core, PROMPT)
     while core.step():
         pass
@@ -70,7 +70,7 @@ def test_a_pass_changes_nothing_until_it_is_postprocessed(core: Core, state: Sta
     assert said(handle) == said(expected)
 
 
-def test_the_core_is_small_and_its_step_three_calls() -> None:
+def test_core_is_small_and_step_is_three_calls() -> None:
     source = Path(str(core_module.__file__)).read_text()
     tree = ast.parse(source)
     imports = [
@@ -89,7 +89,7 @@ def test_the_core_is_small_and_its_step_three_calls() -> None:
     ]
 
 
-def test_prompts_are_read_block_by_block_while_others_decode() -> None:
+def test_prompts_are_prefilled_block_by_block_beside_decodes() -> None:
     """At 1 ms no chunk fits between two tokens; a block is read all the same, and alone a chunk."""
     settings = {name: SETTINGS[name] for name in SETTINGS if not name.startswith("ssd")}
     expected: dict[int, str] = {}
@@ -113,7 +113,7 @@ def test_prompts_are_read_block_by_block_while_others_decode() -> None:
         core.close()
 
 
-def test_parts_of_blocks_make_the_same_text(core: Core) -> None:
+def test_partial_block_prefill_does_not_change_text(core: Core) -> None:
     prompts = (PROMPT * 2, (*PROMPT, *range(50, 150)), PROMPT * 2)
     texts: list[list[str]] = []
     for time in (None, StepTime(3, TokenASecond())):

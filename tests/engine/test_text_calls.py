@@ -34,7 +34,7 @@ def tokenizer() -> Any:
     return penstock.load(MODEL_PATH)[1]
 
 
-def test_a_conversation_is_answered_whole_and_in_pieces(engine: penstock.Engine) -> None:
+def test_chat_whole_and_streamed(engine: penstock.Engine) -> None:
     assert engine.chat(TELL) == "Noted."
     assert engine.chat(TALK) == "4821."
     answer = engine.chat(TALK, stream=True)
@@ -44,7 +44,7 @@ def test_a_conversation_is_answered_whole_and_in_pieces(engine: penstock.Engine)
     assert answer.finish is not None and answer.finish.reason == "stop"
 
 
-def test_it_is_what_a_request_with_the_same_settings_says(
+def test_generate_matches_request_of_equal_settings(
     engine: penstock.Engine, tokenizer: Any
 ) -> None:
     sampling = penstock.Sampling(temperature=50.0, seed=7, top_k=200)
@@ -58,9 +58,7 @@ def test_it_is_what_a_request_with_the_same_settings_says(
     assert engine.generate(TELL, **given | {"seed": 8}) != choice.text
 
 
-def test_a_stop_ends_the_text_and_a_template_may_be_given(
-    engine: penstock.Engine, tokenizer: Any
-) -> None:
+def test_stop_strings_and_chat_template_arguments(engine: penstock.Engine, tokenizer: Any) -> None:
     assert engine.chat(TALK, stop="2") == engine.chat(TALK, stop=["2", "x"]) == "48"
     assert engine.chat(TALK, max_tokens=1) == "48"
     own = "{{ messages[-1].content }}"
@@ -84,7 +82,7 @@ def left_early(engine: penstock.Engine, leave: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("leave", [lambda answer: answer.close(), lambda _: None])
-def test_an_answer_that_is_left_is_cancelled(
+def test_abandoned_answer_is_cancelled(
     engine: penstock.Engine, leave: Callable[[Any], None]
 ) -> None:
     left_early(engine, leave)
@@ -119,9 +117,7 @@ WRONG: dict[str, tuple[Callable[[penstock.Engine], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_people_do_wrong_is_one_line_with_the_remedy(
-    engine: penstock.Engine, what: str
-) -> None:
+def test_usage_errors_are_one_line_with_remedy(engine: penstock.Engine, what: str) -> None:
     call, remedy = WRONG[what]
     with pytest.raises(PenstockError) as raised:
         call(engine)
@@ -130,7 +126,7 @@ def test_what_people_do_wrong_is_one_line_with_the_remedy(
     assert "\n" not in str(raised.value)
 
 
-def test_without_a_tokenizer_there_is_no_text() -> None:
+def test_text_calls_require_tokenizer() -> None:
     model, _ = penstock.load(MODEL_PATH)
     with penstock.Engine(model, memory_limit="200MB") as engine:
         for call in (engine.generate, engine.chat):

@@ -17,7 +17,7 @@ from penstock.ledger import Kind
 PROMPT = tuple(range(5, 5 + 6 * BLOCK))
 
 
-def test_a_sequence_takes_the_bytes_that_the_view_says() -> None:
+def test_view_bytes_match_admission() -> None:
     """With just that room a sequence is let in, and with a block of the index less refused."""
     with running(None) as core:
         sequence = core.view.sequence_bytes(len(PROMPT))
@@ -29,7 +29,7 @@ def test_a_sequence_takes_the_bytes_that_the_view_says() -> None:
         assert len(ask(core, PROMPT)) > 0
 
 
-def test_claimed_is_what_cannot_be_evicted() -> None:
+def test_claimed_share_excludes_evictable() -> None:
     with running(None) as core:
         empty = core.view.claimed_share
         handle = core.submit(Request(prompt=PROMPT, max_tokens=50, ignore_eos=True))
@@ -41,7 +41,7 @@ def test_claimed_is_what_cannot_be_evicted() -> None:
         assert core.view.claimed_share == empty, "all that is in the tree can be evicted"
 
 
-def test_the_hashes_are_those_of_all_blocks() -> None:
+def test_block_hashes_cover_all_blocks() -> None:
     with running(None) as core:
         ask(core, PROMPT)
         chain = core.prefixes.block_hashes([*PROMPT])
@@ -51,7 +51,7 @@ def test_the_hashes_are_those_of_all_blocks() -> None:
         assert core.view.held_tokens(PROMPT, "other") == 0
 
 
-def test_clear_says_how_much_it_evicted() -> None:
+def test_clear_reports_evicted_nodes() -> None:
     with running(None) as core:
         ask(core, PROMPT)
         before = core.view.stats()
@@ -62,7 +62,7 @@ def test_clear_says_how_much_it_evicted() -> None:
         assert again.nodes == again.nbytes == len(removed) == 0
 
 
-def test_the_model_takes_most_of_a_step() -> None:
+def test_model_seconds_are_part_of_step() -> None:
     with running(None) as core:
         ask(core, PROMPT)
         stats = core.view.stats()
@@ -70,7 +70,7 @@ def test_the_model_takes_most_of_a_step() -> None:
         assert 0 < stats.model_seconds <= steps
 
 
-def test_the_view_of_a_core_that_quantizes_names_its_codec() -> None:
+def test_view_names_codec() -> None:
     model = model_of("llama")
     core = Core(model, **{**SETTINGS, "kv_cache_quantization": "turbo8", "block_size": 64})
     try:
@@ -83,7 +83,7 @@ def test_the_view_of_a_core_that_quantizes_names_its_codec() -> None:
         assert raw.view.coded_token_bytes == raw.view.token_bytes
 
 
-def test_requests_that_are_taken_in_together_are_all_or_none() -> None:
+def test_enqueue_is_atomic() -> None:
     with Engine(model_of("llama"), **SETTINGS) as engine:
         good, bad = Request(prompt=PROMPT, max_tokens=2), Request(prompt=(10**6,), max_tokens=2)
         handles = [engine.open(good), engine.open(bad)]
@@ -95,7 +95,7 @@ def test_requests_that_are_taken_in_together_are_all_or_none() -> None:
         assert explanation.prompt_tokens == len(PROMPT)
 
 
-def test_an_explanation_may_fail_and_an_answer_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_explanation_does_not_fail_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **more: object) -> None:
         raise ValueError("a bug")
 
@@ -106,7 +106,7 @@ def test_an_explanation_may_fail_and_an_answer_may_not(monkeypatch: pytest.Monke
         assert len(handle.result(60)[0].tokens) == 2
 
 
-def test_held_bytes_are_the_arrays() -> None:
+def test_held_bytes_match_arrays() -> None:
     with running(None) as core:
         ask(core, PROMPT)
         held = core.view.held_bytes
@@ -116,7 +116,7 @@ def test_held_bytes_are_the_arrays() -> None:
         assert core.view.held_bytes == held - nodes
 
 
-def test_an_end_that_several_go_on_from_is_held_once() -> None:
+def test_shared_partial_block_is_counted_once() -> None:
     """They resume inside a block, and its leaf is evicted while they read it."""
     with running(None) as core:
         half = PROMPT[: BLOCK // 2]

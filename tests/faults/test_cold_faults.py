@@ -192,7 +192,7 @@ DAMAGES: list[Damage] = [
 
 
 @pytest.mark.parametrize("seed", [1, 2] if SOAK else [1])
-def test_damage_costs_what_is_damaged_and_what_follows_on_it(
+def test_damage_costs_only_damaged_and_following_blocks(
     seed: int, folder: Path, patient: None
 ) -> None:
     with running(folder) as core:
@@ -201,9 +201,7 @@ def test_damage_costs_what_is_damaged_and_what_follows_on_it(
 
 
 @pytest.mark.parametrize("seed", [1, 2] if SOAK else [1])
-def test_damage_costs_as_much_of_records_of_several_blocks(
-    seed: int, tmp_path: Path, patient: None
-) -> None:
+def test_damage_in_multi_block_records(seed: int, tmp_path: Path, patient: None) -> None:
     """They are as an engine makes them by default."""
     blocks = RECORD_TOKENS // BLOCK
     asked = prompt_of(3 * RECORD_TOKENS + 10)
@@ -237,7 +235,7 @@ def damage_records(
         assert (ssd(core).off, ssd(core).faults) == (None, 0), damage.__name__
 
 
-def test_many_at_once_are_damaged_while_nobody_looks(folder: Path, patient: None) -> None:
+def test_many_damaged_records_are_recomputed(folder: Path, patient: None) -> None:
     dice = random.Random(3)
     with running(folder) as core:
         names = keys(core)
@@ -253,7 +251,7 @@ def test_many_at_once_are_damaged_while_nobody_looks(folder: Path, patient: None
     assert_in_order(folder, 10**9)
 
 
-def test_a_flip_changes_the_text_if_nobody_looks_at_the_hash(
+def test_check_detects_flipped_bit_without_hash(
     folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     """The negative control of this file: texts do depend on what is read."""
@@ -272,7 +270,7 @@ def test_a_flip_changes_the_text_if_nobody_looks_at_the_hash(
         assert ssd(core).counts.damaged_blocks == 1, "nothing is read behind the first"
 
 
-def test_what_others_have_put_there_is_in_nobodys_way(folder: Path, patient: None) -> None:
+def test_foreign_files_are_ignored(folder: Path, patient: None) -> None:
     inside = folder / FORMAT
     some = files(folder)[0]
     header = {"format": FORMAT, "key": "00" * 16, "parent": "", "fingerprint": "x"}
@@ -325,9 +323,7 @@ def scribble(dice: random.Random, path: Path, times: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8) if SOAK else (1, 2, 3, 5))
-def test_an_index_that_was_damaged_is_made_anew_or_does_no_harm(
-    seed: int, folder: Path, patient: None
-) -> None:
+def test_damaged_index_is_rebuilt_or_harmless(seed: int, folder: Path, patient: None) -> None:
     dice = random.Random(seed)
     path = index_of(folder)
     if seed < 2:
@@ -358,7 +354,7 @@ def test_an_index_that_was_damaged_is_made_anew_or_does_no_harm(
         "parent = ''",
     ],
 )
-def test_rows_that_make_no_sense_do_no_harm(change: str, folder: Path, patient: None) -> None:
+def test_nonsensical_index_rows_are_harmless(change: str, folder: Path, patient: None) -> None:
     with sqlite3.connect(index_of(folder)) as db:
         db.execute("PRAGMA ignore_check_constraints = ON")
         with suppress(sqlite3.IntegrityError):  # the table's own types do not let it in
@@ -372,7 +368,7 @@ def test_rows_that_make_no_sense_do_no_harm(change: str, folder: Path, patient: 
 
 
 @pytest.mark.parametrize("total", ["-(1 << 60)", "1 << 60", "'none'", "NULL"])
-def test_a_sum_that_is_wrong_is_found_and_the_limit_holds(total: str, tmp_path: Path) -> None:
+def test_wrong_size_sum_is_found_and_limit_holds(total: str, tmp_path: Path) -> None:
     with running(tmp_path, ssd_cache_limit=SMALL_LIMIT) as core:
         assert_right(core)
     with sqlite3.connect(index_of(tmp_path)) as db, suppress(sqlite3.IntegrityError):
@@ -389,7 +385,7 @@ def test_a_sum_that_is_wrong_is_found_and_the_limit_holds(total: str, tmp_path: 
 
 
 @pytest.mark.parametrize("seed", range(4 if SOAK else 2))
-def test_an_index_that_is_damaged_while_it_is_used(seed: int, folder: Path, patient: None) -> None:
+def test_index_damaged_during_use(seed: int, folder: Path, patient: None) -> None:
     dice = random.Random(seed)
     with running(folder) as core:
         assert assert_right(core) == WHOLE
@@ -401,7 +397,7 @@ def test_an_index_that_is_damaged_while_it_is_used(seed: int, folder: Path, pati
     assert_in_order(folder, 10**9)
 
 
-def test_an_index_that_was_removed_while_it_is_used(folder: Path, patient: None) -> None:
+def test_index_removed_during_use(folder: Path, patient: None) -> None:
     """Two processes would have two indexes, and each of them the whole limit."""
     limit = SMALL_LIMIT
     with running(folder, ssd_cache_limit=limit) as core:
@@ -418,7 +414,7 @@ def test_an_index_that_was_removed_while_it_is_used(folder: Path, patient: None)
     assert_in_order(folder, limit)
 
 
-def test_an_index_that_another_process_holds_is_waited_for_by_nobody(
+def test_index_locked_by_other_process_blocks_nobody(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = 2.0
@@ -472,7 +468,7 @@ def files_no_longer_than(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 5_000, 40_000])
-def test_files_that_the_system_refuses_to_write(nbytes: int, folder: Path, patient: None) -> None:
+def test_unwritable_files(nbytes: int, folder: Path, patient: None) -> None:
     with running(folder) as core:
         with files_no_longer_than(nbytes):
             for seed in range(3):
@@ -534,7 +530,7 @@ print("done")
 """
 
 
-def test_a_disk_that_is_full_and_one_that_is_read_only(tmp_path: Path) -> None:
+def test_full_and_read_only_disks(tmp_path: Path) -> None:
     """A real one, in memory, that only this test's process sees."""
     unshare = ["unshare", "--map-root-user", "--mount"]
     try:
@@ -547,7 +543,7 @@ def test_a_disk_that_is_full_and_one_that_is_read_only(tmp_path: Path) -> None:
     assert subprocess.run(command, stdout=-1, timeout=60).stdout == b"done\n"
 
 
-def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
+def test_unreadable_file_switches_tier_off_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     """A bad spot of a disk: what lies there is evicted, and all else is read again."""
@@ -578,7 +574,7 @@ def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
 
 
 @pytest.mark.parametrize("name", ["preadv", "fsync", "open"])
-def test_a_disk_that_fails_now_and_then(
+def test_intermittent_disk_errors(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     real = getattr(os, name)
@@ -608,7 +604,7 @@ def _is_of_the_disk() -> bool:
     return threading.current_thread().name.startswith("penstock-ssd")
 
 
-def test_a_folder_that_vanishes_and_comes_back(folder: Path, tmp_path: Path) -> None:
+def test_folder_that_vanishes_and_returns(folder: Path, tmp_path: Path) -> None:
     away = tmp_path / "away"
     with running(folder) as core:
         assert_recovers(core)
@@ -628,9 +624,7 @@ def test_a_folder_that_vanishes_and_comes_back(folder: Path, tmp_path: Path) -> 
     assert_in_order(folder, 10**9)
 
 
-def test_a_slow_disk_is_waited_for_by_no_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_disk_blocks_no_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, waited_in_vain = threading.Event(), []
 
     def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -684,9 +678,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-def test_processes_that_are_killed_at_any_moment_leave_a_good_folder(
-    tmp_path: Path, patient: None
-) -> None:
+def test_killed_processes_leave_valid_folder(tmp_path: Path, patient: None) -> None:
     dice = random.Random()
     for number in range(KILLS):
         process = child(tmp_path, number, 100_000, SMALL_LIMIT)
@@ -702,7 +694,7 @@ def test_processes_that_are_killed_at_any_moment_leave_a_good_folder(
         assert_in_order(tmp_path, SMALL_LIMIT)
 
 
-def test_two_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
+def test_two_processes_share_folder_and_one_is_killed(tmp_path: Path) -> None:
     killed, other = (child(tmp_path, seed, 6 + 10**6 * seed, SMALL_LIMIT) for seed in (1, 0))
     most, done = 0, threading.Event()
 
@@ -731,7 +723,7 @@ def test_two_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
     assert_in_order(tmp_path, SMALL_LIMIT)
 
 
-def test_two_processes_write_nothing_twice(tmp_path: Path) -> None:
+def test_two_processes_write_no_block_twice(tmp_path: Path) -> None:
     """With room for all of it: what both have written together is what is there."""
     both = [child(tmp_path, seed, 3, 10**9) for seed in (1, 2)]
     written = [int(process.communicate(timeout=SOON)[0].split()[-1]) for process in both]
@@ -746,7 +738,7 @@ def test_two_processes_write_nothing_twice(tmp_path: Path) -> None:
 YEAR = 366 * 86_400.0
 
 
-def test_a_clock_that_jumps_by_years_changes_nothing(
+def test_clock_jump_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     now = time.time()
@@ -763,7 +755,7 @@ def test_a_clock_that_jumps_by_years_changes_nothing(
     assert_in_order(tmp_path, 10**9)
 
 
-def test_who_gives_way_does_not_depend_on_the_clock(
+def test_eviction_order_is_independent_of_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     now = time.time()
@@ -779,7 +771,7 @@ def test_who_gives_way_does_not_depend_on_the_clock(
         assert assert_right(core, second) < 399
 
 
-def test_a_writer_is_not_taken_for_dead_when_the_clock_is_set(
+def test_live_writer_is_recognized_after_clock_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The system tells when processes began as the clock stands now."""
@@ -797,7 +789,7 @@ def test_a_writer_is_not_taken_for_dead_when_the_clock_is_set(
 # ---- the start
 
 
-def test_an_index_of_many_blocks_is_opened_at_once(tmp_path: Path) -> None:
+def test_large_index_opens_fast(tmp_path: Path) -> None:
     blocks = 20_000
     with closing(Index(tmp_path / "index.sqlite")) as made:
         made.adopt(

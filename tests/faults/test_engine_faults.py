@@ -70,7 +70,7 @@ def crowd(setup: Setup) -> tuple[list[Handle], Handle, Handle]:
 
 
 @pytest.mark.parametrize("how", [fails, fails_late])
-def test_a_failed_decode_step_fails_who_was_in_it_and_nobody_else(how: Fault) -> None:
+def test_failed_decode_step_fails_only_its_sequences(how: Fault) -> None:
     with made() as setup:
         running, prefilling, waiting = crowd(setup)
         setup.model.arm(how, only=decodes)
@@ -95,7 +95,7 @@ def test_a_failed_decode_step_fails_who_was_in_it_and_nobody_else(how: Fault) ->
 
 
 @pytest.mark.parametrize("how", [fails, fails_late])
-def test_a_failed_chunk_fails_whose_prompt_it_was(how: Fault) -> None:
+def test_failed_chunk_fails_only_its_prompt(how: Fault) -> None:
     with made() as setup:
         running, prefilling, waiting = crowd(setup)
         setup.model.arm(how, only=reads_a_chunk)
@@ -111,7 +111,7 @@ def test_a_failed_chunk_fails_whose_prompt_it_was(how: Fault) -> None:
         assert end_of(again).usage.cached_tokens >= CHUNK
 
 
-def test_who_shares_a_prompt_goes_on_when_its_reader_fails() -> None:
+def test_shared_prompt_survives_failed_reader() -> None:
     with made() as setup:
         prompt = prompt_of(LONG)
         handles = [setup.ask(prompt) for _ in range(3)]
@@ -124,7 +124,7 @@ def test_who_shares_a_prompt_goes_on_when_its_reader_fails() -> None:
                 assert_right(handle)
 
 
-def test_logits_without_a_number_fail_the_rows() -> None:
+def test_nan_logits_fail_only_their_rows() -> None:
     with made() as setup:
         running, prefilling, waiting = crowd(setup)
         setup.model.arm(computes_no_numbers, only=decodes)
@@ -148,7 +148,7 @@ def overflows(model: Any, tokens: mx.array, cache: Any) -> Any:
     return model(tokens, cache=cache)
 
 
-def test_keys_without_a_number_are_not_shared() -> None:
+def test_nan_keys_are_not_shared() -> None:
     with made() as setup:
         prompt = prompt_of(LONG)
         first = setup.ask(prompt)
@@ -172,7 +172,7 @@ def test_keys_without_a_number_are_not_shared() -> None:
         (overflows, reads_a_chunk),
     ],
 )
-def test_an_error_that_somebody_keeps_keeps_no_arrays(how: Fault, only: Any) -> None:
+def test_kept_error_holds_no_arrays(how: Fault, only: Any) -> None:
     """Not even until the garbage collector comes by: it rests, and `step` counts to the byte."""
     with made() as setup:
         handles = []
@@ -219,7 +219,7 @@ def breaks_the_end(setup: Setup, handle: Handle) -> None:
     "breaks", [breaks_the_sampler, breaks_the_stops, breaks_the_detokenizer, breaks_the_end]
 )
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(logprobs=True)])
-def test_a_request_s_own_fault_touches_no_other(
+def test_request_error_affects_no_other_request(
     breaks: Callable[[Setup, Handle], None], sampling: Sampling
 ) -> None:
     with made() as setup:
@@ -236,7 +236,7 @@ def test_a_request_s_own_fault_touches_no_other(
             assert_right(handle)
 
 
-def test_one_answer_of_a_request_fails_and_the_others_do_not() -> None:
+def test_failed_choice_leaves_other_choices() -> None:
     with made() as setup:
         setup.tokenizer.breaks = [None, 4, None]
         handle = setup.ask(SHORT, n=3)
@@ -249,7 +249,7 @@ def test_one_answer_of_a_request_fails_and_the_others_do_not() -> None:
             handle.result(timeout_seconds=0)
 
 
-def test_a_bias_that_overflows_fails_its_own_row() -> None:
+def test_overflowing_logit_bias_fails_only_its_row() -> None:
     """A fault that a request can ask for: no mock."""
     with made() as setup:
         good = setup.ask(SHORT)
@@ -263,7 +263,7 @@ def test_a_bias_that_overflows_fails_its_own_row() -> None:
         assert_right(good)
 
 
-def test_a_tokenizer_that_cannot_be_copied_is_the_caller_s_error() -> None:
+def test_uncopyable_tokenizer_raises_to_caller() -> None:
     with made() as setup:
         other = setup.ask(SHORT)
         intake = setup.core.intake
@@ -280,7 +280,7 @@ def test_a_tokenizer_that_cannot_be_copied_is_the_caller_s_error() -> None:
 
 @pytest.mark.parametrize("only", [decodes, reads_a_chunk])
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_out_of_memory_shrinks_the_cache_tries_again_and_then_fails_one(
+def test_out_of_memory_evicts_retries_then_fails_one(
     only: Callable[[mx.array], bool], times: int
 ) -> None:
     with made() as setup:
@@ -312,7 +312,7 @@ def test_out_of_memory_shrinks_the_cache_tries_again_and_then_fails_one(
                 assert_right(handle)
 
 
-def test_of_a_step_without_memory_the_longest_goes() -> None:
+def test_longest_sequence_fails_on_out_of_memory() -> None:
     with made() as setup:
         short, longest = setup.ask(SHORT), setup.ask(LONG)
         setup.until(short, State.RUNNING)
@@ -328,7 +328,7 @@ def too_much_for_mlx(model: Any, tokens: mx.array, cache: Any) -> Any:
     mx.eval(mx.zeros((1 << 46,)))
 
 
-def test_an_array_that_mlx_refuses_is_a_bug_like_any_other() -> None:
+def test_refused_mlx_allocation_fails_request() -> None:
     with made() as setup:
         running, prefilling, waiting = crowd(setup)
         setup.model.arm(too_much_for_mlx, only=decodes)
@@ -364,7 +364,7 @@ class NoRoom:
 
 
 @pytest.mark.parametrize("after", [0, 5, 30])
-def test_a_merge_that_fails_fails_nobody(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def test_failed_merge_affects_no_request(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Merging is housekeeping: in a chunk, when a block is full, and when an answer has ended."""
     with made() as setup:
         no_room = NoRoom(monkeypatch)
@@ -380,7 +380,7 @@ def test_a_merge_that_fails_fails_nobody(monkeypatch: pytest.MonkeyPatch, after:
         assert_right(again)
 
 
-def test_a_block_that_cannot_be_copied_fails_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_block_copy_fails_only_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     with made() as setup:
         first, second = setup.ask(BLOCK - 6), setup.ask(SHORT)
         setup.until(first, State.RUNNING)
@@ -402,7 +402,7 @@ def test_a_block_that_cannot_be_copied_fails_whose_it_is(monkeypatch: pytest.Mon
 # ---- what can never be, or not now
 
 
-def test_what_never_fits_is_refused_with_the_numbers() -> None:
+def test_oversized_request_is_refused_with_numbers() -> None:
     with made() as setup:
         setup.core.set_limit(setup.fixed + 100_000)
         with pytest.raises(
@@ -430,7 +430,7 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
         assert_right(handle)
 
 
-def test_who_waits_is_told_when_it_will_never_fit() -> None:
+def test_waiting_request_fails_when_it_can_never_fit() -> None:
     with made() as setup:
         running = [setup.ask(SHORT) for _ in range(3)]
         setup.step()
@@ -442,7 +442,7 @@ def test_who_waits_is_told_when_it_will_never_fit() -> None:
             assert_right(handle)
 
 
-def test_a_limit_below_what_is_always_held_is_refused() -> None:
+def test_limit_below_fixed_bytes_is_refused() -> None:
     with made() as setup:
         handle = setup.ask(SHORT)
         setup.step(2)
@@ -454,7 +454,7 @@ def test_a_limit_below_what_is_always_held_is_refused() -> None:
         assert_right(handle)
 
 
-def test_a_full_queue_refuses_all_answers_of_a_request() -> None:
+def test_full_queue_refuses_all_choices_of_request() -> None:
     with made(max_queue=4) as setup:
         waiting = setup.ask(SHORT, n=3)
         with pytest.raises(QueueFull, match="3 waiting, 2 more asked for, max_queue 4"):
@@ -474,7 +474,7 @@ def test_a_full_queue_refuses_all_answers_of_a_request() -> None:
         assert_right(after)
 
 
-def test_a_token_that_the_model_does_not_have() -> None:
+def test_token_beyond_vocabulary_is_refused() -> None:
     with made() as setup:
         with pytest.raises(SettingError, match="token 512; the model knows 512 tokens"):
             setup.ask((5, 512))
@@ -508,7 +508,7 @@ OPEN = [State.WAITING, State.PREFILLING, State.RUNNING, State.PREEMPTED]
 
 
 @pytest.mark.parametrize("state", OPEN)
-def test_cancel_gives_everything_back_at_once(state: State) -> None:
+def test_cancel_frees_everything_at_once(state: State) -> None:
     with made() as setup:
         handle, others = in_state(setup, state)
         assert setup.state(handle) is state
@@ -531,7 +531,7 @@ def test_cancel_gives_everything_back_at_once(state: State) -> None:
         assert (end_of(again).usage.cached_tokens > 0) == (state is not State.WAITING)
 
 
-def test_cancel_of_some_answers_and_not_of_those_that_have_ended() -> None:
+def test_cancel_of_some_choices() -> None:
     with made() as setup:
         handle = setup.ask(SHORT, n=3)
         setup.step(3)
@@ -542,7 +542,7 @@ def test_cancel_of_some_answers_and_not_of_those_that_have_ended() -> None:
         assert [end_of(handle, i).reason for i in range(3)] == ["cancelled", "cancelled", "length"]
 
 
-def test_cancel_from_within_the_events() -> None:
+def test_cancel_from_event_callback() -> None:
     with made() as setup:
         handle, other = setup.ask(SHORT), setup.ask(SHORT)
         setup.step(5)
@@ -555,7 +555,7 @@ def test_cancel_from_within_the_events() -> None:
 
 
 @pytest.mark.parametrize("state", OPEN)
-def test_time_is_up_in_any_state(state: State) -> None:
+def test_timeout_in_every_state(state: State) -> None:
     with made() as setup:
         handle, others = in_state(setup, state, timeout_seconds=5.0)
         assert setup.state(handle) is state
@@ -575,7 +575,7 @@ def test_time_is_up_in_any_state(state: State) -> None:
 # ---- priorities
 
 
-def test_a_higher_priority_preempts_the_latest_of_the_lowest() -> None:
+def test_higher_priority_preempts_latest_of_lowest() -> None:
     with made() as setup:
         low = [setup.ask(BLOCK + i, 25, priority=p) for i, p in enumerate((0, 1, 0))]
         setup.step(6)
@@ -592,7 +592,7 @@ def test_a_higher_priority_preempts_the_latest_of_the_lowest() -> None:
         assert end_of(low[2]).usage.cached_tokens == 0, "its own work is no hit"
 
 
-def test_preempted_again_and_again_an_answer_stays_right() -> None:
+def test_repeated_preemption_keeps_answer() -> None:
     with made(max_batch_size=1) as setup:
         low = setup.ask(BLOCK + 5, 40)
         high = []
@@ -605,7 +605,7 @@ def test_preempted_again_and_again_an_answer_stays_right() -> None:
             assert_right(handle)
 
 
-def test_preempted_while_prefilling() -> None:
+def test_preemption_during_prefill() -> None:
     with made() as setup:
         long = setup.ask(LONG)
         setup.step(2)
@@ -621,7 +621,7 @@ def test_preempted_while_prefilling() -> None:
         assert stats.prefilled_tokens == LONG - 1 + 3 * (SHORT - 1), "what was read is read again"
 
 
-def test_equal_priorities_wait_for_their_turn() -> None:
+def test_equal_priorities_do_not_preempt() -> None:
     with made() as setup:
         first = [setup.ask(SHORT) for _ in range(3)]
         setup.step()
@@ -637,7 +637,7 @@ def test_equal_priorities_wait_for_their_turn() -> None:
 # ---- the machine's memory
 
 
-def test_under_pressure_the_least_valuable_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_valuable_nodes_are_evicted_under_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     used = 0.4
 
@@ -672,7 +672,7 @@ def test_under_pressure_the_least_valuable_gives_way(monkeypatch: pytest.MonkeyP
         assert_right(running)
 
 
-def test_a_server_evicts_where_its_process_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_evicts_when_process_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of tests is larger than a small limit; half of that is left in any case."""
     with made() as setup:
         ledger, prompt = setup.core.prefixes.ledger, prompt_of(5 * BLOCK, 1)
@@ -700,7 +700,7 @@ def test_a_server_evicts_where_its_process_is_too_large(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("fault", [OSError(24, "Too many open files"), KeyError("MemTotal:")])
-def test_a_machine_that_cannot_be_looked_at_ends_nothing(
+def test_unreadable_memory_statistics_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Exception
 ) -> None:
     """Where no file can be opened, nothing says how much memory is free."""
@@ -720,7 +720,7 @@ def test_a_machine_that_cannot_be_looked_at_ends_nothing(
     assert len(said) <= 1, "once, not once a second"
 
 
-def test_at_a_threshold_of_one_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threshold_of_one_disables_memory_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
     def memory() -> Any:
         raise AssertionError("looked")
 
@@ -734,7 +734,7 @@ def test_at_a_threshold_of_one_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- what is given back
 
 
-def test_what_is_let_go_of_is_free_without_the_garbage_collector() -> None:
+def test_released_arrays_are_freed_without_garbage_collector() -> None:
     """Reference cycles once kept whole segments until it came by: in no ledger, over the limit."""
     with made() as setup:
         for _ in range(4):
@@ -750,7 +750,7 @@ def test_what_is_let_go_of_is_free_without_the_garbage_collector() -> None:
             )
 
 
-def test_no_cycle_holds_an_array() -> None:
+def test_no_reference_cycle_holds_arrays() -> None:
     with made() as setup:
         crowd(setup)
         setup.drain()
@@ -766,7 +766,7 @@ def test_no_cycle_holds_an_array() -> None:
             gc.garbage.clear()
 
 
-def test_close_counts_only_weights_and_the_empty_index() -> None:
+def test_closed_engine_counts_only_weights_and_empty_index() -> None:
     with made() as setup:
         handles = crowd(setup)
         setup.core.close()
@@ -800,7 +800,7 @@ def cache_limit() -> Any:
     mx.set_cache_limit(before)
 
 
-def test_an_engine_that_does_not_fit_is_not_made(cache_limit: int) -> None:
+def test_engine_beyond_limit_is_refused(cache_limit: int) -> None:
     found = fixed_bytes()
     weights, tails = found[Kind.WEIGHTS], found[Kind.TAILS]
     buffers = found[Kind.BUFFERS]
@@ -820,13 +820,13 @@ def test_an_engine_that_does_not_fit_is_not_made(cache_limit: int) -> None:
         assert mx.get_active_memory() == active, "something of it is still there"
 
 
-def test_the_cache_limit_is_as_before_after_close(cache_limit: int) -> None:
+def test_close_restores_mlx_cache_limit(cache_limit: int) -> None:
     core = Core(model_of("llama"), None, **SETTINGS)
     core.close()
     assert mx.set_cache_limit(cache_limit) == cache_limit
 
 
-def test_mlx_begins_nothing_beyond_the_limit_of_all_open_engines() -> None:
+def test_mlx_memory_limit_covers_all_open_engines() -> None:
     """It allocates for a hundred operations ahead of those that run, as many as it comes to."""
     before = mx.set_memory_limit(10**15)
     other = mx.zeros(1_000_000)  # of this process, and of no engine
@@ -847,7 +847,7 @@ def test_mlx_begins_nothing_beyond_the_limit_of_all_open_engines() -> None:
         mx.set_memory_limit(before)
 
 
-def test_a_share_may_end_while_another_begins() -> None:
+def test_closing_engine_while_opening_another_does_not_deadlock() -> None:
     """A core that was not closed is collected anywhere, on the thread that holds the lock too."""
     limits, share = memory_pressure.MLXLimits(), memory_pressure.MLXShare(1_000, 10**9)
 
@@ -878,7 +878,7 @@ def memory_limit_now() -> int:
     return limit
 
 
-def test_two_engines_at_a_time_leave_the_cache_limit_as_it_was(cache_limit: int) -> None:
+def test_two_engines_restore_mlx_cache_limit(cache_limit: int) -> None:
     first = Core(model_of("llama"), None, **SETTINGS)
     second = Core(model_of("llama"), None, **{**SETTINGS, "max_batch_size": 5})
     first.close()
@@ -912,7 +912,7 @@ def test_two_engines_at_a_time_leave_the_cache_limit_as_it_was(cache_limit: int)
     ],
     ids=str,
 )
-def test_a_wrong_setting_is_named(wrong: dict[str, Any]) -> None:
+def test_invalid_setting_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingError) as caught:
         Core(model_of("llama"), None, **{**SETTINGS, **wrong})
     (name,) = wrong
@@ -920,13 +920,13 @@ def test_a_wrong_setting_is_named(wrong: dict[str, Any]) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_request_that_makes_no_sense_is_not_taken_in() -> None:
+def test_invalid_request_is_refused() -> None:
     for wrong in ({"prompt": ()}, {"prompt": (-1,)}, {"max_tokens": -1}, {"n": 129}):
         with pytest.raises(SettingError):
             Request(**{"prompt": (1,), **wrong})
 
 
-def test_the_reference_sees_a_wrong_text() -> None:
+def test_check_detects_wrong_text() -> None:
     """Negative control: another prompt, another text."""
     with made() as setup:
         handle = setup.ask(SHORT)
@@ -938,7 +938,7 @@ def test_the_reference_sees_a_wrong_text() -> None:
         assert solo(prompt_of(SHORT, 1), 12) != solo(prompt_of(SHORT, 2), 12)
 
 
-def test_the_measure_sees_a_segment_that_is_kept() -> None:
+def test_check_detects_retained_segment() -> None:
     """Negative control: one array beside what the engine holds."""
     with made() as setup:
         setup.ask(LONG)

@@ -63,7 +63,7 @@ def run_all(*calls: Callable[[], Any]) -> list[Any]:
 # ---- many callers
 
 
-def test_many_threads_ask_at_the_same_time(engine: Engine) -> None:
+def test_concurrent_requests_from_many_threads(engine: Engine) -> None:
     def client(number: int) -> list[Handle]:
         handles = [ask(engine, 10 + 30 * (i % 2), seed=number % 3) for i in range(3)]
         for handle in handles:
@@ -82,7 +82,7 @@ def test_many_threads_ask_at_the_same_time(engine: Engine) -> None:
     assert (stats.requests, stats.finished, stats.failed) == (9, 9, 0)
 
 
-def test_a_thread_reads_while_another_cancels(engine: Engine) -> None:
+def test_read_while_other_thread_cancels(engine: Engine) -> None:
     handle = ask(engine, max_tokens=ENDLESS)
     read: list[Any] = []
 
@@ -100,7 +100,7 @@ def test_a_thread_reads_while_another_cancels(engine: Engine) -> None:
     engine.check()
 
 
-def test_a_wait_that_is_too_short_leaves_the_request_alone(engine: Engine) -> None:
+def test_timed_out_wait_leaves_request_running(engine: Engine) -> None:
     handle = ask(engine, max_tokens=300)
     for seconds in (0, 0.001):
         with pytest.raises(TimeoutError, match="did not end in time"):
@@ -109,7 +109,7 @@ def test_a_wait_that_is_too_short_leaves_the_request_alone(engine: Engine) -> No
     assert_right(handle)
 
 
-def test_events_come_while_the_answer_is_made(engine: Engine) -> None:
+def test_events_stream_while_generating(engine: Engine) -> None:
     handle = ask(engine, max_tokens=ENDLESS)
     events = iter(handle)
     for _ in range(5):
@@ -118,7 +118,7 @@ def test_events_come_while_the_answer_is_made(engine: Engine) -> None:
     assert isinstance(list(events)[-1], Finish)
 
 
-def test_an_iteration_that_is_given_up_holds_nobody(engine: Engine) -> None:
+def test_abandoned_iteration_blocks_nobody(engine: Engine) -> None:
     handle = ask(engine, max_tokens=ENDLESS)
     for _ in handle:
         break
@@ -141,7 +141,7 @@ async def read_all(handle: Handle) -> list[Event]:
     return found
 
 
-def test_an_event_loop_reads_many_answers_and_never_waits(engine: Engine) -> None:
+def test_event_loop_reads_many_answers_without_blocking(engine: Engine) -> None:
     async def one(seed: int) -> Handle:
         handle = engine.open(Request(prompt=prompt_of(20, seed), max_tokens=12))
         await asyncio.wrap_future(engine.enqueue([handle]))
@@ -158,7 +158,7 @@ def test_an_event_loop_reads_many_answers_and_never_waits(engine: Engine) -> Non
     engine.check()
 
 
-def test_who_listens_late_is_called_at_once(engine: Engine) -> None:
+def test_late_listener_is_called_at_once(engine: Engine) -> None:
     handle = ask(engine, max_tokens=3)
     while handle.unread < 4:  # three tokens and the end
         time.sleep(0.01)
@@ -170,7 +170,7 @@ def test_who_listens_late_is_called_at_once(engine: Engine) -> None:
     assert len(called) == 1, "nothing was there to tell of"
 
 
-def test_a_listener_that_raises_ends_nothing(
+def test_raising_listener_does_not_end_answer(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     stalled = stall(engine)
@@ -192,14 +192,14 @@ def test_a_listener_that_raises_ends_nothing(
     engine.check()
 
 
-def test_what_raises_later_raises_in_the_future(engine: Engine) -> None:
+def test_enqueue_errors_are_raised_in_future(engine: Engine) -> None:
     handle = engine.open(Request(prompt=(100_000,)))
     with pytest.raises(SettingError, match="the model knows 512 tokens"):
         engine.enqueue([handle]).result(SOON)
     assert engine.ask(lambda view: view.idle).result(SOON)
 
 
-def test_a_request_that_is_cancelled_before_it_is_in_is_not_left_running(engine: Engine) -> None:
+def test_cancel_before_enqueue_completes(engine: Engine) -> None:
     handle = engine.open(Request(prompt=prompt_of(10), max_tokens=ENDLESS))
     asked = engine.enqueue([handle])
     handle.cancel()
@@ -208,7 +208,7 @@ def test_a_request_that_is_cancelled_before_it_is_in_is_not_left_running(engine:
     assert end_of(handle).reason == "cancelled"
 
 
-def test_a_grammar_that_is_none_is_refused_before_the_engine_is_asked(engine: Engine) -> None:
+def test_bad_grammar_is_refused_before_submit(engine: Engine) -> None:
     with pytest.raises(SettingError, match="cannot be followed"):
         engine.open(Request(prompt=(1,), grammar="none"))
 
@@ -216,7 +216,7 @@ def test_a_grammar_that_is_none_is_refused_before_the_engine_is_asked(engine: En
 # ---- draining
 
 
-def test_draining_lets_the_open_ones_end_and_nobody_in(engine: Engine) -> None:
+def test_drain_finishes_open_requests_and_refuses_new(engine: Engine) -> None:
     handle = ask(engine, max_tokens=200)
     assert engine.drain(SOON)
     assert_right(handle)
@@ -225,7 +225,7 @@ def test_draining_lets_the_open_ones_end_and_nobody_in(engine: Engine) -> None:
     assert engine.stats().requests == 1
 
 
-def test_draining_gives_up_in_time() -> None:
+def test_drain_times_out() -> None:
     with make() as engine:
         handle = ask(engine, max_tokens=700)
         go_on = stall(engine)
@@ -238,13 +238,13 @@ def test_draining_gives_up_in_time() -> None:
         assert time.monotonic() - started < SOON / 2
 
 
-def test_a_closed_engine_is_drained() -> None:
+def test_drain_of_closed_engine_returns() -> None:
     engine = make()
     engine.close()
     assert engine.drain(SOON)
 
 
-def test_no_call_is_lost_while_the_engine_closes() -> None:
+def test_calls_during_close_complete_or_raise() -> None:
     """Every future comes true, or says that the engine is gone."""
     engine = make()
     futures: list[Future[bool]] = []
@@ -262,7 +262,7 @@ def test_no_call_is_lost_while_the_engine_closes() -> None:
 # ---- closing
 
 
-def test_close_ends_what_is_open() -> None:
+def test_close_cancels_open_requests() -> None:
     engine = make()
     handles = [ask(engine, 10 + i, ENDLESS, n=2) for i in range(3)]
     next(iter(handles[0]))
@@ -279,7 +279,7 @@ def test_close_ends_what_is_open() -> None:
     engine.close()  # again does nothing
 
 
-def test_close_wakes_who_waits() -> None:
+def test_close_wakes_waiters() -> None:
     engine = make()
     handle = ask(engine, max_tokens=ENDLESS)
     other = ask(engine, max_tokens=ENDLESS)
@@ -293,7 +293,7 @@ def test_close_wakes_who_waits() -> None:
     assert events[-1].reason == "cancelled"
 
 
-def test_after_close_nothing_is_taken_in() -> None:
+def test_closed_engine_refuses_calls() -> None:
     engine = make()
     handle = ask(engine)
     handle.result(SOON)
@@ -312,7 +312,7 @@ def test_after_close_nothing_is_taken_in() -> None:
     assert_right(handle)
 
 
-def test_close_gives_the_memory_back() -> None:
+def test_close_frees_memory() -> None:
     model_of("llama")
     gc.collect()
     before = mx.get_active_memory()
@@ -324,7 +324,7 @@ def test_close_gives_the_memory_back() -> None:
     assert mx.get_active_memory() == before
 
 
-def test_an_exception_in_the_block_closes_the_engine() -> None:
+def test_exception_in_with_block_closes_engine() -> None:
     with pytest.raises(ZeroDivisionError), make() as engine:
         ask(engine, max_tokens=ENDLESS)
         raise ZeroDivisionError
@@ -332,7 +332,7 @@ def test_an_exception_in_the_block_closes_the_engine() -> None:
 
 
 @pytest.mark.parametrize("time_of_day", range(3))
-def test_close_and_calls_at_the_same_time(time_of_day: int) -> None:
+def test_close_concurrent_with_calls(time_of_day: int) -> None:
     engine = make()
 
     def wait() -> Any:
@@ -347,7 +347,7 @@ def test_close_and_calls_at_the_same_time(time_of_day: int) -> None:
 # ---- bad days
 
 
-def test_a_failed_step_leaves_the_engine_alive(engine: Engine) -> None:
+def test_failed_step_leaves_engine_alive(engine: Engine) -> None:
     runner = engine._core.runner
     faulty = Faulty(runner.model)
     faulty.arm(fails)
@@ -361,7 +361,7 @@ def test_a_failed_step_leaves_the_engine_alive(engine: Engine) -> None:
     engine.check()
 
 
-def test_a_bug_in_the_end_of_a_text_leaves_the_engine_alive() -> None:
+def test_failed_finalize_leaves_engine_alive() -> None:
     tokenizer = Alphabet()
     with make(tokenizer) as engine:
         good = ask(engine, max_tokens=100)
@@ -374,7 +374,7 @@ def test_a_bug_in_the_end_of_a_text_leaves_the_engine_alive() -> None:
         assert engine.stats().finished == 2
 
 
-def test_a_call_that_raises_raises_where_it_was_made(engine: Engine) -> None:
+def test_errors_are_raised_in_calling_thread(engine: Engine) -> None:
     with pytest.raises(SettingError, match="the model knows 512 tokens"):
         engine.submit(Request(prompt=(100_000,)))
     with pytest.raises(NeverFits):
@@ -387,7 +387,7 @@ class Dies(BaseException):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_dies_hangs_nobody() -> None:
+def test_dead_engine_thread_hangs_nobody() -> None:
     engine = make()
     try:
         running = [ask(engine, max_tokens=ENDLESS, seed=i) for i in range(2)]
@@ -415,7 +415,7 @@ def test_a_thread_that_dies_hangs_nobody() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_who_was_running_is_told_that_the_thread_died() -> None:
+def test_running_requests_fail_when_engine_thread_dies() -> None:
     """A cut answer must not pass for one that the caller has cancelled."""
     engine = make()
     try:
@@ -432,7 +432,7 @@ def test_who_was_running_is_told_that_the_thread_died() -> None:
         engine.close()
 
 
-def test_a_call_that_is_being_done_when_the_wait_is_over_is_waited_for(
+def test_call_in_progress_at_timeout_is_awaited(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 0.05)
@@ -458,9 +458,7 @@ def stall(engine: Engine) -> threading.Event:
     return go_on
 
 
-def test_an_engine_that_hangs_in_a_step_counts_as_dead(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_engine_counts_as_dead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it for ever: neither answers, nor a call that it has begun, nor `close`."""
     handle = ask(engine, max_tokens=400)
     go_on = stall(engine)
@@ -488,9 +486,7 @@ def test_an_engine_that_hangs_in_a_step_counts_as_dead(
         ends.set()
 
 
-def test_a_call_that_is_not_answered_in_time_is_never_made(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timed_out_call_is_never_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = ask(engine, max_tokens=400)
     go_on = stall(engine)
     try:
@@ -505,7 +501,7 @@ def test_a_call_that_is_not_answered_in_time_is_never_made(
     assert engine.stats().requests == 1, "who asked thinks that it was not taken in"
 
 
-def test_a_call_that_was_given_up_does_not_disturb_the_end(
+def test_abandoned_call_does_not_disturb_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also an engine that is closed before it could look at it ends as it should."""
@@ -522,7 +518,7 @@ def test_a_call_that_was_given_up_does_not_disturb_the_end(
     assert end_of(handle).reason == "cancelled"
 
 
-def test_an_idle_engine_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_engine_evicts_under_memory_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large cold cache is just what nobody works with."""
     used = 0.1
 
@@ -553,7 +549,7 @@ def test_an_idle_engine_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=str,
 )
-def test_an_engine_that_cannot_be_made_leaves_no_thread(
+def test_failed_construction_leaves_no_thread(
     wrong: dict[str, Any], error: type[Exception]
 ) -> None:
     before = set(threading.enumerate())  # of which one of an earlier engine may just end
@@ -598,7 +594,7 @@ for event in handle:
         ("engine._core.step = None", 0),  # the thread dies
     ],
 )
-def test_a_process_that_forgets_to_close_ends_as_it_would_without(end: str, code: int) -> None:
+def test_process_exits_without_close(end: str, code: int) -> None:
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(end=end)],
         capture_output=True,
@@ -613,7 +609,7 @@ def test_a_process_that_forgets_to_close_ends_as_it_would_without(end: str, code
         assert found.stderr == ""
 
 
-def test_an_error_of_a_finished_request_can_be_read_after_close() -> None:
+def test_error_is_readable_after_close() -> None:
     tokenizer = Alphabet(breaks=[2])
     with make(tokenizer) as engine:
         handle = ask(engine)

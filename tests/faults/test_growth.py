@@ -49,7 +49,7 @@ def alone(setup: Setup, prompt: tuple[int, ...], tokens: int, sampling: Sampling
     return handle
 
 
-def test_eight_answers_that_ask_for_32_000_tokens_run_together() -> None:
+def test_eight_answers_of_32_000_max_tokens_run_together() -> None:
     prompts = [prompt_of(60, seed) for seed in range(8)]
     with made(**LONG) as setup:
         answers = [said(alone(setup, prompt, ANSWER, DRAWN)) for prompt in prompts]
@@ -69,7 +69,7 @@ def test_eight_answers_that_ask_for_32_000_tokens_run_together() -> None:
         assert setup.core.view.stats().preemptions == 0
 
 
-def test_a_short_answer_that_asks_for_much_evicts_nothing() -> None:
+def test_short_answer_with_large_max_tokens_evicts_nothing() -> None:
     with made(**LONG) as setup:
         for seed in range(6):
             setup.ask(prompt_of(200, seed), 1)
@@ -94,7 +94,7 @@ def alone_beside(setup: Setup, prompt: tuple[int, ...]) -> Handle:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "seeded"])
-def test_a_preempted_answer_goes_on_as_if_it_was_alone(
+def test_preempted_answers_match_single(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expect_little(monkeypatch)
@@ -109,7 +109,7 @@ def test_a_preempted_answer_goes_on_as_if_it_was_alone(
         assert [said(handle) for handle in handles] == answers
 
 
-def test_without_room_the_lowest_is_preempted_and_the_first_goes_on() -> None:
+def test_lowest_is_preempted_and_highest_continues() -> None:
     with made(**LONG) as setup:
         setup.core.set_limit(setup.fixed + room_for(setup, 220))
         low, high = setup.ask(prompt_of(20, 1), 150), setup.ask(prompt_of(20, 2), 150, priority=1)
@@ -122,7 +122,7 @@ def test_without_room_the_lowest_is_preempted_and_the_first_goes_on() -> None:
 
 
 @pytest.mark.parametrize("tokens", [95, 96, 200])
-def test_an_answer_ends_with_length_when_all_room_is_its_own(tokens: int) -> None:
+def test_lone_answer_ends_with_length_at_memory_end(tokens: int) -> None:
     with made(**LONG) as setup:
         setup.core.set_limit(setup.fixed + room_for(setup, 250))
         most = setup.core.view.fitting_tokens
@@ -133,7 +133,7 @@ def test_an_answer_ends_with_length_when_all_room_is_its_own(tokens: int) -> Non
             assert tokens + len(said(handle)) in (most, most + 1)  # the index may take less
 
 
-def test_the_largest_prompt_that_fits_is_answered_and_one_more_token_is_refused() -> None:
+def test_largest_fitting_prompt_and_one_token_more() -> None:
     with made(**LONG) as setup:
         setup.ask(prompt_of(500, 7), 8)  # evicted for it
         setup.drain()
@@ -146,7 +146,7 @@ def test_the_largest_prompt_that_fits_is_answered_and_one_more_token_is_refused(
             setup.ask(prompt_of(most), 1)
 
 
-def test_a_lower_limit_ends_what_has_begun_and_fits_no_more() -> None:
+def test_lowered_limit_ends_running_answer() -> None:
     with made(**LONG) as setup:
         handle = setup.ask(prompt_of(100), 1_000)
         setup.step(60)
@@ -162,7 +162,7 @@ class EndsTheLowest(Admission):
         self.finish(sequence, lambda s: s.end("length"))
 
 
-def test_the_tests_notice_an_answer_that_ends_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_answers_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
     expect_little(monkeypatch)
     prompts = [prompt_of(50, seed) for seed in range(3)]
     with made(**LONG) as setup:

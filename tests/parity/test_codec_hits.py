@@ -135,7 +135,9 @@ def blocks(core: Core, tokens: Sequence[int]) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_is_the_same_cold_warm_restored_and_after_damage(case: Case, tmp_path: Path) -> None:
+def test_codec_text_is_equal_cold_warm_restored_and_after_damage(
+    case: Case, tmp_path: Path
+) -> None:
     with engine(case) as core:
         expected = ask(core, ASKED)
         held = blocks(core, ASKED)

@@ -52,9 +52,7 @@ def restored(core: Core) -> int:
 
 
 @every_family
-def test_computed_from_memory_from_the_disk_and_after_a_restart(
-    family: str, tmp_path: Path
-) -> None:
+def test_text_is_equal_from_memory_disk_and_after_restart(family: str, tmp_path: Path) -> None:
     model = model_of(family)
     with with_disk(model, tmp_path) as core:
         for on_disk in (0, 0, 64):
@@ -78,7 +76,7 @@ def test_computed_from_memory_from_the_disk_and_after_a_restart(
 
 @every_family
 @pytest.mark.parametrize("record_tokens", [16, block_spans.RECORD_TOKENS])
-def test_several_at_once_of_which_the_disk_has_a_part(
+def test_concurrent_requests_with_partly_cached_prefixes(
     record_tokens: int, family: str, tmp_path: Path
 ) -> None:
     model = model_of(family)
@@ -102,7 +100,7 @@ def test_several_at_once_of_which_the_disk_has_a_part(
 
 
 @every_family
-def test_turns_after_restarts_as_an_engine_is_shipped(family: str, tmp_path: Path) -> None:
+def test_turns_after_restarts_with_default_settings(family: str, tmp_path: Path) -> None:
     """Blocks, chunks and records of their default sizes: a chain has whole records and a shorter
     one, which the next turn's replaces; another one has the whole records alone."""
     model, said = model_of(family), tuple(prompt_of(600))
@@ -127,7 +125,7 @@ def test_turns_after_restarts_as_an_engine_is_shipped(family: str, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_half_precision_says_what_it_said_from_memory(
+def test_half_precision_text_is_equal_after_restore(
     family: str, dtype: mx.Dtype, tmp_path: Path
 ) -> None:
     model = model_of(family)

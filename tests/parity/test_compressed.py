@@ -76,7 +76,7 @@ def said(handle: Handle) -> list[int]:
 
 
 @pytest.mark.parametrize("chunk", [16, 48, 256])
-def test_prompts_of_any_length_in_chunks_of_any_size(chunk: int) -> None:
+def test_prompts_and_chunks_of_any_size(chunk: int) -> None:
     with engine(prefill_chunk=chunk) as core:
         lengths = (1, 3, 4, 5, 15, 16, 17, 65, 131)
         handles = [ask(core, prompt_of(tokens, seed=tokens)) for tokens in lengths]
@@ -85,7 +85,7 @@ def test_prompts_of_any_length_in_chunks_of_any_size(chunk: int) -> None:
             said(handle)
 
 
-def test_blocks_that_were_decoded_are_read_by_the_next_turn() -> None:
+def test_decoded_blocks_are_reused_by_next_turn() -> None:
     """Their rows were loose, until the block was full."""
     with engine() as core:
         first = ask(core, BASE, 45)  # a block from a prompt's end, and two of the answer alone
@@ -97,7 +97,7 @@ def test_blocks_that_were_decoded_are_read_by_the_next_turn() -> None:
         said(second)
 
 
-def test_prompts_that_part_go_on_where_states_were_kept() -> None:
+def test_diverging_prompts_resume_at_checkpoints() -> None:
     with engine() as core:
         ask(core, BASE)
         drain(core)
@@ -108,7 +108,7 @@ def test_prompts_that_part_go_on_where_states_were_kept() -> None:
         assert cached(others[0]) == 64
 
 
-def test_sequences_that_join_and_leave_say_what_each_says_alone() -> None:
+def test_joining_and_leaving_sequences_match_single() -> None:
     with engine() as core:
         handles = [ask(core, BASE, 30), ask(core, BASE[:33], 9)]
         drain(core, 4)
@@ -121,7 +121,7 @@ def test_sequences_that_join_and_leave_say_what_each_says_alone() -> None:
             said(handle)
 
 
-def test_a_preempted_sequence_says_the_same() -> None:
+def test_preempted_sequence_matches_plain() -> None:
     with engine(max_batch_size=1) as core:
         first = ask(core, BASE, 40)
         drain(core, 12)  # in the middle of a block, with loose rows
@@ -132,7 +132,7 @@ def test_a_preempted_sequence_says_the_same() -> None:
         said(urgent)
 
 
-def test_a_restart_reads_rows_and_states_from_the_disk(
+def test_rows_and_states_are_restored_after_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restoring_module, "ASK_SECONDS", 30.0)
@@ -144,7 +144,7 @@ def test_a_restart_reads_rows_and_states_from_the_disk(
             assert core.view.stats().restored_tokens == restored
 
 
-def test_conversations_hold_the_rows_of_their_prompt_once() -> None:
+def test_shared_prompt_rows_are_stored_once() -> None:
     shared = prompt_of(160, seed=3)
     with engine() as core:
         alone = ask(core, [*shared, 5])
@@ -159,7 +159,7 @@ def test_conversations_hold_the_rows_of_their_prompt_once() -> None:
         assert [cached(handle) for handle in more] == [160] * 4
 
 
-def test_a_token_takes_its_share_of_a_row() -> None:
+def test_token_bytes_match_row_share() -> None:
     """Of two layers, rows of 16 numbers of 4 bytes for every 4 tokens, twice: for attention, and
     for what picks from them. mlx-lm's caches hold as many."""
     with engine() as core:
@@ -175,7 +175,7 @@ def test_a_token_takes_its_share_of_a_row() -> None:
         assert kept == tokens * core.runner.token_bytes
 
 
-def test_states_take_no_more_than_is_promised() -> None:
+def test_states_stay_within_reserved_bytes() -> None:
     """Beside mlx-lm's own caches after as many tokens."""
     runner = Runner(model(), devices.current(), max_kv_size=128, keep=0)
     for tokens in (1, 3, 11, 12, 13, 64, 66, 127):
@@ -194,7 +194,7 @@ def test_states_take_no_more_than_is_promised() -> None:
             assert StateForm.of(held).arrays == runner.state_form.arrays
 
 
-def test_nothing_is_dropped_past_the_window_and_all_is_reserved_before() -> None:
+def test_nothing_is_dropped_past_window_and_all_is_reserved() -> None:
     with engine(max_kv_size=32, keep=4) as core:
         handle = ask(core, BASE, 30)
         needed = core.estimator.sequence_bytes(len(BASE) + 29)
@@ -205,14 +205,14 @@ def test_nothing_is_dropped_past_the_window_and_all_is_reserved_before() -> None
             ask(core, [5] * core.budget.most_tokens(), 1)
 
 
-def test_what_does_not_suit_it_is_refused_with_the_reason() -> None:
+def test_unsupported_settings_are_refused_with_reason() -> None:
     with pytest.raises(SettingError, match="make one of 4 tokens; use a multiple"):
         Core(model(), **{**SMALL, "block_size": 18})
     with pytest.raises(SettingError, match="compress what they keep"):
         Core(model(), **{**SMALL, "kv_cache_quantization": "affine8"})
 
 
-def test_rows_that_do_not_reach_their_block_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_rows_missing_from_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
 
     def forgotten(

@@ -104,7 +104,7 @@ def check(family: str, *handles: Handle) -> None:
 
 
 @every_family
-def test_cold_and_warm_and_the_next_turn(family: str) -> None:
+def test_text_is_equal_cold_warm_and_next_turn(family: str) -> None:
     with engine(model_of(family), **SMALL) as core:
         way = "shared" if family in SHARED_FAMILIES else "joined"
         assert core.runner.fitness.way == way, core.runner.fitness.why
@@ -123,7 +123,7 @@ def test_cold_and_warm_and_the_next_turn(family: str) -> None:
 
 
 @every_family
-def test_a_prompt_that_is_held_to_its_end_is_not_computed(family: str) -> None:
+def test_fully_cached_prompt_is_not_prefilled(family: str) -> None:
     """It ends on a block: its last token is decoded for its logits; nothing is copied."""
     prompt = BASE[:64]
     with engine(model_of(family), **SMALL) as core:
@@ -169,7 +169,7 @@ def answers_on(device: AttentionBackend, family: str, codec: str | None = None) 
 @pytest.mark.parametrize(
     ("family", "codec"), [*((kind, None) for kind in KINDS), ("embedded", None), ("embedded", "8")]
 )
-def test_the_back_end_of_a_gpu_says_the_same(family: str, codec: str | None) -> None:
+def test_gpu_backend_matches_plain(family: str, codec: str | None) -> None:
     """It is chosen on purpose, on any device: fused chunks, no lanes, no slices computed early."""
     check(family, *answers_on(GPUBackend(), family, codec))
 
@@ -190,7 +190,7 @@ class MisreadCodes(GPUBackend):
 
 
 @pytest.mark.parametrize(("wrong", "codec"), [(MisreadChunks(), None), (MisreadCodes(), "8")])
-def test_a_back_end_that_is_wrong_is_seen(wrong: AttentionBackend, codec: str | None) -> None:
+def test_check_detects_broken_backend(wrong: AttentionBackend, codec: str | None) -> None:
     with pytest.raises(AssertionError, match="which led by"):
         check("embedded", *answers_on(wrong, "embedded", codec))
 
@@ -211,7 +211,7 @@ def first_token_bytes(family: str) -> float:
         return peak / (256 * core.runner.token_bytes)
 
 
-def test_a_full_hit_takes_no_bytes_for_the_prompt() -> None:
+def test_full_hit_allocates_nothing_for_prompt() -> None:
     assert first_token_bytes("llama") < 0.1
     # Negative control: joined models copy a layer, of which this one has two: its keys and its
     # values, one of which may have been let go when the other is made.
@@ -222,7 +222,7 @@ def test_a_full_hit_takes_no_bytes_for_the_prompt() -> None:
 
 
 @every_kind
-def test_simultaneous_requests_compute_what_they_share_once(family: str) -> None:
+def test_simultaneous_requests_prefill_shared_prefix_once(family: str) -> None:
     fork = (*BASE[:50], *prompt_of(10, 3))
     with engine(model_of(family), **SMALL) as core:
         handles = [ask(core, prompt, 20) for prompt in (BASE, fork, BASE, fork, BASE)]
@@ -235,7 +235,7 @@ def test_simultaneous_requests_compute_what_they_share_once(family: str) -> None
 
 
 @every_kind
-def test_joined_while_the_prompt_is_being_read(family: str) -> None:
+def test_request_joins_while_prompt_is_prefilled(family: str) -> None:
     """It shares what is committed by then, and follows what is committed after."""
     with engine(model_of(family), block_size=8, prefill_chunk=8) as core:
         first = ask(core, BASE, 20)
@@ -249,7 +249,7 @@ def test_joined_while_the_prompt_is_being_read(family: str) -> None:
 
 
 @every_kind
-def test_what_an_aborted_request_has_computed_is_shared(family: str) -> None:
+def test_aborted_request_shares_its_blocks(family: str) -> None:
     with engine(model_of(family), block_size=8, prefill_chunk=8) as core:
         first = ask(core, BASE, 20)
         drain(core, 3)
@@ -263,7 +263,7 @@ def test_what_an_aborted_request_has_computed_is_shared(family: str) -> None:
 
 
 @every_kind
-def test_a_node_split_while_it_is_read(family: str) -> None:
+def test_node_is_split_while_in_use(family: str) -> None:
     with engine(model_of(family), block_size=16, prefill_chunk=64) as core:
         first = ask(core, BASE, 30)
         drain(core, 5)
@@ -281,7 +281,7 @@ SIZES = ((1, 1), (3, 7), (8, 16), (32, 5), (128, 512))
 
 
 @pytest.mark.parametrize(("sizes", "family"), each(SIZES, ("gemma3", "llama", "deepseek_v3")))
-def test_blocks_and_chunks(family: str, sizes: tuple[int, int]) -> None:
+def test_block_and_chunk_sizes(family: str, sizes: tuple[int, int]) -> None:
     block, chunk = sizes
     fork = (*BASE[:40], *prompt_of(9, 3))
     with engine(model_of(family), block_size=block, prefill_chunk=chunk) as core:
@@ -297,7 +297,7 @@ def test_blocks_and_chunks(family: str, sizes: tuple[int, int]) -> None:
 
 
 @every_kind
-def test_after_eviction(family: str) -> None:
+def test_text_is_equal_after_eviction(family: str) -> None:
     fork = (*BASE[:40], *prompt_of(30, 3))
     with engine(model_of(family), **SMALL) as core:
         for prompt in (BASE, fork):
@@ -316,7 +316,7 @@ def test_after_eviction(family: str) -> None:
 
 
 @every_kind
-def test_prompts_that_drive_each_other_out(family: str) -> None:
+def test_prompts_evict_each_other(family: str) -> None:
     """There is room for one and a half."""
     prompts = [tuple(prompt_of(70, seed)) for seed in (1, 2, 3)]
     with engine(model_of(family), **SMALL, max_kv_size=256) as core:
@@ -334,7 +334,7 @@ def test_prompts_that_drive_each_other_out(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "steps"), each(KINDS, (1, 3, 12)))
-def test_after_parking(family: str, steps: int) -> None:
+def test_text_is_equal_after_preemption(family: str, steps: int) -> None:
     """There is one place, and somebody more important comes: while it reads, and while it says."""
     with engine(model_of(family), **SMALL, max_batch_size=1) as core:
         low = ask(core, BASE, 30)
@@ -347,7 +347,7 @@ def test_after_parking(family: str, steps: int) -> None:
 
 
 @every_kind
-def test_after_making_way_for_another_request(family: str) -> None:
+def test_text_is_equal_after_preemption_for_other_request(family: str) -> None:
     """Four answers have both places when somebody else comes; then a third has no place at all."""
     with engine(model_of(family), **SMALL, max_batch_size=2) as core:
         four = ask(core, BASE, 40, n=4)
@@ -365,7 +365,7 @@ def test_after_making_way_for_another_request(family: str) -> None:
 # ---- beside one that fails
 
 
-def test_a_prompt_that_computes_no_numbers_ends_alone() -> None:
+def test_prompt_with_nan_fails_alone() -> None:
     """Its neighbor reads the first half of a node whose second half holds no numbers."""
     model = model_of("llama")
     embedding = model.model.embed_tokens
@@ -454,7 +454,7 @@ def receive(
         ("gpt_oss", 3, (8, 4)),
     ],
 )
-def test_a_crowd(family: str, places: int, counts: tuple[int, ...]) -> None:
+def test_random_arrivals_match_plain(family: str, places: int, counts: tuple[int, ...]) -> None:
     """The second one finds the tree as the first has left it."""
 
     def reference(guest: Guest) -> list[Step]:
@@ -488,7 +488,7 @@ def bounded_text(
 @pytest.mark.parametrize(
     ("family", "block_size", "prompt_tokens"), pairs(("llama", "gemma3"), (8, 32, 64), (10, 100))
 )
-def test_a_window_with_kept_tokens(family: str, block_size: int, prompt_tokens: int) -> None:
+def test_window_with_kept_tokens(family: str, block_size: int, prompt_tokens: int) -> None:
     """Also where a block is longer than the window, so that nothing can be committed."""
     prompt = tuple(prompt_of(prompt_tokens))
     reference = bounded_text(family, prompt, 60, 24, 8)
@@ -499,7 +499,7 @@ def test_a_window_with_kept_tokens(family: str, block_size: int, prompt_tokens: 
         assert_same(answer(handle), reference, f"{family}, blocks of {block_size}")
 
 
-def test_a_window_whose_kept_tokens_could_not_be_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_with_uncommitted_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree has no room: kept tokens stay in the sequence's own runs, and stay in sight."""
     prompt = tuple(prompt_of(60))
     reference = bounded_text("llama", prompt, 40, 48, 12)
@@ -513,7 +513,7 @@ def test_a_window_whose_kept_tokens_could_not_be_sealed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
-def test_half_precision_windows_of_different_reach_share_a_prefix(dtype: mx.Dtype) -> None:
+def test_half_precision_windows_share_prefix(dtype: mx.Dtype) -> None:
     model = model_of("gemma3")
     model.set_dtype(dtype)
     try:
@@ -527,7 +527,7 @@ def test_half_precision_windows_of_different_reach_share_a_prefix(dtype: mx.Dtyp
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "gemma2", "gear", "deepseek_v3"])
-def test_a_crowd_in_windows(family: str) -> None:
+def test_random_arrivals_with_windows_match_plain(family: str) -> None:
     """Who is past its window lets go of what it no longer sees, and not of what others read."""
 
     def reference(guest: Guest) -> list[Step]:
@@ -538,7 +538,7 @@ def test_a_crowd_in_windows(family: str) -> None:
         receive(core, random.Random(4), 7, reference)
 
 
-def test_a_crowd_in_windows_with_little_memory() -> None:
+def test_random_arrivals_with_windows_in_little_memory() -> None:
     """Blocks cannot be committed for want of room, and cold ones give way all the time."""
 
     def reference(guest: Guest) -> list[Step]:
@@ -582,7 +582,7 @@ def drawn_text(family: str, prompt: tuple[int, ...], way: str, choice: int = 0) 
 
 
 @pytest.mark.parametrize(("way", "family"), each(tuple(WAYS), ("llama", "gemma3", "gemma2")))
-def test_draws_do_not_depend_on_company_or_cache(family: str, way: str) -> None:
+def test_sampling_is_independent_of_batch_and_cache(family: str, way: str) -> None:
     """Alone and cold; warm; in a batch that reads the same; and after preempting."""
     sampling = WAYS[way]
     expected = drawn_text(family, BASE, way)
@@ -604,7 +604,7 @@ def test_draws_do_not_depend_on_company_or_cache(family: str, way: str) -> None:
 
 
 @every_kind
-def test_choices_are_drawn_each_by_its_own_seed_from_one_reading(family: str) -> None:
+def test_choices_have_own_seeds_and_share_prefill(family: str) -> None:
     with engine(model_of(family), **SMALL) as core:
         handle = ask(core, BASE, 20, n=3, sampling=WAYS["seeded"])
         drain(core)
@@ -614,7 +614,7 @@ def test_choices_are_drawn_each_by_its_own_seed_from_one_reading(family: str) ->
         assert core.view.stats().prefilled_tokens == 64 + 3 * 5
 
 
-def test_other_seeds_and_none_draw_other_texts() -> None:
+def test_other_or_missing_seeds_differ() -> None:
     with engine(model_of("llama"), **SMALL) as core:
         handles = [
             ask(core, BASE, 20, sampling=Sampling(temperature=0.9, seed=seed))
@@ -630,7 +630,7 @@ def test_other_seeds_and_none_draw_other_texts() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_the_seam_leaves_plain_mlx_lm_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_leaves_plain_mlx_lm_unchanged(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, name = model_of(family), "scaled_dot_product_attention"
     module = importlib.import_module(type(model).__module__)
     plain = getattr(module, name)
@@ -651,7 +651,7 @@ def test_the_seam_leaves_plain_mlx_lm_alone(family: str, monkeypatch: pytest.Mon
 
 
 @every_kind
-def test_a_plain_loop_beside_an_engine_at_work(family: str) -> None:
+def test_plain_loop_beside_running_engine(family: str) -> None:
     model = model_of(family)
     with engine(model, **SMALL) as core:
         handle = ask(core, BASE, 20)
@@ -694,7 +694,7 @@ def work(core: Core, family: str) -> None:
 
 
 @every_kind
-def test_the_work_that_is_broken_below_is_right(family: str) -> None:
+def test_unbroken_engine_passes_check(family: str) -> None:
     with engine(model_of(family), **SMALL) as core:
         work(core, family)
 
@@ -816,7 +816,9 @@ def sinks_forgotten(patch: pytest.MonkeyPatch) -> None:
         ("gpt_oss", sinks_forgotten),
     ],
 )
-def test_the_comparison_sees(family: str, broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_broken_engine(
+    family: str, broken: Break, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = Core(model_of(family), memory_limit="400MB", **SMALL)
     broken(monkeypatch)
     with pytest.raises(AssertionError, match="which led by"):
@@ -824,7 +826,7 @@ def test_the_comparison_sees(family: str, broken: Break, monkeypatch: pytest.Mon
     core.close()
 
 
-def test_the_tree_sees_keys_that_do_not_name_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_wrong_block_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(model_of("llama"), memory_limit="400MB", **SMALL)
     check = PrefixTree.check
     a_key_that_leaves_out_a_token(monkeypatch)
@@ -834,7 +836,7 @@ def test_the_tree_sees_keys_that_do_not_name_its_tokens(monkeypatch: pytest.Monk
     core.close()
 
 
-def test_the_comparison_sees_salts_that_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_ignored_salts(monkeypatch: pytest.MonkeyPatch) -> None:
     real = prefixes.root_hash
     monkeypatch.setattr(prefixes, "root_hash", lambda fingerprint, salt: real(fingerprint))
     core = Core(model_of("llama"), memory_limit="400MB", **SMALL)
@@ -843,7 +845,7 @@ def test_the_comparison_sees_salts_that_are_ignored(monkeypatch: pytest.MonkeyPa
     core.close()
 
 
-def test_the_count_sees_prompts_that_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_duplicate_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "catch_up", lambda self: None)
     with pytest.raises(AssertionError):
-        test_simultaneous_requests_compute_what_they_share_once("llama")
+        test_simultaneous_requests_prefill_shared_prefix_once("llama")

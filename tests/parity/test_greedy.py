@@ -44,7 +44,7 @@ def of_both_kinds(values: Sequence[Any]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("family", "prompt_tokens", "step_size"), pairs(FAMILIES, (1, 20, 300), (16, 2_048))
 )
-def test_growing(family: str, prompt_tokens: int, step_size: int) -> None:
+def test_kv_cache_matches_mlx_lm(family: str, prompt_tokens: int, step_size: int) -> None:
     model, prompt = model_of(family), prompt_of(prompt_tokens)
     cache = theirs.make_prompt_cache(model)
     ours = twins(cache)
@@ -56,7 +56,9 @@ def test_growing(family: str, prompt_tokens: int, step_size: int) -> None:
     ("family", "keep", "prompt_tokens", "step_size"),
     pairs(FAMILIES, (0, 4), (10, 100), (5, 32, 50, 2_048)),
 )
-def test_rotating(family: str, keep: int, prompt_tokens: int, step_size: int) -> None:
+def test_rotating_cache_matches_mlx_lm(
+    family: str, keep: int, prompt_tokens: int, step_size: int
+) -> None:
     """The window turns round twice while generating; chunks are shorter and longer than it."""
     model, prompt = model_of(family), prompt_of(prompt_tokens)
     cache = bounded(model, WINDOW, keep)
@@ -68,7 +70,7 @@ def test_rotating(family: str, keep: int, prompt_tokens: int, step_size: int) ->
 
 @family
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized(family: str, bits: int) -> None:
+def test_quantized_cache_matches_mlx_lm(family: str, bits: int) -> None:
     model, prompt = model_of(family), prompt_of(70)
     if family == "gemma3":
         cache = [
@@ -83,7 +85,7 @@ def test_quantized(family: str, bits: int) -> None:
 
 
 @family
-def test_quantized_in_the_middle(family: str) -> None:
+def test_to_quantized_during_generation_matches_mlx_lm(family: str) -> None:
     """`to_quantized` half way, as mlx-lm does past `quantized_kv_start`."""
     model, prompt = model_of(family), prompt_of(40)
     cache = theirs.make_prompt_cache(model)
@@ -103,7 +105,7 @@ def unbounded(family: str, prompt_tokens: int, step_size: int) -> list[Step]:
 
 
 @pytest.mark.parametrize(("family", "capacity"), pairs(FAMILIES, (None, 16, 256)))
-def test_made_with_a_bound_that_is_never_reached(family: str, capacity: int | None) -> None:
+def test_unreached_bound_matches_mlx_lm(family: str, capacity: int | None) -> None:
     model, prompt = model_of(family), prompt_of(50)
     ours = caches.make_kv_cache(model, max_kv_size=4_096, keep=64, capacity=capacity)
     reference = unbounded(family, 50, 16)
@@ -111,7 +113,7 @@ def test_made_with_a_bound_that_is_never_reached(family: str, capacity: int | No
 
 
 @family
-def test_batch_gives_what_single_runs_give(family: str) -> None:
+def test_batch_matches_single_runs(family: str) -> None:
     model = model_of(family)
     prompts = [prompt_of(tokens) for tokens in LENGTHS]
     caches = [twins(theirs.make_prompt_cache(model)) for _ in prompts]
@@ -123,7 +125,7 @@ def test_batch_gives_what_single_runs_give(family: str) -> None:
 
 
 @family
-def test_batch_of_windows_gives_what_single_runs_give(family: str) -> None:
+def test_batch_of_windows_matches_single_runs(family: str) -> None:
     model = model_of(family)
     prompts = [prompt_of(tokens) for tokens in LENGTHS]
     caches = [twins(bounded(model, WINDOW, 0)) for _ in prompts]
@@ -134,7 +136,7 @@ def test_batch_of_windows_gives_what_single_runs_give(family: str) -> None:
 
 
 @family
-def test_batch_with_kept_tokens_gives_what_single_runs_give(family: str) -> None:
+def test_batch_with_kept_tokens_matches_single_runs(family: str) -> None:
     """Against our own single runs: mlx-lm loses `keep` when it batches."""
     model = model_of(family)
     prompts = [prompt_of(tokens) for tokens in LENGTHS]
@@ -149,7 +151,7 @@ def test_batch_with_kept_tokens_gives_what_single_runs_give(family: str) -> None
 
 
 @pytest.mark.parametrize(("family", "keep"), of_both_kinds((None, 0, 4)))
-def test_a_second_turn_continues_from_returned_caches(family: str, keep: int | None) -> None:
+def test_second_turn_continues_from_returned_caches(family: str, keep: int | None) -> None:
     """Two turns through batches equal two turns alone. `keep` None: unbounded."""
     model = model_of(family)
     first = [prompt_of(tokens, 1) for tokens in LENGTHS]
@@ -173,7 +175,7 @@ def test_a_second_turn_continues_from_returned_caches(family: str, keep: int | N
 @pytest.mark.parametrize(
     ("family", "made"), of_both_kinds(["growing", "rotating", "kept", "quantized"])
 )
-def test_saved_in_the_middle(family: str, made: str, tmp_path: Path) -> None:
+def test_saved_during_generation_matches_mlx_lm(family: str, made: str, tmp_path: Path) -> None:
     model, prompt = model_of(family), prompt_of(45)
     cache = {
         "growing": lambda: twins(theirs.make_prompt_cache(model)),
@@ -204,7 +206,7 @@ def reference_of_files(family: str, keep: int | None) -> list[Step]:
 @pytest.mark.parametrize(
     ("family", "keep", "writer"), pairs(FAMILIES, (None, 0, 4), ("ours", "theirs"))
 )
-def test_files_of_either_side_are_read_by_the_other(
+def test_files_are_interchangeable_with_mlx_lm(
     family: str, keep: int | None, writer: str, tmp_path: Path
 ) -> None:
     """Saved right after a chunk, when mlx-lm's ring is longer than its window, and later."""
@@ -224,7 +226,7 @@ def test_files_of_either_side_are_read_by_the_other(
         assert_same(tokens_of(rest), reference[before + 1 :], f"{family}, written by {writer}")
 
 
-def test_the_comparison_sees_a_dropped_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_dropped_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: keys of the first token zeroed, and the text must change."""
     model, prompt = model_of("llama"), prompt_of(20)
     reference = generate(model, prompt, theirs.make_prompt_cache(model), 40)

@@ -45,7 +45,7 @@ def ask(
 
 
 @every_family
-def test_a_prompt_goes_on_where_it_was_stored(family: str) -> None:
+def test_prompt_resumes_where_stored(family: str) -> None:
     model, cache = model_of(family), PrefixCache("100MB", block_size=BLOCK)
     prompt = prompt_of(70)
     for known in (0, 64):
@@ -64,7 +64,7 @@ def test_a_prompt_goes_on_where_it_was_stored(family: str) -> None:
 
 
 @every_family
-def test_what_is_fetched_is_the_callers_own(family: str) -> None:
+def test_fetched_caches_are_writable_copies(family: str) -> None:
     model, cache = model_of(family), PrefixCache("100MB", block_size=BLOCK)
     prompt = prompt_of(70)
     ask(cache, model, prompt)
@@ -80,7 +80,7 @@ def test_what_is_fetched_is_the_callers_own(family: str) -> None:
     assert_same(ask(cache, model, prompt)[1], plain(model, prompt), family)
 
 
-def test_states_behind_part_of_a_block_are_not_kept() -> None:
+def test_states_inside_block_are_not_stored() -> None:
     model, cache = model_of("mamba2"), PrefixCache("100MB", block_size=BLOCK)
     prompt, caches = prompt_of(70), theirs.make_prompt_cache(model)
     model(mx.array([prompt]), cache=caches)
@@ -90,7 +90,7 @@ def test_states_behind_part_of_a_block_are_not_kept() -> None:
     assert cache.ledger.by_class()[Kind.CHECKPOINTS] == 0
 
 
-def test_states_are_in_the_ledger_and_give_way() -> None:
+def test_states_are_in_ledger_and_evictable() -> None:
     model = model_of("falcon_h1")
     cache = PrefixCache("2MB", block_size=BLOCK)
     for number in range(12):
@@ -102,7 +102,7 @@ def test_states_are_in_the_ledger_and_give_way() -> None:
     assert cache.ledger.by_class()[Kind.CHECKPOINTS] == 0
 
 
-def test_a_state_that_is_not_the_boundarys_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_state_of_other_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the text is another one."""
     real = Checkpoints.capture
 
@@ -117,7 +117,7 @@ def test_a_state_that_is_not_the_boundarys_is_noticed(monkeypatch: pytest.Monkey
         assert_same(ask(cache, model, prompt)[1], plain(model, prompt), "qwen3_next")
 
 
-def test_a_batch_is_refused() -> None:
+def test_batch_is_refused() -> None:
     """Whose row would it be?"""
     model, cache = model_of("mamba2"), PrefixCache("100MB", block_size=BLOCK)
     prompt, caches = prompt_of(64), theirs.make_prompt_cache(model)

@@ -65,7 +65,7 @@ def check(family: str, *handles: Handle) -> None:
 
 
 @every_family
-def test_cold_and_warm_and_the_next_turn(family: str) -> None:
+def test_text_is_equal_cold_warm_and_next_turn(family: str) -> None:
     with engine(model_of(family)) as core:
         assert core.runner.fitness.way == "shared", core.runner.fitness.why
         for hits, computed in ((0, 69), (64, 5)):
@@ -83,7 +83,7 @@ def test_cold_and_warm_and_the_next_turn(family: str) -> None:
 
 
 @every_family
-def test_a_prompt_that_parts_is_read_again_from_the_last_checkpoint(family: str) -> None:
+def test_diverging_prompt_resumes_at_last_checkpoint(family: str) -> None:
     """Chunks end at 32 and 64: whoever parts at 48 goes on from 32, and keeps the state at 48 for
     those to come."""
     other = (*BASE[:50], *prompt_of(30, seed=1))
@@ -104,7 +104,7 @@ def test_a_prompt_that_parts_is_read_again_from_the_last_checkpoint(family: str)
 
 
 @every_family
-def test_batches_with_joins_and_leaves_are_each_alone(family: str) -> None:
+def test_joining_and_leaving_sequences_match_single(family: str) -> None:
     """Also prompts of one token, which begin beside others that have states."""
     rng = random.Random(3)
     with engine(model_of(family), max_batch_size=4) as core:
@@ -119,7 +119,7 @@ def test_batches_with_joins_and_leaves_are_each_alone(family: str) -> None:
 
 
 @every_family
-def test_who_asks_for_the_same_at_once_waits_for_one(family: str) -> None:
+def test_simultaneous_equal_requests_prefill_once(family: str) -> None:
     with engine(model_of(family), max_batch_size=4) as core:
         handles = [ask(core, BASE, 12) for _ in range(4)]
         drain(core)
@@ -128,7 +128,7 @@ def test_who_asks_for_the_same_at_once_waits_for_one(family: str) -> None:
 
 
 @every_family
-def test_preempted_cancelled_and_failed_ones_leave_nothing(family: str) -> None:
+def test_preempted_cancelled_and_failed_sequences_free_states(family: str) -> None:
     with engine(model_of(family), max_batch_size=2) as core:
         slow = [ask(core, BASE, 30), ask(core, prompt_of(40, seed=5), 30)]
         drain(core, 8)
@@ -142,7 +142,7 @@ def test_preempted_cancelled_and_failed_ones_leave_nothing(family: str) -> None:
 
 
 @every_family
-def test_little_memory(family: str) -> None:
+def test_text_is_equal_in_little_memory(family: str) -> None:
     """Checkpoints give way with their nodes, and their bytes are in the ledger at all times."""
     with engine(model_of(family)) as core:
         need = (
@@ -160,7 +160,7 @@ def test_little_memory(family: str) -> None:
         assert core.view.stats().evicted_nodes > 0
 
 
-def test_a_state_of_another_boundary_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_state_of_other_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the state of one place under the name of another gives another text."""
     real = Checkpoints.capture
 
@@ -176,7 +176,7 @@ def test_a_state_of_another_boundary_is_noticed(monkeypatch: pytest.MonkeyPatch)
             check("qwen3_next", handle)
 
 
-def test_checkpoints_take_a_quarter_of_what_they_stand_for() -> None:
+def test_checkpoints_take_a_quarter_of_prefix_bytes() -> None:
     """And those that are kept are ever further apart."""
     with engine(model_of("qwen3_next"), max_kv_size=4_096, keep=16) as core:
         ask(core, prompt_of(2_000), 40)
@@ -192,7 +192,7 @@ def test_checkpoints_take_a_quarter_of_what_they_stand_for() -> None:
 
 
 @pytest.mark.parametrize("tip", range(16, 3_000, 160))
-def test_what_was_given_up_is_never_wanted_again(tip: int) -> None:
+def test_checkpoint_selection_is_stable(tip: int) -> None:
     """So it makes no difference how often one looks."""
     size = 16
     places = list(range(size, tip + 1, size))
@@ -205,7 +205,7 @@ def test_what_was_given_up_is_never_wanted_again(tip: int) -> None:
     assert max(once) == max(places)
 
 
-def test_no_more_stay_than_may() -> None:
+def test_checkpoint_count_is_bounded() -> None:
     places = range(16, 3_000, 16)
     for most in (0, 1, 5, 10):
         kept = checkpoints.retained(places, 2_992, 16, {160, 320}, most)
@@ -213,7 +213,7 @@ def test_no_more_stay_than_may() -> None:
         assert len(kept) <= max(3, most)
 
 
-def test_the_states_of_a_step_are_not_copied_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_not_copied_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a batch that stays as it is the arrays go on as they are."""
     from penstock.engine.model import runner
 
@@ -233,7 +233,7 @@ def test_the_states_of_a_step_are_not_copied_for_the_next(monkeypatch: pytest.Mo
     assert sum(given) >= 6
 
 
-def test_numbers_of_a_state_are_numbers() -> None:
+def test_nan_states_are_not_stored() -> None:
     live = RecurrentState(((mx.array([[1.0, float("inf")]]), None),))
     with engine(model_of("mamba2")) as core:
         ask(core, BASE, 2)
@@ -246,13 +246,13 @@ def test_numbers_of_a_state_are_numbers() -> None:
             assert not recurrent.checkpoints.capture(path, 16, live, turn_end=False)
 
 
-def test_there_is_nothing_to_be_held_in_a_codec_without_keys() -> None:
+def test_codec_without_kv_layers_is_refused() -> None:
     with pytest.raises(SettingError, match="no keys and values"):
         Core(model_of("mamba2"), memory_limit="400MB", kv_cache_quantization="4", **SMALL)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
-def test_keys_and_values_in_a_codec_and_states_beside_them(family: str) -> None:
+def test_quantized_kv_beside_raw_states(family: str) -> None:
     """States stay as they are; the account is right, and what is warm goes on."""
     with engine(
         model_of(family),

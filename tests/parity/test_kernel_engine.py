@@ -82,7 +82,7 @@ def plain(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("way", [AttentionWay.KERNEL, AttentionWay.FUSED])
-def test_every_way_gives_the_same_text(
+def test_every_attention_way_matches_plain(
     folder: Path, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]], way: AttentionWay
 ) -> None:
     run = Lockstep(folder=folder)
@@ -91,7 +91,7 @@ def test_every_way_gives_the_same_text(
 
 
 @pytest.mark.parametrize(("scheme", "word"), [("8", "8g"), ("auto5x", "3c_2h")])
-def test_kernels_read_codes_as_they_lie(
+def test_kernels_read_codes_in_place(
     folder: Path, prompts: list[tuple[int, ...]], scheme: str, word: str
 ) -> None:
     codec = {
@@ -106,7 +106,7 @@ def test_kernels_read_codes_as_they_lie(
 
 
 @pytest.mark.parametrize("codec", [{}, {"kv_cache_quantization": "8"}])
-def test_kernels_read_what_is_in_memory_where_some_kv_is_spilled(
+def test_kernels_read_resident_kv_beside_spilled_kv(
     folder: Path, prompts: list[tuple[int, ...]], tmp_path: Path, codec: dict[str, Any]
 ) -> None:
     """Rows that choose, and spilled layers, take the reference way; a layer that reads all kernels.
@@ -125,7 +125,7 @@ def test_kernels_read_what_is_in_memory_where_some_kv_is_spilled(
     assert any(tmp_path.rglob("*.safetensors"))
 
 
-def test_off_calls_none(
+def test_kernels_off_calls_none(
     folder: Path, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:
     run = Lockstep(folder=folder)
@@ -133,7 +133,7 @@ def test_off_calls_none(
     assert run.calls == 0
 
 
-def test_off_in_the_environment_calls_none_of_a_library_either(
+def test_kernels_off_in_environment_calls_none(
     folder: Path,
     prompts: list[tuple[int, ...]],
     plain: list[tuple[int, ...]],
@@ -155,7 +155,7 @@ class Broken(Lockstep):
         return [2.0 * one for one in super().__call__(call)]
 
 
-def test_wrong_kernels_cost_one_line_and_nothing_else(
+def test_wrong_kernels_are_disabled_with_one_line(
     folder: Path,
     prompts: list[tuple[int, ...]],
     plain: list[tuple[int, ...]],
@@ -168,7 +168,7 @@ def test_wrong_kernels_cost_one_line_and_nothing_else(
     assert "\n" not in line
 
 
-def test_a_self_test_without_time_costs_one_line_and_nothing_else(
+def test_self_test_timeout_disables_kernels_with_one_line(
     folder: Path,
     prompts: list[tuple[int, ...]],
     plain: list[tuple[int, ...]],
@@ -184,7 +184,7 @@ def test_a_self_test_without_time_costs_one_line_and_nothing_else(
     assert line.startswith("the self-test of attention did not finish in 0 s")
 
 
-def test_a_codec_that_no_kernel_reads_costs_one_line(
+def test_codec_without_kernel_gives_one_line(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256}

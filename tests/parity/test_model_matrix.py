@@ -37,7 +37,7 @@ def representatives() -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_says_what_a_plain_loop_says(family: str) -> None:
+def test_family_matches_plain_loop(family: str) -> None:
     """Cold, warm, in the next turn and in a batch; after a restart and past a window, too, one of
     each kind, and in `make soak` all."""
     whole = SOAK or family in representatives()
@@ -58,7 +58,7 @@ def test_windows_of_every_length_beside_tails(family: str, window: int, places: 
     examine_window(family, window, places)
 
 
-def test_nearly_all_that_run_reuse_prefixes() -> None:
+def test_nearly_all_families_reuse_prefixes() -> None:
     rows = [[cell.strip() for cell in line.split("|")] for line in documented().values()]
     reuse = [row[4] for row in rows if row[1] in FAMILIES and row[4] != "not run"]
     assert len(reuse) > 100
@@ -66,7 +66,7 @@ def test_nearly_all_that_run_reuse_prefixes() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "deepseek_v41", "mamba2"])
-def test_what_was_not_computed_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_uncomputed_kv(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: of the first chunk a hundredth more is kept than was computed."""
     real = Runner.prefill
 

@@ -71,7 +71,7 @@ def proposals_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_says_the_same_with_proposals(family: str) -> None:
+def test_family_is_unchanged_by_speculation(family: str) -> None:
     try:
         model = tiny_families.build(family)
         expected, plain = told(model, 0)
@@ -87,7 +87,9 @@ def test_a_family_says_the_same_with_proposals(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba2"])
-def test_a_checker_that_accepts_all_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_verifier_that_accepts_everything(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control."""
     model = tiny_families.build(family)
     expected, _ = told(model, 0)

@@ -56,7 +56,7 @@ def made(model: Any, codec: str = "turbo4", first: int = 64) -> list[TurboQuantK
 
 @family
 @pytest.mark.parametrize("codec", ["turbo4", "k8v4"])
-def test_widened_or_in_place_it_says_the_same(family: str, codec: str, unseamed: None) -> None:
+def test_dequantized_and_in_place_reads_are_equal(family: str, codec: str, unseamed: None) -> None:
     model, prompt = model_of(family), prompt_of(150)
     dequantized = made(model, codec)
     reference = generate(model, prompt, dequantized, 80, 40)
@@ -67,7 +67,7 @@ def test_widened_or_in_place_it_says_the_same(family: str, codec: str, unseamed:
     assert caches[0]._in_place
 
 
-def test_a_model_without_the_common_attention_gets_it_widened(unseamed: None) -> None:
+def test_model_with_custom_attention_dequantizes(unseamed: None) -> None:
     """Gemma 2 multiplies its scores by itself."""
     model, prompt = model_of("gemma2"), prompt_of(150)
     reference = generate(model, prompt, made(model), 30, 40)
@@ -76,7 +76,7 @@ def test_a_model_without_the_common_attention_gets_it_widened(unseamed: None) ->
 
 
 @pytest.mark.parametrize("codec", ["8", "turbo8", "k8v8", "kivi8/turbo8"])
-def test_eight_bits_say_what_full_precision_says(codec: str) -> None:
+def test_eight_bits_match_full_precision_text(codec: str) -> None:
     model, tokenizer = load(MODEL_PATH)
     attach(model)
     told = dialogue(1, tokens=600, facts=6)
@@ -88,7 +88,7 @@ def test_eight_bits_say_what_full_precision_says(codec: str) -> None:
         assert caches[0].codes.offset >= 448
 
 
-def test_the_comparison_sees_two_bits() -> None:
+def test_check_detects_two_bits() -> None:
     """A negative control: the codes are what is read."""
     model = model_of("llama")
     attach(model)
@@ -99,7 +99,7 @@ def test_the_comparison_sees_two_bits() -> None:
 
 
 @family
-def test_batches_say_what_single_runs_say(family: str) -> None:
+def test_batches_match_single_runs(family: str) -> None:
     """Through mlx-lm's `BatchGenerator`: padded on the right, joined, left and taken up again."""
     model = model_of(family)
     attach(model)
@@ -118,7 +118,7 @@ def test_batches_say_what_single_runs_say(family: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "kivi4"])
-def test_saved_in_the_middle(codec: str, tmp_path: Path) -> None:
+def test_saved_during_generation(codec: str, tmp_path: Path) -> None:
     model, prompt = model_of("llama"), prompt_of(150)
     attach(model)
     reference = generate(model, prompt, made(model, codec), 60)
@@ -131,7 +131,7 @@ def test_saved_in_the_middle(codec: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("codec", "tokens"), [("turbo4", 1_024), ("k8v4", 1_024), ("4", 2_048)])
-def test_a_run_takes_less_at_its_peak_than_in_full_precision(codec: str, tokens: int) -> None:
+def test_peak_memory_is_below_full_precision(codec: str, tokens: int) -> None:
     shape = LlamaShape(
         layers=8, hidden_size=256, intermediate_size=256, query_heads=4, kv_heads=4, head_dim=64
     )

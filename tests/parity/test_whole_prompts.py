@@ -68,7 +68,7 @@ MORE = (4_200,) if SOAK else ()
 @pytest.mark.parametrize(
     ("size", "lengths"), [(16, (1, 2, 3, 33, 65, 200, 2_049, *MORE)), (24, (33, 2_060))]
 )
-def test_its_text_is_that_of_generate(size: int, lengths: tuple[int, ...]) -> None:
+def test_text_matches_mlx_lm_generate(size: int, lengths: tuple[int, ...]) -> None:
     """Also where what is read at once ends within a block."""
     with engine(block_size=size, max_batch_size=1) as core:
         handles = [ask(core, prompt_of(tokens, seed=7), 20) for tokens in lengths]
@@ -76,7 +76,7 @@ def test_its_text_is_that_of_generate(size: int, lengths: tuple[int, ...]) -> No
         check(*handles)
 
 
-def test_it_is_not_where_a_prompt_is_cut_otherwise() -> None:
+def test_other_prompt_splits_change_text() -> None:
     """Why it has a way of its own: mlx-lm itself says something else."""
     prompt = prompt_of(70, seed=1)
     whole, _ = plain_greedy(model(), prompt, 8, cuts=(69,))
@@ -84,7 +84,7 @@ def test_it_is_not_where_a_prompt_is_cut_otherwise() -> None:
     assert whole == generated(tuple(prompt), 8) != in_two
 
 
-def test_many_at_once_and_again() -> None:
+def test_concurrent_and_repeated_requests() -> None:
     with engine() as core:
         prompts = [prompt_of(n, seed=n) for n in (70, 70, 33, 1)]
         handles = [ask(core, prompt, 20) for prompt in prompts]
@@ -97,7 +97,7 @@ def test_many_at_once_and_again() -> None:
         assert core.ledger.by_class()[Kind.NODES] == 0
 
 
-def test_a_preempted_sequence_says_the_same() -> None:
+def test_preempted_sequence_matches_plain() -> None:
     """Its prompt is read again as before, and its answer token by token."""
     for steps in (2, 20):
         with engine(max_batch_size=1) as core:
@@ -109,14 +109,14 @@ def test_a_preempted_sequence_says_the_same() -> None:
             check(first, urgent)
 
 
-def test_nothing_is_dropped_past_the_window() -> None:
+def test_nothing_is_dropped_past_window() -> None:
     with engine(max_kv_size=32, keep=4) as core:
         handle = ask(core, prompt_of(70, seed=1), 20)
         drain(core)
         check(handle)
 
 
-def test_nothing_of_it_is_written_or_held(tmp_path: Path) -> None:
+def test_nothing_is_cached_or_written(tmp_path: Path) -> None:
     with tiny_families.uncompiled():
         for _ in range(2):
             with running(tmp_path, model=model(), **SMALL) as core:
@@ -128,7 +128,7 @@ def test_nothing_of_it_is_written_or_held(tmp_path: Path) -> None:
                 assert not list(tmp_path.glob("**/*.safetensors"))
 
 
-def test_draws_are_those_of_the_seed() -> None:
+def test_seeded_draws_are_reproducible() -> None:
     hot = Sampling(temperature=1.0, seed=3)
     with engine() as core:
         handles = [ask(core, prompt_of(40, seed=2), 12, sampling=hot) for _ in range(2)]
@@ -137,7 +137,7 @@ def test_draws_are_those_of_the_seed() -> None:
         assert first == second
 
 
-def test_another_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_other_prompt_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     monkeypatch.setattr(Answer, "whole_stop", property(lambda self: self.position + 1))
     with engine() as core:

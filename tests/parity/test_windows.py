@@ -77,7 +77,7 @@ def node_bytes(core: Core) -> int:
 
 
 @every_family
-def test_the_next_turn_goes_on_and_the_same_prompt_is_read_again(family: str) -> None:
+def test_next_turn_resumes_and_repeated_prompt_recomputes(family: str) -> None:
     with engine(model_of(family), **SMALL) as core:
         assert core.runner.fitness.way == ("joined" if family == "gear" else "shared")
         first = ask(core, BASE, 24)
@@ -105,7 +105,7 @@ def test_the_next_turn_goes_on_and_the_same_prompt_is_read_again(family: str) ->
             assert core.view.stats().prefilled_tokens - before == computed
 
 
-def test_the_end_of_a_prompt_is_retained_once_it_is_read_in_full() -> None:
+def test_prompt_end_is_retained_after_full_prefill() -> None:
     """A prompt that is left in front of its last tokens retains nothing there."""
     with engine(model_of("gemma3"), **SMALL) as core:
 
@@ -121,7 +121,7 @@ def test_the_end_of_a_prompt_is_retained_once_it_is_read_in_full() -> None:
 
 
 @every_family
-def test_the_last_turn_can_be_said_again_while_there_is_room_for_that(family: str) -> None:
+def test_last_turn_can_be_regenerated_while_memory_allows(family: str) -> None:
     """Another answer, or a next turn that leaves out some of this one: where the newest prompt of
     a branch ends is evicted after all else, and before a node is."""
     with engine(model_of(family), **SMALL) as core:
@@ -150,7 +150,7 @@ def test_the_last_turn_can_be_said_again_while_there_is_room_for_that(family: st
 
 
 @every_family
-def test_a_branch_that_parts_where_windows_were_dropped_fills_what_it_reads_again(
+def test_branch_inside_dropped_window_refills_nodes(
     family: str,
 ) -> None:
     with engine(model_of(family), **SMALL) as core:
@@ -170,7 +170,7 @@ def test_a_branch_that_parts_where_windows_were_dropped_fills_what_it_reads_agai
 
 
 @every_family
-def test_all_at_once(family: str) -> None:
+def test_concurrent_mixed_requests_match_plain(family: str) -> None:
     """Who walked back, who goes on, who parts, and who asks for the same as another."""
     with engine(model_of(family), **SMALL, max_batch_size=6) as core:
         first = ask(core, BASE, 24)
@@ -195,7 +195,7 @@ def crowd_reference(family: str) -> Callable[[Guest], list[Step]]:
 
 @every_family
 @pytest.mark.parametrize("places", [2, 8])
-def test_a_crowd_while_everything_is_dropped_all_the_time(
+def test_random_arrivals_with_everything_dropped(
     family: str, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between steps, and wherever anything makes room in the middle of one."""
@@ -217,7 +217,7 @@ def test_a_crowd_while_everything_is_dropped_all_the_time(
 
 
 @every_family
-def test_a_crowd_with_little_memory(family: str) -> None:
+def test_random_arrivals_in_little_memory(family: str) -> None:
     with engine(model_of(family), **SMALL, max_batch_size=4, max_kv_size=256) as core:
         room = (
             core.estimator.sequence_bytes(120)
@@ -230,7 +230,7 @@ def test_a_crowd_with_little_memory(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gear"])
-def test_a_crowd_past_its_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_arrivals_past_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def reference(guest: Guest) -> list[Step]:
         return bounded_text(family, guest.prompt, guest.tokens, 48, 12)
 
@@ -244,7 +244,7 @@ def test_a_crowd_past_its_window(family: str, monkeypatch: pytest.MonkeyPatch) -
 # ---- under pressure
 
 
-def test_thinning_comes_before_giving_up() -> None:
+def test_windows_are_thinned_before_nodes_are_evicted() -> None:
     """The longest unused first, as many as are needed; what is held is left alone."""
     prompts = [tuple(prompt_of(100, seed)) for seed in range(3)]
     with engine(model_of("gemma3"), **SMALL) as core:
@@ -270,7 +270,7 @@ def test_thinning_comes_before_giving_up() -> None:
         core.view.check()
 
 
-def test_what_nobody_can_go_on_from_any_more_goes_at_once() -> None:
+def test_unreachable_nodes_are_evicted_at_once() -> None:
     """With the end of a prompt that was thinned all of it goes; not what another one reads."""
     with engine(model_of("gemma3"), **SMALL) as core:
         core.prefixes.tree.max_merge_tokens = 32
@@ -283,7 +283,7 @@ def test_what_nobody_can_go_on_from_any_more_goes_at_once() -> None:
         assert len(core.prefixes.tree) == 0
 
 
-def test_nodes_being_read_are_thinned_to_admit_a_waiting_request() -> None:
+def test_nodes_in_use_are_thinned_to_admit_waiting_request() -> None:
     """Nodes that are read are thinned as well, and what that frees is promised before."""
     prompts = [tuple(prompt_of(150, seed)) for seed in range(2)]
     with engine(model_of("gemma3"), **SMALL, max_batch_size=2) as core:
@@ -324,7 +324,7 @@ def large() -> Any:
     return model
 
 
-def test_a_long_conversation_holds_little_more_than_it_goes_on_with() -> None:
+def test_long_conversation_holds_little_more_than_its_windows() -> None:
     prompt = [token % 64 for token in prompt_of(2_048)]
     settings = {"block_size": 16, "prefill_chunk": 512, "max_kv_size": 4_096}
     with engine(large(), **settings) as core:
@@ -352,7 +352,7 @@ def test_a_long_conversation_holds_little_more_than_it_goes_on_with() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["8", "k8v4"])
-def test_in_codecs(scheme: str) -> None:
+def test_windows_with_codecs(scheme: str) -> None:
     """What is dropped and read again has the bits that it had: the answer is the same, too."""
     settings = {
         "block_size": 64,
@@ -385,7 +385,7 @@ def test_in_codecs(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["baichuan_m1", "recurrent_gemma", "gear"])
-def test_windows_and_states_together(name: str) -> None:
+def test_windows_with_recurrent_states(name: str) -> None:
     """A place to go on at is one for both."""
     with tiny_families.uncompiled():
         model = tiny_families.build(name)
@@ -413,7 +413,9 @@ def test_windows_and_states_together(name: str) -> None:
 
 
 @every_family
-def test_from_the_disk(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_restored_from_disk(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was dropped is read back, and fills the nodes; what is not whole is not written."""
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
     with with_disk(model_of(family), tmp_path, record_tokens=16) as core:
@@ -431,7 +433,7 @@ def test_from_the_disk(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_waits_to_be_written_is_dropped_last(
+def test_blocks_queued_for_disk_are_dropped_last(
     waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though it is unused for longest; negative control: else it is dropped, and not written."""
@@ -464,7 +466,7 @@ def test_what_waits_to_be_written_is_dropped_last(
 
 
 @every_family
-def test_what_was_dropped_before_it_was_written(family: str, tmp_path: Path) -> None:
+def test_dropped_unwritten_blocks_are_recomputed(family: str, tmp_path: Path) -> None:
     with with_disk(model_of(family), tmp_path, record_tokens=16) as core:
         assert core.tiers is not None
         work = core.tiers.work
@@ -482,7 +484,7 @@ def test_what_was_dropped_before_it_was_written(family: str, tmp_path: Path) -> 
         check(family, after)
 
 
-def test_without_room_to_fill_it_keeps_what_it_reads_to_itself(
+def test_refilled_blocks_stay_private_without_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with engine(model_of("gemma3"), **SMALL) as core:
@@ -513,7 +515,7 @@ class Place:
 
 
 @given(st.data())
-def test_the_deepest_place_is_found(data: st.DataObject) -> None:
+def test_deepest_resume_position_is_found(data: st.DataObject) -> None:
     """Compared with a search for it, token by token."""
     windows = {0: data.draw(st.integers(2, 9)), 2: data.draw(st.integers(2, 9))}
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
@@ -537,7 +539,7 @@ def test_the_deepest_place_is_found(data: st.DataObject) -> None:
     assert resume(path, most, windows) == deepest  # type: ignore[arg-type]
 
 
-def test_windows_of_layers() -> None:
+def test_windows_per_layer() -> None:
     attention_windows = [
         AttentionWindow(4),
         AttentionWindow(100, 4),
@@ -567,7 +569,7 @@ def one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @every_family
-def test_a_block_too_many_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_excess_dropped_block(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the recount, by a read, and, if neither looked, by the text."""
     core = Core(model_of(family), memory_limit="400MB", **SMALL)
     handle = ask(core, BASE[:65], 12)
@@ -585,9 +587,7 @@ def test_a_block_too_many_is_noticed(family: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_a_read_that_did_not_look_would_say_something_else(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_detects_read_of_dropped_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(model_of(family), memory_limit="400MB", **SMALL)
     real = Segment.columns
 

@@ -15,7 +15,7 @@ from penstock.prefix.block_hashes import checkpoint_hash, is_hash_of
 ROOT = root_hash("model")
 
 
-def test_a_chain_is_what_the_docs_say() -> None:
+def test_chain_hash_matches_docs() -> None:
     """Written out: records on disk are found by these keys, so they must never change."""
     raw = np.array([7, 8, 9, 10], "<u4").tobytes()
     first = blake2b(ROOT + raw[:8], digest_size=16).digest()
@@ -32,7 +32,7 @@ def test_a_chain_is_what_the_docs_say() -> None:
 @given(
     st.lists(st.integers(0, 3), max_size=24), st.lists(st.integers(0, 3), max_size=24), st.data()
 )
-def test_keys_agree_exactly_as_far_as_whole_blocks_do(
+def test_hashes_agree_on_common_whole_blocks(
     a: list[int], b: list[int], data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, 5))
@@ -47,13 +47,13 @@ def test_keys_agree_exactly_as_far_as_whole_blocks_do(
     )
 
 
-def test_a_chain_goes_on_from_its_last_key() -> None:
+def test_chain_continues_from_parent_hash() -> None:
     tokens = list(range(20))
     whole = hash_blocks(tokens, 4, ROOT)
     assert hash_blocks(tokens[8:], 4, whole[1]) == whole[2:]
 
 
-def test_lists_and_arrays_of_any_integer_type_name_the_same() -> None:
+def test_lists_and_integer_arrays_hash_equally() -> None:
     tokens = [0, 1, 2**31, 2**32 - 1]
     wanted = hash_blocks(tokens, 2, ROOT)
     for dtype in (np.uint32, np.int64, np.uint64, ">u4", ">i8"):
@@ -66,7 +66,7 @@ def test_lists_and_arrays_of_any_integer_type_name_the_same() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**32], np.array([-1]), np.array([2**32])])
-def test_tokens_that_do_not_fit_are_refused_and_not_wrapped(tokens: object) -> None:
+def test_out_of_range_tokens_are_refused(tokens: object) -> None:
     with pytest.raises(ValueError, match=r"outside of 0\.\.4294967295"):
         as_tokens(tokens)  # type: ignore[arg-type]
 
@@ -74,12 +74,12 @@ def test_tokens_that_do_not_fit_are_refused_and_not_wrapped(tokens: object) -> N
 @pytest.mark.parametrize(
     "tokens", [[1.0], ["1"], [[1]], np.array([1.0]), np.array([[1]]), np.array([True])]
 )
-def test_what_is_not_a_row_of_integers_is_refused(tokens: object) -> None:
+def test_non_integer_tokens_are_refused(tokens: object) -> None:
     with pytest.raises(TypeError, match="one row of integers"):
         as_tokens(tokens)  # type: ignore[arg-type]
 
 
-def test_roots_differ_in_fingerprint_and_salt_and_where_one_ends() -> None:
+def test_root_hash_separates_fingerprint_and_salt() -> None:
     roots = [
         root_hash(a, b) for a, b in [("m", ""), ("m", "a"), ("ma", ""), ("", "ma"), ("n", "a")]
     ]
@@ -89,14 +89,14 @@ def test_roots_differ_in_fingerprint_and_salt_and_where_one_ends() -> None:
     assert len(set(first)) == len(first)
 
 
-def test_wrong_sizes_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="block_size"):
         hash_blocks([1], 0, ROOT)
     with pytest.raises(ValueError, match="16 bytes"):
         hash_blocks([1], 1, b"short")
 
 
-def test_a_key_is_the_hash_of_its_tokens_behind_its_parent() -> None:
+def test_is_hash_of_checks_tokens_and_parent() -> None:
     tokens = np.arange(8, dtype=np.uint32)
     keys = hash_blocks(tokens, 2, ROOT)
     assert is_hash_of(keys[-1], ROOT, tokens, 4)
@@ -116,7 +116,7 @@ def test_a_key_is_the_hash_of_its_tokens_behind_its_parent() -> None:
     assert [is_hash_of(*one) for one in wrong] == [False] * len(wrong)
 
 
-def test_a_checkpoint_has_a_hash_of_its_own() -> None:
+def test_checkpoint_hash_differs_from_block_hash() -> None:
     (key,) = hash_blocks([1, 2], 2, ROOT)
     own = checkpoint_hash(key)
     assert len(own) == len(key) and own not in (key, checkpoint_hash(ROOT))

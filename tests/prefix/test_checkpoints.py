@@ -59,7 +59,7 @@ def captured(points: Checkpoints, pin: Pin[Segment], *positions: int, **more: bo
     ]
 
 
-def test_a_state_is_resumed_at_exactly_its_boundary() -> None:
+def test_state_is_resumed_only_at_its_boundary() -> None:
     prefixes, points = made()
     pin = empty_pin(prefixes)
     grown(prefixes, pin, range(200), 2, 3)
@@ -76,7 +76,7 @@ def test_a_state_is_resumed_at_exactly_its_boundary() -> None:
     prefixes.check()
 
 
-def test_what_is_there_stays_and_becomes_the_end_of_a_turn() -> None:
+def test_recapture_keeps_state_and_marks_turn_end() -> None:
     prefixes, points = made()
     pin = empty_pin(prefixes)
     grown(prefixes, pin, range(64), 2)
@@ -91,7 +91,7 @@ def test_what_is_there_stays_and_becomes_the_end_of_a_turn() -> None:
     assert pin.path[0].segment.checkpoints[0].turn_end
 
 
-def test_no_state_without_room_and_none_that_is_no_number() -> None:
+def test_no_capture_without_room_or_with_nan() -> None:
     prefixes, points = made()
     pin = empty_pin(prefixes)
     grown(prefixes, pin, range(64), 2)
@@ -105,7 +105,7 @@ def test_no_state_without_room_and_none_that_is_no_number() -> None:
     prefixes.check()
 
 
-def test_the_end_of_a_turn_is_the_deepest_state_in_front_of_it() -> None:
+def test_turn_end_is_deepest_state_before_it() -> None:
     prefixes, points = made()
     pin = empty_pin(prefixes)
     grown(prefixes, pin, range(256), 4, 4)
@@ -118,7 +118,7 @@ def test_the_end_of_a_turn_is_the_deepest_state_in_front_of_it() -> None:
     assert ends == [True, True]
 
 
-def test_a_path_keeps_as_many_as_it_would_of_spans_alone() -> None:
+def test_path_keeps_one_state_per_span() -> None:
     """Of decoding, block by block, the last boundary stays, and one a span of blocks."""
     prefixes, points = made()
     pin, tokens = empty_pin(prefixes), range(8 * SPAN)
@@ -132,7 +132,7 @@ def test_a_path_keeps_as_many_as_it_would_of_spans_alone() -> None:
     prefixes.check()
 
 
-def test_where_branches_part_and_turns_end_states_stay() -> None:
+def test_states_at_branches_and_turn_ends_are_kept() -> None:
     prefixes, points = made()
     pin, tokens = empty_pin(prefixes), list(range(8 * SPAN))
     grown(prefixes, pin, tokens, 3)
@@ -149,7 +149,7 @@ def test_where_branches_part_and_turns_end_states_stay() -> None:
     assert 160 not in places(pin)
 
 
-def test_states_take_a_share_of_what_keys_and_values_take() -> None:
+def test_state_bytes_are_a_share_of_kv_bytes() -> None:
     prefixes, _ = made()
     large = SPAN * TOKEN_BYTES  # a share of 1/4 of 32 spans is 8 states
     points = Checkpoints(prefixes, large)
@@ -166,7 +166,7 @@ def test_states_take_a_share_of_what_keys_and_values_take() -> None:
     ("spans_away", "spacing"),
     [(0, 1), (NEAR - 1, 1), (NEAR, 1), (2 * NEAR, 2), (4 * NEAR - 1, 2), (4 * NEAR, 4)],
 )
-def test_how_far_apart_states_are(spans_away: int, spacing: int) -> None:
+def test_checkpoint_spacing(spans_away: int, spacing: int) -> None:
     assert module._spacing(spans_away * SPAN, SPAN) == spacing * SPAN
     tip = 64 * SPAN
     kept = retained(range(SIZE, tip + 1, SIZE), tip, SPAN)
@@ -177,13 +177,13 @@ def test_how_far_apart_states_are(spans_away: int, spacing: int) -> None:
     }
 
 
-def test_checkpoints_after_the_tip_are_retained() -> None:
+def test_checkpoints_after_tip_are_retained() -> None:
     assert retained([32, 64, 96, 128], 70, SPAN) == {64, 96, 128}
     assert retained([], 70, SPAN) == set()
     assert retained([96], 70, SPAN) == {96}
 
 
-def test_where_few_may_stay_distances_count_twice_and_four_times() -> None:
+def test_small_limit_doubles_and_quadruples_spacing() -> None:
     places, tip = range(64, 64 * 65, 64), 64 * 64
 
     def apart(distance: int) -> int:

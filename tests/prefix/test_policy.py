@@ -23,14 +23,14 @@ def pressed(half_life: float, **more: int) -> HalfLife:
     return policy
 
 
-def test_heat_is_the_log_of_uses_halved_every_half_life() -> None:
+def test_heat_is_log_of_decayed_uses() -> None:
     policy, uses, heat = pressed(10.0), [0.0, 3.0, 3.0, 17.0, 40.0], COLD
     for now in uses:
         heat = policy.used(heat, now)
     assert heat == pytest.approx(log2(sum(2 ** (at / 10) for at in uses)))
 
 
-def test_large_times_lose_nothing() -> None:
+def test_large_times_keep_precision() -> None:
     """Seconds since 1970, with which 2^(t / half life) is far beyond any float."""
     policy, now = pressed(1.0), 1.8e9
     once = policy.used(COLD, now)
@@ -49,13 +49,13 @@ def test_worth_is_seconds_saved_per_byte() -> None:
     assert policy.worth(7.0, 0, 10, 0) < inf
 
 
-def test_prefill_of_the_parts_sums_to_the_whole() -> None:
+def test_prefill_costs_are_additive() -> None:
     cost = PrefillCost(1.0, 0.01)
     assert cost.seconds(0, 30) == pytest.approx(30 + 0.01 * 30**2 / 2)
     assert cost.seconds(0, 12) + cost.seconds(12, 30) == pytest.approx(cost.seconds(0, 30))
 
 
-def test_a_cache_that_keeps_long_goes_by_the_last_use_alone() -> None:
+def test_long_idle_time_reduces_policy_to_lru() -> None:
     policy = HalfLife(10.0)
     assert policy.most_added == 0
     assert policy.used(1e9, 50.0) == 5.0
@@ -70,14 +70,14 @@ def test_a_cache_that_keeps_long_goes_by_the_last_use_alone() -> None:
     assert policy.most_added == 0
 
 
-def test_the_idle_time_is_a_slow_mean() -> None:
+def test_idle_time_is_slow_moving_average() -> None:
     policy = pressed(10.0)
     policy.used(COLD, 20.0)
     policy.forget(b"a", 0.0, 0.0)
     assert policy.most_added == pytest.approx(4 * (1 - 20 / 256 / 20))
 
 
-def test_the_mean_heat_of_two_is_weighed_by_bytes() -> None:
+def test_joined_heat_is_weighted_by_bytes() -> None:
     policy = HalfLife()
     assert 2 ** policy.joined(3.0, 100, 5.0, 300) == pytest.approx((8 + 3 * 32) / 4)
     assert policy.joined(COLD, 100, 5.0, 300) == pytest.approx(5 + log2(3 / 4))
@@ -85,7 +85,7 @@ def test_the_mean_heat_of_two_is_weighed_by_bytes() -> None:
     assert policy.joined(3.0, 7, 5.0, 0) == pytest.approx(3.0)
 
 
-def test_the_latest_nodes_given_up_are_remembered_once() -> None:
+def test_evicted_heat_is_recalled_once() -> None:
     policy = HalfLife(remembered_nodes=2)
     for key, heat in ((b"a", 1.0), (b"b", 2.0), (b"a", 3.0), (b"c", 4.0)):
         policy.forget(key, heat, 0.0)
@@ -98,7 +98,7 @@ def test_the_latest_nodes_given_up_are_remembered_once() -> None:
     assert forgetful.recall(b"a") == COLD
 
 
-def test_what_is_remembered_costs_what_it_says() -> None:
+def test_history_nbytes_match() -> None:
     gc.collect()
     tracemalloc.start()
     policy = HalfLife(remembered_nodes=5_000)
@@ -110,12 +110,12 @@ def test_what_is_remembered_costs_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"half_life_seconds": 0.0}, {"remembered_nodes": -1}])
-def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         HalfLife(**wrong)  # type: ignore[arg-type]
 
 
-def test_the_queue_finds_the_least_while_worths_change() -> None:
+def test_queue_returns_minimum_while_worths_change() -> None:
     draw, queue = random.Random(3), EvictionQueue()
     worths: dict[int, float] = {}
     barred: set[int] = set()
@@ -147,7 +147,7 @@ def test_the_queue_finds_the_least_while_worths_change() -> None:
         assert len(queue._heap) <= 2 * len(queue._queued) + 65 + step
 
 
-def test_the_queue_does_not_grow_with_what_was_dropped() -> None:
+def test_queue_does_not_grow_with_dropped_items() -> None:
     queue = EvictionQueue()
     for item in range(10_000):
         queue.offer(item, -float(item))
@@ -155,7 +155,7 @@ def test_the_queue_does_not_grow_with_what_was_dropped() -> None:
     assert len(queue._heap) <= 64
 
 
-def test_the_queue_is_in_order_after_it_was_tidied() -> None:
+def test_queue_is_ordered_after_compaction() -> None:
     queue = EvictionQueue()
     for item in range(1_000):
         queue.offer(item, -float(item))
@@ -171,7 +171,7 @@ def test_the_queue_is_in_order_after_it_was_tidied() -> None:
     assert left == list(range(498, -1, -2))
 
 
-def test_an_item_offered_again_is_queued_once() -> None:
+def test_requeued_item_is_queued_once() -> None:
     queue = EvictionQueue()
     for worth in (5.0, 7.0, 5.0, inf, -inf, -inf):
         queue.offer(1, worth)

@@ -79,7 +79,7 @@ def spelled(pin: Pin[Text]) -> list[int]:
 # ---- reading and writing
 
 
-def test_what_is_committed_is_found_at_once() -> None:
+def test_committed_blocks_are_found_at_once() -> None:
     prefixes = make()
     tokens = list(range(20))
     pin = prefixes.pin(prefixes.find(tokens))
@@ -91,7 +91,7 @@ def test_what_is_committed_is_found_at_once() -> None:
     assert prefixes.find(tokens, salt="another tenant").tokens == 0
 
 
-def test_a_partial_block_pays_for_itself_and_the_longest_is_found() -> None:
+def test_longest_partial_block_is_found_and_accounted() -> None:
     prefixes = make()
     tokens = list(range(11))
     pin = put(prefixes, tokens[:8])
@@ -125,7 +125,7 @@ def test_a_partial_block_pays_for_itself_and_the_longest_is_found() -> None:
         prefixes.check()
 
 
-def test_a_partial_block_without_room_is_left_out() -> None:
+def test_partial_block_without_room_is_skipped() -> None:
     prefixes = make(4_000)
     pin = put(prefixes, range(8))
     own = (8, 9)
@@ -152,7 +152,7 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def test_nothing_is_looked_up_twice_until_the_tree_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookups_are_cached_until_tree_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = looked_up(monkeypatch)
     prefixes = make()
     tokens, other = list(range(20)), list(range(8))
@@ -177,7 +177,7 @@ def test_nothing_is_looked_up_twice_until_the_tree_changes(monkeypatch: pytest.M
     assert before.tokens > prefixes.find(tokens).tokens == 0
 
 
-def test_a_match_that_is_remembered_keeps_nothing_alive() -> None:
+def test_cached_match_keeps_nothing_alive() -> None:
     prefixes = make()
     tokens = list(range(20))
     put(prefixes, tokens).release()
@@ -187,7 +187,7 @@ def test_a_match_that_is_remembered_keeps_nothing_alive() -> None:
     assert segment() is None
 
 
-def test_few_matches_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_match_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = looked_up(monkeypatch)
     prefixes = make()
     for number in range(3 * REMEMBERED_MATCHES):
@@ -196,14 +196,14 @@ def test_few_matches_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(counted) == 3 * REMEMBERED_MATCHES
 
 
-def test_the_memory_of_what_was_given_up_is_a_small_part_of_the_limit() -> None:
+def test_eviction_history_is_small_share_of_limit() -> None:
     assert make().policy.remembered_nodes == 50
     assert make().fixed_bytes == 25_000
     assert make(10**12).policy.remembered_nodes == 16_384
     assert make(remembered=3).policy.remembered_nodes == 3
 
 
-def test_a_chain_goes_on_behind_its_last_key() -> None:
+def test_block_hashes_continue_from_last_hash() -> None:
     prefixes = make()
     tokens = list(range(20))
     first = prefixes.block_hashes(tokens[:8], "tenant")
@@ -211,7 +211,7 @@ def test_a_chain_goes_on_behind_its_last_key() -> None:
     assert [*first, *more] == prefixes.block_hashes(tokens, "tenant")
 
 
-def test_the_segments_bytes_move_from_who_paid_to_the_nodes() -> None:
+def test_insert_moves_bytes_from_payer_to_nodes() -> None:
     prefixes = make()
     tokens = list(range(12))
     pin = prefixes.pin(prefixes.find(tokens))
@@ -223,7 +223,7 @@ def test_the_segments_bytes_move_from_who_paid_to_the_nodes() -> None:
     assert prefixes.ledger.used_bytes == before + prefixes.index_bytes(3)
 
 
-def test_what_others_commit_meanwhile_is_followed() -> None:
+def test_follow_takes_over_blocks_of_others() -> None:
     """Two read the same prompt; the second takes over what the first has committed."""
     prefixes = make()
     tokens = list(range(20))
@@ -242,7 +242,7 @@ def test_what_others_commit_meanwhile_is_followed() -> None:
     assert spelled(first) == spelled(second) == tokens
 
 
-def test_the_same_blocks_are_inserted_once() -> None:
+def test_equal_blocks_are_inserted_once() -> None:
     """Both have read the same blocks; the second finds them there and pays for its own."""
     prefixes = make()
     tokens = list(range(12))
@@ -259,7 +259,7 @@ def test_the_same_blocks_are_inserted_once() -> None:
     prefixes.check()
 
 
-def test_of_blocks_known_in_part_the_others_are_inserted() -> None:
+def test_only_new_blocks_are_inserted() -> None:
     prefixes = make()
     tokens = list(range(20))
     first, second = prefixes.pin(prefixes.find(tokens)), prefixes.pin(prefixes.find(tokens))
@@ -270,7 +270,7 @@ def test_of_blocks_known_in_part_the_others_are_inserted() -> None:
     assert prefixes.tree.tokens == 20
 
 
-def test_a_path_that_ends_inside_a_node_splits_it_when_it_leaves() -> None:
+def test_diverging_path_splits_node() -> None:
     prefixes = make()
     tokens = list(range(20))
     other = [*range(8), *range(50, 62)]
@@ -284,7 +284,7 @@ def test_a_path_that_ends_inside_a_node_splits_it_when_it_leaves() -> None:
     assert prefixes.counts.copied_bytes == 20 * TOKEN_BYTES
 
 
-def test_a_path_follows_a_branch_that_somebody_else_opened() -> None:
+def test_follow_takes_split_branch() -> None:
     """It ends inside a node, which is split under it, and goes on below the other half."""
     prefixes = make()
     other = [*range(8), *range(50, 62)]
@@ -299,7 +299,7 @@ def test_a_path_follows_a_branch_that_somebody_else_opened() -> None:
     assert rest.pins == 0, "what the path has left is not kept"
 
 
-def test_following_lets_go_of_what_is_not_read() -> None:
+def test_follow_releases_unread_blocks() -> None:
     """Behind a split, a pin that ended inside a node keeps only the half that it reads."""
     prefixes = make()
     tokens = list(range(20))
@@ -311,7 +311,7 @@ def test_following_lets_go_of_what_is_not_read() -> None:
     assert [node.end for node in pin.path] == [8]
 
 
-def test_contradictions_are_refused_and_nothing_changes() -> None:
+def test_contradictions_are_refused_without_change() -> None:
     prefixes = make()
     tokens = list(range(20))
     block_hashes = prefixes.block_hashes(tokens)
@@ -354,7 +354,7 @@ def small(text: Text) -> Small:
     return Small(text.content)
 
 
-def test_a_node_that_is_read_is_held_in_another_form() -> None:
+def test_pinned_node_can_be_exchanged() -> None:
     prefixes = make()
     tokens = list(range(16))
     pin = put(prefixes, tokens)
@@ -370,7 +370,7 @@ def test_a_node_that_is_read_is_held_in_another_form() -> None:
     prefixes.check()
 
 
-def test_there_must_be_room_for_both_forms_and_nobody_gives_way() -> None:
+def test_exchange_needs_room_for_both_forms_without_eviction() -> None:
     prefixes = make()
     node, _ = (put(prefixes, [seed, *range(11)]).path[-1] for seed in (50, 60))
     with prefixes.reserve(Kind.TAILS, prefixes.ledger.free_bytes - 299):
@@ -381,7 +381,7 @@ def test_there_must_be_room_for_both_forms_and_nobody_gives_way() -> None:
     prefixes.check()
 
 
-def test_a_form_that_cannot_be_made_changes_nothing() -> None:
+def test_failed_exchange_changes_nothing() -> None:
     prefixes = make()
     node = put(prefixes, list(range(8))).path[-1]
     before = prefixes.ledger.used_bytes
@@ -397,7 +397,7 @@ def test_a_form_that_cannot_be_made_changes_nothing() -> None:
     assert prefixes.ledger.used_bytes == before
 
 
-def test_nodes_of_two_forms_are_not_merged() -> None:
+def test_nodes_of_different_form_are_not_merged() -> None:
     prefixes = make()
     tokens = list(range(24))
     pin = prefixes.pin(prefixes.find(tokens))
@@ -423,7 +423,7 @@ class BreaksApart(Text):
         raise MemoryError
 
 
-def test_a_copy_that_fails_leaves_the_account_exact() -> None:
+def test_failed_copy_keeps_ledger_exact() -> None:
     prefixes = make()
     tokens = list(range(24))
     block_hashes = prefixes.block_hashes(tokens)
@@ -453,7 +453,7 @@ NODE = SIZE * TOKEN_BYTES + Prefixes(Ledger(0), block_size=SIZE).index_bytes(1)
 """What a node of one block takes in all."""
 
 
-def test_room_is_made_to_the_byte() -> None:
+def test_make_room_is_exact_to_the_byte() -> None:
     prefixes = make(10 * NODE, remembered=0)
     pins = fill(prefixes, 10)
     assert (prefixes.ledger.free_bytes, prefixes.evictable_bytes) == (0, 0)
@@ -471,7 +471,7 @@ def test_room_is_made_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize(("missing", "split"), [(0, True), (1, False)])
-def test_a_split_needs_room_for_a_second_copy(missing: int, split: bool) -> None:
+def test_split_needs_room_for_copy(missing: int, split: bool) -> None:
     prefixes = make(remembered=0)
     put(prefixes, range(20)).release()
     match = prefixes.find(range(8))
@@ -484,7 +484,7 @@ def test_a_split_needs_room_for_a_second_copy(missing: int, split: bool) -> None
         assert [node.end for node in pin.path] == ([8] if split else [20])
 
 
-def test_the_least_used_goes_first_and_what_is_read_never() -> None:
+def test_least_used_is_evicted_first_and_pinned_never() -> None:
     clock = Clock()
     prefixes = make(10 * NODE, remembered=0, clock=clock)
     pins = []
@@ -522,7 +522,7 @@ def left(prefixes: Prefixes[Text], prompts: list[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_what_is_held_goes_when_nothing_else_can(held: bool) -> None:
+def test_held_nodes_are_evicted_last(held: bool) -> None:
     """And the negative control: not held, it goes first."""
     clock = Clock()
     prefixes, prompts = rows(clock)
@@ -539,7 +539,7 @@ def test_what_is_held_goes_when_nothing_else_can(held: bool) -> None:
     assert len(prefixes.tree) == 0
 
 
-def test_a_hold_ends_and_the_node_is_worth_what_it_was() -> None:
+def test_expired_hold_restores_worth() -> None:
     clock = Clock()
     prefixes, prompts = rows(clock)
     hold(prefixes, prompts[0], 10.0)
@@ -557,7 +557,7 @@ def test_a_hold_ends_and_the_node_is_worth_what_it_was() -> None:
     prefixes.check()
 
 
-def test_among_held_ones_the_least_used_goes_first() -> None:
+def test_least_used_of_held_nodes_is_evicted_first() -> None:
     clock = Clock()
     prefixes, prompts = rows(clock, 3)
     for prompt in (prompts[1], prompts[0], prompts[2]):
@@ -567,7 +567,7 @@ def test_among_held_ones_the_least_used_goes_first() -> None:
     assert left(prefixes, prompts) == [0, 2]
 
 
-def test_held_and_not_held_are_not_merged_and_a_split_holds_both() -> None:
+def test_held_and_unheld_nodes_are_not_merged_and_split_keeps_hold() -> None:
     clock = Clock()
     prefixes = make(clock=clock)
     tokens = list(range(40))
@@ -586,7 +586,7 @@ def test_held_and_not_held_are_not_merged_and_a_split_holds_both() -> None:
     assert {view.held_seconds for view in prefixes.views()} == {0.0}
 
 
-def test_what_is_merged_of_two_held_ones_is_held_to_the_later_end() -> None:
+def test_merged_node_is_held_until_later_expiry() -> None:
     clock = Clock()
     prefixes = make(clock=clock)
     tokens = list(range(40))
@@ -599,7 +599,7 @@ def test_what_is_merged_of_two_held_ones_is_held_to_the_later_end() -> None:
     assert [view.held_seconds for view in prefixes.views()] == [100.0]
 
 
-def test_views_show_every_node_parents_first() -> None:
+def test_views_list_nodes_parents_first() -> None:
     clock = Clock()
     prefixes = make(clock=clock)
     pin = put(prefixes, range(100))
@@ -622,7 +622,7 @@ def test_views_show_every_node_parents_first() -> None:
     pin.release(), other.release()
 
 
-def test_reserving_makes_room_or_says_what_is_missing() -> None:
+def test_reserve_makes_room_or_reports_missing_bytes() -> None:
     prefixes = make(10 * NODE, remembered=0)
     pins = fill(prefixes, 10)
     pins[0].release()
@@ -635,7 +635,7 @@ def test_reserving_makes_room_or_says_what_is_missing() -> None:
     assert (paid.nbytes, len(prefixes.tree), prefixes.ledger.free_bytes) == (NODE, 9, 0)
 
 
-def test_an_insert_without_room_is_refused_with_the_numbers() -> None:
+def test_insert_without_room_is_refused_with_numbers() -> None:
     prefixes = make(10 * NODE, remembered=0)
     fill(prefixes, 9)
     tokens = list(range(50_000, 50_000 + SIZE))
@@ -655,7 +655,7 @@ def test_an_insert_without_room_is_refused_with_the_numbers() -> None:
     assert prefixes.ledger.free_bytes == 0
 
 
-def test_a_refusal_keeps_nothing_that_is_not_read() -> None:
+def test_refused_insert_releases_unread_blocks() -> None:
     """What others have committed further on is let go of, for it could not be used."""
     prefixes = make(1_000_000)
     tokens = list(range(24))
@@ -674,7 +674,7 @@ def test_a_refusal_keeps_nothing_that_is_not_read() -> None:
     prefixes.check()
 
 
-def test_shrinking_frees_at_least_what_was_asked_and_says_how_much() -> None:
+def test_shrink_frees_at_least_requested_and_reports() -> None:
     prefixes = make(10 * NODE, remembered=0)
     pins = fill(prefixes, 10)
     assert prefixes.shrink(1) == 0, "all is being read"
@@ -689,7 +689,7 @@ def test_shrinking_frees_at_least_what_was_asked_and_says_how_much() -> None:
     prefixes.check()
 
 
-def test_a_limit_that_was_lowered_is_reached_again() -> None:
+def test_lowered_limit_is_reached_by_eviction() -> None:
     prefixes = make(10 * NODE, remembered=0)
     for pin in fill(prefixes, 10)[:7]:
         pin.release()
@@ -702,7 +702,7 @@ def test_a_limit_that_was_lowered_is_reached_again() -> None:
     assert len(prefixes.tree) == 5
 
 
-def test_others_in_the_ledger_leave_less_room() -> None:
+def test_other_ledger_kinds_reduce_room() -> None:
     prefixes = make(10 * NODE, remembered=0)
     prefixes.ledger.reserve(Kind.WEIGHTS, 7 * NODE)
     for pin in fill(prefixes, 3):
@@ -714,7 +714,7 @@ def test_others_in_the_ledger_leave_less_room() -> None:
         prefixes.ledger.check(prefixes.recount())
 
 
-def test_clearing_leaves_what_is_read() -> None:
+def test_clear_keeps_pinned_nodes() -> None:
     prefixes = make()
     pins = fill(prefixes, 5)
     pins[0].release()
@@ -727,7 +727,7 @@ def test_clearing_leaves_what_is_read() -> None:
     assert prefixes.nbytes == prefixes.ledger.used_bytes == prefixes.fixed_bytes
 
 
-def test_check_notices_a_wrong_account() -> None:
+def test_check_detects_wrong_account() -> None:
     prefixes = make()
     fill(prefixes, 2)
     for reservation in (prefixes._nodes, prefixes._index):
@@ -743,7 +743,7 @@ def test_check_notices_a_wrong_account() -> None:
 # ---- tidying
 
 
-def test_a_sequence_that_grows_block_by_block_leaves_few_nodes_and_copies_little() -> None:
+def test_growing_sequence_leaves_few_nodes_and_copies_little() -> None:
     blocks = 256
     prefixes = make(10_000_000, max_merge_tokens=10_000)
     tokens = list(range(blocks * SIZE))
@@ -789,7 +789,7 @@ def blocks_of(pin: Pin[Text]) -> list[int]:
         ((7, 8), [15], 1),
     ],
 )
-def test_a_node_joins_a_parent_that_is_not_longer(
+def test_node_merges_into_parent_that_is_not_longer(
     sizes: tuple[int, ...], after: list[int], merges: int
 ) -> None:
     prefixes = make(max_merge_tokens=15 * SIZE)
@@ -810,7 +810,7 @@ def test_a_node_joins_a_parent_that_is_not_longer(
         ((2, 1, 2), [5]),
     ],
 )
-def test_a_node_joins_a_longer_parent_within_a_span(
+def test_node_merges_into_longer_parent_within_span(
     sizes: tuple[int, ...], after: list[int]
 ) -> None:
     """Small blocks leave no more parts to be read than a span's would."""
@@ -821,7 +821,7 @@ def test_a_node_joins_a_longer_parent_within_a_span(
     prefixes.check()
 
 
-def test_nothing_is_merged_where_somebody_else_reads_on_or_stops() -> None:
+def test_no_merge_where_others_branch_or_end() -> None:
     prefixes = make()
     pin = grown(prefixes, 1, 1, 1)
     tokens = list(range(3 * SIZE))
@@ -837,7 +837,7 @@ def test_nothing_is_merged_where_somebody_else_reads_on_or_stops() -> None:
     assert spelled(pin) == list(range(4 * SIZE))
 
 
-def test_a_merge_waits_for_room_and_takes_it_from_nobody() -> None:
+def test_merge_waits_for_room_without_eviction() -> None:
     prefixes = make(10 * NODE, remembered=0)
     pin = grown(prefixes, 1, 1)
     for other in fill(prefixes, 8):
@@ -856,7 +856,7 @@ def test_a_merge_waits_for_room_and_takes_it_from_nobody() -> None:
 # ---- explaining
 
 
-def test_explain_tells_what_was_given_up_when_and_why() -> None:
+def test_explain_reports_eviction_time_and_reason() -> None:
     clock = Clock()
     prefixes = make(20 * NODE, clock=clock, remembered=8)
     tokens = list(range(12))
@@ -880,7 +880,7 @@ def test_explain_tells_what_was_given_up_when_and_why() -> None:
     prefixes.ledger.check(prefixes.recount())
 
 
-def test_explain_knows_every_block_of_a_run_that_was_evicted() -> None:
+def test_explain_knows_every_evicted_block() -> None:
     """A shorter prompt comes back; behind it, the rest of the longer one is missing."""
     prefixes = make()
     put(prefixes, range(20)).release()
@@ -893,7 +893,7 @@ def test_explain_knows_every_block_of_a_run_that_was_evicted() -> None:
     assert told.reason == "this part is new: 4 tokens from token 8 on, never cached"
 
 
-def test_explain_names_the_first_of_branches_that_share_equally_much() -> None:
+def test_explain_names_first_of_equal_branches() -> None:
     prefixes = make()
     for branch in ([5, 5, 5, 5], [6, 6, 6, 6], [5, 7, 7, 7]):
         put(prefixes, [1, 1, 1, 1, *branch])
@@ -904,7 +904,7 @@ def test_explain_names_the_first_of_branches_that_share_equally_much() -> None:
     assert explain(prefixes, [1, 1, 1, 1, 6, 6, 9, 9]).held_token == 6
 
 
-def test_explain_doubts_that_a_part_is_new_once_evictions_are_forgotten() -> None:
+def test_explain_is_uncertain_after_evictions_are_forgotten() -> None:
     prefixes = make(remembered=3)
     put(prefixes, range(20)).release()
     prefixes.clear()
@@ -913,7 +913,7 @@ def test_explain_doubts_that_a_part_is_new_once_evictions_are_forgotten() -> Non
     assert told.reason.endswith("never cached, or evicted too long ago to be remembered")
 
 
-def test_departures_are_bounded_and_the_latest_is_told() -> None:
+def test_eviction_log_is_bounded() -> None:
     evictions = EvictionLog(4)
     block_hashes = [bytes([i]) * 16 for i in range(12)]
     evictions.note(block_hashes[:3], 1.0, "limit")
@@ -930,7 +930,7 @@ def test_departures_are_bounded_and_the_latest_is_told() -> None:
 
 
 @pytest.mark.parametrize("run", [1, 32])
-def test_departures_cost_what_they_say(run: int) -> None:
+def test_eviction_log_nbytes_match(run: int) -> None:
     gc.collect()
     tracemalloc.start()
     evictions = EvictionLog(5_000)
@@ -953,7 +953,7 @@ def columns(first: int, count: int) -> Segment:
     return Segment.cut([(side, side), (side, side)], 0, count)
 
 
-def test_the_limit_holds_for_what_mlx_holds() -> None:
+def test_mlx_memory_stays_within_limit() -> None:
     """Commit, branch inside nodes, tidy and evict, and ask MLX for the peak."""
     limit = 3_000_000
     prefixes: Prefixes[Segment] = Prefixes(Ledger(limit), block_size=16, max_merge_tokens=256)
@@ -1240,7 +1240,7 @@ OFTEN = settings(
 HUNT = settings(OFTEN, max_examples=10_000, phases=[Phase.generate])
 
 
-def test_many_sequences_share_one_tree_inside_one_ledger() -> None:
+def test_state_machine_many_sequences_share_tree_and_ledger() -> None:
     run_state_machine_as_test(Machine, settings=OFTEN)
 
 
@@ -1325,17 +1325,17 @@ BROKEN = [each for each in Prefixes.__subclasses__() if each.__module__ == __nam
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_machine_notices_what_is_broken(broken: type[Prefixes]) -> None:
+def test_state_machine_detects_defects(broken: type[Prefixes]) -> None:
     machine = type("Broken", (Machine,), {"make": broken})
     with pytest.raises((AssertionError, ValueError, MemoryError, KeyError)):
         run_state_machine_as_test(machine, settings=HUNT)
 
 
-def test_refusals_say_which_limit() -> None:
+def test_refusal_names_the_limit() -> None:
     assert re.search(r"2\.00 kB.*limit of 1\.00 MB.*raise memory_limit", make().no_room(2_000))
 
 
-def test_what_the_nearest_prompt_goes_on_with_is_shown_of_one_salt() -> None:
+def test_nearest_continuation_is_found_within_salt() -> None:
     prefixes = make()
     put(prefixes, [*range(12), *range(50, 58)])
     put(prefixes, [*range(8), *range(70, 78)])

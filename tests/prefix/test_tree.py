@@ -38,7 +38,7 @@ def tree() -> PrefixTree[Blank]:
     return PrefixTree(SIZE)
 
 
-def test_an_empty_tree_knows_nothing(tree: PrefixTree[Blank]) -> None:
+def test_empty_tree_matches_nothing(tree: PrefixTree[Blank]) -> None:
     match = tree.match(block_hashes(range(8)))
     assert (match.path, match.tokens, match.blocks_in_last, match.ends_inside) == ((), 0, 0, False)
     assert tree.victim() is None
@@ -59,7 +59,7 @@ def test_an_empty_tree_knows_nothing(tree: PrefixTree[Blank]) -> None:
         ([99, *range(1, 12)], 0, False),
     ],
 )
-def test_a_match_is_the_longest_prefix_of_whole_blocks(
+def test_match_is_longest_prefix_of_whole_blocks(
     tree: PrefixTree[Blank], prompt: Sequence[int], tokens: int, inside: bool
 ) -> None:
     put(tree, range(12))
@@ -68,7 +68,7 @@ def test_a_match_is_the_longest_prefix_of_whole_blocks(
     assert match.blocks_in_last == tokens // SIZE
 
 
-def test_a_match_ends_inside_a_node_at_every_block(tree: PrefixTree[Blank]) -> None:
+def test_match_ends_at_any_block_inside_node(tree: PrefixTree[Blank]) -> None:
     """Bisection at every place of an uneven and an even number of blocks."""
     for blocks in (7, 8):
         tokens = list(range(1000 * blocks, 1000 * blocks + blocks * SIZE))
@@ -78,7 +78,7 @@ def test_a_match_ends_inside_a_node_at_every_block(tree: PrefixTree[Blank]) -> N
             assert tree.match(block_hashes(other)).tokens == common * SIZE
 
 
-def test_a_second_branch_splits_the_node_it_leaves(tree: PrefixTree[Blank]) -> None:
+def test_second_branch_splits_node(tree: PrefixTree[Blank]) -> None:
     first = put(tree, range(12))
     second = put(tree, [*range(8), *range(50, 58)])
     (head,) = (node for node in tree if node.children)
@@ -91,7 +91,7 @@ def test_a_second_branch_splits_the_node_it_leaves(tree: PrefixTree[Blank]) -> N
     tree.check()
 
 
-def test_tenants_with_different_salts_share_nothing(tree: PrefixTree[Blank]) -> None:
+def test_other_salts_share_nothing(tree: PrefixTree[Blank]) -> None:
     put(tree, range(12))
     assert tree.match(hash_blocks(range(12), SIZE, root_hash("model", "other"))).tokens == 0
 
@@ -104,7 +104,7 @@ def test_tokens_are_copied(tree: PrefixTree[Blank]) -> None:
     tree.check()
 
 
-def test_inserts_that_contradict_themselves_are_refused(tree: PrefixTree[Blank]) -> None:
+def test_contradictory_inserts_are_refused(tree: PrefixTree[Blank]) -> None:
     node = put(tree, range(8))
     good = block_hashes(range(100, 108))
     for own, tokens, segment in [
@@ -124,7 +124,7 @@ def test_inserts_that_contradict_themselves_are_refused(tree: PrefixTree[Blank])
     assert len(tree) == 0
 
 
-def test_a_pin_keeps_its_path_whatever_happens_around_it(tree: PrefixTree[Blank]) -> None:
+def test_pin_keeps_path_through_splits_and_merges(tree: PrefixTree[Blank]) -> None:
     node = put(tree, range(12))
     with tree.pin(node, 1.0) as pin:
         put(tree, [*range(4), *range(50, 54)])
@@ -142,7 +142,7 @@ def test_a_pin_keeps_its_path_whatever_happens_around_it(tree: PrefixTree[Blank]
     assert tree.victim() is node
 
 
-def test_a_node_is_merged_when_all_who_read_it_read_its_child(tree: PrefixTree[Blank]) -> None:
+def test_node_merges_when_all_its_readers_read_child(tree: PrefixTree[Blank]) -> None:
     top, node = put(tree, range(4)), put(tree, range(12))
     with tree.pin(node, 1.0) as pin, tree.pin(node, 2.0) as other:
         other.withdraw(top)
@@ -161,7 +161,7 @@ def test_a_node_is_merged_when_all_who_read_it_read_its_child(tree: PrefixTree[B
     tree.check()
 
 
-def test_what_a_pin_withdraws_from_may_be_evicted(tree: PrefixTree[Blank]) -> None:
+def test_withdrawn_nodes_are_evictable(tree: PrefixTree[Blank]) -> None:
     put(tree, range(4))
     node = put(tree, range(8))
     top = node.path()[0]
@@ -176,14 +176,14 @@ def test_what_a_pin_withdraws_from_may_be_evicted(tree: PrefixTree[Blank]) -> No
         pin.withdraw(None)
 
 
-def test_what_others_committed_is_used_when_it_is_read(tree: PrefixTree[Blank]) -> None:
+def test_adopted_blocks_count_as_used(tree: PrefixTree[Blank]) -> None:
     node = put(tree, range(4), 1.0)
     with tree.pin(None, 2.0) as pin:
         pin.extend(node, 3.0)
         assert (node.hits, node.last_used_seconds) == (1, 3.0)
 
 
-def test_a_pin_is_released_once(tree: PrefixTree[Blank]) -> None:
+def test_pin_is_released_once(tree: PrefixTree[Blank]) -> None:
     node = put(tree, range(8))
     first, second = tree.pin(node, 1.0), tree.pin(node, 2.0)
     first.release()
@@ -196,13 +196,13 @@ def test_a_pin_is_released_once(tree: PrefixTree[Blank]) -> None:
     assert node.pins == 0
 
 
-def test_a_fault_releases_the_pin(tree: PrefixTree[Blank]) -> None:
+def test_exception_releases_pin(tree: PrefixTree[Blank]) -> None:
     with pytest.raises(KeyError), tree.pin(put(tree, range(8)), 1.0):
         raise KeyError
     assert tree.pins == 0
 
 
-def test_a_pin_on_the_root_grows_with_what_is_sealed(tree: PrefixTree[Blank]) -> None:
+def test_root_pin_extends_with_committed_blocks(tree: PrefixTree[Blank]) -> None:
     with tree.pin(None, 1.0) as pin:
         assert pin.path == ()
         for end in (4, 8, 12):
@@ -215,7 +215,7 @@ def test_a_pin_on_the_root_grows_with_what_is_sealed(tree: PrefixTree[Blank]) ->
     assert [node.pins for node in tree] == [0] * 4
 
 
-def test_a_read_counts_for_the_whole_path(tree: PrefixTree[Blank]) -> None:
+def test_read_counts_for_whole_path(tree: PrefixTree[Blank]) -> None:
     put(tree, range(4), 1.0)
     node = put(tree, range(8), 2.0)
     tree.pin(node, 5.0).release()
@@ -223,7 +223,7 @@ def test_a_read_counts_for_the_whole_path(tree: PrefixTree[Blank]) -> None:
     assert [each.last_used_seconds for each in node.path()] == [5.0, 5.0]
 
 
-def test_a_read_saves_from_eviction(tree: PrefixTree[Blank]) -> None:
+def test_read_defers_eviction(tree: PrefixTree[Blank]) -> None:
     """The order of eviction is that of the last reads, not that of the inserts."""
     a, b, c = (put(tree, range(start, start + 4), start / 100) for start in (100, 200, 300))
     tree.pin(a, 400.0).release()
@@ -245,7 +245,7 @@ class EndsHeavily(Blank):
         return Blank(at_tokens), EndsHeavily(self.tokens - at_tokens)
 
 
-def test_what_a_split_makes_worth_less_goes_earlier(tree: PrefixTree[Blank]) -> None:
+def test_split_reorders_eviction(tree: PrefixTree[Blank]) -> None:
     heavy = tree.insert(None, block_hashes(range(40)), list(range(40)), EndsHeavily(40), 0.0)
     other = tree.insert(None, block_hashes(range(50, 58)), list(range(50, 58)), Blank(8), 0.0)
     other.segment = EndsHeavily(300)  # between the heavy node and its end
@@ -257,7 +257,7 @@ def test_what_a_split_makes_worth_less_goes_earlier(tree: PrefixTree[Blank]) -> 
     assert tree.victim() is heavy
 
 
-def test_leaves_go_before_what_they_stand_on(tree: PrefixTree[Blank]) -> None:
+def test_leaves_are_evicted_before_parents(tree: PrefixTree[Blank]) -> None:
     put(tree, range(4), 1.0)
     leaf = put(tree, range(8), 900.0)
     assert tree.victim() is leaf
@@ -265,7 +265,7 @@ def test_leaves_go_before_what_they_stand_on(tree: PrefixTree[Blank]) -> None:
         tree.remove(leaf.path()[0])
 
 
-def test_merging_gives_the_longer_run_and_keeps_the_children(tree: PrefixTree[Blank]) -> None:
+def test_merge_keeps_children(tree: PrefixTree[Blank]) -> None:
     put(tree, range(4), 1.0)
     middle = put(tree, range(8), 2.0)
     leaf = put(tree, range(16), 3.0)
@@ -282,7 +282,7 @@ def test_merging_gives_the_longer_run_and_keeps_the_children(tree: PrefixTree[Bl
     tree.check()
 
 
-def test_nodes_are_merged_up_to_the_limit_and_not_further() -> None:
+def test_nodes_are_merged_up_to_limit() -> None:
     tree: PrefixTree[Blank] = PrefixTree(SIZE, max_merge_tokens=12)
     put(tree, range(4))
     node = put(tree, range(12))
@@ -295,7 +295,7 @@ def test_nodes_are_merged_up_to_the_limit_and_not_further() -> None:
     assert not tree.can_merge(node.path()[0])
 
 
-def test_nodes_of_few_bytes_are_not_merged_without_end() -> None:
+def test_merging_small_nodes_is_bounded_by_tokens() -> None:
     """As of a model of recurrent layers alone, which have no keys."""
 
     class Empty(Blank):
@@ -312,7 +312,7 @@ def test_nodes_of_few_bytes_are_not_merged_without_end() -> None:
         assert max(len(each.tokens) for each in tree) == longest
 
 
-def test_what_is_merged_has_the_mean_heat_by_bytes() -> None:
+def test_merged_heat_is_weighted_by_bytes() -> None:
     """A cold tail does not keep a hot head for ever, nor the other way round."""
     tree: PrefixTree[Blank] = PrefixTree(SIZE, HalfLife(10))
     put(tree, range(4), 0.0)
@@ -323,7 +323,7 @@ def test_what_is_merged_has_the_mean_heat_by_bytes() -> None:
     assert 2**node.heat == pytest.approx((4 * 2**3 + 12 * 2**1) / 16)
 
 
-def test_a_branching_node_or_a_leaf_is_not_merged(tree: PrefixTree[Blank]) -> None:
+def test_branching_node_or_leaf_is_not_merged(tree: PrefixTree[Blank]) -> None:
     leaf = put(tree, range(8))
     put(tree, [*range(4), 9, 9, 9, 9])
     for node in (leaf, leaf.path()[0]):
@@ -333,14 +333,14 @@ def test_a_branching_node_or_a_leaf_is_not_merged(tree: PrefixTree[Blank]) -> No
 
 
 @pytest.mark.parametrize("blocks", [0, 3, 4, -1])
-def test_a_split_leaves_something_on_both_sides(tree: PrefixTree[Blank], blocks: int) -> None:
+def test_empty_split_is_refused(tree: PrefixTree[Blank], blocks: int) -> None:
     node = put(tree, range(12))
     with pytest.raises(ValueError, match="cannot split"):
         tree.split(node, blocks)
     tree.check()
 
 
-def test_what_was_removed_is_not_known_any_more(tree: PrefixTree[Blank]) -> None:
+def test_removed_node_is_unknown(tree: PrefixTree[Blank]) -> None:
     node = put(tree, range(8))
     tree.remove(node)
     for act in (
@@ -364,7 +364,7 @@ class BreaksApart(Blank):
         raise MemoryError
 
 
-def test_an_act_that_fails_changes_nothing() -> None:
+def test_failed_operation_changes_nothing() -> None:
     tree: PrefixTree[Blank] = PrefixTree(SIZE)
     tree.insert(None, block_hashes(range(8)), list(range(8)), BreaksApart(8), 0.0)
     node = put(tree, range(12))
@@ -375,7 +375,7 @@ def test_an_act_that_fails_changes_nothing() -> None:
         assert (len(tree), tree.tokens) == (2, 12)
 
 
-def test_check_notices_what_is_wrong(tree: PrefixTree[Blank]) -> None:
+def test_check_detects_corruption(tree: PrefixTree[Blank]) -> None:
     put(tree, range(8))
     node = put(tree, range(16))
     for name, wrong in [
@@ -413,7 +413,7 @@ def test_check_notices_what_is_wrong(tree: PrefixTree[Blank]) -> None:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_the_index_costs_what_it_says(held: bool) -> None:
+def test_index_bytes_match(held: bool) -> None:
     for blocks in (1, 16):
         gc.collect()
         tracemalloc.start()
@@ -431,7 +431,7 @@ def test_the_index_costs_what_it_says(held: bool) -> None:
         assert measured <= 1.1 * tree.index_bytes <= 1.4 * measured
 
 
-def test_looking_up_is_linear_in_the_prompt() -> None:
+def test_lookup_time_is_linear() -> None:
     """Ten times the goal is allowed here; `penstock bench lookup` measures."""
     tree: PrefixTree[Blank] = PrefixTree(64)
     prompt = np.random.default_rng(0).integers(0, 150_000, 131_072).tolist()

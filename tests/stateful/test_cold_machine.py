@@ -31,7 +31,7 @@ def run(kind: Kind, how: settings) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
-def test_engine_says_what_the_model_says_alone_whatever_the_disk_does(kind: Kind) -> None:
+def test_engine_matches_model_with_disk_faults(kind: Kind) -> None:
     run(kind, examples(3))
 
 
@@ -62,7 +62,7 @@ def reads_another_block(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("broken", [takes_damage_for_whole, reads_another_block])
-def test_machine_notices(
+def test_state_machine_detects_defects(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)

@@ -50,11 +50,11 @@ def run(kind: Kind, core: type[Core] = Core, how: settings | None = None) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
-def test_engine_says_what_the_model_says_alone(kind: Kind) -> None:
+def test_engine_matches_model(kind: Kind) -> None:
     run(kind, how=examples(1 if kind is LONG else 3))
 
 
-def test_engine_does_so_whatever_its_settings_are_together() -> None:
+def test_engine_matches_model_with_random_settings() -> None:
     run_state_machine_as_test(DrawnMachine, settings=examples())
 
 
@@ -311,7 +311,7 @@ def engine_with(broken: type, base: type[Core] = Core) -> type[Core]:
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_machine_notices_a_broken_engine(broken: type) -> None:
+def test_state_machine_detects_broken_engines(broken: type) -> None:
     with pytest.raises((AssertionError, ValueError, BaseExceptionGroup)) as caught:
         run(OF_A_KIND.get(broken, LONG), engine_with(broken), HUNT)
     # A tree that is told nonsense says so by a ValueError.
@@ -402,7 +402,7 @@ CROSSED: dict[str, type[Core]] = {
 
 
 @pytest.mark.parametrize("name", CROSSED)
-def test_machine_notices_a_defect_of_settings_that_cross(name: str) -> None:
+def test_state_machine_detects_setting_interaction_defects(name: str) -> None:
     machine = type("Machine", (DrawnMachine,), {"make": CROSSED[name]})
     with pytest.raises((AssertionError, BaseExceptionGroup)) as caught:
         run_state_machine_as_test(machine, settings=MANY)

@@ -29,11 +29,11 @@ def run(kind: Kind, how: settings | None = None) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
-def test_cache_shows_what_the_list_of_tokens_says(kind: Kind) -> None:
+def test_cache_matches_token_list(kind: Kind) -> None:
     run(kind)
 
 
-def test_both_rules_agree_where_nothing_is_kept() -> None:
+def test_reference_rules_agree_without_keep() -> None:
     window = Window(5)
     for past in range(12):
         before = list(range(past))
@@ -158,7 +158,7 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 @pytest.mark.parametrize("kind", BROKEN, ids=[kind.name for kind in BROKEN])
-def test_a_broken_cache_is_noticed(kind: Kind) -> None:
+def test_state_machine_detects_broken_caches(kind: Kind) -> None:
     how = settings(phases=[Phase.generate], max_examples=200, print_blob=False)
     with pytest.raises((AssertionError, BaseExceptionGroup)) as caught:
         run(kind, how)

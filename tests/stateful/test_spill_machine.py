@@ -40,7 +40,7 @@ def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_spans, "RECORD_TOKENS", 16)
 
 
-def test_what_is_spilled_is_read_as_it_was_and_the_limit_holds() -> None:
+def test_spilled_blocks_are_read_back_within_limit() -> None:
     run_state_machine_as_test(SpillMachine, settings=examples(5))
 
 
@@ -188,7 +188,7 @@ def counts_no_places(patch: pytest.MonkeyPatch) -> None:
         counts_no_places,
     ],
 )
-def test_machine_notices(
+def test_state_machine_detects_defects(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)

@@ -23,7 +23,7 @@ def run(
     run_state_machine_as_test(machine, settings=how)
 
 
-def test_tree_says_what_a_dict_of_prefixes_says() -> None:
+def test_tree_matches_dict_of_prefixes() -> None:
     """At least as long as the hunts below, so that what they find is not found here."""
     given = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
     run(how=settings(given, max_examples=max(150, given.max_examples), stateful_step_count=40))
@@ -192,19 +192,19 @@ POLICIES = [each for each in HalfLife.__subclasses__() if each.__module__ == __n
 
 
 @pytest.mark.parametrize("broken", TREES)
-def test_machine_notices_a_broken_tree(broken: type[PrefixTree]) -> None:
+def test_state_machine_detects_broken_trees(broken: type[PrefixTree]) -> None:
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run(tree=broken, how=HUNT)
 
 
 @pytest.mark.parametrize("broken", POLICIES)
-def test_machine_notices_a_broken_policy(broken: type[HalfLife]) -> None:
+def test_state_machine_detects_broken_policies(broken: type[HalfLife]) -> None:
     with pytest.raises(AssertionError):
         run(policy=broken, how=HUNT)
 
 
 @pytest.mark.parametrize("wrong_by", [-1, 1])
-def test_machine_notices_a_wrong_end_of_a_match(
+def test_state_machine_detects_wrong_match_ends(
     monkeypatch: pytest.MonkeyPatch, wrong_by: int
 ) -> None:
     right = tree_module._common

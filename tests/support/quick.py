@@ -21,13 +21,13 @@ import pytest
 SECONDS = 0.5
 LONGEST = 2.0
 ALWAYS = (
-    "test_engine_says_what_the_model_says_alone",
-    "test_engine_says_what_the_model_says_alone_whatever_the_disk_does",
-    "test_tree_says_what_a_dict_of_prefixes_says",
-    "test_with_as_many_tokens_as_there_are_the_text_is_that_of_today",
+    "test_engine_matches_model",
+    "test_engine_matches_model_with_disk_faults",
+    "test_tree_matches_dict_of_prefixes",
+    "test_attend_budget_of_all_tokens_matches_full_attention",
     "test_blocks_are_read_exactly_where_they_lie",
-    "test_many_sequences_share_one_tree_inside_one_ledger",
-    "test_the_limit_holds_at_every_moment",
+    "test_state_machine_many_sequences_share_tree_and_ledger",
+    "test_memory_stays_within_limit",
     "test_sigterm_drains_open_requests",
     "test_ray_is_imported_by_its_own_part_alone",
 )

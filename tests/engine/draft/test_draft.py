@@ -110,7 +110,7 @@ def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
         ("falcon_h1", {}),
     ],
 )
-def test_answers_are_the_same_with_a_draft(family: str, more: dict[str, Any]) -> None:
+def test_draft_does_not_change_answers(family: str, more: dict[str, Any]) -> None:
     with running(model_of(family), **more) as core:
         expected = answers(core)
     for draft in (model_of("llama"), blurred()):
@@ -125,7 +125,7 @@ def test_answers_are_the_same_with_a_draft(family: str, more: dict[str, Any]) ->
                 assert stats.by_kind["draft"] > core.draft.fixed_bytes, "its tree"
 
 
-def test_a_draft_that_is_always_right_saves_steps_and_one_that_is_not_is_left(
+def test_good_draft_saves_steps_and_bad_draft_is_disabled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     greedy, steps = REQUESTS[:2], []
@@ -145,7 +145,7 @@ def test_a_draft_that_is_always_right_saves_steps_and_one_that_is_not_is_left(
     assert stats.generated_tokens == 90
 
 
-def test_a_checker_that_accepts_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_verifier_that_accepts_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     with running(model_of("llama")) as core:
         expected = answers(core, REQUESTS[:2])
@@ -154,7 +154,7 @@ def test_a_checker_that_accepts_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
         assert answers(core, REQUESTS[:2]) != expected
 
 
-def test_it_is_off_where_it_costs_more_than_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_is_off_where_it_costs_more_than_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCosts, "draft_ratio", lambda *_: 9.0)
     with running(model_of("llama"), model_of("llama")) as core:
         answers(core)
@@ -163,7 +163,7 @@ def test_it_is_off_where_it_costs_more_than_it_gains(monkeypatch: pytest.MonkeyP
         assert core.view.stats().by_kind["draft"] == core.draft.fixed_bytes
 
 
-def test_the_cost_of_drafting_is_a_part_of_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_cost_limits_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     costs, hoped = StepCosts(), [(16, 0.9)]
     for _ in range(LEAST_SAMPLES):
@@ -179,7 +179,7 @@ def test_the_cost_of_drafting_is_a_part_of_the_choice(monkeypatch: pytest.Monkey
     assert costs.best(hoped, 1) == (0, 1.0)
 
 
-def test_a_long_text_is_not_read_for_a_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_is_not_drafted_for_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token of the answer is worth the time of one token's reading here."""
     read = []
     for tokens in (40, 120):
@@ -204,7 +204,7 @@ def run(core: Core, requests: Sequence[Request], steps: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "preempted", "finished", "failed"])
-def test_sequences_that_go_give_the_draft_s_bytes_back(how: str) -> None:
+def test_finished_sequences_free_draft_bytes(how: str) -> None:
     with running(model_of("llama"), model_of("llama"), max_batch_size=2) as core:
         handles = run(core, REQUESTS[:2], 16)
         draft = core.draft
@@ -228,7 +228,7 @@ def test_sequences_that_go_give_the_draft_s_bytes_back(how: str) -> None:
         assert core.ledger.by_class()[Kind.DRAFT] == draft.fixed_bytes
 
 
-def test_a_byte_of_the_draft_that_is_lost_is_seen() -> None:
+def test_check_detects_lost_draft_bytes() -> None:
     """Negative control."""
     with running(model_of("llama"), model_of("llama")) as core:
         run(core, REQUESTS[:1], 14)
@@ -242,7 +242,7 @@ def test_a_byte_of_the_draft_that_is_lost_is_seen() -> None:
             core.view.check()
 
 
-def test_its_tree_is_shared_by_turns_and_given_back_first() -> None:
+def test_draft_prefixes_are_shared_and_evicted_first() -> None:
     with running(model_of("llama"), model_of("llama")) as core:
         assert core.draft is not None
         (first,) = answers(core, REQUESTS[:1])
@@ -260,7 +260,7 @@ def test_its_tree_is_shared_by_turns_and_given_back_first() -> None:
         assert (tree.tokens, len(core.prefixes.tree)) == (0, nodes)
 
 
-def test_running_sequences_lose_it_after_all_else_and_go_on() -> None:
+def test_running_sequences_lose_draft_kv_last() -> None:
     with running(model_of("llama")) as core:
         expected = answers(core, REQUESTS[:2])
     with running(model_of("llama"), model_of("llama")) as core:
@@ -279,7 +279,7 @@ def test_running_sequences_lose_it_after_all_else_and_go_on() -> None:
 
 
 @pytest.mark.parametrize("beside", [0, 60_000, 150_000, 400_000])
-def test_where_memory_is_short_answers_are_the_same(beside: int) -> None:
+def test_draft_under_memory_pressure_does_not_change_answers(beside: int) -> None:
     with running(model_of("llama")) as core:
         expected = answers(core)
     with running(model_of("llama"), model_of("llama")) as core:
@@ -290,7 +290,7 @@ def test_where_memory_is_short_answers_are_the_same(beside: int) -> None:
             assert core.ledger.used_bytes <= core.ledger.limit_bytes
 
 
-def test_a_fault_of_the_draft_is_a_missing_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_error_means_no_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("a fault")
 
@@ -308,7 +308,7 @@ def test_a_fault_of_the_draft_is_a_missing_proposal(monkeypatch: pytest.MonkeyPa
 # ---- which models
 
 
-def test_a_model_with_another_vocabulary_or_with_states_is_refused() -> None:
+def test_incompatible_draft_models_are_refused() -> None:
     recall = load_all(MODEL_PATH)
     with (
         pytest.raises(SettingError, match="model has 512"),
@@ -331,7 +331,7 @@ def test_a_model_with_another_vocabulary_or_with_states_is_refused() -> None:
         Core(recall.model, recall.tokenizer, memory_limit="9MB", draft_model=str(MODEL_PATH))
 
 
-def test_a_folder_is_loaded_and_four_tokens_are_proposed() -> None:
+def test_draft_folder_defaults_to_four_tokens() -> None:
     recall = load_all(MODEL_PATH)
     core = Core(recall.model, recall.tokenizer, **SMALL, draft_model=str(MODEL_PATH))
     try:

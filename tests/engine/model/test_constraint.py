@@ -95,12 +95,12 @@ def assert_follows(text: str) -> None:
         ({"type": {1, 2}}, "."),
     ],
 )
-def test_a_bad_schema_is_refused_in_the_librarys_words(schema: Any, said: str) -> None:
+def test_bad_schema_error_comes_from_library(schema: Any, said: str) -> None:
     with pytest.raises(SettingError, match=f"^the JSON schema cannot.*{said}"):
         json_schema_grammar(schema)
 
 
-def test_a_grammar_that_is_none_is_refused_where_it_is_asked(core: Core) -> None:
+def test_bad_grammar_is_refused_on_submit(core: Core) -> None:
     with pytest.raises(SettingError, match="the grammar cannot be followed"):
         ask(core, grammar="this is not a grammar")
     assert core.view.idle
@@ -127,7 +127,7 @@ CIRCLE = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
     ],
     ids=["itself", "a circle", "any of itself", "1,000", "5,000", "an enum"],
 )
-def test_what_compiles_to_nothing_is_refused_before_the_engine_has_it(
+def test_uncompilable_grammar_is_refused_before_submit(
     embedded: Any, schema: dict[str, Any], said: str
 ) -> None:
     with Engine(*embedded, memory_limit="200MB") as engine:
@@ -138,7 +138,7 @@ def test_what_compiles_to_nothing_is_refused_before_the_engine_has_it(
         assert engine.stats().requests == 0
 
 
-def test_the_engines_thread_compiles_nothing(embedded: Any) -> None:
+def test_engine_thread_never_compiles_grammars(embedded: Any) -> None:
     """Also what was forgotten between `open` and the engine is not compiled again."""
     with Engine(*embedded, memory_limit="200MB") as engine:
         handle = engine.open(Request(prompt=(1, 2), max_tokens=100, n=2, grammar=GRAMMAR))
@@ -152,14 +152,14 @@ def test_the_engines_thread_compiles_nothing(embedded: Any) -> None:
             assert_follows(choice.text)
 
 
-def test_without_a_tokenizer_there_are_no_grammars() -> None:
+def test_grammar_requires_tokenizer() -> None:
     core = Core(model_of("llama"), memory_limit="40MB", block_size=16, max_kv_size=512)
     with pytest.raises(SettingError, match="needs a tokenizer"):
         core.submit(Request(prompt=(1, 2), grammar=GRAMMAR))
     core.close()
 
 
-def test_grammars_are_compiled_once_and_the_latest_are_kept(embedded: Any) -> None:
+def test_compiled_grammars_are_lru_cached(embedded: Any) -> None:
     grammars = Grammars(embedded[1], 3_025)
     asked = [f'start: "{"a" * (1 + i)}"' for i in range(COMPILED_GRAMMARS + 3)]
     for grammar in asked:
@@ -171,7 +171,7 @@ def test_grammars_are_compiled_once_and_the_latest_are_kept(embedded: Any) -> No
     assert grammars._compiled[asked[3]] is kept[asked[3]]
 
 
-def test_two_answers_go_through_one_grammar_each_on_its_own(embedded: Any) -> None:
+def test_answers_share_compiled_grammar_but_not_state(embedded: Any) -> None:
     grammars = Grammars(embedded[1], 3_025)
     one, other = (grammars.constraint('start: "{" "}"') for _ in range(2))
     opens, closes = (encode(embedded[1], text)[-1] for text in "{}")
@@ -186,7 +186,7 @@ def test_two_answers_go_through_one_grammar_each_on_its_own(embedded: Any) -> No
 # ---- answers
 
 
-def test_an_answer_follows_its_schema_and_ends_by_itself(core: Core) -> None:
+def test_answer_follows_schema_and_stops(core: Core) -> None:
     free, bound = run(core, ask(core), ask(core, grammar=GRAMMAR))
     assert_follows(bound.text)
     assert reason(bound) == "stop"
@@ -194,14 +194,14 @@ def test_an_answer_follows_its_schema_and_ends_by_itself(core: Core) -> None:
         json.loads(free.text)  # negative control: by itself the model says no JSON
 
 
-def test_no_schema_is_any_object(core: Core) -> None:
+def test_empty_schema_means_any_object(core: Core) -> None:
     (found,) = run(core, ask(core, grammar=json_schema_grammar(None), max_tokens=60))
     assert found.text.lstrip().startswith("{")
     if reason(found) == "stop":
         assert isinstance(json.loads(found.text), dict)
 
 
-def test_greedy_text_is_the_same_alone_and_among_others(core: Core) -> None:
+def test_greedy_constrained_text_is_batch_invariant(core: Core) -> None:
     texts = (QUESTION, "Animals are good company.", "The code of the royal owl is 17.")
     wishes = [(text, grammar) for text in texts for grammar in (None, GRAMMAR)]
     alone = [run(core, ask(core, text, grammar=grammar))[0].tokens for text, grammar in wishes]
@@ -210,7 +210,7 @@ def test_greedy_text_is_the_same_alone_and_among_others(core: Core) -> None:
     assert [choice.tokens for choice in together] == alone
 
 
-def test_drawn_answers_follow_it_too_and_a_seed_repeats_them(core: Core) -> None:
+def test_sampled_constrained_answers_are_seeded(core: Core) -> None:
     hot = Sampling(temperature=1.5, seed=7, logprobs=True, top_logprobs=3, top_p=0.9, top_k=40)
     handles = [ask(core, grammar=GRAMMAR, sampling=hot, n=3) for _ in range(2)]
     run(core, *handles)
@@ -227,7 +227,7 @@ def test_drawn_answers_follow_it_too_and_a_seed_repeats_them(core: Core) -> None
     assert len({tuple(c.tokens) for c in first}) > 1
 
 
-def test_log_probabilities_are_the_models_own(core: Core) -> None:
+def test_logprobs_ignore_constraint(core: Core) -> None:
     """What the grammar forbids is still what the model finds likeliest."""
     wish = Sampling(logprobs=True, top_logprobs=1)
     free, bound = run(core, ask(core, sampling=wish), ask(core, sampling=wish, grammar=GRAMMAR))
@@ -239,14 +239,14 @@ def test_log_probabilities_are_the_models_own(core: Core) -> None:
     assert chosen < likelier
 
 
-def test_a_bias_cannot_bring_back_what_the_grammar_forbids(core: Core) -> None:
+def test_logit_bias_cannot_allow_forbidden_tokens(core: Core) -> None:
     bias = Sampling(logit_bias={encode(core.tokenizer, "!")[-1]: 1e9}, repetition_penalty=1.2)
     (found,) = run(core, ask(core, grammar='start: "{" /[a-c]{3}/ "}"', sampling=bias))
     assert found.text[0] + found.text[-1] == "{}"
     assert set(found.text[1:-1]) <= set("abc")
 
 
-def test_stop_strings_and_max_tokens_cut_it(core: Core) -> None:
+def test_stop_strings_and_max_tokens_end_constrained_answer(core: Core) -> None:
     stopped, short = run(
         core, ask(core, grammar=GRAMMAR, stop=('"name"',)), ask(core, grammar=GRAMMAR, max_tokens=3)
     )
@@ -257,9 +257,7 @@ def test_stop_strings_and_max_tokens_cut_it(core: Core) -> None:
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_a_grammar_that_may_go_on_ends_with_the_end_of_sequence(
-    core: Core, ignore_eos: bool
-) -> None:
+def test_open_ended_grammar_ends_with_eos(core: Core, ignore_eos: bool) -> None:
     (found,) = run(core, ask(core, grammar='start: "7"+', ignore_eos=ignore_eos, max_tokens=40))
     assert set(found.text) == {"7"}
     if reason(found) == "stop":
@@ -267,7 +265,7 @@ def test_a_grammar_that_may_go_on_ends_with_the_end_of_sequence(
         assert found.finish.stop in core.tokenizer.eos_token_ids
 
 
-def test_an_answer_goes_on_in_its_grammar_after_it_was_parked(embedded: Any) -> None:
+def test_constrained_answer_resumes_after_preemption(embedded: Any) -> None:
     settings: dict[str, Any] = {"memory_limit": "100MB", "block_size": 16, "max_batch_size": 1}
     core = Core(*embedded, **settings)
     (alone,) = run(core, ask(core, grammar=GRAMMAR))
@@ -339,7 +337,7 @@ def signs() -> Iterator[Core]:
     made.close()
 
 
-def test_a_tokenizer_without_a_backend_is_spelt_out(signs: Core) -> None:
+def test_tokenizer_without_backend_is_spelled_out(signs: Core) -> None:
     prompt = tuple(range(40))
     handles = [
         signs.submit(Request(prompt=prompt, max_tokens=200, grammar=grammar, n=2))
@@ -351,7 +349,7 @@ def test_a_tokenizer_without_a_backend_is_spelt_out(signs: Core) -> None:
     assert (reason(found), reason(lines)) == ("stop", "stop")
 
 
-def test_what_no_token_can_say_fails_one_answer_alone(signs: Core) -> None:
+def test_dead_end_grammar_fails_only_its_answer(signs: Core) -> None:
     bad = signs.submit(Request(prompt=tuple(range(40)), max_tokens=20, grammar='start: "aé"'))
     good = signs.submit(Request(prompt=tuple(range(40)), max_tokens=200, grammar=GRAMMAR))
     free = signs.submit(Request(prompt=tuple(range(40)), max_tokens=20))
@@ -367,7 +365,7 @@ def test_what_no_token_can_say_fails_one_answer_alone(signs: Core) -> None:
     signs.view.check()
 
 
-def test_a_backend_that_has_no_bytes_is_spelt_out_as_well() -> None:
+def test_backend_without_bytes_is_spelled_out() -> None:
     words = {word: i for i, word in enumerate(["yes", "no", "maybe", "</s>", "?"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="?"))
     fast: Any = PreTrainedTokenizerFast

@@ -140,9 +140,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_grammar_that_takes_too_much_to_compile_is_refused(
-    trials: GrammarTrials, embedded: Any, name: str
-) -> None:
+def test_expensive_grammar_is_refused(trials: GrammarTrials, embedded: Any, name: str) -> None:
     before = resident_bytes()
     with pytest.raises(SettingError, match=r"to compile it takes more than .* Ask for smaller"):
         Grammars(embedded[1], 3_025).constraint(text_of(HOSTILE[name]))
@@ -152,7 +150,7 @@ def test_a_grammar_that_takes_too_much_to_compile_is_refused(
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)
-def test_a_grammar_of_a_usual_size_is_compiled(embedded: Any, name: str) -> None:
+def test_ordinary_grammar_compiles_within_limits(embedded: Any, name: str) -> None:
     """The negative control, under the limits as they are."""
     grammars = Grammars(embedded[1], 3_025)
     first = grammars.constraint(text_of(LEGITIMATE[name]))
@@ -160,7 +158,7 @@ def test_a_grammar_of_a_usual_size_is_compiled(embedded: Any, name: str) -> None
     assert 0 < grammars.nbytes < grammar_trials.COMPILE_BYTES
 
 
-def test_without_a_limit_the_same_grammar_is_compiled(
+def test_expensive_grammar_compiles_without_limits(
     trials: GrammarTrials, embedded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_trials, "COMPILE_BYTES", 1_000_000)
@@ -171,7 +169,7 @@ def test_without_a_limit_the_same_grammar_is_compiled(
     assert Grammars(embedded[1], 3_025).constraint(grammar).allowed(3_025).any()
 
 
-def test_a_verdict_is_remembered(trials: GrammarTrials) -> None:
+def test_verdict_is_cached(trials: GrammarTrials) -> None:
     grammar = text_of(HOSTILE["a prime in Lark"])
     first = trials.verdict(grammar)
     trials.close()
@@ -181,7 +179,7 @@ def test_a_verdict_is_remembered(trials: GrammarTrials) -> None:
     assert trials._process is not None
 
 
-def test_a_process_that_was_ended_is_started_again(trials: GrammarTrials) -> None:
+def test_killed_trial_process_is_restarted(trials: GrammarTrials) -> None:
     assert trials.verdict('start: "a"').error == ""
     assert trials._process is not None
     ended = trials._process.pid
@@ -191,7 +189,7 @@ def test_a_process_that_was_ended_is_started_again(trials: GrammarTrials) -> Non
     assert trials._process.pid != ended
 
 
-def test_the_process_ends_with_the_one_that_started_it() -> None:
+def test_trial_process_ends_with_parent() -> None:
     code = (
         "from penstock.engine.model.grammar_trials import grammar_trials as trials\n"
         "trials.verdict('start: \"a\"'); print(trials._process.pid, flush=True); input()"
@@ -206,7 +204,7 @@ def test_the_process_ends_with_the_one_that_started_it() -> None:
     wait_until(lambda: not psutil.pid_exists(pid))
 
 
-def test_a_count_gives_a_lexer_more_states() -> None:
+def test_lexer_state_limit_grows_with_counts() -> None:
     few = grammar_limits('start: "1970" /[a-z]{2,9}/')["max_lexer_states"]
     assert grammar_limits("start: /[a-z]{2,9000}/")["max_lexer_states"] == few - 9 + 9_000
     assert grammar_limits('{"maxLength": 9000}')["max_lexer_states"] == few - 9 + 9_000
@@ -217,7 +215,7 @@ def test_a_count_gives_a_lexer_more_states() -> None:
 # ---- memory
 
 
-def test_compiled_grammars_are_in_the_ledger_until_they_are_evicted(embedded: Any) -> None:
+def test_compiled_grammars_are_in_ledger_until_evicted(embedded: Any) -> None:
     core = Core(*embedded, memory_limit="100MB", block_size=16)
     grammars = core.intake.grammars
     assert grammars is not None
@@ -241,7 +239,7 @@ def test_compiled_grammars_are_in_the_ledger_until_they_are_evicted(embedded: An
     assert core.ledger.by_class()[Kind.GRAMMARS] == 0
 
 
-def test_the_least_recently_used_make_room_and_answers_keep_theirs(embedded: Any) -> None:
+def test_lru_grammars_are_evicted_and_running_answers_keep_theirs(embedded: Any) -> None:
     trial = Grammars(embedded[1], 3_025)
     trial.constraint(WORD % "a")
     grammars = Grammars(embedded[1], 3_025, int(2.5 * trial.nbytes))
@@ -260,7 +258,7 @@ def test_the_least_recently_used_make_room_and_answers_keep_theirs(embedded: Any
         Grammars(embedded[1], 3_025, 1_000).constraint(WORD % "a")
 
 
-def test_a_grammar_that_does_not_fit_in_the_ledger_is_refused(embedded: Any) -> None:
+def test_grammar_beyond_ledger_is_refused(embedded: Any) -> None:
     with Engine(*embedded, memory_limit="100MB", block_size=16) as engine:
         ledger = engine._core.ledger
         full = engine._wait(
@@ -290,7 +288,7 @@ def submit(core: Core, grammar: str | None, max_tokens: int = 400) -> Handle:
     return core.submit(Request(prompt=prompt, **settings))
 
 
-def test_an_answer_whose_steps_take_too_long_ends_alone(
+def test_slow_constrained_answer_fails_alone(
     embedded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constraint, "STEP_SECONDS", 0.0005)
@@ -309,7 +307,7 @@ def test_an_answer_whose_steps_take_too_long_ends_alone(
     core.close()
 
 
-def test_with_more_time_the_same_answer_goes_on(
+def test_slow_constrained_answer_finishes_with_more_time(
     embedded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control."""
@@ -321,7 +319,7 @@ def test_with_more_time_the_same_answer_goes_on(
     core.close()
 
 
-def test_many_answers_share_the_time_of_a_step(embedded: Any) -> None:
+def test_answers_share_mask_time_of_step(embedded: Any) -> None:
     grammars = Grammars(embedded[1], 3_025)
     alone = grammars.constraint(WORD % "a")
     alone.allowed(3_025)
@@ -338,9 +336,7 @@ def test_many_answers_share_the_time_of_a_step(embedded: Any) -> None:
     assert spent._parts == 1
 
 
-def test_a_lexer_without_states_left_is_compiled_anew(
-    embedded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exhausted_lexer_is_recompiled(embedded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_trials, "LEAST_STATES", 40)
     core = Core(*embedded, memory_limit="100MB", block_size=16)
     grammar = "start: /([ab]{1,9}c){1,9}([de]f){1,9}[a-z ]*/"

@@ -11,7 +11,7 @@ from penstock.errors import SettingError
 ENDS = (3, 7, 99)
 
 
-def test_the_ends_are_forbidden_until_the_length_is_reached() -> None:
+def test_eos_is_forbidden_until_min_tokens() -> None:
     rule = MinTokens(2, ENDS)
     other = rule.copy()
     for _ in range(2):
@@ -26,13 +26,13 @@ def test_the_ends_are_forbidden_until_the_length_is_reached() -> None:
     ("proposal", "allowed"),
     [([1, 2, 3], 3), ([1, 3, 2], 1), ([3], 0), ([1, 2, 3, 7], 4), ([], 0)],
 )
-def test_a_proposal_ends_before_an_end_that_is_too_early(proposal: list[int], allowed: int) -> None:
+def test_proposal_is_cut_before_early_eos(proposal: list[int], allowed: int) -> None:
     rule = MinTokens(2, ENDS)
     assert rule.allowed_tokens(proposal) == allowed
     free = MinTokens(0, ENDS)
     assert free.allowed_tokens(proposal) == len(proposal)
 
 
-def test_a_budget_for_reasoning_leaves_no_room() -> None:
+def test_min_tokens_excludes_reasoning_budget() -> None:
     with pytest.raises(SettingError, match="not both"):
         Request(prompt=(1,), min_tokens=2, reasoning=ReasoningBudget(max_tokens=2, end=(5,)))

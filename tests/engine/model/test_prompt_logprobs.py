@@ -68,7 +68,7 @@ def ask(core: Core, *prompts: Sequence[int], top: int = 2, **more: Any) -> list[
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1"])
 @pytest.mark.parametrize("settings", [{}, {"block_size": 48}, {"max_kv_size": 64, "keep": 4}])
-def test_they_are_the_models_own_cold_and_cached(family: str, settings: dict[str, Any]) -> None:
+def test_prompt_logprobs_match_model_cold_and_cached(family: str, settings: dict[str, Any]) -> None:
     model = model_of(family)
     prompts = [(*SHARED, *end) for end in ENDS]
     with running(None, family, **settings) as core:
@@ -85,7 +85,7 @@ def test_they_are_the_models_own_cold_and_cached(family: str, settings: dict[str
 
 
 @pytest.mark.parametrize("family", ["phi3small", "minicpm3", "deepseek_v2", "qwen3_moe"])
-def test_families_of_other_kinds(family: str) -> None:
+def test_prompt_logprobs_of_other_families(family: str) -> None:
     model = tiny_families.build(family)
     prompts = [tiny_families.prompt_of(40, seed=3), [*tiny_families.prompt_of(37, seed=3), 1]]
     with (
@@ -96,7 +96,7 @@ def test_families_of_other_kinds(family: str) -> None:
             check(model, handle, 1e-3)
 
 
-def test_choices_of_a_question_compute_its_prompt_once() -> None:
+def test_choices_share_prompt_prefill() -> None:
     prompts = [(*SHARED, *end) for end in ENDS]
     with running(None) as core:
         whole = len(SHARED) // 16 * 16
@@ -116,7 +116,7 @@ def test_choices_of_a_question_compute_its_prompt_once() -> None:
         assert core.counters.prefilled_tokens - before == len(prompts[0]) - 1
 
 
-def test_a_cached_prompt_whose_logits_were_not_read_is_read_again() -> None:
+def test_cached_prompt_without_logits_is_recomputed() -> None:
     """The negative control: without the rule its numbers would be missing."""
     model = model_of("llama")
     with running(None) as core:
@@ -134,7 +134,7 @@ def test_a_cached_prompt_whose_logits_were_not_read_is_read_again() -> None:
             check(model, handle)
 
 
-def test_more_likely_tokens_than_are_remembered_are_computed() -> None:
+def test_larger_top_logprobs_are_recomputed() -> None:
     model = model_of("llama")
     with running(None) as core:
         for top in (0, 20, 3):
@@ -145,7 +145,7 @@ def test_more_likely_tokens_than_are_remembered_are_computed() -> None:
         assert again.result(0.0)[0].finish.usage.cached_tokens == 96  # type: ignore[union-attr]
 
 
-def test_an_answer_goes_on_as_without() -> None:
+def test_prompt_logprobs_do_not_change_answer() -> None:
     with running(None) as core:
         expected = submit(core, SHARED, max_tokens=6)
         settle(core)
@@ -155,7 +155,7 @@ def test_an_answer_goes_on_as_without() -> None:
         check(model_of("llama"), handle)
 
 
-def test_a_preempted_prompt_has_all_of_its_numbers() -> None:
+def test_preempted_prompt_has_all_logprobs() -> None:
     model = model_of("llama")
     with running(None, max_batch_size=1) as core:
         handle = submit(core, SHARED, max_tokens=4, prompt_logprobs=1)
@@ -168,7 +168,7 @@ def test_a_preempted_prompt_has_all_of_its_numbers() -> None:
         assert len(handle.result(0.0)[0].tokens) == 4
 
 
-def test_remembered_numbers_stay_below_their_bound_and_go_where_room_is_short() -> None:
+def test_cached_logprobs_are_bounded_and_evicted() -> None:
     with running(None, memory_limit="60MB") as core:
         scored, most = core.stores.scored, 60_000_000 // 128
         for seed in range(40):
@@ -182,7 +182,7 @@ def test_remembered_numbers_stay_below_their_bound_and_go_where_room_is_short() 
         core.view.check()
 
 
-def test_logits_are_counted_before_they_exist() -> None:
+def test_logits_are_reserved_before_allocation() -> None:
     """A chunk's logits fit in the bytes that are reserved for them, with what is made of them."""
     model = model_of("llama")
     with running(None) as core:
@@ -209,7 +209,7 @@ def test_logits_are_counted_before_they_exist() -> None:
         assert core.ledger.by_class()[Kind.BUFFERS] == before
 
 
-def test_scores_of_a_whole_vocabulary_are_counted_before_they_exist() -> None:
+def test_full_vocabulary_scores_are_reserved_before_allocation() -> None:
     """Those of two prompts, both until the end of their sequences."""
     model = model_of("llama")
     with running(None) as core:
@@ -229,7 +229,7 @@ def test_scores_of_a_whole_vocabulary_are_counted_before_they_exist() -> None:
             assert all(len(one.top) == VOCABULARY_TOKENS for one in tokens_of(handle)[1:])
 
 
-def test_scores_that_can_never_fit_are_refused_with_their_bytes() -> None:
+def test_oversized_scores_are_refused_with_their_bytes() -> None:
     with running(None, memory_limit="32MB") as core:
         prompt = tuple(tiny_families.prompt_of(4_000, seed=5))
         with pytest.raises(NeverFits, match=r"with [\d.]+ MB of logits"):
@@ -238,7 +238,7 @@ def test_scores_that_can_never_fit_are_refused_with_their_bytes() -> None:
         core.submit(Request(prompt=prompt[:9], prompt_logprobs=-1, max_tokens=1)).cancel()
 
 
-def test_logits_that_can_never_fit_are_refused_with_their_bytes() -> None:
+def test_oversized_logits_are_refused_with_their_bytes() -> None:
     with running(None, memory_limit="40MB") as core, pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "LOGIT_BYTES", 10_000)
         with pytest.raises(NeverFits, match=r"with [\d.]+ MB of logits"):
@@ -246,7 +246,7 @@ def test_logits_that_can_never_fit_are_refused_with_their_bytes() -> None:
         core.submit(Request(prompt=SHARED)).cancel()
 
 
-def test_scores_of_a_large_vocabulary_come_in_pieces() -> None:
+def test_large_vocabulary_scores_are_computed_in_pieces() -> None:
     logits = mx.random.normal((5, 3 * VOCABULARY_TOKENS), key=mx.random.key(1)) * 3
     targets = [0, 7, 1_535, 3, 3]
     whole = score(logits, targets, 4)

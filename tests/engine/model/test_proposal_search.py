@@ -52,7 +52,7 @@ PARTS: Any = st.lists(
 
 @given(PARTS, st.lists(st.integers(0, 5), max_size=30))
 @settings(max_examples=150)
-def test_proposals_are_those_of_asking_every_proposer(parts: Parts, expected: list[int]) -> None:
+def test_search_matches_asking_every_proposer(parts: Parts, expected: list[int]) -> None:
     """Sequences take turns; pages are few, so that the oldest are filled anew."""
     check_same(parts, expected)
 
@@ -81,7 +81,7 @@ def searching(text: SharedText, expected: list[int], number: int) -> Speculation
     return AskingAll([PredictionProposer(expected, 0), NgramProposer(), shared])
 
 
-def test_long_texts_that_repeat_are_proposed_as_if_all_were_asked() -> None:
+def test_search_on_repetitive_texts_matches_asking_every_proposer() -> None:
     draw = random.Random(1)
     lines = [[draw.randrange(30) for _ in range(40)] for _ in range(20)]
     parts = []
@@ -94,7 +94,7 @@ def test_long_texts_that_repeat_are_proposed_as_if_all_were_asked() -> None:
     check_same(parts, [token for line in lines for token in line], page=64)
 
 
-def test_a_proposer_that_misses_text_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_proposer_that_misses_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: asked for nothing, it leaves text out that others may go on with."""
     propose = SharedProposer.propose
 
@@ -106,4 +106,4 @@ def test_a_proposer_that_misses_text_meanwhile_is_seen(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(SharedProposer, "propose", lazy)
     with pytest.raises(AssertionError):
-        test_long_texts_that_repeat_are_proposed_as_if_all_were_asked()
+        test_search_on_repetitive_texts_matches_asking_every_proposer()

@@ -38,12 +38,14 @@ def answer(limit: ReasoningLimit, wanted: list[int], size: int = 100) -> list[in
         (False, [*START, 1, *END, *START, 5, 6], [*START, 1, *END, *START, *END, 5, 6]),
     ],
 )
-def test_the_end_mark_is_forced(inside: bool, wanted: list[int], said: list[int]) -> None:
+def test_end_of_reasoning_is_forced_at_budget(
+    inside: bool, wanted: list[int], said: list[int]
+) -> None:
     budget = ReasoningBudget(max_tokens=2, start=START, end=END, inside=inside)
     assert answer(ReasoningLimit(budget), wanted) == said
 
 
-def test_a_grammar_needs_reasoning_that_the_prompt_has_opened() -> None:
+def test_grammar_with_budget_requires_opened_reasoning() -> None:
     budget = ReasoningBudget(max_tokens=2, end=END)
     with pytest.raises(SettingError, match="opened by the prompt"):
         Request(prompt=(1,), grammar='start: "a"', reasoning=budget)
@@ -75,7 +77,7 @@ class Only:
         return Only(self.token, self.count)
 
 
-def test_a_grammar_begins_behind_the_reasoning() -> None:
+def test_grammar_starts_after_reasoning() -> None:
     """However long that is, and where proposed tokens reach beyond its end."""
     limit = ReasoningLimit(ReasoningBudget(max_tokens=9, start=START, end=END, inside=True))
     rule = BehindReasoning(limit, Only(3))

@@ -58,7 +58,7 @@ def token_of(chosen: SampledToken | Exception) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999])
-def test_top_p_is_mlx_lms(size: int, top_p: float) -> None:
+def test_top_p_matches_mlx_lm(size: int, top_p: float) -> None:
     logprobs = log_softmax(random_logits(4, size))
     ours, theirs = apply_top_p(logprobs, top_p), sample_utils.apply_top_p(logprobs, top_p)
     assert mx.array_equal(ours, theirs)
@@ -67,7 +67,7 @@ def test_top_p_is_mlx_lms(size: int, top_p: float) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("min_p", [1e-6, 0.01, 0.2, 1.0])
-def test_min_p_is_mlx_lms(size: int, min_p: float) -> None:
+def test_min_p_matches_mlx_lm(size: int, min_p: float) -> None:
     logprobs = log_softmax(random_logits(4, size))
     assert mx.array_equal(apply_min_p(logprobs, min_p), sample_utils.apply_min_p(logprobs, min_p))
 
@@ -75,7 +75,7 @@ def test_min_p_is_mlx_lms(size: int, min_p: float) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 @pytest.mark.parametrize("scale", [3.0, 0.0], ids=["distinct", "all equal"])
-def test_top_k_is_mlx_lms(size: int, top_k: int, scale: float) -> None:
+def test_top_k_matches_mlx_lm(size: int, top_k: int, scale: float) -> None:
     logprobs = log_softmax(random_logits(4, size, scale=scale))
     ours = apply_top_k(logprobs, top_k)
     assert mx.array_equal(ours, sample_utils.apply_top_k(logprobs, top_k))
@@ -88,7 +88,7 @@ def test_top_k_is_mlx_lms(size: int, top_k: int, scale: float) -> None:
     top_p=st.sampled_from([0.01, 0.25, 0.5, 0.99]),
     min_p=st.sampled_from([0.01, 0.5, 1.0]),
 )
-def test_filters_with_ties(logits: list[int], top_p: float, min_p: float) -> None:
+def test_filters_match_mlx_lm_with_ties(logits: list[int], top_p: float, min_p: float) -> None:
     logprobs = log_softmax(mx.array(logits, mx.float32) / 8)
     for ours, theirs, bound in (
         (apply_top_p, sample_utils.apply_top_p, top_p),
@@ -110,7 +110,7 @@ def test_filters_with_ties(logits: list[int], top_p: float, min_p: float) -> Non
         {"top_k": 10**6},
     ],
 )
-def test_a_draw_is_one_from_mlx_lms_distribution_by_our_key(values: dict[str, Any]) -> None:
+def test_draws_match_mlx_lm_distribution(values: dict[str, Any]) -> None:
     logits = random_logits(50, 300)
     ours = sampler(temperature=0.8, seed=11, **values)
     for step, row in enumerate(logits):
@@ -125,7 +125,7 @@ def test_a_draw_is_one_from_mlx_lms_distribution_by_our_key(values: dict[str, An
         assert ours.choose(row, [0] * step).token == theirs.item()
 
 
-def test_the_filters_are_in_mlx_lms_order() -> None:
+def test_filter_order_matches_mlx_lm() -> None:
     """With these weights every other order of the filters leaves other tokens."""
     logits = mx.log(mx.array([30.0, 20.0, 18.0, 12.0, 8.0, 7.0, 5.0]))
     values = {"top_p": 0.65, "min_p": 0.61, "top_k": 2}
@@ -137,7 +137,7 @@ def test_the_filters_are_in_mlx_lms_order() -> None:
 
 
 @pytest.mark.parametrize("scale", [4.0, 0.01], ids=["found among the likeliest", "not found"])
-def test_top_p_of_a_large_vocabulary(scale: float) -> None:
+def test_top_p_of_large_vocabulary_matches_mlx_lm(scale: float) -> None:
     """The likeliest tokens are looked at first, all of them where these do not hold enough."""
     size = 10 * module.NUCLEUS_TOKENS
     logits = random_logits(3, size, scale=scale)
@@ -151,7 +151,7 @@ def test_top_p_of_a_large_vocabulary(scale: float) -> None:
             assert ours.choose(row, [0] * step).token == theirs.item()
 
 
-def test_control_the_likeliest_alone_would_be_wrong_when_they_do_not_hold_enough() -> None:
+def test_top_p_over_largest_logits_only_would_be_wrong() -> None:
     flat = random_logits(40_000, scale=0.01)
     flat = flat - mx.max(flat)
     quick, _ = module._nucleus(flat, 0.9, module.NUCLEUS_TOKENS)
@@ -176,7 +176,7 @@ ANSWER = [9, 9, 9, 1, 60, 2]
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.7, 1.0])
-def test_the_repetition_penalty_is_mlx_lms_over_prompt_and_answer(penalty: float) -> None:
+def test_repetition_penalty_matches_mlx_lm(penalty: float) -> None:
     logits = random_logits(64)
     theirs = processed(mx.array(logits), PROMPT + ANSWER, repetition_penalty=penalty)
     ours = sampler(PROMPT, repetition_penalty=penalty).penalized(logits, ANSWER)
@@ -184,7 +184,7 @@ def test_the_repetition_penalty_is_mlx_lms_over_prompt_and_answer(penalty: float
 
 
 @pytest.mark.parametrize("context", [1, 3, 6, 7, 11, 12, 13, 1000])
-def test_the_repetition_penalty_looks_at_the_last_tokens(context: int) -> None:
+def test_repetition_penalty_respects_context_length(context: int) -> None:
     logits = random_logits(64)
     ours = sampler(PROMPT, repetition_penalty=1.5, repetition_context=context)
     for end in range(len(ANSWER) + 1):
@@ -196,9 +196,7 @@ def test_the_repetition_penalty_looks_at_the_last_tokens(context: int) -> None:
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
 @pytest.mark.parametrize("penalty", [0.75, -0.5])
-def test_presence_and_frequency_are_mlx_lms_over_the_answer_alone(
-    name: str, penalty: float
-) -> None:
+def test_presence_and_frequency_penalties_match_mlx_lm(name: str, penalty: float) -> None:
     logits = random_logits(64)
     theirs = processed(mx.array(logits), ANSWER, **{name: penalty})
     for prompt in (PROMPT, ()):
@@ -207,7 +205,7 @@ def test_presence_and_frequency_are_mlx_lms_over_the_answer_alone(
         assert not mx.allclose(ours, logits, atol=1e-2)
 
 
-def test_all_of_them_are_in_mlx_lms_order() -> None:
+def test_penalty_order_matches_mlx_lm() -> None:
     """With an empty prompt all count the same tokens in both."""
     logits = random_logits(64)
     values: dict[str, Any] = {
@@ -220,7 +218,7 @@ def test_all_of_them_are_in_mlx_lms_order() -> None:
     assert mx.allclose(sampler(**values).penalized(logits, ANSWER), theirs, atol=1e-6)
 
 
-def test_penalties_change_what_is_chosen_and_nothing_of_the_input() -> None:
+def test_penalties_do_not_modify_logits() -> None:
     logits = mx.array([1.0, 3.0, 2.0])
     ours = sampler(frequency_penalty=0.75)
     answer: list[int] = []
@@ -230,7 +228,7 @@ def test_penalties_change_what_is_chosen_and_nothing_of_the_input() -> None:
     assert logits.tolist() == [1.0, 3.0, 2.0]
 
 
-def test_an_answer_that_was_cut_short_is_counted_anew() -> None:
+def test_penalties_recount_truncated_answer() -> None:
     logits = random_logits(64)
     ours = sampler(PROMPT, repetition_penalty=2.0, repetition_context=4, frequency_penalty=1.0)
     for answer in (ANSWER, ANSWER[:2], [*ANSWER[:2], 7, 7], []):
@@ -244,7 +242,7 @@ def test_an_answer_that_was_cut_short_is_counted_anew() -> None:
     window=st.one_of(st.none(), st.integers(1, 15)),
     data=st.data(),
 )
-def test_occurrences_are_kept_up(
+def test_token_counts_are_updated_incrementally(
     before: list[int], answer: list[int], window: int | None, data: st.DataObject
 ) -> None:
     """Tokens 8 and 9 are beyond the vocabulary, as an image's placeholder may be."""
@@ -257,7 +255,7 @@ def test_occurrences_are_kept_up(
         assert counts == [kept[token] for token in range(8)]
 
 
-def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
+def test_logit_bias_beyond_vocabulary_is_refused() -> None:
     sampling = Sampling(logit_bias={3: 1.0, 64: 1.0})
     TokenSampler(sampling, (), vocabulary_size=65)
     with pytest.raises(SettingError, match="names token 64; the model has the 64 tokens"):
@@ -268,7 +266,7 @@ def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bias_can_forbid_and_force(temperature: float) -> None:
+def test_logit_bias_can_forbid_and_force(temperature: float) -> None:
     logits = random_logits(32)
     best = int(mx.argmax(logits).item())
     forbid = sampler(temperature=temperature, seed=1, logit_bias={best: -1e30})
@@ -288,7 +286,7 @@ def drawn(ours: TokenSampler, logits: mx.array, count: int) -> list[int]:
     return answer
 
 
-def test_the_same_seed_draws_the_same_and_every_part_of_it_counts() -> None:
+def test_draws_depend_only_on_seed_and_choice() -> None:
     logits = mx.zeros(1000)
     same = drawn(sampler(temperature=1.0, seed=5), logits, 12)
     assert drawn(sampler([1, 2, 3], temperature=1.0, seed=5), logits, 12) == same
@@ -298,13 +296,13 @@ def test_the_same_seed_draws_the_same_and_every_part_of_it_counts() -> None:
     assert len(set(same)) > 6
 
 
-def test_without_a_seed_two_choosers_draw_differently() -> None:
+def test_samplers_without_seed_differ() -> None:
     logits = mx.zeros(1000)
     one, two = (drawn(sampler(temperature=1.0), logits, 12) for _ in range(2))
     assert one != two
 
 
-def test_the_global_generator_is_neither_read_nor_moved() -> None:
+def test_global_random_state_is_unused() -> None:
     logits = random_logits(500)
     ours = sampler(temperature=1.0, top_p=0.9, seed=5)
     mx.random.seed(1)
@@ -316,7 +314,7 @@ def test_the_global_generator_is_neither_read_nor_moved() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-def test_draws_follow_the_distribution(temperature: float) -> None:
+def test_draws_follow_distribution(temperature: float) -> None:
     """Chi squared of 4,000 draws over 8 tokens; 24.3 is passed once in a thousand seeds."""
     logits, count = random_logits(8, scale=1.0), 4000
     ours = sampler(temperature=temperature, seed=9)
@@ -326,7 +324,7 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
     assert ((seen - wanted) ** 2 / wanted).sum() < 24.3
 
 
-def test_neighboring_draws_do_not_depend_on_each_other() -> None:
+def test_neighboring_draws_are_independent() -> None:
     """Of two tokens: pairs of neighbors, of seeds and of choices are equally frequent."""
     logits, count = mx.zeros(2), 1500
     base = [sampler(temperature=1.0, seed=1).choose(logits, range(i)).token for i in range(count)]
@@ -353,7 +351,7 @@ def test_extreme_temperatures(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_logprobs_are_the_models_own(dtype: mx.Dtype) -> None:
+def test_logprobs_match_model(dtype: mx.Dtype) -> None:
     logits = random_logits(500).astype(dtype)
     exact = np.array(logits.astype(mx.float32)).astype(np.float64)
     exact -= np.log(np.exp(exact).sum())
@@ -374,7 +372,7 @@ def test_logprobs_are_the_models_own(dtype: mx.Dtype) -> None:
     assert [value for _, value in chosen.top] == pytest.approx(exact[order], abs=1e-4)
 
 
-def test_logprobs_of_a_greedy_choice_and_of_none_asked() -> None:
+def test_greedy_logprobs_and_no_logprobs() -> None:
     logits = random_logits(64)
     plain = sampler().choose(logits, [])
     asked = sampler(logprobs=True).choose(logits, [])
@@ -406,7 +404,7 @@ def company() -> list[TokenSampler]:
     return [sampler([1, 2, 3], choice=row, seed=row, **kind) for row, kind in enumerate(kinds)]
 
 
-def test_every_row_is_what_it_is_alone() -> None:
+def test_batched_rows_match_single_rows() -> None:
     """Over 12 steps, rows in another order each time, one of them broken."""
     alone, together = company(), company()
     answers: list[list[int]] = [[] for _ in alone]
@@ -429,7 +427,7 @@ def test_every_row_is_what_it_is_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_greedy_rows_are_the_places_of_the_largest(dtype: mx.Dtype) -> None:
+def test_greedy_rows_are_argmax(dtype: mx.Dtype) -> None:
     logits = random_logits(5, 3025).astype(dtype)
     samplers = [sampler() for _ in range(5)]
     assert greedy_only(samplers)
@@ -444,7 +442,7 @@ def test_greedy_rows_are_the_places_of_the_largest(dtype: mx.Dtype) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("mixed", [False, True], ids=["greedy", "mixed"])
-def test_a_row_of_logits_that_are_no_numbers_fails_alone(bad: float, mixed: bool) -> None:
+def test_nan_row_fails_alone(bad: float, mixed: bool) -> None:
     logits = random_logits(8, 200)
     logits[2] = bad
     logits[4] = bad
@@ -463,7 +461,7 @@ class Unreadable(list[int]):
         raise RuntimeError("unreadable")
 
 
-def test_an_error_of_one_row_touches_no_other() -> None:
+def test_error_in_one_row_fails_alone() -> None:
     logits = random_logits(8, 200)
     sound = sample_all(logits, company(), [[]] * 8)
     for row in (1, 2, 5, 6):
@@ -496,7 +494,7 @@ def failing(folder: Path, *shape: int) -> mx.array:
     return array
 
 
-def test_an_error_in_computing_one_row_touches_no_other(tmp_path: Path) -> None:
+def test_lazy_error_in_one_row_fails_alone(tmp_path: Path) -> None:
     logits = random_logits(8, 200)
     sound = sample_all(logits, company(), [[]] * 8)
     for row in (0, 1, 7):
@@ -510,13 +508,13 @@ def test_an_error_in_computing_one_row_touches_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["greedy", "mixed"])
-def test_logits_that_cannot_be_computed_fail_the_step(tmp_path: Path, mixed: bool) -> None:
+def test_unreadable_logits_fail_step(tmp_path: Path, mixed: bool) -> None:
     samplers = company() if mixed else [sampler() for _ in range(8)]
     with pytest.raises(RuntimeError, match="Unable to read"):
         sample_all(failing(tmp_path, 8, 200) + 1, samplers, [[]] * 8)
 
 
-def test_rows_and_choosers_must_be_as_many() -> None:
+def test_row_count_must_match_samplers() -> None:
     with pytest.raises(ValueError, match="3 rows for 2 choosers"):
         sample_all(random_logits(3, 8), [sampler(), sampler()], [[], []])
 
@@ -526,7 +524,7 @@ def test_one_row_and_one_token() -> None:
         assert token_of(sample_all(mx.zeros((1, 1)), [one], [[]])[0]) == 0
 
 
-def test_a_chooser_made_here_chooses_there() -> None:
+def test_sampler_works_on_other_thread() -> None:
     """Streams belong to threads: nothing lazy may be made in the constructor."""
     samplers, found = company(), []
 
@@ -552,7 +550,7 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_kept_error_keeps_no_array() -> None:
+def test_kept_error_holds_no_arrays() -> None:
     before = mx.get_active_memory()
     logits = random_logits(2, 100_000)
     chosen = sample_all(logits, [sampler(logit_bias={100_000: 1.0}), sampler()], [[], []])
@@ -565,7 +563,7 @@ def test_a_kept_error_keeps_no_array() -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_control_an_error_with_its_frames_keeps_the_arrays() -> None:
+def test_error_with_traceback_holds_arrays() -> None:
     def fail() -> Exception:
         logits = random_logits(2, 100_000)
         try:

@@ -90,15 +90,13 @@ def longest(text: Sequence[int], most: int) -> Proposal:
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(0, 8), st.integers(0, 60))
-def test_what_followed_the_longest_agreement_is_proposed(
-    text: list[int], most: int, before: int
-) -> None:
+def test_longest_ngram_match_is_proposed(text: list[int], most: int, before: int) -> None:
     proposer = NgramProposer()
     proposer.propose(text[:before], 1)
     assert proposer.propose(text, most) == longest(text, most)
 
 
-def test_the_text_that_is_expected_is_proposed_where_the_answer_is_in_it() -> None:
+def test_expected_answer_is_proposed() -> None:
     expected = [5, 6, 7, 8, 9, 10, 11, 12, 13]
     proposer, prompt = PredictionProposer(expected, 3), [1, 2, 3]
     assert proposer.propose(prompt, 4) == ([5, 6, 7, 8], LONGEST_NGRAM), "before any answer"
@@ -110,7 +108,7 @@ def test_the_text_that_is_expected_is_proposed_where_the_answer_is_in_it() -> No
     assert proposer.propose([*changed, 9, 10, 11, 12, 13], 4).tokens == [], "its end"
 
 
-def test_as_many_are_proposed_as_pay() -> None:
+def test_width_maximizes_speed() -> None:
     costs = StepCosts()
     sure, unsure = (16, FIRST_SHARE), (16, 0.05)
     assert costs.best_width([sure]) == 0, "a step without any is measured first"
@@ -131,7 +129,7 @@ def test_as_many_are_proposed_as_pay() -> None:
     assert costs.best_width([(1, 0.9), (1, 0.9)]) == 1
 
 
-def test_a_kind_of_step_that_was_not_taken_for_long_is_measured_again() -> None:
+def test_stale_step_timings_are_measured_again() -> None:
     costs, sure = StepCosts(), (16, FIRST_SHARE)
     for proposed, seconds in ((0, 1.0), (16, 9.0)):
         for _ in range(LEAST_SAMPLES):
@@ -147,7 +145,7 @@ def test_a_kind_of_step_that_was_not_taken_for_long_is_measured_again() -> None:
     assert costs.best_width([sure]) == 0, "contexts grow"
 
 
-def test_one_slow_step_is_not_the_rule() -> None:
+def test_outlier_step_time_is_ignored() -> None:
     costs = StepCosts()
     for seconds in (1.0,) * LEAST_SAMPLES:
         costs.add(1, 0, seconds)
@@ -156,7 +154,7 @@ def test_one_slow_step_is_not_the_rule() -> None:
     assert costs.ratio(1, 16) == pytest.approx(1.1)
 
 
-def test_wrong_proposals_lower_the_share_of_their_kind_alone_and_for_a_while() -> None:
+def test_rejections_lower_acceptance_rate_of_that_kind() -> None:
     wrong = Speculation()
     for _ in range(20):
         wrong.judged(2, 0, LEAST_NGRAM)
@@ -168,7 +166,7 @@ def test_wrong_proposals_lower_the_share_of_their_kind_alone_and_for_a_while() -
     assert wrong.share(LEAST_NGRAM) == FIRST_SHARE, "tried again after a while"
 
 
-def test_a_token_that_is_replaced_does_not_end_a_proposal() -> None:
+def test_proposal_resumes_after_substituted_token() -> None:
     text = list(range(10, 40))
     speculation, told = Speculation([NgramProposer()]), [*text, *range(10, 19)]
     assert speculation.propose(told, 4) == ([19, 20, 21, 22], 9)
@@ -180,14 +178,14 @@ def test_a_token_that_is_replaced_does_not_end_a_proposal() -> None:
     assert speculation.propose([*told, 24, 98, 97], 2).tokens == [], "two are others: it is left"
 
 
-def test_a_short_agreement_is_not_gone_on_with_behind_another_token() -> None:
+def test_short_match_does_not_resume_after_substitution() -> None:
     text = list(range(10, 30))
     speculation, told = Speculation([NgramProposer()]), [*text, 99, 10, 11, 12]
     assert speculation.propose(told, 4) == ([13, 14, 15, 16], LEAST_NGRAM)
     assert speculation.propose([*told, 98], 4).tokens == []
 
 
-def test_what_most_places_go_on_with_is_proposed() -> None:
+def test_most_frequent_continuation_is_proposed() -> None:
     """Calls of an agent, of which each has another token in some place."""
     call = list(range(10, 20))
     calls = [[*call], [*call], [*call[:5], 98, *call[6:]]]
@@ -196,7 +194,7 @@ def test_what_most_places_go_on_with_is_proposed() -> None:
     assert NgramProposer().propose([*text[11:], *call[:4]], 4) == ([14, 98, 16, 17], 4), "the last"
 
 
-def test_the_longest_agreement_counts() -> None:
+def test_proposer_with_longest_match_wins() -> None:
     class Fixed:
         def __init__(self, proposal: Proposal) -> None:
             self.proposal = proposal
@@ -216,7 +214,7 @@ def shared(text: SharedText, number: int, tenant: bytes = b"one") -> SharedPropo
     return SharedProposer(text, number, tenant.ljust(8))
 
 
-def test_what_another_sequence_went_on_with_is_proposed_to_the_same_tenant_alone() -> None:
+def test_shared_text_is_proposed_within_tenant() -> None:
     text = SharedText()
     shared(text, 0).propose([9, 1, 2, 3, 4, 5, 6, 7], 4)
     assert shared(text, 1).propose([8, 1, 2, 3], 2) == ([4, 5], 3)
@@ -233,7 +231,7 @@ def test_what_another_sequence_went_on_with_is_proposed_to_the_same_tenant_alone
     st.lists(st.integers(0, 2), min_size=3, max_size=20),
 )
 @settings(max_examples=150)
-def test_shared_text_is_that_of_a_plain_search(
+def test_shared_text_matches_linear_search(
     parts: list[tuple[int, list[int]]], last: list[int]
 ) -> None:
     """Sequences take turns; pages are few, so that the oldest are filled anew."""
@@ -269,7 +267,7 @@ def agreeing(text: Sequence[int], last: Sequence[int]) -> int:
     return count
 
 
-def test_shared_text_goes_on_from_page_to_page_and_takes_the_bytes_that_are_reserved() -> None:
+def test_shared_text_spans_pages_within_reserved_bytes() -> None:
     text, long = SharedText(), list(range(3 * PAGE_TOKENS))
     assert text.nbytes == SharedText.nbytes_of()
     shared(text, 0).propose(long, 4)
@@ -333,7 +331,7 @@ def oracle(texts: Sequence[Sequence[int]], wrong: float, seed: int = 0) -> Any:
         ("falcon_h1", {"max_batch_size": 1}),
     ],
 )
-def test_answers_are_the_same_with_and_without(
+def test_speculation_does_not_change_answers(
     family: str, more: dict[str, Any], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(family, **more) as core:
@@ -356,7 +354,7 @@ def test_answers_are_the_same_with_and_without(
 
 
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "lfm2", "nemotron_h", "rwkv7"])
-def test_states_are_those_behind_the_accepted_tokens(
+def test_recurrent_states_follow_accepted_tokens(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(family)
@@ -382,7 +380,7 @@ def test_states_are_those_behind_the_accepted_tokens(
 
 
 @pytest.mark.parametrize("fault", ["fails", "errs", ""])
-def test_a_model_made_for_one_token_a_step_is_not_asked_for_several(fault: str) -> None:
+def test_single_token_models_disable_speculation(fault: str) -> None:
     model = build("llama")
     theirs = type(model)
 
@@ -403,7 +401,7 @@ def test_a_model_made_for_one_token_a_step_is_not_asked_for_several(fault: str) 
     core.close()
 
 
-def test_states_that_have_seen_rejected_tokens_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_states_after_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
 
     def kept(self: ModelExecutor, decoded: Any, *_: Any) -> list[Any]:
@@ -417,7 +415,7 @@ def test_states_that_have_seen_rejected_tokens_are_noticed(monkeypatch: pytest.M
         assert answers(core) != expected
 
 
-def test_text_that_repeats_takes_fewer_steps() -> None:
+def test_repetitive_text_takes_fewer_steps() -> None:
     """The embedded model says the same again and again where its context does."""
     recall = load_all(MODEL_PATH)
     prompt = recall.tokenizer.encode("amber lotus . " * 20)
@@ -432,7 +430,7 @@ def test_text_that_repeats_takes_fewer_steps() -> None:
     assert steps[1] < steps[0] / 2
 
 
-def test_a_checker_that_accepts_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_verifier_that_accepts_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     greedy = [request for request in REQUESTS if request.sampling.plain]
     with running("llama") as core:
@@ -444,9 +442,7 @@ def test_a_checker_that_accepts_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
-def test_an_answer_that_ends_inside_a_proposal(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answer_may_end_inside_proposal(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The conversation goes on behind it, from the states of recurrent layers at its end."""
     with running(family) as core:
         (whole, _), *_ = answers(core, REQUESTS[:1])
@@ -463,7 +459,7 @@ def test_an_answer_that_ends_inside_a_proposal(
             assert answers(core, REQUESTS[:1])[0][0] == whole, "the tree holds right tokens"
 
 
-def test_what_an_earlier_answer_went_on_with_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_answers_are_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled answers of a random model repeat nothing of themselves."""
 
     def request(salt: str) -> Request:
@@ -499,7 +495,7 @@ def test_what_an_earlier_answer_went_on_with_is_proposed(monkeypatch: pytest.Mon
         (Speculation, "judged"),
     ],
 )
-def test_a_fault_in_a_proposal_is_a_missing_proposal(
+def test_proposer_error_means_no_proposal(
     faulty: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -515,7 +511,7 @@ def test_a_fault_in_a_proposal_is_a_missing_proposal(
     assert stats.failed == 0
 
 
-def test_more_tokens_than_were_asked_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excess_proposed_tokens_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     with running("llama") as core:
         expected = answers(core)
     monkeypatch.setattr(Speculation, "propose", lambda self, tokens, most: Proposal([7] * 50, 16))
@@ -523,7 +519,7 @@ def test_more_tokens_than_were_asked_for_are_left_out(monkeypatch: pytest.Monkey
         assert answers(core) == expected
 
 
-def test_the_expected_answer_of_a_request_is_proposed_and_usage_counts_it() -> None:
+def test_expected_answer_is_proposed_and_counted_in_usage() -> None:
     sampling = Sampling(temperature=1.0, seed=4)
     with running("llama") as core:
         plain = Request(prompt=PROMPT[:40], max_tokens=60, ignore_eos=True, sampling=sampling)
@@ -545,7 +541,7 @@ def test_the_expected_answer_of_a_request_is_proposed_and_usage_counts_it() -> N
         core.submit(plain.model_copy(update={"prediction": (10**6,)}))
 
 
-def test_a_proposal_behind_the_end_of_an_answer_is_not_in_its_usage(
+def test_usage_excludes_proposals_past_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with running("llama") as core:
@@ -565,7 +561,7 @@ def test_a_proposal_behind_the_end_of_an_answer_is_not_in_its_usage(
         assert usage.accepted_tokens < core.view.stats().accepted_tokens
 
 
-def test_an_error_behind_accepted_tokens_keeps_nothing_of_the_step() -> None:
+def test_error_after_accepted_tokens_holds_no_arrays() -> None:
     """A grammar may raise one error again and again; its frames would keep the step's logits."""
     kept = ValueError("no token fits")
 

@@ -103,7 +103,7 @@ def oracle(texts: Sequence[Sequence[int]], wrong: float) -> Callable[..., Propos
     return propose
 
 
-def test_answers_are_the_same_whatever_is_asked_for(
+def test_speculation_respects_all_request_options(
     embedded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(embedded) as core:
@@ -128,7 +128,7 @@ PHRASE = "The code of the amber falcon is "
 FORCED = f'start: "{PHRASE}" /[0-9][0-9]/'
 
 
-def test_forced_tokens_are_proposed_and_forbidden_ones_are_cut(embedded: Any) -> None:
+def test_forced_tokens_are_proposed_and_forbidden_are_cut(embedded: Any) -> None:
     rule = Grammars(embedded[1], 3_025).constraint(FORCED)
     forced = rule.forced()
     assert len(forced) > 4
@@ -142,7 +142,7 @@ def test_forced_tokens_are_proposed_and_forbidden_ones_are_cut(embedded: Any) ->
     assert rule.forced() == forced, "asking changes nothing"
 
 
-def test_answers_of_a_grammar_take_fewer_steps(embedded: Any) -> None:
+def test_constrained_answers_take_fewer_steps(embedded: Any) -> None:
     """Its forced tokens are proposals, also where the text repeats nothing."""
     steps, texts = [], []
     for width in (0, 8):
@@ -157,7 +157,7 @@ def test_answers_of_a_grammar_take_fewer_steps(embedded: Any) -> None:
     assert steps[1] <= steps[0] * 2 / 3
 
 
-def test_the_end_mark_of_reasoning_is_forced_and_what_is_in_its_place_is_cut() -> None:
+def test_reasoning_end_is_forced_and_proposal_cut() -> None:
     limit = ReasoningLimit(ReasoningBudget(max_tokens=2, end=(50, 51), inside=True))
     assert limit.forced() == []
     assert limit.allowed_tokens([1, 2, 3]) == 2
@@ -195,11 +195,11 @@ def chi_square() -> float:
     return sum((counts[t] - DRAWS * p) ** 2 / (DRAWS * p) for t, p in expected.items())
 
 
-def test_the_distribution_of_checked_answers_is_the_models() -> None:
+def test_verified_answers_follow_model_distribution() -> None:
     assert chi_square() < LIMIT
 
 
-def test_a_checker_that_prefers_proposals_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_bias_toward_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: one of ten proposals is accepted without a draw."""
     choose, draw = sample_all, Random(2)
 
@@ -211,7 +211,7 @@ def test_a_checker_that_prefers_proposals_is_seen(monkeypatch: pytest.MonkeyPatc
     assert chi_square() > LIMIT
 
 
-def test_draws_that_depend_on_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_dependent_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: one key for all positions of an answer."""
     key = TokenSampler.key
     monkeypatch.setattr(TokenSampler, "key", lambda self, position: key(self, 0))

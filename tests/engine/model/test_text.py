@@ -107,19 +107,19 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_character_comes_when_its_last_byte_does(kind: str) -> None:
+def test_character_is_emitted_with_its_last_byte(kind: str) -> None:
     pieces, _ = run(kind, tokens_of(kind, "é🦫x"), ())
     assert pieces == ["", "é", "", "", "", "🦫", "x", ""]
 
 
-def test_an_incomplete_character_at_the_end_is_said_to_be_one(kind: str) -> None:
+def test_incomplete_final_character_becomes_replacement(kind: str) -> None:
     pieces, _ = run(kind, tokens_of(kind, "a🦫")[:-1], ())
     assert pieces[:-1] == ["a", "", "", ""]
     assert set(pieces[-1]) == {"\ufffd"}
 
 
 @pytest.mark.parametrize("stops", [(), ("zz",)])
-def test_a_character_that_was_cut_off_leaves_nothing(kind: str, stops: tuple[str, ...]) -> None:
+def test_cut_character_is_dropped(kind: str, stops: tuple[str, ...]) -> None:
     for size in (1, 2, 3):
         stream = TextStream(TOKENIZERS[kind].detokenizer, stops)
         tokens = tokens_of(kind, "a🦫")[: 1 + size]
@@ -127,28 +127,28 @@ def test_a_character_that_was_cut_off_leaves_nothing(kind: str, stops: tuple[str
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\0", "\0\0é\0", "Ā\0Ā", "".join(map(chr, range(0x180)))])
-def test_a_zero_byte_is_a_character(kind: str, text: str) -> None:
+def test_zero_byte_round_trips(kind: str, text: str) -> None:
     detokenizer = detokenizer_of(TOKENIZERS[kind])
     stream = TextStream(detokenizer)
     pieces = [*(stream.push(token) for token in tokens_of(kind, text)), stream.finish()]
     assert "".join(pieces) == text
 
 
-def test_control_mlx_lm_writes_its_sign() -> None:
+def test_mlx_lm_zero_byte_bug_is_still_present() -> None:
     """If it ends this, `byte_level` can go."""
     assert whole("bpe", tokens_of("bpe", "a\0b")) == "aĀb"
     detokenizer_of(TOKENIZERS["bpe"])
     assert whole("bpe", tokens_of("bpe", "a\0b")) == "aĀb", "its own copies stay as they are"
 
 
-def test_a_stop_string_across_tokens(kind: str) -> None:
+def test_stop_string_across_tokens(kind: str) -> None:
     tokens = [*tokens_of(kind, "x"), piece_token("ab"), piece_token("cab")]
     pieces, stream = run(kind, tokens, ["bca"])
     assert pieces == ["x", "a", "", ""]
     assert stream.stopped == "bca"
 
 
-def test_control_no_token_holds_the_stop_string(kind: str) -> None:
+def test_stop_string_is_in_no_single_piece(kind: str) -> None:
     """Looking into the pieces one by one would not find it."""
     tokens = [*tokens_of(kind, "x"), piece_token("ab"), piece_token("cab")]
     pieces, _ = run(kind, tokens, ())
@@ -156,26 +156,26 @@ def test_control_no_token_holds_the_stop_string(kind: str) -> None:
     assert not any("bca" in piece for piece in pieces)
 
 
-def test_a_stop_string_of_characters_cut_into_bytes(kind: str) -> None:
+def test_stop_string_of_multi_byte_characters(kind: str) -> None:
     pieces, stream = run(kind, tokens_of(kind, "aé🦫b"), ["é🦫"])
     assert "".join(pieces) == "a"
     assert stream.stopped == "é🦫"
 
 
-def test_a_start_that_comes_to_nothing_is_given_back(kind: str) -> None:
+def test_failed_stop_prefix_is_emitted(kind: str) -> None:
     pieces, stream = run(kind, tokens_of(kind, "aabaax"), ["aaba_", "aax!"])
     assert pieces == ["", "", "", "", "aab", "", "aax"]
     assert stream.stopped is None
 
 
-def test_the_end_gives_back_what_was_held(kind: str) -> None:
+def test_held_text_is_emitted_at_end(kind: str) -> None:
     pieces, stream = run(kind, tokens_of(kind, "xab"), ["abc"])
     assert pieces == ["x", "", "", "ab"]
     assert stream.stopped is None
     assert stream.finish() == ""
 
 
-def test_what_completes_first_stops_of_several_the_longest(kind: str) -> None:
+def test_first_completed_stop_wins_then_longest(kind: str) -> None:
     for stops, text, found in (
         (["abcd", "bc"], "x" + "a", "bc"),
         (["bc", "abc"], "x", "abc"),
@@ -187,32 +187,32 @@ def test_what_completes_first_stops_of_several_the_longest(kind: str) -> None:
             assert ("".join(pieces), stream.stopped) == (text, found)
 
 
-def test_a_stop_string_in_the_text_that_only_the_end_gives() -> None:
+def test_stop_string_in_final_flush() -> None:
     """mlx-lm's byte-level detokenizer keeps a lone space back."""
     pieces, stream = run("bpe", tokens_of("bpe", "ab "), [" "])
     assert "".join(pieces) == "ab"
     assert stream.stopped == " "
 
 
-def test_after_a_stop_nothing_comes(kind: str) -> None:
+def test_nothing_is_emitted_after_stop(kind: str) -> None:
     stream = TextStream(TOKENIZERS[kind].detokenizer, ["b"])
     assert [stream.push(token) for token in tokens_of(kind, "abc")] == ["a", "", ""]
     assert (stream.finish(), stream.stopped) == ("", "b")
 
 
-def test_streams_of_one_tokenizer_do_not_mix(kind: str) -> None:
+def test_streams_of_one_tokenizer_are_independent(kind: str) -> None:
     one, two = (TextStream(TOKENIZERS[kind].detokenizer, ["ab"]) for _ in range(2))
     a, b = tokens_of(kind, "ab")
     assert [one.push(a), two.push(b), one.push(b), two.push(a)] == ["", "b", "", ""]
     assert (one.stopped, two.stopped) == ("ab", None)
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty stop string"):
         TextStream(TOKENIZERS["bpe"].detokenizer, ["a", ""])
 
 
-def test_the_embedded_model() -> None:
+def test_embedded_tokenizer_streams_text() -> None:
     tokenizer = load_all(MODEL_PATH).tokenizer
     text = "The code of the amber falcon is 4821. Noted."
     stream = TextStream(tokenizer.detokenizer, [". No"])
@@ -246,7 +246,7 @@ def joined(kind: str, parts: Sequence[tuple[str | None, int | None]]) -> list[in
 
 @pytest.mark.parametrize("kind", list(TOKENIZERS))
 @given(parts=valid, stops=stop_strings)
-def test_the_pieces_are_the_whole_text_cut_at_the_first_stop(
+def test_pieces_join_to_text_cut_at_first_stop(
     kind: str, parts: list[tuple[str | None, int | None]], stops: list[str]
 ) -> None:
     tokens = joined(kind, parts)
@@ -256,7 +256,7 @@ def test_the_pieces_are_the_whole_text_cut_at_the_first_stop(
 
 @pytest.mark.parametrize("kind", ["bpe", "spm"])
 @given(tokens=st.lists(st.integers(0, 255 + len(PIECES)), max_size=24), stops=stop_strings)
-def test_the_same_with_bytes_that_are_no_text(
+def test_invalid_utf8_pieces_join_to_text_cut_at_first_stop(
     kind: str, tokens: list[int], stops: list[str]
 ) -> None:
     pieces, stream = run(kind, tokens, stops)
@@ -264,7 +264,7 @@ def test_the_same_with_bytes_that_are_no_text(
 
 
 @given(text=st.text("abc", max_size=40), stops=stop_strings, data=st.data())
-def test_text_is_held_back_no_longer_than_it_must_be(
+def test_text_is_held_only_while_stop_is_possible(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
     """After every token: what is out is all but the longest end that begins a stop string."""
@@ -311,7 +311,7 @@ def worst_texts(length: int) -> Iterator[tuple[str, list[str]]]:
     yield "abc" * (length // 3), []
 
 
-def test_the_work_is_linear_in_the_text() -> None:
+def test_decoding_time_is_linear() -> None:
     for (short, stops), (long, _) in zip(worst_texts(3000), worst_texts(12000), strict=True):
         costs = []
         for text in (short, long):
@@ -327,9 +327,7 @@ TOKENS = st.lists(st.sampled_from(PIECES).map(piece_token), min_size=1, max_size
 
 @settings(deadline=None)  # the first call makes what takes long
 @given(prompt=TOKENS, answer=TOKENS, name=st.sampled_from(list(TOKENIZERS)))
-def test_a_text_goes_on_with_what_stands_before_it(
-    prompt: list[int], answer: list[int], name: str
-) -> None:
+def test_completion_text_continues_prompt(prompt: list[int], answer: list[int], name: str) -> None:
     """The answer's text is what it adds to the prompt's, with the first space of all."""
     tokenizer = TOKENIZERS[name]
     before = tokenizer.decode(prompt)
@@ -338,7 +336,7 @@ def test_a_text_goes_on_with_what_stands_before_it(
     assert before + text == tokenizer.decode([*prompt, *answer])
 
 
-def test_a_first_space_is_dropped_without_what_stands_before_it() -> None:
+def test_leading_space_is_dropped_without_prompt() -> None:
     """As mlx-lm writes a chat answer."""
     token = piece_token(" a")
     assert "".join(run("bpe", [token], ())[0]) == "a"

@@ -14,7 +14,7 @@ from penstock.recall import MODEL_PATH
 REQUEST = Request(prompt=(1, 2, 3), stop=("b",), max_tokens=4)
 
 
-def test_an_engine_without_a_tokenizer_has_no_text_and_no_end() -> None:
+def test_engine_without_tokenizer_has_no_text() -> None:
     text = text_of(None)
     assert type(text) is TokensOnly and not text.ends
     stream = text.stream(REQUEST)
@@ -27,7 +27,7 @@ def test_an_engine_without_a_tokenizer_has_no_text_and_no_end() -> None:
         grammars.constraint('start: "a"')
 
 
-def test_answers_have_detokenizers_of_their_own() -> None:
+def test_answers_have_separate_detokenizers() -> None:
     tokenizer = load(MODEL_PATH)[1]
     text = text_of(tokenizer)
     assert isinstance(text, TextDecoding) and text.ends == frozenset(tokenizer.eos_token_ids)
@@ -38,7 +38,7 @@ def test_answers_have_detokenizers_of_their_own() -> None:
     assert second.finish() == ""
 
 
-def test_an_answer_without_a_rule_may_have_any_tokens() -> None:
+def test_no_rule_allows_any_tokens() -> None:
     assert NO_RULE.free and NO_RULE.allowed(3).all() and NO_RULE.copy() is NO_RULE
     assert not NO_RULE.accept(2)
     assert (NO_RULE.forced(), NO_RULE.allowed_tokens([4, 5])) == ([], 2)

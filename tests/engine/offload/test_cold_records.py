@@ -45,7 +45,7 @@ def cold_text(tokens: tuple[int, ...], family: str = "llama", **settings: Any) -
 
 
 @pytest.mark.parametrize("cut", [0, 3, 8, 9])
-def test_every_block_is_in_one_span(cut: int) -> None:
+def test_each_block_belongs_to_one_record(cut: int) -> None:
     spans = Spans(4, cut)
     for block in range(20):
         start, end = spans.start(block), spans.end(block)
@@ -55,7 +55,7 @@ def test_every_block_is_in_one_span(cut: int) -> None:
         assert not start < cut < end, "what is held in two forms is in two records"
 
 
-def test_a_record_is_named_by_its_last_block() -> None:
+def test_record_is_named_by_its_last_block() -> None:
     values, root = np.array(prompt(4 * BLOCK), np.uint32), root_hash("m")
     last = hash_blocks(values, BLOCK, root)[-1]
     assert is_hash_of(last, root, values, 4)
@@ -66,7 +66,7 @@ def test_a_record_is_named_by_its_last_block() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1", "mamba2"])
 @pytest.mark.parametrize("tokens", [30, 65, 230, 250])
-def test_the_text_is_the_same_after_a_restart(family: str, tokens: int, tmp_path: Path) -> None:
+def test_text_is_equal_after_restart(family: str, tokens: int, tmp_path: Path) -> None:
     asked = prompt(tokens)
     expected = cold_text(asked, family)
     with running(tmp_path, family) as core:
@@ -79,9 +79,7 @@ def test_the_text_is_the_same_after_a_restart(family: str, tokens: int, tmp_path
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_conversation_has_no_more_records_than_large_blocks_would(
-    family: str, tmp_path: Path
-) -> None:
+def test_small_blocks_make_no_more_records(family: str, tmp_path: Path) -> None:
     """What a turn leaves unfinished is one record, which the next turn's replaces."""
     said = prompt(100)
     for turn in range(1, 5):
@@ -96,7 +94,7 @@ def test_a_conversation_has_no_more_records_than_large_blocks_would(
 
 @pytest.mark.parametrize("held", [20, 70, 100, 127])
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_quantization": "turbo4"}])
-def test_a_record_of_which_some_blocks_are_in_memory_is_read(
+def test_record_partly_in_memory_is_read(
     held: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     if settings:  # what was computed last is read as codes, too
@@ -119,7 +117,7 @@ def test_a_record_of_which_some_blocks_are_in_memory_is_read(
         assert ssd(core).counts.damaged_blocks == 0
 
 
-def test_a_damaged_record_costs_itself_alone(tmp_path: Path) -> None:
+def test_damaged_record_costs_only_itself(tmp_path: Path) -> None:
     asked = prompt(230)
     with running(tmp_path) as core:
         expected = ask(core, asked)
@@ -135,7 +133,7 @@ def test_a_damaged_record_costs_itself_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1", "mamba2"])
-def test_all_blocks_are_read_ahead(family: str, tmp_path: Path) -> None:
+def test_all_blocks_are_preloaded(family: str, tmp_path: Path) -> None:
     asked = prompt(230)
     with running(tmp_path, family) as core:
         expected = ask(core, asked)
@@ -147,7 +145,7 @@ def test_all_blocks_are_read_ahead(family: str, tmp_path: Path) -> None:
         assert core.view.stats().prefilled_tokens < BLOCK
 
 
-def test_what_follows_a_chain_that_waits_is_one_entry(tmp_path: Path) -> None:
+def test_queued_chain_is_extended_in_place(tmp_path: Path) -> None:
     """Else a long prompt, which is noted chunk by chunk, would fill the list with its own names."""
     with running(tmp_path) as core:
         assert core.tiers is not None

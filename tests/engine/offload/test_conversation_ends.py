@@ -113,28 +113,26 @@ def measured(folder: Path, family: str, block: int, record_tokens: int = RECORD)
 @pytest.mark.parametrize(
     "family, block", pairs(["llama", "gemma2", "falcon_h1", "mamba2"], [4, 8, 16])
 )
-def test_small_blocks_make_no_more_records_a_token_than_large_ones(
+def test_small_blocks_make_no_more_records_per_token(
     family: str, block: int, tmp_path: Path
 ) -> None:
     assert measured(tmp_path, family, block) <= 1.0
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
-def test_ends_that_do_not_linger_would_be_more(
+def test_check_detects_ends_written_at_once(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ends_module, "LINGER_SECONDS", 0.0)
     assert measured(tmp_path, family, 8) > 1.0
 
 
-def test_records_of_no_more_than_a_large_block_would_be_more(tmp_path: Path) -> None:
+def test_check_detects_too_small_records(tmp_path: Path) -> None:
     assert measured(tmp_path, "llama", 8, LARGE) > 1.0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1", "mamba2"])
-def test_every_conversation_goes_on_behind_its_last_block_after_a_restart(
-    family: str, tmp_path: Path
-) -> None:
+def test_conversations_resume_at_last_block_after_restart(family: str, tmp_path: Path) -> None:
     with engine(tmp_path, family, 8) as core:
         talks = agents(core)
     with engine(tmp_path, family, 8) as core:
@@ -148,7 +146,7 @@ def test_every_conversation_goes_on_behind_its_last_block_after_a_restart(
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
 @pytest.mark.parametrize("saved", [True, False])
-def test_what_is_evicted_is_written_first(family: str, saved: bool, tmp_path: Path) -> None:
+def test_evicted_ends_are_written_first(family: str, saved: bool, tmp_path: Path) -> None:
     talk = tokens(150, 3)
     with engine(tmp_path, family, 8) as core:
         if not saved:
@@ -164,7 +162,7 @@ def test_what_is_evicted_is_written_first(family: str, saved: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
-def test_what_is_cleared_is_not_written(family: str, tmp_path: Path) -> None:
+def test_cleared_ends_are_not_written(family: str, tmp_path: Path) -> None:
     with engine(tmp_path, family, 8) as core:
         ask(core, tokens(150, 3))
         before = core.view.stats().tiers["disk"]
@@ -175,9 +173,7 @@ def test_what_is_cleared_is_not_written(family: str, tmp_path: Path) -> None:
         assert written(core) == before.counts.written_blocks and not files(tmp_path)
 
 
-def test_an_idle_engine_writes_ends_that_have_lingered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_engine_writes_due_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends_module, "LINGER_SECONDS", 1.0)
     settings = {"memory_limit": "200MB", "block_size": 8, "max_kv_size": 1_024}
     with Engine(model("llama"), ssd_cache_dir=tmp_path, ssd_cache_limit="1GB", **settings) as made:
@@ -202,7 +198,7 @@ def chain(blocks: int, first: bytes = b"") -> list[bytes]:
     return [first + bytes([number]) for number in range(blocks)]
 
 
-def test_an_end_takes_the_place_of_those_it_passes() -> None:
+def test_end_replaces_queued_prefixes() -> None:
     lingering, _ = ends()
     assert not lingering.add(chain(3), b"") and not lingering.add(chain(3), b"")
     assert not lingering.add(chain(4), b"", answered=True), "of one turn both stay"
@@ -212,7 +208,7 @@ def test_an_end_takes_the_place_of_those_it_passes() -> None:
     assert [len(end.block_hashes) for end in lingering] == [4, 6]
 
 
-def test_where_a_prompt_has_parted_others_may() -> None:
+def test_requested_prefix_end_is_not_replaced() -> None:
     lingering, _ = ends()
     lingering.add(chain(3), b"", asked=True)
     lingering.add(chain(5), b"")
@@ -222,7 +218,7 @@ def test_where_a_prompt_has_parted_others_may() -> None:
     assert not list(lingering)
 
 
-def test_far_behind_the_last_one_an_end_is_written_though_it_is_passed() -> None:
+def test_distant_prefix_ends_are_written() -> None:
     lingering, _ = ends()
     far = ends_module.LAPSE_TOKENS // 8
     lengths = [10, 12, 10 + far, 13 + far, 9 + 2 * far, 13 + 2 * far]
@@ -236,7 +232,7 @@ def chain_of(blocks: int) -> list[bytes]:
     return [number.to_bytes(2, "big") for number in range(blocks)]
 
 
-def test_ends_are_due_in_time_and_when_there_are_too_many() -> None:
+def test_ends_are_due_by_age_or_count() -> None:
     lingering, now = ends(most=2)
     assert not lingering.add(chain(1), b"")
     now[0] = 5.0

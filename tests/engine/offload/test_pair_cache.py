@@ -33,9 +33,7 @@ def raw(numbers: list[int]) -> list[np.ndarray]:
         max_size=20,
     ),
 )
-def test_it_holds_the_pairs_that_were_asked_for_last(
-    count: int, requests: list[tuple[list[int], bool]]
-) -> None:
+def test_pair_cache_is_lru(count: int, requests: list[tuple[list[int], bool]]) -> None:
     """Of some requests the read fails, once there is room for it."""
     cache, held = PairCache(count, NBYTES), OrderedDict[int, int]()
     for number, (asked, fails) in enumerate(requests):
@@ -66,13 +64,13 @@ def test_it_holds_the_pairs_that_were_asked_for_last(
     assert len(cache) == 0 and (cache.find(checksums([1, 2])) == -1).all()
 
 
-def test_an_empty_cache_finds_nothing() -> None:
+def test_empty_pair_cache_finds_nothing() -> None:
     """Not even pairs whose checksums are what its memory begins with."""
     cache = PairCache(4, NBYTES)
     assert cache.find(np.zeros((2, 2), np.uint64)).tolist() == [-1, -1]
 
 
-def test_its_bytes_are_those_that_are_counted() -> None:
+def test_pair_cache_nbytes_match() -> None:
     cache = PairCache(1_000, 8_192)
     cache.find(checksums(list(range(15))))
     cache.keep(cache.make_room(15), checksums(list(range(15))), [np.zeros((15, 8_192), np.uint8)])

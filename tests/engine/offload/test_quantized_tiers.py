@@ -96,7 +96,7 @@ def whole(core: Core, tokens: list[int]) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_restart_changes_nothing(model: Any, tmp_path: Path, codec: str) -> None:
+def test_restart_preserves_text_and_codes(model: Any, tmp_path: Path, codec: str) -> None:
     """Neither what is said, nor a bit of what is held, nor how many bytes there are."""
     asked = prompt()
     with running(model, tmp_path, codec) as core:
@@ -112,7 +112,7 @@ def test_a_restart_changes_nothing(model: Any, tmp_path: Path, codec: str) -> No
         assert sum(node.segment.nbytes for node in path(core, asked)) == nbytes
 
 
-def test_the_block_of_the_last_token_is_not_read(model: Any, tmp_path: Path) -> None:
+def test_block_of_last_token_is_recomputed(model: Any, tmp_path: Path) -> None:
     """That token is computed, and so is its block: others would read it as codes."""
     asked = prompt()[: 10 * BLOCK]
     with running(model, tmp_path, "turbo4") as core:
@@ -125,10 +125,10 @@ def test_the_block_of_the_last_token_is_not_read(model: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "turbo2.5", "k8v4"])
-def test_a_restart_changes_nothing_of_scaled_keys(
+def test_restart_preserves_scaled_keys(
     large: Any, tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    test_a_restart_changes_nothing(large, tmp_path, codec)
+    test_restart_preserves_text_and_codes(large, tmp_path, codec)
     asked = prompt()
     with running(large, tmp_path, codec) as core:
         expected, cached = ask(core, asked)
@@ -142,7 +142,7 @@ def test_a_restart_changes_nothing_of_scaled_keys(
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_files_are_as_small_as_what_is_held(model: Any, tmp_path: Path, codec: str) -> None:
+def test_files_are_as_small_as_codes(model: Any, tmp_path: Path, codec: str) -> None:
     asked = prompt()
     with running(model, tmp_path, codec) as core:
         ask(core, asked)
@@ -155,7 +155,7 @@ def test_files_are_as_small_as_what_is_held(model: Any, tmp_path: Path, codec: s
     assert written < raw
 
 
-def test_what_is_still_raw_is_written_as_it_will_be_held(model: Any, tmp_path: Path) -> None:
+def test_raw_blocks_are_written_encoded(model: Any, tmp_path: Path) -> None:
     asked, settings = prompt(), {"kv_cache_quantize_when": "at-rest"}
     with running(model, tmp_path, "turbo4", **settings) as core:
         handle = submit(core, asked, max_tokens=200)
@@ -179,7 +179,7 @@ AT_REST: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("codec", ["4", "turbo2.5"])
-def test_a_short_prompt_says_the_same_cold_warm_and_after_a_restart(
+def test_short_prompt_is_equal_cold_warm_and_restarted(
     model: Any, tmp_path: Path, codec: str
 ) -> None:
     """Its blocks are raw in memory, and tiers have none of them."""
@@ -193,7 +193,7 @@ def test_a_short_prompt_says_the_same_cold_warm_and_after_a_restart(
 
 
 @pytest.mark.parametrize("turns", [(10,), (4, 10), (3, 5, 6, 10), (5, 8, 10)])
-def test_a_chain_that_becomes_long_is_written_from_its_first_block(
+def test_growing_chain_is_written_from_first_block(
     model: Any, tmp_path: Path, turns: tuple[int, ...]
 ) -> None:
     asked = prompt()
@@ -210,9 +210,7 @@ def test_a_chain_that_becomes_long_is_written_from_its_first_block(
         assert whole(core, asked) == held
 
 
-def test_a_short_prompt_reads_what_is_on_the_disk_of_a_longer_one(
-    model: Any, tmp_path: Path
-) -> None:
+def test_short_prompt_reads_blocks_of_longer_prompt(model: Any, tmp_path: Path) -> None:
     asked = prompt()
     short = [*asked[: 2 * BLOCK], *prompt(1)[: BLOCK + 20]]
     with running(model, tmp_path, "4", **AT_REST) as core:
@@ -224,7 +222,7 @@ def test_a_short_prompt_reads_what_is_on_the_disk_of_a_longer_one(
         assert ask(core, short)[0] == warm
 
 
-def test_other_codecs_miss_and_harm_nothing(model: Any, tmp_path: Path) -> None:
+def test_other_codecs_miss_without_damage(model: Any, tmp_path: Path) -> None:
     asked = prompt()
     others: list[dict[str, Any]] = [
         {"codec": None},
@@ -248,7 +246,7 @@ def test_other_codecs_miss_and_harm_nothing(model: Any, tmp_path: Path) -> None:
                 assert ssd(core).counts.damaged_blocks == ssd(core).faults == 0
 
 
-def test_a_damaged_block_is_computed_again(model: Any, tmp_path: Path) -> None:
+def test_damaged_block_is_recomputed(model: Any, tmp_path: Path) -> None:
     asked = prompt()
     with running(model, tmp_path, "turbo4") as core:
         ask(core, asked)
@@ -262,7 +260,7 @@ def test_a_damaged_block_is_computed_again(model: Any, tmp_path: Path) -> None:
         assert ssd(core).counts.damaged_blocks == 1
 
 
-def test_numbers_too_large_for_a_codec_stay_off_the_disk(
+def test_values_too_large_for_codec_are_not_written(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = prompt()
@@ -279,7 +277,7 @@ def test_numbers_too_large_for_a_codec_stay_off_the_disk(
         assert ssd(core).dropped_blocks > 0
 
 
-def test_a_session_goes_on_with_the_same_codec_only(model: Any, tmp_path: Path) -> None:
+def test_session_requires_same_codec(model: Any, tmp_path: Path) -> None:
     asked, file = prompt(), tmp_path / "session.tar"
 
     @contextmanager
@@ -298,7 +296,7 @@ def test_a_session_goes_on_with_the_same_codec_only(model: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_what_finds_no_room_to_be_encoded_stays_off_the_disk(
+def test_blocks_without_room_to_encode_are_not_written(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def fails(*_: Any) -> None:
@@ -314,7 +312,7 @@ def test_what_finds_no_room_to_be_encoded_stays_off_the_disk(
         assert ssd(core).dropped_blocks == 10 - RAW_BLOCKS
 
 
-def test_a_session_of_a_short_prompt_is_refused_with_the_reason(model: Any, tmp_path: Path) -> None:
+def test_session_of_short_prompt_is_refused(model: Any, tmp_path: Path) -> None:
     asked, settings = prompt()[:300], {**SMALL, **AT_REST, "kv_cache_quantization": "turbo4"}
     with Engine(model, ssd_cache_dir=tmp_path / "cache", **settings) as engine:
         engine.submit(Request(prompt=tuple(asked), max_tokens=4, ignore_eos=True)).result(60.0)

@@ -23,7 +23,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("other", "fingerprint"), each(OTHERS, ["", "one model"]), ids=str)
-def test_records_of_other_settings_are_a_miss(
+def test_records_of_other_settings_are_misses(
     other: dict[str, Any], fingerprint: str, tmp_path: Path
 ) -> None:
     settings = {"fingerprint": fingerprint}

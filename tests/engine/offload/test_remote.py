@@ -52,7 +52,7 @@ def remote(core: Core) -> TierStats:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_second_engine_restores_what_the_first_computed(family: str) -> None:
+def test_second_engine_restores_blocks_of_first(family: str) -> None:
     expected = alone(family)
     with shared(family=family) as core:
         assert ask(core, PROMPT) == expected
@@ -63,9 +63,7 @@ def test_a_second_engine_restores_what_the_first_computed(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_tier_gives_the_other_what_it_lacks(
-    values: InMemory, family: str, tmp_path: Path
-) -> None:
+def test_tiers_fill_each_others_gaps(values: InMemory, family: str, tmp_path: Path) -> None:
     expected = alone(family)
     with shared(tmp_path / "a", family) as core:
         assert ask(core, PROMPT) == expected
@@ -93,7 +91,7 @@ def spoil(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, spoil])
-def test_spilled_blocks_that_the_folder_has_lost_are_read_from_the_other(
+def test_lost_spilled_blocks_are_read_from_other_tier(
     tmp_path: Path, harm: Callable[[Path], object]
 ) -> None:
     """Those that a step chose, and those that are streamed for a first token."""
@@ -115,7 +113,7 @@ def test_spilled_blocks_that_the_folder_has_lost_are_read_from_the_other(
         assert damage.damaged_blocks + damage.missing_blocks > 0
 
 
-def test_the_sooner_one_is_read(tmp_path: Path) -> None:
+def test_fastest_tier_is_read(tmp_path: Path) -> None:
     with shared(tmp_path) as core:
         ask(core, PROMPT)
         assert core.tiers is not None
@@ -129,7 +127,7 @@ def test_the_sooner_one_is_read(tmp_path: Path) -> None:
             assert core.tiers.fastest(found, 12) is None
 
 
-def test_a_store_that_hangs_costs_no_hit_of_the_folder(values: InMemory, tmp_path: Path) -> None:
+def test_hanging_store_does_not_block_folder_hits(values: InMemory, tmp_path: Path) -> None:
     expected = alone()
     with shared(tmp_path) as core:
         ask(core, PROMPT)
@@ -151,9 +149,7 @@ def test_a_store_that_hangs_costs_no_hit_of_the_folder(values: InMemory, tmp_pat
         values.go.set()
 
 
-def test_a_store_that_hangs_is_waited_for_once(
-    values: InMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_store_is_awaited_once(values: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restoring_module, "ASK_SECONDS", 0.3)
     expected = alone()
     with shared(remote_cache_timeout_seconds=0.2) as core:
@@ -173,7 +169,7 @@ def test_a_store_that_hangs_is_waited_for_once(
         values.seconds = 0.0
 
 
-def test_what_arrives_is_in_the_ledger() -> None:
+def test_remote_buffers_are_in_ledger() -> None:
     with shared() as core:
         assert core.tiers is not None
         pieces = READERS * COPIES * core.tiers.tiers["remote"]._most_record_bytes
@@ -184,7 +180,7 @@ def test_what_arrives_is_in_the_ledger() -> None:
             core.view.check()
 
 
-def test_clear_leaves_what_others_use(values: InMemory) -> None:
+def test_clear_keeps_remote_blocks(values: InMemory) -> None:
     with shared() as core:
         ask(core, PROMPT)
         core.clear()
@@ -192,7 +188,7 @@ def test_clear_leaves_what_others_use(values: InMemory) -> None:
         assert len(values.values) == 207 // BLOCK
 
 
-def test_both_are_told_of(tmp_path: Path) -> None:
+def test_explain_names_both_tiers(tmp_path: Path) -> None:
     with shared(tmp_path) as core:
         ask(core, PROMPT)
         core.prefixes.clear()

@@ -42,7 +42,7 @@ def cold_text(tokens: Sequence[int], family: str = "llama", **settings: Any) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_the_text_is_the_same_cold_in_ram_and_after_a_restart(family: str, tmp_path: Path) -> None:
+def test_text_is_equal_cold_warm_and_restarted(family: str, tmp_path: Path) -> None:
     asked = prompt(200)
     expected = cold_text(asked, family)
     with running(tmp_path, family) as core:
@@ -60,7 +60,7 @@ def test_the_text_is_the_same_cold_in_ram_and_after_a_restart(family: str, tmp_p
         assert core.view.stats().restored_tokens == 192, "the second time it is in RAM"
 
 
-def test_kv_that_is_not_its_own_changes_the_text(tmp_path: Path) -> None:
+def test_check_detects_foreign_kv(tmp_path: Path) -> None:
     """A negative control: the comparison sees what is read, and would see wrong bytes."""
     asked = prompt(200)
     expected = cold_text(asked)
@@ -82,7 +82,7 @@ def test_kv_that_is_not_its_own_changes_the_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [15, 16, 17, 160, 161, 175])
-def test_at_the_edges_of_blocks(tokens: int, tmp_path: Path) -> None:
+def test_restart_at_block_boundaries(tokens: int, tmp_path: Path) -> None:
     asked = prompt(tokens)
     expected = cold_text(asked)
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_at_the_edges_of_blocks(tokens: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_blocks_of_any_size_are_read_back(family: str, block_size: int, tmp_path: Path) -> None:
+def test_blocks_of_any_size_are_restored(family: str, block_size: int, tmp_path: Path) -> None:
     """A prompt that is wholly on the disk, one that ends within a block, and the next turn."""
     asked = prompt(42)
     turn = (*asked, *cold_text(asked, family), *prompt(5, 1))
@@ -117,9 +117,7 @@ def test_blocks_of_any_size_are_read_back(family: str, block_size: int, tmp_path
                 assert ask(core, turn) == expected[-1]
 
 
-def test_what_is_answered_from_ram_stays_on_the_disk_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hot_blocks_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks in daily use are those that a restart needs; the disk sees that they are used."""
     monkeypatch.setattr(index_module, "WORTH_OF_A_HIT", 0.0)  # recency alone
     daily, others = prompt(150), [prompt(150, seed) for seed in range(1, 6)]
@@ -140,9 +138,7 @@ def test_what_is_answered_from_ram_stays_on_the_disk_too(
         assert core.view.stats().restored_tokens == 144, "there was no room for all"
 
 
-def test_files_of_what_is_in_ram_are_not_read_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_blocks_are_not_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead: list[int] = []
     monkeypatch.setattr(store_module, "read_ahead", ahead.append)
     asked = prompt(160)
@@ -160,7 +156,7 @@ def test_files_of_what_is_in_ram_are_not_read_ahead(
         assert len(ahead) == 5 + 10
 
 
-def test_what_was_evicted_is_read_back(tmp_path: Path) -> None:
+def test_evicted_blocks_are_restored(tmp_path: Path) -> None:
     asked = prompt(300)
     expected = cold_text(asked)
     with running(tmp_path) as core:
@@ -170,7 +166,7 @@ def test_what_was_evicted_is_read_back(tmp_path: Path) -> None:
         assert core.view.stats().restored_tokens == 288
 
 
-def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_conversation_continues_after_restart(tmp_path: Path) -> None:
     """Answers are written too: the next turn begins with them."""
     turn = list(prompt(100))
     with running(tmp_path) as core:
@@ -182,7 +178,7 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
         assert core.view.stats().restored_tokens == 144, "of 160, but for the last token's block"
 
 
-def test_branches_share_what_they_have_in_common(tmp_path: Path) -> None:
+def test_branches_share_records(tmp_path: Path) -> None:
     common = prompt(128)
     branches = [common + prompt(64, seed) for seed in (1, 2, 3)]
     expected = [cold_text(branch) for branch in branches]
@@ -198,7 +194,7 @@ def test_branches_share_what_they_have_in_common(tmp_path: Path) -> None:
         assert ask(core, other) == cold_text(other)
 
 
-def test_simultaneous_requests_read_the_disk_once(tmp_path: Path) -> None:
+def test_simultaneous_requests_read_disk_once(tmp_path: Path) -> None:
     asked = [prompt(200) + prompt(10, seed) for seed in range(1, 5)]
     expected = [cold_text(tokens) for tokens in asked]
     with running(tmp_path) as core:
@@ -211,7 +207,7 @@ def test_simultaneous_requests_read_the_disk_once(tmp_path: Path) -> None:
         assert core.view.stats().hit_tokens == 192 * 4 + 16
 
 
-def test_several_answers_to_one_prompt(tmp_path: Path) -> None:
+def test_choices_share_restored_prompt(tmp_path: Path) -> None:
     asked = prompt(200)
     expected = cold_text(asked)
     with running(tmp_path) as core:
@@ -223,7 +219,7 @@ def test_several_answers_to_one_prompt(tmp_path: Path) -> None:
         assert ssd(core).counts.read_blocks == 12
 
 
-def test_tenants_do_not_meet_on_the_disk(tmp_path: Path) -> None:
+def test_tenants_are_isolated_on_disk(tmp_path: Path) -> None:
     asked = prompt(200)
     with running(tmp_path) as core:
         ask(core, asked, salt="a")
@@ -234,7 +230,7 @@ def test_tenants_do_not_meet_on_the_disk(tmp_path: Path) -> None:
         assert core.view.stats().hit_tokens == 192
 
 
-def test_what_shares_nothing_is_on_no_disk(tmp_path: Path) -> None:
+def test_unshared_requests_are_not_written(tmp_path: Path) -> None:
     asked = prompt(200)
     with running(tmp_path) as core:
         ask(core, asked, cache_prompt=False)
@@ -249,7 +245,7 @@ def test_what_shares_nothing_is_on_no_disk(tmp_path: Path) -> None:
         assert core.view.stats().hit_tokens == 192
 
 
-def test_another_model_under_the_same_name_finds_nothing(tmp_path: Path) -> None:
+def test_other_model_of_same_name_finds_nothing(tmp_path: Path) -> None:
     asked = prompt(200)
     with running(tmp_path, "llama") as core:
         ask(core, asked)
@@ -265,9 +261,7 @@ def test_another_model_under_the_same_name_finds_nothing(tmp_path: Path) -> None
 # ---- bounded
 
 
-def test_others_decode_while_the_disk_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_continues_during_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, other = prompt(300), prompt(40, 7)
     expected = [cold_text(asked), cold_text(other)]
     with running(tmp_path) as core:
@@ -291,7 +285,7 @@ def test_others_decode_while_the_disk_is_read(
         assert said(slow) == expected[0]
 
 
-def test_a_disk_that_hangs_is_not_waited_for(
+def test_hanging_disk_falls_back_to_computing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long enough for the tier's thread to begin, on a busy machine too.
@@ -314,7 +308,7 @@ def test_a_disk_that_hangs_is_not_waited_for(
         assert core.tiers.paid_bytes == 0
 
 
-def test_who_leaves_while_the_disk_is_read_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_cancelled_restore_frees_everything(tmp_path: Path) -> None:
     asked = prompt(300)
     with running(tmp_path) as core:
         ask(core, asked)
@@ -331,7 +325,7 @@ def test_who_leaves_while_the_disk_is_read_leaves_nothing_behind(tmp_path: Path)
         assert core.ledger.used_bytes == before
 
 
-def test_memory_of_a_restore_is_what_is_restored(tmp_path: Path) -> None:
+def test_restore_peak_memory_is_bounded(tmp_path: Path) -> None:
     asked = prompt(900)
     with running(tmp_path) as core:
         ask(core, asked)
@@ -350,7 +344,7 @@ def test_memory_of_a_restore_is_what_is_restored(tmp_path: Path) -> None:
         handle.cancel()
 
 
-def test_room_is_made_for_what_is_restored(tmp_path: Path) -> None:
+def test_restore_evicts_to_make_room(tmp_path: Path) -> None:
     """With room for one prompt only, each evicts the other, and comes back from the disk."""
     asked = [prompt(300, seed) for seed in range(3)]
     expected = [cold_text(tokens) for tokens in asked]
@@ -366,7 +360,7 @@ def test_room_is_made_for_what_is_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 5, 11])
-def test_a_damaged_record_costs_itself_alone(block: int, tmp_path: Path) -> None:
+def test_damaged_record_costs_only_itself(block: int, tmp_path: Path) -> None:
     asked = prompt(200)
     expected = cold_text(asked)
     with running(tmp_path) as core:
@@ -385,7 +379,7 @@ def test_a_damaged_record_costs_itself_alone(block: int, tmp_path: Path) -> None
         assert core.view.stats().restored_tokens == 192, "it was computed, and written again"
 
 
-def test_a_folder_that_cannot_be_used_costs_nobody_anything(tmp_path: Path) -> None:
+def test_unusable_folder_does_not_affect_answers(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("no folder")
     asked = prompt(200)
@@ -395,7 +389,7 @@ def test_a_folder_that_cannot_be_used_costs_nobody_anything(tmp_path: Path) -> N
         assert ssd(core).off is not None
 
 
-def test_an_abort_in_mid_prefill_keeps_finished_blocks(tmp_path: Path) -> None:
+def test_aborted_prefill_keeps_finished_blocks(tmp_path: Path) -> None:
     asked = prompt(300)
     with running(tmp_path) as core:
         handle = submit(core, asked)
@@ -409,7 +403,7 @@ def test_an_abort_in_mid_prefill_keeps_finished_blocks(tmp_path: Path) -> None:
         assert core.view.stats().restored_tokens == 128
 
 
-def test_cheap_blocks_are_written_when_they_are_asked_for_again(tmp_path: Path) -> None:
+def test_cheap_blocks_are_written_on_second_use(tmp_path: Path) -> None:
     asked = prompt(200)
     with running(tmp_path) as core:
         core.prefill_rate.prefill_seconds = lambda tokens: 0.0  # type: ignore[method-assign]
@@ -419,7 +413,7 @@ def test_cheap_blocks_are_written_when_they_are_asked_for_again(tmp_path: Path) 
         assert len(files(tmp_path)) == 12
 
 
-def test_a_write_budget_is_kept_over_restarts(tmp_path: Path) -> None:
+def test_write_budget_persists_across_restarts(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, prompt(200))
         each = ssd(core).counts.written_bytes // 12
@@ -431,7 +425,7 @@ def test_a_write_budget_is_kept_over_restarts(tmp_path: Path) -> None:
             assert ssd(core).counts.refused_blocks > 0
 
 
-def test_clear_empties_the_disk_too(tmp_path: Path) -> None:
+def test_clear_empties_disk(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, prompt(200))
         core.clear()
@@ -441,7 +435,7 @@ def test_clear_empties_the_disk_too(tmp_path: Path) -> None:
         assert core.view.stats().hit_tokens == 0
 
 
-def test_clear_while_the_disk_is_read_changes_no_text(tmp_path: Path) -> None:
+def test_clear_during_restore_does_not_change_text(tmp_path: Path) -> None:
     asked = prompt(300)
     expected = cold_text(asked)
     with running(tmp_path) as core:
@@ -459,7 +453,7 @@ def test_clear_while_the_disk_is_read_changes_no_text(tmp_path: Path) -> None:
         assert not files(tmp_path)
 
 
-def test_what_is_worth_most_is_read_ahead_of_all_requests(tmp_path: Path) -> None:
+def test_most_valuable_blocks_are_preloaded_first(tmp_path: Path) -> None:
     common = prompt(128)
     branches = [common + prompt(64, seed) for seed in (1, 2)]
     expected = [cold_text(branch) for branch in branches]
@@ -485,7 +479,7 @@ def test_what_is_worth_most_is_read_ahead_of_all_requests(tmp_path: Path) -> Non
         assert core.preload() == 0
 
 
-def test_what_is_on_the_disk_is_explained(tmp_path: Path) -> None:
+def test_explain_reports_blocks_on_disk(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, prompt(200))
         core.prefixes.clear()
@@ -496,7 +490,7 @@ def test_what_is_on_the_disk_is_explained(tmp_path: Path) -> None:
         assert core.view.explain(prompt(200, 9), ask_tiers=True).tier_tokens == 0
 
 
-def test_a_hit_in_memory_allocates_nothing_and_evicting_is_told(
+def test_memory_hit_allocates_nothing_and_eviction_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The arrays that are stored are those that are read."""
@@ -513,7 +507,7 @@ def test_a_hit_in_memory_allocates_nothing_and_evicting_is_told(
     assert "tokens is evicted" in caplog.text
 
 
-def test_hot_cache_only_means_it(tmp_path: Path) -> None:
+def test_hot_cache_only_disables_tiers(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     with running(None, hot_cache_only=True) as core:
         ask(core, prompt(200))
@@ -529,7 +523,7 @@ def test_hot_cache_only_means_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_limit_that_is_too_small_says_so(tmp_path: Path) -> None:
+def test_too_small_ssd_limit_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(SettingError, match="ssd_cache_limit"),
         running(tmp_path, ssd_cache_limit="1MB"),

@@ -61,12 +61,12 @@ def restored(folder: Path) -> tuple[int, tuple[int, ...]]:
         return core.view.stats().restored_tokens, answer
 
 
-def test_a_prompt_goes_on_after_a_restart(folder: Path) -> None:
+def test_prompt_resumes_after_restart(folder: Path) -> None:
     assert restored(folder) == (64, fresh())
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 7, 64])
-def test_blocks_of_any_size_are_read_back(block_size: int, tmp_path: Path) -> None:
+def test_blocks_of_any_size_are_restored(block_size: int, tmp_path: Path) -> None:
     expected, boundary = fresh(), (len(PROMPT) - 1) // block_size * block_size
     for restored in (0, boundary, boundary):
         with running(tmp_path, FAMILY, block_size=block_size) as core:
@@ -75,14 +75,14 @@ def test_blocks_of_any_size_are_read_back(block_size: int, tmp_path: Path) -> No
             assert ask(core, PROMPT) == expected
 
 
-def test_a_flipped_bit_is_a_miss_and_nothing_else(folder: Path) -> None:
+def test_flipped_bit_is_a_miss(folder: Path) -> None:
     expected = fresh()
     flip(folder)
     assert restored(folder) == (0, expected)
     assert restored(folder) == (64, expected), "it was written again"
 
 
-def test_without_room_for_what_was_not_restored_it_is_admitted_anew(folder: Path) -> None:
+def test_partial_restore_without_room_is_readmitted(folder: Path) -> None:
     """It is preempted when its blocks have come, and no step does nothing while it waits."""
     expected = fresh()
     flip(folder)
@@ -94,7 +94,7 @@ def test_without_room_for_what_was_not_restored_it_is_admitted_anew(folder: Path
         assert said(handle) == expected
 
 
-def test_states_behind_the_last_token_are_not_read(folder: Path) -> None:
+def test_states_past_last_token_are_not_read(folder: Path) -> None:
     """A prompt of whole blocks computes its last token: states at its very end are of no use."""
     whole = PROMPT[: 4 * BLOCK]
     with running(None, FAMILY) as core:
@@ -106,13 +106,13 @@ def test_states_behind_the_last_token_are_not_read(folder: Path) -> None:
         assert core.view.stats().tiers["disk"].counts.read_blocks == 0
 
 
-def test_a_checkpoint_that_is_gone_is_a_miss(folder: Path) -> None:
+def test_missing_checkpoint_is_a_miss(folder: Path) -> None:
     with running(folder, FAMILY) as core:
         checkpoint_file(folder, core, 4).unlink()
     assert restored(folder) == (0, fresh())
 
 
-def test_blocks_in_memory_need_the_checkpoint_alone(folder: Path) -> None:
+def test_blocks_in_memory_need_only_the_checkpoint(folder: Path) -> None:
     """Who parts from what is held goes on from a checkpoint on the disk behind blocks in RAM."""
     with running(folder, FAMILY) as core:
         first = ask(core, PROMPT)
@@ -128,7 +128,7 @@ def test_blocks_in_memory_need_the_checkpoint_alone(folder: Path) -> None:
         assert core.view.stats().restored_tokens == 128
 
 
-def test_what_is_worth_most_is_read_ahead_with_its_checkpoint(folder: Path) -> None:
+def test_most_valuable_blocks_are_preloaded_with_checkpoints(folder: Path) -> None:
     other = tuple(reversed(PROMPT))
     branch = (*PROMPT[:32], *other[:40])  # parts in the middle of what is there
     with running(folder, FAMILY) as core:
@@ -148,7 +148,7 @@ def test_what_is_worth_most_is_read_ahead_with_its_checkpoint(folder: Path) -> N
         assert core.preload() == 0, "all is there"
 
 
-def test_nothing_gives_way_for_what_is_read_ahead(folder: Path) -> None:
+def test_preload_evicts_nothing(folder: Path) -> None:
     with running(folder, FAMILY) as core:
         core.set_limit(core.budget.fixed_bytes + 70 * core.runner.token_bytes)
         assert core.preload() == 0, "the states have no room"
@@ -157,7 +157,7 @@ def test_nothing_gives_way_for_what_is_read_ahead(folder: Path) -> None:
         assert core.preload() == 64
 
 
-def test_a_checkpoint_that_is_damaged_is_not_read_ahead(folder: Path) -> None:
+def test_damaged_checkpoint_is_not_preloaded(folder: Path) -> None:
     with running(folder, FAMILY) as core:
         file = checkpoint_file(folder, core, 4)
     raw = bytearray(file.read_bytes())
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_is_damaged_is_not_read_ahead(folder: Path) -> None:
         assert ask(core, PROMPT) == fresh()
 
 
-def test_the_folder_is_whole_and_counted(folder: Path) -> None:
+def test_folder_verifies_with_checkpoints(folder: Path) -> None:
     from penstock.tiers.disk.folder import Folder
     from penstock.tiers.disk.integrity import verify
 
@@ -182,14 +182,14 @@ def test_the_folder_is_whole_and_counted(folder: Path) -> None:
         assert verdict.checked_blocks == len(keys)
 
 
-def test_nothing_is_written_without_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_without_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with running(None, FAMILY, hot_cache_only=True) as core:
         ask(core, PROMPT)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_states_of_another_form_are_not_written(
+def test_states_of_other_shape_are_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: then nothing is restored, for nobody could go on."""
@@ -200,7 +200,7 @@ def test_states_of_another_form_are_not_written(
     assert restored(tmp_path / "cold")[0] == 0
 
 
-def test_a_session_takes_its_checkpoints_along(tmp_path: Path) -> None:
+def test_session_includes_checkpoints(tmp_path: Path) -> None:
     model: Any = model_of(FAMILY)
     settings = {**SETTINGS, "ssd_write_budget": None}
     file = tmp_path / "session.tar"

@@ -146,13 +146,13 @@ def test_eight_bits_are_near_full_precision(codec: str, model: Any) -> None:
     assert apart(model, codec) < 0.05
 
 
-def test_the_comparison_sees_four_bits(model: Any) -> None:
+def test_check_detects_four_bits(model: Any) -> None:
     """A negative control: the codes are read, and not what they were made of."""
     assert 0.05 < apart(model, "4") < 0.5
 
 
 @pytest.mark.parametrize("codec", ["8", "k8v4", "turbo8", "kivi8/turbo6"])
-def test_it_says_the_same_cold_warm_and_in_a_batch(codec: str, model: Any) -> None:
+def test_text_is_equal_cold_warm_and_batched(codec: str, model: Any) -> None:
     asked = prompt(700)
     with running(model, codec) as core:
         expected = ask(core, asked)
@@ -164,7 +164,7 @@ def test_it_says_the_same_cold_warm_and_in_a_batch(codec: str, model: Any) -> No
 
 
 @pytest.mark.parametrize("codec", ["4", "k8v4", "turbo2.5", "kivi4/turbo3"])
-def test_nodes_take_what_the_formula_says(codec: str, model: Any) -> None:
+def test_node_nbytes_match_formula(codec: str, model: Any) -> None:
     """The originals are gone once the quantized node stands, in the ledger and in memory."""
     with running(model, codec) as core:
         mx.set_cache_limit(0)  # it hands out larger buffers than were asked for
@@ -178,7 +178,7 @@ def test_nodes_take_what_the_formula_says(codec: str, model: Any) -> None:
         assert mx.get_active_memory() - core.view.held_bytes == before
 
 
-def test_the_limit_holds_at_every_moment(model: Any) -> None:
+def test_memory_stays_within_limit(model: Any) -> None:
     with running(model, "kivi4/turbo3.5", memory_limit="45MB") as core:
         others = mx.get_active_memory() - core.view.held_bytes
         handles = [submit(core, prompt(1_200, seed), max_tokens=20) for seed in range(4)]
@@ -192,7 +192,7 @@ def test_the_limit_holds_at_every_moment(model: Any) -> None:
         assert all(len(said(handle)) == 20 for handle in handles)
 
 
-def test_at_rest_is_when_nobody_reads_it(model: Any) -> None:
+def test_nodes_are_quantized_once_unread(model: Any) -> None:
     asked = prompt(500)
     with running(model, None) as core:
         expected = ask(core, asked)
@@ -206,7 +206,7 @@ def test_at_rest_is_when_nobody_reads_it(model: Any) -> None:
         assert covered(core) == {False: (0, 64), True: (64, 512)}
 
 
-def test_a_node_that_waits_for_its_codes_is_evicted_whole(model: Any) -> None:
+def test_node_awaiting_codes_can_be_evicted(model: Any) -> None:
     """Nothing but the tree holds it: its bytes are no longer counted."""
     with running(model, "8", kv_cache_quantize_when="at-rest") as core:
         handle = submit(core, prompt(500))
@@ -223,7 +223,7 @@ def test_a_node_that_waits_for_its_codes_is_evicted_whole(model: Any) -> None:
         assert [node() for node in nodes] == [None] * len(nodes)
 
 
-def test_an_answer_that_was_preempted_has_full_precision(model: Any) -> None:
+def test_preempted_answer_has_full_precision(model: Any) -> None:
     """What it reads again when it has a place again is not encoded meanwhile."""
     asked = prompt(500)
     with running(model, None) as core:
@@ -240,7 +240,7 @@ def test_an_answer_that_was_preempted_has_full_precision(model: Any) -> None:
         assert core.view.stats().prefilled_tokens < 2 * 500 + 300, "it found its path"
 
 
-def test_layers_that_are_skipped_stay(model: Any) -> None:
+def test_skipped_layers_stay_raw(model: Any) -> None:
     with running(model, "4", kv_cache_skip_layers=(0, 2)) as core:
         ask(core, prompt(300))
         (node,) = (node for node in core.prefixes.tree if node.start == 64)
@@ -255,7 +255,7 @@ AT_REST: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("when", ["active", "at-rest"])
-def test_a_short_prompt_is_left_alone(when: str, model: Any) -> None:
+def test_short_prompt_stays_raw(when: str, model: Any) -> None:
     settings = {**AT_REST, "kv_cache_quantize_when": when}
     asked = prompt(230)
     with running(model, None) as core:
@@ -268,7 +268,7 @@ def test_a_short_prompt_is_left_alone(when: str, model: Any) -> None:
 
 @pytest.mark.parametrize("first", [0, 64, 300])
 @pytest.mark.parametrize("tokens", [257, 300, 500])
-def test_a_longer_prompt_is_quantized_whole(tokens: int, first: int, model: Any) -> None:
+def test_long_prompt_is_quantized_whole(tokens: int, first: int, model: Any) -> None:
     with running(model, "4", **{**AT_REST, "kv_cache_raw_first_tokens": first}) as core:
         ask(core, prompt(tokens), max_tokens=1)
         raw, end = -(-first // BLOCK) * BLOCK, tokens // BLOCK * BLOCK
@@ -278,7 +278,7 @@ def test_a_longer_prompt_is_quantized_whole(tokens: int, first: int, model: Any)
         }
 
 
-def test_an_active_codec_leaves_the_first_tokens_of_longer_prompts(model: Any) -> None:
+def test_active_codec_keeps_first_tokens_raw(model: Any) -> None:
     """Else a block would have to be in two forms: for the short prompt, and for the longer one."""
     with running(model, "4", **{**AT_REST, "kv_cache_quantize_when": "active"}) as core:
         ask(core, prompt(500), max_tokens=1)
@@ -286,9 +286,7 @@ def test_an_active_codec_leaves_the_first_tokens_of_longer_prompts(model: Any) -
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
-def test_a_short_prompt_shares_codes_where_a_longer_one_goes_on(
-    order: tuple[int, ...], model: Any
-) -> None:
+def test_short_prompt_shares_codes_of_longer_prompt(order: tuple[int, ...], model: Any) -> None:
     """A node is coded if some path through it is long enough, whichever came first."""
     long, short = prompt(400), (*prompt(128), *prompt(70, 1))
     asked = (long, short, prompt(200, 2))
@@ -308,7 +306,7 @@ def test_a_short_prompt_shares_codes_where_a_longer_one_goes_on(
         assert core.ledger.by_class()[Kind.NODES] == nodes
 
 
-def test_a_conversation_is_quantized_when_it_becomes_long(model: Any) -> None:
+def test_conversation_is_quantized_when_it_becomes_long(model: Any) -> None:
     turns = [prompt(tokens) for tokens in (100, 200, 300, 500)]
     with running(model, "turbo4", **AT_REST) as core:
         held = hits = 0
@@ -319,7 +317,7 @@ def test_a_conversation_is_quantized_when_it_becomes_long(model: Any) -> None:
             assert covered(core) == {len(turn) >= 256: (0, held)}
 
 
-def test_512_tokens_in_8_bits_take_what_vllm_mlx_takes() -> None:
+def test_512_tokens_in_8_bits_match_vllm_mlx_nbytes() -> None:
     shape = replace(SHAPE, layers=1, query_heads=8, kv_heads=8, hidden_size=512)
     half = bench_model(ModelChoice.RANDOM, shape).model
     half.set_dtype(mx.float16)
@@ -332,7 +330,7 @@ def test_512_tokens_in_8_bits_take_what_vllm_mlx_takes() -> None:
         core.close()
 
 
-def test_who_keeps_tokens_keeps_them_whole(model: Any) -> None:
+def test_kept_tokens_stay_raw(model: Any) -> None:
     with running(model, "4", keep=130) as core:
         ask(core, prompt(500))
         assert covered(core) == {False: (0, 192), True: (192, 512)}
@@ -350,7 +348,9 @@ def test_branches_of_coded_and_raw_nodes(model: Any) -> None:
         assert core.view.stats().hit_tokens >= 2 * 256
 
 
-def test_no_room_for_both_forms_leaves_it_raw(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_stays_raw_without_room_for_both_forms(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = prompt(700)
     with running(model, None) as core:
         expected = ask(core, asked)
@@ -361,7 +361,9 @@ def test_no_room_for_both_forms_leaves_it_raw(model: Any, monkeypatch: pytest.Mo
         assert core.view.stats().hit_tokens > 0
 
 
-def test_what_found_no_room_is_tried_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_is_retried_when_room_is_free(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(model, "4", kv_cache_quantize_when="at-rest") as core:
         real, asked = core.prefixes.exchange, []
 
@@ -377,7 +379,7 @@ def test_what_found_no_room_is_tried_again(model: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_an_encoding_that_runs_out_of_memory_changes_no_answer(
+def test_out_of_memory_while_encoding_does_not_change_answers(
     error: type[Exception], model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = prompt(700)
@@ -403,7 +405,7 @@ def test_an_encoding_that_runs_out_of_memory_changes_no_answer(
         ({"kv_cache_quantization": "4", "kv_cache_min_quantize_tokens": -1}, "greater than or"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(
+def test_invalid_settings_are_refused_with_reason(
     settings: dict[str, Any], words: str, model: Any
 ) -> None:
     with pytest.raises(SettingError, match=words):
@@ -411,7 +413,7 @@ def test_what_cannot_be_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(("codec", "share"), [("raw", 0.95), ("k8v4", 0.7), ("auto5x", 0.7)])
-def test_as_long_a_prompt_is_let_in(model: Any, codec: str, share: float) -> None:
+def test_quantization_does_not_shorten_longest_prompt(model: Any, codec: str, share: float) -> None:
     """Codes are dequantized some tokens at a time where a chunk reads them: half as long a prompt
     was let in when it was a layer at a time."""
 
@@ -426,7 +428,7 @@ def test_as_long_a_prompt_is_let_in(model: Any, codec: str, share: float) -> Non
     assert median(own for own, _ in pairs) >= share * median(plain for _, plain in pairs)
 
 
-def test_raw_is_none(model: Any) -> None:
+def test_raw_disables_requantizer(model: Any) -> None:
     with running(model, "raw") as core:
         assert core.stores.of(Requantizer) is None
 
@@ -440,7 +442,7 @@ def scales(core: Core) -> tuple[Any, ...]:
     return requantizer.rule.scheme.scales
 
 
-def test_large_channels_are_found_and_change_nothing(
+def test_outlier_channel_scales_do_not_change_logits(
     model: Any, large: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(model, "turbo4") as core:
@@ -459,7 +461,7 @@ def test_large_channels_are_found_and_change_nothing(
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "turbo2.5", "k8v4"])
-def test_scaled_keys_say_the_same_cold_warm_and_in_a_batch(codec: str, large: Any) -> None:
+def test_scaled_keys_are_equal_cold_warm_and_batched(codec: str, large: Any) -> None:
     asked = prompt(700)
     with running(large, codec) as core:
         assert scales(core)
@@ -472,7 +474,7 @@ def test_scaled_keys_say_the_same_cold_warm_and_in_a_batch(codec: str, large: An
 
 
 @pytest.mark.parametrize("codec", [None, "8", "kivi4/turbo4", "raw/turbo4"])
-def test_nothing_is_measured_for_codecs_without_scales(
+def test_scales_are_not_measured_for_other_codecs(
     codec: str | None, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(*_: Any) -> tuple[Any, ...]:
@@ -493,7 +495,7 @@ def test_nothing_is_measured_for_codecs_without_scales(
     ],
     ids=str,
 )
-def test_scales_are_measured_all_over_the_positions_of_a_model(
+def test_scales_are_measured_across_all_positions(
     arguments: dict[str, Any], starts: list[int], model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(model, None) as core:
@@ -510,7 +512,7 @@ def test_scales_are_measured_all_over_the_positions_of_a_model(
         assert asked == starts
 
 
-def test_layers_that_attend_have_scales_and_others_have_none() -> None:
+def test_only_attention_layers_have_scales() -> None:
     model = build("qwen3_next")
     for layer in model.layers:
         if hasattr(layer, "self_attn"):
@@ -522,21 +524,21 @@ def test_layers_that_attend_have_scales_and_others_have_none() -> None:
     assert all(head[0] >= 2 for layer in found for head in layer)
 
 
-def test_models_that_attend_by_themselves_have_none(large: Any) -> None:
+def test_models_with_custom_attention_have_no_scales(large: Any) -> None:
     runner = Runner(large, devices.current(), max_kv_size=256, keep=0)
     assert all(runner.key_scales())
     runner.fitness = replace(runner.fitness, way="joined")
     assert runner.key_scales() == ()
 
 
-def test_measuring_is_the_same_each_time_and_within_what_a_step_takes(large: Any) -> None:
+def test_scale_calibration_is_repeatable_and_bounded(large: Any) -> None:
     with running(large, "turbo4") as core:
         taken, _ = peak_of(core.runner.key_scales)
         assert taken <= core.budget.step_bytes
         assert core.runner.key_scales() == scales(core)
 
 
-def test_codes_are_merged_to_as_many_bytes_as_raw_nodes(model: Any) -> None:
+def test_coded_nodes_are_merged_by_bytes(model: Any) -> None:
     """So that who reads them reads fewer parts; an engine without codes merges as before."""
     asked = prompt(1_200)
     for codec, longest in (("affine8", 448), (None, 128)):

@@ -40,7 +40,7 @@ def settings_of(tokens: int, attend: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("records", [None, 1])
-def test_a_prompt_leaves_memory_while_it_is_read(tmp_path: Path, records: int | None) -> None:
+def test_prompt_is_spilled_during_prefill(tmp_path: Path, records: int | None) -> None:
     """Where memory is free, too: records of a chunk are written while the next one is computed."""
     with running(tmp_path, prefill_chunk=256) as core:
         assert core.tiers is not None
@@ -58,7 +58,7 @@ def test_a_prompt_leaves_memory_while_it_is_read(tmp_path: Path, records: int | 
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_blocks_that_the_tree_refused_are_committed_before_more_is_read(
+def test_refused_blocks_are_committed_before_next_chunk(
     tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt has reserved a few chunks; without a second try the rest would be in no account."""
@@ -136,7 +136,9 @@ def room_of_one(folder: Path, tokens: int, active: int, **settings: Any) -> int:
 
 
 @pytest.mark.parametrize("size", [SHORT, LONG] if SOAK else [SHORT])
-def test_ten_conversations_run_in_the_room_of_one(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_ten_spilled_conversations_fit_in_memory_of_one(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
     """They say what they say where there is room for all; several have a place at a time.
 
     None is preempted: what the tree's index of a prompt takes is reserved, too.
@@ -170,7 +172,7 @@ def test_ten_conversations_run_in_the_room_of_one(tmp_path: Path, size: tuple[in
         core.close()
 
 
-def test_later_turns_of_sequences_at_rest_stay_below_the_limit(tmp_path: Path) -> None:
+def test_later_turns_stay_within_limit(tmp_path: Path) -> None:
     """Codes are read beside a tier that has their numbers before coding; memory has room for one.
 
     Each conversation goes on twice, after the others: most of it is in the tier by then, some of it

@@ -75,9 +75,7 @@ def whole(tmp_path: Path, family: str, *prompts: Sequence[int], **more: Any) -> 
         ("cohere2", {}),
     ],
 )
-def test_the_text_is_that_of_an_engine_with_everything_in_memory(
-    tmp_path: Path, family: str, more: dict[str, Any]
-) -> None:
+def test_spilling_does_not_change_text(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
     def turns(core: Core) -> list[tuple[int, ...]]:
         first = cold_engine.ask(core, LONG, max_tokens=40)
         return [first, cold_engine.ask(core, (*LONG, *first, 7, 8, 9), max_tokens=40)]
@@ -115,7 +113,7 @@ def test_the_text_is_that_of_an_engine_with_everything_in_memory(
         ("affine8", "heads of 64", {}),
     ],
 )
-def test_codecs_at_rest_give_the_text_of_an_engine_with_all_codes_in_memory(
+def test_spilling_with_codecs_does_not_change_text(
     tmp_path: Path, codec: str, family: str, more: dict[str, Any]
 ) -> None:
     """Later turns read codes: of blocks that were spilled raw, and of blocks that stayed behind."""
@@ -143,7 +141,7 @@ def test_codecs_at_rest_give_the_text_of_an_engine_with_all_codes_in_memory(
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda path: flip(path)])
-def test_codes_whose_record_is_gone_are_written_decoded_before_they_leave_memory(
+def test_codes_without_record_are_written_before_spilling(
     tmp_path: Path, harm: Callable[[Path], object]
 ) -> None:
     settings = {**CODEC, "kv_cache_raw_first_tokens": 0, "model": single_layer()}
@@ -163,7 +161,7 @@ def test_codes_whose_record_is_gone_are_written_decoded_before_they_leave_memory
         assert core.counters.preemptions == 0
 
 
-def test_together_and_in_several_answers_they_say_the_same(tmp_path: Path) -> None:
+def test_batched_and_parallel_choices_match_single(tmp_path: Path) -> None:
     expected = whole(tmp_path, "llama", LONG, OTHER)
     with running(tmp_path / "spilled") as core:
         handles = [cold_engine.submit(core, asked, max_tokens=40) for asked in (LONG, OTHER)]
@@ -173,7 +171,7 @@ def test_together_and_in_several_answers_they_say_the_same(tmp_path: Path) -> No
         assert [tuple(choice.tokens) for choice in twice.result(0.0)] == [expected[0]] * 2
 
 
-def test_a_short_prompt_reads_all_of_what_others_have_spilled(tmp_path: Path) -> None:
+def test_short_prompt_reads_spilled_prefix_whole(tmp_path: Path) -> None:
     """It begins like a longer one, whose first tokens are in the tier."""
     short = (*LONG[:64], 3, 4)
     (expected,) = whole(tmp_path, "llama", short)
@@ -192,9 +190,7 @@ def first_scores(core: Core, *prompts: Sequence[int]) -> list[dict[int, float]]:
     return [dict((*first.top, (first.token, first.logprob))) for first in firsts]
 
 
-def test_the_first_token_is_that_of_full_attention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_token_uses_full_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the tier is read for it piece by piece, also where others choose meanwhile."""
     both = LONG[:897], OTHER[:689]  # whole blocks and a token: cached, nothing is computed again
     with running(tmp_path / "whole", attend_tokens=None, active_kv_size=None) as core:
@@ -224,7 +220,7 @@ def test_the_first_token_is_that_of_full_attention(
             assert found != pytest.approx(scores, abs=1e-4), "negative control"
 
 
-def test_blocks_lost_under_a_first_token_are_computed_again(tmp_path: Path) -> None:
+def test_blocks_lost_during_first_token_are_recomputed(tmp_path: Path) -> None:
     with running(tmp_path / "whole", attend_tokens=None, active_kv_size=None) as core:
         (expected,) = first_scores(core, LONG)
     with running(tmp_path / "spilled") as core:
@@ -238,7 +234,7 @@ def test_blocks_lost_under_a_first_token_are_computed_again(tmp_path: Path) -> N
         assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_spilled_conversation_resumes_after_restart(tmp_path: Path) -> None:
     (expected,) = whole(tmp_path, "llama", LONG)
     with running(tmp_path / "spilled") as core:
         assert cold_engine.ask(core, LONG, max_tokens=40) == expected
@@ -281,7 +277,7 @@ class Requests:
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_layer_of_a_step_waits_for_the_tier_at_most_once(
+def test_layer_waits_for_tier_at_most_once_per_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
     """Whatever rows, key heads, sides and nodes want blocks, which are read once, in order."""
@@ -314,7 +310,7 @@ def test_a_layer_of_a_step_waits_for_the_tier_at_most_once(
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_row_that_reads_all_waits_once_a_layer_and_step(
+def test_unselective_row_waits_once_per_layer_and_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
     """It is shorter than a choice, and what it begins with is in the tier: for others."""
@@ -374,7 +370,7 @@ def harmed(folder: Path, harm: Callable[[Path], object]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, flip, cut])
-def test_blocks_that_are_damaged_or_missing_are_computed_again(
+def test_damaged_or_missing_blocks_are_recomputed(
     tmp_path: Path, harm: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (expected,) = whole(tmp_path, "llama", LONG)
@@ -389,7 +385,7 @@ def test_blocks_that_are_damaged_or_missing_are_computed_again(
             harmed(tmp_path / "unchecked", harm)
 
 
-def test_a_tier_that_is_late_is_as_one_without_the_blocks(
+def test_slow_tier_counts_as_missing_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (expected,) = whole(tmp_path, "llama", LONG)
@@ -406,9 +402,7 @@ def test_a_tier_that_is_late_is_as_one_without_the_blocks(
         assert "could not read spilled blocks" in caplog.text and "TimeoutError" in caplog.text
 
 
-def test_an_error_of_a_store_keeps_nothing_of_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_error_holds_no_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its frames would keep the arrays of the step as long as a log, or an answer, keeps it."""
     errors: list[ValueError] = []
 
@@ -431,7 +425,7 @@ def test_an_error_of_a_store_keeps_nothing_of_the_step(
     assert all(error.__traceback__ is None for error in errors)
 
 
-def test_a_prompt_longer_than_memory_is_read_inside_the_limit(tmp_path: Path) -> None:
+def test_prompt_longer_than_memory_stays_within_limit(tmp_path: Path) -> None:
     """What MLX holds at its peak beside what it held before fits into the ledger's account."""
     asked = prompt(4_000, 5)
     # Records of 320 tokens, as they are outside of tests.
@@ -465,7 +459,7 @@ def test_a_prompt_longer_than_memory_is_read_inside_the_limit(tmp_path: Path) ->
         core.close()
 
 
-def test_places_that_no_node_has_are_forgotten(tmp_path: Path) -> None:
+def test_places_of_evicted_nodes_are_dropped(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         cold_engine.ask(core, LONG)
         spilling = spilling_of(core)
@@ -477,7 +471,7 @@ def test_places_that_no_node_has_are_forgotten(tmp_path: Path) -> None:
         assert blocks.records == 0 and blocks.nbytes < before
 
 
-def test_the_figures_are_shown(tmp_path: Path) -> None:
+def test_spilling_statistics_and_metrics(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         cold_engine.ask(core, LONG)
         stats = core.view.stats()
@@ -503,7 +497,7 @@ def test_the_figures_are_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", [2, 99])
-def test_a_prompt_that_finds_no_room_alone_begins_again_once(
+def test_lone_prompt_without_room_restarts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     """The tree may hold more of it than it reads, in a node that it keeps there."""
@@ -527,7 +521,7 @@ def test_a_prompt_that_finds_no_room_alone_begins_again_once(
 
 
 @pytest.mark.parametrize("drops", [True, False])
-def test_a_longer_node_with_its_beginning_keeps_no_prompt_from_its_room(
+def test_large_node_with_shared_prefix_does_not_block_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool
 ) -> None:
     """The node fits beside the prompt's reservation, and a copy of it to split it does not."""
@@ -556,9 +550,7 @@ def test_a_longer_node_with_its_beginning_keeps_no_prompt_from_its_room(
     assert (ends == {4}) is drops, ends
 
 
-def test_nothing_is_read_of_blocks_that_were_let_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_released_blocks_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops read addresses, which keep nothing: what has no room in the cache is only held."""
     (expected,) = whole(tmp_path, "llama", LONG)
     memory: list[Any] = []
@@ -581,7 +573,7 @@ def test_nothing_is_read_of_blocks_that_were_let_go(
     assert len(memory) > 20
 
 
-def test_a_choice_of_a_single_key_head_is_cached(tmp_path: Path) -> None:
+def test_selection_of_single_kv_head_is_cached(tmp_path: Path) -> None:
     settings = {"num_key_value_heads": 1, "num_hidden_layers": 2, "head_dim": 16}
     config = {"model_type": "llama", "vocab_size": VOCABULARY_TOKENS, "torch_dtype": "float32"}
     mx.random.seed(3)
@@ -592,7 +584,7 @@ def test_a_choice_of_a_single_key_head_is_cached(tmp_path: Path) -> None:
         assert counts.read_blocks > 0 and counts.cached_blocks > 0
 
 
-def test_a_lost_record_that_is_spilled_again_has_a_place_of_its_own(tmp_path: Path) -> None:
+def test_record_spilled_again_gets_new_place(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         cold_engine.ask(core, LONG)
         blocks = spilling_of(core).blocks
@@ -609,7 +601,7 @@ def test_a_lost_record_that_is_spilled_again_has_a_place_of_its_own(tmp_path: Pa
         core.clear()
 
 
-def test_what_stays_in_memory_of_a_block_takes_the_bytes_that_are_counted(tmp_path: Path) -> None:
+def test_resident_bytes_of_spilled_block_match(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         codec = spilled.Spilled(spilling_of(core).blocks, 0, 0, mx.float32)
         side = mx.random.normal((1, 2, 1_600, 8))
@@ -632,7 +624,7 @@ def test_what_stays_in_memory_of_a_block_takes_the_bytes_that_are_counted(tmp_pa
         ({"attend_full_layers": (0, 1)}, "no layer that chooses"),
     ],
 )
-def test_what_does_not_work_is_refused_at_the_start(
+def test_unsupported_settings_are_refused_at_start(
     tmp_path: Path, more: dict[str, Any], says: str
 ) -> None:
     given = {**cold_engine.SETTINGS, **SPILLED, "ssd_cache_dir": tmp_path, **more}
@@ -640,5 +632,5 @@ def test_what_does_not_work_is_refused_at_the_start(
         Core(model_of("llama"), **given)
 
 
-def test_blocks_are_as_long_as_those_that_are_chosen() -> None:
+def test_spill_and_selection_blocks_have_equal_length() -> None:
     assert spilled.BLOCK_TOKENS == selection.BLOCK_TOKENS

@@ -84,7 +84,7 @@ class Steps:
         return computed
 
 
-def test_answers_read_together_are_those_of_mlx_lm() -> None:
+def test_batched_answers_match_mlx_lm() -> None:
     steps = Steps(*PROMPTS)
     first, second = steps.sequences
     passes = steps.read(first, 32, 32, 35)
@@ -101,7 +101,7 @@ def test_answers_read_together_are_those_of_mlx_lm() -> None:
     assert steps.places.stores.counters.decode_steps == 7
 
 
-def test_what_is_to_be_done_meanwhile_is_done_in_decode_passes_alone() -> None:
+def test_meanwhile_callback_runs_only_in_decode_passes() -> None:
     steps = Steps(*PROMPTS)
     first, second = steps.sequences
     steps.read(first, 99)
@@ -113,7 +113,7 @@ def test_what_is_to_be_done_meanwhile_is_done_in_decode_passes_alone() -> None:
     assert isinstance(next(output), PrefillPass) and calls == ["meanwhile"]
 
 
-def test_a_pass_that_fails_is_handed_on_and_changes_nothing(
+def test_failed_pass_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps = Steps(PROMPTS[0])
@@ -135,7 +135,7 @@ def test_a_pass_that_fails_is_handed_on_and_changes_nothing(
 
 
 @pytest.mark.parametrize(("times", "fails"), [(1, False), (2, True)])
-def test_a_chunk_is_read_once_more_after_memory_ran_out(
+def test_chunk_is_retried_after_out_of_memory(
     monkeypatch: pytest.MonkeyPatch, times: int, fails: bool
 ) -> None:
     steps = Steps(PROMPTS[0])

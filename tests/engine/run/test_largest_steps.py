@@ -39,7 +39,7 @@ def taken(make: Any) -> int:
 
 
 @pytest.mark.parametrize("power", [1, 2])
-def test_bytes_of_a_larger_step_follow_those_of_smaller_ones(power: int) -> None:
+def test_step_bytes_extrapolate_from_smaller_steps(power: int) -> None:
     """In a line, and with the square of the size, as the scores of a chunk's attention."""
 
     def run(size: int) -> None:
@@ -53,7 +53,7 @@ def test_bytes_of_a_larger_step_follow_those_of_smaller_ones(power: int) -> None
 
 
 @pytest.mark.parametrize("settings", LARGE, ids=str)
-def test_what_cannot_fit_is_refused_before_it_is_taken(settings: dict[str, int]) -> None:
+def test_oversized_steps_are_refused_before_allocation(settings: dict[str, int]) -> None:
     loaded = load_all(str(MODEL_PATH))
     name = next(iter(settings))
 
@@ -69,7 +69,7 @@ def test_what_cannot_fit_is_refused_before_it_is_taken(settings: dict[str, int])
     assert time.process_time() - began < 20.0, "it took 60 silent seconds"
 
 
-def test_what_fits_is_let_in() -> None:
+def test_fitting_settings_are_accepted() -> None:
     """A large batch, or a long chunk, of a small model is nothing to refuse."""
     loaded = load_all(str(MODEL_PATH))
     for settings in ({"max_batch_size": 64}, {"max_batch_size": 1_024}, {"prefill_chunk": 2_048}):

@@ -32,7 +32,7 @@ def asked(model: Any, limit_bytes: int | str = "400MB", **settings: Any) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_second_engine_asks_for_what_the_first_did(family: str) -> None:
+def test_second_engine_reuses_measured_peaks(family: str) -> None:
     with uncompiled():
         model = build(family)
         first = asked(model)
@@ -44,7 +44,7 @@ def test_a_second_engine_asks_for_what_the_first_did(family: str) -> None:
         assert lacking[0] > little
 
 
-def test_other_limits_and_other_weights_are_measured_by_themselves() -> None:
+def test_other_limits_and_weights_are_measured_separately() -> None:
     model = build("llama")
     step_peaks._measured.clear()
     first = asked(model)
@@ -59,7 +59,7 @@ def test_other_limits_and_other_weights_are_measured_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mamba2"])
-def test_a_slow_model_is_reckoned_from_a_short_step_and_not_too_low(
+def test_slow_model_peak_is_extrapolated_safely(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longest: list[int] = []
@@ -83,7 +83,7 @@ def test_a_slow_model_is_reckoned_from_a_short_step_and_not_too_low(
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba2"])
-def test_a_model_that_is_loaded_again_asks_for_what_the_first_did(family: str) -> None:
+def test_reloaded_model_reuses_measured_peaks(family: str) -> None:
     step_peaks._measured.clear()
     with uncompiled():
         first = asked(build(family))
@@ -93,7 +93,7 @@ def test_a_model_that_is_loaded_again_asks_for_what_the_first_did(family: str) -
     assert step_peaks._measured == measured
 
 
-def test_the_number_of_measurements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_measurements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_peaks, "MOST_FORMS", 2)
     step_peaks._measured.clear()
     model = build("llama")

@@ -17,7 +17,7 @@ def reason(sequence: Sequence) -> str:
     return finish.reason
 
 
-def test_places_are_given_in_order_and_no_more_than_there_are() -> None:
+def test_slots_are_assigned_in_arrival_order() -> None:
     places = Places(10_000_000)
     first, second, third = (places.add(number) for number in range(3))
     places.admission.admit()
@@ -33,7 +33,7 @@ def test_places_are_given_in_order_and_no_more_than_there_are() -> None:
     places.admission.check()
 
 
-def test_a_higher_priority_is_admitted_first() -> None:
+def test_higher_priority_is_admitted_first() -> None:
     places = Places(10_000_000)
     low, middle, high = (places.add(number, priority=number) for number in range(3))
     places.admission.admit()
@@ -41,7 +41,7 @@ def test_a_higher_priority_is_admitted_first() -> None:
     assert middle.state is high.state is State.PREFILLING
 
 
-def test_a_sequence_without_room_waits_and_takes_nothing() -> None:
+def test_sequence_without_room_waits_and_holds_nothing() -> None:
     places = Places(10_000_000)
     places.fill(SEQUENCE + CHUNK)
     first, second = places.add(0), places.add(1)
@@ -55,7 +55,7 @@ def test_a_sequence_without_room_waits_and_takes_nothing() -> None:
     places.admission.check()
 
 
-def test_the_bytes_are_free_when_the_end_is_told() -> None:
+def test_bytes_are_free_before_finish_is_notified() -> None:
     places = Places(10_000_000)
     sequence = places.add(0)
     places.admission.admit()
@@ -65,7 +65,7 @@ def test_the_bytes_are_free_when_the_end_is_told() -> None:
     assert not places.admission.sequences and places.tails.free_slots == PLACES
 
 
-def test_a_preempted_sequence_keeps_its_tokens_and_finds_its_path_again() -> None:
+def test_preempted_sequence_resumes_from_cache() -> None:
     places = Places(10_000_000)
     sequence, other = places.add(0), places.add(1)
     places.admission.admit()
@@ -80,7 +80,7 @@ def test_a_preempted_sequence_keeps_its_tokens_and_finds_its_path_again() -> Non
     places.admission.check()
 
 
-def test_a_prompt_that_another_has_read_is_a_hit() -> None:
+def test_repeated_prompt_is_a_hit() -> None:
     places = Places(10_000_000)
     first = places.add(0)
     places.admission.admit()
@@ -92,7 +92,7 @@ def test_a_prompt_that_another_has_read_is_a_hit() -> None:
     assert again.state is State.RUNNING, "nothing is left to prefill"
 
 
-def test_where_room_ends_the_lowest_is_preempted_for_the_others() -> None:
+def test_lowest_sequence_is_preempted_when_memory_is_full() -> None:
     places = Places(10_000_000)
     first, second = places.add(0), places.add(1)
     places.admission.admit()
@@ -106,7 +106,7 @@ def test_where_room_ends_the_lowest_is_preempted_for_the_others() -> None:
     places.admission.check()
 
 
-def test_an_answer_alone_in_full_memory_ends_with_length() -> None:
+def test_lone_answer_in_full_memory_ends_with_length() -> None:
     empty = Places(10_000_000).budget.fixed_bytes
     places = Places(empty + SEQUENCE + CHUNK + 2_000)  # and the tree's index of six blocks
     sequence = places.add(0)
@@ -122,7 +122,7 @@ def test_an_answer_alone_in_full_memory_ends_with_length() -> None:
     assert places.ledger.used_bytes == places.budget.fixed_bytes + in_tree
 
 
-def test_a_request_for_no_tokens_ends_when_its_prompt_is_read() -> None:
+def test_zero_max_tokens_ends_after_prefill() -> None:
     places = Places(10_000_000)
     sequence = places.add(0, max_tokens=0)
     places.admission.admit()
@@ -130,7 +130,7 @@ def test_a_request_for_no_tokens_ends_when_its_prompt_is_read() -> None:
     assert sequence.state is State.DONE and reason(sequence) == "length"
 
 
-def test_an_error_ends_the_answer_and_wipes_the_slot() -> None:
+def test_error_ends_answer_and_clears_slot() -> None:
     places = Places(10_000_000)
     sequence = places.add(0)
     places.admission.admit()
@@ -140,7 +140,7 @@ def test_an_error_ends_the_answer_and_wipes_the_slot() -> None:
     assert places.stores.counters.failed == 1 and places.tails.free_slots == PLACES
 
 
-def test_an_answer_whose_time_is_over_ends() -> None:
+def test_expired_answer_ends() -> None:
     places = Places(10_000_000)
     sequence, patient = places.add(0, timeout_seconds=5.0), places.add(1)
     places.admission.admit()
@@ -151,7 +151,7 @@ def test_an_answer_whose_time_is_over_ends() -> None:
     assert patient.state is State.PREFILLING
 
 
-def test_a_lower_limit_preempts_and_refuses_what_can_never_fit() -> None:
+def test_lowered_limit_preempts_and_fails_oversized_requests() -> None:
     places = Places(10_000_000)
     first, second = places.add(0), places.add(1)
     waiting = places.add(2, prompt=tuple(range(1_000)))
@@ -163,7 +163,7 @@ def test_a_lower_limit_preempts_and_refuses_what_can_never_fit() -> None:
 
 
 @pytest.mark.parametrize("lost", ["slot", "pin"])
-def test_the_check_finds_what_was_lost(lost: str) -> None:
+def test_check_detects_lost_state(lost: str) -> None:
     places = Places(10_000_000)
     sequence = places.add(0)
     places.admission.admit()

@@ -111,7 +111,7 @@ def cached(of: MemoryBudget, tokens: int) -> Pin[Text]:
     return pin
 
 
-def test_what_is_set_aside_is_weights_pool_step_and_the_parts() -> None:
+def test_fixed_bytes_are_weights_pool_step_and_components() -> None:
     made = budget()
     index = made._prefixes.fixed_bytes
     assert made.fixed_bytes == FIXED + index
@@ -130,7 +130,7 @@ def test_what_is_set_aside_is_weights_pool_step_and_the_parts() -> None:
         parts.check_limit(FIXED + index + 10_006)
 
 
-def test_an_admitted_sequence_has_its_tokens_and_the_next_32_reserved() -> None:
+def test_admitted_sequence_reserves_tokens_plus_32() -> None:
     made, answer = budget(), Answer(100)
     assert made.reserve(answer)
     assert answer.reserved_tokens == 99 + 32
@@ -146,7 +146,7 @@ def test_cached_tokens_are_not_reserved_again() -> None:
     assert answer.kv.reservation.nbytes == (131 - 64) * TOKEN
 
 
-def test_an_answer_grows_by_what_is_new_and_never_past_its_end() -> None:
+def test_grow_reserves_new_tokens_up_to_answer_length() -> None:
     made, answer = budget(), Answer(100, max_tokens=50)
     assert made.reserve(answer) and answer.reserved_tokens == 131
     answer.generated_tokens = 32
@@ -155,7 +155,7 @@ def test_an_answer_grows_by_what_is_new_and_never_past_its_end() -> None:
     assert made._ledger.used_bytes == (made.fixed_bytes + 149 * TOKEN + scores(149) + layer(149))
 
 
-def test_without_room_for_32_tokens_one_is_reserved_and_without_that_nothing() -> None:
+def test_reservation_falls_back_to_one_token_or_none() -> None:
     one = FIXED + budget()._prefixes.fixed_bytes + 100 * TOKEN + scores(100) + layer(100)
     answer = Answer(100)
     assert budget(one).reserve(answer) and answer.reserved_tokens == 100
@@ -166,14 +166,14 @@ def test_without_room_for_32_tokens_one_is_reserved_and_without_that_nothing() -
     assert other.kv.reservation is other.step_reservation is None and other.reserved_tokens == 0
 
 
-def test_a_sequence_that_was_stuck_gets_all_that_can_be_its_own() -> None:
+def test_stuck_sequence_reserves_all_it_may_use() -> None:
     made = budget(FIXED + 700_000)
     answer = Answer(100, max_tokens=4_000, stuck=True)
     assert made.reserve(answer)
     assert answer.reserved_tokens == made.most_tokens() - 1 > 131
 
 
-def test_the_longest_sequence_sets_the_room_of_a_chunk_and_leaves_it() -> None:
+def test_chunk_room_follows_longest_sequence() -> None:
     made, long, short = budget(), Answer(200), Answer(50)
     assert made.reserve(long) and made.reserve(short)
     assert made._aside.chunk.nbytes == layer(199 + 32)
@@ -184,7 +184,7 @@ def test_the_longest_sequence_sets_the_room_of_a_chunk_and_leaves_it() -> None:
     assert made._ledger.used_bytes == made.fixed_bytes
 
 
-def test_most_tokens_is_the_last_length_that_fits_alone() -> None:
+def test_most_tokens_is_longest_fitting_sequence() -> None:
     made = budget()
     most = made.most_tokens()
     fits, over = Answer(most - 1), Answer(most)
@@ -197,7 +197,7 @@ def test_most_tokens_is_the_last_length_that_fits_alone() -> None:
     assert told.value.needed_bytes == needed
 
 
-def test_log_probabilities_of_a_prompt_count_with_it() -> None:
+def test_prompt_logprobs_are_reserved() -> None:
     """Their rows of 4 times 8 bytes a token, and a chunk's logits."""
     made, plain = budget(12_000_000), Answer(100)
     asked = Answer(100, kv=KV(prompt_logprobs=PromptLogprobs(range(100), top=3)))
@@ -210,7 +210,7 @@ def test_log_probabilities_of_a_prompt_count_with_it() -> None:
     assert made._aside.chunk.nbytes == layer(131)
 
 
-def test_room_is_made_of_unpinned_nodes_and_never_of_pinned_ones() -> None:
+def test_only_unpinned_nodes_are_evicted_for_room() -> None:
     made = budget()
     pin = cached(made, 64)
     room = 100 * TOKEN + scores(100) + layer(100)
@@ -224,7 +224,7 @@ def test_room_is_made_of_unpinned_nodes_and_never_of_pinned_ones() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_new_sequence_is_let_in_for_its_expected_length_beside_others(*, alone: bool) -> None:
+def test_admission_uses_expected_length(*, alone: bool) -> None:
     """256 tokens are expected of an answer; both are to reach their ends together."""
     tokens = 99 + 256
     both = 2 * (tokens * TOKEN + scores(tokens)) + layer(tokens)
@@ -242,7 +242,7 @@ def enough_index() -> int:
     return budget()._prefixes.fixed_bytes
 
 
-def test_preempting_another_frees_what_it_holds_alone() -> None:
+def test_preemption_frees_only_exclusive_bytes() -> None:
     made = budget()
     running = Answer(1, max_tokens=1)
     running.kv.pin = cached(made, 64)
@@ -260,7 +260,7 @@ def test_preempting_another_frees_what_it_holds_alone() -> None:
     assert made.would_fit(new, 16, [running], []), "sixteen of its tokens are cached"
 
 
-def test_cached_tokens_that_were_lost_are_reserved_anew() -> None:
+def test_lost_cached_tokens_are_reserved_again() -> None:
     made, answer = budget(), Answer(100, kv=KV(num_cached_tokens=64))
     assert made.reserve(answer)
     answer.kv.num_cached_tokens = 16
@@ -273,7 +273,7 @@ def test_cached_tokens_that_were_lost_are_reserved_anew() -> None:
     assert answer.kv.reservation.nbytes == (131 - 16) * TOKEN
 
 
-def test_topping_up_brings_back_what_was_spent_and_takes_nothing_away() -> None:
+def test_top_up_restores_spent_bytes() -> None:
     made, answer = budget(), Answer(100)
     assert made.reserve(answer)
     own = answer.kv.reservation
@@ -284,7 +284,7 @@ def test_topping_up_brings_back_what_was_spent_and_takes_nothing_away() -> None:
     assert made.top_up(answer) and own.nbytes == 131 * TOKEN
 
 
-def test_prompts_get_at_most_half_of_what_is_free() -> None:
+def test_prompts_get_at_most_half_of_free_bytes() -> None:
     made = budget()
     free = made._ledger.free_bytes
     assert made.set_aside_prompts(10_000) == 10_000
@@ -292,7 +292,7 @@ def test_prompts_get_at_most_half_of_what_is_free() -> None:
     assert made.set_aside_prompts(0) == 0 and made._ledger.free_bytes == free
 
 
-def test_grammars_go_where_a_sequence_needs_their_bytes() -> None:
+def test_grammars_are_evicted_for_sequences() -> None:
     room = 100 * TOKEN + scores(100) + layer(100)
     made = budget(FIXED + enough_index() + room + 1_000)
     made.reserve_grammars(3_000)
@@ -307,7 +307,7 @@ def test_grammars_go_where_a_sequence_needs_their_bytes() -> None:
     assert made._grammars.nbytes == 1_000
 
 
-def test_the_check_finds_bytes_that_nothing_holds() -> None:
+def test_check_detects_unaccounted_bytes() -> None:
     made, answer = budget(), Answer(100)
     assert made.reserve(answer)
 
@@ -328,7 +328,7 @@ def test_the_check_finds_bytes_that_nothing_holds() -> None:
         check()
 
 
-def test_closing_leaves_the_weights_counted() -> None:
+def test_close_keeps_weights_in_ledger() -> None:
     made = budget()
     made.set_aside_prompts(10_000)
     made.close()

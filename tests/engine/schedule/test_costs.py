@@ -66,7 +66,7 @@ def spilling(**settings: Any) -> MemoryEstimator:
 # ---- sequences
 
 
-def test_a_sequence_takes_its_tokens_beside_the_cached_ones_and_its_states() -> None:
+def test_sequence_bytes_are_uncached_tokens_and_states() -> None:
     assert estimator().sequence_bytes(100) == 100 * 384
     assert estimator().sequence_bytes(100, 40) == 60 * 384
     assert estimator().sequence_bytes(40, 100) == 0
@@ -75,23 +75,23 @@ def test_a_sequence_takes_its_tokens_beside_the_cached_ones_and_its_states() -> 
 
 
 @pytest.mark.parametrize(("tokens", "held"), [(256, 256), (300, 300), (320, 320), (400, 320)])
-def test_a_sequence_past_the_window_holds_the_window_and_two_chunks(tokens: int, held: int) -> None:
+def test_sequence_bytes_are_bounded_by_window_and_two_chunks(tokens: int, held: int) -> None:
     assert estimator().sequence_bytes(tokens) == held * 384
 
 
-def test_a_window_that_turns_holds_both_of_its_ends() -> None:
+def test_sequence_bytes_of_ring_window_include_both_ends() -> None:
     """The window of 256, the 100 tokens of the ring behind the kept ones, and two chunks."""
     ring = replace(FIGURES, windows=(AttentionWindow(100, 4), AttentionWindow()))
     assert estimator(ring).sequence_bytes(1_000) == (256 + 100 + 64) * 384
 
 
-def test_a_model_that_keeps_all_tokens_is_not_bounded_by_the_window() -> None:
+def test_unwindowed_model_ignores_window() -> None:
     assert estimator(replace(FIGURES, whole=True)).sequence_bytes(400) == 400 * 384
     rows = replace(FIGURES, compresses=True, state_bytes=50)
     assert estimator(rows).sequence_bytes(400) == (400 + 16) * 384 + 50  # and a block of loose rows
 
 
-def test_spilled_tokens_leave_their_index_and_places_in_memory() -> None:
+def test_spilled_tokens_keep_index_and_places_in_memory() -> None:
     """Checksum and place are 12 bytes, of 2 heads and 2 sides, for 16 tokens: 3 bytes a token."""
     of_spilled = spilling()
     assert of_spilled.spilled_token_bytes == 2 * 128 + 10 + 3
@@ -105,13 +105,13 @@ def test_spilled_tokens_leave_their_index_and_places_in_memory() -> None:
     assert of_spilled.next_bytes(2_000) == 1_600 * 394 + 400 * 269 + nodes
 
 
-def test_without_spilling_all_tokens_are_reserved_and_the_tree_finds_room() -> None:
+def test_all_tokens_are_reserved_without_spilling() -> None:
     plain = estimator()
     assert plain.path_bytes(3_000) == plain.spilled_tokens(3_000) == 0
     assert plain.next_bytes(2_000) == 2_000 * 384
 
 
-def test_tokens_that_the_tree_may_hold_end_with_the_window() -> None:
+def test_shared_tokens_are_bounded_by_window() -> None:
     assert [estimator().shared_tokens(n) for n in (100, 300)] == [100, 256]
     assert estimator(replace(FIGURES, whole=True)).shared_tokens(100) == 0
 
@@ -119,7 +119,7 @@ def test_tokens_that_the_tree_may_hold_end_with_the_window() -> None:
 # ---- steps
 
 
-def test_a_decode_step_takes_the_scores_of_the_columns_that_it_sees() -> None:
+def test_decode_bytes_are_scores_of_visible_columns() -> None:
     """Eight floats a score; ten where keys are of half precision."""
     assert estimator().decode_bytes(100) == 100 * 4 * 32
     assert estimator().decode_bytes(1_000) == (256 + 32) * 4 * 32
@@ -127,19 +127,19 @@ def test_a_decode_step_takes_the_scores_of_the_columns_that_it_sees() -> None:
     assert estimator(half).decode_bytes(100) == 100 * 4 * 40
 
 
-def test_proposals_take_scores_states_and_texts() -> None:
+def test_decode_bytes_with_speculation() -> None:
     figures = replace(FIGURES, state_bytes=70)
     proposes = estimator(figures, speculative_tokens=2)
     assert proposes.decode_bytes(100) == 3 * 100 * 4 * 32 + 70 + 8 * (100 + 1_024)
     assert estimator(figures).decode_bytes(100) == 100 * 4 * 32
 
 
-def test_other_ways_to_attend_count_where_they_take_more() -> None:
+def test_decode_bytes_are_largest_over_attention_ways() -> None:
     assert estimator(ways=Kernels()).decode_bytes(100) == 100_000
     assert estimator(ways=Kernels(), speculative_tokens=1).decode_bytes(10) == 20_000 + 8 * 1_034
 
 
-def test_a_choice_takes_its_copies_where_a_sequence_is_longer() -> None:
+def test_decode_bytes_with_selection() -> None:
     chooses = replace(FIGURES, choice=ChoiceFigures(tokens=64, layers=frozenset({0})))
     assert estimator(chooses).decode_bytes(64) == 64 * 4 * 32
     assert estimator(chooses).decode_bytes(65) == 65 * 4 * 32 + 3 * 64 * 128
@@ -147,31 +147,31 @@ def test_a_choice_takes_its_copies_where_a_sequence_is_longer() -> None:
     assert coded.decode_bytes(65) == 65 * 4 * 32 + 3 * 64 * 128 + 3 * 4 * 64 * 4 * 2 * 16
 
 
-def test_layers_that_compress_add_their_states_alone() -> None:
+def test_decode_bytes_of_compressed_layers_are_their_states() -> None:
     rows = replace(FIGURES, compresses=True, state_bytes=50)
     assert estimator(rows).decode_bytes(100) == 50
 
 
-def test_a_chunk_takes_a_joined_layer_and_the_scores_beyond_the_measured_ones() -> None:
+def test_prefill_bytes_are_joined_layer_and_unmeasured_scores() -> None:
     held = 100 * 4 * 32 - 4 * 8**2
     assert estimator().prefill_bytes(100) == 2 * 100 * 128 + held * 32
     assert estimator().prefill_bytes(8) == 2 * 8 * 128  # as many scores as were measured
 
 
-def test_a_chunk_of_a_fused_attention_has_no_scores_beyond_those_of_any_step() -> None:
+def test_prefill_bytes_of_fused_attention_exclude_scores() -> None:
     fused = replace(FIGURES, shapes=(FUSED,))
     assert estimator(fused).prefill_bytes(100) == 2 * 100 * 1_024
     # One query's scores are computed together, however many they are.
     assert estimator(fused).prefill_bytes(300) == 2 * 288 * 1_024 + (288 * 4 - 1_024) * 32
 
 
-def test_a_joined_model_has_scores_of_16_bytes() -> None:
+def test_prefill_bytes_of_joined_model_use_16_byte_scores() -> None:
     joined = replace(FIGURES, shapes=(FUSED,), joined=True)
     held = 100 * 4 * 32 - 4 * 8**2
     assert estimator(joined).prefill_bytes(100) == 2 * 100 * 1_024 + held * 16
 
 
-def test_a_streamed_prompt_joins_no_more_than_is_active() -> None:
+def test_prefill_bytes_of_streamed_prompt_are_bounded() -> None:
     """Two pieces of 640 tokens at least."""
     streamed = replace(FIGURES, shapes=(FUSED,), most_joined=2_000)
     sizes = [estimator(streamed, max_kv_size=4_096).prefill_bytes(n) for n in (1_000, 3_000)]
@@ -183,14 +183,14 @@ def test_a_streamed_prompt_joins_no_more_than_is_active() -> None:
     )
 
 
-def test_a_chunk_of_layers_that_compress_grows_by_what_was_measured() -> None:
+def test_prefill_bytes_of_compressed_layers_grow_as_measured() -> None:
     """8,000 bytes more behind 80 tokens, and a tenth: 110 bytes a token."""
     rows = replace(FIGURES, compresses=True)
     far = estimator(rows, replace(PEAKS, prefill=2_000, far=10_000))
     assert [far.prefill_bytes(tokens) for tokens in (80, 100)] == [0, 2_200]
 
 
-def test_a_step_takes_the_largest_peak_the_unmeasured_scores_and_a_fold() -> None:
+def test_step_bytes_are_largest_peak_scores_and_fold() -> None:
     """5,000 is rounded up to a sixteenth of 4,096, and a tenth is added."""
     unmeasured = (1_024 - 4 * 8**2) * 32
     folds = 2 * 256 * 384
@@ -201,20 +201,20 @@ def test_a_step_takes_the_largest_peak_the_unmeasured_scores_and_a_fold() -> Non
     assert estimator(chooses).step_bytes == 5_632 + unmeasured + folds + 77
 
 
-def test_a_step_of_layers_that_compress_takes_the_far_chunk() -> None:
+def test_step_bytes_of_compressed_layers_use_far_chunk() -> None:
     rows = replace(FIGURES, compresses=True)
     far = estimator(rows, replace(PEAKS, far=10_000))
     assert far.step_bytes == 11_000 + 2 * 16 * 384
 
 
-def test_scores_of_a_first_chunk_are_those_of_its_square_or_those_computed_together() -> None:
+def test_first_scores_bytes_by_attention_kind() -> None:
     assert first_scores_bytes(FIGURES, MEMORY, 32) == 32**2 * 4 * 32
     fused = replace(FIGURES, shapes=(FUSED,))
     assert first_scores_bytes(fused, MEMORY, 32) == 1_024 * 32
     assert first_scores_bytes(replace(fused, joined=True), MEMORY, 32) == 32**2 * 4 * 16
 
 
-def test_logits_of_a_prompt_are_computed_by_whole_blocks() -> None:
+def test_prompt_logits_are_computed_in_whole_blocks() -> None:
     assert estimator().logits_tokens == 32
     large = estimator(replace(FIGURES, vocabulary_size=200_000), prefill_chunk=512)
     assert large.logits_tokens == 16  # 13 would fit in 32 MB: one block at least
@@ -226,7 +226,7 @@ def test_logits_of_a_prompt_are_computed_by_whole_blocks() -> None:
     assert estimator().logits_bytes_of(scores) == estimator().logits_bytes + of_chunk
 
 
-def test_a_run_takes_its_tokens_two_states_and_a_chunk() -> None:
+def test_run_bytes_are_tokens_two_states_and_chunk() -> None:
     figures = replace(FIGURES, state_bytes=70)
     of_run = estimator(figures)
     assert of_run.run_bytes(100) == 100 * 384 + 140 + of_run.prefill_bytes(100)

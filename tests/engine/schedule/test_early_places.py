@@ -33,7 +33,7 @@ def steps_until_placed(setup: Setup, handle: Handle) -> int:
 
 
 @pytest.mark.parametrize("steps", [2, 5, 9, 25])
-def test_a_short_request_has_a_place_with_the_next_step(steps: int) -> None:
+def test_short_request_is_admitted_in_next_step(steps: int) -> None:
     """While the long prompt is read, and while it decodes."""
     with made(**LARGE) as setup:
         long = fill(setup)
@@ -49,7 +49,7 @@ def test_a_short_request_has_a_place_with_the_next_step(steps: int) -> None:
         assert read <= 2 * setup.core.limits.block_size, "little of the long one is read again"
 
 
-def test_without_early_ends_of_turns_a_short_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_request_waits_without_early_turn_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control."""
     monkeypatch.setattr(fair_shares, "EARLY_WORK", 10**9)
     with made(**LARGE) as setup:
@@ -78,13 +78,13 @@ def besieged(setup: Setup, missing_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("missing_tokens", [0, 30, 100])
-def test_one_that_fills_the_memory_gets_on_beside_any_number(missing_tokens: int) -> None:
+def test_memory_filling_request_progresses_beside_others(missing_tokens: int) -> None:
     """To the last token of its room: only what is missing is computed again."""
     with made(**LARGE) as setup:
         assert besieged(setup, missing_tokens) < 1.5 * PROMPT
 
 
-def test_reading_all_again_where_little_is_missing_is_noticed(
+def test_check_detects_full_recomputation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A negative control."""

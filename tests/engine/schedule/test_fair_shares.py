@@ -82,9 +82,7 @@ def serving(count: int, *, n: int, cls: type[Scheduler[Item]] = Scheduler) -> Si
 
 @pytest.mark.parametrize("client", ["a", "b"])
 @pytest.mark.parametrize(("count", "n"), [(1, 128), (2, 128), (4, 2)])
-def test_a_request_beside_many_answers_has_its_place_at_once(
-    count: int, n: int, client: str
-) -> None:
+def test_new_request_is_admitted_beside_many_answers(count: int, n: int, client: str) -> None:
     simulation = serving(count, n=n)
     assert len(of(simulation, State.RUNNING)) == 8
     (short,) = simulation.submit(range(900, 910), outputs=2, client=client)
@@ -92,7 +90,7 @@ def test_a_request_beside_many_answers_has_its_place_at_once(
     assert simulation.preemptions == 1
 
 
-def test_a_request_gets_a_place_of_its_own_client_while_another_waits() -> None:
+def test_request_is_admitted_beside_waiting_one_of_same_client() -> None:
     simulation = Simulation(make(8, 512, 32, 1_000))
     for number, client in enumerate("ab"):
         simulation.submit(range(100 * number, 100 * number + 40), n=128, outputs=400, client=client)
@@ -104,7 +102,7 @@ def test_a_request_gets_a_place_of_its_own_client_while_another_waits() -> None:
         assert places(simulation, 1) == {("a",): 4, ("b",): 4}
 
 
-def test_a_client_of_many_requests_has_half_of_the_places() -> None:
+def test_client_with_many_requests_gets_half_of_slots() -> None:
     simulation = serving(20, n=1)
     for number in range(9):
         simulation.submit(range(5_000 + 50 * number, 5_030 + 50 * number), client="b")
@@ -112,7 +110,7 @@ def test_a_client_of_many_requests_has_half_of_the_places() -> None:
     assert places(simulation, 1) == {("a",): 4, ("b",): 4}
 
 
-def test_salts_of_a_client_are_served_alike() -> None:
+def test_salts_of_one_client_share_equally() -> None:
     scheduler = make(4)
     line = [item(number) for number in range(6)]
     for job, salt in zip(line, "xxxxxy", strict=True):
@@ -125,7 +123,7 @@ def test_salts_of_a_client_are_served_alike() -> None:
     assert admitted_ids == [0, 5, 1, 2]
 
 
-def test_a_long_answer_alone_in_one_place_makes_way_and_goes_on() -> None:
+def test_long_answer_in_only_slot_is_preempted_in_turns() -> None:
     simulation = Simulation(make(1, 512, 32))
     (long,) = simulation.submit(range(40), outputs=4_000)
     simulation.step()
@@ -136,7 +134,7 @@ def test_a_long_answer_alone_in_one_place_makes_way_and_goes_on() -> None:
     assert simulation.preemptions == 20
 
 
-def test_a_long_prompt_waits_for_a_longer_turn() -> None:
+def test_long_prompt_waits_for_longer_turn() -> None:
     simulation = Simulation(make(1, 512, 32))
     simulation.submit(range(40), outputs=4_000)
     simulation.step()
@@ -145,7 +143,7 @@ def test_a_long_prompt_waits_for_a_longer_turn() -> None:
     assert 4_000 // GENERATED_WORK - 10 <= steps <= 4_000 // GENERATED_WORK
 
 
-def test_at_most_half_of_a_turn_is_work_done_again() -> None:
+def test_recomputation_is_at_most_half_of_turn() -> None:
     simulation = Simulation(make(1, 32, 32))
     for number in range(2):
         simulation.submit(range(1_000 * number, 1_000 * number + 640), outputs=200)
@@ -160,7 +158,7 @@ def test_at_most_half_of_a_turn_is_work_done_again() -> None:
     assert preemptions > 1
 
 
-def test_a_short_new_request_may_end_a_turn_early() -> None:
+def test_short_new_request_may_end_turn_early() -> None:
     scheduler = make()
     long, short = item(1, left=9_000), item(2, left=100)
     admitted(scheduler, long)
@@ -180,7 +178,7 @@ def test_a_short_new_request_may_end_a_turn_early() -> None:
     assert scheduler.to_preempt_early(another) == [], "places are short, not memory"
 
 
-def test_a_turn_that_was_broken_off_goes_on() -> None:
+def test_interrupted_turn_is_continued() -> None:
     """What is computed again is made up for by as much new work, up to a turn's."""
     scheduler = make(prefill_chunk=64)
     long, short = item(1, left=800), item(2, left=100)
@@ -206,7 +204,7 @@ def test_a_turn_that_was_broken_off_goes_on() -> None:
     assert scheduler.to_preempt(short) == [long]
 
 
-def test_many_that_wait_do_not_take_turns() -> None:
+def test_many_waiting_requests_do_not_take_turns() -> None:
     """The keys and values of so many would push each other out of memory."""
     simulation = serving(8 + 9, n=1)
     for _ in range(200):
@@ -214,7 +212,7 @@ def test_many_that_wait_do_not_take_turns() -> None:
     assert simulation.preemptions == 0
 
 
-def test_among_equal_shares_the_one_with_the_least_work_is_next() -> None:
+def test_equal_shares_are_ordered_by_least_work() -> None:
     scheduler = make(1)
     mine = [item(number, client="a", group=number) for number in range(3)]
     theirs = [item(10 + number, client="b", group=10 + number) for number in range(3)]
@@ -228,7 +226,7 @@ def test_among_equal_shares_the_one_with_the_least_work_is_next() -> None:
     assert order == [0, 10, 11, 12, 1, 2]
 
 
-def test_time_without_requests_is_no_credit() -> None:
+def test_idle_time_earns_no_credit() -> None:
     scheduler = make(1)
     first, second = item(1, client="a"), item(2, client="a")
     admitted(scheduler, first)
@@ -242,7 +240,7 @@ def test_time_without_requests_is_no_credit() -> None:
     assert scheduler.next_in_line() is late
 
 
-def test_shares_are_forgotten_with_their_last_sequence() -> None:
+def test_shares_are_dropped_with_last_sequence() -> None:
     simulation = Simulation(make(2, 512, 32))
     for client in "aab":
         simulation.submit(range(40), n=2, outputs=3, client=client)
@@ -252,7 +250,7 @@ def test_shares_are_forgotten_with_their_last_sequence() -> None:
     assert (shares._turns, shares._shares[()].children) == ({}, set())
 
 
-def test_where_memory_ends_the_largest_share_is_preempted() -> None:
+def test_largest_share_is_preempted_when_memory_is_full() -> None:
     scheduler = make()
     jobs = [item(1, group=1), item(2, group=2), item(3, group=2), item(4)]
     admitted(scheduler, *jobs)
@@ -264,7 +262,7 @@ def test_where_memory_ends_the_largest_share_is_preempted() -> None:
 
 
 @pytest.mark.parametrize("client", ["a", "b"])
-def test_a_short_prompt_is_read_beside_the_many_of_another_request(client: str) -> None:
+def test_short_prompt_is_prefilled_beside_many_of_other_request(client: str) -> None:
     """It is read in the step that admits it, and no long prompt that was not read goes first."""
     scheduler = make(8)
     long = [item(number, left=9_000, client="a", group=0) for number in range(7)]
@@ -274,7 +272,7 @@ def test_a_short_prompt_is_read_beside_the_many_of_another_request(client: str) 
     assert shares(scheduler.plan())[9] == 100
 
 
-def test_a_request_whose_other_prompts_were_overlooked_goes_first() -> None:
+def test_request_with_skipped_prompts_goes_first() -> None:
     scheduler = make(3)
     admitted(scheduler, *(item(number, left=9_000, client="a", group=0) for number in range(2)))
     for number in range(2, 12):
@@ -356,16 +354,14 @@ FEW = settings(QUICK, max_examples=1_000 if SOAK else 20)
 @FEW
 @given(requests=st.lists(asks, max_size=5), batch=st.integers(1, 4))
 @example(requests=CROWD, batch=4)
-def test_whatever_comes_places_are_shared_fairly_and_seldom_taken(
-    requests: list[Ask], batch: int
-) -> None:
+def test_slots_are_shared_fairly_for_random_requests(requests: list[Ask], batch: int) -> None:
     with short_turns():
         assert run(requests, batch) == run(requests, batch)
 
 
 @FEW
 @given(requests=st.lists(asks, min_size=1, max_size=5), batch=st.integers(1, 4))
-def test_each_request_has_a_place_in_bounded_time(requests: list[Ask], batch: int) -> None:
+def test_every_request_is_admitted_in_bounded_time(requests: list[Ask], batch: int) -> None:
     """However long the answers of the others are: a turn for each of those that wait before it."""
     simulation = Simulation(make(batch, 64, 4, 1_000))
     firsts = []
@@ -399,12 +395,12 @@ class PreemptsForNothing(Scheduler[Item]):
     ("broken", "fault"),
     [(FirstComeFirstServed, "waits with"), (PreemptsForNothing, "waits with|for nothing")],
 )
-def test_a_broken_share_is_noticed(broken: type[Scheduler[Item]], fault: str) -> None:
+def test_check_detects_unfair_shares(broken: type[Scheduler[Item]], fault: str) -> None:
     with short_turns(), pytest.raises(AssertionError, match=fault):
         run(CROWD, 4, broken)
 
 
-def test_starving_beside_many_answers_is_noticed() -> None:
+def test_check_detects_starvation_beside_many_answers() -> None:
     simulation = serving(1, n=128, cls=FirstComeFirstServed)
     (short,) = simulation.submit(range(900, 910), outputs=2, client="b")
     with pytest.raises(AssertionError, match="starves"):

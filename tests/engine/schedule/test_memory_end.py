@@ -27,7 +27,7 @@ def generated(core: Core, asked: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("max_kv_size", [64, 1_024])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_an_answer_gets_all_tokens_that_the_memory_has_for_certain(
+def test_answer_gets_all_tokens_memory_guarantees(
     block_size: int, max_kv_size: int, chunk: int
 ) -> None:
     """Alone, and beside nodes of others, of which it shares some first tokens."""

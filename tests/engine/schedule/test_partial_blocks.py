@@ -37,7 +37,7 @@ def partial_blocks(core: Core) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_turn_computes_its_new_tokens_and_no_other(kind: str) -> None:
+def test_turn_computes_only_new_tokens(kind: str) -> None:
     # Windows of a test model are shorter than 16 tokens; those of real ones hold many blocks.
     block_size = 8 if kind == "recurrent_gemma" else 16
     core, cold = (core_of(kind, block_size=block_size) for _ in range(2))
@@ -63,7 +63,7 @@ def test_a_turn_computes_its_new_tokens_and_no_other(kind: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["active", "at-rest"])
-def test_in_codecs_too(form: str) -> None:
+def test_turn_computes_only_new_tokens_in_codec(form: str) -> None:
     settings = {**FORMS[form], "kv_cache_min_quantize_tokens": 0}
     with_codes = core_of("llama", **settings)
     try:
@@ -91,7 +91,7 @@ def core() -> Any:
     made.close()
 
 
-def test_it_is_extended_in_place(core: Core) -> None:
+def test_partial_block_is_replaced_by_longer_one(core: Core) -> None:
     """The next end takes the place of the last one, and whole blocks that of both."""
     talk = tuple(prompt_of(33))
     talk += ask(core, talk, 4)
@@ -102,7 +102,7 @@ def test_it_is_extended_in_place(core: Core) -> None:
     assert partial_blocks(core) == [(len(talk) + 27) % 16]
 
 
-def test_one_that_is_evicted_takes_no_memory(core: Core) -> None:
+def test_evicted_partial_block_frees_memory(core: Core) -> None:
     """Who resumed there has keys and values of its own by then, and holds no others."""
     talk = tuple(prompt_of(33))
     talk += ask(core, talk, 4)
@@ -117,7 +117,7 @@ def test_one_that_is_evicted_takes_no_memory(core: Core) -> None:
     run(core, handle)
 
 
-def test_what_is_new_behind_it_is_named(core: Core) -> None:
+def test_explain_reports_new_tokens_after_partial_block(core: Core) -> None:
     talk = tuple(prompt_of(33))
     ask(core, talk, 1)
     explained = core.view.explain((*talk, 5, 6, *prompt_of(18, 2)))
@@ -125,7 +125,7 @@ def test_what_is_new_behind_it_is_named(core: Core) -> None:
     assert "20 tokens from token 33 on" in explained.reason
 
 
-def test_branches_that_go_on_from_one_end_share_it(core: Core) -> None:
+def test_branches_share_partial_block(core: Core) -> None:
     talk = tuple(prompt_of(33))
     talk += ask(core, talk, 8)
     branches = [(*talk, *prompt_of(30, seed)) for seed in range(3)]
@@ -136,7 +136,7 @@ def test_branches_that_go_on_from_one_end_share_it(core: Core) -> None:
     assert [tuple(answer) for answer in said] == [ask(core, branch, 4) for branch in branches]
 
 
-def test_equal_turns_from_one_end_are_computed_once(core: Core) -> None:
+def test_equal_turns_are_computed_once(core: Core) -> None:
     talk = tuple(prompt_of(33))
     talk += ask(core, talk, 8)
     request = Request(prompt=(*talk, *prompt_of(60)), max_tokens=4, ignore_eos=True)
@@ -145,14 +145,14 @@ def test_equal_turns_from_one_end_are_computed_once(core: Core) -> None:
     assert count < 60 + 2 * 16
 
 
-def test_another_tenant_does_not_find_it(core: Core) -> None:
+def test_other_tenant_misses_partial_block(core: Core) -> None:
     talk = tuple(prompt_of(5))
     talk += ask(core, talk, 4, salt="one")
     for salt, count in (("two", 9), ("one", 1)):
         assert computed(core, lambda s=salt: ask(core, (*talk, 3), 1, salt=s))[1] == count
 
 
-def test_a_preempted_sequence_computes_nothing_again(core: Core) -> None:
+def test_preempted_sequence_recomputes_nothing(core: Core) -> None:
     expected = ask(core, tuple(prompt_of(37)), 30)
     core.clear()
     request = Request(prompt=tuple(prompt_of(37)), max_tokens=30, ignore_eos=True)
@@ -171,7 +171,7 @@ def _ran(core: Core) -> bool:
     return any(s.generated_tokens >= 9 for s in core.scheduler.sequences(State.RUNNING))
 
 
-def test_a_cancelled_one_leaves_its_end(core: Core) -> None:
+def test_cancelled_sequence_leaves_partial_block(core: Core) -> None:
     handle = core.submit(Request(prompt=tuple(prompt_of(37)), max_tokens=30, ignore_eos=True))
     while not _ran(core):
         core.step()
@@ -182,7 +182,7 @@ def test_a_cancelled_one_leaves_its_end(core: Core) -> None:
     assert computed(core, lambda: ask(core, (*tokens, 5), 1))[1] == 1
 
 
-def test_it_is_evicted_as_any_other(core: Core) -> None:
+def test_partial_block_is_evictable(core: Core) -> None:
     ask(core, tuple(prompt_of(37)), 8)
     assert partial_blocks(core)
     victim = core.prefixes.tree.victim()
@@ -192,7 +192,7 @@ def test_it_is_evicted_as_any_other(core: Core) -> None:
     core.view.check()
 
 
-def test_an_end_that_is_matched_by_its_length_alone_is_seen(
+def test_check_detects_partial_block_matched_by_length(
     core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: an end of other tokens changes the text."""
@@ -209,7 +209,7 @@ def test_an_end_that_is_matched_by_its_length_alone_is_seen(
 
 
 @pytest.mark.parametrize("form", ["active", "at-rest"])
-def test_a_block_without_room_is_committed_at_the_end_if_there_is_room_then(form: str) -> None:
+def test_block_without_room_is_committed_at_end(form: str) -> None:
     """Blocks are coded when they are whole, and the tail behind them is not."""
     core = core_of("llama", **FORMS[form], kv_cache_min_quantize_tokens=0)
     try:

@@ -39,14 +39,14 @@ def arrive(scheduler: Scheduler[Item], new: Item) -> list[Item]:
     return displaced
 
 
-def test_one_client_alone_has_the_whole_queue() -> None:
+def test_only_client_may_fill_queue() -> None:
     scheduler = make(max_queue=8)
     fill(scheduler, "a", 8)
     with pytest.raises(QueueFull, match="8 waiting, 1 more asked for, max_queue 8"):
         arrive(scheduler, item(1, client="a"))
 
 
-def test_another_displaces_its_latest_requests_up_to_half() -> None:
+def test_second_client_displaces_latest_requests_up_to_half() -> None:
     scheduler = make(max_queue=8)
     jobs = fill(scheduler, "a", 8)
     for number in range(4):
@@ -57,7 +57,7 @@ def test_another_displaces_its_latest_requests_up_to_half() -> None:
     assert scheduler.waiting_by_client == {"a": 4, "b": 4}
 
 
-def test_each_of_several_has_an_equal_share() -> None:
+def test_clients_have_equal_queue_shares() -> None:
     scheduler = make(max_queue=12)
     fill(scheduler, "a", 12)
     numbers = iter(range(100))
@@ -70,7 +70,7 @@ def test_each_of_several_has_an_equal_share() -> None:
     assert scheduler.waiting_by_client == {"a": 3, "b": 3, "c": 3, "d": 3}
 
 
-def test_whole_requests_leave_that_have_not_begun() -> None:
+def test_only_whole_unstarted_requests_are_displaced() -> None:
     scheduler = make(max_queue=8)
     jobs = fill(scheduler, "a", 8, n=2)
     scheduler.act(jobs[6], "admit")
@@ -79,7 +79,7 @@ def test_whole_requests_leave_that_have_not_begun() -> None:
     assert scheduler.waiting_by_client == {"a": 5, "b": 2}
 
 
-def test_beside_requests_that_have_begun_others_wait_beyond_the_queue() -> None:
+def test_clients_may_queue_beyond_started_requests() -> None:
     scheduler = make(max_queue=8)
     jobs = fill(scheduler, "a", 8, n=8)
     scheduler.act(jobs[0], "admit")
@@ -93,7 +93,7 @@ def test_beside_requests_that_have_begun_others_wait_beyond_the_queue() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whoever_comes_the_queue_is_bounded_and_shares_are_kept(seed: int) -> None:
+def test_queue_is_bounded_and_shared_for_random_arrivals(seed: int) -> None:
     draw = random.Random(seed)
     scheduler, open_jobs = make(3, max_queue=draw.randrange(1, 9)), dict[int, Item]()
     for number in range(300):
@@ -127,7 +127,7 @@ def test_whoever_comes_the_queue_is_bounded_and_shares_are_kept(seed: int) -> No
         assert sum(scheduler.waiting_by_client.values()) <= BEYOND * scheduler.max_queue
 
 
-def test_a_displaced_request_ends_with_its_error_and_the_others_go_on() -> None:
+def test_displaced_request_fails_and_others_continue() -> None:
     with made(max_batch_size=1, max_queue=4) as setup:
         first = setup.ask(20, 4, client="a")
         setup.step()
@@ -145,7 +145,7 @@ def test_a_displaced_request_ends_with_its_error_and_the_others_go_on() -> None:
         assert (stats.waiting, stats.waiting_clients, stats.most_waiting) == (0, 0, 0)
 
 
-def test_a_call_of_many_prompts_displaces_none_unless_all_of_them_may_wait() -> None:
+def test_multi_prompt_call_displaces_all_or_nothing() -> None:
     with made(max_batch_size=1, max_queue=4) as setup:
         setup.ask(20, 4, client="a")
         setup.step()
@@ -163,7 +163,7 @@ def test_a_call_of_many_prompts_displaces_none_unless_all_of_them_may_wait() -> 
             assert displaced == {3: 0, 2: 2}[answers]
 
 
-def test_a_queue_first_come_first_served_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_fifo_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control."""
     scheduler = make(max_queue=2)
     monkeypatch.setattr(scheduler, "to_displace", lambda owners, added: [])

@@ -162,7 +162,7 @@ def told(plan: StepPlan[Item]) -> tuple[list[int], list[tuple[int, int]]]:
 # ---- the table of states
 
 
-def test_every_event_is_in_the_table_or_refused_by_name() -> None:
+def test_every_event_is_in_table_or_refused_by_name() -> None:
     for state, event in product(State, EVENTS):
         if (state, event) in NEXT:
             assert next_state(state, event) is NEXT[state, event]
@@ -171,7 +171,7 @@ def test_every_event_is_in_the_table_or_refused_by_name() -> None:
                 next_state(state, event)
 
 
-def test_the_table_says_what_the_picture_shows() -> None:
+def test_transition_table_matches_diagram() -> None:
     recurrent_states = {
         "admit prefilled finish": State.DONE,
         "admit prefilled preempt admit prefilled": State.RUNNING,
@@ -189,7 +189,7 @@ def test_the_table_says_what_the_picture_shows() -> None:
     assert all((state, "finish") in NEXT for state in State if state is not State.DONE)
 
 
-def test_a_sequence_passes_through_its_life_and_is_forgotten() -> None:
+def test_sequence_lifecycle() -> None:
     scheduler, job = make(), item(7, left=100)
     scheduler.add(job)
     assert scheduler.sequences(State.WAITING) == [job]
@@ -210,7 +210,7 @@ def test_a_sequence_passes_through_its_life_and_is_forgotten() -> None:
     scheduler.check()
 
 
-def test_nothing_left_to_prefill_goes_straight_on() -> None:
+def test_fully_cached_prompt_runs_without_prefill() -> None:
     scheduler = make()
     admitted(scheduler, item(1, position=64))
     assert scheduler.plan() == StepPlan((), ())
@@ -219,7 +219,7 @@ def test_nothing_left_to_prefill_goes_straight_on() -> None:
 
 
 @pytest.mark.parametrize("event", ["prefilled", "preempt"])
-def test_an_illegal_event_changes_nothing(event: Event) -> None:
+def test_illegal_event_changes_nothing(event: Event) -> None:
     scheduler, job = make(), item(1)
     scheduler.add(job)
     with pytest.raises(ValueError, match=f"'{event}' cannot happen to a sequence that is waiting"):
@@ -228,7 +228,7 @@ def test_an_illegal_event_changes_nothing(event: Event) -> None:
     scheduler.check()
 
 
-def test_reading_ends_when_nothing_is_left() -> None:
+def test_prefill_ends_when_nothing_remains() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=1))
     with pytest.raises(ValueError, match="sequence 1 has 1 tokens left"):
@@ -242,7 +242,7 @@ def test_reading_ends_when_nothing_is_left() -> None:
     scheduler.check()
 
 
-def test_no_more_places_than_there_are() -> None:
+def test_slots_are_never_exceeded() -> None:
     scheduler = make(max_batch_size=2)
     admitted(scheduler, item(1), item(2))
     act(scheduler, 2, "prefilled")
@@ -261,7 +261,7 @@ def test_no_more_places_than_there_are() -> None:
 # ---- the queue
 
 
-def test_the_queue_may_be_filled_and_not_further() -> None:
+def test_queue_may_be_filled_but_not_exceeded() -> None:
     scheduler = make(max_batch_size=1, max_queue=2)
     admitted(scheduler, item(0))
     scheduler.add(item(1))
@@ -278,7 +278,7 @@ def test_the_queue_may_be_filled_and_not_further() -> None:
     scheduler.check()
 
 
-def test_several_are_added_together_or_not_at_all() -> None:
+def test_add_is_atomic() -> None:
     scheduler = make(max_queue=3)
     scheduler.add(item(1))
     with pytest.raises(QueueFull, match="1 waiting, 3 more asked for"):
@@ -292,7 +292,7 @@ def test_several_are_added_together_or_not_at_all() -> None:
     assert ids(scheduler.in_line()) == [1, 2, 3]
 
 
-def test_impossible_numbers_are_refused() -> None:
+def test_invalid_numbers_are_refused() -> None:
     scheduler = make()
     with pytest.raises(ValueError, match="remaining_tokens of sequence 1 must not be negative: -1"):
         scheduler.add(item(1, left=-1))
@@ -319,7 +319,7 @@ def test_impossible_numbers_are_refused() -> None:
         Scheduler(4, 63, 64, 1)
 
 
-def test_priority_goes_first_then_the_preempted_then_the_earlier() -> None:
+def test_order_is_priority_then_preempted_then_arrival() -> None:
     scheduler = make(max_batch_size=3)
     scheduler.add(item(1), item(2), item(3, priority=-1))
     for job_id in (2, 3):
@@ -333,7 +333,7 @@ def test_priority_goes_first_then_the_preempted_then_the_earlier() -> None:
     assert len(scheduler.in_line()) == 6
 
 
-def test_overdue_from_the_deadline_on_in_any_state_but_done() -> None:
+def test_overdue_sequences_in_every_state() -> None:
     scheduler = make(max_batch_size=4)
     states: list[list[Event]] = [
         [],
@@ -353,7 +353,7 @@ def test_overdue_from_the_deadline_on_in_any_state_but_done() -> None:
     assert ids(scheduler.overdue(1e9)) == [0, 1, 2, 3]
 
 
-def test_who_is_preempted_for_whom() -> None:
+def test_preemption_victims() -> None:
     scheduler = make(max_batch_size=6)
     low = [item(1), item(2, -1), item(3), item(0, -1)]
     admitted(scheduler, *low, item(5, 1))
@@ -368,7 +368,7 @@ def test_who_is_preempted_for_whom() -> None:
 # ---- what a step reads
 
 
-def test_all_that_run_decode_and_a_prompt_alone_has_the_budget() -> None:
+def test_all_running_decode_and_lone_prompt_gets_budget() -> None:
     scheduler = make()
     admitted(scheduler, item(1), item(2), item(3, left=1_000))
     act(scheduler, 2, "prefilled")
@@ -381,7 +381,7 @@ def test_all_that_run_decode_and_a_prompt_alone_has_the_budget() -> None:
     assert told(scheduler.plan()) == ([1, 2, 3], [])
 
 
-def test_prompts_are_read_in_less_while_others_decode() -> None:
+def test_prefill_is_limited_while_others_decode() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=1_000), item(2))
     assert shares(scheduler.plan(time_for(200))) == {1: 512}, "nobody waits"
@@ -390,7 +390,7 @@ def test_prompts_are_read_in_less_while_others_decode() -> None:
     assert shares(scheduler.plan(time_for(9_999))) == shares(scheduler.plan()) == {1: 512}
 
 
-def test_a_step_in_which_nobody_decodes_is_bounded_in_time_too() -> None:
+def test_step_time_is_bounded_without_decodes() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=1_000), item(2, left=1_000))
     time = StepTime(100, TokenASecond(), alone_seconds=300)
@@ -406,14 +406,14 @@ def test_a_step_in_which_nobody_decodes_is_bounded_in_time_too() -> None:
     assert shares(scheduler.plan(time)) == {1: 192, 2: 64}
 
 
-def test_prompts_of_one_request_do_not_wait_for_each_other() -> None:
+def test_prompts_of_one_request_share_chunk() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=1_000, group=1), item(2, left=40, group=1))
     time = StepTime(100, TokenASecond(), alone_seconds=300)
     assert shares(scheduler.plan(time)) == {1: 256, 2: 40}
 
 
-def test_alone_most_of_a_chunk_is_for_its_tokens() -> None:
+def test_lone_prompt_chunk_follows_tokens_worth() -> None:
     class Worth(TokenASecond):
         def tokens_worth(self, start: int) -> int:
             return 300
@@ -427,7 +427,7 @@ def test_alone_most_of_a_chunk_is_for_its_tokens() -> None:
     assert shares(scheduler.plan(time)) == {1: 64}, "another waits"
 
 
-def test_a_part_of_a_block_is_read_where_all_of_it_takes_too_long() -> None:
+def test_partial_block_is_prefilled_when_whole_takes_too_long() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=1_000), item(2))
     act(scheduler, 2, "prefilled")
@@ -440,7 +440,7 @@ def test_a_part_of_a_block_is_read_where_all_of_it_takes_too_long() -> None:
     assert shares(scheduler.plan()) == {1: 482}, "to the end of a block"
 
 
-def test_parts_of_blocks_are_taken_in_turns() -> None:
+def test_partial_blocks_take_turns() -> None:
     scheduler, time = make(), time_for(30)
     admitted(scheduler, *(item(i, left=5_000) for i in range(3)), item(3))
     act(scheduler, 3, "prefilled")
@@ -451,7 +451,7 @@ def test_parts_of_blocks_are_taken_in_turns() -> None:
     assert steps == [{0: 30}, {1: 30}, {0: 34}, {2: 30}, {0: 30}, {1: 34}]
 
 
-def test_chunks_end_on_blocks_wherever_they_begin() -> None:
+def test_chunks_end_on_block_boundaries() -> None:
     scheduler = make(prefill_chunk=200)
     admitted(scheduler, item(1, position=10, left=500))
     ends = []
@@ -461,7 +461,7 @@ def test_chunks_end_on_blocks_wherever_they_begin() -> None:
     assert ends == [192, 384, 510]
 
 
-def test_a_block_is_read_even_if_the_chunk_is_shorter() -> None:
+def test_one_block_is_prefilled_even_if_chunk_is_shorter() -> None:
     limits = EngineSettings(memory_limit=1, prefill_chunk=10, block_size=64)
     assert limits.step_tokens == 64
     scheduler: Scheduler[Item] = Scheduler(4, limits.step_tokens, limits.block_size, 100)
@@ -469,7 +469,7 @@ def test_a_block_is_read_even_if_the_chunk_is_shorter() -> None:
     assert shares(scheduler.plan()) == {1: 64}
 
 
-def test_the_first_has_half_and_the_least_served_the_rest() -> None:
+def test_first_prompt_gets_half_and_least_served_the_rest() -> None:
     scheduler = make()
     admitted(
         scheduler,
@@ -483,7 +483,7 @@ def test_the_first_has_half_and_the_least_served_the_rest() -> None:
     assert shares(scheduler.plan()) == {4: 256, 3: 256}
 
 
-def test_who_has_read_all_is_no_longer_the_first() -> None:
+def test_fully_prefilled_prompt_is_no_longer_first() -> None:
     scheduler = make()
     admitted(scheduler, *(item(i, left=9_000) for i in range(3)))
     get_on(scheduler, 0, position=9_000, left=0)
@@ -491,7 +491,7 @@ def test_who_has_read_all_is_no_longer_the_first() -> None:
     assert shares(scheduler.plan()) == {1: 256, 2: 256}
 
 
-def test_what_nobody_else_can_use_returns_to_the_first() -> None:
+def test_unused_tokens_return_to_first_prompt() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=9_000), item(2, left=20))
     assert shares(scheduler.plan()) == {1: 448, 2: 20}
@@ -499,7 +499,7 @@ def test_what_nobody_else_can_use_returns_to_the_first() -> None:
     assert shares(scheduler.plan()) == {1: 256, 2: 20, 3: 30, 4: 200}
 
 
-def test_a_short_prompt_does_not_wait_for_the_long_ones() -> None:
+def test_short_prompt_does_not_wait_for_long_ones() -> None:
     scheduler = make()
     admitted(scheduler, *(item(i, left=30_000) for i in range(3)))
     for _ in range(5):
@@ -508,7 +508,7 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones() -> None:
     assert shares(scheduler.plan())[9] == 100
 
 
-def test_of_equal_prompts_one_is_read() -> None:
+def test_only_one_of_equal_prompts_is_prefilled() -> None:
     scheduler = make()
     equal = [item(i, left=640, next_block_hash=b"a") for i in range(3)]
     admitted(scheduler, *equal, item(7, left=64, next_block_hash=b"b"))
@@ -522,7 +522,7 @@ def test_of_equal_prompts_one_is_read() -> None:
     assert shares(scheduler.plan()) == {1: 64, 2: 64, 7: 64}
 
 
-def test_asked_twice_it_says_the_same() -> None:
+def test_plan_is_pure() -> None:
     for chunk in (64, 512):
         scheduler = make(prefill_chunk=chunk)
         admitted(scheduler, *(item(i, left=5_000) for i in range(4)))
@@ -532,7 +532,7 @@ def test_asked_twice_it_says_the_same() -> None:
             read(scheduler, plan)
 
 
-def test_blocks_too_coarse_for_two_are_taken_in_turns() -> None:
+def test_prompts_alternate_when_blocks_are_too_large_for_two() -> None:
     scheduler = make(prefill_chunk=64)
     admitted(scheduler, *(item(i, left=5_000) for i in range(3)))
     order = []
@@ -542,7 +542,7 @@ def test_blocks_too_coarse_for_two_are_taken_in_turns() -> None:
     assert order == [0, 1, 0, 2, 0, 1, 0, 2]
 
 
-def test_the_overlooked_goes_before_the_least_served() -> None:
+def test_skipped_prompt_precedes_least_served() -> None:
     scheduler = make(max_batch_size=3)
     long = item(1, left=9_000, served=70_000)
     admitted(scheduler, item(0, left=9_000), long)
@@ -555,7 +555,7 @@ def test_the_overlooked_goes_before_the_least_served() -> None:
     assert set(shares(scheduler.plan())) == {0, 1}
 
 
-def test_whoever_reads_for_the_overlooked_goes_first_too() -> None:
+def test_prompt_sharing_blocks_of_skipped_prompt_goes_first() -> None:
     scheduler = make(max_batch_size=4)
     admitted(scheduler, item(0, left=9_000), item(20, left=9_000, served=70_000))
     for step in range(22, 26):
@@ -570,7 +570,7 @@ def test_whoever_reads_for_the_overlooked_goes_first_too() -> None:
     assert set(shares(scheduler.plan())) == {0, 7}
 
 
-def test_sharing_another_s_chunk_is_getting_on() -> None:
+def test_sharing_a_chunk_counts_as_progress() -> None:
     scheduler = make(max_batch_size=3)
     admitted(scheduler, item(0, left=9_000), item(1, left=9_000, served=70_000))
     for step in range(1, 4):
@@ -582,7 +582,7 @@ def test_sharing_another_s_chunk_is_getting_on() -> None:
     assert set(shares(scheduler.plan())) == {0, 20}
 
 
-def test_it_knows_no_array_clock_or_thread() -> None:
+def test_scheduler_imports_no_arrays_clock_or_threads() -> None:
     imported = set()
     for source in (module, fair_shares, queue_shares, step_time):
         for node in ast.walk(ast.parse(Path(str(source.__file__)).read_text())):
@@ -991,7 +991,7 @@ class Machine(RuleBasedStateMachine):
         assert len(self.simulation.scheduler) == 0
 
 
-def test_any_order_of_events() -> None:
+def test_state_machine_with_any_order_of_events() -> None:
     run_state_machine_as_test(Machine, settings=QUICK)
 
 
@@ -1027,7 +1027,7 @@ def besieged(
     ("places", "chunk", "priority", "blocks", "stall_tokens"),
     pairs((2, 3, 4, 6), (4, 8, 16, 7), (0, 1), (1, 2, 4), (None, 0, 8)),
 )
-def test_nobody_starves(
+def test_no_sequence_starves(
     places: int, chunk: int, priority: int, blocks: int, stall_tokens: int | None
 ) -> None:
     besieged(Scheduler, places, chunk, 4, priority, blocks * 4, stall_tokens)
@@ -1042,7 +1042,7 @@ def test_nobody_starves(
         max_size=12,
     ),
 )
-def test_equal_work_is_done_once(
+def test_shared_blocks_are_prefilled_once(
     places: int, sizes: tuple[int, int], prompts: list[tuple[int, int, int, int]]
 ) -> None:
     simulation = Simulation(make(places, *sizes))
@@ -1058,7 +1058,7 @@ def test_equal_work_is_done_once(
     assert simulation.read_tokens == len(blocks) * block + ends
 
 
-def test_n_answers_read_their_prompt_once() -> None:
+def test_choices_share_prompt_prefill() -> None:
     simulation = Simulation(make(max_batch_size=8, prefill_chunk=64, block_size=16))
     simulation.submit([1] * 1_600, n=8)
     simulation.finish()
@@ -1185,7 +1185,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_the_machine_notices_a_broken_scheduler(broken: type[Scheduler[Item]]) -> None:
+def test_state_machine_detects_broken_schedulers(broken: type[Scheduler[Item]]) -> None:
     many = settings(QUICK, max_examples=600, phases=[Phase.generate], print_blob=False)
     with pytest.raises(BaseException) as caught:
         run_state_machine_as_test(partial(Machine, broken), settings=many)
@@ -1203,19 +1203,19 @@ def only_failures(error: BaseException) -> bool:
     ("broken", "chunk", "priority"),
     [(FirstComeOnlyServed, 8, 1), (OverlooksTheServed, 8, 1), (TakesNoTurns, 4, 1)],
 )
-def test_starving_is_noticed(broken: type[Scheduler[Item]], chunk: int, priority: int) -> None:
+def test_check_detects_starvation(broken: type[Scheduler[Item]], chunk: int, priority: int) -> None:
     with pytest.raises(AssertionError, match=r"starves|never read"):
         besieged(broken, 4, chunk, 4, priority, 16)
 
 
-def test_work_done_twice_is_noticed() -> None:
+def test_check_detects_duplicate_prefill() -> None:
     simulation = Simulation(make(prefill_chunk=64, block_size=16, cls=ReadsEqualBlocksTwice))
     simulation.submit([1] * 160, n=2)
     with pytest.raises(AssertionError, match="a block is read twice"):
         simulation.finish()
 
 
-def test_check_notices_what_is_lost_doubled_or_too_many() -> None:
+def test_check_detects_lost_or_duplicate_sequences() -> None:
     def broken(how: int) -> None:
         scheduler = make(max_batch_size=2, max_queue=2)
         admitted(scheduler, item(1), item(2))
@@ -1262,7 +1262,7 @@ def test_check_notices_what_is_lost_doubled_or_too_many() -> None:
         ((1,), ((2, 8), (3, 4)), "somebody could use"),
     ],
 )
-def test_the_rules_notice_a_broken_plan(
+def test_plan_rules_detect_broken_plans(
     decode: tuple[int, ...], prefill: tuple[tuple[int, int], ...], fault: str
 ) -> None:
     items = {

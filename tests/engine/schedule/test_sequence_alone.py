@@ -100,7 +100,7 @@ def closed(kv: SequenceKV) -> None:
     kv.reservation.release()
 
 
-def test_blocks_of_a_prompt_are_committed_and_found_again() -> None:
+def test_prompt_blocks_are_committed_and_found() -> None:
     made, tiers = stores()
     kv = opened(made)
     kv.append_chunk(chunk(len(TOKENS) - 1))
@@ -116,7 +116,7 @@ def test_blocks_of_a_prompt_are_committed_and_found_again() -> None:
 
 
 @pytest.mark.parametrize(("kept", "resumes"), [(4, 4), (3, 2), (1, 0)])
-def test_a_new_kind_of_retention_is_asked(kept: int, resumes: int) -> None:
+def test_custom_retention_limits_resume(kept: int, resumes: int) -> None:
     kind = EveryOther()
     made, _ = stores(kind)
     kv = opened(made)
@@ -128,7 +128,7 @@ def test_a_new_kind_of_retention_is_asked(kept: int, resumes: int) -> None:
     closed(again)
 
 
-def test_without_that_kind_all_cached_blocks_are_read() -> None:
+def test_without_custom_retention_all_blocks_are_reused() -> None:
     made, _ = stores()
     kv = opened(made)
     kv.append_chunk(chunk(3 * BLOCK))
@@ -138,7 +138,7 @@ def test_without_that_kind_all_cached_blocks_are_read() -> None:
     closed(again)
 
 
-def test_kinds_agree_on_a_position() -> None:
+def test_retentions_agree_on_resume_position() -> None:
     class EveryThird(Retention):
         def resume(self, path: Path, limit: int) -> int:
             return limit // (3 * BLOCK) * 3 * BLOCK

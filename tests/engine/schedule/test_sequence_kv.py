@@ -85,7 +85,7 @@ def writers(source: str) -> list[int]:
     return lines
 
 
-def test_only_sequence_kv_writes_where_kv_lies() -> None:
+def test_only_sequence_kv_writes_kv_state() -> None:
     lines_by_file = {
         str(path.relative_to(ROOT)): writers(path.read_text())
         for source in SOURCES
@@ -97,7 +97,7 @@ def test_only_sequence_kv_writes_where_kv_lies() -> None:
     assert {name: lines for name, lines in lines_by_file.items() if lines} == {}
 
 
-def test_the_family_of_sequence_kv_is_complete() -> None:
+def test_sequence_kv_classes_are_listed() -> None:
     trees = [
         ast.parse(path.read_text()) for path in (ROOT / "src" / "penstock" / "engine").rglob("*.py")
     ]
@@ -138,7 +138,7 @@ def test_the_family_of_sequence_kv_is_complete() -> None:
         "class C: a = lambda self: self.kv.own_spans.clear()",
     ],
 )
-def test_another_writer_is_found(source: str) -> None:
+def test_check_detects_other_writers(source: str) -> None:
     assert writers(source) == [1]
 
 
@@ -153,7 +153,7 @@ def test_another_writer_is_found(source: str) -> None:
         "class C: a = lambda self: self.tail.clear()",
     ],
 )
-def test_a_reader_is_no_writer(source: str) -> None:
+def test_reads_are_not_reported_as_writes(source: str) -> None:
     assert writers(source) == []
 
 
@@ -172,7 +172,7 @@ def core() -> Any:
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
-def test_columns_that_are_not_accepted_leave_nothing(core: Core, accepted: int) -> None:
+def test_rejected_columns_do_not_change_text(core: Core, accepted: int) -> None:
     """Garbage written behind the visible end, as rejected proposals are, changes no text."""
     request = Request(prompt=tuple(range(1, 40)), max_tokens=24)
     expected = answer(core, core.submit(request))
@@ -202,7 +202,7 @@ def test_columns_that_are_not_accepted_leave_nothing(core: Core, accepted: int) 
 
 
 @pytest.mark.parametrize(("written", "accepted"), [(1, 2), (1, -1), (0, 1)])
-def test_no_more_is_accepted_than_was_written(core: Core, written: int, accepted: int) -> None:
+def test_accepting_more_than_written_is_refused(core: Core, written: int, accepted: int) -> None:
     handle = core.submit(Request(prompt=(1, 2, 3), max_tokens=4))
     core.step()
     (sequence,) = core.admission.sequences.values()
@@ -223,7 +223,7 @@ def running_core(core: Core, prompt_tokens: int, generated: int) -> Any:
 
 
 @pytest.mark.parametrize("generated", [1, 20, 40, 70])
-def test_the_whole_blocks_of_an_answer_are_committed_at_its_end(core: Core, generated: int) -> None:
+def test_whole_blocks_of_answer_are_committed_at_end(core: Core, generated: int) -> None:
     """Where it ends in the middle of a span, its blocks are not held twice."""
     kv = running_core(core, 40, generated)
     committed, end = kv.num_cached_tokens, kv.committed_end
@@ -235,7 +235,7 @@ def test_the_whole_blocks_of_an_answer_are_committed_at_its_end(core: Core, gene
     kv.check()
 
 
-def test_without_room_for_a_copy_the_end_of_an_answer_is_not_committed(core: Core) -> None:
+def test_answer_is_not_committed_without_room_for_copy(core: Core) -> None:
     kv = running_core(core, 40, 40)
     before = kv.spans(), kv.num_cached_tokens, kv.position
     core.ledger.set_limit(core.ledger.used_bytes)
@@ -244,7 +244,7 @@ def test_without_room_for_a_copy_the_end_of_an_answer_is_not_committed(core: Cor
 
 
 @pytest.mark.parametrize("keep", [0, 12, 32])
-def test_spans_behind_a_window_are_let_go_of(keep: int) -> None:
+def test_spans_behind_window_are_released(keep: int) -> None:
     """What is kept stays, what no layer sees goes, and nothing is visible twice."""
     window, columns = 48, 16
     core = Core(
@@ -275,7 +275,7 @@ def test_spans_behind_a_window_are_let_go_of(keep: int) -> None:
         core.close()
 
 
-def test_a_sequence_that_decodes_does_not_move_on_to_what_others_have_committed(
+def test_decoding_sequence_does_not_adopt_committed_blocks(
     core: Core,
 ) -> None:
     """Its spans lie behind the cached tokens: the same blocks would be visible twice."""
@@ -291,7 +291,7 @@ def test_a_sequence_that_decodes_does_not_move_on_to_what_others_have_committed(
 
 
 @pytest.mark.parametrize(("tokens", "cached"), [(47, 32), (48, 47), (49, 48)])
-def test_the_last_token_of_a_prompt_cached_to_its_end_is_computed(
+def test_last_token_of_fully_cached_prompt_is_computed(
     core: Core, tokens: int, cached: int
 ) -> None:
     """Its logits are needed; of whole blocks nothing else is computed a second time."""

@@ -219,21 +219,21 @@ def one_mean(machine: Machine) -> PrefillRate:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_gap_is_longer_than_half_as_much_again(seed: int) -> None:
+def test_decode_gaps_are_bounded(seed: int) -> None:
     simulation = talk(seed)
     assert any(gap.possible for gap in simulation.gaps)
     assert stalls(simulation) == []
 
 
 @pytest.mark.parametrize("speed", [lambda machine: FixedChunk(), one_mean])
-def test_a_speed_that_is_not_measured_by_length_is_noticed(
+def test_check_detects_length_independent_speed(
     speed: Callable[[Machine], ChunkSpeed],
 ) -> None:
     assert sum(bool(stalls(talk(seed, speed))) for seed in range(6)) >= 2
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_time_is_used(seed: int) -> None:
+def test_prefill_uses_allowed_time(seed: int) -> None:
     """A long prompt takes most of the time that it may, and a short one costs the next nothing."""
     machine = drawn_machine(Random(seed))
     simulation = Simulation(machine)
@@ -249,7 +249,7 @@ def test_the_time_is_used(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_alone_a_prompt_is_read_in_large_chunks(seed: int) -> None:
+def test_lone_prompt_is_prefilled_in_large_chunks(seed: int) -> None:
     simulation = Simulation(drawn_machine(Random(seed)))
     for tokens in (4_000, 3, 700):
         simulation.ask(tokens)
@@ -264,7 +264,7 @@ def test_alone_a_prompt_is_read_in_large_chunks(seed: int) -> None:
     assert read / spent >= 0.95 * fixed.read_tokens / fixed.clock
 
 
-def test_a_machine_that_slows_down_is_learned_in_a_few_chunks() -> None:
+def test_slowdown_is_learned_in_few_chunks() -> None:
     simulation = Simulation(Machine(0.01, 0.001, 1e-6))
     simulation.decode()
     simulation.ask(4_000)
@@ -281,7 +281,7 @@ def test_a_machine_that_slows_down_is_learned_in_a_few_chunks() -> None:
 
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_short_request_beside_a_long_prompt_decodes_within_two_seconds(
+def test_short_request_beside_long_prompt_decodes_within_two_seconds(
     seed: int, bounded: bool
 ) -> None:
     """Its prompt and the step in which it comes; unbounded, a slow chunk is waited for."""
@@ -304,7 +304,7 @@ def test_a_short_request_beside_a_long_prompt_decodes_within_two_seconds(
 
 
 @pytest.mark.parametrize("worth", [True, False])
-def test_most_of_a_part_is_for_its_tokens(worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_amortize_fixed_cost(worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with SmolLM2 on two cores: a chunk takes nearly as long for 8 tokens as for 16."""
     if not worth:
         monkeypatch.setattr(PrefillRate, "tokens_worth", lambda self, start: 0)
