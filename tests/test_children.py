@@ -68,20 +68,20 @@ def ends(process: int, seconds: float = SOON) -> bool:
 
 @pytest.mark.parametrize("kernel", WAYS)
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_child_ends_with_its_parent(kernel: bool, sig: signal.Signals) -> None:
+def test_child_ends_with_parent(kernel: bool, sig: signal.Signals) -> None:
     with family(kernel) as (parent, child):
         os.kill(parent, sig)
         assert ends(child)
 
 
-def test_a_child_of_popen_does_not() -> None:
+def test_popen_child_outlives_parent() -> None:
     """The control: nothing else here ends a child."""
     with family(kernel=True, start="subprocess.Popen") as (parent, child):
         os.kill(parent, signal.SIGKILL)
         assert ends(parent) and not ends(child, 1.0)
 
 
-def test_a_parent_that_ends_before_the_kernel_knows_leaves_nothing() -> None:
+def test_child_ends_when_parent_exits_early() -> None:
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
                           capture_output=True, text=True, check=True)  # fmt: skip
     command = [sys.executable, "-I", "-S", children.__file__, gone.stdout.strip(), "-1"]
@@ -90,7 +90,7 @@ def test_a_parent_that_ends_before_the_kernel_knows_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("kernel", WAYS)
-def test_a_command_is_run_as_by_subprocess(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_matches_subprocess(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "KERNEL_WATCHES", kernel)
     code = "import sys; print(sys.stdin.read() + sys.argv[1]); sys.exit(3)"
     command = [sys.executable, "-c", code, "two words"]
@@ -103,9 +103,7 @@ def test_a_command_is_run_as_by_subprocess(kernel: bool, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kernel", WAYS)
-def test_a_process_that_does_not_listen_is_killed(
-    kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unresponsive_process_is_killed(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "KERNEL_WATCHES", kernel)
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
     process = children.start(

@@ -30,7 +30,7 @@ def missing(rows: list[tuple[Any, ...]], axes: list[Sequence[Any]], together: in
 
 
 @axes
-def test_each_two_values_meet(axes: list[Sequence[Any]]) -> None:
+def test_pairs_cover_any_two_values(axes: list[Sequence[Any]]) -> None:
     rows = pairs(*axes, whole=False)
     assert missing(rows, axes, min(2, len(axes))) == []
     # One row less, and something is missing: none is there for nothing.
@@ -39,7 +39,7 @@ def test_each_two_values_meet(axes: list[Sequence[Any]]) -> None:
 
 
 @axes
-def test_each_value_is_there(axes: list[Sequence[Any]]) -> None:
+def test_singles_cover_every_value(axes: list[Sequence[Any]]) -> None:
     rows = each(*axes, whole=False)
     assert missing(rows, axes, 1) == []
     assert len(rows) == max(map(len, axes))
@@ -47,9 +47,9 @@ def test_each_value_is_there(axes: list[Sequence[Any]]) -> None:
 
 @axes
 @pytest.mark.parametrize("choose", [pairs, each])
-def test_the_whole_is_the_product(choose: Callable[..., Any], axes: list[Sequence[Any]]) -> None:
+def test_whole_is_cartesian_product(choose: Callable[..., Any], axes: list[Sequence[Any]]) -> None:
     assert choose(*axes, whole=True) == list(itertools.product(*axes))
 
 
-def test_pairs_are_far_fewer_than_all() -> None:
+def test_pairs_are_far_fewer_than_product() -> None:
     assert len(pairs(*AXES[2], whole=False)) == 20  # of 80; five times four must be there

@@ -44,31 +44,31 @@ def filled(cache: Any, tokens: int) -> Any:
     return cache
 
 
-def test_mlx_lm_has_the_classes() -> None:
+def test_mlx_lm_cache_classes_exist() -> None:
     gone = missing(upstream, (*SINGLE, *BATCH, *OTHERS))
     assert gone == [], f"mlx_lm.models.cache lost {gone}"
 
 
 @pytest.mark.parametrize("name", [*SINGLE, *BATCH])
-def test_caches_have_the_protocol(name: str) -> None:
+def test_caches_have_protocol(name: str) -> None:
     gone = missing(getattr(upstream, name), PROTOCOL)
     assert gone == [], f"mlx-lm's {name} lost {gone}"
 
 
 @pytest.mark.parametrize("name", BATCH)
-def test_batch_caches_have_the_batch_protocol(name: str) -> None:
+def test_batch_caches_have_batch_protocol(name: str) -> None:
     gone = missing(getattr(upstream, name), BATCH_PROTOCOL)
     assert gone == [], f"mlx-lm's {name} lost {gone}"
 
 
-def test_state_of_the_growing_cache() -> None:
+def test_kv_cache_state() -> None:
     state = filled(upstream.KVCache(), 3).state
     assert len(state) == 3, "mlx-lm's KVCache.state is not (keys, values, offset) any more"
     assert state[0].ndim == state[1].ndim == 4
     assert state[2] == 3, "the third item of KVCache.state is not the offset any more"
 
 
-def test_state_of_the_rotating_cache() -> None:
+def test_rotating_kv_cache_state() -> None:
     state = filled(upstream.RotatingKVCache(max_size=8, keep=2), 3).state
     assert len(state) == 6, (
         "mlx-lm's RotatingKVCache.state is not (keys, values, offset, keep, max_size, _idx)"
@@ -76,7 +76,7 @@ def test_state_of_the_rotating_cache() -> None:
     assert list(state[2:]) == [3, 2, 8, 3]
 
 
-def test_from_state_takes_the_state_alone() -> None:
+def test_from_state_takes_only_state() -> None:
     restored = upstream.KVCache.from_state(filled(upstream.KVCache(), 3).state)
     assert restored.offset == 3
 
@@ -91,13 +91,13 @@ def test_stream_generate_takes_our_caches() -> None:
     assert gone == [], f"mlx-lm's generate_step lost {gone}"
 
 
-def test_tokenizers_have_what_we_call() -> None:
+def test_tokenizer_wrapper_has_used_attributes() -> None:
     gone = missing(TokenizerWrapper, ("apply_chat_template",))
     assert gone == [], f"mlx-lm's TokenizerWrapper lost {gone}"
     assert parameters(mlx_lm.load)[0] == "path_or_hf_repo"
 
 
-def test_make_prompt_cache_asks_the_model_first() -> None:
+def test_make_prompt_cache_prefers_model_make_cache() -> None:
     """`make_cache` of a model wins over `max_kv_size`: the reason for `make_kv_cache`."""
 
     class Model:
@@ -123,7 +123,7 @@ def used_as_arrays(source: str) -> bool:
     return False
 
 
-def test_models_that_cannot_read_quantized_caches_are_known() -> None:
+def test_models_unable_to_read_quantized_caches_are_listed() -> None:
     """A model that mlx-lm adds with code like that belongs in the table of docs/memory.md."""
     sources = {file.stem: file.read_text() for file in Path(upstream.__file__).parent.glob("*.py")}
     found = {name for name, source in sources.items() if used_as_arrays(source)}
@@ -136,7 +136,7 @@ def test_models_that_cannot_read_quantized_caches_are_known() -> None:
     assert unknown == set(), f"these models of mlx-lm cannot read quantized caches: {unknown}"
 
 
-def test_a_model_can_be_divided_by_heads_or_by_layers() -> None:
+def test_models_support_tensor_and_pipeline_sharding() -> None:
     from mlx_lm.models import qwen2
     from mlx_lm.models.pipeline import PipelineMixin
     from mlx_lm.utils import sharded_load

@@ -29,29 +29,29 @@ def typed_in(page: Path, command: str) -> list[str]:
     return re.findall(f"`{command}", text) + re.findall(f"^{command}", shell, re.MULTILINE)
 
 
-def test_cli_page_shows_the_help_as_it_is() -> None:
+def test_cli_page_matches_help() -> None:
     page = TOOL["PAGE"].read_text()
     assert TOOL["written"](page) == page, "make docs brings docs/cli.md up to date"
 
 
-def test_the_names_of_other_programs_are_those_that_are_taken() -> None:
+def test_compare_page_matches_translated_flags() -> None:
     page = TOOL["NAMES_PAGE"].read_text()
     assert TOOL["with_names"](page) == page, "make docs brings docs/compare.md up to date"
     assert TOOL["with_names"](page.replace("`--max-num-seqs`", "`--max`")) == page
 
 
-def test_a_changed_help_is_noticed() -> None:
+def test_check_detects_changed_help() -> None:
     page = TOOL["PAGE"].read_text()
     assert TOOL["written"](page.replace("Answer one prompt.", "Answer no prompt.")) == page
 
 
-def test_cli_page_shows_every_command() -> None:
+def test_cli_page_lists_every_command() -> None:
     shown = re.findall(r"<!-- help:(.*?)-->", TOOL["PAGE"].read_text())
     assert sorted(name.strip() for name in shown) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_in_the_docs_exist(page: Path) -> None:
+def test_commands_in_docs_exist(page: Path) -> None:
     """Every `penstock X` in backticks, or at the start of a line of a shell block."""
     groups = {name.split()[0] for name in COMMANDS if " " in name}
     for words in typed_in(page, "penstock ([a-z]+(?: [a-z][a-z-]*)?)"):
@@ -61,14 +61,14 @@ def test_commands_in_the_docs_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_make_targets_in_the_docs_exist(page: Path) -> None:
+def test_make_targets_in_docs_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[0].split())
     assert set(typed_in(page, "make ([a-z]+(?:-[a-z]+)*)")) <= targets
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_to_files(page: Path) -> None:
+def test_relative_links_resolve(page: Path) -> None:
     text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -83,7 +83,7 @@ INSTALLS_OURS = re.compile(r"""pip["']? install(?: +["']?[-\w.,=<>\[\]]+["']?)*?
 EXTRA_OF_OURS = re.compile(r"(?<!\.)\bpenstock\[[a-z]+\]")
 
 
-def test_nobody_is_told_to_install_penstock_from_an_index() -> None:
+def test_docs_never_install_penstock_from_index() -> None:
     """The name is a stranger's there; a checkout has a path, and what is missing its own name."""
     named = {
         f"{path.relative_to(ROOT)}: {match[0]}"
@@ -109,11 +109,11 @@ def test_nobody_is_told_to_install_penstock_from_an_index() -> None:
         ("small.penstock['rows']", False),
     ],
 )
-def test_a_command_that_installs_penstock_from_an_index_is_seen(text: str, ours: bool) -> None:
+def test_check_detects_install_from_index(text: str, ours: bool) -> None:
     assert bool(INSTALLS_OURS.search(text) or EXTRA_OF_OURS.search(text)) is ours
 
 
-def test_readme_opens_with_the_two_commands() -> None:
+def test_readme_starts_with_two_commands() -> None:
     readme = (ROOT / "README.md").read_text()
     first_code = re.search(r"```sh\n(.*?)```", readme, re.DOTALL)
     assert first_code is not None
@@ -123,7 +123,7 @@ def test_readme_opens_with_the_two_commands() -> None:
     ]
 
 
-def test_readme_is_short_and_its_library_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_is_short_and_its_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """The example with the embedded model in place of a folder, as a reader would paste it."""
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 120
@@ -139,7 +139,7 @@ def test_readme_is_short_and_its_library_runs(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_headings(page: Path) -> None:
+def test_links_resolve_to_headings(page: Path) -> None:
     text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
     links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text)
     assert [
@@ -154,7 +154,7 @@ DATED = re.compile(r"benchmarks/results/[\w-]*20\d\d-\d\d-\d\d|Figures as of 20\
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.name)
-def test_a_page_with_measured_times_says_of_when_they_are(page: Path) -> None:
+def test_measured_times_are_dated(page: Path) -> None:
     text = page.read_text()
     assert not TIMES.search(text) or DATED.search(text), "name a record, or say: Figures as of DATE"
 
@@ -167,7 +167,7 @@ def headings(page: Path) -> set[str]:
     return {title.replace(" ", "-") for title in plain}
 
 
-def test_classes_of_the_glossary_exist() -> None:
+def test_glossary_classes_exist() -> None:
     words = re.findall(r"`([A-Z][a-z]*[A-Z]\w*)`", (ROOT / "docs" / "glossary.md").read_text())
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     sources = "\n".join(path.read_text() for path in files)
@@ -175,7 +175,7 @@ def test_classes_of_the_glossary_exist() -> None:
     assert set(words) <= set(re.findall(r"^class (\w+)", sources, re.MULTILINE))
 
 
-def test_structure_names_every_folder_and_no_other() -> None:
+def test_structure_page_lists_every_folder() -> None:
     page = (ROOT / "docs" / "structure.md").read_text()
     source = ROOT / "src" / "penstock"
     folders = {f"{path.parent.relative_to(source)}/" for path in source.rglob("__init__.py")}
@@ -183,7 +183,7 @@ def test_structure_names_every_folder_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("page", ["engine.md", "prefix.md"])
-def test_examples_in_the_docs_run(page: str) -> None:
+def test_examples_in_docs_run(page: str) -> None:
     """One after the other, as a reader would paste them; what they claim they assert."""
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     names: dict[str, object] = {}

@@ -64,7 +64,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize(("module", "file"), list(modules()), ids=str)
-def test_the_core_is_seen_by_the_engine_alone(module: str, file: Path) -> None:
+def test_core_is_used_only_by_engine(module: str, file: Path) -> None:
     assert faults(module, file.read_text()) == []
 
 
@@ -81,7 +81,7 @@ def test_the_core_is_seen_by_the_engine_alone(module: str, file: Path) -> None:
         ("penstock_bench.made_up", "core.executor.runner = watch"),
     ],
 )
-def test_a_way_to_the_core_is_noticed(module: str, source: str) -> None:
+def test_check_detects_core_access(module: str, source: str) -> None:
     assert faults(module, source) != []
 
 
@@ -95,5 +95,5 @@ def test_a_way_to_the_core_is_noticed(module: str, source: str) -> None:
         ("penstock_bench.made_up", "import mlx.core as mx"),
     ],
 )
-def test_a_question_to_the_view_passes(module: str, source: str) -> None:
+def test_check_accepts_view_access(module: str, source: str) -> None:
     assert faults(module, source) == []

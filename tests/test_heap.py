@@ -36,7 +36,7 @@ def page_faults(mode: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_memory_that_was_freed_is_not_mapped_anew() -> None:
+def test_freed_memory_is_not_remapped() -> None:
     by_default = page_faults("not kept")
     if by_default < 10_000:
         pytest.skip(f"this C library keeps it by itself: {by_default} faults")
@@ -64,7 +64,7 @@ print(full - kept, kept - resident())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_what_was_kept_can_be_given_back() -> None:
+def test_kept_memory_can_be_released() -> None:
     command = [sys.executable, "-c", GIVING_BACK]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     gone_at_once, given_back = map(int, found.split())

@@ -103,11 +103,11 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize(("module", "file"), list(modules()), ids=str)
-def test_imports_go_down_the_map(module: str, file: Path) -> None:
+def test_imports_follow_layers(module: str, file: Path) -> None:
     assert faults(module, file.read_text()) == []
 
 
-def test_one_file_of_each_package_imports_mlx_lm() -> None:
+def test_one_file_per_package_imports_mlx_lm() -> None:
     knowing = [
         module
         for module, file in modules()
@@ -126,12 +126,12 @@ def own_imports(module: str, source: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("module", "file"), list(modules()), ids=str)
-def test_no_module_knows_too_many_others(module: str, file: Path) -> None:
+def test_modules_import_few_others(module: str, file: Path) -> None:
     most = MOST_IN_ENGINE if module.startswith("penstock.engine.") else MOST_IMPORTS
     assert len(own_imports(module, file.read_text())) <= most
 
 
-def test_imports_of_functions_and_of_modules_are_counted() -> None:
+def test_function_and_module_imports_are_counted() -> None:
     source = (
         "from penstock import config\nfrom penstock.attention import devices\n"
         "def late():\n    from penstock.kv.segment import Layer, Segment\nimport numpy\n"
@@ -140,7 +140,7 @@ def test_imports_of_functions_and_of_modules_are_counted() -> None:
     assert own_imports("penstock.engine.made_up", source) == expected
 
 
-def test_ray_is_imported_by_its_own_part_alone() -> None:
+def test_only_ray_plugin_imports_ray() -> None:
     for module, file in modules():
         own = module.startswith("penstock.plugins.ray")
         tops = {name.split(".")[0] for name in imported(module, file.read_text())}
@@ -170,7 +170,7 @@ def imports_among(sources: Mapping[str, str], *, types: bool = False) -> dict[st
     }
 
 
-def test_no_import_is_a_circle() -> None:
+def test_no_import_cycles() -> None:
     sources = {module: file.read_text() for module, file in modules()}
     TopologicalSorter(imports_among(sources)).prepare()
 
@@ -186,7 +186,7 @@ def reached(imports: Mapping[str, set[str]], module: str) -> set[str]:
     return seen - {module}
 
 
-def test_the_service_is_handed_an_engine_and_knows_its_methods_alone() -> None:
+def test_service_depends_only_on_engine_methods() -> None:
     """Its imports reached 74 % of the lines while it named the class of the engine."""
     sources = {name: file.read_text() for name, file in modules() if name.startswith("penstock.")}
     imports = imports_among(sources, types=True)
@@ -197,7 +197,7 @@ def test_the_service_is_handed_an_engine_and_knows_its_methods_alone() -> None:
     assert "penstock.engine.core" in reached(imports, "penstock.server.sessions")
 
 
-def test_no_import_of_the_server_is_a_circle_even_for_types() -> None:
+def test_server_has_no_import_cycles_even_for_types() -> None:
     assert len(SERVER) > 80
     TopologicalSorter(imports_among(SERVER, types=True)).prepare()
 
@@ -228,7 +228,7 @@ def upward(imports: Mapping[str, set[str]], levels: tuple[tuple[str, ...], ...])
 SERVER = {name: file.read_text() for name, file in modules() if name.startswith("penstock.server")}
 
 
-def test_imports_between_the_parts_of_the_server_go_one_way() -> None:
+def test_server_imports_follow_layers() -> None:
     imports = parts_among(SERVER, "penstock.server")
     folders = {file.parent.name for _, file in modules() if file.parent.parent.name == "server"}
     assert folders <= {part for level in SERVER_LEVELS for part in level}
@@ -258,15 +258,13 @@ def test_imports_between_the_parts_of_the_server_go_one_way() -> None:
         ),
     ],
 )
-def test_an_import_between_folders_that_goes_up_is_found(
-    module: str, source: str, fault: str
-) -> None:
+def test_check_detects_upward_server_import(module: str, source: str, fault: str) -> None:
     assert upward(parts_among({**SERVER, module: source}, "penstock.server"), SERVER_LEVELS) == [
         fault
     ]
 
 
-def test_a_circle_of_a_file_and_a_folder_is_found() -> None:
+def test_check_detects_cycle_of_file_and_folder() -> None:
     back = {"penstock.server.forms": "from penstock.server.openai.openai_forms import Tool"}
     with pytest.raises(CycleError):
         TopologicalSorter(parts_among({**SERVER, **back}, "penstock.server")).prepare()
@@ -282,12 +280,12 @@ def test_a_circle_of_a_file_and_a_folder_is_found() -> None:
         "if TYPE_CHECKING:\n    import f\nelse:\n    import a.b",
     ],
 )
-def test_a_circle_is_found(back: str) -> None:
+def test_check_detects_import_cycle(back: str) -> None:
     with pytest.raises(CycleError):
         TopologicalSorter(imports_among({"a.b": "from a.c import d", "a.c": back})).prepare()
 
 
-def test_imports_for_types_alone_make_no_circle() -> None:
+def test_type_checking_imports_make_no_cycle() -> None:
     back = "if TYPE_CHECKING:\n    from a.b import E\ndef late():\n    import f"
     sources = {"a.b": "from a.c import d", "a.c": back}
     TopologicalSorter(imports_among(sources)).prepare()
@@ -311,7 +309,7 @@ def sources_with_code() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("module", "most"), MOST_REACHED.items())
-def test_data_of_a_sequence_reaches_few_files(module: str, most: int) -> None:
+def test_sequence_data_reaches_few_files(module: str, most: int) -> None:
     imports = imports_among(sources_with_code(), types=True)
     assert len(reached(imports, module)) <= most
 
@@ -331,7 +329,7 @@ def test_all_imports_count_as_reach(back: str) -> None:
     assert reached(imports, "a.b") == {"a.c", "a.e"}
 
 
-def test_no_two_folders_of_the_engine_import_each_other() -> None:
+def test_engine_folders_do_not_import_each_other() -> None:
     engine = {name: file.read_text() for name, file in modules() if ".engine." in name}
     folders = {file.parent.name for _, file in modules() if file.parent.parent.name == "engine"}
     pairs = {
@@ -369,7 +367,7 @@ def test_no_two_folders_of_the_engine_import_each_other() -> None:
         (RIVALS, "from mlx_lm.generate import _merge_caches"),
     ],
 )
-def test_a_forbidden_import_is_found(module: str, source: str) -> None:
+def test_check_detects_forbidden_import(module: str, source: str) -> None:
     assert faults(module, source) != []
 
 
@@ -383,5 +381,5 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
         ("penstock_bench.made_up", "from penstock_bench.rivals import Batched"),
     ],
 )
-def test_an_allowed_import_passes(module: str, source: str) -> None:
+def test_check_accepts_allowed_import(module: str, source: str) -> None:
     assert faults(module, source) == []

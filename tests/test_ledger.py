@@ -17,7 +17,7 @@ def recount(*held: Reservation) -> dict[Kind, int]:
     return found
 
 
-def test_bytes_are_counted_by_kind_from_the_reservation_on() -> None:
+def test_bytes_are_counted_by_kind_from_reservation() -> None:
     ledger = Ledger(100)
     nodes, tails = ledger.reserve(Kind.NODES, 30), ledger.reserve(Kind.TAILS, 20)
     assert (ledger.used_bytes, ledger.free_bytes) == (50, 50)
@@ -29,13 +29,13 @@ def test_bytes_are_counted_by_kind_from_the_reservation_on() -> None:
     ledger.check(recount(tails))
 
 
-def test_what_by_class_returns_is_a_copy() -> None:
+def test_by_class_returns_copy() -> None:
     ledger = Ledger(100)
     ledger.by_class()[Kind.NODES] = 7
     ledger.check({})
 
 
-def test_the_limit_may_be_filled_to_the_byte_and_not_further() -> None:
+def test_limit_may_be_filled_to_the_byte() -> None:
     ledger = Ledger(100)
     ledger.reserve(Kind.NODES, 99)
     ledger.reserve(Kind.TAILS, 1)
@@ -46,7 +46,7 @@ def test_the_limit_may_be_filled_to_the_byte_and_not_further() -> None:
     assert ledger.used_bytes == 100
 
 
-def test_a_refusal_says_the_numbers_and_takes_nothing() -> None:
+def test_refusal_has_numbers_and_takes_nothing() -> None:
     ledger = Ledger(1_000)
     held = ledger.reserve(Kind.NODES, 600)
     with pytest.raises(LedgerFull, match=r"tails need 401 B; 400 B of the limit of 1.00 kB") as e:
@@ -57,7 +57,7 @@ def test_a_refusal_says_the_numbers_and_takes_nothing() -> None:
     ledger.check(recount(held))
 
 
-def test_what_can_never_fit_is_another_error() -> None:
+def test_never_fitting_reservation_raises_never_fits() -> None:
     ledger = Ledger(1_000)
     ledger.reserve(Kind.WEIGHTS, 300)
     cache = ledger.reserve(Kind.NODES, 500)
@@ -73,7 +73,7 @@ def test_what_can_never_fit_is_another_error() -> None:
     assert ledger.used_bytes == 800
 
 
-def test_weights_may_grow_into_their_own_room() -> None:
+def test_weights_may_grow_into_their_room() -> None:
     ledger = Ledger(1_000)
     weights = ledger.reserve(Kind.WEIGHTS, 900)
     weights.resize(1_000)
@@ -82,21 +82,21 @@ def test_weights_may_grow_into_their_own_room() -> None:
     assert ledger.by_class()[Kind.WEIGHTS] == 1_000
 
 
-def test_leaving_the_block_releases_its_bytes() -> None:
+def test_leaving_with_block_releases_bytes() -> None:
     ledger = Ledger(100)
     with ledger.reserve(Kind.BUFFERS, 40):
         assert ledger.used_bytes == 40
     assert ledger.used_bytes == 0
 
 
-def test_a_fault_in_the_block_releases_its_bytes() -> None:
+def test_exception_in_with_block_releases_bytes() -> None:
     ledger = Ledger(100)
     with pytest.raises(KeyError), ledger.reserve(Kind.NODES, 40):
         raise KeyError
     ledger.check({})
 
 
-def test_resizing_settles_for_what_was_allocated() -> None:
+def test_resize_to_allocated_bytes() -> None:
     ledger = Ledger(100)
     held = ledger.reserve(Kind.NODES, 40)
     held.resize(35)
@@ -107,7 +107,7 @@ def test_resizing_settles_for_what_was_allocated() -> None:
     ledger.check({Kind.NODES: 100})
 
 
-def test_growing_needs_room_for_the_difference_only() -> None:
+def test_growing_needs_room_only_for_difference() -> None:
     ledger = Ledger(100)
     held = ledger.reserve(Kind.NODES, 60)
     other = ledger.reserve(Kind.TAILS, 30)
@@ -118,7 +118,7 @@ def test_growing_needs_room_for_the_difference_only() -> None:
     assert held.nbytes == 70
 
 
-def test_released_once_however_often_it_is_called() -> None:
+def test_release_is_idempotent() -> None:
     ledger = Ledger(100)
     keep = ledger.reserve(Kind.NODES, 10)
     held = ledger.reserve(Kind.NODES, 40)
@@ -141,7 +141,7 @@ def test_negative_sizes_are_refused() -> None:
     ledger.check({})
 
 
-def test_a_smaller_limit_tells_what_is_over_and_lets_nothing_in() -> None:
+def test_lowered_limit_reports_excess_and_admits_nothing() -> None:
     ledger = Ledger(100)
     held = ledger.reserve(Kind.NODES, 80)
     assert ledger.set_limit(80) == 0
@@ -156,7 +156,7 @@ def test_a_smaller_limit_tells_what_is_over_and_lets_nothing_in() -> None:
     assert ledger.free_bytes == 150
 
 
-def test_any_order_of_acts_keeps_the_sums() -> None:
+def test_sums_hold_for_any_order_of_operations() -> None:
     draw, ledger = random.Random(1), Ledger(1_000)
     held: list[Reservation] = []
     for _ in range(3_000):
@@ -198,7 +198,7 @@ class ReleasesInNameOnly(Ledger):
 
 
 @pytest.mark.parametrize("broken", [ForgetsAKind, ForgetsTheSum, ReleasesInNameOnly])
-def test_check_notices_a_broken_account(broken: type[Ledger]) -> None:
+def test_check_detects_broken_account(broken: type[Ledger]) -> None:
     ledger = broken(100)
     with pytest.raises(AssertionError):
         kept = ledger.reserve(Kind.NODES, 30)
@@ -209,7 +209,7 @@ def test_check_notices_a_broken_account(broken: type[Ledger]) -> None:
 
 
 @pytest.mark.parametrize("found", [{}, {Kind.NODES: 29}, {Kind.NODES: 30, Kind.TAILS: 1}])
-def test_check_notices_a_recount_that_differs(found: dict[Kind, int]) -> None:
+def test_check_detects_wrong_recount(found: dict[Kind, int]) -> None:
     ledger = Ledger(100)
     ledger.reserve(Kind.NODES, 30)
     with pytest.raises(AssertionError, match="counted"):

@@ -12,12 +12,12 @@ import penstock.caches
 import penstock.errors
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     assert {name for name in penstock.__all__ if not hasattr(penstock, name)} == set()
     assert dir(penstock) == sorted(penstock.__all__)
 
 
-def test_the_caches_and_errors_are_public() -> None:
+def test_caches_and_errors_are_public() -> None:
     assert set(penstock.caches.__all__) <= set(penstock.__all__)
     errors = {
         name
@@ -28,12 +28,12 @@ def test_the_caches_and_errors_are_public() -> None:
     assert penstock.KVCache is penstock.caches.KVCache
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_is_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'KVCash'"):
         penstock.KVCash  # noqa: B018 - the look-up itself is what fails
 
 
-def test_importing_it_loads_neither_mlx_nor_mlx_lm() -> None:
+def test_import_loads_neither_mlx_nor_mlx_lm() -> None:
     code = "import sys, penstock; print([n for n in ('mlx.core', 'mlx_lm') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

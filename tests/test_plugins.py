@@ -81,12 +81,12 @@ def parsed(out: str, folder: Path) -> list[object]:
     return rest
 
 
-def test_there_are_these() -> None:
+def test_list_of_plugins() -> None:
     assert PLUGINS == ["cpu", "gguf", "kernels", "ray", "remote"]
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_every_module_is_imported_and_the_engine_answers_alike_without(
+def test_package_works_without_any_one_plugin(
     plugin: str, tmp_path: Path, whole: list[object]
 ) -> None:
     folder = without([plugin], tmp_path)
@@ -100,7 +100,7 @@ def test_every_module_is_imported_and_the_engine_answers_alike_without(
 
 
 @pytest.mark.slow
-def test_the_tests_of_the_core_pass_without_any(tmp_path: Path) -> None:
+def test_core_tests_pass_without_plugins(tmp_path: Path) -> None:
     folder = without(PLUGINS, tmp_path)
     core = ("tests/kv", "tests/prefix", "tests/engine/schedule", "tests/engine/test_step.py")
     paths = f"pythonpath={folder} tests/support"

@@ -41,7 +41,7 @@ def fixed_plurals(source: str) -> Iterator[str]:
                 yield name
 
 
-def test_no_text_has_a_fixed_plural_behind_a_number() -> None:
+def test_no_text_has_fixed_plural_after_number() -> None:
     wrong = [
         f"{file.relative_to(ROOT)}: {name}"
         for folder in SOURCES
@@ -61,11 +61,11 @@ def test_no_text_has_a_fixed_plural_behind_a_number() -> None:
         ("f\"{counted(n, 'token')} are here\"", []),
     ],
 )
-def test_a_fixed_plural_is_found(source: str, wrong: list[str]) -> None:
+def test_check_detects_fixed_plural(source: str, wrong: list[str]) -> None:
     assert list(fixed_plurals(source)) == wrong
 
 
-def test_nouns_have_their_plurals() -> None:
+def test_nouns_have_plurals() -> None:
     nouns = ("block", "entry", "hash", "process", "branch")
     assert [counted(2, noun) for noun in nouns] == [
         "2 blocks",

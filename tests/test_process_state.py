@@ -39,7 +39,7 @@ def read() -> list[object]:
     return states
 
 
-def test_what_a_file_changes_is_put_back(tmp_path: Path) -> None:
+def test_process_state_is_restored_after_file(tmp_path: Path) -> None:
     with own_state():
         before = read()
         with own_state():
@@ -51,7 +51,7 @@ def test_what_a_file_changes_is_put_back(tmp_path: Path) -> None:
     assert same == [False, False, False, False, on_cpu, False, False], "nothing was changed"
 
 
-def test_each_file_draws_the_same_numbers() -> None:
+def test_each_file_draws_equal_random_numbers() -> None:
     with own_state():
         first = drawn()
     drawn()
@@ -60,7 +60,7 @@ def test_each_file_draws_the_same_numbers() -> None:
         assert drawn() != first
 
 
-def test_an_offline_command_does_not_keep_later_ones_off_the_network() -> None:
+def test_offline_command_does_not_affect_later_ones() -> None:
     before = os.environ.get("PENSTOCK_OFFLINE")
     with own_state():
         assert main(["--offline", "plan", "--help"]) == 0

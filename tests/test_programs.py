@@ -80,7 +80,7 @@ def program_id(path: Path) -> str:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=program_id)
-def test_a_program_can_be_imported(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_can_be_imported(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         load(program, monkeypatch)
     except ModuleNotFoundError as error:
@@ -89,9 +89,7 @@ def test_a_program_can_be_imported(program: Path, monkeypatch: pytest.MonkeyPatc
         pytest.skip("needs torch")
 
 
-def test_a_program_whose_import_has_moved_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_detects_moved_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "stale.py"
     program.write_text("from penstock.kv import KVCache\n")
     with pytest.raises(ImportError, match="KVCache"):
@@ -99,12 +97,12 @@ def test_a_program_whose_import_has_moved_is_noticed(
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, *SCRIPTS], ids=program_id)
-def test_the_names_that_a_program_imports_are_there(program: Path) -> None:
+def test_names_imported_by_programs_exist(program: Path) -> None:
     """Also those that only a function imports, and those beside packages that are not here."""
     assert missing_names(program.read_text()) == []
 
 
-def test_a_name_that_has_moved_is_noticed() -> None:
+def test_check_detects_moved_name() -> None:
     source = "def main():\n    from penstock.kv import KVCache, segment\n    import penstock.gone\n"
     assert missing_names(source) == ["penstock.kv.KVCache", "penstock.gone"]
 
@@ -146,7 +144,7 @@ class TestCache(unittest.TestCase):
 
 
 @pytest.mark.slow
-def test_peers_in_short(tmp_path: Path) -> None:
+def test_peers_run_shortened(tmp_path: Path) -> None:
     """The runner, its workers and our classes on a test file of one class."""
     tests = tmp_path / "tests"
     tests.mkdir()
@@ -160,7 +158,7 @@ def test_peers_in_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_real_templates_in_short(tmp_path: Path) -> None:
+def test_real_templates_run_shortened(tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
     for number in range(40):
         (tmp_path / f"{number}.jinja").write_text(template)
@@ -169,7 +167,7 @@ def test_real_templates_in_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tokens_of_vocabularies_in_short(tmp_path: Path) -> None:
+def test_vocabulary_check_runs_shortened(tmp_path: Path) -> None:
     """With the tokens that lie beside a file; one of them is wrong at the second run."""
     gguf = pytest.importorskip("gguf")
     file = tmp_path / "small.gguf"
@@ -193,7 +191,7 @@ def test_tokens_of_vocabularies_in_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mutants_in_short() -> None:
+def test_mutants_run_shortened() -> None:
     shown = run(
         *(ROOT / "tools/mutants.py", "ledger.py", "--sample", "3", "--seed", "1"),
         *("--workers", "1", "--pool", "tests/test_ledger.py"),
@@ -202,7 +200,7 @@ def test_mutants_in_short() -> None:
 
 
 @pytest.mark.slow
-def test_hostile_bodies_in_short() -> None:
+def test_hostile_bodies_run_shortened() -> None:
     """Whether answers are late is for a quiet machine to say, in `make hostile`."""
     shown = run(ROOT / "tools/hostile.py", "--minutes", "0.2", status=(0, 1))
     sent = re.search(r"hostile requests: {(.+)}", shown)
@@ -211,18 +209,18 @@ def test_hostile_bodies_in_short() -> None:
 
 
 @pytest.mark.slow
-def test_recall_is_measured_in_short() -> None:
+def test_recall_measurement_runs_shortened() -> None:
     shown = run(ROOT / "tools/eval_recall.py", "--tokens", "128", "--questions", "2")
     assert re.search(r"^ +128 +2 +[01]\.", shown, re.MULTILINE), shown
 
 
 @pytest.mark.slow
-def test_passes_of_a_restore_are_measured() -> None:
+def test_restore_passes_run() -> None:
     assert "as a restore does" in run(ROOT / "tools/restore_passes.py")
 
 
 @pytest.mark.slow
-def test_costs_are_measured_in_short(tmp_path: Path) -> None:
+def test_cost_measurement_runs_shortened(tmp_path: Path) -> None:
     """Of a test that takes long enough to be written down, in a tree of its own."""
     (tmp_path / "tools").mkdir()
     (tmp_path / "tests").mkdir()
@@ -241,7 +239,7 @@ def test_costs_are_measured_in_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_headers_are_tried_in_short(tmp_path: Path) -> None:
+def test_damaged_headers_run_shortened(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     file = tmp_path / "some.gguf"
     writer = gguf.GGUFWriter(file, "llama")
@@ -259,12 +257,12 @@ def test_damaged_headers_are_tried_in_short(tmp_path: Path) -> None:
 
 WORKFLOWS = [*(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / ".ci" / "run"]
 OTHERWISE = {
-    "help": "test_every_target_is_in_the_help",
+    "help": "test_every_make_target_is_in_help",
     "bench": "the weekly workflow runs penstock bench all, and looks at its exit status",
     "clean": "removes what others make",
-    "docs": "test_cli_page_shows_the_help_as_it_is",
+    "docs": "test_cli_page_matches_help",
     "test-cpus": "each run of .ci/run draws one of its CPUs: test-drawn",
-    "test-costs": "test_costs_are_measured_in_short",
+    "test-costs": "test_cost_measurement_runs_shortened",
     "run": "test_first_run_prints_working_examples",
 }
 """Targets that no workflow names: a test of the suite that does the same, or the reason."""
@@ -311,26 +309,26 @@ def run_by(makefile: str, workflows: str) -> set[str]:
     return found
 
 
-def test_every_target_is_run_by_a_workflow_or_a_test() -> None:
+def test_every_make_target_is_run_by_workflow_or_test() -> None:
     makefile = (ROOT / "Makefile").read_text()
     workflows = "\n".join(path.read_text() for path in WORKFLOWS)
     left = set(targets(makefile)) - run_by(makefile, workflows)
     assert left == set(OTHERWISE), "run it in .github/workflows/weekly.yml, or say what does"
 
 
-def test_a_target_that_nothing_runs_is_noticed() -> None:
+def test_check_detects_unused_make_target() -> None:
     makefile = ".PHONY: a b c-d e\na: b\n\techo a\nb:\n\t@$(MAKE) -j3 e\nc-d:\n\techo\ne:\n\techo\n"
     assert run_by(makefile, "run: make a\n") == {"a", "b", "e"}
     assert run_by(makefile, "  - target: c-d\nmake ab\n") == {"c-d"}
 
 
-def test_every_target_is_in_the_help() -> None:
+def test_every_make_target_is_in_help() -> None:
     makefile = (ROOT / "Makefile").read_text()
     shown = set(re.findall(r"@echo 'make ([a-z-]+)", makefile))
     assert shown == set(targets(makefile)) - {"help", "doctest", "bytecode"}
 
 
-def test_every_program_is_started_by_something() -> None:
+def test_every_program_is_started() -> None:
     starters = [ROOT / "Makefile", *WORKFLOWS, *(ROOT / "tests").rglob("test_*.py")]
     text = "\n".join(path.read_text() for path in starters if path.name != Path(__file__).name)
     text += Path(__file__).read_text().partition("# ---- who runs what")[0]
@@ -338,7 +336,7 @@ def test_every_program_is_started_by_something() -> None:
     assert left == set(UNSTARTED)
 
 
-def test_what_stands_in_for_a_run_is_there() -> None:
+def test_replacement_tests_exist() -> None:
     defined = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")

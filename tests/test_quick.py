@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 CPUS = runpy.run_path(str(TESTS.parent / "tools" / "cpus.py"))
 
 
-def test_what_has_costs_is_there() -> None:
+def test_tests_with_costs_exist() -> None:
     """A test that was renamed would come back into `make test`, all of it."""
     for name in quick.read_costs():
         file, defined, *_ = name.split("::")
@@ -22,7 +22,7 @@ def test_what_has_costs_is_there() -> None:
         assert re.search(rf"^(async )?(def|class) {defined}\b|^{defined} = ", source, re.M), name
 
 
-def test_what_always_runs_is_there() -> None:
+def test_always_run_tests_exist() -> None:
     sources = "\n".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     assert set(quick.ALWAYS) <= set(re.findall(r"^ *def (test_\w+)", sources, re.M))
 
@@ -42,7 +42,7 @@ def out(items: list[Item], costs: dict[str, float]) -> list[Any]:
     return quick.left_out(items, costs)  # type: ignore[arg-type]
 
 
-def test_as_many_cases_run_as_the_time_pays_for_and_always_the_first() -> None:
+def test_number_of_cases_follows_cost() -> None:
     many = [Item("a.py", f"test_many[{i}]") for i in range(300)]
     dear = [Item("a.py", f"test_dear[{i}]") for i in range(3)]
     new = [Item("a.py", f"test_new[{i}]") for i in range(300)]
@@ -55,7 +55,7 @@ def test_as_many_cases_run_as_the_time_pays_for_and_always_the_first() -> None:
     assert len({i % 4 for i in kept}) == 4, "not every so many"
 
 
-def test_what_takes_longest_runs_only_where_nothing_else_of_its_file_does() -> None:
+def test_longest_tests_run_only_if_alone_in_file() -> None:
     longest = {"a.py::test_long": quick.LONGEST + 1, "a.py::test_longer": quick.LONGEST + 2}
     names = ("test_longer[a]", "test_long[a]", "test_long[b]")
     longer, long, more = (Item("a.py", name) for name in names)
@@ -78,10 +78,10 @@ def test_what_takes_longest_runs_only_where_nothing_else_of_its_file_does() -> N
         ("avx avx2 fma avx512f avx512cd avx512bw avx512dq avx512vl", list(CPUS["CORES"])),
     ],
 )
-def test_only_what_a_cpu_executes_is_tried(flags: str, cores: list[str]) -> None:
+def test_only_executable_cpu_types_are_tried(flags: str, cores: list[str]) -> None:
     assert CPUS["executable"](flags.split()) == cores
 
 
-def test_ci_draws_every_core_type_with_one_and_with_two_threads() -> None:
+def test_ci_draws_every_core_type_with_one_and_two_threads() -> None:
     drawn = {CPUS["draw"](seed, ["", "Zen"]) for seed in range(40)}
     assert drawn == {(threads, core) for threads in (1, 2) for core in ("", "Zen")}

@@ -75,23 +75,23 @@ MODULES = [
 PAGES = [*PAGE.glob("*.html"), *PAGE.glob("*.js")]
 
 
-def test_help_is_read_without_taking_breath() -> None:
+def test_help_sentences_are_short() -> None:
     assert len(HELPS) > 300
     assert {name: faults(text) for name, text in HELPS if faults(text)} == {}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
-def test_messages_are_read_without_taking_breath(path: Path) -> None:
+def test_message_sentences_are_short(path: Path) -> None:
     texts = set(strings(path.read_text(encoding="utf-8"))) - LISTS
     assert [fault for text in texts for fault in faults(text)] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_the_page_is_read_without_taking_breath(path: Path) -> None:
+def test_page_sentences_are_short(path: Path) -> None:
     assert [fault for text in page_texts(path) for fault in faults(text)] == []
 
 
-def test_the_checks_see_what_they_refuse() -> None:
+def test_check_detects_long_sentences() -> None:
     long = "word " * (MOST_WORDS + 1)
     assert faults(long) == [long.strip()] and faults("Nobody reads it.") == ["Nobody"]
     assert faults(f"{'word ' * MOST_WORDS}. And more") == []

@@ -39,7 +39,7 @@ def products(library: Path, seed: int) -> list[str]:
     ).stdout.splitlines()
 
 
-def test_the_same_product_rounds_the_same_and_one_of_another_shape_does_not(tmp_path: Path) -> None:
+def test_rounding_blas_depends_on_shape(tmp_path: Path) -> None:
     library = tmp_path / "librounding_blas.so"
     build = f"cc -O2 -Wall -Werror -shared -fPIC {SOURCE} -o {library}"
     blas = Path(load_blas().name)

@@ -43,18 +43,18 @@ def router_of(policy: str, names: tuple[str, ...] = NAMES, seed: int = 0) -> Rou
 
 @settings(deadline=None)
 @given(st.sets(st.integers(0, 2**32 - 1)))
-def test_a_summary_survives_its_bytes(blocks: set[int]) -> None:
+def test_summary_round_trips(blocks: set[int]) -> None:
     summary = Summary(frozenset(blocks))
     assert Summary.from_bytes(summary.to_bytes()) == summary
     assert len(summary.to_bytes()) == summary.nbytes == 4 * len(blocks)
 
 
-def test_torn_bytes_are_no_summary() -> None:
+def test_truncated_summary_is_refused() -> None:
     with pytest.raises(ValueError, match="6 are none"):
         Summary.from_bytes(b"123456")
 
 
-def test_blocks_that_are_not_held_are_seldom_seen() -> None:
+def test_false_positives_are_rare() -> None:
     """200,000 blocks among which 200,000 others are looked for: 9.3 false ones are expected."""
     held = Summary.of(block_hashes(*range(200_000))).blocks
     others = hash_blocks(range(200_000), 1, root_hash("another"))
@@ -76,7 +76,7 @@ Acts = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(acts=Acts, asked=st.lists(Paths, max_size=4), policy=st.sampled_from(POLICIES))
-def test_what_is_known_is_what_was_told_and_sent_lately(
+def test_router_knows_reported_and_sent_blocks(
     acts: list[tuple[str, str, list[list[int]]]], asked: list[list[int]], policy: str
 ) -> None:
     router = router_of(policy)
@@ -108,7 +108,7 @@ def test_what_is_known_is_what_was_told_and_sent_lately(
         assert routed.known_blocks == expected.get(routed.replica, 0)
 
 
-def test_check_sees_an_index_that_is_wrong() -> None:
+def test_check_detects_wrong_index() -> None:
     router = router_of("prefix")
     router.update(NAMES[0], Summary.of(block_hashes(1, 2)))
     router.check()
@@ -126,7 +126,7 @@ def test_check_sees_an_index_that_is_wrong() -> None:
     path=Paths,
     loads=st.lists(st.integers(0, 50), min_size=4, max_size=4),
 )
-def test_prefix_and_load_takes_the_one_with_least_to_do(
+def test_prefix_and_load_minimizes_work(
     held: list[list[list[int]]], path: list[int], loads: list[int]
 ) -> None:
     router = router_of("prefix+load")
@@ -140,7 +140,7 @@ def test_prefix_and_load_takes_the_one_with_least_to_do(
     assert cost[routed.replica] == min(cost.values())
 
 
-def test_a_conversation_stays_and_a_system_prompt_spreads() -> None:
+def test_conversation_sticks_and_system_prompt_spreads() -> None:
     """Of the same length, and with the same load where they are known."""
     system, own = block_hashes(*range(10)), block_hashes(*range(100, 110))
     loads = {NAMES[0]: 5 * WORTH}
@@ -160,7 +160,7 @@ def test_a_conversation_stays_and_a_system_prompt_spreads() -> None:
     assert places == {"system": NAMES[1], "own": NAMES[0]}
 
 
-def test_what_is_common_is_forgotten_with_its_prompts() -> None:
+def test_common_blocks_are_forgotten_with_their_prompts() -> None:
     router, common = router_of("prefix+load"), block_hashes(1)
     for _ in range(COMMON - 1):
         router.sent(NAMES[0], common)
@@ -175,9 +175,7 @@ def test_what_is_common_is_forgotten_with_its_prompts() -> None:
 
 @settings(deadline=None)
 @given(held=st.lists(st.lists(Paths, max_size=3), min_size=4, max_size=4), path=Paths)
-def test_prefix_takes_one_that_knows_most_whatever_its_load(
-    held: list[list[list[int]]], path: list[int]
-) -> None:
+def test_prefix_policy_ignores_load(held: list[list[list[int]]], path: list[int]) -> None:
     router = router_of("prefix")
     for name, paths in zip(NAMES, held, strict=True):
         router.update(name, Summary.of(key for one in paths for key in block_hashes(*one)))
@@ -189,7 +187,7 @@ def test_prefix_takes_one_that_knows_most_whatever_its_load(
 
 @settings(deadline=None)
 @given(st.text(max_size=8), st.integers(2, 40), st.data())
-def test_a_hash_moves_no_other_prompt_when_a_replica_leaves(
+def test_hash_policy_moves_only_keys_of_removed_replica(
     cache_key: str, count: int, data: st.DataObject
 ) -> None:
     names = tuple(f"r{i}" for i in range(count))
@@ -204,14 +202,14 @@ def test_a_hash_moves_no_other_prompt_when_a_replica_leaves(
     assert after == first or gone == first
 
 
-def test_a_hash_spreads_keys_evenly() -> None:
+def test_hash_policy_spreads_keys_evenly() -> None:
     router = router_of("hash")
     drawn = Counter(router.choose(RoutedPrompt([], f"user {i}"), {}).replica for i in range(4_000))
     assert len(drawn) == 4
     assert min(drawn.values()) > 850  # 5 standard deviations
 
 
-def test_a_prompt_without_a_cache_key_is_known_by_its_first_blocks() -> None:
+def test_prompt_without_cache_key_hashes_first_blocks() -> None:
     router = Router("hash", hash_blocks=2)
     for name in NAMES:
         router.join(name)
@@ -229,7 +227,7 @@ def test_round_robin_takes_turns() -> None:
     assert drawn == [*NAMES, *NAMES]
 
 
-def test_of_many_that_know_nothing_the_less_busy_of_two_is_asked() -> None:
+def test_unknown_prompts_use_less_loaded_of_two() -> None:
     names = tuple(f"r{i}" for i in range(4 * MOST_ASKED))
     router = router_of("prefix+load", names)
     loads = {name: float(i) for i, name in enumerate(names)}
@@ -243,7 +241,7 @@ def test_of_many_that_know_nothing_the_less_busy_of_two_is_asked() -> None:
     assert mean == pytest.approx(len(names) / 3, rel=0.08)
 
 
-def test_equals_are_told_apart_by_what_they_hold() -> None:
+def test_ties_are_broken_by_cached_blocks() -> None:
     router = router_of("prefix+load", NAMES[:2])
     router.update(NAMES[0], Summary.of(block_hashes(*range(50))))
     assert {router.choose(RoutedPrompt(block_hashes(99)), {}).replica for _ in range(20)} == {
@@ -251,7 +249,7 @@ def test_equals_are_told_apart_by_what_they_hold() -> None:
     }
 
 
-def test_a_router_with_nobody_says_so() -> None:
+def test_empty_router_raises() -> None:
     router = Router("prefix")
     with pytest.raises(LookupError, match="no replica"):
         router.choose(RoutedPrompt(block_hashes(1)), {})
@@ -262,7 +260,7 @@ def test_a_router_with_nobody_says_so() -> None:
     router.leave("nobody")
 
 
-def test_who_leaves_is_forgotten_and_its_place_taken_again() -> None:
+def test_removed_replica_is_forgotten_and_replaceable() -> None:
     router = router_of("prefix")
     router.update(NAMES[1], Summary.of(block_hashes(1, 2)))
     router.leave(NAMES[1])

@@ -32,7 +32,7 @@ def run(soak: Any, requests: int = 60) -> Any:
     return soak.soak(requests, memory_limit=42_000_000, looks=3, shortest=126)
 
 
-def test_every_byte_comes_back(soak: ModuleType) -> None:
+def test_soak_returns_every_byte(soak: ModuleType) -> None:
     outcome = run(soak, 120)
     assert outcome.faults == []
     assert len(outcome.looks) == 3
@@ -42,9 +42,7 @@ def test_every_byte_comes_back(soak: ModuleType) -> None:
     assert outcome.hit_tokens > outcome.prompt_tokens // 2
 
 
-def test_arrays_that_somebody_keeps_are_seen(
-    soak: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_soak_detects_retained_arrays(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Segment] = []
     split = Segment.split
 
@@ -58,9 +56,7 @@ def test_arrays_that_somebody_keeps_are_seen(
     assert any("active_bytes" in fault for fault in outcome.faults)
 
 
-def test_objects_that_somebody_keeps_are_seen(
-    soak: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_soak_detects_retained_objects(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     submit = penstock.Engine.submit
 
@@ -73,9 +69,7 @@ def test_objects_that_somebody_keeps_are_seen(
     assert any("objects" in fault for fault in outcome.faults)
 
 
-def test_another_answer_to_the_same_request_is_seen(
-    soak: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_soak_detects_changed_answer(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.engine.handle import Choice
 
     finished: list[int] = []
@@ -92,7 +86,7 @@ def test_another_answer_to_the_same_request_is_seen(
     assert any("something else before" in fault for fault in outcome.faults)
 
 
-def test_a_fault_is_an_exit_code(
+def test_soak_fault_sets_exit_code(
     soak: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import typer

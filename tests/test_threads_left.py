@@ -69,7 +69,7 @@ def run(folder: Path, *sources: str, options: tuple[str, ...] = ()) -> tuple[int
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "xdist"])
-def test_a_run_ends_though_a_thread_does_not(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_run_ends_despite_endless_thread(tmp_path: Path, options: tuple[str, ...]) -> None:
     status, text = run(tmp_path, WAITS, options=options)
     assert status == 1
     assert "threads that this file left running:\nwaiting\n" in text
@@ -77,7 +77,7 @@ def test_a_run_ends_though_a_thread_does_not(tmp_path: Path, options: tuple[str,
     assert options or "these threads would not end:\nwaiting\n" in text
 
 
-def test_an_engine_that_a_failed_test_left_open_is_closed(tmp_path: Path) -> None:
+def test_engine_left_open_by_failed_test_is_closed(tmp_path: Path) -> None:
     status, text = run(tmp_path, ENGINE, AFTER)
     assert status == 1
     assert "left running:\npenstock-engine (daemon)\n" in text
@@ -85,13 +85,13 @@ def test_an_engine_that_a_failed_test_left_open_is_closed(tmp_path: Path) -> Non
     assert "would not end" not in text
 
 
-def test_a_run_ends_though_an_engine_hangs(tmp_path: Path) -> None:
+def test_run_ends_despite_hung_engine(tmp_path: Path) -> None:
     status, text = run(tmp_path, STUCK)
     assert status == 1
     assert "these threads would not end:\npenstock-engine (daemon)\n" in text
 
 
-def test_a_run_that_leaves_nothing_passes(tmp_path: Path) -> None:
+def test_clean_run_passes(tmp_path: Path) -> None:
     status, text = run(tmp_path, GOOD, AFTER)
     assert (status, "2 passed" in text) == (0, True), text
 
@@ -104,7 +104,7 @@ def test_hangs():
 """
 
 
-def test_a_test_that_hangs_ends_its_process_with_all_stacks(tmp_path: Path) -> None:
+def test_hanging_test_ends_process_with_stacks(tmp_path: Path) -> None:
     """By the project's settings, but sooner; no plugin of pytest takes part."""
     (tmp_path / "test_hangs.py").write_text(HANGS)
     settings = Path(__file__).parent.parent / "pyproject.toml"

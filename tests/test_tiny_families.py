@@ -22,7 +22,7 @@ def kinds(model: Any) -> set[str]:
     return set(walk(make_prompt_cache(model)))
 
 
-def test_there_are_more_than_a_hundred_families() -> None:
+def test_more_than_a_hundred_families_are_found() -> None:
     found = families()
     assert len(found) > 100
     assert {"llama", "qwen3_next", "deepseek_v3", "nemotron_h", "lfm2-vl"} <= set(found)
@@ -30,7 +30,7 @@ def test_there_are_more_than_a_hundred_families() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next"])
-def test_a_family_is_built_the_same_every_time(name: str) -> None:
+def test_family_build_is_deterministic(name: str) -> None:
     first, second = (dict(tree_flatten(build(name).parameters())) for _ in range(2))
     assert first.keys() == second.keys()
     for path, weights in first.items():
@@ -58,12 +58,12 @@ def test_a_family_is_built_the_same_every_time(name: str) -> None:
         ("qwen3_5_moe", {"ArraysCache", "KVCache"}),
     ],
 )
-def test_a_hybrid_has_all_its_kinds_of_layers(name: str, both: set[str]) -> None:
+def test_hybrid_has_all_layer_kinds(name: str, both: set[str]) -> None:
     assert kinds(build(name)) == both
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "qwen3_next", "mamba2"])
-def test_text_depends_on_all_of_the_prompt_and_not_on_chunks(name: str) -> None:
+def test_text_depends_on_whole_prompt_and_not_on_chunks(name: str) -> None:
     model = build(name)
     prompt = prompt_of(40)
     changed = [*prompt[:30], prompt[30] ^ 1, *prompt[31:]]
@@ -77,7 +77,7 @@ def test_text_depends_on_all_of_the_prompt_and_not_on_chunks(name: str) -> None:
     assert mx.abs(elsewhere - logits[:1]).max() > 1e-2
 
 
-def test_a_field_without_rule_type_or_default_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_config_field_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class ModelArgs(llama.ModelArgs):
         flux_capacity: int = dataclasses.field(kw_only=True)
@@ -87,7 +87,7 @@ def test_a_field_without_rule_type_or_default_is_named(monkeypatch: pytest.Monke
         build("llama")
 
 
-def test_a_family_that_does_not_run_is_unbuildable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_family_is_unbuildable(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
         raise RuntimeError("[metal_kernel] No Metal back-end.")
 
@@ -96,7 +96,7 @@ def test_a_family_that_does_not_run_is_unbuildable(monkeypatch: pytest.MonkeyPat
         build("llama")
 
 
-def test_every_exception_is_of_a_family_and_a_field_that_are_there() -> None:
+def test_exceptions_name_existing_families_and_fields() -> None:
     for module, name in tiny_families.EXCEPTIONS:
         place = tiny_families.Place(module, tiny_families._module(module).ModelArgs)
         classes = [place.args]

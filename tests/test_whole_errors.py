@@ -30,12 +30,12 @@ def model(folder: Path, **changed: object) -> Path:
     return file.parent
 
 
-def test_a_config_without_a_model_type_is_named(tmp_path: Path) -> None:
+def test_config_without_model_type_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json has no model_type"):
         load_all(model(tmp_path, model_type=None))
 
 
-def test_an_error_of_several_lines_does_not_end_at_the_colon(tmp_path: Path) -> None:
+def test_multi_line_error_is_joined(tmp_path: Path) -> None:
     """transformers says in the second line which field is wrong."""
     with pytest.raises(ModelError) as told:
         load_all(model(tmp_path, initializer_range="much"))
@@ -43,13 +43,13 @@ def test_an_error_of_several_lines_does_not_end_at_the_colon(tmp_path: Path) -> 
     assert "initializer_range" in str(told.value) and "'much'" in str(told.value)
 
 
-def test_an_own_folder_is_taken(tmp_path: Path) -> None:
+def test_own_folder_is_accepted(tmp_path: Path) -> None:
     check_writable(FLAG, tmp_path / "new")
     (tmp_path / "link").symlink_to(tmp_path / "new")
     check_writable(FLAG, tmp_path / "link")
 
 
-def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path: Path) -> None:
+def test_world_writable_folder_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(SettingError, match="chmod o-w"):
         check_writable(FLAG, tmp_path)
@@ -57,7 +57,7 @@ def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path: Path) -> None
 
 @needs_root
 @pytest.mark.parametrize("what", ["folder", "content", "link", "planted"])
-def test_what_belongs_to_another_user_is_refused(tmp_path: Path, what: str) -> None:
+def test_folder_of_other_user_is_refused(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     given, theirs = folder, folder

@@ -81,7 +81,7 @@ MODULES = list(sources())
 
 
 @pytest.mark.parametrize(("name", "text"), MODULES, ids=[name for name, _ in MODULES])
-def test_attribute_docstrings_stand_alone(name: str, text: str) -> None:
+def test_attribute_docstrings_are_sentences(name: str, text: str) -> None:
     assert bad_attribute_docstrings(text) == []
 
 
@@ -104,12 +104,12 @@ def dialect(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "text"), MODULES, ids=[name for name, _ in MODULES])
-def test_locals_say_what_they_hold(name: str, text: str) -> None:
+def test_local_names_are_specific(name: str, text: str) -> None:
     assert vague_names(text) == []
 
 
 @pytest.mark.parametrize(("name", "text"), MODULES, ids=[name for name, _ in MODULES])
-def test_names_are_words_of_the_field(name: str, text: str) -> None:
+def test_names_avoid_dialect(name: str, text: str) -> None:
     assert "recall" in name or dialect(text) == []
 
 
@@ -123,7 +123,7 @@ WRITTEN = [
 ]
 
 
-def test_spelling_is_american_in_files_and_in_their_names() -> None:
+def test_spelling_is_american() -> None:
     records = (ROOT / "benchmarks" / "results").iterdir()
     assert british(" ".join(path.name for path in (*WRITTEN, *records))) == []
     faults = {path.name: british(path.read_text(encoding="utf-8")) for path in WRITTEN}
@@ -133,7 +133,7 @@ def test_spelling_is_american_in_files_and_in_their_names() -> None:
     assert british("spelt out, spelling, penalised, penalized") == ["spelt", "penalis"]
 
 
-def test_classes_have_names_of_their_own() -> None:
+def test_class_names_are_unique() -> None:
     """Within one module, and below a function, a name may come again."""
     classes = []
     for _, text in sources():
@@ -143,14 +143,14 @@ def test_classes_have_names_of_their_own() -> None:
     assert repeated(classes) == []
 
 
-def test_files_have_names_of_their_own() -> None:
+def test_file_names_are_unique() -> None:
     files = [Path(name).name for name, _ in sources()]
     files = [name for name in files if name not in ("__init__.py", "__main__.py")]
     assert len(files) > 100
     assert repeated(files) == []
 
 
-def test_the_checks_see_what_they_refuse() -> None:
+def test_word_checks_detect_faults() -> None:
     source = (
         'bytes = 1\n"""Of the whole value."""\nsize = 2\n"""bytes of it."""\n'
         'good = 3\n"""Bytes of the value."""\nalso = 4\n"""`int` of it."""\n'

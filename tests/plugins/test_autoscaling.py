@@ -22,14 +22,14 @@ from penstock.plugins.ray.autoscaling import CLAIMED, MOST_CLAIMED, desired, pol
         (0, 4.0, [0.0, 0.0, 0.0], 1),  # what is held and could be evicted keeps no replica alive
     ],
 )
-def test_the_larger_of_both_needs_counts(
+def test_larger_need_decides(
     requests: float, target: float, claimed: list[float], wanted: int
 ) -> None:
     assert desired(requests, target, claimed) == wanted
 
 
 @pytest.mark.parametrize("metrics", [None, {}, {CLAIMED: {"a": 0.9, "b": 0.9}}])
-def test_the_policy_reads_what_ray_tells(metrics: object) -> None:
+def test_policy_reads_ray_context(metrics: object) -> None:
     context = SimpleNamespace(
         aggregated_metrics=metrics,
         config=SimpleNamespace(target_ongoing_requests=4.0),

@@ -94,7 +94,7 @@ def worst_of(best: Floats, chosen: Addresses) -> float:
     st.sampled_from(DIMS), st.integers(1, 3), st.integers(1, 9), st.integers(2, 15),
     cuts, st.sampled_from(["finite", "size", "query"]), st.integers(0, 99),
 )  # fmt: skip
-def test_the_blocks_chosen_are_those_that_numpy_scores_best(
+def test_selected_blocks_match_numpy(
     dim: int, heads: int, m: int, blocks: int, cuts: list[int], odd: str, seed: int
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -124,7 +124,7 @@ def test_the_blocks_chosen_are_those_that_numpy_scores_best(
         assert FIRST_BLOCKS <= tokens // 2 // BLOCK_TOKENS in chosen[0]
 
 
-def test_the_comparison_sees_a_sign_and_a_size() -> None:
+def test_check_detects_changed_sign_or_scale() -> None:
     draw = np.random.default_rng(1)
     tokens = 64 * BLOCK_TOKENS
     x = draw.normal(size=(1, 4, 128)).astype(np.float32)
@@ -145,7 +145,7 @@ def test_the_comparison_sees_a_sign_and_a_size() -> None:
     st.sampled_from(DIMS), st.integers(1, 3), st.integers(1, 5), cuts,
     st.integers(2, 20), st.integers(1, 40), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
-def test_blocks_are_read_exactly_where_they_lie(
+def test_selected_blocks_are_read_exactly(
     dim: int, heads: int, m: int, cuts: list[int], recent: int, behind: int, sunk: bool, seed: int
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -231,7 +231,7 @@ def check_spilled(
     st.sampled_from(DIMS), st.integers(1, 3), st.integers(1, 9), cuts,
     st.integers(2, 150), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
-def test_blocks_that_were_not_chosen_are_read_from_the_index(
+def test_unselected_blocks_are_read_from_index(
     dim: int, heads: int, m: int, cuts: list[int], stop: int, odd: bool, seed: int
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -277,7 +277,7 @@ def test_blocks_that_were_not_chosen_are_read_from_the_index(
     assert np.array_equal(np.concatenate([part[0] for part in of_heads]), sums)
 
 
-def test_what_takes_part_beside_the_tokens_has_a_value() -> None:
+def test_sinks_and_rest_have_values() -> None:
     draw = np.random.default_rng(3)
     keys, values = draw.normal(size=(2, 2, 64, 64)).astype(np.float32)
     queries = draw.normal(size=(2, 3, 64)).astype(np.float32) / 8
@@ -297,7 +297,7 @@ def test_what_takes_part_beside_the_tokens_has_a_value() -> None:
     assert not np.allclose(out, alone, atol=1e-2)
 
 
-def test_exponentials_are_those_of_numpy() -> None:
+def test_exp_matches_numpy() -> None:
     top = np.float32(3)
     values = 3 + np.concatenate([-np.geomspace(1e-6, 86, 5_000), [0.0]]).astype(np.float32)
     true = np.exp((values - top).astype(np.float64))
@@ -309,7 +309,7 @@ def test_exponentials_are_those_of_numpy() -> None:
     assert np.all((ends >= 0) & (ends < 1e-37))
 
 
-def test_without_numba_there_are_none(
+def test_loops_require_numba(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """None in the place of a module is an import that fails."""
@@ -324,7 +324,7 @@ def test_without_numba_there_are_none(
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_tasks_are_divided_and_keep_their_order(lanes: int) -> None:
+def test_tasks_are_divided_in_order(lanes: int) -> None:
     device = CPUBackend(lanes=lanes)
     for count in range(5):
         assert device.divide(lambda x: x * x, range(count)) == [x * x for x in range(count)]
@@ -333,7 +333,7 @@ def test_tasks_are_divided_and_keep_their_order(lanes: int) -> None:
 
 
 @pytest.mark.parametrize("device", [CPUBackend(lanes=2), CPUBackend(lanes=1)])
-def test_a_lane_computes_while_its_caller_does_something_else(device: CPUBackend) -> None:
+def test_lane_works_while_caller_is_busy(device: CPUBackend) -> None:
     """All tasks, if the caller takes that long; and an error of either waits for the other."""
     begun, caller = threading.Event(), threading.current_thread()
     threads: list[threading.Thread] = []

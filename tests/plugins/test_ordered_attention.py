@@ -61,7 +61,7 @@ def step_over(
 
 @pytest.mark.parametrize("window", [ALL, NEAR])
 @pytest.mark.parametrize("soft_cap", [0.0, 1.5])
-def test_it_is_a_causal_softmax(window: AttentionWindow, soft_cap: float) -> None:
+def test_attention_matches_causal_softmax(window: AttentionWindow, soft_cap: float) -> None:
     keys, values = (np.repeat(np.array(side), HEADS // KV_HEADS, axis=1) for side in (KEYS, VALUES))
     scores = np.einsum("bhnd,bhmd->bhnm", np.array(QUERIES, np.float64), keys) * SCALE
     if soft_cap:
@@ -74,14 +74,14 @@ def test_it_is_a_causal_softmax(window: AttentionWindow, soft_cap: float) -> Non
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 1.5])
-def test_chunks_have_the_bits_of_the_whole(soft_cap: float) -> None:
+def test_chunks_are_bit_identical_to_whole(soft_cap: float) -> None:
     for start, stop in ((0, 1), (0, 40), (40, 41), (33, 75)):
         part = QUERIES[:, :, start:stop], KEYS[:, :, :stop], VALUES[:, :, :stop]
         mixed = attend_buffer(*part, SCALE, soft_cap=soft_cap)
         assert np.array_equal(np.array(mixed), whole(ALL, soft_cap)[:, :, start:stop])
 
 
-def test_a_window_needs_no_columns_in_front_of_it() -> None:
+def test_window_needs_no_earlier_columns() -> None:
     for start, stop, first in ((40, 41, 21), (33, 75, 14), (30, 40, 3)):
         sides = (side[:, :, first:stop] for side in (KEYS, VALUES))
         mixed = attend_buffer(QUERIES[:, :, start:stop], *sides, SCALE, window=NEAR)
@@ -90,7 +90,7 @@ def test_a_window_needs_no_columns_in_front_of_it() -> None:
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("window", [ALL, NEAR])
-def test_steps_have_the_bits_of_the_whole(width: int, window: AttentionWindow) -> None:
+def test_decode_steps_are_bit_identical_to_whole(width: int, window: AttentionWindow) -> None:
     cuts = [[], [32, 64], [5, 8, 41, 70], [7]]
     ends = [4, 70, 71, 17]
     mixed = step_over(cuts, ends, width, window)
@@ -101,7 +101,7 @@ def test_steps_have_the_bits_of_the_whole(width: int, window: AttentionWindow) -
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_rows_are_written_in_place_and_have_the_bits_of_the_whole(width: int) -> None:
+def test_decode_rows_write_in_place_and_are_bit_identical(width: int) -> None:
     tails = Tails(2, 80, (LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32),))
     tails.ready()
     ends = [40, 70]
@@ -124,13 +124,13 @@ def test_rows_are_written_in_place_and_have_the_bits_of_the_whole(width: int) ->
             assert mx.array_equal(tail[slot, :, : end + width], side[0, :, : end + width])
 
 
-def test_another_order_is_seen() -> None:
+def test_check_detects_other_summation_order() -> None:
     """Beside it MLX's own attention, whose last bits are others."""
     theirs = mx.fast.scaled_dot_product_attention(QUERIES, KEYS, VALUES, scale=SCALE, mask="causal")
     assert np.abs(np.array(theirs) - whole()).max() < 1e-5
     assert not np.array_equal(np.array(theirs), whole())
 
 
-def test_other_types_are_left() -> None:
+def test_other_dtypes_are_not_handled() -> None:
     half = [side.astype(mx.float16) for side in (QUERIES, KEYS, VALUES)]
     assert attend_buffer(*half, SCALE) is None

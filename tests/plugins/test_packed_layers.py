@@ -97,9 +97,7 @@ def off(found: mx.array, expected: mx.array) -> float:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("bits", "mixed"), [(4, False), (4, True), (6, False), (8, False)])
-def test_packed_layers_compute_what_those_of_mlx_lm_do(
-    name: str, bits: int, mixed: bool, tmp_path: Path
-) -> None:
+def test_packed_layers_match_mlx_lm(name: str, bits: int, mixed: bool, tmp_path: Path) -> None:
     source = folder(tmp_path, name, bits, mixed=mixed)
     expected = load_all(source, weights_dtype="float32").model(TOKENS)
     exact = load_all(source, weights_dtype="packed-exact")
@@ -114,9 +112,7 @@ def test_packed_layers_compute_what_those_of_mlx_lm_do(
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "gemma3"])
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q4_1"])
-def test_codes_of_a_gguf_file_are_multiplied_as_they_lie(
-    name: str, form: str, tmp_path: Path
-) -> None:
+def test_gguf_codes_are_multiplied_directly(name: str, form: str, tmp_path: Path) -> None:
     """Experts, whose codes cannot be, become float32."""
     model, config = small_model(name)
     file = tmp_path / "small.gguf"
@@ -131,9 +127,7 @@ def test_codes_of_a_gguf_file_are_multiplied_as_they_lie(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rows_of_queries_keys_and_values_are_not_rounded_for_4_bits(
-    bits: int, tmp_path: Path
-) -> None:
+def test_qkv_rows_are_unrounded_with_4_bits(bits: int, tmp_path: Path) -> None:
     source = folder(tmp_path, "llama", bits)
     rows = np.random.default_rng(0).standard_normal((6, 64), np.float32)
     sides = []
@@ -144,7 +138,7 @@ def test_rows_of_queries_keys_and_values_are_not_rounded_for_4_bits(
     assert same == [bits == 4] * 3
 
 
-def test_weights_are_counted_as_they_lie(tmp_path: Path) -> None:
+def test_weight_bytes_count_packed_codes(tmp_path: Path) -> None:
     source = folder(tmp_path, "llama", 4)
     wide = load_all(source, weights_dtype="float32").model
     packed = load_all(source, weights_dtype="packed").model
@@ -159,7 +153,7 @@ def test_weights_are_counted_as_they_lie(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("form", ["Q8_0", "Q5_1", "Q4_1"])
-def test_a_plan_counts_packed_weights(
+def test_plan_matches_packed_weights(
     name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, config = small_model(name)
@@ -173,7 +167,7 @@ def test_a_plan_counts_packed_weights(
     assert planned["dtype"] == "float32"
 
 
-def test_an_engine_runs_a_packed_model(tmp_path: Path) -> None:
+def test_engine_runs_packed_model(tmp_path: Path) -> None:
     source = folder(tmp_path, "llama", 4)
     texts = []
     for dtype in ("float32", "packed-exact"):
@@ -183,9 +177,7 @@ def test_an_engine_runs_a_packed_model(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_the_doctor_says_how_the_modules_of_a_packed_model_multiply(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_reports_packed_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, config = small_model("qwen3moe")
     file = tmp_path / "small.gguf"
     write_model(file, "qwen3moe", model, config, "Q4_1")
@@ -202,7 +194,7 @@ def test_the_doctor_says_how_the_modules_of_a_packed_model_multiply(
     assert json.loads(capsys.readouterr().out)["model"]["packed"] is None
 
 
-def test_without_numba_a_line_says_what_is_lost(
+def test_missing_numba_is_logged_with_consequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = folder(tmp_path, "llama", 4)
@@ -220,7 +212,7 @@ def test_without_numba_a_line_says_what_is_lost(
     assert "depend on the batch" in caplog.text
 
 
-def test_activations_outside_of_mlx_are_part_of_a_steps_bytes(tmp_path: Path) -> None:
+def test_activations_outside_mlx_count_in_step_bytes(tmp_path: Path) -> None:
     model = load_all(folder(tmp_path, "llama", 4), weights_dtype="packed").model
     row = 2 * 4 * ((4 + 2 + 2) * 16 + 64 + 2 * 96 + 64)  # q, k, v | o, gate, up, down
     assert outside_row_bytes(model) == row
@@ -236,7 +228,7 @@ def test_activations_outside_of_mlx_are_part_of_a_steps_bytes(tmp_path: Path) ->
     assert decode > 0.9 * core.limits.max_batch_size * row
 
 
-def test_without_onnx_runtime_the_reason_is_one_line(
+def test_missing_onnx_runtime_gives_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> None:
@@ -267,7 +259,7 @@ def scored(core: Core, *prompts: list[int]) -> list[list[tuple[Any, ...]]]:
 @pytest.mark.skipif(not has_numba(), reason="attention in order is compiled by Numba")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3_text", "granite", "phi3"])
 @pytest.mark.parametrize("dtype", ["packed", "packed-exact"])
-def test_logits_have_the_same_bits_cold_warm_restored_and_in_every_batch_and_chunk(
+def test_logits_are_bit_identical_in_any_batch_chunk_and_cache_state(
     name: str, dtype: Any, tmp_path: Path
 ) -> None:
     model = load_all(folder(tmp_path, name, 4), weights_dtype=dtype).model

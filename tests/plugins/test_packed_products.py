@@ -46,7 +46,7 @@ def error(products: mx.array, expected: mx.array) -> float:
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("exact", [False, True])
-def test_products_are_those_of_mlx(bits: int, group: int, exact: bool) -> None:
+def test_products_match_mlx(bits: int, group: int, exact: bool) -> None:
     layer = linear(256, 96, bits, group, bias=True)
     x = mx.random.normal((5, 7, 256))
     off = error(packed(layer, exact=exact)(x), layer(x))
@@ -69,7 +69,7 @@ def test_half_precision_codes_become_float32() -> None:
 @pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_row_has_the_same_bits_beside_any_others(
+def test_rows_are_bit_identical_in_any_batch(
     bits: int, block: int, exact: bool, symmetric: bool
 ) -> None:
     layer = linear(1536, 160, bits, block)
@@ -90,7 +90,7 @@ def test_a_row_has_the_same_bits_beside_any_others(
         assert not np.array_equal(session.run(x[:1])[0], together[:1])
 
 
-def test_a_row_has_the_same_bits_wherever_it_lies() -> None:
+def test_rows_are_bit_identical_at_any_alignment() -> None:
     session = packed(linear(576, 96, 4, 32), exact=False)._product
     x = np.random.default_rng(0).standard_normal(5 * 576, np.float32)
     (expected,) = run_rows(session, x.reshape(5, 576))
@@ -101,7 +101,7 @@ def test_a_row_has_the_same_bits_wherever_it_lies() -> None:
         assert np.array_equal(run_rows(session, moved.reshape(5, 576))[0], expected), shift
 
 
-def test_an_embedding_is_looked_up_and_multiplied() -> None:
+def test_packed_embedding_matches_mlx() -> None:
     mx.random.seed(0)
     embedding = nn.QuantizedEmbedding(300, 64, group_size=32, bits=8)
     matrix = packed_codes(embedding)
@@ -113,7 +113,7 @@ def test_an_embedding_is_looked_up_and_multiplied() -> None:
     assert error(both.as_linear(x), embedding.as_linear(x)) < 1e-5
 
 
-def test_weights_have_a_name_and_a_size() -> None:
+def test_weights_have_identity_and_size() -> None:
     one = packed(linear(128, 64, 4, 32), exact=False)
     assert repr(packed(linear(128, 64, 4, 32, bias=True), exact=False)) == repr(one)
     assert repr(packed(linear(128, 96, 4, 32), exact=False)) != repr(one)
@@ -121,7 +121,7 @@ def test_weights_have_a_name_and_a_size() -> None:
     assert 0 <= one.packed_bytes - (128 * 64 // 2 + 2 * 4 * 128 * 64 // 32) < 64
 
 
-def test_what_the_operator_has_no_form_for_is_left() -> None:
+def test_unsupported_layers_are_unchanged() -> None:
     assert packed_codes(nn.Linear(64, 64)) is None
     mxfp4 = nn.Linear(64, 64, bias=False).to_quantized(group_size=32, bits=4, mode="mxfp4")
     assert packed_codes(mxfp4) is None

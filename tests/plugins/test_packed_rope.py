@@ -32,7 +32,7 @@ def rows(count: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("first", [0, 5, BLOCK - 3, 5000])
-def test_rows_are_rotated_as_by_the_module(name: str, first: int) -> None:
+def test_rotation_matches_module(name: str, first: int) -> None:
     rotation = RotaryPositions.of(MODULES[name])
     assert rotation is not None
     x = rows(7)
@@ -41,7 +41,7 @@ def test_rows_are_rotated_as_by_the_module(name: str, first: int) -> None:
     assert np.abs(rotated - np.array(expected[0].swapaxes(0, 1))).max() < 1e-5
 
 
-def test_a_row_has_the_same_bits_beside_rows_at_other_positions() -> None:
+def test_rows_are_bit_identical_at_any_positions() -> None:
     rotation = RotaryPositions.of(MODULES["yarn"])
     assert rotation is not None
     x, positions = rows(5), np.array([BLOCK + 1, 7, 3 * BLOCK, 7, BLOCK - 1])
@@ -54,7 +54,7 @@ def test_a_row_has_the_same_bits_beside_rows_at_other_positions() -> None:
         assert np.array_equal(alone[0][:, :1], together[1][row : row + 1])
 
 
-def test_angles_of_few_positions_are_kept() -> None:
+def test_angle_cache_is_bounded() -> None:
     rotation = RotaryPositions.of(MODULES["halves"])
     assert rotation is not None
     for block in range(MOST_BLOCKS + 9):
@@ -62,5 +62,5 @@ def test_angles_of_few_positions_are_kept() -> None:
     assert len(rotation._blocks) == MOST_BLOCKS
 
 
-def test_unknown_modules_are_left() -> None:
+def test_unknown_rope_modules_are_unchanged() -> None:
     assert RotaryPositions.of(ProportionalRoPE(DIM, DIM // 2)) is None

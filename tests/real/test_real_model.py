@@ -43,7 +43,7 @@ def expected(real: Loaded, asked: list[list[int]]) -> list[Answer]:
     return [plain_answer(real, prompt) for prompt in asked]
 
 
-def test_fifty_prompts_cold_warm_and_in_batches(
+def test_fifty_prompts_cold_warm_and_batched(
     real: Loaded, asked: list[list[int]], expected: list[Answer]
 ) -> None:
     gc.collect()
@@ -71,7 +71,7 @@ def test_fifty_prompts_cold_warm_and_in_batches(
     assert hits >= 0.5 * known
 
 
-def test_another_answer_is_noticed(expected: list[Answer]) -> None:
+def test_check_detects_other_answer(expected: list[Answer]) -> None:
     """A negative control: one token changed, one left out, one more."""
     sure = next(number for number, answer in enumerate(expected) if answer.leads[2] > 0.1)
     right = expected[sure].tokens
@@ -79,7 +79,7 @@ def test_another_answer_is_noticed(expected: list[Answer]) -> None:
         assert differing([wrong], [expected[sure]]) == [0]
 
 
-def test_restored_from_the_disk(
+def test_restored_text_matches(
     real: Loaded, asked: list[list[int]], expected: list[Answer], tmp_path: Path
 ) -> None:
     with engine_of(real, ssd_cache_dir=tmp_path) as first:
@@ -104,7 +104,7 @@ def in_records(prompt: Sequence[int], answer: Sequence[int]) -> int:
     return end if end < len(prompt) else (len(prompt) - 1) // RECORD_TOKENS * RECORD_TOKENS
 
 
-def test_eight_conversations_share_a_system_prompt(real: Loaded, prose: list[str]) -> None:
+def test_eight_conversations_share_system_prompt(real: Loaded, prose: list[str]) -> None:
     """All of them are read and answered at once, after the first has read the system prompt."""
     system = {"role": "system", "content": "\n\n".join(prose)[:SYSTEM_CHARACTERS]}
     questions = [{"role": "user", "content": prose[number][:100]} for number in range(8)]
@@ -121,7 +121,7 @@ def test_eight_conversations_share_a_system_prompt(real: Loaded, prose: list[str
     assert hits >= 0.8 * shared * len(rest)
 
 
-def test_a_conversation_of_many_turns_shares_its_history(real: Loaded, prose: list[str]) -> None:
+def test_long_conversation_shares_history(real: Loaded, prose: list[str]) -> None:
     messages: list[dict[str, str]] = []
     with engine_of(real) as engine:
         for turn in range(6):
@@ -167,7 +167,7 @@ def reference() -> Tokenizer:
     return tokenizer
 
 
-def test_a_thousand_texts_have_the_tokens_of_the_reference(
+def test_tokens_of_thousand_texts_match_reference(
     real: Loaded, prose: list[str], reference: Tokenizer
 ) -> None:
     """Each comes back as it was; every fourth has marks in it."""

@@ -87,7 +87,7 @@ def wait_for_records(folder: Path, records: int) -> None:
         time.sleep(0.1)
 
 
-def test_both_apis_before_and_after_a_kill(real: Loaded, prose: list[str], tmp_path: Path) -> None:
+def test_both_apis_before_and_after_kill(real: Loaded, prose: list[str], tmp_path: Path) -> None:
     asked = [conversation(prose, number) for number in range(CONVERSATIONS)]
     expected = [plain_answer(real, render(real.tokenizer, messages), TOKENS) for messages in asked]
 

@@ -36,7 +36,7 @@ def streamed(engine: Engine, request: Request) -> tuple[list[str], Choice]:
     return pieces, handle.result()[0]
 
 
-def test_a_stop_string_that_begins_and_ends_inside_tokens(real: Loaded, engine: Engine) -> None:
+def test_stop_string_inside_tokens(real: Loaded, engine: Engine) -> None:
     asked = prompt(real, "What is the capital of France? Tell me about it.")
     whole = engine.submit(Request(prompt=asked, max_tokens=20)).result()[0]
     words = [real.tokenizer.decode([token]) for token in whole.tokens]
@@ -69,7 +69,7 @@ def test_emoji_are_streamed_whole(real: Loaded, engine: Engine) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_stop_string_of_half_an_emoji_sequence(real: Loaded, engine: Engine) -> None:
+def test_stop_string_inside_emoji_sequence(real: Loaded, engine: Engine) -> None:
     grammar = json_schema_grammar({"enum": [f"a{FAMILY}b"]})
     request = Request(
         prompt=prompt(real, "Smile!"), max_tokens=60, grammar=grammar, stop=("\U0001f44d",)
@@ -78,7 +78,7 @@ def test_a_stop_string_of_half_an_emoji_sequence(real: Loaded, engine: Engine) -
     assert choice.text == '"a\U0001f469\u200d\U0001f467' == "".join(pieces)
 
 
-def test_answers_follow_a_schema(real: Loaded, engine: Engine) -> None:
+def test_answers_follow_schema(real: Loaded, engine: Engine) -> None:
     schema = {
         "type": "object",
         "properties": {

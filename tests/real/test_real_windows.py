@@ -54,7 +54,7 @@ class Talk:
         return len(prompt)
 
 
-def test_twenty_turns_past_a_window(real: Loaded, prose: list[str]) -> None:
+def test_twenty_turns_past_window(real: Loaded, prose: list[str]) -> None:
     talk = Talk(real, [MaskedCache() for _ in real.model.layers])  # type: ignore[union-attr]
     text, most_held = " ".join(prose), 0
     with engine_of(real, max_kv_size=WINDOW, keep=KEEP, block_size=32) as engine:
@@ -69,7 +69,7 @@ def test_twenty_turns_past_a_window(real: Loaded, prose: list[str]) -> None:
     print(f"\n{tokens:,} tokens in a window of {WINDOW:,}; {most_held / 1e6:.0f} MB of KV at most")
 
 
-def test_twenty_turns_to_the_end_of_the_context(real: Loaded, prose: list[str]) -> None:
+def test_twenty_turns_to_end_of_context(real: Loaded, prose: list[str]) -> None:
     """The last answer ends within a line of the last token that the model was made for."""
     talk = Talk(real, make_prompt_cache(real.model))
     text = real.tokenizer.encode(" ".join(prose))

@@ -94,7 +94,7 @@ def sample(url: str, name: str) -> float:
     return float(value)
 
 
-def test_no_request_is_lost_that_had_not_begun(tmp_path: Path) -> None:
+def test_unstarted_requests_survive_replica_faults(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.touch(0o600)
     keys.write_text(KEYS)

@@ -104,7 +104,7 @@ def place(url: str, servers: tuple[Process, ...], key: str | None, **more: objec
     return which
 
 
-def test_a_key_stays_where_it_is_and_moves_when_its_server_stops(
+def test_key_sticks_to_server_and_moves_when_it_stops(
     two: tuple[str, Process, Process],
 ) -> None:
     url, first, second = two
@@ -135,7 +135,7 @@ def test_a_key_stays_where_it_is_and_moves_when_its_server_stops(
         assert {key: place(url, (again, second), key) for key in KEYS} == places
 
 
-def test_a_draining_server_is_passed_over(two: tuple[str, Process, Process]) -> None:
+def test_draining_server_is_skipped(two: tuple[str, Process, Process]) -> None:
     """What is open goes on, and what is new goes to the other one, with no error in between."""
     url, first, second = two
     places = {key: place(url, (first, second), key) for key in KEYS}
@@ -151,7 +151,7 @@ def test_a_draining_server_is_passed_over(two: tuple[str, Process, Process]) -> 
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
-def test_anthropics_user_id_counts_as_a_key(two: tuple[str, Process, Process]) -> None:
+def test_anthropic_user_id_counts_as_key(two: tuple[str, Process, Process]) -> None:
     url, first, _ = two
 
     def where(user: str) -> int:
@@ -171,7 +171,7 @@ def test_anthropics_user_id_counts_as_a_key(two: tuple[str, Process, Process]) -
     assert places == {key: where(key) for key in KEYS}
 
 
-def test_tokens_pass_as_they_come(two: tuple[str, Process, Process]) -> None:
+def test_tokens_are_streamed_through(two: tuple[str, Process, Process]) -> None:
     """The first event is there while the answer is still being made."""
     url, *_ = two
     came: list[float] = []

@@ -41,7 +41,7 @@ def together(size: int, family: str = "llama") -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_all_sizes_say_the_same(size: int) -> None:
+def test_all_group_sizes_match_single_process(size: int) -> None:
     assert together(size)[0]["said"] == alone()["said"]
     assert alone()["hit_tokens"] > 0
 
@@ -56,12 +56,12 @@ def test_each_rank_holds_its_share(size: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_that_mlx_lm_divides(family: str) -> None:
+def test_tensor_parallel_families_match_single(family: str) -> None:
     assert together(2, family)[0]["said"] == alone(family)["said"]
 
 
 @pytest.mark.parametrize("family", LAYERED)
-def test_families_that_mlx_lm_divides_by_layers(family: str) -> None:
+def test_pipeline_families_match_single(family: str) -> None:
     found = results(2, "texts", family=family, pipeline=True)
     assert found[0]["said"] == alone(family)["said"]
     for each in found:
@@ -69,7 +69,7 @@ def test_families_that_mlx_lm_divides_by_layers(family: str) -> None:
         assert each["hit_tokens"] == alone(family)["hit_tokens"] > 0
 
 
-def test_four_stages_restore_their_layers(tmp_path: Path) -> None:
+def test_four_pipeline_stages_restore_their_layers(tmp_path: Path) -> None:
     told = {"family": "qwen2", "pipeline": True, "folder": str(tmp_path)}
     first, again = (results(4, "texts", **told) for _ in range(2))
     assert first[0]["said"] == again[0]["said"] == alone("qwen2")["said"]
@@ -77,7 +77,7 @@ def test_four_stages_restore_their_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "turbo3"])
-def test_stages_read_codes(codec: str) -> None:
+def test_pipeline_stages_read_codes(codec: str) -> None:
     coded = {
         "kv_cache_quantization": codec,
         "kv_cache_min_quantize_tokens": 0,
@@ -88,12 +88,12 @@ def test_stages_read_codes(codec: str) -> None:
     assert two[0]["said"] == one[0]["said"]
 
 
-def test_stages_that_keep_different_things_are_refused() -> None:
+def test_mismatched_stage_settings_are_refused() -> None:
     found = run(2, "texts", family="qwen3_next", pipeline=True, uneven=True)
     assert all("must be the same on every rank" in each.errors for each in found), found
 
 
-def test_codes_are_read_on_every_rank() -> None:
+def test_every_rank_reads_codes() -> None:
     coded = {"kv_cache_quantization": "8", "kv_cache_min_quantize_tokens": 0}
     one, two = (results(size, "texts", settings=coded) for size in (1, 2))
     assert two[0]["said"] == one[0]["said"]
@@ -101,14 +101,14 @@ def test_codes_are_read_on_every_rank() -> None:
     assert one[0]["node_bytes"] < alone()["node_bytes"]
 
 
-def test_the_rank_with_the_least_room_decides() -> None:
+def test_smallest_rank_sets_the_limit() -> None:
     found = results(2, "texts", limits={"1": "5MB"})
     assert found[0]["said"] == alone()["said"]
     assert found[0]["limit_bytes"] == found[1]["limit_bytes"] <= 5_000_000
     assert found[0]["evicted_nodes"] == found[1]["evicted_nodes"]
 
 
-def test_a_thousand_requests_leave_nothing() -> None:
+def test_thousand_requests_leave_nothing() -> None:
     """Every rank recounts its account after each step."""
     found = results(2, "soak", settings={"memory_limit": "5MB"})
     (ends,) = found[0]["said"]
@@ -122,37 +122,37 @@ def test_a_thousand_requests_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_number_on_one_rank_fails_one_request_on_all(rank: int) -> None:
+def test_nan_on_one_rank_fails_request_on_all(rank: int) -> None:
     found = run(2, "some", on_rank=rank, harm="nothing_is_a_number")
     assert [each.code for each in found] == [0, 0], found
 
 
-def test_little_memory_on_one_rank_makes_all_give_way() -> None:
+def test_low_memory_on_one_rank_evicts_on_all() -> None:
     found = results(2, "texts", on_rank=1, harm="short_of_memory")
     assert found[0]["said"] == alone()["said"]
     assert found[0]["evicted_nodes"] == found[1]["evicted_nodes"] > 0
 
 
-def test_a_choice_that_fails_fails_on_all() -> None:
+def test_sampler_error_fails_request_on_all_ranks() -> None:
     found = run(2, "some", on_rank=0, harm="cannot_choose")
     assert [each.code for each in found] == [0, 0], found
 
 
-def test_prefixes_come_back_on_every_rank(tmp_path: Path) -> None:
+def test_prefixes_are_restored_on_every_rank(tmp_path: Path) -> None:
     first, again = (results(2, "texts", folder=str(tmp_path)) for _ in range(2))
     assert first[0]["said"] == again[0]["said"] == alone()["said"]
     assert first[0]["restored_tokens"] == 0
     assert again[0]["restored_tokens"] == again[1]["restored_tokens"] > 150
 
 
-def test_what_one_rank_has_lost_is_computed_by_all(tmp_path: Path) -> None:
+def test_blocks_lost_on_one_rank_are_recomputed_by_all(tmp_path: Path) -> None:
     results(2, "texts", folder=str(tmp_path))
     found = results(2, "texts", folder=str(tmp_path), on_rank=1, harm="no_disk")
     assert found[0]["said"] == alone()["said"]
     assert [each["restored_tokens"] for each in found] == [0, 0]
 
 
-def test_what_is_damaged_on_one_rank_is_computed_by_all(tmp_path: Path) -> None:
+def test_blocks_damaged_on_one_rank_are_recomputed_by_all(tmp_path: Path) -> None:
     results(2, "texts", folder=str(tmp_path))
     for file in (tmp_path / "1").rglob("*.safetensors"):
         raw = bytearray(file.read_bytes())
@@ -171,7 +171,7 @@ def names(ends: list[Ended], rank: int) -> bool:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_cannot_compute_ends_the_group(rank: int) -> None:
+def test_out_of_memory_on_one_rank_ends_group(rank: int) -> None:
     began = time.monotonic()
     with started(
         2, [str(WORKER), "wait", json.dumps({"on_rank": rank, "harm": "cannot_compute"})]
@@ -185,7 +185,7 @@ def test_a_rank_that_cannot_compute_ends_the_group(rank: int) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_dies_or_hangs_ends_the_group(rank: int, how: signal.Signals) -> None:
+def test_dead_or_hung_rank_ends_group(rank: int, how: signal.Signals) -> None:
     with started(4, [str(WORKER), "wait", "{}"]) as processes:
         out = processes[0].stdout
         assert out is not None and out.readline() == "ready\n"
@@ -199,7 +199,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_group(rank: int, how: signal.Signals
     assert names(ends, rank), ends
 
 
-def test_ranks_that_differ_are_found_out() -> None:
+def test_diverging_ranks_are_detected() -> None:
     """The negative control of all the above: a rank that does something by itself."""
     found = run(2, "some", on_rank=1, harm="goes_its_own_way")
     assert all(each.code != 0 for each in found), found
@@ -245,7 +245,7 @@ def launched() -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_their_launcher(sig: signal.Signals) -> None:
+def test_ranks_end_with_launcher(sig: signal.Signals) -> None:
     with launched() as (launcher, processes):
         assert len(processes) == 2
         launcher.send_signal(sig)
@@ -254,7 +254,7 @@ def test_ranks_end_with_their_launcher(sig: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_an_exit_status_of_the_launcher() -> None:
+def test_killed_rank_fails_launcher() -> None:
     with launched() as (launcher, processes):
         max(processes, key=lambda process: process.pid).kill()
         assert launcher.wait(60) != 0

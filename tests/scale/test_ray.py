@@ -38,14 +38,14 @@ KEY = "correct-horse-battery-staple"
         (("--host", "0.0.0.0"), "set PENSTOCK_API_KEY"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_ray_starts(
+def test_unsupported_flags_are_refused_before_ray_starts(
     flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "--ray", "--port", str(free_port()), *flags]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told_of_as_without_ray(
+def test_port_in_use_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -67,7 +67,7 @@ def by_prefix() -> Iterator[tuple[str, Talked]]:
         yield url, talk(url)
 
 
-def test_two_replicas_keep_nine_tenths_of_one_engines_hits(
+def test_two_replicas_keep_nine_tenths_of_hits(
     alone: Talked, by_prefix: tuple[str, Talked]
 ) -> None:
     _, both = by_prefix
@@ -78,7 +78,7 @@ def test_two_replicas_keep_nine_tenths_of_one_engines_hits(
     assert both.hit_tokens >= 0.9 * alone.hit_tokens
 
 
-def test_turns_keep_less(alone: Talked) -> None:
+def test_round_robin_keeps_fewer_hits(alone: Talked) -> None:
     """The control: what is kept above is the router's doing."""
     flags = ("--replicas", "2", "--memory-limit", LIMIT, *BLOCK, "--routing", "round-robin")
     with in_ray(*flags) as (url, _):
@@ -89,7 +89,7 @@ def test_turns_keep_less(alone: Talked) -> None:
     assert found.hit_tokens < 0.95 * alone.hit_tokens
 
 
-def test_all_wire_formats_pass_as_they_are(by_prefix: tuple[str, Talked]) -> None:
+def test_all_wire_formats_pass_unchanged(by_prefix: tuple[str, Talked]) -> None:
     url, _ = by_prefix
     ours = openai.OpenAI(base_url=f"{url}/v1", api_key="any")
     theirs = anthropic.Anthropic(base_url=url, api_key="any")
@@ -124,7 +124,7 @@ def test_all_wire_formats_pass_as_they_are(by_prefix: tuple[str, Talked]) -> Non
     assert foreign.status_code == 403
 
 
-def test_what_drains_is_written_to_the_disk_and_found_by_the_next(tmp_path: Path) -> None:
+def test_drained_blocks_are_written_to_disk_and_reused(tmp_path: Path) -> None:
     """Both replicas share a folder; after they have ended, one engine finds what both held."""
     disk = ("--ssd-cache-dir", str(tmp_path), "--ssd-cache-limit", "1GB", *BLOCK)
     flags = ("--replicas", "2", "--memory-limit", LIMIT, "--api-key", KEY, *disk)
@@ -144,7 +144,7 @@ def test_what_drains_is_written_to_the_disk_and_found_by_the_next(tmp_path: Path
     assert restored > 0
 
 
-def test_replicas_come_with_the_load_and_drain_when_it_goes(tmp_path: Path) -> None:
+def test_replicas_scale_up_with_load_and_drain(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "support" / "replica_scaling.py"
     done = subprocess.run(
         (sys.executable, str(script), str(tmp_path), str(free_port())),

@@ -118,7 +118,7 @@ def opened(seconds: float = SOON) -> Objects:
     )
 
 
-def test_what_is_put_is_there_in_pieces_until_it_is_removed(bucket: Bucket) -> None:
+def test_put_get_and_remove(bucket: Bucket) -> None:
     objects, raw = opened(), bytes(range(256)) * 40
     assert objects.has(["a/b", "c"]) == [False, False]
     assert objects.get("a/b", 0, 10) is None
@@ -135,7 +135,7 @@ def test_what_is_put_is_there_in_pieces_until_it_is_removed(bucket: Bucket) -> N
     assert not bucket.values
 
 
-def test_a_bucket_that_hangs_is_left_in_time(bucket: Bucket) -> None:
+def test_hanging_bucket_times_out(bucket: Bucket) -> None:
     objects = opened(0.3)
     objects.put("a", b"1")
     bucket.go.clear()
@@ -147,7 +147,7 @@ def test_a_bucket_that_hangs_is_left_in_time(bucket: Bucket) -> None:
         assert "\n" not in str(caught.value) and "sesame" not in str(caught.value)
 
 
-def test_who_may_not_write_still_reads(bucket: Bucket) -> None:
+def test_read_only_bucket_can_be_read(bucket: Bucket) -> None:
     objects = opened()
     objects.put("a", b"12")
     bucket.denies = True
@@ -156,14 +156,14 @@ def test_who_may_not_write_still_reads(bucket: Bucket) -> None:
     assert found is not None and bytes(found.raw) == b"12"
 
 
-def test_an_empty_value_is_told_from_none(bucket: Bucket) -> None:
+def test_empty_value_is_distinct_from_missing(bucket: Bucket) -> None:
     objects = opened()
     bucket.values["/bucket/folder/a"] = b""
     found = objects.get("a", 0, 10)
     assert found is not None and (found.nbytes, len(found.raw)) == (0, 0)
 
 
-def test_an_unreachable_bucket_raises_an_error_with_its_address(
+def test_unreachable_bucket_error_names_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in {"AWS_ENDPOINT": "http://127.0.0.1:1", "AWS_ALLOW_HTTP": "true"}.items():

@@ -123,7 +123,7 @@ def changed(raw: bytes, change: Callable[[str, Bytes], Bytes]) -> bytes:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_read_by_one_is_served_to_the_other(url: str, family: str) -> None:
+def test_blocks_of_one_engine_are_reused_by_other(url: str, family: str) -> None:
     expected = alone(family)
     write(url, family)
     with running(url, family) as core:
@@ -137,7 +137,7 @@ def test_a_prompt_read_by_one_is_served_to_the_other(url: str, family: str) -> N
         assert remote(core).counts.read_blocks == counts.read_blocks, "then it is in memory"
 
 
-def test_the_ways_to_a_store_are_one(tmp_path: Path) -> None:
+def test_socket_and_tls_connections(tmp_path: Path) -> None:
     """A socket of this machine, and TLS, whose certificate is checked."""
     openssl = shutil.which("openssl")
     if openssl is None:
@@ -169,7 +169,7 @@ def test_the_ways_to_a_store_are_one(tmp_path: Path) -> None:
         server.close()
 
 
-def test_a_value_is_the_file_that_anybody_can_read_and_expires(store: RedisServer) -> None:
+def test_value_is_a_cache_file_and_expires(store: RedisServer) -> None:
     with running(store.url, remote_cache_ttl_seconds=1_000) as core:
         ask(core)
         ask(core)
@@ -185,7 +185,7 @@ def test_a_value_is_the_file_that_anybody_can_read_and_expires(store: RedisServe
     assert all(store.client.ttl(key) > 1_000 for key in names), "what is used stays"
 
 
-def test_the_folder_of_a_file_store_is_its_owners(tmp_path: Path) -> None:
+def test_file_store_folder_is_private(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     folder = tmp_path / "shared"
     write(f"file://{folder}")
@@ -193,7 +193,7 @@ def test_the_folder_of_a_file_store_is_its_owners(tmp_path: Path) -> None:
     assert len(files(folder)) == 207 // BLOCK
 
 
-def test_kv_that_is_not_its_own_changes_the_text(store: RedisServer) -> None:
+def test_check_detects_foreign_kv(store: RedisServer) -> None:
     """A negative control: wrong numbers under a right hash are seen in the text."""
     write(store.url)
     for each in store.names():
@@ -207,7 +207,7 @@ def test_kv_that_is_not_its_own_changes_the_text(store: RedisServer) -> None:
 # ---- with a folder beside it
 
 
-def test_what_one_tier_lacks_the_other_has(store: RedisServer, tmp_path: Path) -> None:
+def test_tiers_fill_each_others_gaps(store: RedisServer, tmp_path: Path) -> None:
     expected = alone()
     with running(store.url, folder=tmp_path / "a") as core:
         assert ask(core)[0] == expected
@@ -228,7 +228,7 @@ def test_what_one_tier_lacks_the_other_has(store: RedisServer, tmp_path: Path) -
     assert len(store.names()) >= 12, "what the store lost comes back from who has it"
 
 
-def test_a_store_that_hangs_costs_no_hit_of_the_disk(
+def test_hanging_store_does_not_block_disk_hits(
     store: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = alone()
@@ -252,9 +252,7 @@ def test_a_store_that_hangs_costs_no_hit_of_the_disk(
 
 @pytest.mark.parametrize("block", [0, 5, 11])
 @pytest.mark.parametrize("at", ["header", "numbers"])
-def test_a_flipped_bit_is_a_miss_and_is_written_anew(
-    store: RedisServer, block: int, at: str
-) -> None:
+def test_flipped_bit_is_a_miss_and_rewritten(store: RedisServer, block: int, at: str) -> None:
     expected = alone()
     write(store.url)
     dice = random.Random(block)
@@ -302,9 +300,7 @@ def nothing(raw: bytes) -> bytes:
 @pytest.mark.parametrize(
     "change", [another_version, another_model, other_tokens, cut_short, too_long, nothing]
 )
-def test_what_is_not_the_record_is_a_miss(
-    store: RedisServer, change: Callable[[bytes], bytes]
-) -> None:
+def test_other_value_is_a_miss(store: RedisServer, change: Callable[[bytes], bytes]) -> None:
     expected = alone()
     write(store.url)
     with running(store.url) as core:
@@ -315,7 +311,7 @@ def test_what_is_not_the_record_is_a_miss(
         assert (remote(core).counts.damaged_blocks, remote(core).off) == (1, None)
 
 
-def test_a_hybrid_without_a_whole_checkpoint_computes(store: RedisServer) -> None:
+def test_hybrid_without_checkpoint_recomputes(store: RedisServer) -> None:
     expected = alone("falcon_h1")
     write(store.url, "falcon_h1")
     with running(store.url, "falcon_h1") as core:
@@ -328,7 +324,7 @@ def test_a_hybrid_without_a_whole_checkpoint_computes(store: RedisServer) -> Non
         assert remote(core).counts.damaged_blocks == 1
 
 
-def test_another_fingerprint_finds_nothing(store: RedisServer) -> None:
+def test_other_fingerprint_finds_nothing(store: RedisServer) -> None:
     write(store.url)
     with running(store.url, max_kv_size=512) as core:
         assert ask(core)[1] == 0.0
@@ -336,7 +332,7 @@ def test_another_fingerprint_finds_nothing(store: RedisServer) -> None:
         assert ask(core) == (alone("gemma2"), 0.0)
 
 
-def test_what_the_store_has_given_up_is_a_miss(store: RedisServer) -> None:
+def test_value_evicted_by_store_is_a_miss(store: RedisServer) -> None:
     write(store.url)
     with running(store.url) as core:
         settle(core)
@@ -355,7 +351,7 @@ def test_what_the_store_has_given_up_is_a_miss(store: RedisServer) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 @pytest.mark.parametrize("act", ["has", "get", "put"])
-def test_answers_keep_coming_whatever_happens_to_the_store_in_mid_flight(
+def test_answers_survive_store_faults(
     store: RedisServer, act: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from penstock.plugins.remote.redis_objects import RedisObjects
@@ -406,7 +402,7 @@ def test_answers_keep_coming_whatever_happens_to_the_store_in_mid_flight(
         assert core.view.stats().restored_tokens >= WHOLE, "it is used again"
 
 
-def test_a_dead_store_is_told_of_once_and_never_waited_for(
+def test_dead_store_is_logged_once_and_not_awaited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("redis")
@@ -420,7 +416,7 @@ def test_a_dead_store_is_told_of_once_and_never_waited_for(
     assert told[0].startswith("the remote cache redis://127.0.0.1:1/0 is switched off")
 
 
-def test_a_wrong_password_is_told_without_it(
+def test_wrong_password_is_reported_without_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -442,9 +438,7 @@ def test_a_wrong_password_is_told_without_it(
         assert secret not in shown
 
 
-def test_a_full_store_refuses_and_is_read_from(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_store_is_still_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = RedisServer(tmp_path, **{"maxmemory-policy": "noeviction"})
     try:
         write(server.url)
@@ -462,7 +456,7 @@ def test_a_full_store_refuses_and_is_read_from(
 
 
 @pytest.mark.parametrize("way", ["user", "replica"])
-def test_a_store_that_may_only_be_read_is_read_from(
+def test_read_only_store_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     server = RedisServer(tmp_path)
@@ -487,7 +481,7 @@ def test_a_store_that_may_only_be_read_is_read_from(
         server.close()
 
 
-def test_clear_leaves_what_others_use(store: RedisServer) -> None:
+def test_clear_keeps_remote_blocks(store: RedisServer) -> None:
     write(store.url)
     with running(store.url) as core:
         ask(core)
@@ -496,7 +490,7 @@ def test_clear_leaves_what_others_use(store: RedisServer) -> None:
         assert len(store.names()) == 207 // BLOCK
 
 
-def test_where_it_is_is_explained(store: RedisServer) -> None:
+def test_explain_names_remote_cache(store: RedisServer) -> None:
     write(store.url)
     with running(store.url) as core:
         found = core.view.explain(PROMPT, ask_tiers=True)
@@ -508,7 +502,7 @@ def test_where_it_is_is_explained(store: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1_000_000, 4_000_000])
-def test_a_piece_takes_no_more_memory_than_is_counted(store: RedisServer, nbytes: int) -> None:
+def test_reading_value_takes_counted_memory(store: RedisServer, nbytes: int) -> None:
     objects = open_objects(store.url, ttl_seconds=60, timeout_seconds=SOON, put_seconds=SOON)
     store.client.set("value", bytes(20_000_000))
     tracemalloc.start()
@@ -525,7 +519,9 @@ def test_a_piece_takes_no_more_memory_than_is_counted(store: RedisServer, nbytes
     assert nbytes < peak - before <= store_module.COPIES * nbytes
 
 
-def test_pieces_are_put_together(store: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_joined_from_small_reads(
+    store: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However small the pieces are, of which a header may be many."""
     expected = alone()
     write(store.url)
@@ -538,13 +534,13 @@ def test_pieces_are_put_together(store: RedisServer, monkeypatch: pytest.MonkeyP
 # ---- what cannot be
 
 
-def test_a_url_that_names_no_store_is_refused_and_not_repeated() -> None:
+def test_invalid_url_is_refused_without_repeating_it() -> None:
     with pytest.raises(SettingError, match="ssl_") as caught, running("redis://h/0?x=secret"):
         pass
     assert "secret" not in str(caught.value)
 
 
-def test_hot_cache_only_means_it_too() -> None:
+def test_hot_cache_only_excludes_remote_cache() -> None:
     with (
         pytest.raises(SettingError, match="hot_cache_only") as caught,
         running("redis://:secret@host", hot_cache_only=True),

@@ -104,9 +104,7 @@ def another_version(raw: bytes) -> bytes:
     return raw.replace(FORMAT.encode(), b"penstock-block-0")
 
 
-def test_a_prompt_that_one_server_read_is_cached_for_another(
-    store: RedisServer, tmp_path: Path
-) -> None:
+def test_prompt_of_one_server_is_cached_for_other(store: RedisServer, tmp_path: Path) -> None:
     told = dialogue(7, tokens=1_200, facts=4)
     messages = told.ask(told.questions[0])
     with started(store.url, tmp_path / "a.log") as a, started(store.url, tmp_path / "b.log") as b:

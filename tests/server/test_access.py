@@ -64,7 +64,7 @@ def get(running: Running, key: str, path: str) -> httpx.Response:
     return httpx.get(f"{running.url}{path}", headers={"x-api-key": key}, timeout=30)
 
 
-def test_each_key_of_the_file_opens_and_no_other(running: Running) -> None:
+def test_only_listed_keys_are_accepted(running: Running) -> None:
     for key in (OPERATOR, ALICE, BOB, ROOT):
         assert ask(running, key).status_code == 200
         assert get(running, key, "/v1/models").status_code == 200
@@ -77,7 +77,7 @@ def cached(response: httpx.Response) -> int:
     return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_a_key_shares_prefixes_with_its_own_salt_alone(running: Running) -> None:
+def test_prefixes_are_shared_within_key_and_salt(running: Running) -> None:
     assert cached(ask(running, ALICE, PROMPT)) == 0
     assert cached(ask(running, ALICE, PROMPT)) > 0
     for other in (BOB, OPERATOR):
@@ -96,7 +96,7 @@ def test_a_key_shares_prefixes_with_its_own_salt_alone(running: Running) -> None
     assert explained.json()["held_tokens"] > 0
 
 
-def test_stored_responses_are_of_one_key(running: Running) -> None:
+def test_stored_responses_belong_to_one_key(running: Running) -> None:
     def api(key: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0)
 
@@ -111,7 +111,7 @@ def test_stored_responses_are_of_one_key(running: Running) -> None:
             bob.responses.create(model="recall", input="And?", previous_response_id=made.id)
 
 
-def test_what_all_share_is_for_admins(running: Running) -> None:
+def test_shared_cache_routes_require_admin(running: Running) -> None:
     for path in ("/v1/cache/tree?text=1", "/v1/cache/stats", "/metrics", "/v1/sessions"):
         for key in (ALICE, "few-key"):
             refused = get(running, key, path)
@@ -124,7 +124,7 @@ def test_what_all_share_is_for_admins(running: Running) -> None:
     assert needs_admin("/v1/live") and not needs_admin("/v1/cached")
 
 
-def test_over_its_requests_a_key_is_429_in_the_apis_form(running: Running) -> None:
+def test_request_limit_gives_429_in_api_format(running: Running) -> None:
     url = running.url
     assert [ask(running, "few-key").status_code for _ in range(2)] == [200, 200]
     refused = ask(running, "few-key")
@@ -147,7 +147,7 @@ def test_over_its_requests_a_key_is_429_in_the_apis_form(running: Running) -> No
     assert ask(running, ALICE).status_code == 200  # the others go on
 
 
-def test_tokens_of_prompts_and_answers_count_also_where_the_client_leaves(
+def test_token_limit_counts_disconnected_clients(
     running: Running,
 ) -> None:
     first = ask(running, "short-key", "the amber falcon", max_tokens=8, ignore_eos=True)
@@ -171,7 +171,7 @@ def test_tokens_of_prompts_and_answers_count_also_where_the_client_leaves(
     assert int(refused.headers["retry-after"]) >= 1
 
 
-def test_metrics_name_keys_and_show_none(running: Running) -> None:
+def test_metrics_name_keys_without_secrets(running: Running) -> None:
     ask(running, ALICE)
     text = get(running, OPERATOR, "/metrics").text
     assert 'penstock_key_requests_total{key="alice"}' in text
@@ -180,7 +180,7 @@ def test_metrics_name_keys_and_show_none(running: Running) -> None:
         assert secret not in text
 
 
-def test_answers_that_wait_are_counted_by_the_name_of_their_key(running: Running) -> None:
+def test_waiting_requests_are_counted_per_key(running: Running) -> None:
     text = httpx.get(
         f"{running.url}/metrics", headers={"authorization": f"Bearer {OPERATOR}"}, timeout=30
     ).text
@@ -196,7 +196,7 @@ def limited(clock: list[float], **limits: int) -> tuple[Access, Any]:
     return access, client
 
 
-def test_a_minute_lets_in_what_it_says_and_says_when_the_next_may_come() -> None:
+def test_rate_limit_per_minute_with_retry_after() -> None:
     clock = [100.0]
     access, client = limited(clock, requests_per_minute=30)
     for _ in range(30):
@@ -216,7 +216,7 @@ def test_a_minute_lets_in_what_it_says_and_says_when_the_next_may_come() -> None
         access.admit(client)
 
 
-def test_tokens_are_paid_back_before_the_next_request() -> None:
+def test_token_debt_delays_next_request() -> None:
     clock = [0.0]
     access, client = limited(clock, tokens_per_minute=60)
     access.admit(client)
@@ -232,7 +232,7 @@ def test_tokens_are_paid_back_before_the_next_request() -> None:
     access.admit(client)
 
 
-def test_reading_again_forgives_nothing_and_takes_new_limits() -> None:
+def test_reload_keeps_usage_and_takes_new_limits() -> None:
     clock = [0.0]
     access, client = limited(clock, requests_per_minute=4)
     for _ in range(4):
@@ -249,7 +249,7 @@ def test_reading_again_forgives_nothing_and_takes_new_limits() -> None:
     assert access.client_of({"type": "http", "headers": [(b"x-api-key", b"secret")]}) is None
 
 
-def test_a_wrong_file_leaves_the_keys_as_they_were(
+def test_invalid_key_file_keeps_previous_keys(
     keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys.toml"
@@ -270,7 +270,7 @@ def test_a_wrong_file_leaves_the_keys_as_they_were(
 
 
 @pytest.mark.slow
-def test_the_process_reads_its_keys_again_on_sighup(tmp_path: Path) -> None:
+def test_sighup_reloads_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.touch(0o600)
     file.write_text(f'[alice]\nkey = "{ALICE}"\n')
@@ -286,7 +286,7 @@ def test_the_process_reads_its_keys_again_on_sighup(tmp_path: Path) -> None:
         assert status(made.url, ALICE) == 401
 
 
-def test_a_wrong_file_ends_the_command_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_invalid_key_file_exits_before_model_load(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.touch()
     file.chmod(0o644)  # whatever the umask is

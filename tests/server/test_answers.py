@@ -51,7 +51,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 @given(cuts=st.sets(st.integers(0, 120)))
-def test_pieces_make_no_difference(text: str, cuts: set[int]) -> None:
+def test_result_is_independent_of_piece_boundaries(text: str, cuts: set[int]) -> None:
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[a:b] for a, b in pairwise(places)]
     whole = read([text], Reader(form(), TOOLS))
@@ -62,7 +62,7 @@ def test_pieces_make_no_difference(text: str, cuts: set[int]) -> None:
     ]
 
 
-def test_text_reasoning_and_calls_are_told_apart() -> None:
+def test_text_reasoning_and_calls_are_separated() -> None:
     reader = Reader(form(), TOOLS)
     read([f"<think>so</think>then {CALL}!"], reader)
     assert (reader.text, reader.reasoning) == ("then !", "so")
@@ -71,42 +71,42 @@ def test_text_reasoning_and_calls_are_told_apart() -> None:
     assert reader.reason == "tool_calls"
 
 
-def test_text_goes_out_as_soon_as_it_can_be_no_mark() -> None:
+def test_text_is_emitted_once_it_cannot_be_a_marker() -> None:
     reader = Reader(form(), TOOLS)
     assert reader.push("a <").text == "a "
     assert reader.push("b").text == "<b"
 
 
-def test_what_is_no_call_is_given_back() -> None:
+def test_invalid_call_is_returned_as_text() -> None:
     reader = Reader(form(), TOOLS)
     assert read(["<call>no JSON</call> after"], reader).text == "<call>no JSON</call> after"
     assert read(["<call>cut"], Reader(form(), TOOLS), "length").text == "<call>cut"
     assert reader.calls == [] and reader.reason == "stop"
 
 
-def test_calls_without_an_end_mark() -> None:
+def test_calls_without_end_marker() -> None:
     reader = Reader(form("<end>"), TOOLS)
     read(['a<call>{"name": "f"}<call>{"name": "g"}'], reader)
     assert [call.name for call in reader.calls] == ["f", "g"]
     assert reader.text == "a"
 
 
-def test_without_tools_marks_of_calls_are_text() -> None:
+def test_without_tools_call_markers_are_text() -> None:
     assert read([CALL], Reader(form(), None)).text == CALL
 
 
-def test_a_prompt_may_end_inside_the_reasoning() -> None:
+def test_prompt_may_end_inside_reasoning() -> None:
     delta = read(["so</think>then"], Reader(form(), None, reasoning=True))
     assert (delta.reasoning, delta.text) == ("so", "then")
 
 
-def test_length_is_length_also_after_a_call() -> None:
+def test_finish_reason_length_after_call() -> None:
     reader = Reader(form(), TOOLS)
     read([CALL, " and"], reader, "length")
     assert reader.reason == "length" and reader.calls
 
 
-def test_several_answers_to_a_prompt_read_it_once() -> None:
+def test_usage_counts_shared_prompt_once() -> None:
     ends = [
         Finish(0, "stop", "", None, Usage(10, 2, 3)),
         Finish(1, "stop", "", None, Usage(10, 9, 4)),

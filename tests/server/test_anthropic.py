@@ -69,7 +69,7 @@ def text_of(message: Any) -> str:
 # ---- the official client
 
 
-def test_messages_are_answered(recall_server: Running, told: Dialogue) -> None:
+def test_messages(recall_server: Running, told: Dialogue) -> None:
     for question in told.questions:
         message = client(recall_server).messages.create(**asking(told, question))
         assert text_of(message) == question.answer
@@ -79,7 +79,7 @@ def test_messages_are_answered(recall_server: Running, told: Dialogue) -> None:
         assert message.usage.output_tokens > 1
 
 
-def test_a_stream_says_what_the_whole_message_says(recall_server: Running, told: Dialogue) -> None:
+def test_stream_matches_whole_message(recall_server: Running, told: Dialogue) -> None:
     question = told.questions[0]
     whole = client(recall_server).messages.create(**asking(told, question))
     with client(recall_server).messages.stream(**asking(told, question)) as stream:
@@ -97,7 +97,7 @@ def text_of_blocks(message: Any) -> str:
     return str(block.text)
 
 
-def test_the_events_come_in_anthropics_order(recall_server: Running, told: Dialogue) -> None:
+def test_event_order(recall_server: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0], stream=True)
     with client(recall_server).messages.create(**asked) as stream:
         kinds = [event.type for event in stream]
@@ -106,9 +106,7 @@ def test_the_events_come_in_anthropics_order(recall_server: Running, told: Dialo
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
-def test_each_event_is_named_by_its_type_and_a_ping_is_among_them(
-    recall_server: Running, told: Dialogue
-) -> None:
+def test_events_are_named_by_type_with_ping(recall_server: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0], stream=True)
     answer = httpx.post(f"{recall_server.url}/v1/messages", json=asked)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -118,7 +116,7 @@ def test_each_event_is_named_by_its_type_and_a_ping_is_among_them(
     assert ["event: ping", 'data: {"type":"ping"}'] in events
 
 
-def test_the_asynchronous_client(recall_server: Running, told: Dialogue) -> None:
+def test_async_client(recall_server: Running, told: Dialogue) -> None:
     async def ask(question: Question) -> tuple[str, str]:
         async with anthropic.AsyncAnthropic(
             base_url=recall_server.url, api_key="none", max_retries=0
@@ -151,7 +149,7 @@ def test_max_tokens(recall_server: Running, told: Dialogue) -> None:
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 1)
 
 
-def test_a_warm_answer_is_drawn(recall_server: Running, told: Dialogue) -> None:
+def test_sampling_parameters_reach_engine(recall_server: Running, told: Dialogue) -> None:
     """`top_k` and `top_p` reach the engine: only the likeliest can be drawn."""
     question = told.questions[0]
     for chosen in ({"temperature": 1.0, "top_k": 1}, {"temperature": 0.5, "top_p": 0.5}):
@@ -159,14 +157,14 @@ def test_a_warm_answer_is_drawn(recall_server: Running, told: Dialogue) -> None:
         assert text_of(client(recall_server).messages.create(**asked)) == question.answer
 
 
-def test_unknown_fields_are_left_alone(recall_server: Running, told: Dialogue) -> None:
+def test_unknown_fields_are_ignored(recall_server: Running, told: Dialogue) -> None:
     question = told.questions[0]
     more = {"metadata": {"user_id": "7"}, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     asked = asking(told, question, **more, extra_body={"context_management": {"edits": []}})
     assert text_of(client(recall_server).messages.create(**asked)) == question.answer
 
 
-def test_a_schema_shapes_the_answer(recall_server: Running, told: Dialogue) -> None:
+def test_answer_follows_schema(recall_server: Running, told: Dialogue) -> None:
     class Found(pydantic.BaseModel):
         found: bool
 
@@ -185,7 +183,7 @@ def fresh(told: Dialogue) -> Iterator[Running]:
         yield running
 
 
-def test_usage_counts_what_was_really_served(fresh: Running, told: Dialogue) -> None:
+def test_usage_counts_cached_tokens(fresh: Running, told: Dialogue) -> None:
     first, second = told.questions[:2]
     before = fresh.service.engine.stats()
     cold = client(fresh).messages.create(**asking(told, first)).usage
@@ -203,7 +201,7 @@ def test_usage_counts_what_was_really_served(fresh: Running, told: Dialogue) -> 
     assert 0 < cold.input_tokens <= 64
 
 
-def test_the_same_prompt_again_creates_nothing(fresh: Running, told: Dialogue) -> None:
+def test_repeated_prompt_creates_no_cache(fresh: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0])
     cold = client(fresh).messages.create(**asked).usage
     with client(fresh).messages.stream(**asked) as stream:
@@ -213,7 +211,7 @@ def test_the_same_prompt_again_creates_nothing(fresh: Running, told: Dialogue) -
     assert total(warm) == total(cold)
 
 
-def test_another_salt_is_served_nothing(fresh: Running, told: Dialogue) -> None:
+def test_other_salt_gets_no_hits(fresh: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0])
     usages = [
         client(fresh).messages.create(**asked, extra_body={"cache_salt": salt}).usage
@@ -224,7 +222,7 @@ def test_another_salt_is_served_nothing(fresh: Running, told: Dialogue) -> None:
     assert read[2] > 400
 
 
-def test_the_start_of_a_stream_claims_no_hits(fresh: Running, told: Dialogue) -> None:
+def test_message_start_claims_no_hits(fresh: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0])
     for _ in range(2):
         with client(fresh).messages.create(**asked, stream=True) as stream:
@@ -252,7 +250,7 @@ def held(running: Running) -> dict[tuple[int, int], float]:
     return {(node.start, node.end): node.held_seconds for node in nodes if node.held_seconds > 0}
 
 
-def test_cache_control_holds_the_prompt_up_to_the_mark(fresh: Running, told: Dialogue) -> None:
+def test_cache_control_holds_prompt_up_to_breakpoint(fresh: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0])
     client(fresh).messages.create(**asked)
     assert held(fresh) == {}  # nobody asked for it
@@ -349,7 +347,7 @@ HOLDS = {
 
 
 @pytest.mark.parametrize("name", HOLDS)
-def test_what_is_held_ends_at_the_mark(name: str, prompts: Prompts) -> None:
+def test_hold_ends_at_cache_breakpoint(name: str, prompts: Prompts) -> None:
     fields, expected = HOLDS[name]
     text, found, seconds = spelled(request_of(**fields), prompts)
     assert found == expected
@@ -357,7 +355,7 @@ def test_what_is_held_ends_at_the_mark(name: str, prompts: Prompts) -> None:
     assert seconds == (0.0 if expected is None else 3600.0 if "longest" in name else 300.0)
 
 
-def test_a_mark_on_tools_holds_them(prompts: Prompts) -> None:
+def test_cache_breakpoint_on_tools(prompts: Prompts) -> None:
     tool = {**WEATHER, "cache_control": {"type": "ephemeral"}}
     text, found, _ = spelled(request_of(tools=[tool], messages=[user("Hi")]), prompts)
     assert found == text[: text.index("Hi")]
@@ -371,13 +369,13 @@ def test_a_mark_on_tools_holds_them(prompts: Prompts) -> None:
 # ---- what templates are given
 
 
-def test_blocks_are_the_text_of_a_message(prompts: Prompts) -> None:
+def test_content_blocks_join_to_message_text(prompts: Prompts) -> None:
     whole = request_of(system="S", messages=[{"role": "user", "content": "A\n\nB"}])
     blocks = request_of(system=[plain("S")], messages=[user("A"), user("B")])
     assert prompt_of(whole, prompts) == prompt_of(blocks, prompts)
 
 
-def test_calls_and_their_results_are_rendered(prompts: Prompts) -> None:
+def test_tool_calls_and_results_are_rendered(prompts: Prompts) -> None:
     use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
     results = [
         {"type": "tool_result", "tool_use_id": "t1", "content": [plain("Rain")]},
@@ -395,13 +393,13 @@ def test_calls_and_their_results_are_rendered(prompts: Prompts) -> None:
     )
 
 
-def test_the_assistants_last_turn_is_gone_on_with(prompts: Prompts) -> None:
+def test_prefilled_assistant_turn_is_continued(prompts: Prompts) -> None:
     messages = [user("Hi"), {"role": "assistant", "content": "The answer is"}]
     text, _, _ = spelled(request_of(messages=messages), prompts)
     assert text == "<|user|>Hi<|end|><|assistant|>The answer is"
 
 
-def test_no_tools_are_offered_where_none_may_be_called(prompts: Prompts) -> None:
+def test_tool_choice_none_offers_no_tools(prompts: Prompts) -> None:
     fields = {"tools": [WEATHER], "messages": [user("Hi")]}
     assert "weather" in spelled(request_of(**fields), prompts)[0]
     none = request_of(**fields, tool_choice={"type": "none"})
@@ -425,7 +423,7 @@ def weather(**more: Any) -> dict[str, Any]:
     return {**base, **more}
 
 
-def test_a_call_is_a_block(calling: Running) -> None:
+def test_tool_use_block(calling: Running) -> None:
     message = client(calling).messages.create(**weather())
     said, use = message.content
     assert (said.type, said.text) == ("text", "One moment.")
@@ -433,7 +431,7 @@ def test_a_call_is_a_block(calling: Running) -> None:
     assert message.stop_reason == "tool_use"
 
 
-def test_a_call_in_a_stream(calling: Running) -> None:
+def test_tool_use_in_stream(calling: Running) -> None:
     with client(calling).messages.stream(**weather()) as stream:
         events = list(stream)
         message = stream.get_final_message()
@@ -445,7 +443,7 @@ def test_a_call_in_a_stream(calling: Running) -> None:
     assert starts == stops == [0, 1]
 
 
-def test_without_tools_what_looks_like_a_call_is_text(calling: Running) -> None:
+def test_without_tools_call_is_text(calling: Running) -> None:
     message = client(calling).messages.create(**weather(tools=[]))
     assert text_of(message) == f"One moment.<tool_call>{CALL}</tool_call>"
     assert message.stop_reason == "end_turn"
@@ -461,7 +459,7 @@ STRICT = {
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_a_call_that_is_demanded_is_made(tmp_path: Path, choice: dict[str, str]) -> None:
+def test_forced_tool_choice(tmp_path: Path, choice: dict[str, str]) -> None:
     """Of a model that by itself says something else; but not of one that is asked for another."""
     tools = [{**WEATHER, "input_schema": STRICT}, {**WEATHER, "name": "time"}]
     with serving(*parrot(tmp_path, "Hello")) as running:
@@ -478,7 +476,7 @@ def test_a_call_that_is_demanded_is_made(tmp_path: Path, choice: dict[str, str])
             client(running).messages.create(**asked, tool_choice=other)
 
 
-def test_reasoning_is_shown_to_who_asks_for_it(calling: Running) -> None:
+def test_thinking_is_returned_when_enabled(calling: Running) -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     whole = client(calling).messages.create(**weather(thinking=thinking))
     with client(calling).messages.stream(**weather(thinking=thinking)) as stream:
@@ -488,7 +486,7 @@ def test_reasoning_is_shown_to_who_asks_for_it(calling: Running) -> None:
         assert message.content[0].thinking == "Which city?"
 
 
-def test_a_conversation_goes_on_after_a_call(calling: Running) -> None:
+def test_conversation_continues_after_tool_result(calling: Running) -> None:
     first = client(calling).messages.create(**weather())
     result = {"type": "tool_result", "tool_use_id": first.content[1].id, "content": "Rain"}
     said = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
@@ -497,7 +495,7 @@ def test_a_conversation_goes_on_after_a_call(calling: Running) -> None:
     assert again.stop_reason == "tool_use"  # it knows nothing else
 
 
-def test_a_form_leaves_no_room_for_reasoning(calling: Running) -> None:
+def test_schema_disables_thinking(calling: Running) -> None:
     """A schema shapes the text, also of a model that would think first."""
     thinking = {"type": "enabled", "budget_tokens": 1024}
     form = {"format": {"type": "json_schema", "schema": STRICT}}
@@ -505,7 +503,7 @@ def test_a_form_leaves_no_room_for_reasoning(calling: Running) -> None:
     assert json.loads(text_of(message))["city"] in ("Oslo", "Lima")
 
 
-def test_blocks_of_one_kind_are_one_block() -> None:
+def test_adjacent_blocks_of_one_kind_are_joined() -> None:
     blocks = Blocks(thinking=False)
     call = ToolCall("c", "f", '"no object"')
     deltas = (Delta("a"), Delta(reasoning="hidden"), Delta("b"), Delta(calls=(call, call)))
@@ -546,7 +544,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_served_is_refused_by_name(name: str, recall_server: Running) -> None:
+def test_unsupported_fields_are_refused_by_name(name: str, recall_server: Running) -> None:
     fields, named = WRONG[name]
     body = {"model": "any", "max_tokens": 4, "messages": [user("Hi")], **fields}
     for stream in (False, True):
@@ -561,26 +559,26 @@ def test_what_cannot_be_served_is_refused_by_name(name: str, recall_server: Runn
         assert named in told["error"]["message"]
 
 
-def test_the_client_raises_its_own_errors(recall_server: Running) -> None:
+def test_client_raises_its_own_errors(recall_server: Running) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content"):
         client(recall_server).messages.create(**weather(messages=[user(IMAGE)]))
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         client(recall_server).messages.create(**weather(max_tokens=0))
 
 
-def test_what_is_not_known_of_a_request_is_no_error() -> None:
+def test_unknown_request_fields_are_accepted() -> None:
     body = {"model": "any", "max_tokens": 4, "messages": [user("Hi")], "surprise": {"a": 1}}
     assert MessagesRequest.model_validate(body).max_tokens == 4
 
 
-def test_the_models_of_the_parrot_are_on_disk(tmp_path: Path) -> None:
+def test_parrot_models_have_tool_parser(tmp_path: Path) -> None:
     """The tokenizer of these tests is one that mlx-lm has loaded, with its parser."""
     _, tokenizer = parrot(tmp_path, "Hello")
     assert tokenizer.has_tool_calling
     assert tokenizer.tool_parser(CALL) == json.loads(CALL)
 
 
-def test_a_conversation_that_the_server_is_to_keep_is_refused(recall_server: Running) -> None:
+def test_server_side_conversation_is_refused(recall_server: Running) -> None:
     """By the code on which Anthropic's client sends all of it: its runner of tools asks first."""
     api = client(recall_server)
 
@@ -599,7 +597,7 @@ def test_a_conversation_that_the_server_is_to_keep_is_refused(recall_server: Run
         assert details == {"error_code": "thread_unsupported_request"}
 
 
-def test_a_message_has_all_fields_of_its_form(recall_server: Running) -> None:
+def test_message_has_all_fields(recall_server: Running) -> None:
     body = {"model": "any", "max_tokens": 4, "messages": [user("Hi")]}
     whole = httpx.post(f"{recall_server.url}/v1/messages", json=body).json()
     assert {whole[name] for name in ("stop_details", "container")} == {None}

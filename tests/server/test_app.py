@@ -43,7 +43,7 @@ def ask(running: Running, **more: Any) -> httpx.Response:
 # ---- keys, origins, hosts
 
 
-def test_a_key_is_needed() -> None:
+def test_api_key_is_required() -> None:
     with serving(api_key="secret") as running:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secre"}):
             refused = ask(running, headers=headers)
@@ -72,13 +72,13 @@ def test_a_key_is_needed() -> None:
             api.models.list()
 
 
-def test_headers_that_are_no_ascii_are_no_key() -> None:
+def test_non_ascii_headers_are_no_key() -> None:
     with serving(api_key="secret") as running:
         refused = ask(running, headers={b"x-api-key": "sécret".encode()})
         assert refused.status_code == 401
 
 
-def test_origins_are_named() -> None:
+def test_cors_allows_only_named_origins() -> None:
     with serving(api_key="secret", cors_origin=("https://a.example",)) as running:
         asking = {"Access-Control-Request-Method": "POST", "Origin": "https://a.example"}
         answer = httpx.options(running.url + CHAT, headers=asking)
@@ -91,7 +91,7 @@ def test_origins_are_named() -> None:
         assert "access-control-allow-origin" in failed.headers, "or a page could not read why"
 
 
-def test_a_foreign_host_is_refused_without_a_key(recall_server: Running) -> None:
+def test_foreign_host_is_refused_without_key(recall_server: Running) -> None:
     """What a page from elsewhere sends whose name was made to point here."""
     assert ask(recall_server, headers={"Host": "evil.example"}).status_code == 403
     assert ask(recall_server, headers={"Host": "localhost:1"}).status_code == 200
@@ -100,7 +100,7 @@ def test_a_foreign_host_is_refused_without_a_key(recall_server: Running) -> None
 # ---- bodies
 
 
-def test_a_body_that_is_too_large() -> None:
+def test_oversized_body_is_413() -> None:
     with serving(max_body_bytes=2_000) as running:
         fits = {"messages": [{"role": "user", "content": "a" * 1_000}], "max_tokens": 1}
         assert httpx.post(running.url + CHAT, json=fits).status_code == 200
@@ -120,7 +120,7 @@ def test_a_body_that_is_too_large() -> None:
         assert refused.status_code == 413
 
 
-def test_a_body_that_never_comes() -> None:
+def test_incomplete_body_times_out() -> None:
     with serving(body_timeout_seconds=0.2) as running:
         host, port = running.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
@@ -145,7 +145,7 @@ def test_a_body_that_never_comes() -> None:
     ],
     ids=lambda value: repr(value)[:12],
 )
-def test_a_body_that_is_no_request(recall_server: Running, content: bytes, code: Any) -> None:
+def test_invalid_body_is_400(recall_server: Running, content: bytes, code: Any) -> None:
     answer = httpx.post(
         recall_server.url + CHAT, content=content, headers={"Content-Type": "application/json"}
     )
@@ -170,7 +170,7 @@ def scanned(body: bytes, size: int) -> BodyScan:
 
 
 @given(JSON, st.integers(1, 9))
-def test_depth_is_that_of_the_value(value: Any, size: int) -> None:
+def test_json_depth_matches_value(value: Any, size: int) -> None:
     def depth(of: Any) -> int:
         if isinstance(of, dict):
             of = list(of.values())
@@ -183,9 +183,7 @@ TEXT = st.text(st.sampled_from('a\\"[é€🦫'), max_size=12)
 
 
 @given(st.lists(TEXT), st.booleans(), st.integers(1, 9))
-def test_the_cost_of_a_body_is_the_same_in_any_parts(
-    texts: list[str], ascii_only: bool, size: int
-) -> None:
+def test_body_cost_is_independent_of_chunks(texts: list[str], ascii_only: bool, size: int) -> None:
     body = json.dumps(texts, ensure_ascii=ascii_only).encode()
     cost = scanned(body, size).cost
     assert cost == scanned(body, len(body)).cost
@@ -204,12 +202,12 @@ def test_the_cost_of_a_body_is_the_same_in_any_parts(
         (rb'"\ud83e\uddab"', (196, 70)),
     ],
 )
-def test_what_a_body_costs(body: bytes | str, cost: tuple[int, int]) -> None:
+def test_body_cost(body: bytes | str, cost: tuple[int, int]) -> None:
     assert scanned(body.encode() if isinstance(body, str) else body, 5).cost == cost
 
 
 @pytest.mark.parametrize("piece", [b"a", b"\\n", b"a\\\\", b'\\"'])
-def test_a_long_text_takes_no_memory_to_look_through(piece: bytes) -> None:
+def test_scanning_long_string_takes_no_memory(piece: bytes) -> None:
     body = b"[]" * 100 + b'"' + piece * 1_000_000 + b'"' + b"[" * 3
     tracemalloc.start()
     try:
@@ -222,7 +220,7 @@ def test_a_long_text_takes_no_memory_to_look_through(piece: bytes) -> None:
 # ---- errors, ids, documents
 
 
-def test_paths_that_are_not_there_have_error_objects(recall_server: Running) -> None:
+def test_unknown_paths_have_error_objects(recall_server: Running) -> None:
     missing = httpx.get(f"{recall_server.url}/v1/nothing")
     assert missing.status_code == 404
     assert missing.json()["error"]["type"] == "not_found_error"
@@ -233,7 +231,7 @@ def test_paths_that_are_not_there_have_error_objects(recall_server: Running) -> 
     assert "error" in wrong.json()
 
 
-def test_every_response_has_an_id(recall_server: Running) -> None:
+def test_every_response_has_request_id(recall_server: Running) -> None:
     first, second = (ask(recall_server).headers["x-request-id"] for _ in range(2))
     assert first != second
     given_id = ask(recall_server, headers={"x-request-id": "mine-1"})
@@ -243,7 +241,7 @@ def test_every_response_has_an_id(recall_server: Running) -> None:
     assert "server" not in strange.headers
 
 
-def test_the_document_of_the_interface(recall_server: Running) -> None:
+def test_openapi_document(recall_server: Running) -> None:
     document = httpx.get(f"{recall_server.url}/openapi.json").json()
     for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/models", "/health", "/ready"):
         assert path in document["paths"]
@@ -252,7 +250,7 @@ def test_the_document_of_the_interface(recall_server: Running) -> None:
     assert "text/event-stream" in chat["responses"]["200"]["content"]
 
 
-def test_a_wrong_path_or_method_is_told_where_to_look(
+def test_unknown_path_or_method_names_alternatives(
     recall_server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     missing = httpx.get(f"{recall_server.url}/v1/moderations")
@@ -275,7 +273,7 @@ def test_a_wrong_path_or_method_is_told_where_to_look(
         ({"messages": None}, "missing_required_parameter"),
     ],
 )
-def test_a_wrong_type_is_told_from_a_wrong_value(
+def test_wrong_type_and_wrong_value_have_different_codes(
     recall_server: Running, changed: dict[str, Any], code: str
 ) -> None:
     body = {**LONG, **changed}
@@ -295,7 +293,7 @@ def test_a_wrong_type_is_told_from_a_wrong_value(
         ("/v1/responses", {"input": "a", "background": True}, "background is not served; leave"),
     ],
 )
-def test_what_is_wrong_is_said_where_it_stands(
+def test_validation_error_names_location(
     recall_server: Running, path: str, changed: dict[str, Any], words: str
 ) -> None:
     error = httpx.post(f"{recall_server.url}{path}", json={**LONG, **changed}).json()["error"]
@@ -303,7 +301,7 @@ def test_what_is_wrong_is_said_where_it_stands(
     assert error["code"] in ("invalid_type", "invalid_value", "unsupported_parameter")
 
 
-def test_the_interfaces_page_needs_no_other_host(recall_server: Running) -> None:
+def test_docs_page_needs_no_other_host(recall_server: Running) -> None:
     page = httpx.get(f"{recall_server.url}/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "http:" not in page.text and "https:" not in page.text and '"//' not in page.text
@@ -327,7 +325,7 @@ def test_health_and_readiness(recall_server: Running) -> None:
         assert (answer.status_code, answer.json()["status"]) == (200, "ok")
 
 
-def test_a_drained_server_ends_what_is_open(told: Dialogue) -> None:
+def test_draining_server_finishes_open_requests(told: Dialogue) -> None:
     with serving() as running, httpx.Client(timeout=SOON) as api:
         body = {**LONG, "max_tokens": 300}
         with api.stream("POST", running.url + CHAT, json=body) as answer:
@@ -345,7 +343,7 @@ def test_a_drained_server_ends_what_is_open(told: Dialogue) -> None:
         wait_until(lambda: running.server.should_exit)
 
 
-def test_a_drain_does_not_wait_for_ever() -> None:
+def test_drain_times_out() -> None:
     with serving(drain_timeout_seconds=0.3) as running, httpx.Client(timeout=SOON) as api:
         with api.stream("POST", running.url + CHAT, json=LONG) as answer:
             lines = answer.iter_lines()
@@ -360,7 +358,7 @@ def test_a_drain_does_not_wait_for_ever() -> None:
         assert "data: [DONE]" not in rest
 
 
-def test_who_reads_slowly_gets_its_end_of_a_drain() -> None:
+def test_slow_reader_is_served_during_drain() -> None:
     body = {**LONG, "max_tokens": 400, "n": 2, "logprobs": True, "top_logprobs": 20}
     with serving(max_unread=100_000) as running:
         listener = running.server.servers[0].sockets[0]
@@ -397,7 +395,7 @@ OPEN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_ends_what_is_open_with_an_error(sig: signal.Signals) -> None:
+def test_second_signal_fails_open_requests(sig: signal.Signals) -> None:
     bodies = {"Content-Type": "application/json", "Content-Length": "9"}
     model, tokenizer = load(MODEL_PATH)
     tokenizer.eos_token_ids = {tokenizer.vocab_size}  # no answer ends by itself
@@ -428,7 +426,7 @@ def test_the_second_signal_ends_what_is_open_with_an_error(sig: signal.Signals) 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_dies_while_it_drains_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_death_during_drain_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "penstock")
     with serving() as running:
         with httpx.stream("POST", running.url + CHAT, json=LONG, timeout=SOON) as answer:

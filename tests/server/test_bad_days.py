@@ -105,7 +105,7 @@ def busy() -> Iterator[Running]:
 # ---- too much
 
 
-def test_a_full_queue_is_429_and_says_when_to_come_again(busy: Running) -> None:
+def test_full_queue_is_429_with_retry_after(busy: Running) -> None:
     with unchanged(busy), ThreadPoolExecutor(1) as pool, stream(busy):
         waiting = pool.submit(post, busy, "/v1/completions")
         wait_until(lambda: busy.service.engine.stats().waiting == 1)
@@ -129,7 +129,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(busy: Running) -> None:
     assert waiting.result(SOON).status_code == 200  # its turn came when the stream was left
 
 
-def test_a_cancelled_request_keeps_the_count_of_its_cached_tokens() -> None:
+def test_cancelled_request_reports_cached_tokens() -> None:
     prompt = "The code of the amber falcon is seven. " * 20
     with serving() as running:
         post(running, "/v1/completions", prompt=prompt)
@@ -144,7 +144,7 @@ def test_a_cancelled_request_keeps_the_count_of_its_cached_tokens() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_never_fits_is_400_with_numbers(
+def test_oversized_request_is_400_with_numbers(
     recall_server: Running, path: str, streamed: bool
 ) -> None:
     text = "7 " * 40_000
@@ -156,7 +156,7 @@ def test_what_never_fits_is_400_with_numbers(
         assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_prompt_that_never_fits_is_400(recall_server: Running) -> None:
+def test_oversized_prompt_is_400(recall_server: Running) -> None:
     refused = post(recall_server, "/v1/completions", prompt=[1] * 100_000)
     assert refused.status_code == 400
     assert "prompt is too long: 100000 tokens > 32767 maximum" in refused.text
@@ -178,7 +178,7 @@ def in_pieces(size: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/cache/explain", "/v1/messages/count_tokens"])
-def test_a_large_body_is_413(narrow: Running, path: str) -> None:
+def test_oversized_body_is_413(narrow: Running, path: str) -> None:
     url = f"{narrow.url}{path}"
     headers = {"content-type": "application/json"}
     for content in (b"[" * 10_001, in_pieces(11_000)):  # with its length, and without
@@ -190,7 +190,7 @@ def test_a_large_body_is_413(narrow: Running, path: str) -> None:
         assert served.status_code == 200
 
 
-def test_a_length_that_no_body_can_have_is_413(narrow: Running) -> None:
+def test_invalid_content_length_is_413(narrow: Running) -> None:
     for length in (b"99999999", b"9" * 18, b"9" * 40):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + length
         assert raw(narrow, head + b"\r\n\r\n").startswith((b"HTTP/1.1 413", b"HTTP/1.1 400"))
@@ -207,7 +207,7 @@ def raw(running: Running, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_deep_json_is_400(recall_server: Running, path: str) -> None:
+def test_deeply_nested_json_is_400(recall_server: Running, path: str) -> None:
     for deep in (b"[" * 5_000 + b"]" * 5_000, b'{"a":' * 3_000 + b"1" + b"}" * 3_000, b"[" * 900):
         body = b'{"messages": ' + deep + b', "prompt": ' + deep + b"}"
         headers = {"content-type": "application/json"}
@@ -217,7 +217,7 @@ def test_deep_json_is_400(recall_server: Running, path: str) -> None:
         assert "64 nested brackets" in refused.json()["error"]["message"]
 
 
-def test_brackets_in_a_text_are_no_depth(recall_server: Running) -> None:
+def test_brackets_in_strings_are_not_nesting(recall_server: Running) -> None:
     assert post(recall_server, "/v1/completions", prompt="[{" * 200).status_code == 200
 
 
@@ -233,7 +233,7 @@ def prompts_wait(running: Running) -> Iterator[None]:
         go_on.set()
 
 
-def test_prompts_that_wait_to_be_read_are_bounded(busy: Running) -> None:
+def test_waiting_prompts_are_bounded(busy: Running) -> None:
     with unchanged(busy), ThreadPoolExecutor(2) as pool:
         with prompts_wait(busy):
             waiting = [pool.submit(post, busy, PATHS[0]) for _ in range(2)]
@@ -248,7 +248,7 @@ def test_prompts_that_wait_to_be_read_are_bounded(busy: Running) -> None:
 # ---- too slow
 
 
-def test_a_body_that_does_not_arrive_is_408() -> None:
+def test_incomplete_body_is_408() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
     with serving(body_timeout_seconds=0.3) as running:
         assert raw(running, head + b'{"prompt"').startswith(b"HTTP/1.1 408")
@@ -269,7 +269,7 @@ def reader_that_does_not_read(running: Running) -> Iterator[None]:
         yield
 
 
-def test_a_slow_reader_is_cancelled() -> None:
+def test_slow_reader_is_cancelled() -> None:
     """By what waits for it, long before its connection is evicted."""
     with serving(max_unread=50, send_timeout_seconds=300.0) as running, unchanged(running):
         stats = running.service.engine.stats
@@ -283,7 +283,7 @@ def test_a_slow_reader_is_cancelled() -> None:
         assert post(running, "/v1/completions").status_code == 200
 
 
-def test_a_reader_that_has_stopped_is_evicted() -> None:
+def test_stalled_reader_is_disconnected() -> None:
     """By its connection, however much may wait for it."""
     with serving(max_unread=1_000_000, send_timeout_seconds=1.0) as running, unchanged(running):
         with reader_that_does_not_read(running):
@@ -292,7 +292,7 @@ def test_a_reader_that_has_stopped_is_evicted() -> None:
         assert post(running, "/v1/completions").status_code == 200
 
 
-def test_who_reads_in_time_is_not_cancelled() -> None:
+def test_timely_reader_is_not_cancelled() -> None:
     """The negative control: as many events, and a reader who takes them."""
     with serving(max_unread=150) as running:
         asked = endless(running, max_tokens=500)
@@ -310,7 +310,7 @@ def hasty() -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_answer_that_takes_too_long_is_504(hasty: Running, path: str) -> None:
+def test_request_timeout_is_504(hasty: Running, path: str) -> None:
     with unchanged(hasty):
         late = post(hasty, path)
         assert late.status_code == 504
@@ -321,7 +321,7 @@ def test_an_answer_that_takes_too_long_is_504(hasty: Running, path: str) -> None
         assert streamed.text.rstrip().split("\n")[-1].startswith("data: ")
 
 
-def test_the_time_of_a_request_begins_when_it_arrives() -> None:
+def test_request_timeout_starts_at_arrival() -> None:
     with serving(request_timeout_seconds=0.5) as running, ThreadPoolExecutor(3) as pool:
         for path in PATHS:  # in time, sooner or later: a busy machine may be late
             wait_until(lambda path=path: post(running, path).status_code == 200)
@@ -335,7 +335,7 @@ def test_the_time_of_a_request_begins_when_it_arrives() -> None:
 # ---- gone
 
 
-def test_who_leaves_is_cancelled_at_once(recall_server: Running) -> None:
+def test_disconnected_stream_is_cancelled_at_once(recall_server: Running) -> None:
     with unchanged(recall_server):
         with stream(recall_server):
             assert recall_server.service.engine.stats().running == 1
@@ -343,13 +343,13 @@ def test_who_leaves_is_cancelled_at_once(recall_server: Running) -> None:
         assert recall_server.service.recent[-1].state == "cancelled"
 
 
-def test_who_leaves_without_a_stream_is_cancelled_too(recall_server: Running) -> None:
+def test_disconnected_request_without_stream_is_cancelled(recall_server: Running) -> None:
     asked = endless(recall_server, stream=False)
     with unchanged(recall_server), pytest.raises(httpx.TimeoutException):
         httpx.post(f"{recall_server.url}/v1/completions", json=asked, timeout=0.5)
 
 
-def test_who_leaves_while_waiting_leaves_nothing(busy: Running) -> None:
+def test_disconnect_while_queued_leaves_nothing(busy: Running) -> None:
     with unchanged(busy), stream(busy):
         with pytest.raises(httpx.TimeoutException):
             httpx.post(f"{busy.url}/v1/messages", json=CHAT, timeout=0.3)
@@ -383,7 +383,7 @@ async def storm(running: Running, clients: int) -> None:
         await asyncio.gather(*(leave(client, one, i % 8) for i, one in enumerate(asked)))
 
 
-def test_a_storm_of_clients_that_leave() -> None:
+def test_many_disconnecting_clients() -> None:
     with serving(engine={"max_queue": 4_096}) as running, unchanged(running):
         before = running.service.engine.stats()
         asyncio.run(storm(running, LEAVING))
@@ -425,7 +425,7 @@ def test_out_of_memory_is_503(recall_server: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_models_bug_is_500_and_nobody_elses(recall_server: Running, path: str) -> None:
+def test_model_error_is_500_for_its_request_only(recall_server: Running, path: str) -> None:
     with unchanged(recall_server):
         with failing(recall_server, fails, 1):
             refused = post(recall_server, path)
@@ -435,7 +435,7 @@ def test_a_models_bug_is_500_and_nobody_elses(recall_server: Running, path: str)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_bug_behind_the_first_byte_ends_the_stream(recall_server: Running, path: str) -> None:
+def test_error_after_first_byte_ends_stream_with_event(recall_server: Running, path: str) -> None:
     with unchanged(recall_server), failing(recall_server, fails, 1, only=decodes):
         answer = post(recall_server, path, stream=True, max_tokens=50)
         assert answer.status_code == 200
@@ -444,7 +444,7 @@ def test_a_bug_behind_the_first_byte_ends_the_stream(recall_server: Running, pat
         assert [event.startswith("event: error") for event in events].count(True) == 1
 
 
-def test_the_clients_raise_what_a_stream_ends_with(recall_server: Running) -> None:
+def test_clients_raise_stream_error(recall_server: Running) -> None:
     with failing(recall_server, fails, 1, only=decodes):
         theirs = openai.OpenAI(base_url=f"{recall_server.url}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.APIError), theirs:
@@ -455,7 +455,7 @@ def test_the_clients_raise_what_a_stream_ends_with(recall_server: Running) -> No
             list(ours.messages.create(**CHAT, stream=True))  # type: ignore[call-overload]
 
 
-def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
+def test_snapshots_resume_after_failed_one(caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> None:
         raise ValueError("a quoted prompt")
 
@@ -477,7 +477,7 @@ def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> 
     assert "quoted" not in caplog.text
 
 
-def test_a_fault_of_an_explanation_is_no_fault_of_the_answer(
+def test_explanation_error_does_not_fail_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Asked for alone it is 500; the log has the class of the error, and no text of it."""
@@ -514,7 +514,7 @@ def kill(running: Running) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_hangs_when_the_engines_thread_dies() -> None:
+def test_engine_thread_death_hangs_no_request() -> None:
     def read(lines: Iterator[str]) -> list[str]:
         return list(lines)
 
@@ -630,7 +630,7 @@ def follow(
     return lines
 
 
-def test_told_to_stop_it_ends_what_is_open_and_nothing_new(ends: dict[str, int]) -> None:
+def test_shutdown_finishes_open_requests_and_refuses_new(ends: dict[str, int]) -> None:
     asked = {"prompt": "Hello", "max_tokens": 600, "logit_bias": ends, "stream": True}
     begun = threading.Event()
     with process() as (running, url), ThreadPoolExecutor(1) as pool:
@@ -672,9 +672,7 @@ def ended(running: subprocess.Popen[str]) -> str:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGUSR1")
 @pytest.mark.parametrize("draining", [False, True])
-def test_a_process_whose_engine_dies_tells_all_and_ends_with_1(
-    ends: dict[str, int], draining: bool
-) -> None:
+def test_process_exits_with_1_when_engine_dies(ends: dict[str, int], draining: bool) -> None:
     asked = {"prompt": "Hello", "max_tokens": 20_000, "logit_bias": ends}
     talk = {"messages": [{"role": "user", "content": "The vault opens at midnight."}]}
     streamed = {**asked, **talk, "stream": True}
@@ -712,7 +710,7 @@ def test_a_process_whose_engine_dies_tells_all_and_ends_with_1(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGUSR1")
-def test_a_process_whose_engine_hangs_tells_all_and_ends_with_1(ends: dict[str, int]) -> None:
+def test_process_exits_with_1_when_engine_hangs(ends: dict[str, int]) -> None:
     asked = {"prompt": "Hello", "max_tokens": 20_000, "logit_bias": ends}
     begun = threading.Event()
     with process(run=("-c", HANGS)) as (running, url), ThreadPoolExecutor(2) as pool:
@@ -730,13 +728,13 @@ def test_a_process_whose_engine_hangs_tells_all_and_ends_with_1(ends: dict[str, 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGUSR1")
-def test_a_process_whose_idle_engine_dies_ends_with_1() -> None:
+def test_process_exits_with_1_when_idle_engine_dies() -> None:
     with process(run=("-c", MORTAL)) as (running, url):
         strike(running, url)
         ended(running)
 
 
-def test_a_conversation_is_right_after_all_of_it(recall_server: Running, told: Dialogue) -> None:
+def test_conversation_is_correct_after_all_faults(recall_server: Running, told: Dialogue) -> None:
     """What these tests do to the shared server has left no wrong byte behind."""
     for question in told.questions:
         asked = {"messages": told.ask(question), "max_tokens": 32}

@@ -59,7 +59,7 @@ def explain(http: httpx.Client, **body: Any) -> dict[str, Any]:
 # ---- what is held
 
 
-def test_stats_count_what_is_served(http: httpx.Client, told: Dialogue) -> None:
+def test_stats_count_requests(http: httpx.Client, told: Dialogue) -> None:
     before = get(http, "/v1/cache/stats")["stats"]
     first = chat(http, told.ask(told.questions[0]))["usage"]
     second = chat(http, told.ask(told.questions[1]))["usage"]
@@ -74,9 +74,7 @@ def test_stats_count_what_is_served(http: httpx.Client, told: Dialogue) -> None:
     assert after["tiers"]["disk"]["state"] == "off"
 
 
-def test_the_tree_is_what_the_engine_holds(
-    http: httpx.Client, server: Running, told: Dialogue
-) -> None:
+def test_tree_matches_engine(http: httpx.Client, server: Running, told: Dialogue) -> None:
     for number in range(3):
         chat(http, fork(told, number))
     tree = get(http, "/v1/cache/tree")
@@ -93,16 +91,14 @@ def test_the_tree_is_what_the_engine_holds(
     assert max(sum(n["parent"] == node["id"] for n in tree["nodes"]) for node in tree["nodes"]) > 1
 
 
-def test_text_of_prompts_is_told_only_if_asked_for(http: httpx.Client) -> None:
+def test_tree_includes_text_only_on_request(http: httpx.Client) -> None:
     chat(http, [{"role": "user", "content": "The code of the amber falcon is 4821. " * 20}])
     assert all(node["text"] is None for node in get(http, "/v1/cache/tree")["nodes"])
     assert "falcon" not in http.get("/v1/cache/tree").text
     assert any("amber falcon" in n["text"] for n in get(http, "/v1/cache/tree?text=1")["nodes"])
 
 
-def test_clear_gives_up_what_nobody_reads(
-    http: httpx.Client, server: Running, told: Dialogue
-) -> None:
+def test_clear_evicts_unpinned_nodes(http: httpx.Client, server: Running, told: Dialogue) -> None:
     chat(http, told.ask(told.questions[0]))
     held = get(http, "/v1/cache/tree")
     assert held["count"] > 0
@@ -114,7 +110,7 @@ def test_clear_gives_up_what_nobody_reads(
     assert again["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_cache_prompt_false_computes_all_and_keeps_nothing(http: httpx.Client) -> None:
+def test_cache_prompt_false_caches_nothing(http: httpx.Client) -> None:
     """As llama.cpp's field does, in chat and completions; without it the prompt is cached."""
     text = "The code of the tin walrus is 4444. " * 20
     for path, body in (
@@ -140,7 +136,7 @@ def test_cache_prompt_false_computes_all_and_keeps_nothing(http: httpx.Client) -
 # ---- why a prompt would hit or miss
 
 
-def test_explain_says_how_far_a_prompt_would_match(http: httpx.Client, told: Dialogue) -> None:
+def test_explain_reports_matched_tokens(http: httpx.Client, told: Dialogue) -> None:
     messages = fork(told, 1)
     assert explain(http, messages=messages)["held_tokens"] == 0
     usage = chat(http, messages)["usage"]
@@ -152,7 +148,7 @@ def test_explain_says_how_far_a_prompt_would_match(http: httpx.Client, told: Dia
     assert other["reason"]
 
 
-def test_explain_knows_the_salt(http: httpx.Client, told: Dialogue) -> None:
+def test_explain_respects_salt(http: httpx.Client, told: Dialogue) -> None:
     messages = told.ask(told.questions[0])
     chat(http, messages, cache_salt="mine")
     assert explain(http, messages=messages, cache_salt="mine")["held_tokens"] > 0
@@ -160,7 +156,7 @@ def test_explain_knows_the_salt(http: httpx.Client, told: Dialogue) -> None:
     assert explain(http, messages=messages)["held_tokens"] == 0
 
 
-def test_explain_takes_texts_and_tokens(http: httpx.Client) -> None:
+def test_explain_accepts_text_and_tokens(http: httpx.Client) -> None:
     text = "The code of the amber falcon is 4821. " * 20
     body = {"model": "recall", "prompt": text, "max_tokens": 1}
     http.post("/v1/completions", json=body).raise_for_status()
@@ -168,7 +164,7 @@ def test_explain_takes_texts_and_tokens(http: httpx.Client) -> None:
     assert explain(http, prompt=[1, 2, 3])["held_tokens"] == 0
 
 
-def test_clear_waits_for_the_disk_and_counts(tmp_path: Path) -> None:
+def test_clear_waits_for_disk_and_reports_counts(tmp_path: Path) -> None:
     """While the folder is gone it says that something is left."""
     folder, away = tmp_path / "cache", tmp_path / "away"
     body = {"prompt": "cedar " * 200, "max_tokens": 1}
@@ -191,7 +187,7 @@ def test_clear_waits_for_the_disk_and_counts(tmp_path: Path) -> None:
         assert left.status_code == 202 and "off" in left.json()["pending"]["disk"]
 
 
-def test_after_clear_explain_says_that_it_was_cleared(http: httpx.Client, told: Dialogue) -> None:
+def test_explain_reports_clear(http: httpx.Client, told: Dialogue) -> None:
     messages = told.ask(told.questions[0])
     chat(http, messages)
     http.delete("/v1/cache")
@@ -215,7 +211,7 @@ def test_after_clear_explain_says_that_it_was_cleared(http: httpx.Client, told: 
         [],
     ],
 )
-def test_wrong_questions_are_400(http: httpx.Client, body: Any) -> None:
+def test_invalid_queries_are_400(http: httpx.Client, body: Any) -> None:
     answer = http.post("/v1/cache/explain", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
@@ -232,7 +228,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_metrics_agree_with_the_engine(http: httpx.Client, server: Running, told: Dialogue) -> None:
+def test_metrics_agree_with_engine(http: httpx.Client, server: Running, told: Dialogue) -> None:
     before = samples(http.get("/metrics").text)
     usage = chat(http, told.ask(told.questions[0]))["usage"]
     wait_until(lambda: server.service.recent[-1].seconds is not None)
@@ -264,9 +260,7 @@ def test_metrics_agree_with_the_engine(http: httpx.Client, server: Running, told
         assert name.startswith("penstock_")
 
 
-def test_time_between_tokens_is_measured_where_they_do_not_come_together(
-    http: httpx.Client, told: Dialogue
-) -> None:
+def test_inter_token_time_is_measured(http: httpx.Client, told: Dialogue) -> None:
     def measured() -> float:
         return samples(http.get("/metrics").text)["penstock_inter_token_seconds_count", ()]
 
@@ -276,13 +270,13 @@ def test_time_between_tokens_is_measured_where_they_do_not_come_together(
     wait_until(lambda: chat(http, asked) and measured() > before)
 
 
-def test_metrics_speak_openmetrics_if_asked(http: httpx.Client) -> None:
+def test_metrics_support_openmetrics(http: httpx.Client) -> None:
     answer = http.get("/metrics", headers={"Accept": "application/openmetrics-text"})
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
 
 
-def test_metrics_tell_of_a_dead_engine() -> None:
+def test_metrics_report_dead_engine() -> None:
     with lasting_goodbye(), serving() as running:
         running.service.engine.close()
         answer = httpx.get(f"{running.url}/metrics")
@@ -305,7 +299,7 @@ def test_metrics_tell_of_a_dead_engine() -> None:
         ("GET", "/metrics"),
     ],
 )
-def test_all_of_it_needs_the_key(keyed: Running, method: str, path: str) -> None:
+def test_cache_routes_require_key(keyed: Running, method: str, path: str) -> None:
     with httpx.Client(base_url=keyed.url) as http:
         assert http.request(method, path).status_code == 401
         wrong = {"Authorization": "Bearer another"}
@@ -325,7 +319,7 @@ SPILLING = ("kv_tokens", "spilled_blocks_total", "spilled_read_bytes_total")
 """Metrics of a server with `--active-kv-size`."""
 
 
-def test_the_docs_name_every_metric(http: httpx.Client, server: Running) -> None:
+def test_docs_name_every_metric(http: httpx.Client, server: Running) -> None:
     chat(http, [{"role": "user", "content": "What is the code of the amber falcon?"}])
     wait_until(lambda: server.service.recent[-1].seconds is not None)
     page = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()

@@ -76,7 +76,7 @@ def of_anthropic(running: Running) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=running.url, api_key="any", max_retries=0)
 
 
-def test_chat(writing: Running) -> None:
+def test_chat_streams_growing_arguments(writing: Running) -> None:
     ask: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS}
     with of_openai(writing) as api:
         chunks = list(api.chat.completions.create(**ask, stream=True))
@@ -96,7 +96,7 @@ def test_chat(writing: Running) -> None:
     assert "".join(delta.content or "" for delta in deltas) == whole.content == "I write.  Done."
 
 
-def test_responses(writing: Running) -> None:
+def test_responses_stream_growing_arguments(writing: Running) -> None:
     ask: Any = {"model": "any", "input": "write", "tools": FLAT}
     with of_openai(writing) as api:
         events = list(api.responses.create(**ask, stream=True))
@@ -119,7 +119,7 @@ def test_responses(writing: Running) -> None:
     assert [e.sequence_number for e in events] == list(range(len(events)))
 
 
-def test_anthropic(writing: Running) -> None:
+def test_anthropic_streams_growing_arguments(writing: Running) -> None:
     ask: Any = {"model": "any", "max_tokens": 50, "messages": MESSAGES, "tools": NATIVE}
     with of_anthropic(writing) as api:
         events = list(api.messages.create(**ask, stream=True))
@@ -140,7 +140,7 @@ def test_anthropic(writing: Running) -> None:
     assert order.count("start") == order.count("stop") == 3
 
 
-def test_a_call_that_breaks_is_broken_off_and_its_text_follows(breaking: Running) -> None:
+def test_broken_call_is_ended_and_followed_by_its_text(breaking: Running) -> None:
     written = "".join(("<tool_call>", GROWN[0], GROWN[1], GROWN[3], " nonsense", "</tool_call>"))
     ask: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS}
     with of_openai(breaking) as api, of_anthropic(breaking) as other:
@@ -174,7 +174,7 @@ def parts_of(deltas: list[Delta]) -> list[Delta | CallPart]:
     return [part for delta in deltas for part in calls.in_order(delta)]
 
 
-def test_the_rest_of_a_call_goes_before_the_text_behind_it() -> None:
+def test_end_of_call_precedes_following_text() -> None:
     first, then, text, second = parts_of(
         [
             Delta(growth=(START, ArgumentsPart('{"a"'))),
@@ -187,12 +187,12 @@ def test_the_rest_of_a_call_goes_before_the_text_behind_it() -> None:
     assert isinstance(second, CallPart) and (second.index, second.call.name) == (1, "g")
 
 
-def test_a_call_that_breaks_at_once_is_never_seen() -> None:
+def test_call_broken_at_start_is_not_reported() -> None:
     assert parts_of([Delta("x", growth=(START, ArgumentsPart("{"), BROKEN))]) == [Delta("x")]
 
 
 @given(cuts=st.sets(st.integers(1, 200), max_size=12))
-def test_cuts_make_no_difference(writing: Running, cuts: set[int]) -> None:
+def test_result_is_independent_of_piece_boundaries(writing: Running, cuts: set[int]) -> None:
     text = "".join(PIECES) * 2
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     reader, calls = Reader(writing.service.prompts.format, TOOLS), CallParts()

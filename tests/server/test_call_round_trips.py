@@ -120,7 +120,7 @@ def said(events: list[ParsedEvent]) -> str:
 
 @pytest.mark.parametrize("family", FORMS)
 @given(data=st.data())
-def test_a_call_is_read_as_it_was_written_or_is_text(family: str, data: st.DataObject) -> None:
+def test_written_call_is_parsed_as_call_or_text(family: str, data: st.DataObject) -> None:
     """Whole, sign by sign, and with text behind it."""
     arguments = data.draw(calls(family))
     form, text = form_of(family), written_call(family, arguments)
@@ -145,7 +145,7 @@ def may_be_unclear(family: str, arguments: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("family", FORMS)
-def test_texts_with_one_mark_are_always_read(family: str) -> None:
+def test_strings_with_one_marker_are_always_parsed(family: str) -> None:
     """Each mark of the format alone, in the middle, at the beginning and at the end of a text."""
     form = form_of(family)
     for mark in marks_of(family):
@@ -159,7 +159,7 @@ def test_texts_with_one_mark_are_always_read(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FORMS)
-def test_a_call_of_a_tool_that_is_not_offered_is_text(family: str) -> None:
+def test_call_of_unknown_tool_is_text(family: str) -> None:
     text = f"As in {written_call(family, {'path': 'x'}, 'other')}, so."
     if family in ("llama", "llama, python"):  # whose calls stand where an answer begins
         text = written_call(family, {"path": "x"}, "other")
@@ -169,7 +169,7 @@ def test_a_call_of_a_tool_that_is_not_offered_is_text(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FORMS)
-def test_a_call_that_was_cut_off_is_text(family: str) -> None:
+def test_truncated_call_is_text(family: str) -> None:
     """At any sign of it, where `max_tokens` or a stop text ended the answer."""
     form = form_of(family)
     arguments = {"path": "/etc/hosts", "count": 3, "content": "one\ntwo"}
@@ -185,7 +185,7 @@ def test_a_call_that_was_cut_off_is_text(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FORMS)
-def test_a_second_call_that_was_cut_off_takes_nothing_along(family: str) -> None:
+def test_truncated_second_call_keeps_first(family: str) -> None:
     form = form_of(family)
     first, second = (written_call(family, {"path": path}) for path in ("a", "b"))
     parser = form.parser([TOOL])
@@ -196,7 +196,7 @@ def test_a_second_call_that_was_cut_off_takes_nothing_along(family: str) -> None
     assert heard.calls == [("look_up", {"path": "a"})]
 
 
-def test_a_closing_tag_that_is_missing_at_the_end_loses_no_call() -> None:
+def test_missing_final_closing_tag_keeps_call() -> None:
     """Where the model ended its answer by itself."""
     for family in FORMS:
         calls = form_of(family).calls
@@ -206,7 +206,7 @@ def test_a_closing_tag_that_is_missing_at_the_end_loses_no_call() -> None:
         assert read(parse([text], form_of(family), [TOOL])).calls == [("look_up", {"path": "a"})]
 
 
-def test_two_functions_stand_behind_one_mark() -> None:
+def test_two_calls_behind_one_marker() -> None:
     text = written_call("qwen3_coder", {"path": "a"})
     head, tail = "<function=look_up>", "\n</tool_call>"
     body = text.partition(head)[2].removesuffix(tail)
@@ -215,7 +215,7 @@ def test_two_functions_stand_behind_one_mark() -> None:
     assert heard.calls == [("look_up", {"path": "a"})] * 2 and not heard.said
 
 
-def test_a_call_in_reasoning_that_never_ends_is_a_call() -> None:
+def test_call_inside_unclosed_reasoning_is_a_call() -> None:
     form, call = form_of("hermes"), written_call("hermes", {"path": "a"})
     for text in (f"I look. {call}", f"I may write <tool_call> and then: {call}"):
         heard = read(parse([f"<think>{text}"], form, [TOOL]))
@@ -228,7 +228,7 @@ def test_a_call_in_reasoning_that_never_ends_is_a_call() -> None:
         assert (heard.reasoning, heard.calls) == (f"{draft} or not", [("look_up", {"path": "a"})])
 
 
-def test_many_marks_without_calls_take_little_time() -> None:
+def test_many_markers_without_calls_take_little_time() -> None:
     """Each could begin a call, and is read to the end of the answer."""
     text = '<tool_call>{"name": "look_up", "arguments": {"path": "' * 4_000
     heard = read(parse([text], form_of("hermes"), [TOOL]))
@@ -239,7 +239,7 @@ VERBATIM = ("it's", "a\\nb", "two\nlines", "'", "''", "\\", "x', y", "'quoted'",
 
 
 @pytest.mark.parametrize("text", VERBATIM)
-def test_single_quotes_hold_a_text_as_it_is_where_the_template_writes_it_so(text: str) -> None:
+def test_verbatim_single_quotes_follow_template(text: str) -> None:
     """As LFM2.5's does; elsewhere they are Python's, with escapes."""
     form = replace(form_of("pythonic"), calls=PythonicCalls(verbatim=True))
     call = f"<|tool_call_start|>[look_up(path='{text}', count=3, deep=True)]<|tool_call_end|>"
@@ -251,7 +251,7 @@ def test_single_quotes_hold_a_text_as_it_is_where_the_template_writes_it_so(text
     assert read(parse(python, form_of("pythonic"), [TOOL])).calls == [("look_up", {"path": text})]
 
 
-def test_lists_within_are_pythons_also_there() -> None:
+def test_nested_lists_use_python_notation() -> None:
     form = replace(form_of("pythonic"), calls=PythonicCalls(verbatim=True))
     call = (
         """<|tool_call_start|>[look_up(path='a', parts=['a', 1, None, "it's"])]<|tool_call_end|>"""
@@ -261,7 +261,7 @@ def test_lists_within_are_pythons_also_there() -> None:
 
 
 @pytest.mark.parametrize("family", ["seed", "minicpm5"])
-def test_lists_and_objects_are_read_in_pythons_notation(family: str) -> None:
+def test_lists_and_objects_in_python_notation(family: str) -> None:
     """As templates with `| string` write them; JSON is read, too."""
     parts, options = [1, {"k": ["v", None, True]}], {"k": {"a_b": "it's"}}
     for write in (repr, json.dumps):
@@ -270,7 +270,7 @@ def test_lists_and_objects_are_read_in_pythons_notation(family: str) -> None:
         assert heard.calls == [("look_up", {"path": "a", "parts": parts, "options": options})]
 
 
-def test_a_template_that_writes_quotes_itself_is_known() -> None:
+def test_verbatim_quotes_are_detected_from_template() -> None:
     shown = """<|tool_call_start|>{{- "'" + arg_value + "'" -}}"""
     made = SimpleNamespace(chat_template=shown, has_thinking=False, eos_token_ids=[])
     made.get_vocab, made.has_tool_calling = dict, True

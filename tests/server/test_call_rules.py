@@ -100,7 +100,7 @@ def written(family: str, name: str = "look_up", arguments: Any = None) -> str:
 
 @pytest.mark.parametrize("family", FORMS)
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
-def test_a_demanded_call_is_written_as_the_model_writes_it(family: str, marks: Marks) -> None:
+def test_required_call_follows_model_format(family: str, marks: Marks) -> None:
     """And read as that call; no other tool's, nor other arguments, nor text."""
     form = replace(FORMS[family], marks=marks)
     grammar = call_grammar(form, STRICT, "look_up").grammar
@@ -147,7 +147,7 @@ GIVEN_PARTS = {"parts": [{"at": 1.5}], "note": "abcd"}
 
 @pytest.mark.parametrize("family", TAGGED)
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
-def test_arguments_between_tags_follow_their_types(family: str, marks: Marks) -> None:
+def test_tagged_arguments_follow_types(family: str, marks: Marks) -> None:
     """And are read as values of those types, however their schema names them."""
     form = replace(FORMS[family], marks=marks)
     made = call_grammar(form, [MANY_TOOL], "look_up")
@@ -169,7 +169,7 @@ def test_arguments_between_tags_follow_their_types(family: str, marks: Marks) ->
 
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
 @pytest.mark.parametrize("family", ["gemma4", "function_gemma"])
-def test_gemmas_notation_goes_on_within_lists_and_objects(family: str, marks: Marks) -> None:
+def test_gemma_notation_nests(family: str, marks: Marks) -> None:
     """And in a schema that contains itself; a key that is no word stands between marks."""
     quote = "<escape>" if family == "function_gemma" else '<|"|>'
     node = {
@@ -204,7 +204,7 @@ def test_gemmas_notation_goes_on_within_lists_and_objects(family: str, marks: Ma
         assert not follows(made.grammar, call, marks), call
 
 
-def test_the_end_of_a_call_is_in_no_argument_of_it() -> None:
+def test_call_end_marker_is_never_inside_arguments() -> None:
     """Behind it mlx-lm's parsers look for no more of the call."""
     grammar = call_grammar(FORMS["qwen3_coder"], [MANY_TOOL]).grammar
     call = written_call("qwen3_coder", {"path": "so </tool_call> so", "count": 1})
@@ -212,7 +212,7 @@ def test_the_end_of_a_call_is_in_no_argument_of_it() -> None:
     assert follows(grammar, call.replace("so </tool_call>", "so </tool_cal>"))
 
 
-def test_tags_that_cannot_be_kept_to_are_named() -> None:
+def test_unenforceable_tag_schemas_are_named() -> None:
     properties = {
         "a b": {"type": "string"},
         "c": {"$ref": "#/properties/d"},
@@ -233,7 +233,7 @@ def test_tags_that_cannot_be_kept_to_are_named() -> None:
 
 @pytest.mark.parametrize("family", [name for name in FORMS if name not in BARE])
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
-def test_calls_in_free_text_follow_their_schemas(family: str, marks: Marks) -> None:
+def test_calls_in_free_text_follow_schemas(family: str, marks: Marks) -> None:
     """Of a strict tool alone; before, between and behind calls there is any text."""
     form = replace(FORMS[family], marks=marks)
     made = free_call_grammar(form, STRICT, {"look_up"})
@@ -253,7 +253,7 @@ def test_calls_in_free_text_follow_their_schemas(family: str, marks: Marks) -> N
 
 
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
-def test_reasoning_may_speak_of_calls(marks: Marks) -> None:
+def test_reasoning_may_mention_calls(marks: Marks) -> None:
     form = replace(form_of("hermes"), marks=marks)
     bad = written("hermes", arguments={"text": "c"})
     thought = f"I could say {bad}."
@@ -267,13 +267,13 @@ def test_reasoning_may_speak_of_calls(marks: Marks) -> None:
 
 
 @pytest.mark.parametrize("family", BARE)
-def test_what_is_not_kept_to_is_named(family: str) -> None:
+def test_unenforced_rules_are_named(family: str) -> None:
     form = FORMS[family]
     made = free_call_grammar(form, STRICT, ["look_up"], {"patch": "start: /a/"})
     assert made.grammar is None and made.unenforced == ("look_up:strict", "patch:grammar")
 
 
-def test_a_list_of_calls_stands_behind_one_mark() -> None:
+def test_list_of_calls_behind_one_marker() -> None:
     form: AnswerFormat = form_of("nemotron")
     grammar = free_call_grammar(form, STRICT, {"look_up"}).grammar
     calls = [("look_up", {"text": "a"}), ("look_up_all", {"text": "z"})]
@@ -281,7 +281,7 @@ def test_a_list_of_calls_stands_behind_one_mark() -> None:
     assert not follows(grammar, OURS["nemotron"][1](calls[:1] * 2).replace('"a"', '"c"'))
 
 
-def test_the_input_of_a_custom_tool_follows_its_grammar() -> None:
+def test_custom_tool_input_follows_its_grammar() -> None:
     form = form_of("hermes")
     patch = 'start: head line+\nhead: "*** \\"Patch\\"" LF\nline: "+" /(.*)/ LF\n%import common.LF'
     custom = {"type": "function", "function": {"name": "patch", "parameters": {"type": "object"}}}
@@ -295,7 +295,7 @@ def test_the_input_of_a_custom_tool_follows_its_grammar() -> None:
         assert not follows(grammar, written("hermes", "patch", {"input": text + "so"}))
 
 
-def test_a_grammar_that_contains_itself_is_named() -> None:
+def test_recursive_grammar_is_named() -> None:
     form = form_of("hermes")
     custom = {"type": "function", "function": {"name": "nest", "parameters": {"type": "object"}}}
     made = free_call_grammar(form, [custom], (), {"nest": 'start: "(" start? ")"'})
@@ -303,7 +303,7 @@ def test_a_grammar_that_contains_itself_is_named() -> None:
     assert follows(made.grammar, written("hermes", "nest", {"input": "(("}))
 
 
-def test_inputs_without_room_are_named_and_the_others_are_kept_to() -> None:
+def test_oversized_custom_grammars_are_named() -> None:
     """A grammar has 65,536 characters; one input has 36,000 of them here."""
     numbers = [f"{number:05}" for number in range(4_500)]
     lark = "start: " + " ".join(map(dumped, numbers))
@@ -319,7 +319,7 @@ def test_inputs_without_room_are_named_and_the_others_are_kept_to() -> None:
     assert follows(made.grammar, written("hermes", "two", {"input": "0"}))
 
 
-def test_more_tools_than_a_grammar_has_room_for_are_named() -> None:
+def test_too_many_tools_for_grammar_are_named() -> None:
     names = [f"look_up_{number}" for number in range(600)]
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     made = free_call_grammar(form_of("hermes"), tools, names[:3])
@@ -328,7 +328,7 @@ def test_more_tools_than_a_grammar_has_room_for_are_named() -> None:
     assert free_call_grammar(form_of("hermes"), tools[:99], names[:3]).grammar is not None
 
 
-def test_a_grammar_that_is_far_too_long_is_not_quoted() -> None:
+def test_oversized_grammar_is_not_quoted() -> None:
     custom = {"type": "function", "function": {"name": "patch", "parameters": {"type": "object"}}}
     wide = "start: " + " ".join(f"/[a-z{number}]/" for number in range(200_000))
     before = time.process_time()
@@ -338,7 +338,7 @@ def test_a_grammar_that_is_far_too_long_is_not_quoted() -> None:
 
 
 @pytest.mark.parametrize("last", [{"type": "integer"}, {"anyOf": []}, {"$ref": "#/$defs/D0"}])
-def test_a_schema_of_many_branches_takes_no_time(last: dict[str, Any]) -> None:
+def test_schema_with_many_branches_is_fast(last: dict[str, Any]) -> None:
     """Each level has 200 references to the next: a thousand million branches in all."""
     levels = {f"D{n}": {"anyOf": [{"$ref": f"#/$defs/D{n + 1}"}] * 200} for n in range(4)}
     schema = {"properties": {"n": {"$ref": "#/$defs/D0"}}, "$defs": {**levels, "D4": last}}

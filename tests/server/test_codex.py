@@ -56,7 +56,7 @@ def read(prompts: Prompts, **body: Any) -> str:
     return prompts.decode(ResponseInput.of(form).render(form, prompts))
 
 
-def test_codex_is_answered_and_its_second_turn_read_from_the_cache() -> None:
+def test_codex_second_turn_is_cached() -> None:
     with serving(engine={"memory_limit": "600MB", "block_size": 32}) as running:
         usages = []
         for items in (CODEX_FIRST, CODEX_SECOND):
@@ -74,7 +74,7 @@ def test_codex_is_answered_and_its_second_turn_read_from_the_cache() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_come_back_as_the_client_knows_the_tools(calling: Running, stream: bool) -> None:
+def test_calls_use_client_tool_types(calling: Running, stream: bool) -> None:
     asked: Any = {"model": "any", "input": "look", "tools": TOOLS}
     with client(calling) as api:
         if stream:
@@ -92,7 +92,7 @@ def test_calls_come_back_as_the_client_knows_the_tools(calling: Running, stream:
     assert reasoning.type == "reasoning"
 
 
-def test_reasoning_comes_back_sealed(calling: Running) -> None:
+def test_encrypted_reasoning_round_trips(calling: Running) -> None:
     """As Codex does: it sends back `encrypted_content` and leaves out the text."""
     with client(calling) as api:
         made = api.responses.create(
@@ -102,7 +102,7 @@ def test_reasoning_comes_back_sealed(calling: Running) -> None:
     assert "<think>Hm.</think>" in read(calling.service.prompts, input=[item])
 
 
-def test_items_are_one_message_of_an_answer(calling: Running) -> None:
+def test_items_join_to_one_assistant_message(calling: Running) -> None:
     commit = {"type": "reasoning", "encrypted_content": sealed("So."), "summary": []}
     found = read(calling.service.prompts, input=[*CODEX_SECOND[2:3], commit, *CODEX_SECOND[4:]])
     assert found == (
@@ -116,7 +116,7 @@ def test_items_are_one_message_of_an_answer(calling: Running) -> None:
     )
 
 
-def test_a_demanded_custom_call_follows_its_grammar(tmp_path: Path) -> None:
+def test_required_custom_call_follows_grammar(tmp_path: Path) -> None:
     """Of a model that by itself says something else."""
     choice: Any = {"type": "custom", "name": "apply_patch"}
     number: Any = {
@@ -136,7 +136,7 @@ def test_a_demanded_custom_call_follows_its_grammar(tmp_path: Path) -> None:
         assert item.input[:3].isdigit() and item.input[3:] == "/x"
 
 
-def test_a_custom_call_of_the_models_own_follows_its_grammar(tmp_path: Path) -> None:
+def test_voluntary_custom_call_follows_grammar(tmp_path: Path) -> None:
     """Where the client demands nothing: of a model that would break the grammar."""
     head = '{"name": "number", "arguments": {"input": "'
     said = ("I count. ", "<tool_call>", head, "abc", '"}}', "</tool_call>")
@@ -157,7 +157,7 @@ def test_a_custom_call_of_the_models_own_follows_its_grammar(tmp_path: Path) -> 
         assert answer.headers["x-penstock-unenforced"] == "number:grammar"
 
 
-def test_effort_is_the_templates_own_switch(tmp_path: Path) -> None:
+def test_effort_maps_to_template_switch(tmp_path: Path) -> None:
     template = "{{ reasoning_effort }}{{ enable_thinking }}" + TEMPLATE
     marks = ("<think>", "</think>")
     prompts = Prompts(parrot(tmp_path, "Hello", marks=marks, template=template)[1])
@@ -171,7 +171,7 @@ def test_effort_is_the_templates_own_switch(tmp_path: Path) -> None:
 # ---- what is kept
 
 
-def test_a_conversation_goes_on_from_an_id(calling: Running) -> None:
+def test_conversation_continues_from_response_id(calling: Running) -> None:
     asked: Any = {"model": "any", "tools": TOOLS}
     with client(calling) as api:
         first = api.responses.create(**asked, input="look")
@@ -205,7 +205,7 @@ def test_a_conversation_goes_on_from_an_id(calling: Running) -> None:
     assert "\npenstock_stored_response_bytes " in figures
 
 
-def test_the_store_never_holds_more_than_it_may() -> None:
+def test_response_store_is_bounded() -> None:
     memory = PromptMemory(100_000)
     store = ResponseStore(memory, 10_000)
     for number in range(50):
@@ -226,7 +226,7 @@ def test_the_store_never_holds_more_than_it_may() -> None:
     assert (len(store), store.nbytes, memory.used_bytes) == (0, 0, 0)
 
 
-def test_stored_responses_go_when_open_requests_need_the_memory() -> None:
+def test_stored_responses_are_evicted_for_open_requests() -> None:
     """The oldest first; where requests have all of it, nothing is kept."""
     memory = PromptMemory(100_000)
     store, request = ResponseStore(memory, 32_000_000), memory.hold()

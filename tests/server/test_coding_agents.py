@@ -76,7 +76,7 @@ def running() -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_second_turn_is_read_from_the_cache(running: Running, stream: bool) -> None:
+def test_second_turn_is_cached(running: Running, stream: bool) -> None:
     """Though the billing header changes with every request."""
     salt = {"cache_salt": str(stream), "stream": stream, "max_tokens": 64}
     usage_of(post(running, claude_code(CLAUDE_FIRST, cch="11111", **salt)))
@@ -84,21 +84,21 @@ def test_the_second_turn_is_read_from_the_cache(running: Running, stream: bool) 
     assert second["cache_read_input_tokens"] >= 0.8 * total(second)
 
 
-def test_the_title_is_written_by_its_schema(running: Running) -> None:
+def test_title_follows_schema(running: Running) -> None:
     answer = post(running, {**CLAUDE_TITLE, "stream": False})
     assert answer.status_code == 200, answer.text
     (block,) = answer.json()["content"]
     assert json.loads(block["text"])["title"] in ("One", "Two")
 
 
-def test_tokens_are_counted_as_they_are_read(running: Running) -> None:
+def test_count_tokens_matches_prompt(running: Running) -> None:
     for turns in (CLAUDE_FIRST, CLAUDE_SECOND):
         body = claude_code(turns, stream=False, max_tokens=8, tools=[SERVER_TOOL])
         counted = httpx.post(f"{running.url}/v1/messages/count_tokens", json=body)
         assert counted.json()["input_tokens"] == total(usage_of(post(running, body)))
 
 
-def test_the_official_client(running: Running) -> None:
+def test_anthropic_client(running: Running) -> None:
     body = claude_code(CLAUDE_SECOND, max_tokens=8)
     for name in ("stream", "context_management", "container", "mcp_servers", "never_seen_before"):
         del body[name]
@@ -112,7 +112,7 @@ def test_the_official_client(running: Running) -> None:
     )
 
 
-def test_tools_that_run_elsewhere_are_left_out_and_named(running: Running) -> None:
+def test_server_side_tools_are_dropped_and_named(running: Running) -> None:
     for stream in (True, False):
         answer = post(running, claude_code(CLAUDE_FIRST, stream=stream, max_tokens=4))
         assert "x-penstock-left-out" not in answer.headers
@@ -123,7 +123,7 @@ def test_tools_that_run_elsewhere_are_left_out_and_named(running: Running) -> No
         assert answer.headers["x-penstock-left-out"] == "search__x:_y, web_fetch_20250910"
 
 
-def test_a_tool_that_runs_elsewhere_cannot_be_demanded(running: Running) -> None:
+def test_server_side_tool_cannot_be_required(running: Running) -> None:
     choice = {"type": "tool", "name": "web_search"}
     answer = post(running, claude_code(CLAUDE_FIRST, tools=[SERVER_TOOL], tool_choice=choice))
     assert answer.status_code == 400
@@ -133,7 +133,7 @@ def test_a_tool_that_runs_elsewhere_cannot_be_demanded(running: Running) -> None
 # ---- what the template is given
 
 
-def test_a_system_message_stands_where_it_was_sent(prompts: Prompts) -> None:
+def test_system_message_keeps_its_position(prompts: Prompts) -> None:
     turns = [{"role": role, "content": role[0]} for role in ("user", "system", "assistant", "user")]
     assert read(prompts, messages=turns) == (
         "<|user|>u<|end|><|system|>s<|end|><|assistant|>a<|end|><|user|>u<|end|><|assistant|>"
@@ -150,9 +150,7 @@ def test_a_system_message_stands_where_it_was_sent(prompts: Prompts) -> None:
         ([text("Be brief."), text("x-anthropic-billing-header: a")], None),
     ],
 )
-def test_the_billing_header_is_left_out(
-    system: Any, expected: str | None, prompts: Prompts
-) -> None:
+def test_billing_header_is_dropped(system: Any, expected: str | None, prompts: Prompts) -> None:
     found = read(prompts, system=system, messages=[{"role": "user", "content": "Hi"}])
     if expected is None:
         assert "x-anthropic-billing-header: a" in found
@@ -160,13 +158,13 @@ def test_the_billing_header_is_left_out(
         assert found == f"{expected}<|user|>Hi<|end|><|assistant|>"
 
 
-def test_the_billing_header_can_be_kept(prompts: Prompts) -> None:
+def test_billing_header_can_be_kept(prompts: Prompts) -> None:
     keeping = Prompts(prompts.tokenizer, keep_billing_header=True)
     fields = {"system": [text(BILLING.format("a"))], "messages": [{"role": "user", "content": "A"}]}
     assert BILLING.format("a") in read(keeping, **fields)
 
 
-def test_reasoning_of_history_is_given_to_the_template(prompts: Prompts) -> None:
+def test_history_reasoning_reaches_template(prompts: Prompts) -> None:
     found = read(prompts, messages=CLAUDE_SECOND[2:])
     said = (
         "<|assistant|><think>A file.\n\n[redacted thinking left out]</think>I read it.<tool_call>"
@@ -174,7 +172,7 @@ def test_reasoning_of_history_is_given_to_the_template(prompts: Prompts) -> None
     assert said in found
 
 
-def test_what_is_no_text_is_named_in_history(prompts: Prompts) -> None:
+def test_non_text_content_in_history_is_named(prompts: Prompts) -> None:
     found = read(prompts, messages=CLAUDE_SECOND)
     assert (
         "<|tool|>A picture:\n\n[image left out]\n\n[tool reference Read left out]<|end|>" in found
@@ -193,14 +191,14 @@ def test_what_is_no_text_is_named_in_history(prompts: Prompts) -> None:
     assert "<|user|>A text.<|end|>" in found
 
 
-def test_what_is_asked_must_be_text(running: Running) -> None:
+def test_non_text_question_is_refused(running: Running) -> None:
     turns = [*CLAUDE_SECOND[:3], {"role": "user", "content": [text("?"), IMAGE]}, CLAUDE_FIRST[1]]
     answer = post(running, claude_code(turns))
     assert answer.status_code == 400
     assert "messages.3.content.1: content of type 'image'" in answer.json()["error"]["message"]
 
 
-def test_a_picture_beside_a_result_is_named(running: Running, prompts: Prompts) -> None:
+def test_image_beside_tool_result_is_named(running: Running, prompts: Prompts) -> None:
     """Agents put the picture that a tool has read beside its result; no user asks with it."""
     loop = [CLAUDE_SECOND[2], {**CLAUDE_SECOND[3]}]
     loop[1]["content"] = [*loop[1]["content"], text("a.png:"), IMAGE]
@@ -216,7 +214,7 @@ PIECES = ("<think>", "One. ", "Two. ", "Three. ", "Four. ", "</think>", "Done.")
 
 
 @pytest.mark.parametrize(("budget", "thought"), [(2, "One. Two. "), (9, "One. Two. Three. Four. ")])
-def test_reasoning_ends_with_its_budget(tmp_path: Path, budget: int, thought: str) -> None:
+def test_thinking_budget_ends_reasoning(tmp_path: Path, budget: int, thought: str) -> None:
     model, tokenizer = parrot(tmp_path, *PIECES, marks=("<think>", "</think>"))
     thinking = {"type": "enabled", "budget_tokens": budget}
     body = {"model": "any", "max_tokens": 32, "messages": [{"role": "user", "content": "So?"}]}
@@ -233,7 +231,7 @@ def test_reasoning_ends_with_its_budget(tmp_path: Path, budget: int, thought: st
             assert kinds["text"].text == "Done."
 
 
-def test_the_form_of_an_answer_counts_in_its_prompt(tmp_path: Path) -> None:
+def test_count_tokens_includes_output_format(tmp_path: Path) -> None:
     """A template opens the reasoning where it is asked for; a schema begins behind it."""
     opened = TEMPLATE.replace(ASK, f"{ASK}{{% if enable_thinking %}}<think>{{% endif %}}")
     model, tokenizer = parrot(tmp_path, *PIECES, marks=("<think>", "</think>"), template=opened)

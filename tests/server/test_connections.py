@@ -109,7 +109,7 @@ def is_open(peer: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("files", [(1_024, 1_024), (512, 4_096)])
-def test_idle_connections_leave_the_engine_alive_and_a_place_for_health(
+def test_idle_connections_leave_room_for_health(
     files: tuple[int, int],
 ) -> None:
     """Each takes an open file: without a cap none is left to look at the machine's memory."""
@@ -125,7 +125,7 @@ def test_idle_connections_leave_the_engine_alive_and_a_place_for_health(
         assert psutil.Process(server.popen.pid).num_fds() < files[1] - 30
 
 
-def test_a_connection_too_many_is_told_so_or_closed() -> None:
+def test_excess_connection_gets_503_or_is_closed() -> None:
     with serving(max_connections=4) as running, ExitStack() as stack:
         port = running.server.port
         for _ in range(4):
@@ -144,7 +144,7 @@ def test_a_connection_too_many_is_told_so_or_closed() -> None:
         assert httpx.get(f"{running.url}/v1/models").status_code == 200
 
 
-def test_a_limit_below_that_of_connections_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lowered_connection_limit_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
     with process("--max-connections", "5000", files=(1_024, 1_024)) as server:
         server.popen.terminate()
         _, said = server.popen.communicate(timeout=SOON)
@@ -152,7 +152,7 @@ def test_a_limit_below_that_of_connections_is_told(capfd: pytest.CaptureFixture[
         assert "1024 files" in said
 
 
-def test_importing_a_model_library_lowers_no_limit() -> None:
+def test_importing_mlx_lm_does_not_lower_file_limit() -> None:
     """mlx-lm sets the limit to 2,048 of at most 4,096, which fails where that is not allowed."""
     asked = (
         "import resource; from penstock import open_files; import penstock.models.mlx_lm; "
@@ -204,9 +204,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_no_connection_stays_open_for_a_request_that_does_not_come(
-    quick: Running, name: str
-) -> None:
+def test_idle_connections_are_closed(quick: Running, name: str) -> None:
     begin, dribble = SLOW[name]
     with connect(quick.server.port, begin) as peer:
         began = time.monotonic()
@@ -223,12 +221,12 @@ def test_no_connection_stays_open_for_a_request_that_does_not_come(
     wait_until(lambda: not quick.server.server_state.connections)
 
 
-def test_what_is_slow_is_told_so(quick: Running) -> None:
+def test_slow_request_gets_408(quick: Running) -> None:
     assert ask(quick.server.port, MODELS).startswith(b"HTTP/1.1 408")
     assert ask(quick.server.port, b"") == b""
 
 
-def test_an_answer_that_is_not_read_is_not_kept(quick: Running) -> None:
+def test_unread_response_is_dropped(quick: Running) -> None:
     """What the system takes for a client is not ours; the rest waits in this process."""
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2_048)
@@ -241,7 +239,7 @@ def test_an_answer_that_is_not_read_is_not_kept(quick: Running) -> None:
         wait_until(lambda: not quick.server.server_state.connections, SOON)
 
 
-def test_a_connection_is_kept_for_the_next_request(quick: Running) -> None:
+def test_connection_is_kept_alive(quick: Running) -> None:
     with httpx.Client(base_url=quick.url) as http:
         for _ in range(3):
             assert http.get("/health").status_code == 200
@@ -249,7 +247,7 @@ def test_a_connection_is_kept_for_the_next_request(quick: Running) -> None:
         assert len(quick.server.server_state.connections) == 1
 
 
-def test_requests_in_one_piece_are_all_answered(quick: Running) -> None:
+def test_pipelined_requests_are_all_answered(quick: Running) -> None:
     """More than may wait are parsed when there is room, also those cut by a packet's end."""
     for count in (4, PIPELINED + 2, 5_000):
         sent = HEALTH.replace(b"close", b"keep-alive") * (count - 1) + HEALTH
@@ -257,7 +255,7 @@ def test_requests_in_one_piece_are_all_answered(quick: Running) -> None:
     wait_until(lambda: not quick.server.server_state.connections)
 
 
-def test_few_requests_of_a_connection_wait(quick: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipelining_is_bounded(quick: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: list[int] = []
     answered = Connection.on_response_complete
 
@@ -304,7 +302,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_no_head_takes_memory(alone: Process, name: str) -> None:
+def test_oversized_heads_take_no_memory(alone: Process, name: str) -> None:
     assert healthy(alone.port)
     before = alone.rss
     taken = endless(alone.port, *LARGE[name])
@@ -313,7 +311,7 @@ def test_no_head_takes_memory(alone: Process, name: str) -> None:
     assert healthy(alone.port)
 
 
-def test_many_heads_that_are_not_whole_take_little_memory(alone: Process) -> None:
+def test_many_incomplete_heads_take_little_memory(alone: Process) -> None:
     """Each connection may hold as much as it is allowed; together that is bounded as well."""
     head = MODELS + b"x: " + b"a" * 60_000
     with ExitStack() as stack:
@@ -325,7 +323,7 @@ def test_many_heads_that_are_not_whole_take_little_memory(alone: Process) -> Non
 
 
 @pytest.mark.parametrize(("size", "status"), [(60_000, 401), (70_000, 431)])
-def test_a_large_head_is_refused(alone: Process, size: int, status: int) -> None:
+def test_large_head_is_refused(alone: Process, size: int, status: int) -> None:
     head = MODELS + b"Connection: close\r\nx: " + b"a" * size + b"\r\n\r\n"
     assert ask(alone.port, head).startswith(f"HTTP/1.1 {status} ".encode())
 
@@ -336,12 +334,12 @@ def test_many_headers_are_refused(alone: Process, fields: int, status: int) -> N
     assert ask(alone.port, head).startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_nonsense_is_refused_in_json(alone: Process) -> None:
+def test_malformed_request_is_refused_in_json(alone: Process) -> None:
     found = ask(alone.port, b"\x16\x03\x01 nonsense\r\n\r\n")
     assert found.startswith(b"HTTP/1.1 400") and b'"error"' in found
 
 
-def test_an_upgrade_is_not_made(alone: Process) -> None:
+def test_upgrade_is_ignored(alone: Process) -> None:
     for what in (b"websocket", b"h2c"):
         asked = HEALTH.replace(b"close", b"Upgrade\r\nUpgrade: " + what)
         assert ask(alone.port, asked).startswith(b"HTTP/1.1 200")
@@ -350,7 +348,7 @@ def test_an_upgrade_is_not_made(alone: Process) -> None:
 # ---- after all of it
 
 
-def test_the_default_bounds_hold_in_a_process(alone: Process) -> None:
+def test_default_timeouts_close_connections(alone: Process) -> None:
     """Silent, half a head, half a body, and idle after an answer: all are closed in time."""
     begun = {
         "silent": (b"", 10.0),

@@ -44,14 +44,14 @@ def text(running: Running, **more: Any) -> str:
         ("{", []),
     ],
 )
-def test_the_folder_says_how_to_sample(tmp_path: Path, written: str, read: list[str]) -> None:
+def test_generation_config_sets_sampling(tmp_path: Path, written: str, read: list[str]) -> None:
     (tmp_path / "generation_config.json").write_text(written)
     found = read_generation_config(tmp_path)
     assert len(found) == len(read)
     assert all(json.loads(written)[name] == value for name, value in found.items())
 
 
-def test_a_model_that_does_not_sample_is_greedy(tmp_path: Path) -> None:
+def test_model_without_sampling_is_greedy(tmp_path: Path) -> None:
     said = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     assert read_generation_config(tmp_path) == {"temperature": 0.0, "top_p": 0.9}
@@ -59,7 +59,7 @@ def test_a_model_that_does_not_sample_is_greedy(tmp_path: Path) -> None:
     assert load_all(MODEL_PATH).sampling == {"temperature": 0.0}
 
 
-def test_a_part_of_a_model_has_the_sampling_of_the_whole(tmp_path: Path) -> None:
+def test_model_part_has_sampling_of_whole(tmp_path: Path) -> None:
     """A rank loads with `load_part`; what requests do not say comes from rank 0's folder."""
     folder = shutil.copytree(MODEL_PATH, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps(WILD))
@@ -67,7 +67,9 @@ def test_a_part_of_a_model_has_the_sampling_of_the_whole(tmp_path: Path) -> None
     assert load_part(folder, group).sampling == load_all(folder).sampling == WILD
 
 
-def test_flags_win_and_what_cannot_be_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_flags_override_model_and_invalid_values_are_ignored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = {"temperature": 0.7, "top_p": 0.8, "top_k": -1, "min_p": 0.1}
     found = default_sampling(settings(temperature=0.2, top_k=5), model)
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.2, 0.8, 5, 0.1)
@@ -75,7 +77,7 @@ def test_flags_win_and_what_cannot_be_is_passed_over(caplog: pytest.LogCaptureFi
     assert default_sampling(settings(), {}).greedy
 
 
-def test_a_request_gets_the_models_sampling_where_it_says_none() -> None:
+def test_request_defaults_to_model_sampling() -> None:
     with serving() as plain, serving(sampling=WILD) as wild:
         drawn = text(plain, **WILD)
         assert text(wild) == drawn != text(plain)
@@ -89,12 +91,12 @@ def test_a_request_gets_the_models_sampling_where_it_says_none() -> None:
         assert said[0] == said[1] != said[2]
 
 
-def test_a_flag_of_the_server_wins_over_the_model() -> None:
+def test_server_flag_overrides_model_sampling() -> None:
     with serving(sampling=WILD, temperature=0.0) as flagged, serving() as plain:
         assert text(flagged) == text(plain)
 
 
-def test_messages_get_the_models_sampling() -> None:
+def test_messages_use_model_sampling() -> None:
     """They have no seed: two draws of twenty tokens at temperature 3 differ."""
     messages = [{"role": "user", "content": "Hello!"}]
     body = {"model": "recall", "messages": messages, "max_tokens": 20}
@@ -106,7 +108,7 @@ def test_messages_get_the_models_sampling() -> None:
     assert said[0] != said[1]
 
 
-def test_stop_token_ids_end_an_answer() -> None:
+def test_stop_token_ids_end_answer() -> None:
     with serving() as running:
         request = Request(prompt=tuple(PROMPT), max_tokens=6, ignore_eos=True)
         (choice,) = running.service.engine.submit(request).result(30)

@@ -113,7 +113,7 @@ def read(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def test_the_answer_whole_and_streamed_is_that_of_other_interfaces(server: Running) -> None:
+def test_custom_dialect_matches_other_apis(server: Running) -> None:
     other = post(server, "/v1/completions", max_tokens=16, temperature=0).json()
     whole = post(server)
     assert whole.status_code == 200 and whole.headers["content-type"] == "application/json"
@@ -132,20 +132,20 @@ def test_the_answer_whole_and_streamed_is_that_of_other_interfaces(server: Runni
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_is_kept_to(server: Running, stream: bool) -> None:
+def test_custom_dialect_enforces_grammar(server: Running, stream: bool) -> None:
     answer = post(server, json_schema={"enum": ["teal"]}, stream=stream)
     parts = [*read(answer.iter_lines())] if stream else [answer.json()]
     assert "".join(part["content"] for part in parts) == '"teal"'
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_read_is_refused_before_the_stream(server: Running, stream: bool) -> None:
+def test_unreadable_body_is_refused_before_stream(server: Running, stream: bool) -> None:
     for body in ({"prompt": ""}, {"n_predict": 0}, {"json_schema": {"type": "odd"}}):
         assert post(server, stream=stream, **body).status_code == 400
     assert server.service.open_requests == 0
 
 
-def test_an_error_within_a_stream_has_the_form_of_the_interface(server: Running) -> None:
+def test_stream_error_has_dialect_format(server: Running) -> None:
     body = {"prompt": PROMPT, "n_predict": 20_000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/completion", json=body, timeout=60) as answer:
         events = read(answer.iter_lines())
@@ -156,7 +156,7 @@ def test_an_error_within_a_stream_has_the_form_of_the_interface(server: Running)
     wait_until(lambda: server.service.open_requests == 0)
 
 
-def test_a_client_that_goes_ends_the_request(server: Running) -> None:
+def test_disconnect_cancels_request(server: Running) -> None:
     body = {"prompt": PROMPT, "n_predict": 20_000, "ignore_eos": True}
     with httpx.stream(
         "POST", f"{server.url}/completion", json={**body, "stream": True}, timeout=60
@@ -172,7 +172,7 @@ def test_a_client_that_goes_ends_the_request(server: Running) -> None:
     assert recent[-1].state == recent[-2].state == "cancelled"
 
 
-def test_events_that_take_long_are_written_in_a_worker_thread(server: Running) -> None:
+def test_slow_events_are_written_in_worker_thread(server: Running) -> None:
     threads: set[tuple[str, bool]] = set()
 
     class Long(LlamaCompletion):

@@ -61,7 +61,7 @@ def prompts_of(server: Running) -> list[list[int]]:
     return [[*encode(QUESTION), *encode(choice, add_special_tokens=False)] for choice in CHOICES]
 
 
-def test_echo_has_the_models_own_log_likelihoods(server: Running, model: Any) -> None:
+def test_echo_matches_model_log_likelihoods(server: Running, model: Any) -> None:
     """What a multiple-choice task asks for, of texts and of tokens; choices share the question."""
     prompts = prompts_of(server)
     before = server.service.engine.stats().prefilled_tokens
@@ -87,7 +87,7 @@ def test_echo_has_the_models_own_log_likelihoods(server: Running, model: Any) ->
     assert [c["text"] for c in again] == texts
 
 
-def test_an_answer_behind_an_echo_goes_on_in_the_same_lists(server: Running) -> None:
+def test_answer_after_echo_extends_lists(server: Running) -> None:
     (whole,) = complete(server, QUESTION, max_tokens=4)
     (plain,) = complete(server, QUESTION, max_tokens=4, echo=False)
     assert whole["text"] == QUESTION + plain["text"]
@@ -110,7 +110,7 @@ def test_an_answer_behind_an_echo_goes_on_in_the_same_lists(server: Running) -> 
     assert [at for part in joined for at in part["text_offset"]] == logprobs["text_offset"]
 
 
-def test_a_streamed_answer_waits_for_the_log_probabilities_of_its_prompt(server: Running) -> None:
+def test_stream_waits_for_prompt_logprobs(server: Running) -> None:
     """The second answer finds its prompt in the cache, and ends while the first still reads it."""
     for animal in ("amber", "quiet", "brown", "old"):
         prompt = f"The code of the {animal} falcon"
@@ -129,9 +129,7 @@ def test_a_streamed_answer_waits_for_the_log_probabilities_of_its_prompt(server:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_token_that_ends_an_answer_has_its_log_probability(
-    server: Running, stream: bool
-) -> None:
+def test_final_token_has_logprob(server: Running, stream: bool) -> None:
     """Evaluations take the last number of the list for that of the one token generated."""
     prompt = prompts_of(server)[0]
     body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1}
@@ -149,14 +147,14 @@ def test_the_token_that_ends_an_answer_has_its_log_probability(
     assert values[-1] == pytest.approx(plain["logprobs"]["token_logprobs"][-1], abs=NEAR)
 
 
-def test_prompt_logprobs_have_vllms_form(server: Running, model: Any) -> None:
+def test_prompt_logprobs_have_vllm_format(server: Running, model: Any) -> None:
     (prompt, *_) = prompts_of(server)
     (choice,) = complete(server, prompt, echo=False, logprobs=None, max_tokens=1, prompt_logprobs=2)
     assert choice["logprobs"] is None
     check_form(model, prompt, choice["prompt_logprobs"], 2)
 
 
-def test_prompt_logprobs_of_a_conversation(server: Running, model: Any) -> None:
+def test_prompt_logprobs_of_chat(server: Running, model: Any) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     answer = post(
         server, "/v1/chat/completions", messages=messages, max_tokens=1, prompt_logprobs=0
@@ -197,7 +195,7 @@ def check_form(model: Any, prompt: Sequence[int], found: list[Any], top: int) ->
         ),
     ],
 )
-def test_an_invalid_body_is_400_and_its_field_named(
+def test_invalid_body_is_400_and_names_field(
     server: Running, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = post(server, path, **body)
@@ -205,7 +203,7 @@ def test_an_invalid_body_is_400_and_its_field_named(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_the_whole_vocabulary_is_minus_one(server: Running, model: Any, path: str) -> None:
+def test_minus_one_returns_whole_vocabulary(server: Running, model: Any, path: str) -> None:
     """If there is memory for it: the refusal has the numbers."""
     size = server.service.vocabulary_size
     prompt: Sequence[int] = [7, 8, 9]
@@ -237,7 +235,7 @@ def test_the_whole_vocabulary_is_minus_one(server: Running, model: Any, path: st
         ("/tokenize", {}),
     ],
 )
-def test_long_responses_are_written_beside_the_event_loop(
+def test_long_responses_are_serialized_off_event_loop(
     server: Running, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[tuple[str, bool]] = []
@@ -262,7 +260,7 @@ def test_long_responses_are_written_beside_the_event_loop(
     assert not any(name.startswith("penstock-long") for name, _ in threads)
 
 
-def test_more_scores_than_there_is_memory_for_are_refused_with_their_bytes(
+def test_oversized_scores_are_refused_with_their_bytes(
     server: Running,
 ) -> None:
     prompt = [7] * 2_000
@@ -274,7 +272,7 @@ def test_more_scores_than_there_is_memory_for_are_refused_with_their_bytes(
     assert server.service.memory.used_bytes < 1_000_000
 
 
-def test_echoes_of_many_answers_are_held_to_the_memory_of_prompts(server: Running) -> None:
+def test_echoes_of_many_choices_respect_prompt_memory(server: Running) -> None:
     prompt = [5] * 1_200
     body = {"prompt": prompt, "max_tokens": 0, "echo": True}
     answer = post(server, "/v1/completions", **body, n=128)

@@ -28,7 +28,7 @@ def running() -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("path", LARGE)
-def test_a_short_request_does_not_wait_for_a_large_one(running: Running, path: str) -> None:
+def test_short_request_does_not_wait_for_large_one(running: Running, path: str) -> None:
     engine = running.service.engine
     with (
         ThreadPoolExecutor(1) as other,
@@ -55,7 +55,7 @@ def ask_from(address: str, url: str, **more: Any) -> httpx.Response:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is this machine on Linux alone")
-def test_a_client_that_fills_the_queue_leaves_room_for_others() -> None:
+def test_client_filling_queue_leaves_room_for_others() -> None:
     with (
         pytest.MonkeyPatch.context() as patching,
         serving(engine={"max_batch_size": 1, "max_queue": 4}) as running,
@@ -85,7 +85,7 @@ def test_a_client_that_fills_the_queue_leaves_room_for_others() -> None:
         assert statuses == [200] * 4
 
 
-def test_requests_of_a_call_are_one_of_their_client(running: Running) -> None:
+def test_requests_of_one_call_share_client_and_group(running: Running) -> None:
     engine = running.service.engine
     with httpx.stream("POST", f"{running.url}/v1/completions", json=LARGE["/v1/completions"]):
         wait_until(lambda: engine.stats().running == 8)

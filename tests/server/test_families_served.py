@@ -41,7 +41,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_reasoning_and_a_call_reach_all_clients(name: str, tmp_path: Path) -> None:
+def test_reasoning_and_call_reach_all_clients(name: str, tmp_path: Path) -> None:
     pieces, shown, flags = SERVED[name]
     model = parrot(tmp_path, *pieces, template=shown + TEMPLATE)
     asked: Any = {"model": "any", "messages": [{"role": "user", "content": "look"}]}
@@ -71,7 +71,7 @@ def test_reasoning_and_a_call_reach_all_clients(name: str, tmp_path: Path) -> No
         *("<start_function_call>", "<atem:function_calls>"),
     ],
 )
-def test_a_call_is_demanded_in_the_models_own_form(shown: str, tmp_path: Path) -> None:
+def test_required_call_uses_model_format(shown: str, tmp_path: Path) -> None:
     """Of a model that by itself says something else."""
     things = {**TOOL, "properties": {"thing": {"enum": ["otter"]}}, "required": ["thing"]}
     things["additionalProperties"] = False
@@ -94,7 +94,7 @@ def test_a_call_is_demanded_in_the_models_own_form(shown: str, tmp_path: Path) -
     assert made.finish_reason == "tool_calls" and not made.message.content
 
 
-def test_reasoning_of_harmony_is_counted(tmp_path: Path) -> None:
+def test_harmony_reasoning_is_counted(tmp_path: Path) -> None:
     shown = "{# <|channel|> <|message|> #}"
     prompts = Prompts(parrot(tmp_path, *HARMONY[:2], template=shown + TEMPLATE)[1])
     answer = prompts.encode("<|channel|>analysis<|message|>Hm, well<|end|>So")

@@ -44,7 +44,7 @@ def api(thinker: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_a_schema_begins_behind_the_reasoning(api: openai.OpenAI) -> None:
+def test_schema_starts_after_reasoning(api: openai.OpenAI) -> None:
     message = api.chat.completions.create(**ASKED, response_format=JSON_FORM, max_tokens=99)
     (choice,) = message.choices
     assert json.loads(choice.message.content or "").keys() == {"ok"}
@@ -61,14 +61,16 @@ def test_a_schema_begins_behind_the_reasoning(api: openai.OpenAI) -> None:
         ({"structured_outputs": {"grammar": 'start: "a" "b"'}}, ("ab",)),
     ],
 )
-def test_choices_and_grammars_do_too(api: openai.OpenAI, form: Any, answer: Any) -> None:
+def test_choices_and_grammars_start_after_reasoning(
+    api: openai.OpenAI, form: Any, answer: Any
+) -> None:
     (choice,) = api.chat.completions.create(**ASKED, extra_body=form, max_tokens=99).choices
     said = choice.message.content or ""
     assert said in answer if answer else (said[:3].isdigit() and said[3:] == "x")
     assert choice.message.reasoning_content == "Let me see."  # type: ignore[attr-defined]
 
 
-def test_a_demanded_call_does_too(api: openai.OpenAI) -> None:
+def test_required_call_starts_after_reasoning(api: openai.OpenAI) -> None:
     (choice,) = api.chat.completions.create(
         **ASKED, tools=[TOOL], tool_choice="required", max_tokens=99
     ).choices
@@ -77,7 +79,7 @@ def test_a_demanded_call_does_too(api: openai.OpenAI) -> None:
     assert choice.message.reasoning_content == "Let me see."  # type: ignore[attr-defined]
 
 
-def test_without_reasoning_it_begins_at_once(api: openai.OpenAI) -> None:
+def test_without_reasoning_schema_starts_at_once(api: openai.OpenAI) -> None:
     """The negative control."""
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     (choice,) = api.chat.completions.create(
@@ -101,7 +103,7 @@ def test_responses_and_streams(api: openai.OpenAI) -> None:
     assert "".join(thoughts) == "Let me see."
 
 
-def test_anthropics_thinking_beside_a_schema(thinker: Running) -> None:
+def test_anthropic_thinking_with_schema(thinker: Running) -> None:
     form: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
     with anthropic.Anthropic(base_url=thinker.url, api_key="x", max_retries=0) as api:
         message = api.messages.create(

@@ -56,7 +56,7 @@ def parser_of(name: str) -> Any:
     return import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
 
 
-def test_tags_that_hold_no_json_are_not_read_as_json() -> None:
+def test_non_json_tags_are_not_parsed_as_json() -> None:
     """mlx-lm takes the template of MiniMax M3 for JSON between tags."""
     for text, name in (("{{ tool_call.name }}", "json_tools"), ('<invoke name="', "none")):
         made = tokenizer(f"<tool_call> tool_call.name <arg_key> {text}")
@@ -64,7 +64,7 @@ def test_tags_that_hold_no_json_are_not_read_as_json() -> None:
         assert answer_format(made).call_name == name
 
 
-def test_muse_spark_tells_the_reader_of_a_message_in_its_header() -> None:
+def test_muse_spark_headers_name_recipient() -> None:
     """Unless a flag says that there are no headers."""
     made = tokenizer("<atem:function_calls>")
     made.has_tool_calling = True
@@ -76,21 +76,21 @@ def test_muse_spark_tells_the_reader_of_a_message_in_its_header() -> None:
 
 
 @pytest.mark.parametrize("template", SHOWN)
-def test_the_template_shows_the_format(template: str) -> None:
+def test_format_is_detected_from_template(template: str) -> None:
     form = answer_format(tokenizer(template))
     assert (form.call_name, form.reasoning_name) == SHOWN[template]
     tools_have_their_own = {"default": "Hello", "tool_use": template}
     assert answer_format(tokenizer(tools_have_their_own)).call_name == SHOWN[template][0]
 
 
-def test_flags_rule_over_the_template() -> None:
+def test_flags_override_template() -> None:
     form = answer_format(tokenizer("<TOOLCALL>"), "qwen3_coder", "seed")
     assert (form.call_name, form.reasoning_name) == ("qwen3_coder", "seed")
     form = answer_format(tokenizer("<TOOLCALL> <think></think>"), "none", "none")
     assert (form.calls, form.reasoning) == (None, None)
 
 
-def test_a_name_that_is_none_is_refused_with_those_that_are() -> None:
+def test_unknown_parser_lists_known_ones() -> None:
     for name in ("nemotron", "kimi_k2", "none"):
         with pytest.raises(SettingError, match=rf"--tool-parser nothing: .*{name}"):
             answer_format(tokenizer(""), "nothing")
@@ -98,7 +98,7 @@ def test_a_name_that_is_none_is_refused_with_those_that_are() -> None:
         answer_format(tokenizer(""), None, "nothing")
 
 
-def test_every_parser_of_mlx_lm_has_a_reader_of_ours() -> None:
+def test_every_mlx_lm_parser_is_supported() -> None:
     """A model for which mlx-lm names a parser that we do not know gets text."""
     names = {module.name for module in iter_modules(mlx_lm.tool_parsers.__path__)}
     assert len(names) >= 14 and names < set(call_names())
@@ -108,7 +108,7 @@ def test_every_parser_of_mlx_lm_has_a_reader_of_ours() -> None:
     assert answer_format(made).call_name == "none"
 
 
-def test_the_template_tells_how_a_format_is_written() -> None:
+def test_tag_spacing_is_detected_from_template() -> None:
     made = tokenizer("<tool_call>{{ name }}<arg_key>k</arg_key><arg_value>")
     made.has_tool_calling, made.tool_parser = True, parser_of("glm47")
     calls = answer_format(made).calls
@@ -118,12 +118,12 @@ def test_the_template_tells_how_a_format_is_written() -> None:
 
 
 @pytest.mark.parametrize(("behind", "fenced"), [("", False), ("\n```json\n", True), ("```", False)])
-def test_the_template_tells_whether_arguments_are_fenced(behind: str, fenced: bool) -> None:
+def test_fenced_arguments_are_detected_from_template(behind: str, fenced: bool) -> None:
     made = tokenizer(f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁sep｜>{behind}")
     assert answer_format(made).calls == DeepSeekCalls(fenced=fenced)
 
 
-def test_marks_that_are_no_tokens_open_the_reasoning_all_the_same(tmp_path: Path) -> None:
+def test_text_markers_open_reasoning(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}[/THINK]{% if add_generation_prompt %}[THINK]\n{% endif %}"
     prompts = Prompts(parrot(tmp_path, "Hello", template=template)[1])
     talk = [{"role": "user", "content": "[THINK]"}]
@@ -132,7 +132,7 @@ def test_marks_that_are_no_tokens_open_the_reasoning_all_the_same(tmp_path: Path
     assert prompts.reasoning_marks is None
 
 
-def test_every_file_with_formats_is_one_line_of_the_registry() -> None:
+def test_every_format_file_is_registered() -> None:
     files = [
         import_module(f"{parsing.__name__}.{module.name}")
         for module in iter_modules(parsing.__path__)

@@ -30,7 +30,7 @@ def post(running: Running, path: str, body: bytes) -> Any:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_half_is_read_as_the_sign_for_what_is_lost(path: str, recall_server: Running) -> None:
+def test_lone_surrogate_becomes_replacement_character(path: str, recall_server: Running) -> None:
     body = json.dumps(BODIES[path]).encode()
     told = [
         post(recall_server, path, body.replace(b"HALF", half)) for half in (*HALVES, rb"\ufffd")
@@ -43,10 +43,10 @@ def test_a_half_is_read_as_the_sign_for_what_is_lost(path: str, recall_server: R
     "body",
     [rb'"\ud83e\udd8a"', rb'"\\ud83d"', rb'"\\\\ud83d"', "\U0001f98a\ud7ff".encode(), rb'"\u00ed"'],
 )
-def test_whole_pairs_and_written_escapes_stay(body: bytes) -> None:
+def test_whole_pairs_and_escapes_are_unchanged(body: bytes) -> None:
     assert whole_pairs_in(body) == body
 
 
-def test_each_half_goes_alone() -> None:
+def test_each_lone_surrogate_is_replaced_separately() -> None:
     assert whole_pairs_in(rb'"\ud83d\ud83e\udd8a\udd8a"') == rb'"\ufffd\ud83e\udd8a\ufffd"'
     assert whole_pairs_in(rb'"\\\ud83d"') == rb'"\\\ufffd"'

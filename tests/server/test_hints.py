@@ -42,7 +42,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_hint_is_the_prompt_that_the_engine_gets(name: str, recall_server: Running) -> None:
+def test_hint_matches_engine_prompt(name: str, recall_server: Running) -> None:
     path, body = REQUESTS[name]
     service = recall_server.service
     service.engine.clear()
@@ -73,5 +73,5 @@ def test_a_hint_is_the_prompt_that_the_engine_gets(name: str, recall_server: Run
         ("/v1/cache/explain", b'{"prompt": "hi"}'),
     ],
 )
-def test_what_cannot_be_read_has_no_hint(path: str, body: bytes, recall_server: Running) -> None:
+def test_unreadable_request_has_no_hint(path: str, body: bytes, recall_server: Running) -> None:
     assert hint_of(path, body, recall_server.service.prompts) is None

@@ -79,9 +79,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", BODIES)
-def test_a_schema_that_takes_too_much_is_400(
-    recall_server: Running, name: str, stream: bool
-) -> None:
+def test_expensive_schema_is_400(recall_server: Running, name: str, stream: bool) -> None:
     path, body = BODIES[name]()
     before = psutil.Process().memory_info().rss
     answer = post(recall_server, path, {**body, "stream": stream})
@@ -93,7 +91,7 @@ def test_a_schema_that_takes_too_much_is_400(
 
 
 @pytest.mark.parametrize("demanded", [False, True])
-def test_a_tool_that_takes_too_much_is_not_enforced(recall_server: Running, demanded: bool) -> None:
+def test_expensive_tool_schema_is_not_enforced(recall_server: Running, demanded: bool) -> None:
     tools = [{"type": "function", "function": tool(hostile(), strict=True)}]
     choice = "required" if demanded else "auto"
     body = {"messages": MESSAGES, "tools": tools, "tool_choice": choice, "max_tokens": 2}
@@ -102,7 +100,7 @@ def test_a_tool_that_takes_too_much_is_not_enforced(recall_server: Running, dema
     assert answer.headers["x-penstock-unenforced"].startswith("f:")
 
 
-def test_trials_of_one_request_take_a_bounded_time(
+def test_grammar_trials_per_request_are_bounded(
     recall_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_trials, "REQUEST_SECONDS", 0.15)
@@ -120,7 +118,7 @@ def test_trials_of_one_request_take_a_bounded_time(
     assert trials.verdict('start: "abc"').error == ""
 
 
-def test_short_requests_go_on_while_schemas_are_tried(
+def test_short_requests_continue_during_grammar_trials(
     recall_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_trials, "COMPILE_SECONDS", 0.2)
@@ -137,7 +135,7 @@ def test_short_requests_go_on_while_schemas_are_tried(
     assert all(one.result().status_code == 400 for one in asked)
 
 
-def test_a_schema_whose_client_has_gone_is_not_tried(recall_server: Running) -> None:
+def test_schema_of_disconnected_client_is_not_tried(recall_server: Running) -> None:
     workers, busy = recall_server.service.workers, threading.Event()
     workers.compiling.submit(busy.wait, 60)
     trials = grammar_trials.grammar_trials
@@ -163,9 +161,7 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_whose_grammar_takes_too_long_ends_with_an_error(
-    recall_server: Running, stream: bool
-) -> None:
+def test_slow_grammar_ends_answer_with_error(recall_server: Running, stream: bool) -> None:
     body = {"messages": MESSAGES, "guided_grammar": AMBIGUOUS, "max_tokens": 200}
     body |= {"ignore_eos": True, "stream": stream}
     answer = post(recall_server, CHAT, body)
@@ -182,7 +178,7 @@ def test_an_answer_whose_grammar_takes_too_long_ends_with_an_error(
 
 
 @pytest.mark.slow
-def test_a_server_stops_while_schemas_are_tried() -> None:
+def test_server_stops_during_grammar_trials() -> None:
     with serving("--memory-limit", "100MB", "--drain-timeout", "5") as server:
         with ThreadPoolExecutor(4) as pool:
             bodies = [BODIES["chat"]() for _ in range(4)]

@@ -44,7 +44,7 @@ def given(content: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("content", ["large", "double", "wide"])
-def test_too_much_memory_is_told(content: str) -> None:
+def test_template_memory_overrun_is_reported(content: str) -> None:
     renderer = TemplateRenderer(cpu_seconds=60)  # a busy machine takes long to fill a gigabyte
     renderer.render(HOSTILE, given("hello"))
     with pytest.raises(TemplateOverrun, match="takes more than 1,024 MiB for these messages"):
@@ -52,21 +52,21 @@ def test_too_much_memory_is_told(content: str) -> None:
     renderer.render(HOSTILE, given("hello"))
 
 
-def test_a_constant_that_jinja_computes_when_it_compiles_is_told() -> None:
+def test_template_memory_overrun_at_compile_is_reported() -> None:
     with pytest.raises(TemplateOverrun, match="takes more than 1,024 MiB"):
         TemplateRenderer().render(CONSTANT + PLAIN, given("hello"))
     with pytest.raises(ModelError, match="takes more than 1,024 MiB for a message of one word"):
         check_template("a.jinja", CONSTANT + PLAIN)
 
 
-def test_a_template_without_end_is_told() -> None:
+def test_endless_template_is_reported() -> None:
     renderer = TemplateRenderer(cpu_seconds=0.5)
     with pytest.raises(TemplateOverrun, match=r"does not end within 0.5 s for these messages"):
         renderer.render(HOSTILE, given("loop"))
     renderer.render(HOSTILE, given("hello"))
 
 
-def test_the_time_is_that_of_each_request() -> None:
+def test_time_limit_is_per_request() -> None:
     renderer = TemplateRenderer(cpu_seconds=0.5)
     slow = "{% for a in range(300) %}{% for b in range(4000) %}{% endfor %}{% endfor %}"
     for _ in range(12):
@@ -81,20 +81,20 @@ def test_the_time_is_that_of_each_request() -> None:
         ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
     ],
 )
-def test_errors_of_a_template_are_told_in_a_line(source: str, line: str) -> None:
+def test_template_errors_are_one_line(source: str, line: str) -> None:
     with pytest.raises(TemplateRefusal) as raised:
         TemplateRenderer().render(source, given("hello"))
     assert str(raised.value) == line
 
 
-def test_nobody_waits_for_a_client_that_has_gone() -> None:
+def test_rendering_stops_when_client_disconnects() -> None:
     began = time.monotonic()
     with pytest.raises(TemplateOverrun):
         TemplateRenderer(cpu_seconds=60).render(HOSTILE, given("loop"), lambda: True)
     assert time.monotonic() - began < 20
 
 
-def test_a_request_whose_template_runs_over_ends_and_others_go_on(tmp_path: Path) -> None:
+def test_template_overrun_ends_only_its_request(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(HOSTILE)
     with process("--chat-template", str(file)) as server, ThreadPoolExecutor(4) as pool:

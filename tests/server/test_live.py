@@ -52,7 +52,7 @@ def chat(url: str, messages: list[dict[str, str]], **more: Any) -> dict[str, Any
     return answer.json()
 
 
-def test_a_snapshot_is_what_the_engine_says(server: Running, told: Dialogue) -> None:
+def test_snapshot_matches_engine(server: Running, told: Dialogue) -> None:
     usage = chat(server.url, told.ask(told.questions[0]))["usage"]
     with watching(server.url) as snapshots:
         first = next(snapshots)
@@ -69,9 +69,7 @@ def test_a_snapshot_is_what_the_engine_says(server: Running, told: Dialogue) -> 
     assert request["explanation"]["reason"]
 
 
-def test_snapshots_come_twice_a_second_and_tell_the_tree_when_it_changes(
-    server: Running, told: Dialogue
-) -> None:
+def test_snapshots_every_half_second_with_tree_on_change(server: Running, told: Dialogue) -> None:
     with watching(server.url) as snapshots:
         nodes = next(snapshots)["tree"]["count"]
         began = time.monotonic()
@@ -84,7 +82,7 @@ def test_snapshots_come_twice_a_second_and_tell_the_tree_when_it_changes(
     assert trees[-1]["count"] > nodes
 
 
-def test_no_text_of_prompts_is_told(server: Running) -> None:
+def test_snapshots_contain_no_prompt_text(server: Running) -> None:
     chat(
         server.url, [{"role": "user", "content": "The owner of the velvet walrus is Ottilie. " * 9}]
     )
@@ -100,7 +98,7 @@ def test_no_text_of_prompts_is_told(server: Running) -> None:
         assert word not in line
 
 
-def test_speed_is_measured(server: Running) -> None:
+def test_snapshot_measures_speed(server: Running) -> None:
     body = {
         "model": "recall",
         "prompt": [5, 6, 7],
@@ -119,7 +117,7 @@ def test_speed_is_measured(server: Running) -> None:
     assert max(seen) > 0
 
 
-def test_there_is_a_most_of_watchers_and_who_leaves_makes_room(
+def test_number_of_watchers_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live, "MOST_WATCHERS", 2)
@@ -135,7 +133,7 @@ def test_there_is_a_most_of_watchers_and_who_leaves_makes_room(
         wait_until(lambda: not refused(running.url))
 
 
-def test_a_dead_engine_ends_the_stream() -> None:
+def test_engine_death_ends_stream() -> None:
     with lasting_goodbye(), serving() as running, watching(running.url) as snapshots:
         next(snapshots)
         running.service.engine.close()
@@ -146,7 +144,7 @@ def test_a_dead_engine_ends_the_stream() -> None:
         assert httpx.get(f"{running.url}/v1/live").status_code == 503
 
 
-def test_draining_ends_the_stream() -> None:
+def test_draining_ends_stream() -> None:
     with serving() as running, watching(running.url) as snapshots:
         next(snapshots)
         began = time.monotonic()
@@ -159,7 +157,7 @@ def test_draining_ends_the_stream() -> None:
 # ---- the files of the page
 
 
-def test_the_page_is_served_whole(server: Running) -> None:
+def test_page_files_are_served(server: Running) -> None:
     with httpx.Client(base_url=server.url) as http:
         page = http.get("/")
         assert page.headers["content-type"] == "text/html; charset=utf-8"
@@ -179,7 +177,7 @@ def test_the_page_is_served_whole(server: Running) -> None:
             assert http.get(f"/{name}").status_code == 200, name
 
 
-def test_every_file_of_the_page_is_used_or_a_license() -> None:
+def test_every_page_file_is_used_or_a_license() -> None:
     names = set(page_files())
     text = "".join(entry.content.decode() for entry in page_files().values())
     unused = {name for name in names if name.rpartition("/")[2] not in text}
@@ -188,7 +186,7 @@ def test_every_file_of_the_page_is_used_or_a_license() -> None:
         assert "Permission is hereby granted" in (PAGE / folder / "LICENSE").read_text()
 
 
-def test_the_page_lets_nothing_foreign_in(server: Running) -> None:
+def test_page_allows_no_foreign_content(server: Running) -> None:
     page = httpx.get(server.url)
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self'" in policy
@@ -203,7 +201,7 @@ def test_the_page_lets_nothing_foreign_in(server: Running) -> None:
         assert not re.search(r"\s(style|on\w+)=[\"']", text), f"{name} has inline code or style"
 
 
-def test_the_browser_may_keep_files_and_ask_whether_they_changed(server: Running) -> None:
+def test_page_files_support_etags(server: Running) -> None:
     first = httpx.get(f"{server.url}/page/app.js")
     again = httpx.get(f"{server.url}/page/app.js", headers={"If-None-Match": first.headers["etag"]})
     assert again.status_code == 304 and again.content == b""
@@ -221,7 +219,7 @@ def test_the_browser_may_keep_files_and_ask_whether_they_changed(server: Running
         "/page/uplot/LICENSE",
     ],
 )
-def test_nothing_else_is_served(server: Running, path: str) -> None:
+def test_no_other_files_are_served(server: Running, path: str) -> None:
     answer = httpx.get(f"{server.url}{path}")
     assert answer.status_code in (401, 404)
     assert "import" not in answer.text

@@ -47,7 +47,7 @@ NEAR = 5e-3
 
 
 @pytest.mark.skipif(not PYTHON, reason="lm-eval is not installed; see PENSTOCK_LM_EVAL")
-def test_lm_eval_finds_the_numbers_of_mlx_lm_alone(tmp_path: Path) -> None:
+def test_lm_eval_scores_match_mlx_lm(tmp_path: Path) -> None:
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     (tmp_path / "falcons.yaml").write_text(TASK.format(questions=data))

@@ -112,7 +112,7 @@ def without_nulls(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("params", "form", "path", "base"), KINDS, ids=[k[2] for k in KINDS])
-def test_null_is_the_same_as_nothing(
+def test_null_equals_missing_field(
     prompts: Prompts, params: Any, form: Any, path: str, base: dict[str, Any]
 ) -> None:
     hints = get_type_hints(params, include_extras=False)

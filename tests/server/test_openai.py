@@ -52,7 +52,7 @@ def prompt_of(running: Running, messages: Any) -> tuple[int, ...]:
 # ---- chat
 
 
-def test_questions_are_answered(recall_server: Running, told: Dialogue) -> None:
+def test_chat_completions(recall_server: Running, told: Dialogue) -> None:
     with client(recall_server) as api:
         for question in told.questions:
             messages: Any = told.ask(question)
@@ -71,7 +71,7 @@ def test_questions_are_answered(recall_server: Running, told: Dialogue) -> None:
             )
 
 
-def test_a_stream_says_the_same(recall_server: Running, told: Dialogue) -> None:
+def test_stream_matches_whole(recall_server: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(recall_server) as api:
         whole = api.chat.completions.create(model="any", messages=messages)
@@ -96,14 +96,14 @@ def test_a_stream_says_the_same(recall_server: Running, told: Dialogue) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_stream_without_usage_has_none(recall_server: Running, told: Dialogue) -> None:
+def test_stream_without_usage(recall_server: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(recall_server) as api:
         chunks = list(api.chat.completions.create(model="any", messages=messages, stream=True))
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
-def test_the_asynchronous_client(recall_server: Running, told: Dialogue) -> None:
+def test_async_client(recall_server: Running, told: Dialogue) -> None:
     """Many at once: whole ones and streams."""
 
     async def ask(api: openai.AsyncOpenAI, question: Any, stream: bool) -> str:
@@ -142,7 +142,7 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("asked", "meant"), WAYS, ids=lambda way: ",".join(way))
-def test_sampling_is_the_engines(
+def test_sampling_matches_engine(
     recall_server: Running, told: Dialogue, asked: dict[str, Any], meant: dict[str, Any]
 ) -> None:
     messages: Any = told.ask(told.questions[0])
@@ -155,7 +155,7 @@ def test_sampling_is_the_engines(
     assert made.choices[0].message.content == expected.text
 
 
-def test_several_answers(recall_server: Running, told: Dialogue) -> None:
+def test_several_choices(recall_server: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     how: dict[str, Any] = {"n": 3, "temperature": 3.0, "seed": 3, "max_tokens": 8}
     with client(recall_server) as api:
@@ -232,7 +232,7 @@ def cached(made: Any) -> int:
     return int(made.usage.prompt_tokens_details.cached_tokens)
 
 
-def test_cached_tokens_are_those_really_served(fresh: Running, told: Dialogue) -> None:
+def test_cached_tokens_match_engine_hits(fresh: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(fresh) as api:
         first = api.chat.completions.create(model="any", messages=messages)
@@ -246,7 +246,7 @@ def test_cached_tokens_are_those_really_served(fresh: Running, told: Dialogue) -
     assert cached(second) + computed in (second.usage.prompt_tokens - 1, second.usage.prompt_tokens)
 
 
-def test_a_prediction_is_proposed_and_counted(told: Dialogue) -> None:
+def test_prediction_is_proposed_and_counted(told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     engine = {"speculative_tokens": 8}
     with serving(engine=engine) as running, client(running) as api:
@@ -274,7 +274,7 @@ def test_a_prediction_is_proposed_and_counted(told: Dialogue) -> None:
     assert accepted[2][1] > 0
 
 
-def test_several_answers_claim_no_hits_of_their_own(fresh: Running, told: Dialogue) -> None:
+def test_choices_claim_no_hits_on_each_other(fresh: Running, told: Dialogue) -> None:
     """What the second answer finds, the first has just computed."""
     messages: Any = told.ask(told.questions[0])
     with client(fresh) as api:
@@ -282,7 +282,7 @@ def test_several_answers_claim_no_hits_of_their_own(fresh: Running, told: Dialog
     assert cached(made) == 0
 
 
-def test_another_salt_is_served_nothing(fresh: Running, told: Dialogue) -> None:
+def test_other_salt_gets_no_hits(fresh: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(fresh) as api:
         for salt, hit in (("a", False), ("b", False), ("a", True), (None, False)):
@@ -291,7 +291,7 @@ def test_another_salt_is_served_nothing(fresh: Running, told: Dialogue) -> None:
             assert bool(cached(made)) is hit
 
 
-def test_a_key_holds_the_prompt(fresh: Running, told: Dialogue) -> None:
+def test_prompt_cache_key_holds_prompt(fresh: Running, told: Dialogue) -> None:
     plain, keyed = (told.ask(question) for question in told.questions[:2])
     with client(fresh) as api:
         api.chat.completions.create(model="any", messages=plain)  # type: ignore[arg-type]
@@ -318,7 +318,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def test_tools_are_called(calling: Running) -> None:
+def test_tool_calls(calling: Running) -> None:
     messages: Any = [{"role": "user", "content": "look"}]
     with client(calling) as api:
         made = api.chat.completions.create(model="any", messages=messages, tools=TOOLS)
@@ -342,7 +342,7 @@ def test_tools_are_called(calling: Running) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_without_tools_a_call_is_text(calling: Running, more: dict[str, Any]) -> None:
+def test_without_tools_call_is_text(calling: Running, more: dict[str, Any]) -> None:
     messages: Any = [{"role": "user", "content": "look"}]
     with client(calling) as api:
         made = api.chat.completions.create(model="any", messages=messages, **more)
@@ -351,7 +351,7 @@ def test_without_tools_a_call_is_text(calling: Running, more: dict[str, Any]) ->
     assert made.choices[0].finish_reason == "stop"
 
 
-def test_the_result_of_a_call_is_rendered(calling: Running) -> None:
+def test_tool_result_is_rendered(calling: Running) -> None:
     with client(calling) as api:
         messages: Any = [{"role": "user", "content": "look"}]
         made = api.chat.completions.create(model="any", messages=messages, tools=TOOLS)
@@ -370,7 +370,7 @@ def test_the_result_of_a_call_is_rendered(calling: Running) -> None:
 ONE_CALL = ["look_up"]
 
 
-def test_one_call_at_a_time(calling: Running) -> None:
+def test_parallel_tool_calls_false(calling: Running) -> None:
     """The model calls twice; a client that wants one call is told of the first."""
     messages: Any = [{"role": "user", "content": "look"}]
     with client(calling) as api:
@@ -397,7 +397,7 @@ def test_one_call_at_a_time(calling: Running) -> None:
                 assert response.parallel_tool_calls is (len(calls) > 1)
 
 
-def test_one_call_at_a_time_for_anthropics_client(calling: Running) -> None:
+def test_anthropic_disable_parallel_tool_use(calling: Running) -> None:
     tool: Any = {"name": "look_up", "input_schema": {"type": "object"}}
     with anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0) as api:
         for alone in (False, True):
@@ -417,7 +417,7 @@ def test_one_call_at_a_time_for_anthropics_client(calling: Running) -> None:
                 assert message.stop_reason == "tool_use"
 
 
-def test_a_developer_is_the_system(calling: Running) -> None:
+def test_developer_role_is_system(calling: Running) -> None:
     """Its template has a token for each role, and none for a developer."""
     with client(calling) as api:
         for role in ("system", "developer"):
@@ -449,7 +449,7 @@ STRICT: list[Any] = [
 ]
 
 
-def test_a_call_that_is_demanded_is_made(tmp_path: Path) -> None:
+def test_forced_tool_choice(tmp_path: Path) -> None:
     """Of a model that by itself says something else; but not of one that is asked for another."""
     messages: Any = [{"role": "user", "content": "look"}]
     flat = [{"type": "function", **tool["function"]} for tool in STRICT]
@@ -476,7 +476,7 @@ def test_a_call_that_is_demanded_is_made(tmp_path: Path) -> None:
             assert refused.value.param == "tool_choice"
 
 
-def test_reasoning_is_told_apart(tmp_path: Path) -> None:
+def test_reasoning_is_separated(tmp_path: Path) -> None:
     model, tokenizer = parrot(
         tmp_path, "<think>", "I wonder. ", "</think>", "It is so.", marks=("<think>", "</think>")
     )
@@ -500,7 +500,7 @@ class Answer(BaseModel):
     sure: bool
 
 
-def test_a_schema_shapes_the_answer(recall_server: Running, told: Dialogue) -> None:
+def test_answer_follows_schema(recall_server: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(recall_server) as api:
         made = api.chat.completions.parse(model="any", messages=messages, response_format=Answer)
@@ -526,7 +526,7 @@ def test_a_schema_shapes_the_answer(recall_server: Running, told: Dialogue) -> N
         ({"type": "poem"}, "response_format.type"),
     ],
 )
-def test_a_bad_schema_is_refused(recall_server: Running, wanted: Any, param: str) -> None:
+def test_invalid_schema_is_refused(recall_server: Running, wanted: Any, param: str) -> None:
     with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
         api.chat.completions.create(
             model="any", messages=[{"role": "user", "content": "a"}], response_format=wanted
@@ -537,7 +537,7 @@ def test_a_bad_schema_is_refused(recall_server: Running, wanted: Any, param: str
 # ---- completions
 
 
-def test_a_text_is_continued(recall_server: Running, told: Dialogue) -> None:
+def test_completions(recall_server: Running, told: Dialogue) -> None:
     messages = told.ask(told.questions[0])
     tokens = list(prompt_of(recall_server, messages))
     with client(recall_server) as api:
@@ -559,7 +559,7 @@ def test_a_text_is_continued(recall_server: Running, told: Dialogue) -> None:
     assert chunks[-1].usage.completion_tokens == made.usage.completion_tokens
 
 
-def test_several_prompts(recall_server: Running, told: Dialogue) -> None:
+def test_completions_of_several_prompts(recall_server: Running, told: Dialogue) -> None:
     prompts = [
         list(prompt_of(recall_server, told.ask(question))) for question in told.questions[:2]
     ]
@@ -579,7 +579,7 @@ def test_several_prompts(recall_server: Running, told: Dialogue) -> None:
     assert made.usage.prompt_tokens == sum(len(prompt) for prompt in prompts)
 
 
-def test_echo_and_logprobs(recall_server: Running) -> None:
+def test_completions_echo_and_logprobs(recall_server: Running) -> None:
     text = "The code of the amber falcon is"
     with client(recall_server) as api:
         echoed = api.completions.create(model="any", prompt=text, max_tokens=3, echo=True)
@@ -600,7 +600,7 @@ def test_echo_and_logprobs(recall_server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_is_the_prompts_text_gone_on_with(
+def test_completion_text_continues_prompt(
     recall_server: Running, told: Dialogue, stream: bool
 ) -> None:
     """Its first space included; offsets and log-probabilities are of that text."""
@@ -620,7 +620,7 @@ def test_a_completion_is_the_prompts_text_gone_on_with(
 @pytest.mark.parametrize(
     ("field", "value"), [("suffix", "the end"), ("best_of", 3), ("prompt", []), ("prompt", "")]
 )
-def test_what_completions_cannot_do_is_refused(
+def test_unsupported_completions_fields_are_refused(
     recall_server: Running, field: str, value: Any
 ) -> None:
     with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
@@ -642,7 +642,7 @@ def refusal(server: Running, path: str, prompt: Any) -> str:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/cache/explain"])
 @pytest.mark.parametrize("token", [-1, 3_025, 2**31, -(2**70)])
-def test_a_token_that_there_is_not_is_named(recall_server: Running, path: str, token: int) -> None:
+def test_nonexistent_token_is_named(recall_server: Running, path: str, token: int) -> None:
     prompts: list[Any] = [[token], [1, token, -2]]
     if path == "/v1/completions":
         prompts.append([[1], [2, token]])
@@ -655,7 +655,7 @@ def test_a_token_that_there_is_not_is_named(recall_server: Running, path: str, t
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/cache/explain"])
 @pytest.mark.parametrize("prompt", PROMPTS_OF_NO_FORM, ids=str)
-def test_a_prompt_of_no_form_is_told_what_there_is(
+def test_invalid_prompt_type_names_valid_ones(
     recall_server: Running, path: str, prompt: Any
 ) -> None:
     said = refusal(recall_server, path, prompt)
@@ -684,7 +684,7 @@ def test_responses(recall_server: Running, told: Dialogue) -> None:
         assert plain.output_text
 
 
-def test_the_events_of_a_response(recall_server: Running, told: Dialogue) -> None:
+def test_response_events(recall_server: Running, told: Dialogue) -> None:
     items: Any = told.ask(told.questions[0])
     with client(recall_server) as api, api.responses.stream(model="any", input=items) as stream:
         events = list(stream)
@@ -709,7 +709,7 @@ def test_the_events_of_a_response(recall_server: Running, told: Dialogue) -> Non
     assert final.output_text.strip() == told.questions[0].answer
 
 
-def test_a_response_calls_tools(calling: Running) -> None:
+def test_response_tool_calls(calling: Running) -> None:
     with client(calling) as api:
         made = api.responses.create(model="any", input="look", tools=FLAT)
         kinds = [item.type for item in made.output]
@@ -733,7 +733,7 @@ def test_a_response_calls_tools(calling: Running) -> None:
         assert again.usage.input_tokens > made.usage.input_tokens
 
 
-def test_an_answer_goes_back_as_one_message(calling: Running) -> None:
+def test_response_output_round_trips_as_one_message(calling: Running) -> None:
     """Text and calls that the model said in one answer, whole or streamed."""
     with client(calling) as api:
         ask: Any = functools.partial(api.responses.create, model="any", tools=FLAT)
@@ -763,7 +763,7 @@ def test_an_answer_goes_back_as_one_message(calling: Running) -> None:
             assert ask(input=items).usage.input_tokens == len(prompt)
 
 
-def test_each_message_of_a_response_has_its_own_logprobs(calling: Running) -> None:
+def test_response_messages_have_own_logprobs(calling: Running) -> None:
     include: Any = ["message.output_text.logprobs"]
     with client(calling) as api:
         ask: Any = functools.partial(
@@ -787,7 +787,7 @@ def test_each_message_of_a_response_has_its_own_logprobs(calling: Running) -> No
     assert message.content[0].logprobs[0].token == "I look it up. "
 
 
-def test_the_usage_of_a_response(tmp_path: Path) -> None:
+def test_response_usage(tmp_path: Path) -> None:
     """Reasoning is counted, and no more is claimed to be kept than the prompt has."""
     pieces = ("<think>", "I wonder. ", "</think>", "It is so.")
     model, tokenizer = parrot(tmp_path, *pieces, marks=("<think>", "</think>"))
@@ -809,7 +809,7 @@ def test_the_usage_of_a_response(tmp_path: Path) -> None:
         assert count([said, said]) == 0
 
 
-def test_a_response_says_the_form_it_was_asked_for(recall_server: Running) -> None:
+def test_response_repeats_requested_format(recall_server: Running) -> None:
     form: Any = {
         "type": "json_schema",
         "name": "answer",
@@ -826,7 +826,7 @@ def test_a_response_says_the_form_it_was_asked_for(recall_server: Running) -> No
             assert made.text.format.to_dict() == form
 
 
-def test_a_response_of_a_schema(recall_server: Running, told: Dialogue) -> None:
+def test_response_follows_schema(recall_server: Running, told: Dialogue) -> None:
     items: Any = told.ask(told.questions[0])
     with client(recall_server) as api:
         made = api.responses.parse(model="any", input=items, text_format=Answer)
@@ -845,7 +845,7 @@ def test_a_response_of_a_schema(recall_server: Running, told: Dialogue) -> None:
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_what_responses_cannot_do_is_refused(recall_server: Running, more: Any) -> None:
+def test_unsupported_responses_fields_are_refused(recall_server: Running, more: Any) -> None:
     with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
         api.responses.create(**{"model": "any", "input": "a", **more})
     assert refused.value.param is not None
@@ -864,14 +864,14 @@ def test_models(recall_server: Running) -> None:
         assert missing.value.code == "model_not_found"
 
 
-def test_embeddings_are_refused_clearly(recall_server: Running) -> None:
+def test_embeddings_are_refused(recall_server: Running) -> None:
     with client(recall_server) as api, pytest.raises(openai.APIStatusError) as refused:
         api.embeddings.create(model="any", input="a")
     assert refused.value.status_code == 404
     assert "embeddings are not served" in refused.value.message
 
 
-def test_a_kept_response_is_returned_and_forgotten(recall_server: Running) -> None:
+def test_stored_response_is_retrieved_and_deleted(recall_server: Running) -> None:
     with client(recall_server) as api:
         made = api.responses.create(model="any", input="hello", max_output_tokens=4)
         unkept = api.responses.create(model="any", input="hi", max_output_tokens=4, store=False)
@@ -888,7 +888,7 @@ def test_a_kept_response_is_returned_and_forgotten(recall_server: Running) -> No
             api.responses.retrieve(made.id)
 
 
-def test_an_error_in_a_stream_of_responses_is_one_of_its_events() -> None:
+def test_response_stream_error_events() -> None:
     """With a number as all of them have; the SDK reads it as an event. The failed response is last,
     where clients look for the end."""
     with serving(request_timeout_seconds=0.5) as running, client(running) as api:
@@ -907,7 +907,7 @@ def test_an_error_in_a_stream_of_responses_is_one_of_its_events() -> None:
     assert (last.response.error.code, last.response.error.message) == (error.code, error.message)
 
 
-def test_a_response_says_the_settings_that_were_used(recall_server: Running) -> None:
+def test_response_repeats_settings(recall_server: Running) -> None:
     """Clients read them without a look whether they are there."""
     flat = {"type": "function", "name": "f"}
     with client(recall_server) as api:
@@ -926,7 +926,7 @@ def test_a_response_says_the_settings_that_were_used(recall_server: Running) -> 
     assert given_back["tools"] == [{**unsaid, **flat}]
 
 
-def test_broken_arguments_in_history_are_passed_on(recall_server: Running) -> None:
+def test_invalid_arguments_in_history_are_passed_on(recall_server: Running) -> None:
     """A model's call that was cut off comes back in the next turn."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
     history: Any = [
@@ -972,7 +972,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "param"), WRONG, ids=lambda case: str(case)[:40])
-def test_wrong_values_name_their_field(
+def test_invalid_values_name_their_field(
     recall_server: Running, changed: dict[str, Any], param: str
 ) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], **changed}
@@ -988,7 +988,7 @@ def test_wrong_values_name_their_field(
     assert error["message"]
 
 
-def test_unknown_fields_and_parts_of_text_pass(recall_server: Running, told: Dialogue) -> None:
+def test_unknown_fields_and_text_parts_are_accepted(recall_server: Running, told: Dialogue) -> None:
     *before, last = told.ask(told.questions[0])
     parts = [{"type": "text", "text": last["content"][:10]}, last["content"][10:]]
     messages: Any = [*before, {"role": "user", "content": parts, "cache_control": {"a": 1}}]
@@ -1004,7 +1004,7 @@ def test_unknown_fields_and_parts_of_text_pass(recall_server: Running, told: Dia
     assert (made.choices[0].message.content or "").strip() == told.questions[0].answer
 
 
-def test_a_context_that_is_too_long_says_by_how_much(recall_server: Running) -> None:
+def test_context_length_error_has_numbers(recall_server: Running) -> None:
     messages: Any = [{"role": "user", "content": "7 " * 40_000}]
     with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
         api.chat.completions.create(model="any", messages=messages, max_tokens=10_000_000)
@@ -1012,7 +1012,7 @@ def test_a_context_that_is_too_long_says_by_how_much(recall_server: Running) -> 
     assert "maximum context length is 32768 tokens" in refused.value.message
 
 
-def test_more_answers_than_may_ever_wait_are_400(told: Dialogue) -> None:
+def test_too_many_choices_are_400(told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with serving(engine={"max_queue": 2, "max_batch_size": 1}) as running, client(running) as api:
         with pytest.raises(openai.BadRequestError, match=r"4 answers; at most 2") as refused:
@@ -1023,7 +1023,7 @@ def test_more_answers_than_may_ever_wait_are_400(told: Dialogue) -> None:
         assert len(api.completions.create(model="any", prompt="a", n=2, max_tokens=1).choices) == 2
 
 
-def test_a_timeout_is_told(told: Dialogue) -> None:
+def test_request_timeout_is_reported(told: Dialogue) -> None:
     messages: Any = [{"role": "user", "content": "Hello!"}]
     more: dict[str, Any] = {"max_tokens": 4_000, "logit_bias": {"300": 100}}
     with serving(request_timeout_seconds=0.3) as running, client(running) as api:
@@ -1047,7 +1047,7 @@ def long_request(stream: bool) -> dict[str, Any]:
     }
 
 
-def test_comments_keep_a_stream_alive(told: Dialogue) -> None:
+def test_comments_keep_stream_alive(told: Dialogue) -> None:
     words = " ".join(["wandering"] * 1_500)
     body = {
         "messages": [{"role": "user", "content": words}],
@@ -1065,7 +1065,7 @@ def test_comments_keep_a_stream_alive(told: Dialogue) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_is_cancelled(stream: bool) -> None:
+def test_disconnect_cancels_request(stream: bool) -> None:
     with serving() as running:
         engine = running.service.engine
         idle = engine.stats().used_bytes
@@ -1086,7 +1086,7 @@ def test_who_leaves_is_cancelled(stream: bool) -> None:
         assert running.service.recent[-1].state == "cancelled"
 
 
-def test_recent_requests_have_figures_and_no_text(fresh: Running, told: Dialogue) -> None:
+def test_recent_requests_have_figures_without_text(fresh: Running, told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
     with client(fresh) as api:
         api.chat.completions.create(model="any", messages=messages)

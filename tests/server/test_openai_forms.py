@@ -60,7 +60,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 # ---- usage
 
 
-def test_the_usage_of_chat_has_details(thinking: Running) -> None:
+def test_chat_usage_details(thinking: Running) -> None:
     with client(thinking) as api:
         made = api.chat.completions.create(model="any", messages=MESSAGES)
         *_, last = api.chat.completions.create(
@@ -74,7 +74,7 @@ def test_the_usage_of_chat_has_details(thinking: Running) -> None:
     assert both.usage.completion_tokens_details.reasoning_tokens == 2
 
 
-def test_tokens_that_were_written_to_the_cache_are_counted(recall_server: Running) -> None:
+def test_cache_write_tokens_are_counted(recall_server: Running) -> None:
     text = "The code of the amber falcon is 4821. " * 20
     ask: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
     url = f"{recall_server.url}/v1/chat/completions"
@@ -91,7 +91,7 @@ def test_tokens_that_were_written_to_the_cache_are_counted(recall_server: Runnin
 # ---- the input of responses
 
 
-def test_the_tokens_of_an_input_are_counted(recall_server: Running) -> None:
+def test_input_tokens_are_counted(recall_server: Running) -> None:
     with client(recall_server) as api:
         for ask in ({"input": "How many?"}, {"input": "How many?", "instructions": "Count."}):
             more: Any = ask
@@ -107,7 +107,7 @@ def test_the_tokens_of_an_input_are_counted(recall_server: Running) -> None:
             api.responses.input_tokens.count(model="any")
 
 
-def test_the_input_of_a_kept_response_is_listed(recall_server: Running) -> None:
+def test_input_items_of_stored_response(recall_server: Running) -> None:
     said: list[Any] = [{"role": "user", "content": f"Number {n}."} for n in range(5)]
     with client(recall_server) as api:
         made = api.responses.create(model="any", max_output_tokens=2, input=said)
@@ -128,7 +128,7 @@ def test_the_input_of_a_kept_response_is_listed(recall_server: Running) -> None:
 # ---- allowed_tools
 
 
-def test_allowed_tools_leave_the_prompt_as_it_is(tmp_path: Path) -> None:
+def test_allowed_tools_leave_prompt_unchanged(tmp_path: Path) -> None:
     """A demanded call is of an allowed tool; the prompt offers all, so its prefix is the same."""
     with serving(*parrot(tmp_path, "Hello")) as running, client(running) as api:
         ask: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS}
@@ -150,7 +150,7 @@ def test_allowed_tools_leave_the_prompt_as_it_is(tmp_path: Path) -> None:
             assert item.type == "function_call" and item.name == name
 
 
-def test_text_goes_before_calls_that_are_allowed(thinking: Running) -> None:
+def test_text_precedes_allowed_calls(thinking: Running) -> None:
     """With `auto` the model says what it will; of a tool that is not allowed there is no call."""
     with client(thinking) as api:
         answers = {}
@@ -171,7 +171,7 @@ def test_text_goes_before_calls_that_are_allowed(thinking: Running) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_calls_of_strict_functions_follow_their_schemas(calling: Running, strict: bool) -> None:
+def test_strict_function_calls_follow_schema(calling: Running, strict: bool) -> None:
     """Also where none is demanded. The model would call with falcon, which is not among these."""
     limit = 64
     schema: Any = {**PARAMETERS, "properties": {"thing": {"enum": ["otter", "owl"]}}}
@@ -217,7 +217,7 @@ STOCKS: dict[str, Any] = {"type": "function", "function": {"name": "stocks"}}
         None,
     ],
 )
-def test_wrong_allowed_tools_are_refused(recall_server: Running, allowed: Any) -> None:
+def test_invalid_allowed_tools_are_refused(recall_server: Running, allowed: Any) -> None:
     choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
     with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
         api.chat.completions.create(model="any", messages=MESSAGES, tools=TOOLS, tool_choice=choice)
@@ -227,7 +227,7 @@ def test_wrong_allowed_tools_are_refused(recall_server: Running, allowed: Any) -
 # ---- functions
 
 
-def test_functions_are_called_as_in_the_first_form(thinking: Running) -> None:
+def test_legacy_functions(thinking: Running) -> None:
     ask: Any = {"model": "any", "messages": MESSAGES, "functions": FUNCTIONS}
     with client(thinking) as api:
         (choice,) = api.chat.completions.create(**ask).choices
@@ -253,7 +253,7 @@ def test_functions_are_called_as_in_the_first_form(thinking: Running) -> None:
     assert forced.message.function_call.name == "forget"
 
 
-def test_results_of_functions_are_rendered_as_those_of_tools(recall_server: Running) -> None:
+def test_legacy_function_results_render_like_tool_results(recall_server: Running) -> None:
     call = {"name": "look_up", "arguments": '{"thing": "falcon"}'}
     old = [
         *MESSAGES,
@@ -281,7 +281,7 @@ def test_results_of_functions_are_rendered_as_those_of_tools(recall_server: Runn
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/nowhere"])
-def test_an_error_names_its_request(recall_server: Running, path: str) -> None:
+def test_error_body_has_request_id(recall_server: Running, path: str) -> None:
     answer = httpx.post(f"{recall_server.url}{path}", json={})
     assert answer.status_code in (400, 404)
     assert answer.json()["request_id"] == answer.headers["x-request-id"]
@@ -290,7 +290,7 @@ def test_an_error_names_its_request(recall_server: Running, path: str) -> None:
     assert own.json()["request_id"] == "mine-1"
 
 
-def test_clients_read_the_requests_id(recall_server: Running) -> None:
+def test_clients_read_request_id(recall_server: Running) -> None:
     with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
         api.chat.completions.create(model="any", messages=[])
     assert refused.value.request_id and refused.value.request_id.startswith("req_")

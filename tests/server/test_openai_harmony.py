@@ -50,7 +50,7 @@ def heard_in(pieces: list[str]) -> Said:
 
 
 @pytest.mark.skipif(not PYTHON, reason="openai-harmony is not installed; see PENSTOCK_HARMONY")
-def test_harmony_is_read_as_its_own_library_reads_it() -> None:
+def test_harmony_parsing_matches_openai_harmony() -> None:
     """Whole, cut at any byte, and ended behind any token."""
     done = subprocess.run(
         [PYTHON, str(SCRIPT), str(ANSWERS)], capture_output=True, text=True, timeout=300

@@ -45,7 +45,7 @@ def long_prompt(told: Dialogue) -> str:
     return " ".join(message["content"] for message in told.messages)
 
 
-def test_chat_memory_tree_and_explanation(
+def test_page_chat_memory_tree_and_explanation(
     browser: Any, server: Running, told: Dialogue, shots: Path
 ) -> None:
     with opened(browser, server.url) as page:
@@ -83,7 +83,7 @@ def test_chat_memory_tree_and_explanation(
         expect(why).to_be_hidden()
 
 
-def test_an_edited_message_is_a_branch(browser: Any, server: Running, told: Dialogue) -> None:
+def test_edited_message_starts_branch(browser: Any, server: Running, told: Dialogue) -> None:
     with opened(browser, server.url) as page:
         page.get_by_text("Settings").click()
         page.get_by_label("System prompt").fill(long_prompt(told))
@@ -100,7 +100,7 @@ def test_an_edited_message_is_a_branch(browser: Any, server: Running, told: Dial
         expect(boxes).not_to_have_count(before)
 
 
-def test_the_tree_is_read_with_the_keyboard(browser: Any, server: Running, told: Dialogue) -> None:
+def test_tree_is_keyboard_accessible(browser: Any, server: Running, told: Dialogue) -> None:
     _ask(server.url, told, range(3))
     with opened(browser, server.url) as page:
         boxes = page.get_by_role("treeitem")
@@ -120,7 +120,7 @@ def test_the_tree_is_read_with_the_keyboard(browser: Any, server: Running, told:
         expect(leaf.locator("blockquote")).not_to_be_empty()
 
 
-def test_a_key_is_asked_for_and_used(browser: Any, told: Dialogue) -> None:
+def test_page_asks_for_key(browser: Any, told: Dialogue) -> None:
     with serving(api_key=KEY) as running, opened(browser, running.url) as page:
         wanted = page.get_by_role("dialog", name="This server wants a key")
         expect(wanted).to_be_visible()
@@ -137,7 +137,7 @@ def test_a_key_is_asked_for_and_used(browser: Any, told: Dialogue) -> None:
         page.faults[:] = [said for said in page.faults if "401" not in said]
 
 
-def test_it_says_when_the_engine_is_gone(browser: Any) -> None:
+def test_page_shows_dead_engine(browser: Any) -> None:
     with serving() as running, opened(browser, running.url) as page:
         expect(page.locator("#state")).to_have_text("live")
         running.service.engine.close()
@@ -145,9 +145,7 @@ def test_it_says_when_the_engine_is_gone(browser: Any) -> None:
         page.faults.clear()  # the browser tells each 503
 
 
-def test_it_says_when_the_server_is_gone_and_greys_its_figures(
-    browser: Any, server: Running
-) -> None:
+def test_page_shows_dead_server_and_grays_figures(browser: Any, server: Running) -> None:
     with opened(browser, server.url) as page:
         expect(page.locator("#state")).to_have_text("live")
         expect(page.locator("#board")).not_to_have_class(re.compile("stale"))
@@ -158,7 +156,7 @@ def test_it_says_when_the_server_is_gone_and_greys_its_figures(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone(
+def test_page_fits_phone(
     browser: Any, told: Dialogue, shots: Path, scheme: str, tmp_path: Path
 ) -> None:
     with serving(engine={"ssd_cache_dir": tmp_path, "ssd_cache_limit": "1GB"}) as server:
@@ -192,9 +190,7 @@ def _look_on_a_phone(browser: Any, server: Running, shots: Path, scheme: str) ->
         assert (level < 200) == (scheme == "dark")
 
 
-def test_what_is_said_is_text_and_scripts_from_elsewhere_do_not_run(
-    browser: Any, server: Running
-) -> None:
+def test_page_escapes_text_and_blocks_foreign_scripts(browser: Any, server: Running) -> None:
     with opened(browser, server.url) as page:
         expect(page.locator("#state")).to_have_text("live")
         said = "<img src=x onerror='window.broken = true'>"
@@ -207,7 +203,7 @@ def test_what_is_said_is_text_and_scripts_from_elsewhere_do_not_run(
         page.faults.clear()
 
 
-def test_the_interfaces_are_drawn(browser: Any, server: Running, shots: Path) -> None:
+def test_api_docs_page_renders(browser: Any, server: Running, shots: Path) -> None:
     with opened(browser, f"{server.url}/docs") as page:
         operations = page.locator(".opblock")
         expect(operations.first).to_be_visible()
@@ -220,7 +216,7 @@ def test_the_interfaces_are_drawn(browser: Any, server: Running, shots: Path) ->
         page.screenshot(path=shots / "interfaces.png")
 
 
-def test_light_or_dark_is_a_choice(browser: Any, server: Running) -> None:
+def test_page_theme_can_be_chosen(browser: Any, server: Running) -> None:
     with opened(browser, server.url, color_scheme="light") as page:
         expect(page.locator("#state")).to_have_text("live")
         page.get_by_role("button", name="Light or dark").click()
@@ -230,7 +226,7 @@ def test_light_or_dark_is_a_choice(browser: Any, server: Running) -> None:
 
 
 @pytest.mark.skipif("PENSTOCK_SCREENSHOT" not in os.environ, reason="takes a minute")
-def test_picture_for_the_docs(browser: Any, shots: Path, tmp_path: Path) -> None:
+def test_docs_screenshot_of_page(browser: Any, shots: Path, tmp_path: Path) -> None:
     """Agents at work that share prompts, more than fits, and somebody who chats meanwhile."""
     still = {"reduced_motion": "reduce", "viewport": {"width": 1440, "height": 1150}}
     engine = {"memory_limit": "90MB", "ssd_cache_dir": tmp_path, "ssd_cache_limit": "1GB"}
@@ -267,7 +263,7 @@ def test_picture_for_the_docs(browser: Any, shots: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif("PENSTOCK_SCREENSHOT" not in os.environ, reason="takes a minute")
-def test_picture_of_a_conversation(browser: Any) -> None:
+def test_docs_screenshot_of_conversation(browser: Any) -> None:
     """Two turns with a real model, and a third that is not sent yet."""
     loaded = load_all("smollm2", weights_dtype="float32")
     still = {"reduced_motion": "reduce", "viewport": {"width": 1440, "height": 900}}

@@ -57,7 +57,7 @@ def sent_bodies(page: Any) -> list[dict[str, Any]]:
     return bodies
 
 
-def test_reasoning_is_folded_and_sent_back(browser: Any, thinker: Running) -> None:
+def test_reasoning_is_collapsed_and_sent_back(browser: Any, thinker: Running) -> None:
     with opened(browser, thinker.url) as page:
         bodies = sent_bodies(page)
         answer = say(page, "Well?")
@@ -70,14 +70,14 @@ def test_reasoning_is_folded_and_sent_back(browser: Any, thinker: Running) -> No
         assert first["reasoning_content"] == "I wonder. " and "print" in first["content"]
 
 
-def test_a_question_is_sent_before_the_model_is_known(browser: Any, thinker: Running) -> None:
+def test_question_can_be_sent_before_model_is_known(browser: Any, thinker: Running) -> None:
     with opened(browser, "about:blank", home=thinker.url) as page:
         page.route("**/v1/live", lambda route: None)  # its figures never come
         page.goto(thinker.url)
         expect(say(page, "Well?").locator("pre")).to_have_text('print("a < b")')
 
 
-def test_answers_are_markdown_and_nothing_in_them_runs(browser: Any, thinker: Running) -> None:
+def test_markdown_is_rendered_without_scripts(browser: Any, thinker: Running) -> None:
     with opened(browser, thinker.url) as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         answer = say(page, "Is **this** bold?")
@@ -96,7 +96,7 @@ def test_answers_are_markdown_and_nothing_in_them_runs(browser: Any, thinker: Ru
         assert page.evaluate("window.broken") is None
 
 
-def test_a_failed_turn_is_not_sent_along(browser: Any, recall_server: Running) -> None:
+def test_failed_turn_is_not_resent(browser: Any, recall_server: Running) -> None:
     with opened(browser, recall_server.url) as page:
         expect(page.locator("#state")).to_have_text("live")
         bodies = sent_bodies(page)
@@ -115,7 +115,7 @@ def test_a_failed_turn_is_not_sent_along(browser: Any, recall_server: Running) -
         page.faults.clear()  # the browser tells the request that was cut
 
 
-def test_a_reason_is_a_sentence(browser: Any, tmp_path: Path) -> None:
+def test_error_message_is_a_sentence(browser: Any, tmp_path: Path) -> None:
     model, tokenizer = parrot(tmp_path, "Yes", context=64)
     with serving(model, tokenizer) as running, opened(browser, running.url) as page:
         expect(page.locator("#state")).to_have_text("live")
@@ -124,7 +124,7 @@ def test_a_reason_is_a_sentence(browser: Any, tmp_path: Path) -> None:
         page.faults.clear()  # the browser tells the refusal
 
 
-def test_on_a_phone_the_end_of_an_answer_is_in_sight(browser: Any) -> None:
+def test_end_of_answer_is_visible_on_phone(browser: Any) -> None:
     phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
     with serving() as running, opened(browser, running.url, **phone) as page:
         page.get_by_role("button", name="Tell it eight facts").click()
@@ -148,7 +148,7 @@ def test_on_a_phone_the_end_of_an_answer_is_in_sight(browser: Any) -> None:
         page.faults.clear()  # the browser tells each attempt
 
 
-def test_the_first_conversation_hits_the_cache(browser: Any) -> None:
+def test_first_conversation_hits_cache(browser: Any) -> None:
     with serving(engine={"block_size": 32}) as running, opened(browser, running.url) as page:
         page.get_by_role("button", name="Tell it eight facts").click()
         costs = page.locator(".message .cost")
@@ -158,7 +158,7 @@ def test_the_first_conversation_hits_the_cache(browser: Any) -> None:
         expect(costs.nth(1)).to_contain_text(re.compile(r"^[6-9]\d of \d+ prompt tokens"))
 
 
-def test_the_links_below_work_with_a_key(browser: Any) -> None:
+def test_footer_links_work_with_key(browser: Any) -> None:
     with serving(api_key=KEY) as running, opened(browser, running.url) as page:
         page.get_by_label("API key").fill(KEY)
         page.keyboard.press("Enter")
@@ -176,7 +176,7 @@ def test_the_links_below_work_with_a_key(browser: Any) -> None:
         page.faults[:] = [said for said in page.faults if "401" not in said]
 
 
-def test_words_have_a_sentence_each(browser: Any, recall_server: Running) -> None:
+def test_memory_terms_have_explanations(browser: Any, recall_server: Running) -> None:
     with opened(browser, recall_server.url) as page:
         meaning = page.locator("#memory-meaning")
         for word in ("Weights", "Buffers", "Index"):
@@ -188,9 +188,7 @@ def test_words_have_a_sentence_each(browser: Any, recall_server: Running) -> Non
         expect(page.locator("#queue-meaning")).to_contain_text("make room for another")
 
 
-def test_the_chart_is_scaled_to_the_use_unless_the_limit_is_asked_for(
-    browser: Any, recall_server: Running
-) -> None:
+def test_chart_scales_to_use_or_limit(browser: Any, recall_server: Running) -> None:
     with opened(browser, recall_server.url) as page:
         chart = page.locator("#chart")
         expect(chart).to_have_attribute("aria-label", re.compile(r"drawn up to [3-7]\d\.\d\sMB"))
@@ -198,7 +196,9 @@ def test_the_chart_is_scaled_to_the_use_unless_the_limit_is_asked_for(
         expect(chart).to_have_attribute("aria-label", re.compile(r"drawn up to 212\sMB"))
 
 
-def test_boxes_that_go_next_are_seen_in_the_dark(browser: Any, recall_server: Running) -> None:
+def test_eviction_candidates_have_contrast_in_dark_theme(
+    browser: Any, recall_server: Running
+) -> None:
     with opened(browser, recall_server.url, color_scheme="dark") as page:
         cold = _luminance(page, "document.querySelector('.keys .cold')")
         card = _luminance(page, "document.querySelector('#tree')")
@@ -213,7 +213,7 @@ def _luminance(page: Any, element: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_a_long_prompt_says_how_much_of_it_is_read(browser: Any) -> None:
+def test_long_prompt_shows_prefill_progress(browser: Any) -> None:
     """Then nothing of it is left: the line says what the answer took."""
     watch = """() => {
       window.costs = [];
@@ -235,7 +235,7 @@ def test_a_long_prompt_says_how_much_of_it_is_read(browser: Any) -> None:
     assert "reading" not in costs[-1]
 
 
-def test_a_cut_answer_goes_on_and_the_sampling_is_the_models(browser: Any, tmp_path: Path) -> None:
+def test_truncated_answer_continues_with_model_sampling(browser: Any, tmp_path: Path) -> None:
     model, tokenizer = parrot(tmp_path, "One, ", "two, ", "three, ", "four.")
     with serving(model, tokenizer) as running, opened(browser, running.url) as page:
         bodies = sent_bodies(page)
@@ -254,7 +254,7 @@ def test_a_cut_answer_goes_on_and_the_sampling_is_the_models(browser: Any, tmp_p
     assert bodies[2]["messages"][-1] == {"role": "assistant", "content": "One, two, "}
 
 
-def test_a_model_without_a_template_continues_a_text(browser: Any, tmp_path: Path) -> None:
+def test_model_without_template_continues_text(browser: Any, tmp_path: Path) -> None:
     model, tokenizer = parrot(tmp_path, "One, ", "two, ", "three, ", "four.")
     tokenizer._tokenizer.chat_template = None
     tokenizer.has_chat_template = False

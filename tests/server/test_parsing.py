@@ -36,7 +36,7 @@ def damaged(answer: Written, random: Random) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_answer_cut_at_any_byte_is_the_same(family: str) -> None:
+def test_result_is_independent_of_byte_boundaries(family: str) -> None:
     form = form_of(family)
     for number in range(OUTPUTS):
         random = Random(number)
@@ -94,7 +94,7 @@ BROKEN = {
 }
 
 
-def test_text_is_of_a_broken_call_only_where_one_has_begun() -> None:
+def test_text_after_broken_call_only_if_call_began() -> None:
     events = Events({"look_up"})
     events.broken("plain")
     events.start("look_up")
@@ -106,7 +106,7 @@ def test_text_is_of_a_broken_call_only_where_one_has_begun() -> None:
 @pytest.mark.parametrize(
     ("family", "text"), [(family, text) for family, texts in BROKEN.items() for text in texts]
 )
-def test_a_broken_call_is_text(family: str, text: str) -> None:
+def test_broken_call_is_text(family: str, text: str) -> None:
     """All of it, with its marks, whether or not its arguments have begun to go out."""
     heard = read(parse([text], form_of(family)))
     assert (heard.said, heard.calls) == (text, [])
@@ -120,7 +120,7 @@ ESCAPED = {
 
 
 @pytest.mark.parametrize("text", ESCAPED)
-def test_texts_of_json_are_read_with_their_escapes(text: str) -> None:
+def test_json_string_escapes(text: str) -> None:
     answer = f'<tool_call>{{"name": "look_up", "arguments": {{"text": "{text}"}}}}</tool_call>'
     for pieces in ([answer], answer):
         calls = read(parse(pieces, form_of("hermes"))).calls
@@ -128,14 +128,14 @@ def test_texts_of_json_are_read_with_their_escapes(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [r"\x41", r"\u12g4", r"\u12", r"\U1234", r"\'"])
-def test_an_escape_that_json_does_not_have_breaks_a_call(text: str) -> None:
+def test_invalid_json_escape_breaks_call(text: str) -> None:
     answer = f'<tool_call>{{"name": "look_up", "arguments": {{"text": "{text}"}}}}</tool_call>'
     for pieces in ([answer], answer):
         heard = read(parse(pieces, form_of("hermes")))
         assert (heard.said, heard.calls) == (answer, [])
 
 
-def test_arguments_behind_a_block_of_them_follow_a_comma() -> None:
+def test_arguments_after_nested_block_follow_comma() -> None:
     answer = (
         '<|open|>tools<|sep|><|open|>call tool="look_up"<|sep|>'
         '<|open|>json type="object"<|sep|>{"n": 1}<|close|>json<|sep|>'
@@ -147,7 +147,7 @@ def test_arguments_behind_a_block_of_them_follow_a_comma() -> None:
         assert calls == [("look_up", {"n": 1, "text": "x"})]
 
 
-def test_lists_grow_where_the_family_writes_json() -> None:
+def test_lists_grow_in_json_families() -> None:
     parser = form_of("glm47").parser(TOOLS)
     text = "<tool_call>look_up\n<arg_key>list</arg_key>\n<arg_value>[1, 2"
     seen = [event.text for event in parser.feed(text) if isinstance(event, ArgumentsPart)]
@@ -155,7 +155,7 @@ def test_lists_grow_where_the_family_writes_json() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"text": "x"}', "[1]", "x"])
-def test_arguments_may_be_the_text_of_an_object(text: str) -> None:
+def test_arguments_may_be_json_string(text: str) -> None:
     answer = f'<tool_call>{{"name": "look_up", "arguments": {json.dumps(text)}}}</tool_call>'
     heard = read(parse([answer], form_of("hermes")))
     whole = text.startswith("{")
@@ -164,7 +164,7 @@ def test_arguments_may_be_the_text_of_an_object(text: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": {}'])
-def test_a_call_without_arguments_has_none(arguments: str) -> None:
+def test_call_without_arguments(arguments: str) -> None:
     answer = f'<tool_call>{{"name": "look_up"{arguments}}}</tool_call>'
     for pieces in ([answer], answer):
         assert read(parse(pieces, form_of("hermes"))).calls == [("look_up", {})]
@@ -183,13 +183,13 @@ def test_without_tools_calls_are_text(family: str) -> None:
             assert name in heard.said
 
 
-def test_what_is_whole_stays_a_call_before_one_that_breaks() -> None:
+def test_whole_call_before_broken_one_is_kept() -> None:
     text = '<TOOLCALL>[{"name": "look_up", "arguments": {}}, {"name": oh'
     heard = read(parse([text], form_of("nemotron")))
     assert (heard.calls, heard.said) == ([("look_up", {})], ', {"name": oh')
 
 
-def test_arguments_grow_as_they_are_written() -> None:
+def test_arguments_grow_as_written() -> None:
     parser = form_of("hermes").parser(TOOLS)
     parser.feed('<tool_call>{"name": "write_file", "arguments"')
     assert parser.feed(': {"text": "one') == [
@@ -200,14 +200,14 @@ def test_arguments_grow_as_they_are_written() -> None:
     assert parser.feed('"}}') == [ArgumentsPart('"}'), CallEnd()]
 
 
-def test_a_call_that_breaks_after_its_begin_says_so() -> None:
+def test_call_broken_after_start_is_reported() -> None:
     parser = form_of("hermes").parser(TOOLS)
     text = '<tool_call>{"name": "look_up", "arguments": {"a": oh'
     assert parser.feed(text) == [CallStart("look_up"), ArgumentsPart('{"a": ')]
     assert parser.feed(" no") == [CallBroken(), TextPart(f"{text} no")]
 
 
-def test_harmony_reads_a_recipient_as_its_own_library_does() -> None:
+def test_harmony_recipient_forms() -> None:
     """With `to=` or without, in front of the channel or behind it, and with a type or not."""
     for header in (
         "<|channel|>commentary functions.look_up<|message|>",
@@ -223,7 +223,7 @@ def test_harmony_reads_a_recipient_as_its_own_library_does() -> None:
     assert read(parse([odd], form_of("harmony"))).said == odd, "this is no header"
 
 
-def test_a_message_of_muse_to_itself_is_reasoning_and_holds_no_calls() -> None:
+def test_muse_self_message_is_reasoning() -> None:
     form = form_of("muse_spark, with headers")
     call = MLX_LM["muse_spark"]([("look_up", {"text": "x"})])
     text = f" to=self<|message|>{call}<|eom|><|start|>assistant to=user<|message|>So<|eot|>"
@@ -237,24 +237,24 @@ def test_a_message_of_muse_to_itself_is_reasoning_and_holds_no_calls() -> None:
     assert read(parse([call], form)).calls == [("look_up", {"text": "x"})], "demanded by a grammar"
 
 
-def test_harmony_without_a_header_is_text() -> None:
+def test_harmony_without_header_is_text() -> None:
     """As an answer is that a grammar begins."""
     assert read(parse(['{"a": 1}'], form_of("harmony"))).said == '{"a": 1}'
 
 
-def test_harmony_calls_no_tool_that_is_not_the_clients() -> None:
+def test_harmony_builtin_tools_are_not_called() -> None:
     text = "<|channel|>analysis to=python code<|message|>print(1)<|call|>"
     heard = read(parse([text], form_of("harmony")))
     assert (heard.reasoning, heard.calls) == ("print(1)", [])
 
 
-def test_mistral_names_the_tool_and_then_the_call() -> None:
+def test_mistral_tool_name_and_call_id() -> None:
     text = '[TOOL_CALLS]look_up[CALL_ID]a1b2c3d4e[ARGS]{"text": "x[CALL_ID]y[ARGS]"}'
     heard = read(parse([text], form_of("mistral")))
     assert heard.calls == [("look_up", {"text": "x[CALL_ID]y[ARGS]"})]
 
 
-def test_llama_calls_a_tool_of_its_own_where_it_is_offered() -> None:
+def test_llama_builtin_tool_is_called_if_offered() -> None:
     text = '<|python_tag|>brave_search.call(query="a)b")'
     offered = [*TOOLS, {"type": "function", "function": {"name": "brave_search"}}]
     heard = read(parse([text], form_of("llama"), offered))
@@ -262,7 +262,7 @@ def test_llama_calls_a_tool_of_its_own_where_it_is_offered() -> None:
     assert read(parse([text], form_of("llama"))).said == text
 
 
-def test_the_texts_of_muse_spark_are_no_json() -> None:
+def test_muse_spark_strings_are_not_json() -> None:
     """A text stays as it is: number, word of JSON, or with blanks around it; null may be null."""
     properties: dict[str, Any] = {
         "text": {"type": "string"},
@@ -284,7 +284,7 @@ def test_the_texts_of_muse_spark_are_no_json() -> None:
     assert heard.calls == [("look_up", {"none": "nul"})]
 
 
-def test_a_bare_word_of_function_gemma_is_a_text() -> None:
+def test_function_gemma_bare_word_is_string() -> None:
     """As mlx-lm's parser of that name reads it: the model is small, and may forget the marks."""
     heard = read(
         parse(
@@ -295,12 +295,12 @@ def test_a_bare_word_of_function_gemma_is_a_text() -> None:
     assert heard.calls == [("look_up", {"text": "Rome", "n": 2})]
 
 
-def test_without_a_known_form_no_call_can_be_demanded() -> None:
+def test_required_call_needs_known_format() -> None:
     with pytest.raises(BadRequest, match="template shows no format"):
         call_grammar(AnswerFormat(), TOOLS)
 
 
-def test_a_tool_whose_name_no_call_can_have_is_not_demanded() -> None:
+def test_tool_with_invalid_name_cannot_be_required() -> None:
     """A dash is a minus in Python; of all tools the others are offered to the grammar."""
     dashed = {"type": "function", "function": {"name": "look-up", "parameters": {}}}
     form = form_of("pythonic")

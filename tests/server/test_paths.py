@@ -27,7 +27,7 @@ def status(running: Running, method: str, path: str) -> int:
         connection.close()
 
 
-def test_slashes_too_many_change_nothing(recall_server: Running) -> None:
+def test_extra_slashes_are_ignored(recall_server: Running) -> None:
     answer = httpx.post(f"{recall_server.url}{CHAT}/", json=BODY, follow_redirects=False)
     assert answer.status_code == 200
     for path in ("//v1/models", "/v1//models", "/v1/models/", "//health"):
@@ -35,7 +35,7 @@ def test_slashes_too_many_change_nothing(recall_server: Running) -> None:
 
 
 @pytest.mark.parametrize("base", ["", "/v1/v1", "/api"])
-def test_a_wrong_base_url_of_openais_client_is_told(recall_server: Running, base: str) -> None:
+def test_wrong_openai_base_url_is_explained(recall_server: Running, base: str) -> None:
     api = openai.OpenAI(base_url=recall_server.url + base, api_key="any", max_retries=0)
     with api, pytest.raises(openai.NotFoundError) as missing:
         api.chat.completions.create(model="any", **BODY)
@@ -43,7 +43,7 @@ def test_a_wrong_base_url_of_openais_client_is_told(recall_server: Running, base
     assert f"but at {CHAT}" in message and "OpenAI's clients ends in /v1" in message
 
 
-def test_a_wrong_base_url_of_anthropics_client_is_told(recall_server: Running) -> None:
+def test_wrong_anthropic_base_url_is_explained(recall_server: Running) -> None:
     api = anthropic.Anthropic(base_url=f"{recall_server.url}/v1", api_key="any")
     with api, pytest.raises(anthropic.NotFoundError) as missing:
         api.messages.create(model="any", **BODY)
@@ -53,19 +53,19 @@ def test_a_wrong_base_url_of_anthropics_client_is_told(recall_server: Running) -
     assert "(without /v1)" in error["error"]["message"]
 
 
-def test_another_path_is_told_of_no_base_url(recall_server: Running) -> None:
+def test_unknown_path_error_has_no_base_url_hint(recall_server: Running) -> None:
     missing = httpx.get(f"{recall_server.url}/nothing/at/all").json()["error"]
     assert "base URL" not in missing["message"] and "/nothing/at/all" in missing["message"]
 
 
-def test_head_is_answered_wherever_get_is(recall_server: Running) -> None:
+def test_head_is_answered_where_get_is(recall_server: Running) -> None:
     for path in ("/", "/health", "/ready", "/metrics", "/v1/models", "/openapi.json"):
         answer = httpx.head(recall_server.url + path)
         assert (answer.status_code, answer.content) == (200, b""), path
     assert httpx.head(f"{recall_server.url}/v1/live").status_code == 405, "it would not end"
 
 
-def test_all_methods_of_a_path_are_named(recall_server: Running) -> None:
+def test_allow_header_names_all_methods(recall_server: Running) -> None:
     wrong = httpx.patch(f"{recall_server.url}/v1/responses/resp_1", json={})
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "DELETE, GET")
     assert "DELETE, GET" in wrong.json()["error"]["message"]
@@ -78,7 +78,7 @@ def test_compaction_is_refused_with_404(recall_server: Running) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unsupported_endpoint")
 
 
-def test_a_path_that_is_not_there_makes_no_document(recall_server: Running) -> None:
+def test_unknown_path_builds_no_openapi_document(recall_server: Running) -> None:
     """The OpenAPI document takes as long as a hundred requests, which would all wait for it."""
     app = recall_server.server.config.app
     assert isinstance(app, FastAPI)

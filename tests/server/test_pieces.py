@@ -70,7 +70,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
 
 
-def test_a_byte_of_its_own_is_that_byte() -> None:
+def test_byte_fallback_token_is_its_byte() -> None:
     tokenizer = sentence_piece()
     tokenizer.add_tokens(["<0xE4>", "<0xG4>"])
     byte, other = (tokenizer.convert_tokens_to_ids(text) for text in ("<0xE4>", "<0xG4>"))
@@ -80,7 +80,7 @@ def test_a_byte_of_its_own_is_that_byte() -> None:
 
 @pytest.mark.parametrize("kind", ["embedded", "gpt-2", "gpt-4"])
 @pytest.mark.parametrize("text", ["\U0001fabf", "\U0001f469\u200d\U0001f680", "\u4e2d"])
-def test_parts_of_a_character_have_their_bytes(kind: str, text: str) -> None:
+def test_tokens_of_split_character_have_bytes(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]()
     tokens = tokenizer.encode(text, add_special_tokens=False)
     parts = [token for token in tokens if "\ufffd" in tokenizer.decode([token])]
@@ -90,7 +90,7 @@ def test_parts_of_a_character_have_their_bytes(kind: str, text: str) -> None:
 
 
 @given(text=LINES, special=st.booleans())
-def test_pieces_make_the_tokens_of_the_whole(tokenizer: Any, text: str, special: bool) -> None:
+def test_tokens_of_pieces_match_whole_text(tokenizer: Any, text: str, special: bool) -> None:
     text = "".join(c for c in text if not "\ud800" <= c <= "\udfff")
     seen: list[int] = []
     encoder = PieceEncoder(tokenizer, FairLock(), size=1)
@@ -105,7 +105,7 @@ def test_pieces_make_the_tokens_of_the_whole(tokenizer: Any, text: str, special:
 
 
 @pytest.mark.parametrize("kind", ["embedded", "gpt-2", "gpt-4"])
-def test_lines_of_words_are_cut(kind: str) -> None:
+def test_lines_of_words_are_split(kind: str) -> None:
     """A tokenizer that is never cut would pass the test above."""
     encoder = PieceEncoder(KINDS[kind](), FairLock(), size=10)
     seen: list[int] = []
@@ -118,7 +118,7 @@ def test_lines_of_words_are_cut(kind: str) -> None:
     assert encoder.can_cut and len(seen) == 20
 
 
-def test_a_tokenizer_that_reads_pieces_otherwise_is_not_cut() -> None:
+def test_tokenizer_with_cross_line_tokens_is_not_split() -> None:
     """One whose words go on behind the end of a line."""
     raw = Tokenizer(models.BPE(vocab={"<s>": 0, "</s>": 1, "Ċ": 2, "a": 3, "Ċa": 4}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z0-9]+\n[a-zA-Z0-9]+"), "removed")

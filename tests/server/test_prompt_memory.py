@@ -74,7 +74,7 @@ HOSTILE = {
 
 @linux
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_body_that_takes_too_much_is_refused_before_it_is_read(small: Running, name: str) -> None:
+def test_oversized_body_is_refused_before_reading(small: Running, name: str) -> None:
     def refused() -> None:
         answer = post(small, HOSTILE[name])
         assert answer.status_code == 413, answer.text
@@ -85,7 +85,7 @@ def test_a_body_that_takes_too_much_is_refused_before_it_is_read(small: Running,
 
 
 @linux
-def test_what_can_never_fit_is_not_read_by_the_tokenizer(small: Running) -> None:
+def test_oversized_prompt_is_not_tokenized(small: Running) -> None:
     """32,768 tokens of at most 13 bytes are less than half a million."""
     text = "aaaaaaa bbbb ccccc\n" * 60_000
 
@@ -98,7 +98,7 @@ def test_what_can_never_fit_is_not_read_by_the_tokenizer(small: Running) -> None
     assert taken_bytes(refused) < 60_000_000
 
 
-def test_a_line_that_cannot_be_cut(small: Running) -> None:
+def test_unsplittable_line(small: Running) -> None:
     """One of usual length is read; for a longer one there must be memory."""
     read = post(small, {"prompt": "a" * 120_000, "max_tokens": 1})
     assert read.status_code == 400 and "prompt is too long: 120000 tokens" in read.text
@@ -106,7 +106,7 @@ def test_a_line_that_cannot_be_cut(small: Running) -> None:
     assert refused.status_code == 413 and "for all prompts" in refused.text
 
 
-def test_bodies_together_take_no_more_than_the_pool(small: Running) -> None:
+def test_concurrent_bodies_stay_within_pool(small: Running) -> None:
     """Others are told to come back; the pool is empty in the end, and stands in the ledger."""
     memory = small.service.memory
     stats = small.service.engine.stats()
@@ -129,7 +129,7 @@ def long_prompt(megabytes: int) -> dict[str, Any]:
     return {"prompt": line * (megabytes * 1_000_000 // len(line)), "max_tokens": 1}
 
 
-def test_a_short_prompt_passes_a_long_one(wide: Running) -> None:
+def test_short_prompt_overtakes_long_one(wide: Running) -> None:
     started = threading.Event()
 
     def read_long() -> httpx.Response:
@@ -152,7 +152,7 @@ def test_a_short_prompt_passes_a_long_one(wide: Running) -> None:
         assert answers == 3 and passed, f"{answers} short prompts took {took:.1f} s"
 
 
-def test_a_long_prompt_is_not_read_on_when_its_client_has_gone(wide: Running) -> None:
+def test_tokenization_stops_when_client_disconnects(wide: Running) -> None:
     body = json.dumps(long_prompt(8)).encode()
     host, port = wide.url.removeprefix("http://").split(":")
     wait_until(lambda: wide.service.workers.pending == 0, SOON)
@@ -173,7 +173,7 @@ def test_a_long_prompt_is_not_read_on_when_its_client_has_gone(wide: Running) ->
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_the_models_own_context_is_kept_to(tmp_path: Path, ignored: bool) -> None:
+def test_model_context_is_enforced(tmp_path: Path, ignored: bool) -> None:
     """The last place is for an answer; with --ignore-model-context more is taken."""
     model, tokenizer = parrot(tmp_path, "hello", context=64)
     with serving(model, tokenizer, ignore_model_context=ignored) as running:
@@ -187,7 +187,7 @@ def test_the_models_own_context_is_kept_to(tmp_path: Path, ignored: bool) -> Non
         assert "prompt is too long: 64 tokens > 63 maximum" in error["message"]
 
 
-def test_an_answer_ends_with_the_context(tmp_path: Path) -> None:
+def test_answer_ends_with_context(tmp_path: Path) -> None:
     model, tokenizer = parrot(tmp_path, "hello", context=64)
     with serving(model, tokenizer) as running:
         answer = post(running, {"prompt": [5] * 60, "max_tokens": 40, "logit_bias": {"5": 100}})
@@ -206,7 +206,7 @@ def test_an_answer_ends_with_the_context(tmp_path: Path) -> None:
         (1_000_000, {"max_kv_size": 640}, None, 640),
     ],
 )
-def test_an_answer_of_no_given_length_goes_to_the_end(
+def test_default_max_tokens_fill_context(
     tmp_path: Path, context: int, engine: dict[str, Any], max_tokens: int | None, total: int
 ) -> None:
     """Of the model's context or the window; `--max-tokens` is less."""
@@ -219,7 +219,7 @@ def test_an_answer_of_no_given_length_goes_to_the_end(
             assert answer.json()["usage"]["total_tokens"] == most
 
 
-def test_what_memory_leaves_of_the_context(tmp_path: Path) -> None:
+def test_memory_limits_context(tmp_path: Path) -> None:
     """The models' list says how many tokens fit, and one more is refused with the numbers."""
     model, tokenizer = parrot(tmp_path, "hello", context=1_000_000)
     with serving(model, tokenizer, engine={"memory_limit": "26MB", "prefill_chunk": 64}) as running:
@@ -233,7 +233,7 @@ def test_what_memory_leaves_of_the_context(tmp_path: Path) -> None:
     assert re.search(r"tokens needs .*\d.*limit of 26", refused.text)
 
 
-def test_models_have_the_fields_of_both_interfaces(small: Running) -> None:
+def test_models_have_fields_of_both_apis(small: Running) -> None:
     both = (
         anthropic.Anthropic(base_url=small.url, api_key="x"),
         openai.OpenAI(base_url=f"{small.url}/v1", api_key="x"),
@@ -248,7 +248,7 @@ def test_models_have_the_fields_of_both_interfaces(small: Running) -> None:
         client.close()
 
 
-def test_reading_a_long_body_holds_nobody_up(wide: Running) -> None:
+def test_parsing_long_body_does_not_block_others(wide: Running) -> None:
     """Other requests are answered while it is read, as JSON and into its form."""
     content = [{"type": "text", "text": "x"}] * 8
     messages = [{"role": "user", "content": content}] * 16_000
@@ -276,7 +276,7 @@ def test_reading_a_long_body_holds_nobody_up(wide: Running) -> None:
     assert any(longest_wait() < alone_seconds / 2 for _ in range(3))
 
 
-def test_compiling_a_grammar_holds_no_short_prompt_up(small: Running) -> None:
+def test_grammar_compilation_does_not_block_short_prompts(small: Running) -> None:
     """While the thread that compiles grammars is busy, only requests with one wait."""
     busy = threading.Event()
     small.service.workers.compiling.submit(busy.wait, SOON)

@@ -45,7 +45,7 @@ def ask_both(running: Running, path: str, **more: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_chunks_say_how_much_of_the_prompt_is_read(running: Running, path: str) -> None:
+def test_stream_reports_prompt_progress(running: Running, path: str) -> None:
     usage = {"stream_options": {"include_usage": True}}
     cold = ask_both(running, path, return_progress=True, **usage)
     progress = [chunk["prompt_progress"] for chunk in cold if "prompt_progress" in chunk]
@@ -69,7 +69,7 @@ def test_chunks_say_how_much_of_the_prompt_is_read(running: Running, path: str) 
     assert all("prompt_progress" not in chunk for chunk in silent)
 
 
-def test_pings_tell_the_progress() -> None:
+def test_pings_report_prompt_progress() -> None:
     """Of both kinds: comments, and Anthropic's events."""
     with serving(engine={"prefill_chunk": 16, "block_size": 16}, ping_seconds=0.005) as running:
         message = {"role": "user", "content": TEXT}
@@ -94,7 +94,7 @@ def test_pings_tell_the_progress() -> None:
         assert "\n: prompt: " in answer.text
 
 
-def test_the_estimate_goes_by_what_was_computed() -> None:
+def test_estimate_excludes_cached_tokens() -> None:
     """Cached tokens take no time: 400 tokens in 2 s leave 2 s for as many."""
     assert PromptProgress(1_000, 200, 600, 2.0).seconds_left == 2.0
     assert PromptProgress(1_000, 200, 200, 0.0).seconds_left is None

@@ -82,7 +82,7 @@ def assert_grown(before: dict[str, int], after: dict[str, int], said: int, compu
     assert computed == after["prompt"] - after["cached"] - 1
 
 
-def test_text_goes_on_to_the_token(talking: Running) -> None:
+def test_chat_turn_reuses_all_answer_tokens(talking: Running) -> None:
     messages: list[Any] = [{"role": "user", "content": "Say it, please."}]
     answer, sizes, _ = chat(talking, messages)
     for question in ("Again?", "And once more?"):
@@ -92,7 +92,7 @@ def test_text_goes_on_to_the_token(talking: Running) -> None:
         sizes = later
 
 
-def test_a_byte_pair_encoding_goes_on_to_the_token(byte_pairs: Running) -> None:
+def test_bpe_turn_reuses_all_answer_tokens(byte_pairs: Running) -> None:
     messages: list[Any] = [{"role": "user", "content": "Say hello, please."}]
     answer, sizes, _ = chat(byte_pairs, messages)
     assert answer["content"] == "Hello"
@@ -101,7 +101,7 @@ def test_a_byte_pair_encoding_goes_on_to_the_token(byte_pairs: Running) -> None:
     assert_grown(sizes, later, 3, computed)
 
 
-def test_an_answer_that_was_changed_is_read_again(talking: Running) -> None:
+def test_changed_answer_is_recomputed(talking: Running) -> None:
     """The negative control; and another tenant's answers are not known."""
     messages: list[Any] = [{"role": "user", "content": "Say that, please."}]
     _, sizes, _ = chat(talking, messages)
@@ -116,7 +116,7 @@ def test_an_answer_that_was_changed_is_read_again(talking: Running) -> None:
     assert (other["cached"], computed) == (0, other["prompt"] - 1)
 
 
-def test_a_call_goes_on_however_its_json_is_written(calling: Running) -> None:
+def test_tool_call_is_reused_with_other_json_spacing(calling: Running) -> None:
     tools = [{"type": "function", "function": LOOK}]
     messages: list[Any] = [{"role": "user", "content": "Look there, please."}]
     answer, sizes, _ = chat(calling, messages, tools=tools)
@@ -131,7 +131,7 @@ def test_a_call_goes_on_however_its_json_is_written(calling: Running) -> None:
 
 
 @pytest.mark.parametrize("salt", ["", "tenant"])
-def test_anthropic_messages(calling: Running, salt: str) -> None:
+def test_anthropic_messages_reuse_answer_tokens(calling: Running, salt: str) -> None:
     """And a count of the later turn counts the tokens of that tenant's answer."""
     asked = {"role": "user", "content": "Look over there, please."}
     tools = [{"name": "look", "input_schema": {}}]
@@ -157,7 +157,7 @@ def test_anthropic_messages(calling: Running, salt: str) -> None:
         assert (counted["input_tokens"] == later["prompt"]) is same
 
 
-def test_openai_responses(calling: Running) -> None:
+def test_openai_responses_reuse_answer_tokens(calling: Running) -> None:
     asked = {"role": "user", "content": "Look around, please."}
     tools = [{"type": "function", **LOOK}]
 
@@ -174,7 +174,7 @@ def test_openai_responses(calling: Running) -> None:
     assert_grown(sizes, later, len(CALL), computed)
 
 
-def test_it_takes_no_more_than_its_share_and_makes_room(tmp_path: Path) -> None:
+def test_remembered_answers_are_bounded_and_evicted(tmp_path: Path) -> None:
     _, tokenizer = parrot(tmp_path, *SAID)
     memory = PromptMemory(40_000)
     answers = RememberedAnswers(memory, tokenizer)
@@ -194,7 +194,7 @@ def test_it_takes_no_more_than_its_share_and_makes_room(tmp_path: Path) -> None:
         memory.hold().resize(1)
 
 
-def test_the_opening_of_an_answer_is_found(tmp_path: Path) -> None:
+def test_answer_opening_is_detected(tmp_path: Path) -> None:
     assert Prompts(parrot(tmp_path, "a")[1]).openings == (Opening(ASK, ASK),)
 
 
@@ -226,7 +226,7 @@ which history leaves out; or a mark that begins as the one in history does."""
 
 
 @pytest.mark.parametrize("name", BARE)
-def test_templates_open_answers_in_many_ways(name: str, tmp_path: Path) -> None:
+def test_answer_openings_of_templates(name: str, tmp_path: Path) -> None:
     template, opening = BARE[name]
     tokenizer = parrot(tmp_path, *SAID, marks=("Hello, ",), template=template)[1]
     answers = RememberedAnswers(PromptMemory(1_000_000), tokenizer)
@@ -246,7 +246,7 @@ def test_templates_open_answers_in_many_ways(name: str, tmp_path: Path) -> None:
     assert rewritten_in_front(prompts, later) is None, "nothing is in front of the answer"
 
 
-def test_an_answer_to_a_tool_is_found_where_arguments_are_text(tmp_path: Path) -> None:
+def test_answer_to_tool_result_with_text_arguments(tmp_path: Path) -> None:
     """As with DeepSeek's templates, which open no answer behind a tool's result."""
     template = (
         "{% for message in messages %}{% if message.role == 'assistant' %}"
@@ -272,7 +272,7 @@ def test_an_answer_to_a_tool_is_found_where_arguments_are_text(tmp_path: Path) -
     assert REWRITTEN.get() is None
 
 
-def test_what_moves_in_front_of_an_answer_is_told(tmp_path: Path) -> None:
+def test_changes_before_answer_are_explained(tmp_path: Path) -> None:
     """As Mistral's tools, which stand in front of the user's last message."""
     template = (
         "{% for message in messages %}{% if message.role == 'user' %}"
@@ -333,7 +333,7 @@ GENERATED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", GENERATED)
 @pytest.mark.parametrize("changed", [False, True], ids=["as it was", "changed"])
-def test_harmony_ends_each_message(name: str, changed: bool, tmp_path: Path) -> None:
+def test_harmony_messages_are_reused(name: str, changed: bool, tmp_path: Path) -> None:
     """An answer of it is one message or several, of which none but the last ends the answer."""
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
     parrot(tmp_path, "Hello", marks=marks, template=HARMONY)
@@ -377,9 +377,7 @@ def test_harmony_ends_each_message(name: str, changed: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "left out"])
-def test_an_opening_that_begins_the_reasoning_is_known_in_history(
-    kept: bool, tmp_path: Path
-) -> None:
+def test_opening_that_starts_reasoning_is_found_in_history(kept: bool, tmp_path: Path) -> None:
     """Where history keeps the reasoning its tokens stay; where it does not, that is said."""
     thought = "<think>" if kept else ""
     template = (

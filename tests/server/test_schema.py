@@ -141,7 +141,7 @@ def operations(schema: Any) -> dict[str, Any]:
     return {f"{operation.method.upper()} {operation.path}": operation for operation in found}
 
 
-def test_every_operation_is_looked_at(schema: Any) -> None:
+def test_every_operation_is_covered(schema: Any) -> None:
     assert set(operations(schema)) - {ENDLESS} == set(OPERATIONS)
 
 
@@ -155,7 +155,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_no_request_breaks_the_server(
+def test_no_request_gives_5xx(
     schema: Any, session: requests.Session, name: str, mode: GenerationMode
 ) -> None:
     operation = operations(schema)[name]
@@ -203,7 +203,7 @@ def send(http: httpx.Client, path: str, body: bytes) -> httpx.Response:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_bytes_that_are_no_json(http: httpx.Client, path: str) -> None:
+def test_random_bytes_give_no_5xx(http: httpx.Client, path: str) -> None:
     @settings(max_examples=300 if SOAK else 12, **SETTINGS)
     @given(body=st.binary(max_size=200))
     @example(b"")
@@ -223,7 +223,7 @@ def test_bytes_that_are_no_json(http: httpx.Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_good_body_with_a_bit_of_rubbish(http: httpx.Client, path: str) -> None:
+def test_corrupted_bodies_give_no_5xx(http: httpx.Client, path: str) -> None:
     good = json.dumps(BODIES[path]).encode()
 
     @settings(max_examples=300 if SOAK else 12, **SETTINGS)
@@ -242,7 +242,7 @@ NUMBERS = (
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number[:20])
-def test_huge_numbers(http: httpx.Client, path: str, number: str) -> None:
+def test_huge_numbers_give_no_5xx(http: httpx.Client, path: str, number: str) -> None:
     for field in ("seed", "temperature", "top_k", "n", "logprobs", "logit_bias", "prompt"):
         body = {**BODIES[path], "field": 0}
         text = json.dumps(body).replace('"field": 0', f'"{field}": {number}')
@@ -267,7 +267,7 @@ JSON = st.recursive(
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_fields_of_any_kind(http: httpx.Client, path: str) -> None:
+def test_random_field_values_give_no_5xx(http: httpx.Client, path: str) -> None:
     @settings(max_examples=1_000 if SOAK else 15, **SETTINGS)
     @given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
     @example(changes={"stop": ["\ud800"], "stop_sequences": ["\ud800"]})
@@ -287,7 +287,7 @@ def test_fields_of_any_kind(http: httpx.Client, path: str) -> None:
     run()
 
 
-def test_a_template_of_the_clients_own_is_not_run(http: httpx.Client) -> None:
+def test_client_chat_template_is_refused(http: httpx.Client) -> None:
     """A template is a program: who may send messages may not send programs."""
     arguments = {"chat_template": "{% set x = 1 %}"}
     body = {**BODIES["/v1/chat/completions"], "chat_template_kwargs": arguments}

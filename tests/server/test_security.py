@@ -61,7 +61,7 @@ def ask(running: Running, method: str, path: str, **headers: str) -> httpx.Respo
 # ---- keys
 
 
-def test_nothing_is_answered_without_the_key(locked: Running) -> None:
+def test_every_route_requires_key(locked: Running) -> None:
     looked_at = routes(locked)
     assert ("POST", "/v1/messages") in looked_at
     assert ("DELETE", "/v1/cache") in looked_at
@@ -93,7 +93,7 @@ def test_nothing_is_answered_without_the_key(locked: Running) -> None:
         {"api-key": KEY},
     ],
 )
-def test_a_wrong_key_is_401(locked: Running, headers: dict[str, Any]) -> None:
+def test_wrong_key_is_401(locked: Running, headers: dict[str, Any]) -> None:
     for path in ("/v1/models", "/v1/cache/tree?text=1", "/metrics"):
         answer = httpx.get(f"{locked.url}{path}", headers=headers, params=None)
         assert answer.status_code == 401
@@ -101,13 +101,13 @@ def test_a_wrong_key_is_401(locked: Running, headers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["authorization", "x-api-key"])
-def test_the_key_opens_all(locked: Running, name: str) -> None:
+def test_key_opens_every_route(locked: Running, name: str) -> None:
     headers = {name: f"Bearer {KEY}" if name == "authorization" else KEY}
     for method, path in routes(locked):
         assert ask(locked, method, path, **headers).status_code not in (401, 403), path
 
 
-def test_the_official_clients_show_the_key(locked: Running) -> None:
+def test_official_clients_send_key(locked: Running) -> None:
     messages: Any = [{"role": "user", "content": "Hello!"}]
     for key, refused in ((KEY, False), ("wrong", True)):
         theirs = openai.OpenAI(base_url=f"{locked.url}/v1", api_key=key, max_retries=0)
@@ -157,7 +157,7 @@ def raw(running: Running, line: str, *headers: str) -> bytes:
         "/page/..\\openai.py",
     ],
 )
-def test_no_spelling_of_a_path_gets_round_the_key(locked: Running, path: str) -> None:
+def test_path_spelling_does_not_bypass_key(locked: Running, path: str) -> None:
     found = raw(locked, f"GET {path} HTTP/1.1")
     assert found.startswith((b"HTTP/1.1 401", b"HTTP/1.1 404", b"HTTP/1.1 400")), found[:200]
     assert b"import" not in found
@@ -165,14 +165,14 @@ def test_no_spelling_of_a_path_gets_round_the_key(locked: Running, path: str) ->
 
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "get", "DELETE"])
-def test_no_method_gets_round_the_key(locked: Running, method: str) -> None:
+def test_method_does_not_bypass_key(locked: Running, method: str) -> None:
     for path in ("/v1/cache", "/v1/models", "/page/app.js"):
         found = raw(locked, f"{method} {path} HTTP/1.1")
         status = int(found.split(b" ", 2)[1])
         assert status >= 400 or (method == "HEAD" and path.startswith("/page/"))
 
 
-def test_a_key_is_compared_in_constant_time() -> None:
+def test_keys_are_compared_in_constant_time() -> None:
     from penstock.server import access, app
 
     sources = [Path(module.__file__).read_text() for module in (access, app)]
@@ -201,7 +201,7 @@ def test_a_key_is_compared_in_constant_time() -> None:
         ("", 400),
     ],
 )
-def test_without_a_key_only_requests_to_this_machine(
+def test_without_key_only_local_hosts_are_served(
     recall_server: Running, host: str, status: int
 ) -> None:
     answer = httpx.get(f"{recall_server.url}/v1/models", headers={"host": host})
@@ -219,7 +219,7 @@ def test_without_a_key_only_requests_to_this_machine(
         ("1.0", [], 200),
     ],
 )
-def test_a_request_names_its_host_once(
+def test_duplicate_host_header_is_refused(
     recall_server: Running, version: str, hosts: list[str], status: int
 ) -> None:
     lines = [f"GET /v1/models HTTP/{version}", *(f"Host: {host}" for host in hosts)]
@@ -228,7 +228,7 @@ def test_a_request_names_its_host_once(
         assert peer.recv(4_096).startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_a_foreign_page_may_read_nothing_unless_it_was_named(recall_server: Running) -> None:
+def test_cross_origin_reads_need_named_origin(recall_server: Running) -> None:
     headers = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     for method, path in (("OPTIONS", "/v1/chat/completions"), ("GET", "/v1/models")):
         answer = httpx.request(method, f"{recall_server.url}{path}", headers=headers)
@@ -250,7 +250,7 @@ SIMPLE = (
 """What a page may send anywhere without being allowed to."""
 
 
-def test_a_foreign_page_may_do_nothing(recall_server: Running) -> None:
+def test_cross_origin_writes_are_refused(recall_server: Running) -> None:
     acts = [(method, path) for method, path in routes(recall_server) if method != "GET"]
     assert ("POST", "/v1/sessions/{name}/load") in acts
     for method, path in acts:
@@ -270,7 +270,7 @@ def test_a_foreign_page_may_do_nothing(recall_server: Running) -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "APPLICATION/JSON"])
-def test_json_may_be_written_in_several_ways(recall_server: Running, kind: str) -> None:
+def test_json_content_types_are_accepted(recall_server: Running, kind: str) -> None:
     answer = httpx.post(
         f"{recall_server.url}/v1/completions",
         headers={"content-type": kind},
@@ -280,7 +280,7 @@ def test_json_may_be_written_in_several_ways(recall_server: Running, kind: str) 
     assert answer.status_code == 200
 
 
-def test_tenants_share_nothing_and_learn_nothing() -> None:
+def test_tenants_are_isolated() -> None:
     prompt = PROMPT * 40
     body = {"prompt": prompt, "max_tokens": 1, "cache_salt": "a"}
     with serving() as running:
@@ -344,7 +344,7 @@ BODIES: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("path", WRONG)
-def test_of_many_wrong_values_few_are_told(path: str) -> None:
+def test_validation_errors_are_bounded(path: str) -> None:
     """An error of each would take a hundred times the memory of the body."""
     for body in WRONG[path]:
         for form in BODIES[path]:
@@ -360,21 +360,21 @@ def fewer(value: Any) -> Any:
     return [fewer(item) for item in value[:1_000]] if isinstance(value, list) else value
 
 
-def test_a_body_of_wrong_values_is_400(recall_server: Running) -> None:
+def test_body_of_invalid_values_is_400(recall_server: Running) -> None:
     for path, bodies in WRONG.items():
         refused = httpx.post(f"{recall_server.url}{path}", json=fewer(bodies[0]), timeout=SOON)
         assert refused.status_code == 400, path
         assert len(refused.content) < 1_000
 
 
-def test_a_body_of_more_values_than_the_pool_holds_is_413(recall_server: Running) -> None:
+def test_body_of_too_many_values_is_413(recall_server: Running) -> None:
     body = WRONG["/v1/chat/completions"][0]
     refused = httpx.post(f"{recall_server.url}/v1/chat/completions", json=body, timeout=SOON)
     assert refused.status_code == 413
     assert len(refused.content) < 1_000
 
 
-def test_what_the_engine_died_of_is_not_told() -> None:
+def test_engine_error_text_is_not_disclosed() -> None:
     problem = problem_of(EngineStopped(f"the engine's thread has died: KeyError: {PROMPT}"))
     assert (problem.status, problem.code) == (503, "engine_stopped")
     assert PROMPT not in problem.message
@@ -420,7 +420,7 @@ def assert_silent(text: str) -> None:
     assert not PATHS.search(text)
 
 
-def test_the_process_writes_down_nothing_of_anybody() -> None:
+def test_process_logs_no_prompt_or_key() -> None:
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0"]
     with subprocess.Popen(
         command,
@@ -444,7 +444,7 @@ def test_the_process_writes_down_nothing_of_anybody() -> None:
             running.kill()
 
 
-def test_a_failing_model_writes_down_nothing_of_anybody(
+def test_failing_model_logs_no_prompt(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What a model's code says of its fault may quote what it was given."""
@@ -467,7 +467,7 @@ def test_a_failing_model_writes_down_nothing_of_anybody(
             assert record.exc_info is None
 
 
-def test_answers_do_not_tell_where_the_server_lives(recall_server: Running) -> None:
+def test_responses_disclose_no_paths(recall_server: Running) -> None:
     url = recall_server.url
     answers = [
         httpx.get(f"{url}/nothing"),
@@ -482,7 +482,7 @@ def test_answers_do_not_tell_where_the_server_lives(recall_server: Running) -> N
         assert "server" not in answer.headers
 
 
-def test_what_is_remembered_of_requests_has_no_text(recall_server: Running) -> None:
+def test_recent_requests_contain_no_text(recall_server: Running) -> None:
     body = {"prompt": PROMPT * 20, "max_tokens": 4}
     for _ in range(2):
         httpx.post(f"{recall_server.url}/v1/completions", json=body, timeout=SOON)

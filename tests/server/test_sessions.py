@@ -32,7 +32,7 @@ def ask(http: httpx.Client, messages: list[Any]) -> tuple[str, int]:
     return body["choices"][0]["message"]["content"], usage["cached_tokens"]
 
 
-def test_a_session_goes_on_elsewhere(tmp_path: Path, told: Dialogue, reads_all: None) -> None:
+def test_session_resumes_on_other_server(tmp_path: Path, told: Dialogue, reads_all: None) -> None:
     sessions = tmp_path / "sessions"
     question = told.ask(told.questions[0])
     with server(tmp_path / "one", sessions) as http:
@@ -55,7 +55,7 @@ def test_a_session_goes_on_elsewhere(tmp_path: Path, told: Dialogue, reads_all: 
 
 
 @pytest.mark.parametrize("token", [3_025, 2**40, 2**120])
-def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, token: int) -> None:
+def test_unknown_tokens_are_refused(tmp_path: Path, token: int) -> None:
     with server(tmp_path / "one", tmp_path / "sessions") as http:
         refused = http.post("/v1/sessions/a/save", json={"prompt": [5, token]})
         assert refused.status_code == 400
@@ -63,7 +63,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, token: 
 
 
 @pytest.mark.parametrize("other", [{"max_kv_size": 2_048}, {"block_size": 128}], ids=str)
-def test_a_session_of_other_settings_is_refused(
+def test_session_of_other_settings_is_refused(
     tmp_path: Path, told: Dialogue, other: dict[str, int]
 ) -> None:
     sessions = tmp_path / "sessions"
@@ -78,7 +78,7 @@ def test_a_session_of_other_settings_is_refused(
         assert ask(http, question)[1] == 0
 
 
-def test_a_damaged_session_is_refused(tmp_path: Path, told: Dialogue) -> None:
+def test_damaged_session_is_refused(tmp_path: Path, told: Dialogue) -> None:
     sessions = tmp_path / "sessions"
     question = told.ask(told.questions[0])
     with server(tmp_path / "one", sessions) as http:
@@ -95,7 +95,7 @@ def test_a_damaged_session_is_refused(tmp_path: Path, told: Dialogue) -> None:
         assert ask(http, question)[0] == text
 
 
-def test_what_is_no_session_is_told_without_a_path(tmp_path: Path) -> None:
+def test_invalid_session_error_has_no_path(tmp_path: Path) -> None:
     sessions = tmp_path / "sessions"
     sessions.mkdir(mode=0o700)
     (sessions / "zeros.tar").write_bytes(bytes(20_480))
@@ -115,7 +115,7 @@ def test_what_is_no_session_is_told_without_a_path(tmp_path: Path) -> None:
             assert http.post(f"/v1/sessions/{name}/load", json={}).status_code == 404
 
 
-def test_a_name_is_no_path(tmp_path: Path) -> None:
+def test_session_name_is_not_a_path(tmp_path: Path) -> None:
     with server(tmp_path / "one", tmp_path / "sessions") as http:
         for name in ("..", "a/b", ".hidden", "a" * 65, "%2e%2e%2fa", "a.b"):
             for answer in (
@@ -127,7 +127,7 @@ def test_a_name_is_no_path(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.tar")) == []
 
 
-def test_what_is_not_held_or_not_served_is_told(tmp_path: Path) -> None:
+def test_missing_prompt_or_session_dir_is_reported(tmp_path: Path) -> None:
     with server(tmp_path / "one", tmp_path / "sessions") as http:
         nothing = http.post("/v1/sessions/a/save", json={"prompt": "never asked"})
         assert nothing.status_code == 400

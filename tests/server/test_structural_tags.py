@@ -61,7 +61,7 @@ def ours(family: str, marks: Marks) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_spell_special_tokens_within_a_call(family: str) -> None:
+def test_structural_tags_spell_special_tokens_in_call(family: str) -> None:
     """So no call of a third of the families can be written with its tokenizer's special tokens."""
     call = f"So: {written(family)}"
     assert follows(structural(family, NO_MARKS), call, NO_MARKS)
@@ -69,7 +69,7 @@ def test_they_spell_special_tokens_within_a_call(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - UNSAID))
-def test_they_keep_special_tokens_out_of_the_text(family: str) -> None:
+def test_structural_tags_forbid_special_tokens_in_text(family: str) -> None:
     """A model that marks its reasoning by special tokens could not reason."""
     answer = f"<think>Hm.</think>{written(family)}"
     assert not follows(structural(family, MARKS), answer, MARKS)
@@ -77,14 +77,14 @@ def test_they_keep_special_tokens_out_of_the_text(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_hold_drafts_in_the_reasoning_to_be_calls(family: str) -> None:
+def test_structural_tags_treat_drafts_in_reasoning_as_calls(family: str) -> None:
     answer = f"<think>Not {written(family, 'other')}</think>{written(family)}"
     assert not follows(structural(family, NO_MARKS), answer, NO_MARKS)
     assert follows(ours(family, NO_MARKS), answer, NO_MARKS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_demand_no_call(family: str) -> None:
+def test_structural_tags_cannot_require_call(family: str) -> None:
     assert follows(structural(family, NO_MARKS), "There is none.", NO_MARKS)
     demanded = call_grammar(FORMS[family], STRICT).grammar
     assert not follows(demanded, "There is none.") and follows(demanded, written(family))
@@ -93,7 +93,7 @@ def test_they_demand_no_call(family: str) -> None:
 @pytest.mark.parametrize(
     "family", ["hermes", "json_tools", "nemotron", "apriel", "granite", "phi", "mistral"]
 )
-def test_they_take_one_spelling_of_the_json_around_a_call(family: str) -> None:
+def test_structural_tags_accept_one_json_spelling(family: str) -> None:
     """As `{"name":"a"` without the blank, and a second call behind the first one's mark."""
     tight = written(family).replace('": ', '":').replace(', "', ',"')
     assert not follows(structural(family, NO_MARKS), tight, NO_MARKS)

@@ -43,7 +43,7 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize("number", range(len(FORMS)))
-def test_an_answer_has_the_form_that_is_asked_for(recall_server: Running, number: int) -> None:
+def test_structured_answer_follows_format(recall_server: Running, number: int) -> None:
     """Sampled hot, so that the form is the grammar's and not the model's."""
     form, fits = FORMS[number]
     # An object of any form may go on for long.
@@ -57,7 +57,7 @@ def test_an_answer_has_the_form_that_is_asked_for(recall_server: Running, number
         assert choice["finish_reason"] == "length" or fits(said)
 
 
-def test_without_a_form_an_answer_has_none(recall_server: Running) -> None:
+def test_answer_without_format_is_free(recall_server: Running) -> None:
     """The control: the model alone keeps to none of them."""
     body = {"prompt": "The code is", "max_tokens": 20, "temperature": 3.0, "seed": 1}
     text = post(recall_server, "/v1/completions", **body).json()["choices"][0]["text"]
@@ -81,7 +81,7 @@ def test_without_a_form_an_answer_has_none(recall_server: Running) -> None:
         ),
     ],
 )
-def test_what_cannot_be_kept_to_is_refused_by_name(
+def test_unenforceable_rules_are_refused_by_name(
     recall_server: Running, body: dict[str, Any], param: str
 ) -> None:
     answer = post(recall_server, "/v1/chat/completions", messages=MESSAGES, **body)
@@ -89,7 +89,7 @@ def test_what_cannot_be_kept_to_is_refused_by_name(
     assert answer.json()["error"]["param"] == param
 
 
-def test_an_answer_may_have_a_zero_byte(recall_server: Running) -> None:
+def test_answer_may_contain_zero_byte(recall_server: Running) -> None:
     text = "a\0b"
     body = {"prompt": "a", "guided_choice": [text], "max_tokens": 9}
     assert post(recall_server, "/v1/completions", **body).json()["choices"][0]["text"] == text
@@ -108,7 +108,7 @@ def test_an_answer_may_have_a_zero_byte(recall_server: Running) -> None:
         ({"structured_outputs": {"grammar": "?"}}, "structured_outputs.grammar"),
     ],
 )
-def test_a_broken_grammar_is_400_by_the_name_of_its_field(
+def test_invalid_grammar_is_400_and_names_field(
     recall_server: Running, path: str, form: dict[str, Any], param: str
 ) -> None:
     asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": MESSAGES}
@@ -118,7 +118,7 @@ def test_a_broken_grammar_is_400_by_the_name_of_its_field(
     assert error["param"] == param and param in error["message"]
 
 
-def test_an_answer_goes_on_after_the_end_of_sequence_if_asked(recall_server: Running) -> None:
+def test_ignore_eos_continues_answer(recall_server: Running) -> None:
     end = min(recall_server.service.tokenizer.eos_token_ids)
     body = {"prompt": "a", "max_tokens": 5, "logit_bias": {str(end): 100}}
     plain = post(recall_server, "/v1/completions", **body).json()
@@ -127,7 +127,7 @@ def test_an_answer_goes_on_after_the_end_of_sequence_if_asked(recall_server: Run
     assert going_on["usage"]["completion_tokens"] == 5
 
 
-def test_reasoning_effort_is_the_templates_own_switch(recall_server: Running) -> None:
+def test_reasoning_effort_maps_to_template_switch(recall_server: Running) -> None:
     """The embedded model has none; one with marks and a switch gets both."""
     prompts = recall_server.service.prompts
     assert effort_switches("high", prompts) == {}

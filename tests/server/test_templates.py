@@ -61,26 +61,26 @@ RENDERED = {
 
 
 @pytest.mark.parametrize("name", RENDERED)
-def test_a_later_system_message_stays_in_its_place(name: str, tmp_path: Path) -> None:
+def test_late_system_message_keeps_its_position(name: str, tmp_path: Path) -> None:
     template, expected = RENDERED[name]
     prompts = Prompts(parrot(tmp_path, "Hello", template=template)[1])
     assert prompts.decode(prompts.render(TALK)) == expected
 
 
-def test_a_reminder_is_marked_once(tmp_path: Path) -> None:
+def test_reminder_is_marked_once(tmp_path: Path) -> None:
     prompts = Prompts(parrot(tmp_path, "Hello", template=LEAVES_OUT)[1])
     marked = "<system-reminder>\nL\n</system-reminder>"
     talk = [{"role": "user", "content": "A"}, {"role": "system", "content": marked}]
     assert prompts.decode(prompts.render(talk)) == f"<|user|>A<|end|><|user|>{marked}<|end|>"
 
 
-def test_a_message_without_a_role_is_the_templates_to_refuse(tmp_path: Path) -> None:
+def test_message_without_role_is_left_to_template(tmp_path: Path) -> None:
     prompts = Prompts(parrot(tmp_path, "Hello", template=ALTERNATES)[1])
     with pytest.raises(BadRequest, match="alternate"):
         prompts.render([{"content": "A"}, {"content": "B"}])
 
 
-def test_what_a_later_turn_begins_with_does_not_change(tmp_path: Path) -> None:
+def test_late_system_message_does_not_change_prefix(tmp_path: Path) -> None:
     """A system message that comes later changes nothing in front of it, whatever the template."""
     for number, (template, _) in enumerate(RENDERED.values()):
         prompts = Prompts(parrot(tmp_path / str(number), "Hello", template=template)[1])
@@ -89,7 +89,7 @@ def test_what_a_later_turn_begins_with_does_not_change(tmp_path: Path) -> None:
         assert after.startswith(before.removesuffix("<|end|>"))
 
 
-def test_effort_is_known_where_it_changes_the_prompt(tmp_path: Path) -> None:
+def test_effort_is_detected_from_rendered_prompt(tmp_path: Path) -> None:
     plain = Prompts(parrot(tmp_path / "a", "Hello")[1])
     knows = Prompts(
         parrot(tmp_path / "b", "Hello", template="{{ reasoning_effort }}" + TEMPLATE)[1]
@@ -98,7 +98,7 @@ def test_effort_is_known_where_it_changes_the_prompt(tmp_path: Path) -> None:
     assert knows.traits.reasoning_effort
 
 
-def test_an_image_in_history_is_named(tmp_path: Path) -> None:
+def test_image_in_history_is_named(tmp_path: Path) -> None:
     """Only what the user's last message asks is refused."""
     prompts = Prompts(parrot(tmp_path, "Hello")[1])
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
@@ -120,7 +120,7 @@ PARTS = TEMPLATE.replace(
 )
 
 
-def test_texts_are_parts_where_the_template_renders_nothing_else(tmp_path: Path) -> None:
+def test_text_parts_are_used_where_template_needs_them(tmp_path: Path) -> None:
     """Templates of models that see write `for part in message.content`; a text has none."""
     assert PARTS != TEMPLATE
     plain, parts = (
@@ -155,13 +155,13 @@ SYSTEM_ROWS = {
 
 
 @pytest.mark.parametrize("name", SYSTEM_ROWS)
-def test_the_probe_says_what_becomes_of_system_messages(name: str, tmp_path: Path) -> None:
+def test_probe_of_system_messages(name: str, tmp_path: Path) -> None:
     template, outcomes = SYSTEM_ROWS[name]
     said = rows(tmp_path, template)
     assert [said[what] for what in said if what.startswith(("system", "second"))] == outcomes
 
 
-def test_the_probe_says_what_becomes_of_users_in_a_row(tmp_path: Path) -> None:
+def test_probe_of_consecutive_user_messages(tmp_path: Path) -> None:
     error = "raises TemplateError: Conversation roles must alternate user/assistant"
     said = rows(tmp_path / "a", ALTERNATES)
     assert said["two user messages in a row"] == said["call and its result"] == error
@@ -179,7 +179,7 @@ NEEDS_CONTENT = (
 )
 
 
-def test_the_probe_says_what_becomes_of_results_and_of_empty_content(tmp_path: Path) -> None:
+def test_probe_of_tool_results_and_empty_content(tmp_path: Path) -> None:
     plain, calls, content = (
         rows(tmp_path / str(number), template)
         for number, template in enumerate((TEMPLATE, NEEDS_CALL, NEEDS_CONTENT))
@@ -223,7 +223,7 @@ THINKING = {
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_the_probe_says_what_becomes_of_reasoning(name: str, tmp_path: Path) -> None:
+def test_probe_of_reasoning(name: str, tmp_path: Path) -> None:
     key, condition, kept, changes = THINKING[name]
     said = rows(tmp_path, thinking(key, condition))
     assert said["reasoning key"] == (key if kept[0] == "kept" else "none")
@@ -231,12 +231,12 @@ def test_the_probe_says_what_becomes_of_reasoning(name: str, tmp_path: Path) -> 
     assert [said[growth] for growth in GROWTHS] == changes
 
 
-def test_a_template_that_counts_its_messages_changes_with_every_turn(tmp_path: Path) -> None:
+def test_probe_detects_template_counting_messages(tmp_path: Path) -> None:
     said = rows(tmp_path, "{{ messages | length }}" + TEMPLATE)
     assert {said[growth] for growth in GROWTHS} == {"changes from message 1 on (system)"}
 
 
-def test_reasoning_stands_under_the_templates_own_key(tmp_path: Path) -> None:
+def test_reasoning_uses_template_key(tmp_path: Path) -> None:
     prompts = Prompts(parrot(tmp_path, "Hello", template=thinking("reasoning", "true"))[1])
     talk = [
         {"role": "user", "content": "A"},
@@ -247,7 +247,7 @@ def test_reasoning_stands_under_the_templates_own_key(tmp_path: Path) -> None:
     assert rendered == "<|user|>A<|end|><|assistant|>(hm)B<|end|><|user|>C<|end|>"
 
 
-def test_reasoning_beside_text_and_a_call_is_left_out_where_the_template_raises(
+def test_reasoning_is_dropped_where_template_raises(
     tmp_path: Path,
 ) -> None:
     """As that of gpt-oss does."""
@@ -266,7 +266,7 @@ def test_reasoning_beside_text_and_a_call_is_left_out_where_the_template_raises(
     assert "<|assistant|>(hm)({" in prompts.decode(prompts.render(talk))
 
 
-def test_arguments_are_text_where_the_template_raises_on_an_object(tmp_path: Path) -> None:
+def test_arguments_are_text_where_template_requires_it(tmp_path: Path) -> None:
     """As Functionary's, which puts the text of arguments together with its marks."""
     template = (
         "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -336,7 +336,7 @@ def prompts_of(folder: Path, template: str) -> Prompts:
 
 
 @pytest.mark.parametrize("id", ["call_1", "toolu_01AbCdEf", "a", "é" * 300, None, "aB3dE6gH9"])
-def test_ids_of_calls_have_the_form_that_a_template_demands(id: str | None, tmp_path: Path) -> None:
+def test_call_ids_follow_template_format(id: str | None, tmp_path: Path) -> None:
     prompts = prompts_of(tmp_path, IDS)
     assert prompts.traits.call_ids == "nine"
     text = prompts.template_text([*TALK[1:2], called_with(id), result(id)])
@@ -346,7 +346,7 @@ def test_ids_of_calls_have_the_form_that_a_template_demands(id: str | None, tmp_
     assert text == prompts.template_text([*TALK[1:2], called_with(id), result(id)])
 
 
-def test_ids_name_the_tool_where_the_template_renders_nothing_else_of_it(tmp_path: Path) -> None:
+def test_call_ids_name_tool_where_template_needs_it(tmp_path: Path) -> None:
     prompts = prompts_of(tmp_path, INDEXED)
     assert prompts.traits.call_ids == "indexed"
     talk = [*TALK[1:2], called_with("call_x"), result("call_x"), called_with("y", name="find")]
@@ -369,9 +369,7 @@ def test_ids_name_the_tool_where_the_template_renders_nothing_else_of_it(tmp_pat
         ('{"text": "cut \\ud83d"}', "<look><text>cut \ufffd"),
     ],
 )
-def test_arguments_that_are_no_object_end_no_conversation(
-    given: Any, rendered: str, tmp_path: Path
-) -> None:
+def test_non_object_arguments_are_rendered(given: Any, rendered: str, tmp_path: Path) -> None:
     prompts = prompts_of(tmp_path, ITEMS)
     talk = [{"role": "user", "content": "A"}, called_with("c", given), result("c")]
     assert prompts.template_text(talk) == f"A{rendered}R"
@@ -401,7 +399,7 @@ U, A, S = said_by("user"), said_by("assistant"), said_by("system")
     ],
 )
 @pytest.mark.parametrize("template", [FOLDS, PLAIN, ALTERNATES, TEMPLATE, IDS, ITEMS, FIRST_ONLY])
-def test_no_message_is_lost_or_refused(
+def test_every_message_is_rendered_in_order(
     template: str, talk: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """Whatever its order: the text of each is rendered, in the order of the conversation."""
@@ -412,7 +410,7 @@ def test_no_message_is_lost_or_refused(
     assert min(places) >= 0 and places == sorted(places), text
 
 
-def test_tools_that_a_template_does_not_know_are_told_in_the_system_message(
+def test_unsupported_tools_are_described_in_system_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of(tmp_path, PLAIN)
@@ -427,7 +425,7 @@ def test_tools_that_a_template_does_not_know_are_told_in_the_system_message(
     assert prompts_of(tmp_path / "2", TEMPLATE).traits.tools
 
 
-def test_what_was_changed_is_told(tmp_path: Path) -> None:
+def test_repaired_messages_are_reported(tmp_path: Path) -> None:
     prompts = prompts_of(tmp_path, ITEMS)
     prompts.template_text([U("A"), called_with("c", "[1]"), result("c")])
     assert MENDED.get() == ("arguments that are no object became one",)

@@ -66,7 +66,7 @@ def written(url: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("shelf")
-def test_a_new_kind_is_written_to_and_shown_everywhere(tmp_path: Path) -> None:
+def test_new_tier_kind_is_written_and_shown_everywhere(tmp_path: Path) -> None:
     engine = {"ssd_cache_dir": tmp_path / "folder", "ssd_cache_limit": LIMIT_BYTES}
     body = {"prompt": [7 + i % 90 for i in range(RECORD_TOKENS + 10)], "max_tokens": 2}
     with serving(engine=engine) as running:
@@ -110,7 +110,7 @@ def names_remote(node: ast.AST) -> bool:
     return isinstance(text, str) and (text == "remote" or text.startswith("remote_cache"))
 
 
-def test_the_remote_tier_is_named_in_two_files_beside_its_plugin() -> None:
+def test_remote_tier_is_named_in_two_files() -> None:
     """The proof that a kind of tier is a store, its settings and a line in a list."""
     naming = {
         str(file.relative_to(SOURCE))

@@ -22,7 +22,7 @@ def post(server: Running, path: str, **body: Any) -> dict[str, Any]:
     return written
 
 
-def test_a_text_becomes_the_tokens_of_its_completion(recall_server: Running) -> None:
+def test_tokenize_matches_completion(recall_server: Running) -> None:
     found = post(recall_server, "/tokenize", prompt=TEXT, return_token_strs=True)
     usage = post(recall_server, "/v1/completions", prompt=found["tokens"], max_tokens=0)["usage"]
     tokenizer = recall_server.service.tokenizer
@@ -35,7 +35,7 @@ def test_a_text_becomes_the_tokens_of_its_completion(recall_server: Running) -> 
     assert "token_strs" not in bare
 
 
-def test_the_form_of_llama_cpp(recall_server: Running) -> None:
+def test_tokenize_in_llama_cpp_format(recall_server: Running) -> None:
     tokenizer = recall_server.service.tokenizer
     bare = post(recall_server, "/tokenize", content=TEXT, with_pieces=True)["tokens"]
     assert [piece["id"] for piece in bare] == tokenizer.encode(TEXT, add_special_tokens=False)
@@ -46,9 +46,7 @@ def test_the_form_of_llama_cpp(recall_server: Running) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": [TOOL]}, {"add_generation_prompt": False}])
-def test_a_conversation_becomes_the_tokens_of_its_prompt(
-    recall_server: Running, more: dict[str, Any]
-) -> None:
+def test_tokenize_messages_matches_chat(recall_server: Running, more: dict[str, Any]) -> None:
     found = post(recall_server, "/tokenize", messages=MESSAGES, **more)
     text = post(recall_server, "/apply-template", messages=MESSAGES, **more)["prompt"]
     encode = recall_server.service.tokenizer.encode
@@ -61,13 +59,13 @@ def test_a_conversation_becomes_the_tokens_of_its_prompt(
     assert answer["usage"]["prompt_tokens"] == found["count"]
 
 
-def test_tokens_become_their_text(recall_server: Running) -> None:
+def test_detokenize(recall_server: Running) -> None:
     tokens = recall_server.service.tokenizer.encode(TEXT, add_special_tokens=False)
     assert post(recall_server, "/detokenize", tokens=tokens) == {"prompt": TEXT, "content": TEXT}
     assert post(recall_server, "/detokenize", tokens=[])["prompt"] == ""
 
 
-def test_a_text_has_the_memory_of_prompts_and_no_more(recall_server: Running) -> None:
+def test_detokenize_respects_prompt_memory(recall_server: Running) -> None:
     """Token 5 has 13 characters, token 7 has one."""
     url = f"{recall_server.url}/detokenize"
     answer = httpx.post(url, json={"tokens": [5] * 100_000}, timeout=60)
@@ -77,7 +75,7 @@ def test_a_text_has_the_memory_of_prompts_and_no_more(recall_server: Running) ->
     assert post(recall_server, "/detokenize", tokens=[7] * 100_000)["content"] == text * 100_000
 
 
-def test_the_tokenizer_is_free_between_the_texts_of_tokens(recall_server: Running) -> None:
+def test_tokenizer_lock_is_released_between_texts(recall_server: Running) -> None:
     """The event loop asks it for texts, too, and would stand still."""
     prompts = recall_server.service.prompts
     with ThreadPoolExecutor(1) as pool:
@@ -100,7 +98,7 @@ def test_the_tokenizer_is_free_between_the_texts_of_tokens(recall_server: Runnin
         ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "tools"),
     ],
 )
-def test_an_invalid_body_is_400_with_the_reason(
+def test_invalid_body_is_400_with_reason(
     recall_server: Running, path: str, body: dict[str, Any], words: str
 ) -> None:
     answer = httpx.post(f"{recall_server.url}{path}", json=body, timeout=60)
@@ -108,6 +106,6 @@ def test_an_invalid_body_is_400_with_the_reason(
     assert words in answer.json()["error"]["message"]
 
 
-def test_the_tokenizers_own_tokens_are_named(recall_server: Running) -> None:
+def test_tokenizer_info_names_special_tokens(recall_server: Running) -> None:
     found = httpx.get(f"{recall_server.url}/tokenizer_info", timeout=60).json()
     assert found["eos_token"] == recall_server.service.tokenizer.eos_token

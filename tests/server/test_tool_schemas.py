@@ -84,7 +84,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_definitions_come_along(running: Running, path: str) -> None:
+def test_schema_definitions_are_resolved(running: Running, path: str) -> None:
     answer = asked(running, path, {"travel": NESTED}, PATHS[path])
     given = arguments(path, answer)
     assert set(given) == {"to", "back"} and given["back"] in ("yes", "no")
@@ -93,7 +93,7 @@ def test_definitions_come_along(running: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_cannot_be_kept_to_is_said(running: Running, path: str) -> None:
+def test_unenforced_rules_are_named(running: Running, path: str) -> None:
     """The rest of such a schema is kept to, and so are the other tools' schemas."""
     answer = asked(running, path, {"odd": EXOTIC}, PATHS[path])
     given = arguments(path, answer)
@@ -116,13 +116,13 @@ def test_what_cannot_be_kept_to_is_said(running: Running, path: str) -> None:
         ({"$id": "http://example.com/y", "$ref": "#/$defs/A", "$defs": {"A": {"const": 1}}}, []),
     ],
 )
-def test_schemas_of_any_kind(schema: dict[str, Any], rules: list[str]) -> None:
+def test_unenforced_rules_of_various_schemas(schema: dict[str, Any], rules: list[str]) -> None:
     (made,), unenforced = Arguments.of([("f", schema)])
     assert list(unenforced) == [f"f:{rule}" for rule in rules]
     json_schema_grammar(made)
 
 
-def test_many_large_tools_are_not_too_much_together() -> None:
+def test_many_large_tools_fit_together() -> None:
     """The largest are left unenforced until the rest can be compiled."""
     sizes = [20_000, 30_000, 25_000]
     tools = [(f"f{size}", {"type": "object", "properties": {"a" * size: {}}}) for size in sizes]
@@ -132,7 +132,7 @@ def test_many_large_tools_are_not_too_much_together() -> None:
 
 
 @pytest.mark.parametrize("space", [" ", "\n"])
-def test_a_call_does_not_go_on_in_spaces(running: Running, space: str) -> None:
+def test_whitespace_in_calls_is_bounded(running: Running, space: str) -> None:
     """A weak model that likes them best would write nothing else until its tokens end."""
     (token,) = running.service.tokenizer.encode(space, add_special_tokens=False)
     body = {
@@ -150,7 +150,7 @@ OPEN = {"type": "object", "properties": {"city": {"enum": ["Bern"]}}, "required"
 """As most clients write it: without `additionalProperties`."""
 
 
-def test_objects_have_the_properties_that_they_name(running: Running) -> None:
+def test_objects_have_only_named_properties(running: Running) -> None:
     """A weak model that likes commas best would add one property after the other."""
     (comma,) = running.service.tokenizer.encode(",", add_special_tokens=False)
     body: dict[str, Any] = {
@@ -178,5 +178,5 @@ def test_objects_have_the_properties_that_they_name(running: Running) -> None:
         {"type": "object"},
     ],
 )
-def test_objects_that_say_otherwise_stay_open(schema: dict[str, Any]) -> None:
+def test_explicitly_open_objects_stay_open(schema: dict[str, Any]) -> None:
     assert closed(schema) == schema

@@ -48,7 +48,7 @@ def post(running: Running, path: str, **body: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", REQUESTS)
-def test_tools_that_the_system_message_describes_are_named(
+def test_tools_described_in_system_message_are_named(
     plain: Running, path: str, stream: bool
 ) -> None:
     answer = post(plain, path, **REQUESTS[path], stream=stream)
@@ -58,7 +58,7 @@ def test_tools_that_the_system_message_describes_are_named(
     assert "x-penstock-tools-in-system" not in post(plain, path, **without).headers
 
 
-def test_a_call_is_demanded_in_the_form_that_the_system_message_describes(plain: Running) -> None:
+def test_required_call_uses_described_format(plain: Running) -> None:
     parameters = {"type": "object", "properties": {"text": {"enum": ["otter"]}}}
     parameters |= {"required": ["text"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
@@ -68,7 +68,7 @@ def test_a_call_is_demanded_in_the_form_that_the_system_message_describes(plain:
     assert json.loads(call["function"]["arguments"]) == {"text": "otter"}
 
 
-def test_tools_are_refused_where_that_is_set(tmp_path: Path) -> None:
+def test_tools_without_template_are_refused_if_configured(tmp_path: Path) -> None:
     model = parrot(tmp_path, "One.", template=PLAIN)
     with serving(*model, tools_without_template="refuse") as running:
         for path, body in REQUESTS.items():
@@ -79,13 +79,13 @@ def test_tools_are_refused_where_that_is_set(tmp_path: Path) -> None:
             assert post(running, path, **without).status_code == 200
 
 
-def test_tools_that_are_rendered_are_not_named(tmp_path: Path) -> None:
+def test_rendered_tools_are_not_named(tmp_path: Path) -> None:
     with serving(*parrot(tmp_path, "One.")) as running:
         for path, body in REQUESTS.items():
             assert "x-penstock-tools-in-system" not in post(running, path, **body).headers
 
 
-def test_an_answer_goes_on_with_the_last_message(plain: Running) -> None:
+def test_continue_final_message(plain: Running) -> None:
     begun = [*TALK, {"role": "assistant", "content": "One, "}]
     path = "/v1/chat/completions"
     answer = post(plain, path, messages=begun, continue_final_message=True)
@@ -102,7 +102,7 @@ def test_an_answer_goes_on_with_the_last_message(plain: Running) -> None:
         {"messages": TALK, "add_generation_prompt": False},
     ],
 )
-def test_nothing_to_go_on_with_is_a_wrong_request(plain: Running, wrong: dict[str, Any]) -> None:
+def test_nothing_to_continue_is_400(plain: Running, wrong: dict[str, Any]) -> None:
     answer = post(plain, "/v1/chat/completions", **wrong)
     assert answer.status_code == 400
     named = "continue_final_message" if "continue_final_message" in wrong else "add_generation"

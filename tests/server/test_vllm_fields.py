@@ -49,7 +49,7 @@ def token_of(running: Running, text: str) -> int:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_min_tokens_puts_off_the_end(saying: Running, path: str) -> None:
+def test_min_tokens_defers_eos(saying: Running, path: str) -> None:
     text, reason, tokens = ask(saying, path, max_tokens=12)
     assert (text, reason) == ("".join(SAID), "stop") and tokens <= 5
     text, reason, tokens = ask(saying, path, max_tokens=12, min_tokens=9)
@@ -59,7 +59,7 @@ def test_min_tokens_puts_off_the_end(saying: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_min_tokens_puts_off_stop_texts_and_tokens(saying: Running, path: str) -> None:
+def test_min_tokens_defers_stop_strings_and_token_ids(saying: Running, path: str) -> None:
     assert ask(saying, path, max_tokens=9, stop=["two"])[0] == "one "
     assert ask(saying, path, max_tokens=9, stop=["two"], min_tokens=1)[0] == "one "
     late = ask(saying, path, max_tokens=9, stop=["two", "our"], min_tokens=2)
@@ -71,7 +71,7 @@ def test_min_tokens_puts_off_stop_texts_and_tokens(saying: Running, path: str) -
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stop_is_part_of_the_answer_where_that_is_asked_for(saying: Running, path: str) -> None:
+def test_include_stop_str_in_output(saying: Running, path: str) -> None:
     keep = {"include_stop_str_in_output": True, "max_tokens": 9}
     assert ask(saying, path, stop=["thr"], **keep)[:2] == ("one two thr", "stop")
     three = token_of(saying, "three ")
@@ -83,7 +83,7 @@ def test_a_stop_is_part_of_the_answer_where_that_is_asked_for(saying: Running, p
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_special_tokens_are_left_out_where_that_is_asked_for(path: str, tmp_path: Path) -> None:
+def test_skip_special_tokens(path: str, tmp_path: Path) -> None:
     model, tokenizer = parrot(tmp_path, "one ", SPECIAL, "two ")
     tokenizer.add_special_tokens({"additional_special_tokens": [SPECIAL]})
     with serving(model, tokenizer) as running:
@@ -93,7 +93,7 @@ def test_special_tokens_are_left_out_where_that_is_asked_for(path: str, tmp_path
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_edges_of_sampling(saying: Running, path: str) -> None:
+def test_sampling_edge_values(saying: Running, path: str) -> None:
     """0 and -1 are no `top_k`; `min_p` 1 leaves the likeliest; a penalty of 1 does nothing."""
     hot: dict[str, Any] = {"max_tokens": 8, "temperature": 9.0, "seed": 7}
     wild = ask(saying, path, **hot)
@@ -114,23 +114,21 @@ def test_edges_of_sampling(saying: Running, path: str) -> None:
         *(("skip_special_tokens", "yes"), ("include_stop_str_in_output", 1)),
     ],
 )
-def test_an_invalid_field_is_400_and_named(
-    saying: Running, path: str, field: str, value: Any
-) -> None:
+def test_invalid_field_is_400_and_named(saying: Running, path: str, field: str, value: Any) -> None:
     answer = send(saying, path, **{field: value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_more_than_max_tokens_cannot_be_the_least(saying: Running, path: str) -> None:
+def test_min_tokens_above_max_tokens_is_400(saying: Running, path: str) -> None:
     answer = send(saying, path, max_tokens=3, min_tokens=4)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "min_tokens" and "4" in error["message"] and "3" in error["message"]
 
 
-def test_max_completion_tokens_wins(saying: Running) -> None:
+def test_max_completion_tokens_overrides_max_tokens(saying: Running) -> None:
     chat = PATHS[1]
     assert ask(saying, chat, max_tokens=3, max_completion_tokens=2)[1:] == ("length", 2)
     assert ask(saying, chat, max_completion_tokens=3, min_tokens=3)[2] == 3
@@ -147,7 +145,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_an_effort_reaches_the_template(tmp_path: Path, name: str) -> None:
+def test_reasoning_effort_reaches_template(tmp_path: Path, name: str) -> None:
     """The same at chat and responses; `chat_template_kwargs` of the request win."""
     template = f"[{{{{ {name} }}}}]" + TEMPLATE
     marks = ("<think>", "</think>")
@@ -182,7 +180,7 @@ def test_an_effort_reaches_the_template(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reasoning_effort", "reasoning_strength"])
-def test_an_effort_of_anthropics_form_is_the_templates_level(tmp_path: Path, name: str) -> None:
+def test_anthropic_effort_maps_to_template_level(tmp_path: Path, name: str) -> None:
     """The same in a count; whether the model reasons at all is what `thinking` says."""
     template = f"[{{{{ {name} }}}}{{{{ enable_thinking }}}}]" + TEMPLATE
     model = parrot(tmp_path, "Hello", marks=("<think>", "</think>"), template=template)
@@ -209,7 +207,7 @@ def test_an_effort_of_anthropics_form_is_the_templates_level(tmp_path: Path, nam
     ],
     ids=["mistral", "qwen"],
 )
-def test_a_template_of_few_levels_gets_the_nearest(
+def test_effort_maps_to_nearest_template_level(
     tmp_path: Path, taken: tuple[str, ...], levels: dict[str, str]
 ) -> None:
     """The template raises on every other level, and that was a 400."""

@@ -37,7 +37,7 @@ def task_of(client: str, nbytes: int, call: Callable[[], Awaitable[None]]) -> as
 @pytest.mark.parametrize(
     ("theirs", "own"), [(MIDDLE, SHORT), (LONG, LONG_BYTES), (LONG, SHORT)], ids=str
 )
-def test_one_client_with_many_long_prompts_is_no_queue_for_another(theirs: int, own: int) -> None:
+def test_client_with_many_long_prompts_does_not_block_others(theirs: int, own: int) -> None:
     """At most the prompt that is being read, and one more, are read before the other client's."""
     prompts = Prompts(load_tokenizer(MODEL_PATH))
     ends: list[str] = []
@@ -87,7 +87,7 @@ def test_clients_take_turns_in_order() -> None:
     assert "".join(order) == "bcabaaa"
 
 
-def test_a_cancelled_call_leaves_its_turn_to_the_next() -> None:
+def test_cancelled_call_passes_turn_on() -> None:
     order: list[str] = []
 
     async def some() -> None:
@@ -112,7 +112,7 @@ def test_a_cancelled_call_leaves_its_turn_to_the_next() -> None:
     assert order == ["c"]
 
 
-def test_a_turn_that_comes_while_it_is_cancelled_goes_to_the_next() -> None:
+def test_turn_granted_during_cancellation_is_passed_on() -> None:
     async def some() -> None:
         thread, gate = FairThread("some"), threading.Event()
         first = asyncio.ensure_future(thread.run("a", gate.wait))

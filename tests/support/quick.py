@@ -25,11 +25,11 @@ ALWAYS = (
     "test_engine_matches_model_with_disk_faults",
     "test_tree_matches_dict_of_prefixes",
     "test_attend_budget_of_all_tokens_matches_full_attention",
-    "test_blocks_are_read_exactly_where_they_lie",
+    "test_selected_blocks_are_read_exactly",
     "test_state_machine_many_sequences_share_tree_and_ledger",
     "test_memory_stays_within_limit",
     "test_sigterm_drains_open_requests",
-    "test_ray_is_imported_by_its_own_part_alone",
+    "test_only_ray_plugin_imports_ray",
 )
 """Tests that see most: of each the first case runs, whatever it takes."""
 COSTS = Path(__file__).parents[1] / "quick_costs.txt"

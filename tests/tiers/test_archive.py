@@ -68,7 +68,7 @@ def pack(
     return file
 
 
-def test_blocks_go_into_a_tar_and_back(tmp_path: Path) -> None:
+def test_blocks_round_trip_through_tar(tmp_path: Path) -> None:
     here, there, tar = tmp_path / "here", tmp_path / "there", tmp_path / "x.tar"
     first, second, theirs = chain(4), chain(2, seed=1), chain(3, model=B)
     fill(here, first, second)
@@ -93,7 +93,7 @@ def test_blocks_go_into_a_tar_and_back(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_export_leaves_damaged_blocks_out_and_files_that_are_there_alone(tmp_path: Path) -> None:
+def test_export_skips_damaged_blocks_and_never_overwrites(tmp_path: Path) -> None:
     folder, tar, thesis = tmp_path / "cache", tmp_path / "x.tar", tmp_path / "thesis.tar"
     records = chain(3)
     fill(folder, records)
@@ -107,7 +107,7 @@ def test_export_leaves_damaged_blocks_out_and_files_that_are_there_alone(tmp_pat
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_children_may_lie_before_their_parents(tmp_path: Path, kind: int) -> None:
+def test_children_may_precede_parents(tmp_path: Path, kind: int) -> None:
     records = chain(5)
     members = [block(record) for record in reversed(records)]
     for info, _ in members:
@@ -120,7 +120,7 @@ def test_children_may_lie_before_their_parents(tmp_path: Path, kind: int) -> Non
 
 
 @pytest.mark.parametrize("other", [B, "", "a\x1b[2J"], ids=repr)
-def test_a_tar_with_a_block_of_another_model_is_refused_whole(tmp_path: Path, other: str) -> None:
+def test_tar_with_block_of_other_model_is_refused(tmp_path: Path, other: str) -> None:
     folder = fill(tmp_path / "cache", chain(1, seed=9))
     tar = pack(tmp_path / "x.tar", block(chain(1)[0]), block(chain(1, seed=1)[0], other))
     with pytest.raises(SettingError, match="is of another model"):
@@ -128,7 +128,7 @@ def test_a_tar_with_a_block_of_another_model_is_refused_whole(tmp_path: Path, ot
     assert len(files(folder)) == 1
 
 
-def test_a_hostile_tar_writes_nothing_but_its_whole_blocks(tmp_path: Path) -> None:
+def test_hostile_tar_writes_only_valid_blocks(tmp_path: Path) -> None:
     folder, outside = tmp_path / "cache", tmp_path / "outside.safetensors"
     records = chain(2)
     fill(folder, records[:1])
@@ -176,7 +176,7 @@ def test_a_hostile_tar_writes_nothing_but_its_whole_blocks(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", [1 << 62, -512, (1 << 30) + 1])
-def test_sizes_beyond_reason_are_refused(tmp_path: Path, size: int) -> None:
+def test_absurd_sizes_are_refused(tmp_path: Path, size: int) -> None:
     folder = fill(tmp_path / "cache", chain(1))
     good, lie = block(chain(1, seed=1)[0]), block(chain(1, seed=2)[0])
     tar = pack(tmp_path / "x.tar", good)
@@ -196,7 +196,7 @@ def test_sizes_beyond_reason_are_refused(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("cut", [100, 512, 700, 512 + FILE_BYTES + 700])
-def test_a_tar_that_was_cut_short(tmp_path: Path, cut: int) -> None:
+def test_truncated_tar_imports_whole_blocks(tmp_path: Path, cut: int) -> None:
     folder, tar = fill(tmp_path / "cache", chain(1, seed=9)), tmp_path / "x.tar"
     pack(tar, *(block(record) for record in chain(4)))
     tar.write_bytes(tar.read_bytes()[:cut])
@@ -210,14 +210,14 @@ def test_a_tar_that_was_cut_short(tmp_path: Path, cut: int) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", os.urandom(5_000)], ids=len)
-def test_what_is_no_tar_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_tar_is_refused(tmp_path: Path, content: bytes) -> None:
     folder, tar = fill(tmp_path / "cache", chain(1)), tmp_path / "x.tar"
     tar.write_bytes(content)
     with pytest.raises(CacheFileError, match=r"x\.tar is no session"):
         imported(folder, tar)
 
 
-def test_import_keeps_the_limit(tmp_path: Path) -> None:
+def test_import_respects_limit(tmp_path: Path) -> None:
     """The index takes 8 MB of it; the rest is for six blocks."""
     folder = tmp_path / "cache"
     old, new = chain(4, seed=1), chain(5)
@@ -235,7 +235,7 @@ def test_import_keeps_the_limit(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in files(folder)) <= 6 * FILE_BYTES + 200
 
 
-def test_import_does_not_shrink_a_folder_whose_limit_it_was_not_told(tmp_path: Path) -> None:
+def test_import_with_smaller_limit_is_refused(tmp_path: Path) -> None:
     folder = fill(tmp_path / "cache", chain(5, seed=1))
     tar = pack(tmp_path / "x.tar", block(chain(1)[0]))
     with pytest.raises(SettingError, match="name the limit of its server"):
@@ -243,7 +243,7 @@ def test_import_does_not_shrink_a_folder_whose_limit_it_was_not_told(tmp_path: P
     assert len(files(folder)) == 5
 
 
-def test_import_leaves_a_disk_that_is_nearly_full_alone(tmp_path: Path) -> None:
+def test_import_leaves_nearly_full_disk_alone(tmp_path: Path) -> None:
     tar = pack(tmp_path / "x.tar", *(block(record) for record in chain(2)))
     folder = tmp_path / "cache"
     done = imported(folder, tar, floor_bytes=1 << 60)

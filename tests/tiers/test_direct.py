@@ -23,9 +23,7 @@ def numbers(nbytes: int, seed: int = 0) -> bytes:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("is_direct", [True, False])
-def test_a_file_has_the_bytes_and_belongs_to_its_owner_alone(
-    nbytes: int, is_direct: bool, tmp_path: Path
-) -> None:
+def test_file_has_bytes_and_private_mode(nbytes: int, is_direct: bool, tmp_path: Path) -> None:
     writer, path = Writer(), tmp_path / "file"
     writer._direct = writer._direct and is_direct
     writer.write(path, numbers(nbytes))
@@ -33,7 +31,7 @@ def test_a_file_has_the_bytes_and_belongs_to_its_owner_alone(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_one_writer_writes_files_of_all_sizes_in_any_order(tmp_path: Path) -> None:
+def test_one_writer_writes_files_of_all_sizes(tmp_path: Path) -> None:
     """Its buffer holds what was written before."""
     writer = Writer()
     for number, nbytes in enumerate([*reversed(SIZES), *SIZES]):
@@ -42,7 +40,7 @@ def test_one_writer_writes_files_of_all_sizes_in_any_order(tmp_path: Path) -> No
         assert path.read_bytes() == numbers(nbytes, number)
 
 
-def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"mine")
     with pytest.raises(FileExistsError):
@@ -52,7 +50,7 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not direct.DIRECT, reason="the system keeps all files in its pages")
 @pytest.mark.parametrize("refuses", ["open", "write"])
-def test_a_file_system_that_cannot_do_it_gets_plain_files(
+def test_unsupported_file_system_gets_plain_files(
     refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As some do that live in memory or in a network: when the file is opened, or later."""
@@ -79,7 +77,7 @@ def test_a_file_system_that_cannot_do_it_gets_plain_files(
     assert not writer._direct
 
 
-def test_a_disk_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> int:
         raise OSError(errno.EIO, "broken")
 

@@ -89,7 +89,7 @@ def files(folder: Path) -> list[Path]:
 # ---- what comes back
 
 
-def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
+def test_blocks_survive_restart(tmp_path: Path) -> None:
     records = chain(5)
     with opened(tmp_path) as store:
         assert write(store, records) == ["claimed"] * 5
@@ -101,7 +101,7 @@ def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
         assert store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
 
 
-def test_a_chain_is_held_up_to_its_first_gap(tmp_path: Path) -> None:
+def test_chain_is_held_up_to_first_gap(tmp_path: Path) -> None:
     records = chain(1_200)
     with opened(tmp_path, blocks=2_000) as store:
         write(store, records)
@@ -112,7 +112,7 @@ def test_a_chain_is_held_up_to_its_first_gap(tmp_path: Path) -> None:
         assert store.held(keys_of(chain(3, seed=9))) == 0
 
 
-def test_a_block_is_written_once(tmp_path: Path) -> None:
+def test_block_is_written_once(tmp_path: Path) -> None:
     records = chain(3)
     with opened(tmp_path) as store, opened(tmp_path) as other:
         write(store, records)
@@ -120,7 +120,7 @@ def test_a_block_is_written_once(tmp_path: Path) -> None:
         assert (other.counts.written_bytes, other.counts.known_blocks) == (0, 3)
 
 
-def test_a_block_that_another_store_was_quicker_to_write_is_known(
+def test_block_written_by_other_store_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between a look at the index and the claim."""
@@ -142,7 +142,7 @@ def test_a_block_that_another_store_was_quicker_to_write_is_known(
         assert_reads(store, [record])
 
 
-def test_another_model_finds_nothing_and_shares_the_limit(tmp_path: Path) -> None:
+def test_other_model_finds_nothing_and_shares_limit(tmp_path: Path) -> None:
     mine, theirs = chain(4), chain(4, seed=1)
     with opened(tmp_path, blocks=6) as store, opened(tmp_path, blocks=6, fingerprint="b") as other:
         write(store, mine)
@@ -152,7 +152,7 @@ def test_another_model_finds_nothing_and_shares_the_limit(tmp_path: Path) -> Non
         assert other.nbytes == store.nbytes <= 6 * FILE_BYTES + 100
 
 
-def test_nobody_else_may_look_into_it(tmp_path: Path) -> None:
+def test_folder_is_private(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     with opened(folder) as store:
         write(store, chain(2))
@@ -164,7 +164,7 @@ def test_nobody_else_may_look_into_it(tmp_path: Path) -> None:
 # ---- the limit
 
 
-def test_what_was_used_least_recently_goes_first_also_after_a_restart(tmp_path: Path) -> None:
+def test_lru_block_is_evicted_first_also_after_restart(tmp_path: Path) -> None:
     first, second, third = (chain(2, seed=i) for i in range(3))
     with opened(tmp_path, blocks=4) as store:
         write(store, first), write(store, second)
@@ -174,7 +174,7 @@ def test_what_was_used_least_recently_goes_first_also_after_a_restart(tmp_path: 
         assert [store.held(keys_of(one)) for one in (first, second, third)] == [2, 0, 2]
 
 
-def test_writing_a_block_again_makes_it_recent_without_a_hit(tmp_path: Path) -> None:
+def test_rewritten_block_is_recent_without_hit(tmp_path: Path) -> None:
     first, second, third = (chain(2, seed=i) for i in range(3))
     with opened(tmp_path, blocks=4) as store:
         write(store, first), write(store, second), write(store, first)
@@ -183,7 +183,7 @@ def test_writing_a_block_again_makes_it_recent_without_a_hit(tmp_path: Path) -> 
         assert store.index.get(first[0].key).hits == 0  # type: ignore[union-attr]
 
 
-def test_a_block_that_is_hit_often_outlives_newer_ones(tmp_path: Path) -> None:
+def test_frequently_hit_block_outlives_newer_ones(tmp_path: Path) -> None:
     often = chain(1)
     with opened(tmp_path, blocks=4) as store:
         write(store, often)
@@ -197,7 +197,7 @@ def test_a_block_that_is_hit_often_outlives_newer_ones(tmp_path: Path) -> None:
         assert store.held(keys_of(often)) == 0, "and not for ever"
 
 
-def test_the_end_of_a_chain_is_evicted_before_its_beginning(tmp_path: Path) -> None:
+def test_end_of_chain_is_evicted_first(tmp_path: Path) -> None:
     records = chain(4)
     with opened(tmp_path, blocks=4) as store:
         write(store, records)  # the first one least recently
@@ -206,7 +206,7 @@ def test_the_end_of_a_chain_is_evicted_before_its_beginning(tmp_path: Path) -> N
         assert store.held(keys_of(chain(2, seed=1))) == 2
 
 
-def test_a_chain_that_is_longer_than_the_limit_keeps_its_beginning(tmp_path: Path) -> None:
+def test_chain_longer_than_limit_keeps_beginning(tmp_path: Path) -> None:
     records = chain(7)
     with opened(tmp_path, blocks=4) as store:
         assert write(store, records) == ["claimed"] * 4 + ["full"] + ["orphan"] * 2
@@ -214,7 +214,7 @@ def test_a_chain_that_is_longer_than_the_limit_keeps_its_beginning(tmp_path: Pat
 
 
 @pytest.mark.parametrize("room", [0.9, 0.1])
-def test_a_block_over_the_limit_costs_nobody_anything(tmp_path: Path, room: float) -> None:
+def test_oversized_block_is_refused_without_eviction(tmp_path: Path, room: float) -> None:
     small = chain(1)[0]
     with opened(tmp_path, blocks=1) as store:
         write(store, [small])
@@ -226,12 +226,12 @@ def test_a_block_over_the_limit_costs_nobody_anything(tmp_path: Path, room: floa
     store.close()
 
 
-def test_a_limit_without_room_for_an_index_is_refused(tmp_path: Path) -> None:
+def test_limit_without_room_for_index_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no room beside the index"):
         SSDStore(tmp_path, INDEX_BYTES, fingerprint=FINGERPRINT)
 
 
-def test_the_folder_is_within_the_limit_at_every_moment(tmp_path: Path) -> None:
+def test_folder_stays_within_limit(tmp_path: Path) -> None:
     with opened(tmp_path, blocks=8) as store:
         most, done = 0, threading.Event()
 
@@ -250,14 +250,14 @@ def test_the_folder_is_within_the_limit_at_every_moment(tmp_path: Path) -> None:
         assert len(files(tmp_path)) == 8
 
 
-def test_a_disk_that_is_nearly_full_is_left_alone(tmp_path: Path) -> None:
+def test_nearly_full_disk_is_left_alone(tmp_path: Path) -> None:
     with opened(tmp_path, floor_bytes=1 << 60) as store:
         assert write(store, chain(1)) == ["disk"]
         assert (store.counts.refused_blocks, files(tmp_path)) == (1, [])
         assert store.full is not None and "are always left free" in store.full
 
 
-def test_why_nothing_is_written_is_known_from_the_start_until_it_is_over(tmp_path: Path) -> None:
+def test_reason_for_not_writing_is_reported(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         assert store.full is None
         write(store, chain(1))
@@ -297,7 +297,7 @@ def blocks_of(records: list[Record]) -> list[bytes]:
     return hash_blocks(tokens, BLOCK, ROOT)
 
 
-def test_chains_are_whole_and_the_last_used_first(tmp_path: Path) -> None:
+def test_chains_are_whole_and_most_recent_first(tmp_path: Path) -> None:
     first, second = told(1, 4), told(2, 6)
     with opened(tmp_path) as other_model:
         other_model.fingerprint = "another model"
@@ -320,7 +320,7 @@ def numbers_of_a_state() -> dict[str, HostArray]:
     return {"states.0.0": numbers(5, 0)}
 
 
-def test_a_chain_ends_where_a_record_is_not_what_its_name_says(tmp_path: Path) -> None:
+def test_chain_ends_at_mismatched_record(tmp_path: Path) -> None:
     records = told(1, 6)
     with opened(tmp_path) as store:
         write(store, records)
@@ -331,7 +331,7 @@ def test_a_chain_ends_where_a_record_is_not_what_its_name_says(tmp_path: Path) -
         assert store.chains(1 << 30) == [blocks_of(records[:1])]
 
 
-def test_what_is_written_and_read_is_counted(tmp_path: Path) -> None:
+def test_reads_and_writes_are_counted(tmp_path: Path) -> None:
     records = chain(3)
     with opened(tmp_path) as store:
         write(store, records), write(store, records[:1])
@@ -349,7 +349,7 @@ def test_what_is_written_and_read_is_counted(tmp_path: Path) -> None:
         assert (counts.read_blocks, counts.read_bytes) == (3, 3 * FILE_BYTES)
 
 
-def test_one_model_or_all_are_cleared(tmp_path: Path) -> None:
+def test_one_model_or_all_can_be_cleared(tmp_path: Path) -> None:
     mine, others = chain(3), chain(2, seed=1)
     with opened(tmp_path) as store, opened(tmp_path, fingerprint="another model") as other:
         write(store, mine), write(other, others)
@@ -365,7 +365,7 @@ def being_written(record: Record) -> Entry:
     return Entry(record.key, FINGERPRINT, ROOT, 0, FILE_BYTES, 0, 0, time.time(), "9@9+9")
 
 
-def test_what_is_missing_and_what_has_another_length_is_counted_apart(tmp_path: Path) -> None:
+def test_missing_and_truncated_blocks_are_counted_separately(tmp_path: Path) -> None:
     records = chain(4)
     with opened(tmp_path) as store:
         write(store, records)
@@ -376,7 +376,7 @@ def test_what_is_missing_and_what_has_another_length_is_counted_apart(tmp_path: 
         assert store.held(keys_of(records)) == 2
 
 
-def test_only_ends_of_chains_are_replaced(tmp_path: Path) -> None:
+def test_only_chain_ends_are_replaced(tmp_path: Path) -> None:
     records = chain(3)
     with opened(tmp_path) as store:
         write(store, records)
@@ -390,7 +390,7 @@ def test_only_ends_of_chains_are_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "other", "gone"])
-def test_a_damaged_record_is_a_miss_and_the_others_are_not(
+def test_damaged_record_is_a_miss(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = chain(4)
@@ -423,7 +423,7 @@ def test_a_damaged_record_is_a_miss_and_the_others_are_not(
         assert_reads(store, records)
 
 
-def test_the_error_of_a_damaged_record_keeps_nothing_that_was_read_into(tmp_path: Path) -> None:
+def test_damaged_record_error_holds_no_buffers(tmp_path: Path) -> None:
     (record,) = records = chain(1)
     with opened(tmp_path) as store:
         write(store, records)
@@ -440,7 +440,7 @@ def test_the_error_of_a_damaged_record_keeps_nothing_that_was_read_into(tmp_path
         assert caught.value.__traceback__ is caught.value.__context__ is None
 
 
-def test_files_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     """A real failure of the system: files may not grow over a few kilobytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -461,7 +461,7 @@ def test_files_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> No
         assert write(store, records[1:]) == ["claimed"]
 
 
-def test_a_folder_that_has_vanished_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_missing_folder_raises(tmp_path: Path) -> None:
     with opened(tmp_path / "cache") as store:
         write(store, chain(1))
         for path in sorted((tmp_path / "cache").rglob("*"), reverse=True):
@@ -471,7 +471,7 @@ def test_a_folder_that_has_vanished_is_an_error_of_the_system(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_files_that_nobody_knows_are_taken_in_or_removed(tmp_path: Path, lost: int) -> None:
+def test_unknown_files_are_adopted_or_removed(tmp_path: Path, lost: int) -> None:
     records = chain(3)
     with opened(tmp_path) as store:
         write(store, records)
@@ -486,7 +486,7 @@ def test_files_that_nobody_knows_are_taken_in_or_removed(tmp_path: Path, lost: i
         assert len(files(tmp_path)) == 3
 
 
-def test_a_block_is_whole_only_if_its_words_and_tokens_make_sense() -> None:
+def test_block_check_validates_metadata_and_tokens() -> None:
     record = told(1, 2)[0]
     assert check_block(encode(record, FINGERPRINT)).fingerprint == FINGERPRINT
     assert check_block(encode(record, "f" * 256)).record.key == record.key
@@ -510,7 +510,7 @@ def test_a_block_is_whole_only_if_its_words_and_tokens_make_sense() -> None:
         check_block(encode(replace(record, key=ROOT), FINGERPRINT))
 
 
-def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     foreign = [tmp_path / "notes.txt", tmp_path / "penstock-block-0" / "blocks" / "x.safetensors"]
     for path in foreign:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -525,7 +525,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["noise", "middle", "empty"])
-def test_an_index_that_is_damaged_is_made_anew(tmp_path: Path, damage: str) -> None:
+def test_damaged_index_is_rebuilt(tmp_path: Path, damage: str) -> None:
     records = chain(300)
     with opened(tmp_path, blocks=400) as store:
         write(store, records)
@@ -597,9 +597,7 @@ def test_processes_write_no_block_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["open", "fsync", "rename", "unlink"])
 @pytest.mark.parametrize("skip", [0, 1, 5, 12])
-def test_a_writer_that_is_killed_loses_at_most_its_block(
-    tmp_path: Path, step: str, skip: int
-) -> None:
+def test_killed_writer_loses_at_most_its_block(tmp_path: Path, step: str, skip: int) -> None:
     process = run_writer(tmp_path, f"{step}:{skip}")
     process.communicate(timeout=SOON)
     assert process.returncode == -signal.SIGKILL
@@ -619,7 +617,7 @@ def test_a_writer_that_is_killed_loses_at_most_its_block(
         assert "claimed" in write(store, chain(4, seed=77))
 
 
-def test_who_is_writing_is_not_taken_for_dead(tmp_path: Path) -> None:
+def test_live_writer_is_kept_by_reconcile(tmp_path: Path) -> None:
     """The negative control of `reconcile`: a living writer's claim and file stay."""
     record = chain(1)[0]
     with opened(tmp_path) as store, opened(tmp_path) as other:

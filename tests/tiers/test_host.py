@@ -81,7 +81,7 @@ def restored(blocks: list[dict[str, HostArray]], form: BlockFormat, **more: bool
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_blocks_are_the_segment_again(dtype: mx.Dtype, in_place: bool) -> None:
+def test_blocks_restore_segment(dtype: mx.Dtype, in_place: bool) -> None:
     whole = segment(4 * BLOCK, dtype)
     blocks = blocks_of(whole)
     assert set(blocks[0]) == {
@@ -95,7 +95,7 @@ def test_blocks_are_the_segment_again(dtype: mx.Dtype, in_place: bool) -> None:
     assert equal(restored(blocks[1:3], form(dtype), in_place=in_place).segment(), part)
 
 
-def test_values_whose_layout_is_another_come_back_too() -> None:
+def test_transposed_values_round_trip() -> None:
     """What a model computes is often a view with its heads behind its tokens."""
 
     def side(width: int) -> mx.array:
@@ -105,7 +105,7 @@ def test_values_whose_layout_is_another_come_back_too() -> None:
     assert equal(restored(blocks_of(whole), form()).segment(), whole)
 
 
-def test_a_landing_is_the_segment_and_not_copied_to_it() -> None:
+def test_restored_segment_uses_buffer_without_copy() -> None:
     shapes = [LayerShape(2, 64, 64, mx.bfloat16)] * 2
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -116,12 +116,12 @@ def test_a_landing_is_the_segment_and_not_copied_to_it() -> None:
     assert mx.get_peak_memory() - before < made.nbytes + 1_000
 
 
-def test_a_side_of_several_arrays_has_a_name_for_each() -> None:
+def test_each_array_of_a_side_is_named() -> None:
     (block, _) = blocks_of(quantized(2 * BLOCK))
     assert {"0.keys.0", "0.keys.1", "0.keys.2"} <= set(block)
 
 
-def test_bytes_are_the_caller_s_own() -> None:
+def test_block_owns_its_bytes() -> None:
     whole = segment(BLOCK)
     (block,) = blocks_of(whole)
     before = block["0.keys"].data.copy()
@@ -135,7 +135,7 @@ def test_bytes_are_the_caller_s_own() -> None:
     "name",
     ["8", "rot3", "turbo4", "turbo2.5", "kivi4/turbo3.5", "k8v4", "raw/4", "5g32"],
 )
-def test_what_a_codec_holds_comes_back_to_the_bit(name: str, in_place: bool) -> None:
+def test_codes_round_trip_bit_identical(name: str, in_place: bool) -> None:
     """Also of heads whose sizes differ, with a layer that stays as it is."""
     scheme = parse_scheme(name)
     shapes = [LayerShape(2, 128, 64, mx.bfloat16)] * 3

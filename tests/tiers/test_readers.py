@@ -20,7 +20,7 @@ class Room:
     """What something is read into."""
 
 
-def test_answers_and_errors_come_back() -> None:
+def test_results_and_errors_are_returned() -> None:
     readers = Readers(2, "test")
     good, bad = readers.submit(divmod, 7, 2), readers.submit(divmod, 7, 0)
     assert good.result(SOON) == (3, 1)
@@ -31,14 +31,14 @@ def test_answers_and_errors_come_back() -> None:
     readers.close(SOON)
 
 
-def test_two_are_read_at_the_same_time() -> None:
+def test_two_reads_run_concurrently() -> None:
     readers, both = Readers(2, "test"), threading.Barrier(2)
     calls = [readers.submit(both.wait, SOON) for _ in range(2)]
     assert sorted(call.result(SOON) for call in calls) == [0, 1]
     readers.close(SOON)
 
 
-def test_threads_begin_with_the_first_call_and_end() -> None:
+def test_threads_start_with_first_call_and_end() -> None:
     def mine() -> list[str]:
         return [each.name for each in threading.enumerate() if each.name.startswith("mine")]
 
@@ -50,7 +50,7 @@ def test_threads_begin_with_the_first_call_and_end() -> None:
     assert mine() == []
 
 
-def test_nothing_of_a_call_is_kept_until_the_next_one() -> None:
+def test_finished_call_is_not_retained() -> None:
     readers, room = Readers(1, "test"), Room()
     kept = weakref.ref(room)
     wait([readers.submit(id, room)], SOON)
@@ -61,7 +61,7 @@ def test_nothing_of_a_call_is_kept_until_the_next_one() -> None:
     readers.close(SOON)
 
 
-def test_what_was_to_be_read_into_is_let_go_when_it_fails_though_nobody_asks() -> None:
+def test_failed_read_releases_buffers() -> None:
     def fails(_: Room) -> None:
         try:
             raise KeyError("what it is about")
@@ -89,11 +89,11 @@ Readers(2, "test").submit(threading.Event().wait)
 """
 
 
-def test_a_process_ends_while_a_disk_hangs() -> None:
+def test_process_exits_while_disk_hangs() -> None:
     subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=SOON)
 
 
-def test_short_calls_are_shared_out_and_quick_ones_are_not(
+def test_only_slow_calls_are_distributed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     readers, here = Readers(2, "test"), threading.current_thread().name

@@ -80,7 +80,7 @@ Read = Callable[..., Record]
 
 
 @pytest.mark.parametrize(("depth", "blocks", "end"), [(0, 2, 8), (6, 2, 32), (3, 1, 32)])
-def test_a_record_tells_the_tokens_in_front_of_its_end(depth: int, blocks: int, end: int) -> None:
+def test_record_end_tokens(depth: int, blocks: int, end: int) -> None:
     """Eight tokens, of so many blocks."""
     arrays = {TOKENS: host("uint32", 8)}
     assert Record(KEY, PARENT, depth, arrays, blocks=blocks).end_tokens == end
@@ -88,7 +88,7 @@ def test_a_record_tells_the_tokens_in_front_of_its_end(depth: int, blocks: int, 
 
 
 @WAYS
-def test_what_was_written_comes_back(read: Read) -> None:
+def test_record_round_trips(read: Read) -> None:
     written = record(*DTYPES.values())
     found = read(encode(written, "m"), *DTYPES.values())
     assert same(found, written)
@@ -96,7 +96,7 @@ def test_what_was_written_comes_back(read: Read) -> None:
 
 
 @WAYS
-def test_every_byte_counts(read: Read) -> None:
+def test_any_flipped_bit_is_detected(read: Read) -> None:
     """Each byte flipped in turn, in every bit: the record is refused, or the same."""
     written = record("float16")
     raw = encode(written, "m")
@@ -115,7 +115,7 @@ def test_every_byte_counts(read: Read) -> None:
 
 
 @WAYS
-def test_cut_short_at_every_length_or_made_longer_it_is_refused(read: Read) -> None:
+def test_truncated_or_extended_record_is_refused(read: Read) -> None:
     raw = encode(record("bfloat16"), "m")
     for length in range(len(raw)):
         with pytest.raises(Damaged):
@@ -126,13 +126,13 @@ def test_cut_short_at_every_length_or_made_longer_it_is_refused(read: Read) -> N
 
 @WAYS
 @given(raw=st.binary(max_size=200))
-def test_bytes_that_are_no_record_are_refused(read: Read, raw: bytes) -> None:
+def test_invalid_bytes_are_refused(read: Read, raw: bytes) -> None:
     with pytest.raises(Damaged):
         read(raw, "float16")
 
 
 @pytest.mark.parametrize("off", [{"more": True}, {"less": True}, {"dtype": "bfloat16"}])
-def test_other_arrays_than_were_asked_for_are_refused(off: dict[str, Any], tmp_path: Path) -> None:
+def test_mismatched_arrays_are_refused(off: dict[str, Any], tmp_path: Path) -> None:
     written = record("float16")
     path = tmp_path / "file"
     path.write_bytes(encode(written, "m"))
@@ -152,7 +152,7 @@ def test_other_arrays_than_were_asked_for_are_refused(off: dict[str, Any], tmp_p
     ("broken", "says"),
     [({"dtype": "float64"}, "float64; a block holds"), ({"shape": (1, 2, 3, 5)}, "cannot be")],
 )
-def test_what_cannot_be_read_back_is_not_written(broken: dict[str, Any], says: str) -> None:
+def test_unreadable_arrays_are_not_written(broken: dict[str, Any], says: str) -> None:
     arrays = {"0.keys": replace(host("float32", 1, 2, 3, 4), **broken)}
     with pytest.raises(ValueError, match=says):
         encode(Record(KEY, PARENT, 0, arrays), "m")

@@ -51,7 +51,7 @@ def holds(tier: ColdTier, key: bytes) -> bool:
     return tier.call(lambda store: store.holds(key), False).result(SOON)
 
 
-def test_parts_are_the_bytes_that_were_written(tier: ColdTier) -> None:
+def test_parts_match_written_bytes(tier: ColdTier) -> None:
     records = chain(3)
     write(tier, *records)
     wanted = {
@@ -71,7 +71,7 @@ def test_parts_are_the_bytes_that_were_written(tier: ColdTier) -> None:
             assert np.array_equal(data, held)
 
 
-def test_a_part_that_no_record_has_is_damage(tier: ColdTier) -> None:
+def test_nonexistent_part_is_damage(tier: ColdTier) -> None:
     (record,) = chain(1)
     write(tier, record)
     assert holds(tier, record.key)
@@ -81,7 +81,7 @@ def test_a_part_that_no_record_has_is_damage(tier: ColdTier) -> None:
 
 
 @pytest.mark.parametrize("tier", ["disk"], indirect=True)
-def test_a_file_that_was_cut_short_is_damage(tier: ColdTier, tmp_path: Path) -> None:
+def test_truncated_file_is_damage(tier: ColdTier, tmp_path: Path) -> None:
     (record,) = chain(1)
     write(tier, record)
     (path,) = tmp_path.rglob("*.safetensors")
@@ -93,7 +93,7 @@ def test_a_file_that_was_cut_short_is_damage(tier: ColdTier, tmp_path: Path) -> 
     assert tier.stats().counts.damaged_blocks == 1
 
 
-def test_a_record_with_a_wrong_part_can_be_dropped(tier: ColdTier) -> None:
+def test_record_with_wrong_part_can_be_dropped(tier: ColdTier) -> None:
     (record,) = chain(1)
     write(tier, record)
     tier.call(lambda store: store.drop_damaged(record.key), None).result(SOON)
@@ -102,7 +102,7 @@ def test_a_record_with_a_wrong_part_can_be_dropped(tier: ColdTier) -> None:
 
 
 @pytest.mark.parametrize("tier", ["disk"], indirect=True)
-def test_parts_are_read_while_the_thread_is_writing(tier: ColdTier) -> None:
+def test_parts_are_read_during_write(tier: ColdTier) -> None:
     """A write waits for the disk, and a step of an answer would wait for the write."""
     (record,) = chain(1)
     write(tier, record)
@@ -116,7 +116,7 @@ def test_parts_are_read_while_the_thread_is_writing(tier: ColdTier) -> None:
     assert tier.read_parts({record.key: [part]}).result(SOON) == {}, "it has ended"
 
 
-def test_a_disk_that_cannot_be_read_switches_the_tier_off(tmp_path: Path) -> None:
+def test_read_error_switches_tier_off(tmp_path: Path) -> None:
     class Broken(SSDStore):
         def read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[Any]:
             raise OSError(errno.EIO, "a disk's bad day")
@@ -129,7 +129,7 @@ def test_a_disk_that_cannot_be_read_switches_the_tier_off(tmp_path: Path) -> Non
     tier.close()
 
 
-def test_a_header_is_read_wherever_its_words_stand(tmp_path: Path) -> None:
+def test_header_order_does_not_matter(tmp_path: Path) -> None:
     """As another version of the library may write it; what makes no sense is damage."""
     (record,) = chain(1)
     raw = encode(record, "a model")

@@ -63,7 +63,7 @@ def read(store: RemoteStore, records: Sequence[Record]) -> int:
 
 
 @pytest.mark.parametrize("piece_bytes", [100, 1_001, 10**6])
-def test_what_one_has_written_another_reads(piece_bytes: int) -> None:
+def test_blocks_of_one_store_are_read_by_other(piece_bytes: int) -> None:
     values, records = InMemory(), blocks(20)
     one, other = opened(values), opened(values, piece_bytes=piece_bytes)
     assert {one.write(record) for record in records} == {"written"}
@@ -76,13 +76,13 @@ def test_what_one_has_written_another_reads(piece_bytes: int) -> None:
     assert other.counts.read_bytes == sum(map(len, values.values.values()))
 
 
-def test_each_reader_has_room_for_four_copies_of_a_piece() -> None:
+def test_reader_buffers_are_four_copies_of_a_piece() -> None:
     """The client's buffer, its answer, the bytes that it is cut from, and the piece itself."""
     assert store_module.buffer_bytes(1_000) - store_module.buffer_bytes(0) == 4_000 * READERS
     assert store_module.buffer_bytes(0) == 16_384 * 200, "names of values that were seen"
 
 
-def test_a_prompt_that_nobody_knows_costs_a_short_question() -> None:
+def test_unknown_prompt_takes_one_small_query() -> None:
     values, records = InMemory(), blocks(200)
     store = opened(values)
     values.asked.clear()
@@ -98,7 +98,7 @@ def test_a_prompt_that_nobody_knows_costs_a_short_question() -> None:
     assert values.asked == [8, 64, 128], "what was seen lately is not asked for again"
 
 
-def test_it_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seen_keys_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     values, records = InMemory(), blocks(3)
     store = opened(values)
     for record in records:
@@ -110,7 +110,7 @@ def test_it_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
     assert store.held(keys_of(records)) == 0
 
 
-def test_what_is_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seen_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "SEEN_KEYS", 5)
     values = InMemory()
     store = opened(values)
@@ -119,7 +119,7 @@ def test_what_is_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(store._seen) == 5
 
 
-def test_a_chain_is_read_up_to_its_first_gap() -> None:
+def test_chain_is_read_up_to_first_gap() -> None:
     values, records = InMemory(), blocks(12)
     store = opened(values)
     for record in records:
@@ -132,7 +132,7 @@ def test_a_chain_is_read_up_to_its_first_gap() -> None:
     assert read(store, records) == 12
 
 
-def test_after_a_missing_block_all_blocks_are_written_again() -> None:
+def test_chain_is_rewritten_after_missing_block() -> None:
     values, records = InMemory(), blocks(5)
     store = opened(values)
     for record in records:
@@ -143,7 +143,7 @@ def test_after_a_missing_block_all_blocks_are_written_again() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3, 100])
-def test_states_are_looked_for_from_the_end(at: int) -> None:
+def test_states_are_searched_from_end(at: int) -> None:
     values, records = InMemory(), blocks(120)
     store = opened(values)
     for record in records:
@@ -158,7 +158,7 @@ def test_states_are_looked_for_from_the_end(at: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_record_whose_tokens_are_anothers_is_removed(depth: int) -> None:
+def test_record_with_other_tokens_is_removed(depth: int) -> None:
     """Its hash is right: whoever writes to the store can make one."""
     values, records, others = InMemory(), blocks(3), blocks(3, seed=1)
     store = opened(values)
@@ -173,7 +173,7 @@ def test_a_record_whose_tokens_are_anothers_is_removed(depth: int) -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [100, 10**6])
-def test_any_flipped_bit_is_found(piece_bytes: int) -> None:
+def test_any_flipped_bit_is_detected(piece_bytes: int) -> None:
     values, (record,) = InMemory(), blocks(1)
     store = opened(values, piece_bytes=piece_bytes)
     store.write(record)
@@ -189,7 +189,7 @@ def test_any_flipped_bit_is_found(piece_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("act", ["get", "has"])
-def test_an_answer_that_comes_too_late_is_a_fault(act: str) -> None:
+def test_late_answer_is_a_fault(act: str) -> None:
     values, records = InMemory(), blocks(8)
     store = opened(values, timeout_seconds=0.5)
     for record in records:
@@ -203,7 +203,7 @@ def test_an_answer_that_comes_too_late_is_a_fault(act: str) -> None:
     assert len(values.pieces) <= 2, "the others were not even asked for"
 
 
-def test_a_store_that_takes_nothing_is_not_sent_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusing_store_is_sent_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     values, records = InMemory(), blocks(4)
     store = opened(values)
     values.takes = False
@@ -215,7 +215,7 @@ def test_a_store_that_takes_nothing_is_not_sent_more(monkeypatch: pytest.MonkeyP
     assert store.write(records[0]) == "written"
 
 
-def test_one_that_does_not_answer_at_once_is_closed() -> None:
+def test_slow_connection_is_closed() -> None:
     values = InMemory()
     values.seconds = 0.02
     with pytest.raises(TimeoutError):
@@ -245,13 +245,13 @@ def test_one_that_does_not_answer_at_once_is_closed() -> None:
         ("s3://", "names no store"),
     ],
 )
-def test_a_url_that_names_no_store_is_refused_and_not_repeated(url: str, words: str) -> None:
+def test_invalid_url_is_refused_without_repeating_it(url: str, words: str) -> None:
     with pytest.raises(SettingError, match=words) as caught:
         check_url(url)
     assert "secret" not in str(caught.value) and "cret@" not in str(caught.value)
 
 
-def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_urls, "find_spec", lambda name: None)
     for url, package in (("redis://h", "redis"), ("s3://bucket/folder", "obstore")):
         with pytest.raises(SettingError, match=f"pip install {package}$"):
@@ -267,7 +267,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         "unix://:secret@localhost/run/valkey.sock?db=1",
     ],
 )
-def test_what_is_shown_of_a_url_is_no_secret(url: str) -> None:
+def test_shown_url_hides_secrets(url: str) -> None:
     check_url(url)
     assert "cret" not in shown(url) and "ssl" not in shown(url)
     assert shown(url).startswith(url.partition("://")[0])

@@ -76,7 +76,7 @@ def places(records: Sequence[Record]) -> tuple[list[NDArray[np.uint8]], list[dic
     return [room["0.keys"] for room in made], targets
 
 
-def test_what_was_offered_is_there_for_the_next_process(tmp_path: Path) -> None:
+def test_offered_blocks_survive_restart(tmp_path: Path) -> None:
     records = chain(6)
     with running(tmp_path) as tier:
         assert all(tier.offer(record) for record in records)
@@ -94,7 +94,7 @@ def test_what_was_offered_is_there_for_the_next_process(tmp_path: Path) -> None:
         )
 
 
-def test_a_disk_with_no_space_is_said_once_and_read_all_the_same(
+def test_full_disk_is_logged_once_and_still_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = chain(4)
@@ -126,7 +126,7 @@ def test_a_disk_with_no_space_is_said_once_and_read_all_the_same(
     ]
 
 
-def test_a_slow_disk_drops_writes_and_holds_nobody(tmp_path: Path) -> None:
+def test_slow_disk_drops_writes_without_blocking(tmp_path: Path) -> None:
     records = chain(10)
     room = 3 * records[0].nbytes
     with running(tmp_path, queue_bytes=room) as tier:
@@ -139,7 +139,7 @@ def test_a_slow_disk_drops_writes_and_holds_nobody(tmp_path: Path) -> None:
         assert (stats.counts.written_blocks, stats.dropped_blocks, stats.queued_bytes) == (3, 7, 0)
 
 
-def test_reads_go_before_writes(tmp_path: Path) -> None:
+def test_reads_precede_writes(tmp_path: Path) -> None:
     records = chain(20)
     with running(tmp_path) as tier:
         tier.offer(records[0])
@@ -151,7 +151,7 @@ def test_reads_go_before_writes(tmp_path: Path) -> None:
         assert restored.result(SOON) == 1, "the writes came first"
 
 
-def test_a_folder_that_fails_switches_it_off_and_on_again(
+def test_failing_folder_switches_tier_off_and_on_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -181,7 +181,7 @@ def test_a_folder_that_fails_switches_it_off_and_on_again(
         assert tier.stats().faults >= 2
 
 
-def test_a_folder_that_cannot_be_made_costs_nobody_anything(tmp_path: Path) -> None:
+def test_uncreatable_folder_switches_tier_off(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with running(tmp_path / "file" / "cache") as tier:
         assert count(tier, keys_of(chain(2))).result(SOON) == 0
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_made_costs_nobody_anything(tmp_path: Path) -> N
         assert not tier.offer(chain(1)[0])
 
 
-def test_clear_forgets_what_waits_too(tmp_path: Path) -> None:
+def test_clear_drops_queued_blocks(tmp_path: Path) -> None:
     records = chain(5)
     with running(tmp_path) as tier:
         tier.offer(records[0])
@@ -205,9 +205,7 @@ def test_clear_forgets_what_waits_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost_index", [False, True])
-def test_what_was_cleared_does_not_come_back_with_the_folder(
-    tmp_path: Path, lost_index: bool
-) -> None:
+def test_cleared_blocks_do_not_return_with_folder(tmp_path: Path, lost_index: bool) -> None:
     """Nor do files that a new index takes in."""
     folder, away = tmp_path / "cache", tmp_path / "away"
     records = chain(4)
@@ -234,7 +232,7 @@ def test_what_was_cleared_does_not_come_back_with_the_folder(
 
 
 @pytest.mark.parametrize("gone", ["the folder", "the index"])
-def test_a_deletion_outlives_the_thread_that_could_not_do_it(tmp_path: Path, gone: str) -> None:
+def test_pending_deletion_survives_its_thread(tmp_path: Path, gone: str) -> None:
     """Another tier of the same folder clears it before it reads, and once."""
     folder, away = tmp_path / "cache", tmp_path / "away"
     moved = folder if gone == "the folder" else folder / FORMAT / INDEX_NAME
@@ -268,9 +266,7 @@ def test_a_deletion_outlives_the_thread_that_could_not_do_it(tmp_path: Path, gon
         assert count(tier, keys_of(records)).result(SOON) == 4, "done once"
 
 
-def test_a_deletion_that_cannot_be_written_down_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unrecordable_deletion_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "cache"
     folder.write_text("a file stands where the folder was")
     tombstone = Tombstone(folder, FINGERPRINT)
@@ -281,7 +277,7 @@ def test_a_deletion_that_cannot_be_written_down_is_told_of(
     assert "would be lost on a restart" in caplog.text
 
 
-def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None:
+def test_closed_tier_accepts_nothing_and_blocks_nobody(tmp_path: Path) -> None:
     with running(tmp_path) as tier:
         pass
     tier.close()
@@ -290,7 +286,7 @@ def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_dies_leaves_nobody_waiting(tmp_path: Path) -> None:
+def test_dead_thread_blocks_nobody(tmp_path: Path) -> None:
     """A store that cannot be made for a reason that is no fault of the folder."""
 
     def wrong() -> SSDStore:
