@@ -2,11 +2,11 @@
 
     python tools/mutants.py --sample 40 --seed 1
 
-First every test of the pool runs once, and each function that it calls is noted. Then a sample of
-small changes (a comparison turned round, a number off by one, a copy left out, ...) is drawn. For
-each change the tests that call the changed function run, the quickest first, until one fails. A
-change that none of them notices has survived. Nothing in the working tree is changed: each worker
-has a copy of its own.
+First the tests of the pool that `make test` runs do so once, and each function that they call is
+noted. Then a sample of small changes (a comparison turned round, a number off by one, a copy left
+out, ...) is drawn. For each change the tests that call the changed function run, the quickest
+first, until one fails or takes many times as long as before. A change that none of them notices has
+survived. Nothing in the working tree is changed: each worker has a copy of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import cache_from_source
 from itertools import islice
@@ -40,33 +41,32 @@ POOL = (
     *(
         "tests/kv",
         "tests/attention",
+        "tests/caches",
         "tests/plugins",
         "tests/prefix",
         "tests/stateful",
         "tests/test_ledger.py",
     ),
-    *(
-        "tests/engine/schedule",
-        "tests/engine/retention",
-        "tests/engine/test_bounds.py",
-        "tests/tiers",
-    ),
+    *("tests/engine", "tests/tiers"),
     *("tests/server/test_parsing.py", "tests/server/test_formats.py"),
     *("tests/server/test_call_rules.py", "tests/server/test_call_growth.py"),
+    *("tests/server/test_call_round_trips.py", "tests/server/test_answers.py"),
     "tests/cli/test_cache_cli.py",
 )
 """Folders and files of the tests that may notice."""
 COPIED = ("src", "tests", "tools", "benchmarks", "pyproject.toml")
 OPTIONS = (
-    *("-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:xdist"),
+    *("-p", "no:schemathesis", "-p", "no:xdist", "-p", "penstock_mutants"),
     *("-o", "pythonpath=src tests/support"),
 )
 """Of each run; the copy is imported, also where an environment puts its own path first."""
 STARTUP_SECONDS = 60.0
 """Added to the time limit of each run: imports and collection. Where more programs run than there
-are cores, the limit is as many times as long."""
+are cores, the limits are as many times as long."""
+TEST_SECONDS = 10.0
+"""Added to the time limit of one test."""
 SLOWDOWN = 10.0
-"""A run may take this many times as long as its tests took unchanged."""
+"""A run, and a test, may take this many times as long as it took unchanged."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -171,7 +171,7 @@ def _changes(node: ast.AST) -> bool:
 class Finder(ast.NodeVisitor):
     """Walks a module and collects the changes that it allows.
 
-    Left out: text, types, decorators, assertions, and messages of errors.
+    Left out: text, types, decorators, assertions, messages of errors, logs, `__repr__`.
     """
 
     def __init__(self, path: str, source: bytes) -> None:
@@ -183,6 +183,11 @@ class Finder(ast.NodeVisitor):
         self.found: list[Mutant] = []
 
     def visit(self, node: ast.AST) -> None:
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger")))):
+                return
+            case ast.FunctionDef(name="__repr__"):
+                return
         self._note(node)
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -272,7 +277,8 @@ def files(code: Sequence[str]) -> list[Path]:
 # ---- who calls what
 
 PLUGIN = '''
-"""Notes for every test which functions of the package it calls, and how long it takes."""
+"""Runs tests in the order in which a file names them. Notes for every test which functions of the
+package it calls, and how long it takes."""
 
 import json, os, sys, threading, time
 import pytest
@@ -291,16 +297,29 @@ def trace(frame, event, argument):
         called.add(place)
 
 
-sys.settrace(trace)  # of the modules that the tests import
+noting = "CALLS" in os.environ
+if noting:
+    sys.settrace(trace)  # of the modules that the tests import
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    if "NAMES" in os.environ:
+        with open(os.environ["NAMES"]) as file:
+            order = {name: number for number, name in enumerate(file.read().splitlines())}
+        items.sort(key=lambda item: order[item.nodeid])
 
 
 def pytest_collection_finish(session):
-    sys.settrace(None)
-    found[""] = [0.0, sorted(called)]
+    if noting:
+        sys.settrace(None)
+        found[""] = [0.0, sorted(called)]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
+    if not noting:
+        return (yield)
     called.clear()
     threading.settrace(trace)
     sys.settrace(trace)
@@ -319,8 +338,9 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    with open(os.environ["CALLS"], "w") as file:
-        json.dump({name: found[name] for name in found if name not in failed}, file)
+    if noting:
+        with open(os.environ["CALLS"], "w") as file:
+            json.dump({name: found[name] for name in found if name not in failed}, file)
 '''
 
 
@@ -347,7 +367,7 @@ class Workplace:
             else:
                 shutil.copy(ROOT / name, folder / name)
         (folder / "plugin").mkdir()
-        (folder / "plugin" / "penstock_calls.py").write_text(PLUGIN)
+        (folder / "plugin" / "penstock_mutants.py").write_text(PLUGIN)
 
     def pytest(self, *arguments: str, seconds: float | None = None, **variables: str) -> int | None:
         """Run pytest here; return its exit status, None if it took too long."""
@@ -371,9 +391,9 @@ class Workplace:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):  # what tests started outlives one that hangs
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
 
     def output(self, lines: int = 20) -> str:
         """Return the end of the last run's output."""
@@ -382,7 +402,7 @@ class Workplace:
     def baseline(self, pool: Sequence[str]) -> list[Test]:
         """Run tests on the unchanged code; return those that pass, and tell of the others."""
         calls = self.folder / "calls.json"
-        if self.pytest("-p", "penstock_calls", *pool, CALLS=str(calls)):
+        if self.pytest("--quick", *pool, CALLS=str(calls)):
             print(f"left out, they fail on the unchanged code:\n{self.output()}", file=sys.stderr)
         found = json.loads(calls.read_text()) if calls.exists() else {}
         if not any(found):
@@ -402,12 +422,17 @@ class Workplace:
         names.write_text("\n".join(test.name for test in tests))
         others = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         limit = others * (STARTUP_SECONDS + SLOWDOWN * sum(test.seconds for test in tests))
+        longest = others * (TEST_SECONDS + SLOWDOWN * max(test.seconds for test in tests))
         try:
             _write(file, mutant.applied(source))
-            status = self.pytest("-x", f"@{names}", seconds=limit)
+            status = self.pytest(
+                *("-x", f"@{names}", "-o", f"faulthandler_timeout={longest}"),
+                seconds=limit,
+                NAMES=str(names),
+            )
         finally:
             _write(file, source)
-        if status is None:
+        if status is None or "\nTimeout (" in (self.folder / "output").read_text():
             return "time"
         return self._blamed() if status else ""
 
@@ -502,7 +527,7 @@ def main(
         places: SimpleQueue[Workplace] = SimpleQueue()
         for number in range(workers):
             places.put(Workplace(Path(folder) / str(number)))
-        tests = _measured(places, pool or POOL, calls)
+        tests = _measured(places, workers, pool or POOL, calls)
 
         def tried(mutant: Mutant) -> Verdict:
             place = places.get()
@@ -534,19 +559,36 @@ def main(
 
 
 def _measured(
-    places: SimpleQueue[Workplace], pool: Sequence[str], calls: Path | None
+    places: SimpleQueue[Workplace], workers: int, pool: Sequence[str], calls: Path | None
 ) -> list[Test]:
     """Return the tests of the pool with the functions they call, from a file if there is one."""
-    if calls is None or not calls.exists():
+
+    def measured(share: Sequence[str]) -> list[Test]:
         place = places.get()
-        tests = place.baseline(pool)
-        places.put(place)
+        try:
+            return place.baseline(share)
+        finally:
+            places.put(place)
+
+    if calls is None or not calls.exists():
+        names = [name for each in pool for name in _test_files(each)]
+        shares = [share for first in range(workers) if (share := names[first::workers])]
+        with ThreadPoolExecutor(workers) as threads:
+            tests = [test for found in threads.map(measured, shares) for test in found]
         if calls is not None:
             kept = {test.name: [test.seconds, sorted(test.calls)] for test in tests}
             calls.write_text(json.dumps(kept))
         return tests
     found = json.loads(calls.read_text())
     return [Test(name, seconds, frozenset(made)) for name, (seconds, made) in found.items()]
+
+
+def _test_files(name: str) -> list[str]:
+    """Return the files of tests in a folder of the working tree, or the one that is named."""
+    place = ROOT / name
+    if not place.is_dir():
+        return [name]
+    return [file.relative_to(ROOT).as_posix() for file in sorted(place.rglob("test_*.py"))]
 
 
 def _line(verdict: Verdict) -> str:
