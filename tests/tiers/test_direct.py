@@ -40,6 +40,18 @@ def test_one_writer_writes_files_of_all_sizes(tmp_path: Path) -> None:
         assert path.read_bytes() == numbers(nbytes, number)
 
 
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_file_is_complete_when_it_is_synced(
+    is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(direct.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    writer = Writer()
+    writer._direct = writer._direct and is_direct
+    writer.write(tmp_path / "file", numbers(17))
+    assert synced == [17]
+
+
 def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"mine")

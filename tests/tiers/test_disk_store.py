@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -543,6 +543,17 @@ def test_damaged_index_is_rebuilt(tmp_path: Path, damage: str) -> None:
         assert store.held(keys_of(records)) == 300
         assert_reads(store, records)
         assert store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", ["nbytes = 0", "nbytes = 1 << 40", "uses = 0", "uses = 1 << 60"])
+def test_wrong_sums_of_an_index_are_corrected(tmp_path: Path, wrong: str) -> None:
+    """Else the folder would grow past its limit, or what is new be the first to go."""
+    with opened(tmp_path) as store:
+        write(store, chain(3))
+    with closing(sqlite3.connect(tmp_path / FORMAT / "index.sqlite")) as db, db:
+        db.execute(f"UPDATE sums SET {wrong}")
+    with opened(tmp_path) as store:
+        assert (store.nbytes, store.index.uses) == (3 * FILE_BYTES, 3)
 
 
 # ---- several processes

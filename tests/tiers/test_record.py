@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.tiers.record import (
     DTYPES,
+    MOST_HEAD_BYTES,
     TOKENS,
     Damaged,
     FileSource,
@@ -24,6 +26,7 @@ from penstock.tiers.record import (
     decode,
     encode,
     read_from,
+    read_tokens,
 )
 
 KEY, PARENT = bytes(range(16)), bytes(range(16, 32))
@@ -85,6 +88,26 @@ def test_record_end_tokens(depth: int, blocks: int, end: int) -> None:
     arrays = {TOKENS: host("uint32", 8)}
     assert Record(KEY, PARENT, depth, arrays, blocks=blocks).end_tokens == end
     assert Record(KEY, PARENT, depth, record("float32").arrays).end_tokens == 0
+
+
+def test_tokens_are_read_without_other_arrays() -> None:
+    """And never more than a megabyte of them, whatever the header says."""
+    arrays = {TOKENS: host("uint32", 8), "behind": host("uint8", 64)}
+    raw = encode(Record(KEY, PARENT, 0, arrays, blocks=2), "m")
+    size = 8 + int.from_bytes(raw[:8], "little")
+    fields = json.loads(raw[8:size])
+    assert fields["behind"]["data_offsets"][0] == arrays[TOKENS].data.nbytes
+    fields[TOKENS]["data_offsets"] = [0, 1 << 40]
+    lie = json.dumps(fields).encode()
+    with TemporaryFile() as file:
+        file.write(raw)
+        file.flush()
+        tokens, blocks = read_tokens(FileSource(file.fileno()))
+        assert (tokens.tobytes(), blocks) == (arrays[TOKENS].data.tobytes(), 2)
+        file.seek(0)
+        file.write(len(lie).to_bytes(8, "little") + lie)
+        file.truncate(2 * MOST_HEAD_BYTES)
+        assert read_tokens(FileSource(file.fileno()))[0].nbytes == MOST_HEAD_BYTES
 
 
 @WAYS

@@ -278,6 +278,11 @@ def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
     return names
 
 
+def read_header(source: Source) -> dict[str, str]:
+    """Return a file's header fields like `header`, reading little more than the header."""
+    return header(_head(source))
+
+
 def header(raw: bytes) -> dict[str, str]:
     """Return a file's header fields, of which only the format is checked; Damaged if invalid."""
     size = int.from_bytes(raw[:8], "little")
@@ -295,14 +300,13 @@ def blocks_of(words: Mapping[str, str]) -> int:
     return int(words.get("blocks", 1))
 
 
-def read_tokens(descriptor: int) -> tuple[NDArray[np.uint32], int]:
-    """Return the unchecked tokens of an open file and its number of blocks; Damaged if invalid."""
-    size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    head = os.pread(descriptor, min(size, MOST_HEAD_BYTES), 8)
+def read_tokens(source: Source) -> tuple[NDArray[np.uint32], int]:
+    """Return the unchecked tokens of a file and its number of blocks; Damaged if invalid."""
+    head = _head(source)
     try:
-        start, end = json.loads(head)[TOKENS]["data_offsets"]
-        raw = os.pread(descriptor, min(end - start, MOST_HEAD_BYTES), 8 + size + start)
-        return np.frombuffer(raw, "<u4").astype(np.uint32), blocks_of(_words(head))
+        start, end = json.loads(head[8:])[TOKENS]["data_offsets"]
+        raw = source.read(min(end - start, MOST_HEAD_BYTES), len(head) + start)
+        return np.frombuffer(raw, "<u4").astype(np.uint32), blocks_of(_words(head[8:]))
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise Damaged(f"invalid header: {error}") from None
 

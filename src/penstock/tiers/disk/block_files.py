@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.tiers.disk.index import Entry
-from penstock.tiers.record import MOST_DEPTH, MOST_HEAD_BYTES, Damaged, header
+from penstock.tiers.record import MOST_DEPTH, Damaged, FileSource, read_header
 
 SUFFIX = ".safetensors"
 
@@ -79,9 +79,7 @@ def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
     for path in paths:
         try:
             with opened(path) as file:
-                status = os.fstat(file)
-                size = int.from_bytes(os.pread(file, 8, 0), "little")
-                words = header(os.pread(file, 8 + min(size, MOST_HEAD_BYTES), 0))
+                status, words = os.fstat(file), read_header(FileSource(file))
             depth = int(words["depth"])
             if not 0 <= depth < MOST_DEPTH:
                 raise ValueError(f"no block is {depth} deep")

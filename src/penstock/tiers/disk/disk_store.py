@@ -170,7 +170,7 @@ class SSDStore(Store):
         for entry in chain:
             try:
                 with opened(self._path(entry.key)) as file:
-                    tokens, blocks = read_tokens(file)
+                    tokens, blocks = read_tokens(FileSource(file))
             except (FileNotFoundError, Damaged):
                 break
             if not is_hash_of(entry.key, entry.parent, tokens, blocks):
