@@ -107,8 +107,7 @@ def _words(header: str) -> list[str]:
     """
     begun = header.removeprefix(START)
     words = _CONSTRAIN.sub(f" {CONSTRAIN}", begun).split()
-    first = "".join(words[:1])
-    has_role = first == "assistant" or (begun != header and not first.startswith("to="))
+    has_role = begun != header and not begun.lstrip().startswith("to=")
     return words[1:] if has_role else words
 
 
