@@ -1,4 +1,4 @@
-"""Which BLAS is loaded: each case in a process of its own, since a library stays loaded."""
+"""Which BLAS is loaded: one process per case, since a library stays loaded."""
 
 from __future__ import annotations
 

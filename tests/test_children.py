@@ -1,4 +1,4 @@
-"""Processes that end with the one that starts them: real processes, and real kills."""
+"""Child processes that end with their parent: real processes, real kills."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_child_ends_with_parent(kernel: bool, sig: signal.Signals) -> None:
 
 
 def test_popen_child_outlives_parent() -> None:
-    """The control: nothing else here ends a child."""
+    """The control."""
     with family(kernel=True, start="subprocess.Popen") as (parent, child):
         os.kill(parent, signal.SIGKILL)
         assert ends(parent) and not ends(child, 1.0)

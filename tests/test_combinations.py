@@ -1,4 +1,4 @@
-"""What is left out of a product of parameters is no value and, of `pairs`, no pair."""
+"""Reduced parameter products cover all values, and all pairs with `pairs`."""
 
 from __future__ import annotations
 

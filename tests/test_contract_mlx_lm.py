@@ -1,4 +1,4 @@
-"""What penstock leans on in mlx-lm. A failure here means mlx-lm changed, and names what."""
+"""What penstock uses of mlx-lm. A failure names what changed in mlx-lm."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_tokenizer_wrapper_has_used_attributes() -> None:
 
 
 def test_make_prompt_cache_prefers_model_make_cache() -> None:
-    """`make_cache` of a model wins over `max_kv_size`: the reason for `make_kv_cache`."""
+    """A model's `make_cache` overrides `max_kv_size`: the reason for `make_kv_cache`."""
 
     class Model:
         def make_cache(self) -> list[str]:
@@ -124,7 +124,7 @@ def used_as_arrays(source: str) -> bool:
 
 
 def test_models_unable_to_read_quantized_caches_are_listed() -> None:
-    """A model that mlx-lm adds with code like that belongs in the table of docs/memory.md."""
+    """Add newly found models to the table of docs/memory.md."""
     sources = {file.stem: file.read_text() for file in Path(upstream.__file__).parent.glob("*.py")}
     found = {name for name, source in sources.items() if used_as_arrays(source)}
     assert {"deepseek_v3", "gemma2", "phi"} <= found, "mlx-lm's models are written otherwise now"

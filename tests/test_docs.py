@@ -1,4 +1,4 @@
-"""The docs say what the program says."""
+"""The docs match the program."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ EXTRA_OF_OURS = re.compile(r"(?<!\.)\bpenstock\[[a-z]+\]")
 
 
 def test_docs_never_install_penstock_from_index() -> None:
-    """The name is a stranger's there; a checkout has a path, and what is missing its own name."""
+    """On the package index the name belongs to others."""
     named = {
         f"{path.relative_to(ROOT)}: {match[0]}"
         for path in TEXTS
@@ -124,7 +124,7 @@ def test_readme_starts_with_two_commands() -> None:
 
 
 def test_readme_is_short_and_its_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The example with the embedded model in place of a folder, as a reader would paste it."""
+    """With the embedded model in place of a folder."""
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 120
     example = next(
@@ -184,7 +184,7 @@ def test_structure_page_lists_every_folder() -> None:
 
 @pytest.mark.parametrize("page", ["engine.md", "prefix.md"])
 def test_examples_in_docs_run(page: str) -> None:
-    """One after the other, as a reader would paste them; what they claim they assert."""
+    """In order, with their assertions."""
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     names: dict[str, object] = {}
     assert examples

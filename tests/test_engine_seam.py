@@ -1,4 +1,4 @@
-"""Who may touch the core: outside of `engine` an `EngineView` answers, read from the sources."""
+"""Only `engine` uses the core; others use `EngineView`, checked in the sources."""
 
 from __future__ import annotations
 

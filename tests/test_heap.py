@@ -1,4 +1,4 @@
-"""What MLX frees stays with the process, where there is a C library that can be told so."""
+"""Memory that MLX frees stays with the process, where the C library allows it."""
 
 from __future__ import annotations
 

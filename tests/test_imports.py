@@ -1,4 +1,4 @@
-"""The import map: who may import whom, read from the sources."""
+"""Import layers, checked in the sources."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def reached(imports: Mapping[str, set[str]], module: str) -> set[str]:
 
 
 def test_service_depends_only_on_engine_methods() -> None:
-    """Its imports reached 74 % of the lines while it named the class of the engine."""
+    """Its imports reached 74 % of the lines while it named the engine's class."""
     sources = {name: file.read_text() for name, file in modules() if name.startswith("penstock.")}
     imports = imports_among(sources, types=True)
     modules_reached = reached(imports, "penstock.server.service")

@@ -1,4 +1,4 @@
-"""The ledger: nothing is let in above the limit, nothing is lost, and `check` notices."""
+"""The ledger: nothing exceeds the limit, nothing is lost, and `check` detects faults."""
 
 from __future__ import annotations
 

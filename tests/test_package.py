@@ -1,4 +1,4 @@
-"""The names that `import penstock` offers, and what it does not load for them."""
+"""The public names of `penstock`, and what importing it does not load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plug-ins: the package without any one of them is whole, and the rest of it runs."""
+"""Plug-ins: the package works without any one of them."""
 
 from __future__ import annotations
 

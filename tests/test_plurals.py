@@ -1,4 +1,4 @@
-"""Texts write one thing as one: `1 token`, not `1 tokens`."""
+"""Texts write singulars as such: `1 token`, not `1 tokens`."""
 
 from __future__ import annotations
 

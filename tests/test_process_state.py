@@ -1,4 +1,4 @@
-"""What one file of tests changes in the process, the next one does not see."""
+"""Process state is restored after each test file."""
 
 from __future__ import annotations
 

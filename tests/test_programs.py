@@ -1,4 +1,4 @@
-"""Programs that pytest does not collect start, and something runs every target of the Makefile.
+"""Programs outside pytest start, and something runs every Makefile target.
 
 A program that only people run breaks unseen when a name that it imports moves. Each is imported in
 `make test`, runs in a short form in `make test-all`, and runs whole in the weekly workflow.
@@ -98,7 +98,7 @@ def test_check_detects_moved_import(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("program", [*PROGRAMS, *SCRIPTS], ids=program_id)
 def test_names_imported_by_programs_exist(program: Path) -> None:
-    """Also those that only a function imports, and those beside packages that are not here."""
+    """Also imports inside functions, and beside packages that are not installed."""
     assert missing_names(program.read_text()) == []
 
 
@@ -108,7 +108,7 @@ def test_check_detects_moved_name() -> None:
 
 
 def test_peers_find_our_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each class and function of mlx-lm that `make peers` replaces has one of ours."""
+    """Each class and function of mlx-lm that `make peers` replaces."""
     stand_ins = vars(load(ROOT / "tests" / "peers" / "stand_ins.py", monkeypatch))
     for home in stand_ins["HOMES"].values():
         held = vars(importlib.import_module(home))
@@ -145,7 +145,7 @@ class TestCache(unittest.TestCase):
 
 @pytest.mark.slow
 def test_peers_run_shortened(tmp_path: Path) -> None:
-    """The runner, its workers and our classes on a test file of one class."""
+    """On a test file of one class."""
     tests = tmp_path / "tests"
     tests.mkdir()
     for name in ("test_prompt_cache", "test_generate", "test_models", "test_server"):
@@ -168,7 +168,7 @@ def test_real_templates_run_shortened(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_vocabulary_check_runs_shortened(tmp_path: Path) -> None:
-    """With the tokens that lie beside a file; one of them is wrong at the second run."""
+    """Tokens lie beside a file; one of them is wrong in the second run."""
     gguf = pytest.importorskip("gguf")
     file = tmp_path / "small.gguf"
     writer = gguf.GGUFWriter(file, "llama")
@@ -201,7 +201,7 @@ def test_mutants_run_shortened() -> None:
 
 @pytest.mark.slow
 def test_hostile_bodies_run_shortened() -> None:
-    """Whether answers are late is for a quiet machine to say, in `make hostile`."""
+    """Latency is judged by `make hostile` on a quiet machine."""
     shown = run(ROOT / "tools/hostile.py", "--minutes", "0.2", status=(0, 1))
     sent = re.search(r"hostile requests: {(.+)}", shown)
     assert sent is not None, shown
@@ -221,7 +221,7 @@ def test_restore_passes_run() -> None:
 
 @pytest.mark.slow
 def test_cost_measurement_runs_shortened(tmp_path: Path) -> None:
-    """Of a test that takes long enough to be written down, in a tree of its own."""
+    """For one slow test in a tree of its own."""
     (tmp_path / "tools").mkdir()
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tools/measure_tests.py", tmp_path / "tools")

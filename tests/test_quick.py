@@ -1,4 +1,4 @@
-"""What `make test` leaves out, and which kernels the CPUs of the tests have."""
+"""What `make test` skips, and which kernels the test CPUs have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPUS = runpy.run_path(str(TESTS.parent / "tools" / "cpus.py"))
 
 
 def test_tests_with_costs_exist() -> None:
-    """A test that was renamed would come back into `make test`, all of it."""
+    """A renamed test would run in full in `make test`."""
     for name in quick.read_costs():
         file, defined, *_ = name.split("::")
         source = (TESTS.parent / file).read_text()

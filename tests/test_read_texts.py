@@ -1,4 +1,4 @@
-"""Text that users read, in help, errors and on the page: short, and its subjects have names."""
+"""Help, errors and page texts are short and have named subjects."""
 
 from __future__ import annotations
 

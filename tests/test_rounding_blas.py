@@ -1,4 +1,4 @@
-"""The BLAS of `make test-rounding`: what it multiplies is right to the last places, and no more."""
+"""The BLAS of `make test-rounding`: products are right up to the last places."""
 
 from __future__ import annotations
 

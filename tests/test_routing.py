@@ -1,4 +1,4 @@
-"""Who gets a prompt: the router's index against plain sets, and what each policy promises."""
+"""Routing policies: the router's index against plain sets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_truncated_summary_is_refused() -> None:
 
 
 def test_false_positives_are_rare() -> None:
-    """200,000 blocks among which 200,000 others are looked for: 9.3 false ones are expected."""
+    """200,000 other blocks are looked up among 200,000: 9.3 false hits are expected."""
     held = Summary.of(block_hashes(*range(200_000))).blocks
     others = hash_blocks(range(200_000), 1, root_hash("another"))
     assert sum(short(key) in held for key in others) < 40
@@ -141,7 +141,7 @@ def test_prefix_and_load_minimizes_work(
 
 
 def test_conversation_sticks_and_system_prompt_spreads() -> None:
-    """Of the same length, and with the same load where they are known."""
+    """Of equal length, and at equal load."""
     system, own = block_hashes(*range(10)), block_hashes(*range(100, 110))
     loads = {NAMES[0]: 5 * WORTH}
     places = {}

@@ -1,4 +1,4 @@
-"""The soak in a small size, and that it would see what it looks for."""
+"""A short soak run, and that it detects faults."""
 
 from __future__ import annotations
 

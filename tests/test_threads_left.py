@@ -1,4 +1,4 @@
-"""A run ends, and fails, though a test left threads that never end."""
+"""A run ends, and fails, if a test left endless threads."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_hangs():
 
 
 def test_hanging_test_ends_process_with_stacks(tmp_path: Path) -> None:
-    """By the project's settings, but sooner; no plugin of pytest takes part."""
+    """With the project's settings but a shorter timeout."""
     (tmp_path / "test_hangs.py").write_text(HANGS)
     settings = Path(__file__).parent.parent / "pyproject.toml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(settings)]

@@ -1,4 +1,4 @@
-"""Errors are told whole, and folders that others can change are refused."""
+"""Errors are reported whole, and folders writable by others are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_config_without_model_type_is_named(tmp_path: Path) -> None:
 
 
 def test_multi_line_error_is_joined(tmp_path: Path) -> None:
-    """transformers says in the second line which field is wrong."""
+    """transformers names the wrong field in the second line."""
     with pytest.raises(ModelError) as told:
         load_all(model(tmp_path, initializer_range="much"))
     assert "\n" not in str(told.value) and not str(told.value).endswith(":")

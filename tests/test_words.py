@@ -1,4 +1,4 @@
-"""The language of the source: docstrings, names of locals, names of classes and files."""
+"""Words of the source: docstrings, local names, class and file names."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_spelling_is_american() -> None:
 
 
 def test_class_names_are_unique() -> None:
-    """Within one module, and below a function, a name may come again."""
+    """Nested classes of one module may repeat a name."""
     classes = []
     for _, text in sources():
         tree = ast.parse(text)

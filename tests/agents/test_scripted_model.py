@@ -85,7 +85,7 @@ def test_turns_past_script_end_report_task_done(
 
 @pytest.mark.parametrize("family", CALLS)
 def test_script_tool_calls_match_rendered_history(family: str, tmp_path: Path) -> None:
-    """So the format follows from the template, as a real model's does."""
+    """The call format is detected from the template, as for a real model."""
     write_model(tmp_path, {1: ["So."]}, family=family)
     tokenizer = load_tokenizer(tmp_path)
     form = answer_format(tokenizer)
@@ -101,7 +101,7 @@ def test_script_tool_calls_match_rendered_history(family: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(("program", "family"), FORMATS)
 def test_script_of_format_contains_its_markers(program: str, family: str, tmp_path: Path) -> None:
-    """In texts with blanks at their ends, line ends of both kinds, and `null`."""
+    """Texts have trailing blanks, both kinds of line ends, and `null`."""
     script = format_script(AGENTS[program].tools, Path("/work"), family, written_call)
     write_model(tmp_path, script, family=family)
     text = marked(family)

@@ -1,4 +1,4 @@
-"""Attention over parts: what the formula says, and nothing hidden changes what is seen."""
+"""Attention over spans, merged, against the formula."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def all_finite(x: mx.array) -> bool:
 
 @dtypes
 def test_window_past_shared_segment(dtype: mx.Dtype) -> None:
-    """Its neighbor still sees the part, so both are scored against it; one sees nothing of it."""
+    """One row's window has left the shared span; the other row still reads it."""
     shared = KVSpan(segment(16, 1, dtype), 0, 16)
     own = KVSpan(segment(32, 3, dtype), 16, 32)
     tails = Tails(2, 4, [LayerShape(1, WIDTH, WIDTH, dtype)])
@@ -81,7 +81,7 @@ def test_window_past_shared_segment(dtype: mx.Dtype) -> None:
 def test_many_columns_of_equal_score_do_not_overflow(
     dtype: mx.Dtype, columns: int, value: float
 ) -> None:
-    """Sums over the columns go beyond float16's 65,504; their quotient does not."""
+    """Sums over the columns exceed float16's 65,504; the result does not."""
     queries = mx.zeros((1, 2, WIDTH), dtype)
     keys = mx.zeros((1, columns, WIDTH), dtype)
     values = mx.full((1, columns, WIDTH), value, dtype)
@@ -103,7 +103,7 @@ def test_many_columns_of_equal_score_do_not_overflow(
 
 @pytest.mark.parametrize("stale", [float("nan"), float("inf")])
 def test_stale_slot_contents_are_ignored(stale: float) -> None:
-    """A longer tail beside it makes the columns behind a row's tail take part, at weight 0."""
+    """A longer neighboring tail masks in columns past this row's tail, at weight 0."""
     tails = Tails(2, 4, [LayerShape(1, WIDTH, WIDTH, mx.float32)])
     tails.ready()
     bad = mx.full((1, 1, 1, WIDTH), stale)
@@ -118,7 +118,7 @@ def test_stale_slot_contents_are_ignored(stale: float) -> None:
     ("slots", "neighbors"), [((0, 1), True), ((1, 2), True), ((1, 0), False), ((0, 2), False)]
 )
 def test_ascending_slots_are_read_as_one_slice(slots: tuple[int, int], neighbors: bool) -> None:
-    """Read as one slice, descending slots would be those behind the first one."""
+    """Read as one slice, descending slots would be the wrong ones."""
     tails = Tails(3, 4, [LayerShape(1, WIDTH, WIDTH, mx.float32)])
     rows = [DecodeRow((), 2, slot, 2) for slot in slots]
     assert DecodeStep.of(devices.current(), rows, tails).neighbors == neighbors
@@ -201,7 +201,7 @@ def test_exp2_at_range_ends(device: AttentionBackend) -> None:
 
 
 def test_exp2_of_short_or_half_precision_input_uses_plain_path() -> None:
-    """The polynomial is made of float32's bits."""
+    """The polynomial works on float32 bits."""
     for dtype in (mx.float16, mx.bfloat16):
         x = mx.full((CPU.polynomial_from,), -3.0, dtype)
         assert CPU.exp2(x).dtype == dtype
@@ -242,7 +242,7 @@ def test_group_queries_round_trip() -> None:
 def test_merged_spans_match_reference(
     dtype: mx.Dtype, attention_window: AttentionWindow, with_sinks: bool, cuts: tuple[int, ...]
 ) -> None:
-    """One query a head at position 15; some parts hide all that they have."""
+    """One query per head at position 15; some spans are fully masked."""
     tokens, position = 16, 15
     queries = normal(1, HEADS, 1, WIDTH, seed=1, dtype=dtype)
     keys = normal(KV_HEADS, tokens, WIDTH, seed=2, dtype=dtype)
@@ -275,7 +275,7 @@ def test_merged_spans_match_reference(
 @pytest.mark.parametrize("columns", [1, 63, 64, 1_000, 1_024, 1_088, 4_096])
 @pytest.mark.parametrize("shape", [(3,), (2, 2, 3)], ids=str)
 def test_softmax_weights_of_many_columns(columns: int, shape: tuple[int, ...]) -> None:
-    """The largest score is found wherever it stands: here, first, in the middle, and last."""
+    """The largest score is in the first, a middle, or the last column."""
     scores = numbers(normal(*shape, columns, seed=1))
     for row, at in enumerate((0, columns // 2, columns - 1)):
         scores[..., row, at] = 9.0
@@ -290,7 +290,6 @@ def test_softmax_weights_of_many_columns(columns: int, shape: tuple[int, ...]) -
 
 @pytest.mark.parametrize("columns", [8, 4_096])
 def test_nan_scores_propagate(columns: int) -> None:
-    """Else a model's fault would pass for an answer."""
     scores = mx.zeros((2, columns))
     scores[0, columns // 2] = float("nan")
     _, weights, total = weigh(scores, CPU)
@@ -300,7 +299,7 @@ def test_nan_scores_propagate(columns: int) -> None:
 
 
 def test_distant_scores_neither_overflow_nor_vanish() -> None:
-    """One part's scores are 2^10 above the other's: it alone counts, and nothing is infinite."""
+    """One span's scores are 2^10 above the other's, so it alone counts."""
     low, high = (mx.full((1, 3, 1), value) for value in (-1e3, 24.0))
     query = mx.ones((1, 1, 1))
     parts = [
@@ -324,7 +323,7 @@ def test_chunk_matches_reference(
     scores_at_once: int,
     past: int,
 ) -> None:
-    """Seven queries: all together, by threes, and one by one."""
+    """Seven queries: all at once, in threes, and one by one."""
     device = CPUBackend(scores_at_once=scores_at_once)
     check_chunk(dtype, attention_window, with_sinks, list(range(past + 7)), past, device)
 
@@ -335,7 +334,7 @@ def test_chunk_matches_reference(
 def test_chunk_behind_gap_matches_reference(
     dtype: mx.Dtype, with_sinks: bool, scores_at_once: int
 ) -> None:
-    """Kept tokens, then what the window sees: the columns' positions are told."""
+    """Kept tokens followed by the window: column positions are passed explicitly."""
     columns = [0, 1, 2, *range(27, 37)]
     device = CPUBackend(scores_at_once=scores_at_once)
     check_chunk(dtype, AttentionWindow(window=4, keep=3), with_sinks, columns, 30, device)
@@ -393,7 +392,7 @@ def test_check_detects_extra_column(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_check_detects_unmerged_maxima() -> None:
-    """Negative control: each part's maximum is taken for everybody's."""
+    """Negative control: one span's maximum is used for all."""
     query, keys = normal(1, 1, WIDTH, seed=1), normal(1, 8, WIDTH, seed=2)
     parts = [CPU.attend_decode(query, [some], [some]) for some in (keys[:, :3], keys[:, 3:])]
     whole = merged([CPU.attend_decode(query, [keys], [keys])])
@@ -404,7 +403,7 @@ def test_check_detects_unmerged_maxima() -> None:
 
 @pytest.mark.parametrize("columns", [1, 64, 1023, 1024, 1040, 1088, 2080, 4160])
 def test_largest_score_is_found_at_any_column(columns: int) -> None:
-    """From 1,024 columns on it is looked for down columns of 64, where they come out even."""
+    """From 1,024 columns on, the maximum is taken over rows of 64 columns."""
     scores = normal(2, 3, columns, seed=columns)
     for at in {0, columns // 2, columns - 1}:
         marked = scores.at[:, :, at].add(100.0)

@@ -1,4 +1,4 @@
-"""The GPU's way of computing gives the CPU's numbers, and only one module knows which is taken."""
+"""The CPU and GPU backends agree, and one module chooses between them."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_chunks_behind_segments_agree_across_devices(
 
 
 def test_gpu_chunk_stays_lazy() -> None:
-    """Its chunk is one operation that waits to be asked for; a CPU's slices are computed now."""
+    """A GPU chunk is one lazy operation; the CPU evaluates slices at once."""
     columns, taken = list(range(600)), {}
     for device in (CPUBackend(scores_at_once=2**10), GPU):
         mx.eval(chunk_sides(columns, 200))
@@ -258,7 +258,7 @@ def test_gpu_has_no_lanes() -> None:
 @pytest.mark.parametrize("scheme", [*SCHEMES, "affine2", "rot8", "kivi8", "turbo3.5"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_encoded_blocks_are_bit_identical_across_devices(scheme: str, dtype: mx.Dtype) -> None:
-    """What is encoded on one device is read, and found again by its name, on another."""
+    """Blocks encoded on one device are found by hash and read on another."""
     sides = [normal(1, KV_HEADS, 320, DIM, seed=seed).astype(dtype) for seed in (1, 2)]
     made = []
     for device in (CPU, GPU):

@@ -1,4 +1,4 @@
-"""Segments in codecs are read as what they stand for, mixed with raw ones in any way."""
+"""Attention over quantized segments, also mixed with raw ones, against dequantized KV."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_joined_kv_is_dequantized(scheme: str) -> None:
 
 
 def test_check_detects_other_codec() -> None:
-    """A negative control: the comparison would see codes that are read wrongly."""
+    """Negative control: codes of another codec."""
     coded, other = tree("turbo3"), tree("turbo4")
     assert (
         off(decoded(rows(coded), AttentionWindow()), decoded(rows(other), AttentionWindow())) > 1e-3
@@ -157,7 +157,7 @@ def test_check_detects_other_codec() -> None:
 
 
 def test_check_detects_missing_key_scales() -> None:
-    """Another one."""
+    """Negative control: queries without the key scales."""
     scaled = tree(f"turbo4{SCALED}")
     ((keys, values),) = scaled[1].layers
     assert isinstance(keys, Coded)
@@ -171,7 +171,7 @@ def test_check_detects_missing_key_scales() -> None:
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("scheme", ["kivi4", "turbo4", "turbo4, scaled"])
 def test_half_precision_segments_beside_codes(scheme: str, dtype: mx.Dtype) -> None:
-    """Raw parts are multiplied in their own type, coded ones in float32."""
+    """Raw spans are multiplied in their own dtype, coded ones in float32."""
 
     def attended(runs: list[Segment], kind: mx.Dtype) -> mx.array:
         cast: Callable[[Side], Side] = lambda side: (  # noqa: E731
@@ -243,7 +243,7 @@ def test_values_too_large_for_scale_stay_raw() -> None:
 
 
 def test_encoding_peak_memory_is_bounded() -> None:
-    """One piece of one side at a time, however long the segment."""
+    """One side is encoded piece by piece, whatever the segment's length."""
     raw = segment(8_192, 1)
     for side in raw.layers[0]:
         mx.eval(side)
@@ -264,7 +264,7 @@ def test_encoding_peak_memory_is_bounded() -> None:
 def test_streamed_dequantization_matches_joined(
     attention_window: AttentionWindow, scheme: str, dtype: mx.Dtype
 ) -> None:
-    """In the model's type, and to the bit: a window may begin within a span of tokens."""
+    """Bit-identical in the model's dtype, also where a window starts inside a span."""
     runs = [
         Segment(tuple((k.astype(dtype), v.astype(dtype)) for k, v in run.layers))
         for run in (segment(64, 1), segment(2_048, 2))

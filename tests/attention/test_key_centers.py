@@ -1,4 +1,4 @@
-"""What keys have in common: it is found, and an index without it has less noise."""
+"""Key centers: detected, subtracted, and an index without them has less noise."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_scores_include_subtracted_centers(m: int, name: str, compiled: bool) ->
 
 
 def test_centered_index_has_less_noise_at_equal_bytes() -> None:
-    """Real keys: of the embedded model, of random tokens it was not measured on."""
+    """Keys of the embedded model, on tokens that were not used for calibration."""
     model, _ = load(MODEL_PATH)
     run = make_prompt_cache(model)
     size = model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]

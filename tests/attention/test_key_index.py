@@ -1,4 +1,4 @@
-"""The index of keys: what it says of them, and that it stays with its segment."""
+"""The key index: its scores, its size, and how it follows its segment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def same(index: tuple[Coded | None, ...], other: tuple[Coded | None, ...]) -> bo
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [16, 64, 96, 128])
 def test_index_scores_correlate_with_key_scores(dim: int, dtype: mx.Dtype) -> None:
-    """Of normal keys a sign keeps 2 / pi of the variance: a correlation of 0.8."""
+    """For normal keys the sign keeps 2 / pi of the variance: a correlation of 0.8."""
     held = indexed(segment(700, dim=dim, dtype=dtype))
     queries = mx.random.normal((HEADS, 3, dim), key=mx.random.key(9))
     keys, index = raw_keys(held, 2).astype(mx.float32), held.index[2]
@@ -158,7 +158,7 @@ def test_index_survives_quantization(codec: str) -> None:
 
 
 def test_thinned_layers_are_not_indexed() -> None:
-    """A layer that dropped its first tokens reads a window; it has nothing to choose from."""
+    """A layer that dropped its first tokens reads a window and selects nothing."""
     thinned = segment(64).thinned({2: 32})
     index = indexed(thinned).index
     assert index[0] is not None and index[1] is None and index[2] is None
@@ -174,7 +174,7 @@ def test_sign_codec_takes_one_bit() -> None:
 
 
 def test_both_backends_give_equal_index_scores() -> None:
-    """The GPU's makes floats of signs; the CPU's looks sums of eight up."""
+    """The GPU expands signs to floats; the CPU looks up sums of eight."""
     index = indexed(segment(3_000)).index[0]
     assert index is not None
     queries = mx.random.normal((HEADS, 3, DIM), key=mx.random.key(9))

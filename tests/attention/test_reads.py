@@ -1,4 +1,4 @@
-"""What a step reads, where it lies: random trees, rows and windows against the formula."""
+"""Decode and chunk reads on random trees, rows and windows against the formula."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_chunks_match_reference(scene: Scene, n: int, window: int | None, with_s
 def test_joined_kv_and_mask_match_reference(
     scene: Scene, n: int, window: int | None, as_array: bool
 ) -> None:
-    """Decode steps and chunks of models that attend by themselves, with the mask they are given."""
+    """Decode steps and chunks of models with their own attention, with the mask they get."""
     row, tails = scene.rows[0], scene.tails()
     held = Held(row.parts)
     if row.tail:
@@ -324,7 +324,7 @@ def test_branches_form_one_plan_level() -> None:
 def test_rows_ending_far_apart_read_segment_separately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else the short ones would be scored for all that the long one sees."""
+    """Otherwise short rows would be scored against columns that only the long row sees."""
     monkeypatch.setattr(attention_plan, "APART", 4)
     scene = Scene(AttentionWindow(), 4, 2, seed=1)
     long, behind = scene.segment(12), scene.segment(3)
@@ -338,14 +338,13 @@ def test_rows_ending_far_apart_read_segment_separately(
 
 
 def test_check_detects_unsorted_rows() -> None:
-    """Negative control: neighbors that share nothing read a shared part one by one."""
+    """Negative control: adjacent rows without common spans read a shared span one by one."""
     rows = family().rows
     layout = plan_attention([rows[0], rows[2], rows[1], rows[3]], AttentionWindow())
     assert max(times_read(layout).values()) == 2
 
 
 def test_row_without_shared_spans_beside_sharing_rows() -> None:
-    """A row that reads no part at all among those that do."""
     scene = family()
     scene.rows = [DecodeRow((), 2, 4, 2), *scene.rows]
     check_decode(scene)
@@ -398,7 +397,7 @@ def test_check_detects_unread_tail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_modified_keys_or_values_are_refused() -> None:
-    """So that it is served joined keys and values, and never a wrong answer."""
+    """The engine then serves this model with joined KV."""
     scene = family()
     (reads,) = decode_reads(
         DecodeStep.of(devices.current(), scene.rows, scene.tails()), [scene.attention_window]

@@ -1,4 +1,4 @@
-"""Tokens that are not chosen, read from an index with values: all ways give the same attention."""
+"""Attention to unselected tokens through an index with values; all ways agree."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_rest_attention_matches_index(
 
 @pytest.mark.parametrize(("device", "compiled"), WAYS)
 def test_check_detects_skipped_rest(device: AttentionBackend, compiled: bool) -> None:
-    """A negative control: the same row, of which a choice alone is read."""
+    """Negative control: only the selected tokens are read."""
     row = Row((300, 900), 5, 1)
     without = Row(row.cuts, row.tail, row.seed, rest=False)
     out = without.attention(device, None, compiled=compiled)

@@ -1,4 +1,4 @@
-"""What a decode step chooses to read of long rows, against a plain choice token by token."""
+"""Block selection for decode steps on long rows against a plain token-by-token version."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_sinks_enter_softmax_of_selection(device: AttentionBackend) -> None:
 
 
 def test_block_score_is_its_best_token_for_any_split() -> None:
-    """The CPU's scores are rounded by some percent, and the same for any cuts."""
+    """CPU scores are rounded by some percent, but equally for any split."""
     rows = [Row(7, cuts, 3) for cuts in ([700], [96, 160, 640, 700], [37, 700])]
     queries = (rows[0].queries * SCALE).reshape(KV_HEADS, -1, DIM)
     selection = Selection(256, INDEX)
@@ -216,7 +216,7 @@ def test_block_score_is_its_best_token_for_any_split() -> None:
 def test_rows_of_any_split_match_single_rows(
     drawn: list[tuple[int, list[int], int]], unit: int, tokens: int
 ) -> None:
-    """Segments begin at multiples of any block size, and rows are longer or shorter."""
+    """Segments start at multiples of any block size; rows differ in length."""
     rows = []
     for seed, lengths, tail in drawn:
         cuts = np.cumsum([length * unit % 400 + unit for length in lengths]).tolist()
@@ -279,7 +279,7 @@ def test_full_budget_matches_full_attention() -> None:
 def test_selection_is_prepared_once_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A row may have many parts, each with an index of many layers: no work for every layer."""
+    """A row may have many spans with an index each; unselected layers must cost nothing."""
     looked_at: list[Segment] = []
     complete = KeyIndex.complete
 
@@ -310,7 +310,7 @@ def test_segments_without_index_are_read_whole() -> None:
 def test_planted_key_is_selected_and_lost_by_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One token in the middle that a query asks for; others of the same size do not matter."""
+    """One token in the middle matches the query; others of equal norm do not."""
     found = dict.fromkeys(("chosen", "by NumPy", "worst", "window"), 0)
     for seed in range(10):
         row = Row(seed, [1_024, 2_048], 3)
@@ -338,7 +338,7 @@ def test_planted_key_is_selected_and_lost_by_window(
 
 
 def test_infinite_score_is_selected() -> None:
-    """A key too long for the index's scale, along the queries, is the best there is."""
+    """A key whose norm exceeds the index's scale ranks first."""
     row = Row(4, [512], 3)
     for kv in range(KV_HEADS):
         row.keys[kv, 200] = row.queries[kv * HEADS // KV_HEADS] * 1e6
@@ -364,7 +364,7 @@ def test_selection_stays_within_token_budget(tokens: int) -> None:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_blocks_are_gathered_from_segments_of_any_length(data: st.DataObject) -> None:
-    """The last segment may end within a row of those that are copied together."""
+    """The last segment may end inside a group of rows that are copied together."""
     lengths = data.draw(st.lists(st.sampled_from([8, 16, 32, 48, 40]), min_size=1, max_size=4))
     lengths.append(data.draw(st.integers(BLOCK_TOKENS, 3 * BLOCK_TOKENS)))
     ends = np.cumsum(lengths)

@@ -1,4 +1,4 @@
-"""A chunk that reads piece by piece: the numbers of one that joins what is in front of it."""
+"""Streamed chunk reads against joined ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock bench agents`, run as the user runs it."""
+"""`penstock bench agents` as a process."""
 
 from __future__ import annotations
 

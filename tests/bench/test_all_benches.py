@@ -1,4 +1,4 @@
-"""`penstock bench all`: its list fits the benches there are, and one failure stops nothing."""
+"""`penstock bench all`: covers all benches; one failure does not stop the rest."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_bench_flags_are_known(command: tuple[str, ...], tmp_path: Path) -> None
 def test_failed_bench_does_not_stop_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A bench, one whose settings are refused, and another bench."""
+    """A bench, one with refused settings, and another bench."""
     wrong = ("bench", "growth", "--window", "1")
     ends = run_all((SMALL, wrong, SMALL), tmp_path / "records")
     assert [len(end.records) for end in ends] == [1, 0, 1]

@@ -1,4 +1,4 @@
-"""`penstock eval --attend`: what a choice costs, by its size and by layer."""
+"""`penstock eval --attend`: the cost of selection by budget and by layer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_window_of_all_tokens_matches_full_attention() -> None:
 
 
 def test_perplexity_matches_single_pass() -> None:
-    """Compare with one pass of the model over the whole piece, by mlx-lm's own caches."""
+    """Compared with one pass over the whole text with mlx-lm's caches."""
     model, tokenizer = load(MODEL_PATH)
     (piece,) = eval_texts.pieces(tokenizer, LOAD)
     logs = log_probabilities(model(mx.array([piece.tokens]), cache=plain_caches(model))[0])

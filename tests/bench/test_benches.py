@@ -1,4 +1,4 @@
-"""The benches measure what they say, in a small size."""
+"""Growth, recall and remember benches on small sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_growth_bench_sees_only_rival_grow(grown: Any) -> None:
 
 
 def test_growth_bench_counts_copies_without_growth() -> None:
-    """Negative control: a cache that copies its buffers each step moves, though it never grows."""
+    """Negative control: a cache that copies its buffers each step but never grows."""
 
     class Copies(caches.RotatingKVCache):
         def update_and_fetch(self, keys: Any, values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Replicas in simulated time: small cases by hand, and what must be equal whatever is simulated."""
+"""Simulated replicas: small cases computed by hand, and invariants."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ def crowd() -> TraceCopies:
 
 
 def test_replica_times_follow_cost_model() -> None:
-    """Each block takes a second. The second prompt waits for the first, and finds one block;
-    the third waits for an answer's place."""
+    """A block takes one second; the second prompt finds one block, the third waits for a slot."""
     of, arrivals = made((0.0, [1, 2], 40), (0.5, [1, 3], 40), (0.6, [9], 40))
     found = simulate(of, arrivals, Cluster(1, "round-robin"), QUICK)
     first, second, third = 2.0, 3.0, 6.0 + 1.0
@@ -108,8 +107,7 @@ def test_round_robin_scatters_and_prefix_routing_gathers(crowd: TraceCopies) -> 
 
 
 def test_hot_system_prompt_is_replicated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 blocks that all prompts have, and 6 of their own: without the rule for common blocks a
-    conversation queues behind its system prompt."""
+    """80 common blocks, 6 own: without the common-block rule all queue at one replica."""
     rng, now, requests = random.Random(1), 0.0, []
     for number in range(1_000):
         now += rng.expovariate(6.0)
@@ -132,7 +130,7 @@ def test_simulation_is_reproducible(crowd: TraceCopies) -> None:
 
 
 def test_gossip_counts_four_bytes_per_change_and_router() -> None:
-    """Two blocks come before the second telling, and stay; the third sees no change."""
+    """Two blocks are added before the second report; the third reports no change."""
     of, arrivals = made((0.0, [1, 2], 0), (12.0, [1, 2], 0))
     of_one = simulate(of, arrivals, Cluster(1, "prefix", gossip_seconds=5.0), FASTER)
     assert of_one.gossip_bytes_per_second == pytest.approx(2 * 4 / 12)

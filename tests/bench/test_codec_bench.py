@@ -1,4 +1,4 @@
-"""`penstock bench-kv-cache`: true bytes, errors that mean what they say, the rival beside them."""
+"""`penstock bench-kv-cache`: bytes, errors and the comparison with mlx-lm."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def test_raw_is_lossless_and_fewer_bits_lose_more(table: Table) -> None:
 
 
 def test_rival_matches_same_codec(table: Table) -> None:
-    """Else the two would not be measured alike."""
     for bits in (4, 8):
         ours, theirs = row(table, f"affine{bits}"), row(table, f"mlx-lm {bits}")
         for figure in ("relative_mse_keys", "relative_mse_values", "mean_error"):
@@ -61,7 +60,7 @@ def test_rival_matches_same_codec(table: Table) -> None:
 
 
 def test_per_channel_keys_tolerate_outliers(table: Table) -> None:
-    """At 3.5 times less than float16: the field's size. The rival takes more."""
+    """At a ratio of 3.5 to float16; the rival takes more bytes."""
     ours, theirs = row(table, "kivi5/turbo3.5"), row(table, "mlx-lm 4")
     least = {"gauss": 2, "outliers": 10, "biased": 10}[table.data]
     assert parse_scheme(ours.name).ratio(128, 128, 16) >= 3.5
@@ -96,7 +95,7 @@ def test_unsupported_head_sizes_are_reported() -> None:
 
 
 def test_rivals_use_fitting_group_sizes_and_actual_tokens() -> None:
-    """mlx-lm's cache has room for 256 tokens at a time; what 64 of them take is shown."""
+    """mlx-lm allocates for 256 tokens; the bytes of the 64 used are shown."""
     shape = CacheShape(layers=1, heads=2, head_dim=96, seq_len=64, dtype="float32", rounds=1)
     found = bench.measure(shape, "gauss", ["affine4g32"])
     for name in ("mlx-lm 4g32", "vllm-mlx 4g32") if vllm_mlx.is_installed() else ("mlx-lm 4g32",):
@@ -150,7 +149,7 @@ def test_bench_kv_cache_on_model_kv(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_only_layers_with_equal_key_and_value_sizes_are_measured() -> None:
-    """Recurrent layers are left out; latents, of which two sizes are read together, refused."""
+    """Recurrent layers are skipped; latents of two sizes are refused."""
     made = tiny_families.build("qwen3_next")
     shape, layers = bench.computed(made, range(64), "float32")
     held = [cache for cache in made.make_cache() if not hasattr(cache, "cache")]

@@ -1,4 +1,4 @@
-"""What the agents of `penstock bench agents` say, and how their answers are judged."""
+"""Scripts of `penstock bench agents`, and how answers are judged."""
 
 from __future__ import annotations
 

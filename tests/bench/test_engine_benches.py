@@ -1,4 +1,4 @@
-"""The benches of the engine measure what they say, in a small size."""
+"""Engine benches on small sizes."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_random_prompts_have_length_and_differ_by_seed(choice: ModelChoice) -> N
 
 
 def test_generation_depends_on_prompt() -> None:
-    """Otherwise equal tokens would say nothing about the caches."""
+    """Otherwise equal tokens would not test the caches."""
     model = bench_model(ModelChoice.RANDOM, TINY)
     prompt = model.prompt(40, seed=0)
     other = [(prompt[0] + 1) % 1_000, *prompt[1:]]
@@ -279,7 +279,7 @@ def test_leaked_bytes_are_detected(tiny: Any) -> None:
 
 
 def test_in_flight_work_at_close_is_no_leak(tiny: Any) -> None:
-    """As the next token is, one step ahead, and for long where others take the processor."""
+    """The next token is computed ahead, longer where other processes take the CPU."""
     begun = []
 
     class Ahead(Ours):
@@ -299,7 +299,7 @@ def test_in_flight_work_at_close_is_no_leak(tiny: Any) -> None:
 
 
 def test_peak_memory_ignores_mlx_prefetch() -> None:
-    """It allocates for operations that wait for others: for more where those take longer."""
+    """MLX allocates ahead for waiting operations, more where those take longer."""
     number = mx.ones((256, 256))
 
     def numbers_at_peak() -> float:
@@ -328,8 +328,7 @@ def test_differing_tokens_are_detected() -> None:
 
 
 def test_interleaved_comparison_cancels_machine_speed() -> None:
-    """Ours takes 1.25 times as long, on a machine that is half as fast in some rounds; all steps
-    together would say something else."""
+    """Ours takes 1.25 times as long, and the machine is slower in some rounds."""
     block = comparison.BLOCK_STEPS
     machine = [1.0, 1.0, 2.0, 1.0, 1.0]
     late = [1.0, 2.0, 1.0, 1.0, 1.0]  # the other side met one of them only
@@ -387,7 +386,7 @@ def test_shared_prefix_is_prefilled_and_stored_once(shared: Any) -> None:
 
 
 def test_unrelated_prompts_miss_shared_prefix_goal() -> None:
-    """Negative control: the judgement is not met by conversations that share nothing."""
+    """Negative control: conversations without a common prefix."""
 
     class Apart(shared_prefix.SharedPrefixLoad):
         def task(self, model: Any, prefix_tokens: int) -> Task:
@@ -539,7 +538,7 @@ def test_hybrid_next_turn_computes_only_new_text() -> None:
 
 
 def test_hybrid_without_checkpoints_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: then all is computed again."""
+    """Negative control: everything is computed again."""
     monkeypatch.setattr(Checkpoints, "capture", lambda *_, **__: False)
     monkeypatch.setattr(PartialBlock, "enabled", False)
     found = hybrid.measure(HYBRID)

@@ -1,4 +1,4 @@
-"""`penstock eval`: forms that compute the same, figures that see a bad codec, errors of a line."""
+"""`penstock eval`: equivalent transforms, sensitivity to a bad codec, and errors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_key_bias_changes_logits_only_by_rounding(tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("half", ["one of a pair is scaled", "added before RoPE"])
 def test_check_detects_transform_that_changes_function(half: str, tokens: list[int]) -> None:
-    """A negative control: RoPE is why a form has to be what it is."""
+    """Negative control: a transform that RoPE does not commute with."""
     model, _ = load(MODEL_PATH)
     attention = model.layers[1].self_attn
     if half == "added before RoPE":
@@ -146,7 +146,7 @@ def test_nbytes_match_formula(report: Report) -> None:
 
 
 def test_bad_codec_is_visible_in_every_figure(report: Report) -> None:
-    """The negative control: 2 bits, and large channels."""
+    """Negative control: 2 bits and outlier channels."""
     good, bad = (row(report, KeyForm.OUTLIERS, name) for name in ("k8v4", "2"))
     assert good["recall_over_raw"][250]["mean"] == 0
     assert bad["recall_over_raw"][250]["mean"] < -0.3
@@ -311,7 +311,7 @@ def test_long_tasks_on_text_and_layer_errors(
 
 
 def test_layer_error_matches_hand_computation() -> None:
-    """By hand: one head, one query, two keys; a codec that is none changes nothing."""
+    """One head, one query, two keys; a codec that changes nothing has no error."""
     model, tokenizer = load(MODEL_PATH)
     runner = bench._way(model, KVSetting("raw"), EvalLoad()).runner
     tokens = encode(tokenizer, "The code of the amber falcon is 4821. " * 30)

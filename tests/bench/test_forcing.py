@@ -1,4 +1,4 @@
-"""Teacher forcing of `penstock eval`: a pass of many blocks reads as a pass a block does."""
+"""Teacher forcing: a pass of many blocks matches a pass per block."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_window_is_equal_in_multi_block_pass(tokens: list[int]) -> None:
 def test_check_detects_block_reading_its_own_codes(
     tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A negative control: the rounding that other tests allow is far below this mistake."""
+    """Negative control: the error is far above the rounding that other tests allow."""
     way = way_of(KVSetting("4"))
     wanted, raw = read(way, tokens, BLOCK), read(way_of(KVSetting("raw")), tokens)
     rounded = BlockReads.joined
@@ -130,7 +130,7 @@ def test_check_detects_block_reading_its_own_codes(
 
 @pytest.mark.parametrize("family", ["falcon_h1", "gemma2"])
 def test_forcing_of_recurrent_and_custom_attention_models(family: str, tokens: list[int]) -> None:
-    """Recurrent layers go on from their states; an attention of its own reads a block a pass."""
+    """Recurrent layers resume from states; custom attention takes a block per pass."""
     model = model_of(family)
     few = [token % 40 for token in tokens[: 3 * BLOCK + 9]]
     full, coded = (way_of(KVSetting(codec), model=model) for codec in ("raw", "turbo4"))
@@ -144,7 +144,7 @@ def test_forcing_of_recurrent_and_custom_attention_models(family: str, tokens: l
 
 @pytest.mark.parametrize("codec", ["4", "kivi4/turbo3"])
 def test_teacher_forcing_matches_engine(codec: str, tokens: list[int]) -> None:
-    """The engine decodes behind the same codes; full precision is far from both."""
+    """The engine decodes after the same codes; full precision is far from both."""
     model, tokenizer = load(MODEL_PATH)
     settings = EvalLoad(raw_first_tokens=64).engine(KVSetting(codec))
     core = Core(model, tokenizer, prefill_chunk=64, **settings)

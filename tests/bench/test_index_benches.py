@@ -1,4 +1,4 @@
-"""The benches of the index measure what they say, in a small size."""
+"""Lookup and trace benches on small sizes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_unlimited_cache_hits_every_repeated_block(tmp_path: Path) -> None:
 
 
 def test_lru_policy_evicts_least_recently_used(tmp_path: Path) -> None:
-    """Four blocks: 0 1, and 2 3, then 4 in place of 3, then 5 in place of 2."""
+    """Four blocks: 0 1, then 2 3, then 4 replaces 3, then 5 replaces 2."""
     read = trace.read_trace(write(tmp_path))
     found = trace.replay(read, 4, trace.LeastRecent(), 1)
     assert found.hit_tokens == 512 + 1_024 + 512 + 1_024 + 512

@@ -1,4 +1,4 @@
-"""`penstock bench kernels` compares the ways to attend, and says what a machine does not have."""
+"""`penstock bench kernels` compares attention kernels and names unsupported ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about long texts: what is hidden is there once, and what is asked for is right."""
+"""Generated long-context tasks: their texts, questions and scores."""
 
 from __future__ import annotations
 

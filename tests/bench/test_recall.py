@@ -1,4 +1,4 @@
-"""The embedded model and its dialogues: they are the instrument, so they are tested first."""
+"""The embedded recall model and its generated dialogues."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_dialogue_is_reproducible_by_seed() -> None:
 
 
 def test_dialogue_of_seed_never_changes() -> None:
-    """Figures in the docs name seeds: if this changes, measure them again."""
+    """Figures in the docs name seeds: measure them again if this changes."""
     told = dialogue(1, tokens=200, facts=2)
     assert [(q.text, q.answer, q.message, q.token) for q in told.questions] == [
         ("What is the code of the lively beacon?", "7473.", 8, 72),
@@ -95,7 +95,7 @@ def test_fact_keys_are_unique() -> None:
 
 
 def test_facts_share_words() -> None:
-    """Otherwise one word would do to find a fact."""
+    """Otherwise one word would identify a fact."""
     keys = [fact.key for fact in dialogue(2, tokens=2000).facts]
     twins = [(a, b) for a in keys for b in keys if sum(map(str.__eq__, a, b)) == 2]
     assert len(twins) > 10
@@ -149,7 +149,7 @@ def test_tokenizer_round_trips_any_text(loaded: tuple[Any, Any], text: str) -> N
 
 
 def test_rendered_history_matches_generated_tokens(loaded: tuple[Any, Any]) -> None:
-    """Else a prefix cache would miss every turn."""
+    """Otherwise a prefix cache would miss every turn."""
     model, tokenizer = loaded
     messages = user(FACT)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -180,7 +180,7 @@ def test_model_answers_asked_question(loaded: tuple[Any, Any]) -> None:
 
 
 def test_removed_fact_is_not_answered(loaded: tuple[Any, Any]) -> None:
-    """Negative control: the answer comes from the context, not from anywhere else."""
+    """Negative control: the answer comes from the context only."""
     told = dialogue(22, tokens=400, facts=6)
     answers = []
     for question in told.questions:
@@ -210,7 +210,7 @@ def test_unknown_text_gets_finite_reply(loaded: tuple[Any, Any], text: str) -> N
 
 
 def test_model_recalls_across_position_gap(loaded: tuple[Any, Any]) -> None:
-    """As with a rotated window: the fact is kept at its place, the question comes far later."""
+    """As with a rotating window: the fact keeps its position, the question is far later."""
     model, tokenizer = loaded
     told = dialogue(23, tokens=300, facts=4)
     cache = read(loaded, told)

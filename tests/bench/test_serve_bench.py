@@ -1,4 +1,4 @@
-"""The server bench measures what it says, in a small size: real processes, real HTTP."""
+"""The server bench on small sizes: real processes, real HTTP."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_missing_model_gives_one_line_error(
 
 
 def test_real_model_changes_defaults() -> None:
-    """All options of the command line arrive here, those that were left out with their defaults."""
+    """Receives all command-line options, those left out with their defaults."""
     plain = serve_command.ServeSettings().model_dump()
     real = serve_command._real_settings(plain)
     assert (real["system_tokens"], real["connections"], real["overhead_rounds"]) == (3_000, 0, 0)
@@ -168,7 +168,7 @@ def test_real_model_changes_defaults() -> None:
 
 @pytest.mark.slow
 def test_gguf_file_is_served_by_both_sides(tmp_path: Path) -> None:
-    """In the place of llama.cpp's server is ours, which takes the model without a flag."""
+    """Our server stands in for llama.cpp's, and takes the model without a flag."""
     ours = shlex.quote(f'exec {sys.executable} -m penstock serve "$2" "$3" "$4" "$5" "$6"')
     model, config = small_model("llama")
     write_model(tmp_path / "small.gguf", "llama", model, config, "Q8_0")

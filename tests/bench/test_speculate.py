@@ -1,4 +1,4 @@
-"""The bench of several tokens a step, on a model of a few kilobytes."""
+"""The speculation bench on a model of a few kilobytes."""
 
 from __future__ import annotations
 

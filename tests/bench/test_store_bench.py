@@ -1,4 +1,4 @@
-"""The bench of storing and fetching measures what it says."""
+"""The bench of storing and fetching prompt caches."""
 
 from __future__ import annotations
 

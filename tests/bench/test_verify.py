@@ -1,4 +1,4 @@
-"""`penstock bench verify`: the same answers cold, from memory and from the disk, or it says so."""
+"""`penstock bench verify`: answers cold, from memory and from disk are compared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_verify_bench_passes_on_own_prompts(capsys: pytest.CaptureFixture[str]) 
 def test_corrupted_kv_is_detected(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A negative control: keys and values that are not those that were written."""
+    """Negative control: corrupted keys and values."""
 
     class Wrong(tier_module.RestoreBuffer):
         def segment(self) -> Any:

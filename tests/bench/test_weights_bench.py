@@ -1,4 +1,4 @@
-"""`penstock bench weights` times the same weights both ways, and holds both to the goals."""
+"""`penstock bench weights` times the same weights in both formats against the goals."""
 
 from __future__ import annotations
 

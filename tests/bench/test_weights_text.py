@@ -1,4 +1,4 @@
-"""Texts read by weights as they come and in float32: what differs, and by how much."""
+"""Texts with native and with float32 weights: what differs, and by how much."""
 
 from __future__ import annotations
 

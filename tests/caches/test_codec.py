@@ -1,4 +1,4 @@
-"""TurboQuantKVCache: reads its codes as they lie, alone and in batches, and holds no wide copy."""
+"""TurboQuantKVCache: reads codes in place, alone and batched, without a raw copy."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_attention_over_codes_matches_dequantized(codec: str) -> None:
 
 @codecs
 def test_fetch_returns_all_tokens_dequantized(codec: str) -> None:
-    """Without the seam: the wide form, of which what is raw is exact and the rest near."""
+    """Without the seam: raw tokens are exact, coded ones approximate."""
     cache = TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=64)
     written = [sides(tokens, seed) for seed, tokens in enumerate((200, 70, 1, 1))]
     for new in written:
@@ -509,8 +509,7 @@ def test_only_prompts_above_min_tokens_are_quantized(tokens: int, codec: str) ->
 
 
 def test_512_tokens_in_8_bits_match_vllm_mlx_nbytes() -> None:
-    """8 heads of 64: 64 codes, and a scale and a bias for all of them. 256 raw tokens more would be
-    802,816 bytes."""
+    """8 heads of 64: 64 codes, a scale and a bias. 256 raw tokens would add 802,816 bytes."""
     cache = TurboQuantKVCache("8", capacity=512)
     keys = mx.random.normal((1, 8, 512, 64), key=mx.random.key(0)).astype(mx.float16)
     mx.eval(cache.update_and_fetch(keys, keys))
@@ -531,7 +530,7 @@ chunks = st.lists(st.one_of(st.just(1), st.integers(1, 200)), min_size=1, max_si
 def test_only_sequences_above_min_tokens_are_quantized_for_any_chunks(
     chunks: list[int], least: int, first: int, cut: int, bound: int | None
 ) -> None:
-    """The first tokens stay; of a long sequence all others but the last two blocks are encoded."""
+    """The first tokens stay raw; of a long sequence all but the last two blocks are encoded."""
     cache = TurboQuantKVCache(
         "8", min_quantize_tokens=least, raw_first_tokens=first, max_size=bound
     )

@@ -1,4 +1,4 @@
-"""make_kv_cache: one bound for every kind of layer, buffers for what a request can use."""
+"""make_kv_cache: one bound for every kind of layer, and capacity by request."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def kinds(cache: list[Any]) -> list[str]:
 
 
 def test_bound_applies_to_models_with_own_make_cache() -> None:
-    """mlx-lm ignores max_kv_size for them: 604 tokens stay cached where 128 were asked for."""
+    """mlx-lm ignores max_kv_size for them and keeps 604 tokens instead of 128."""
     model = model_of("llama")
     assert hasattr(model, "make_cache")
     cache = make_kv_cache(model, max_kv_size=32, keep=4)
@@ -273,7 +273,7 @@ BOUNDS: list[tuple[str, dict[str, int]]] = [
 
 @pytest.mark.parametrize(("bounded", "step_size"), each(BOUNDS, (9, 25, 2_048)))
 def test_kv_shared_layers_match_mlx_lm(bounded: tuple[str, dict[str, int]], step_size: int) -> None:
-    """A prompt past the end of the window, of which later layers read what earlier ones saw."""
+    """The prompt exceeds the window; later layers read the KV of earlier ones."""
     family, bound = bounded
     model = model_of(family, **FAMILIES[family])
 
@@ -326,7 +326,7 @@ def test_chunk_size_is_at_most_the_bound() -> None:
 
 
 def test_unbounded_layer_cache_is_refused() -> None:
-    """DeepSeek 4.1 keeps compressed keys of its own, without end."""
+    """DeepSeek 4.1 has compressed keys of unbounded size."""
     with pytest.raises(SettingError, match=r"deepseek_v41\.LayerCache cannot be bounded"):
         make_kv_cache(Stub(LayerCache(32)))
 

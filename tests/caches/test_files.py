@@ -1,4 +1,4 @@
-"""Prompt caches on disk: every class round trips, files are private, bad ones are refused."""
+"""Prompt cache files: every class round trips, files are private, bad ones are refused."""
 
 from __future__ import annotations
 
@@ -117,7 +117,6 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 def test_codes_of_other_format_version_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would be read as other numbers."""
     path = tmp_path / "cache.safetensors"
     save_prompt_cache(path, [CACHES["codes"]()])
     monkeypatch.setattr(codec, "FORMAT", 99)
@@ -166,7 +165,7 @@ def test_oversized_batch_is_cut_to_window_on_load(tmp_path: Path) -> None:
 
 
 def test_loaded_window_grows_from_its_size(tmp_path: Path) -> None:
-    """Not to all of max_size at once, for a request that asked for 600 tokens."""
+    """Not to all of max_size at once."""
     path = tmp_path / "cache.safetensors"
     cache = fed(SinkRotatingKVCache(100_000, keep=16, capacity=600), 520)
     save_prompt_cache(path, [cache])
@@ -179,7 +178,7 @@ def test_loaded_window_grows_from_its_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("states", [["0.0", "0.1"], ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]])
 def test_other_file_layouts_are_refused(states: list[str], tmp_path: Path) -> None:
-    """As mlx-lm wrote them before 0.32.2, and one with more states than classes."""
+    """Of mlx-lm before 0.32.2, and with more states than classes."""
     path = tmp_path / "cache.safetensors"
     header = {"0": "", "1.0": "KVCache", "2.0": ""}
     mx.save_safetensors(str(path), {key: mx.zeros((1,)) for key in states}, header)

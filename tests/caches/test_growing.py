@@ -1,4 +1,4 @@
-"""KVCache and BatchKVCache: allocated once with a hint, small growths without one."""
+"""KVCache and BatchKVCache: one allocation with a capacity, small growth without."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_growth_keeps_one_old_buffer_alive() -> None:
 
 
 def test_full_buffer_write_does_not_retain_callers_array() -> None:
-    """The chunk is a view of something large, as keys split off a fused projection are."""
+    """The chunk is a view of a larger array, as keys split from a fused projection are."""
     cache = KVCache(capacity=16)
 
     def fill() -> None:

@@ -1,4 +1,4 @@
-"""The pool against a list of arrays a sequence, and against what MLX holds."""
+"""The KV pool against lists of arrays, and against MLX's memory."""
 
 from __future__ import annotations
 
@@ -469,7 +469,7 @@ def test_half_precision_pool_takes_half() -> None:
 
 
 def test_filling_only_slot_does_not_retain_callers_array() -> None:
-    """MLX would drop the pool's buffer and keep what the chunk is a view of."""
+    """MLX would replace the pool's buffer with the array that the chunk is a view of."""
     pool = make(max_batch_size=1, num_layers=1, max_seq_len=64, head_dim=64)
     seq_id = pool.allocate_sequence()
 

@@ -1,4 +1,4 @@
-"""PrefixCache: the longest shared prefix, held once, copied out, never past the limit."""
+"""PrefixCache: longest shared prefix, stored once, fetched as copies, within the limit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_text_after_hit_matches_cold(loaded: Any, form: str) -> None:
-    """Equal, shorter, longer and partly common prompts, of every class that can be stored."""
+    """Equal, shorter, longer and partly common prompts, for every supported class."""
     model, _ = loaded
     first = tokens_of(loaded)
     prefix = PrefixCache("50MB", block_size=BLOCK)
@@ -81,7 +81,7 @@ def test_text_after_hit_matches_cold(loaded: Any, form: str) -> None:
 
 
 def test_wrong_prefix_changes_text(loaded: Any) -> None:
-    """Negative control: what is held under a prompt's name is another prompt's KV."""
+    """Negative control: another prompt's KV is stored under this prompt."""
     model, _ = loaded
     prompt, other = tokens_of(loaded), tokens_of(loaded, seed=3)
     caches = theirs.make_prompt_cache(model)
@@ -130,7 +130,7 @@ TOKEN_BYTES = 2 * 2 * 4
 
 
 def test_conversation_is_stored_once() -> None:
-    """Ten turns, each stored with all before it: mlx-lm's server would hold 5.5 times as much."""
+    """Ten turns, each stored whole: mlx-lm's server would hold 5.5 times as much."""
     prefix = PrefixCache("10MB", block_size=BLOCK)
     turns = list(range(1_600))
     for end in range(160, 1_601, 160):
@@ -233,7 +233,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_incompatible_caches_on_one_path_are_refused(other: str) -> None:
-    """Caches of 2 heads and of 4 on one path would make every later fetch fail."""
+    """Caches of 2 and of 4 heads on one path would make later fetches fail."""
     prefix = PrefixCache("1MB", block_size=BLOCK)
     prompt = list(range(100))
     assert prefix.store(prompt[:64], of_shape()).refused is None

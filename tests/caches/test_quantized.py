@@ -1,4 +1,4 @@
-"""Quantized caches: right at every width, pre-allocated, bounded, in batches."""
+"""Quantized caches: every bit width, preallocated, bounded, batched."""
 
 from __future__ import annotations
 

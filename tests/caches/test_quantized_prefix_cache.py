@@ -1,4 +1,4 @@
-"""PrefixCache in codecs: smaller by just the formula, bounded, near what full precision says."""
+"""PrefixCache with codecs: size by formula, bounded, near full precision."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def chances(model: Any, prompt: list[int], caches: list[Any]) -> mx.array:
 
 @pytest.mark.parametrize("codec", ["8", "turbo8", "kivi8/turbo8"])
 def test_eight_bits_match_full_precision_text(codec: str) -> None:
-    """The embedded model, asked the same and otherwise, within and behind what is held."""
+    """The embedded model, with prompts that end inside and past the stored prefix."""
     model, tokenizer = load(MODEL_PATH)
     told = dialogue(1, tokens=600, facts=6)
     first, *others = (
@@ -241,7 +241,7 @@ def test_values_too_large_for_scale_stay_raw_and_counted() -> None:
 
 
 def test_raw_fallback_needs_room() -> None:
-    """It is known only then: nothing is stored, and nothing is lost."""
+    """Known only after encoding: nothing is stored and nothing is evicted."""
     tokens = 2_048
     as_coded = 2 * FIRST * HEADS * 2 * DIM * 4 + coded_bytes("turbo4", tokens - FIRST, 2)
     as_is = tokens * 2 * HEADS * 2 * DIM * 4
@@ -278,7 +278,7 @@ def test_eviction_counts_coded_bytes() -> None:
 
 
 def test_prompt_fits_by_coded_bytes() -> None:
-    """In full precision it would not, and nothing of the wide form is asked for."""
+    """In full precision it would not fit."""
     limit = limit_for(FIRST * WIDE + coded_bytes("4", 1_984 - FIRST) + 12_000)
     assert limit < 1_984 * WIDE
     assert quantized(None, limit).store(range(2_000), noise(2_000)).refused is not None
@@ -363,7 +363,7 @@ def test_fetched_cache_keeps_class_and_dtype(kind: Any, dtype: mx.Dtype) -> None
 
 
 def test_tenants_may_use_models_of_other_shapes() -> None:
-    """As in mlx-lm's server, which names the model by the salt."""
+    """As in mlx-lm's server, which passes the model name as salt."""
     prefix = quantized("4", kv_cache_raw_first_tokens=0)
     prefix.store(range(256), noise(256, layers=2), salt="a")
     prefix.store(range(256), noise(256, layers=3, dtype=mx.float16), salt="b")
@@ -419,7 +419,7 @@ def test_only_matched_codes_are_fetched() -> None:
 
 
 def test_fetched_codes_are_stored_unchanged() -> None:
-    """A conversation that is never dequantized: each turn is encoded once, and held once."""
+    """A conversation that is never dequantized: each turn is encoded and stored once."""
     prefix, whole = quantized("turbo4"), noise(1_000, layers=2)
 
     def read(caches: list[Any], start: int, stop: int) -> list[Any]:
@@ -464,7 +464,7 @@ def test_fetched_codes_are_stored_unchanged() -> None:
     "read, gone, more", [(100, 0, 60), (300, 190, 59), (20, 0, 200), (0, 0, 140)]
 )
 def test_first_tokens_in_tail_are_stored_raw(codec: str, read: int, gone: int, more: int) -> None:
-    """Single tokens wait in the tail, those included that are to stay raw."""
+    """Single tokens wait in the tail, also those that stay raw."""
     prefix, plainly, whole = quantized(codec), quantized(codec), noise(400, layers=2)
     total = read - gone + more
     caches = [
@@ -495,7 +495,6 @@ def test_first_tokens_in_tail_are_stored_raw(codec: str, read: int, gone: int, m
 
 
 def test_values_too_large_in_tail_are_refused() -> None:
-    """A cache of codes cannot go on with them either; what is held does not suffer."""
     prefix, cache = (
         quantized("4"),
         TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST),
@@ -527,7 +526,7 @@ def test_codes_in_skipped_layer_are_refused() -> None:
 
 
 def test_contiguous_first_tokens_are_stored_without_copy() -> None:
-    """They are cut as views; only those that are in the tail as well are joined first."""
+    """They are cut as views; only parts in the tail are joined first."""
     cache, raw = (
         TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST),
         FIRST * HEADS * 2 * DIM * 4,
@@ -682,7 +681,7 @@ def same(one: list[mx.array], other: list[mx.array]) -> bool:
 @pytest.mark.parametrize("codec", ["8", "turbo4"])
 @pytest.mark.parametrize(("short", "least"), [(64, 256), (192, 256), (255, 256), (300, 301)])
 def test_short_prompt_stays_raw_until_extended(short: int, least: int, codec: str) -> None:
-    """The bytes and the bits are then those of the longer one alone."""
+    """Bytes and bits are then those of the longer prompt alone."""
     rules = {"kv_cache_min_quantize_tokens": least, "kv_cache_raw_first_tokens": 0}
     prefix, fresh = (quantized(codec, **rules) for _ in range(2))
     prompt, made = prompt_of(600), noise(600, layers=3)
@@ -708,7 +707,7 @@ def test_short_prompt_stays_raw_until_extended(short: int, least: int, codec: st
 @pytest.mark.parametrize("turns", [(100, 190, 250), (100, 300, 400), (255, 257, 700)])
 @pytest.mark.parametrize("first", [0, 64])
 def test_conversation_is_quantized_when_it_becomes_long(turns: tuple[int, ...], first: int) -> None:
-    """Stored after each turn, from what was fetched without dequantizing: never refused."""
+    """Each turn is stored from caches that were fetched without dequantizing."""
     prefix = quantized("turbo4", kv_cache_min_quantize_tokens=256, kv_cache_raw_first_tokens=first)
     whole = noise(700, layers=3)
     prompt, at = prompt_of(700), 0

@@ -1,4 +1,4 @@
-"""Bounded windows: allocated by the first update, in place for ever, `keep` never lost."""
+"""Bounded windows: allocated by the first update, written in place, `keep` retained."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_long_chunk_keeps_only_window() -> None:
 
 
 def test_long_prefill_holds_one_layer_chunk() -> None:
-    """Twelve layers, read lazily as a model does: never more than one layer's chunk is alive."""
+    """Twelve layers evaluated lazily: only one layer's chunk is alive at a time."""
     window, chunk = 1_024, 128
     layers = [RotatingKVCache(max_size=window) for _ in range(12)]
 
@@ -202,7 +202,7 @@ def test_text_with_keep_is_independent_of_chunk_size() -> None:
 def test_mask_of_narrower_window_matches_stored_tokens(
     max_size: int, written: int, window_size: int
 ) -> None:
-    """The mask against the tokens that the columns hold, whatever order they lie in."""
+    """The mask against the tokens that the columns hold, in any order."""
     cache = SinkRotatingKVCache(max_size, keep=3)
     for token in range(written):
         feed(cache, 1, start=token)

@@ -1,4 +1,4 @@
-"""Caches of which a single token reads a choice, in mlx-lm's own loop."""
+"""Selective caches in mlx-lm's own loop."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_attend_rest_matches_engine(asked: Any) -> None:
 
 
 def test_center_calibration_memory_is_bounded(asked: Any) -> None:
-    """Caches that allocate a whole window at once do so for what they hold, not for that run."""
+    """Preallocating caches must not preallocate for the calibration run."""
     model, _, _, _ = asked
     factory._known.pop(id(model), None)
     mx.clear_cache()

@@ -1,4 +1,4 @@
-"""`penstock cache` on real folders: what it tells, what it removes, and what it leaves alone."""
+"""`penstock cache` on real folders: output, removal, and what is left alone."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_verify_finds_index_mismatch(tmp_path: Path, capsys: Capture, column: st
 
 
 def test_verify_finds_key_not_matching_tokens(tmp_path: Path, capsys: Capture) -> None:
-    """Its hash is right: somebody has written it so."""
+    """The file's checksum is correct."""
     good, other = chain(1)[0], chain(1, seed=1)[0]
     lie = Record(good.key, good.parent, 0, {**good.arrays, "tokens": other.arrays["tokens"]})
     bare = Record(other.key, other.parent, 0, {"0.keys": other.arrays["0.keys"]})
@@ -376,7 +376,7 @@ def test_prune_at_exact_limit_and_one_byte_below(tmp_path: Path, capsys: Capture
 
 
 def test_large_prune_uses_short_transactions(tmp_path: Path, capsys: Capture) -> None:
-    """Others wait five seconds at most for the index: no transaction takes all blocks."""
+    """Other processes wait up to five seconds for the index."""
     fill(tmp_path, chain(1_000))
     assert ask(capsys, "prune", tmp_path, "--to", str(300 * FILE_BYTES))["blocks"] >= 700
     assert len(files(tmp_path)) == held(tmp_path, chain(1_000)) <= 300
@@ -581,8 +581,7 @@ def test_rebuilt_index_is_used_by_running_process(tmp_path: Path, capsys: Captur
 
 
 def test_verify_finds_damage_beside_writing_process(tmp_path: Path, capsys: Capture) -> None:
-    """The negative control: what is looked at twice is not excused. It is asked for so often that
-    it does not give way meanwhile."""
+    """Negative control: files that are checked twice are still reported."""
     folder = fill(tmp_path / "cache", chain(3))
     pinned = chain(1, seed=7, model=B)
     with opened(folder, B) as store:

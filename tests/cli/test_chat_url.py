@@ -1,4 +1,4 @@
-"""`penstock chat --url`: with our own server, with any other, and with none."""
+"""`penstock chat --url`: with our server, another server, and none."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_local_cache_flags_are_refused_with_url(flag: str) -> None:
 
 
 def test_first_run_prints_working_examples(tmp_path: Path) -> None:
-    """Nothing is cached and nothing may be fetched: a line says that a real model is left out."""
+    """Nothing is cached or downloaded: the real model is skipped with a message."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "first_run.py"), "--offline"],
         stdin=subprocess.DEVNULL,

@@ -1,5 +1,4 @@
-"""The command line, run as the user runs it: as a process, or where nothing hangs on that, and the
-same has been seen of a process, in this one, which has its imports behind it."""
+"""The command line as a process, or in this process where that makes no difference."""
 
 from __future__ import annotations
 
@@ -267,7 +266,7 @@ def test_chat_skips_non_utf8_lines(call: Call, errors: str) -> None:
 
 
 def test_mlx_lm_kv_bits_map_to_codec(call: Call) -> None:
-    """Also where mlx-lm's own quantized caches cannot be read, as with attention sinks."""
+    """Also for models whose quantized caches mlx-lm cannot read, as with attention sinks."""
     done = call("generate", TELL, "--kv-bits", "8", "--kv-cache-min-quantize-tokens", "0")
     assert done.stdout == "Noted.\n"
     assert "here it is --kv-cache-quantization 8" in done.stderr.splitlines()[0]

@@ -1,4 +1,4 @@
-"""Commands that packages add by entry points, with the package and without it."""
+"""Commands that packages add by entry points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor makes of a machine; the machines here are made up, the last one is real.
+"""The doctor on made-up machines, on the real one, and on models.
 
 Then what it makes of models.
 """
@@ -286,7 +286,7 @@ def test_doctor_prints_attention_ways() -> None:
 def test_doctor_self_tests_kernels(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU; all ways in all situations, and a line where the time is too short for them."""
+    """As on a GPU: all ways in all situations, and a message where time runs out."""
     with devices.using(GPUBackend(call_kernel=Lockstep(folder=tmp_path))):
         for seconds in (1e9, 0.0):
             monkeypatch.setattr(selftest, "SECONDS", seconds)

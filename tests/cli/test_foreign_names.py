@@ -1,4 +1,4 @@
-"""Flags of other servers: taken where they mean the same, and an error that names ours if not."""
+"""Flags of other servers: translated, or refused with the name of ours."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_failed_server_start_gives_one_line_error(
 
 
 def test_claude_code_compact_window_is_omitted_below_minimum() -> None:
-    """It reads a window to compact in of less than 100,000 tokens as 100,000, and warns."""
+    """It reads values below 100,000 as 100,000, and warns."""
     name = "CLAUDE_CODE_AUTO_COMPACT_WINDOW"
     for tokens, told in ((99_999, None), (100_000, "100000")):
         setup = PROGRAMS["claude"].setup(Endpoint("http://127.0.0.1:1", KEY, "recall", tokens))

@@ -1,4 +1,4 @@
-"""Chat on the embedded model: turns read only what is new, and answers do not depend on it."""
+"""Chat on the embedded model: only new tokens are computed; answers do not depend on it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_chat_remembers_facts_in_codec(talk: Talk, codec: str) -> None:
 
 
 def test_codec_applies_while_answer_is_generated(talk: Talk) -> None:
-    """Not only between answers: the memory of a long one is what the codec is for."""
+    """The codec has to bound memory during long answers too."""
     bytes_of = []
     for limits in ({}, {"kv_cache_quantization": "4", "kv_cache_min_quantize_tokens": 0}):
         chat = talk(**limits)
@@ -130,7 +130,7 @@ def test_reset_keeps_only_system_prompt(talk: Talk) -> None:
 
 
 def test_history_rewriting_template_still_works() -> None:
-    """The rendered history does not start with the tokens of the turns before."""
+    """The rendered history does not start with the tokens of earlier turns."""
     loaded = load_all(MODEL_PATH)
     first = "{{ '<|start|><|system|> ' + messages | length | string + '<|end|>' }}"
     text = loaded.tokenizer.chat_template.replace("{{ '<|start|>' }}", "")
@@ -216,7 +216,7 @@ def test_template_refusal_is_error() -> None:
 
 @pytest.mark.parametrize("text", ["What is the code of the quiet dolphin?", "Thank you."])
 def test_draft_model_does_not_change_dialogue(talk: Talk, text: str) -> None:
-    """Its answers end inside what was proposed, and the next turn goes on from there."""
+    """Answers end inside proposals, and the next turn continues from there."""
     lines = ["The code of the quiet dolphin is 7315.", text, "The code of the red owl is 9.", text]
     plain, drafted = talk(), talk(draft_model=MODEL)
     for line in lines:

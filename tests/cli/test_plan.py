@@ -1,4 +1,4 @@
-"""`penstock plan` against what MLX really holds, and its words against its numbers."""
+"""`penstock plan` against MLX's memory, and its text against its numbers."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_invalid_position_count_is_model_error(tokens: int) -> None:
 def test_default_limit_matches_doctor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None
 ) -> None:
-    """With a container's limit and without one, whatever the device recommends."""
+    """With and without a container's limit, whatever the device recommends."""
     monkeypatch.setattr(machine, "_container_limit_bytes", lambda: limit_bytes)
     _, out, _ = run(capsys, "--json")
     assert json.loads(out)["memory_bytes"] == examine().memory.default_limit_bytes
@@ -430,7 +430,7 @@ def test_spilled_plan_matches_admission_reservation(
 def test_largest_planned_request_is_admitted(
     memory_limit: str, settings: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Plan, `/v1/models` and admission have one number; one token more is refused."""
+    """Plan, `/v1/models` and admission agree; one token more is refused."""
     flags = [f"--max-kv-size={size}" for size in settings.values()]
     main(["plan", str(MODEL_PATH), "--measure", "--memory-limit", memory_limit, "--json", *flags])
     tokens = json.loads(capsys.readouterr().out)["largest_request_tokens"]

@@ -95,7 +95,7 @@ def test_flags_override_environment_and_file(
 
 
 def test_deleted_blocks_stay_deleted_after_restart(tmp_path: Path) -> None:
-    """The process is killed before the folder comes back; the next one removes the blocks."""
+    """The process is killed before the folder returns; the next one removes the blocks."""
     folder, away = tmp_path / "cache", tmp_path / "away"
     flags = ("--ssd-cache-dir", str(folder), "--block-size", "32", "--memory-limit", "200MB")
     body = {"prompt": "cedar " * 200, "max_tokens": 1}
@@ -288,7 +288,7 @@ def test_suggested_memory_limit_is_sufficient(capsys: pytest.CaptureFixture[str]
 
 
 def test_sigterm_drains_open_requests() -> None:
-    """What is open when the signal comes is answered to its end; then it is 0."""
+    """Open streams end normally, then the process exits with 0."""
     with started("--model-name", "mine") as (process, url):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
             assert [model.id for model in api.models.list()] == ["mine"]
@@ -327,7 +327,7 @@ def test_second_signal_stops_at_once() -> None:
 
 
 def test_largest_request_in_banner_fits() -> None:
-    """Its arithmetic is the engine's: what fits is answered, and a few tokens more are refused."""
+    """The largest request is answered; a few tokens more are refused."""
     with serving(engine={"memory_limit": "40MB"}) as running:
         ask = running.service.engine.ask
         stats = ask(EngineView.stats).result()
@@ -384,7 +384,7 @@ def test_banner_warns_about_limit_too_small_for_context() -> None:
 
 @pytest.mark.parametrize("window", [64, 1_023, 1_024, 5_000])
 def test_banner_counts_sequences_limited_by_window(window: int) -> None:
-    """A small window is no lack of memory: raising --memory-limit would change nothing."""
+    """A small window is no lack of memory: raising --memory-limit would not help."""
     told = banner_of(memory_limit="200MB", max_kv_size=window)[2]
     assert "raise --memory-limit" not in told
     assert f"of {min(window, 1_024):,}" in told
@@ -476,7 +476,6 @@ def a_codec(folder: Path, preload: bool) -> Iterator[str]:
 def test_restarted_server_reuses_disk_cache(
     told: Dialogue, tmp_path: Path, server: Callable[..., Any]
 ) -> None:
-    """A restart in between: the conversation is answered without reading it again."""
     folder = tmp_path / "cache"
     question = told.ask(told.questions[0])
 

@@ -1,4 +1,4 @@
-"""Options that are made from the fields of settings: each setting is spelled once."""
+"""Options generated from settings: each setting is declared once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a start: nothing in its first second, then lines, and none of other levels."""
+"""Start progress: silent for a second, then lines, without other log levels."""
 
 from __future__ import annotations
 

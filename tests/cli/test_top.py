@@ -1,4 +1,4 @@
-"""`penstock top` against a real server, run as the user runs it."""
+"""`penstock top` as a process against a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a terminal of 60 or 80 columns no figure, name or path is broken over lines."""
+"""Wrapping on terminals of 60 and 80 columns: no figure, name or path is broken."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_cache_output_wraps_between_words(
 def test_plan_output_wraps_between_words(
     columns: int, terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its table has fewer columns where there is little room, and each figure that it has whole."""
+    """Narrow tables have fewer columns, but every figure is whole."""
 
     def shown(size: int) -> str:
         terminal(size)

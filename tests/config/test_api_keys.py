@@ -1,4 +1,4 @@
-"""The file of keys: what it may say, and that no error quotes it."""
+"""The key file: its format, and that no error quotes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps that read a choice of a long sequence: the same text however it is served."""
+"""Selective decode steps on long sequences: text is equal however it is served."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_text_is_independent_of_cache_and_batch(family: str, more: dict[str, Any
 
 @pytest.mark.parametrize("rest", [False, True])
 def test_no_loop_is_compiled_during_steps(rest: bool) -> None:
-    """That takes a second, and 200 MB: arrays are laid out as those a loop was compiled with."""
+    """Compiling takes a second and 200 MB, so array layouts have to match."""
     pytest.importorskip("numba")
     with running(attend_tokens=LEAST, attend_rest=rest) as core:
         assert core.runner.selection is not None
@@ -157,7 +157,7 @@ def test_no_loop_is_compiled_during_steps(rest: bool) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"speculative_tokens": 4}, ACTIVE, AT_REST])
 def test_prompt_logprobs_use_full_attention(more: dict[str, Any]) -> None:
-    """Bit for bit, cold and cached, and while others choose: prompts are read whole."""
+    """Bit-identical, cold and cached, also beside selective rows."""
     asked = {"max_tokens": 2, "ignore_eos": True, "prompt_logprobs": 2}
     told = []
     for attend in ({}, {"attend_tokens": LEAST}):
@@ -201,7 +201,7 @@ def test_preempted_sequence_continues_with_same_text() -> None:
 
 
 def test_answer_after_eviction_matches_recomputed_prompt() -> None:
-    """Keys and values of an answer follow from its choices; read again, they are a prompt's."""
+    """An answer's KV depends on its selections; recomputed, it is a prompt's KV."""
     with running(attend_tokens=LEAST, max_batch_size=1) as core:
         long = Request(prompt=LONG, max_tokens=60, ignore_eos=True)
         first = core.submit(long)
@@ -239,7 +239,7 @@ def test_restored_blocks_are_indexed(tmp_path: Path, reads_all: None) -> None:
 
 
 def test_selection_is_independent_of_dropped_windows() -> None:
-    """Layers that see all choose where the KV of layers with windows was evicted, too."""
+    """Full layers select where the KV of windowed layers was evicted."""
     settings, told = {**SMALL, "attend_tokens": LEAST}, []
     asked = [token % 90 for token in LONG]
     for dropped in (False, True):
@@ -307,7 +307,7 @@ def test_first_token_uses_full_attention(
 
 
 def test_first_token_uses_full_attention_beside_selective_rows() -> None:
-    """Rows of one step may read differently, and neither depends on the others."""
+    """Rows of one step may read differently, independently of each other."""
     with running() as core:
         expected = [scored(core, one)[0] for one in (LONG, OTHER)]
     with running(attend_tokens=LEAST) as core:
@@ -421,7 +421,7 @@ def test_unsupported_settings_are_refused_at_start(
 
 @pytest.mark.parametrize("more", [{}, {"attend_rest": True}, {"speculative_tokens": 16}, AT_REST])
 def test_bytes_are_reserved_before_allocation(more: dict[str, Any], proposals_pay: None) -> None:
-    """What MLX holds at its peak beside what it held before fits into the ledger's account."""
+    """MLX's peak above the baseline fits the ledger's account."""
     with running(attend_tokens=LEAST, max_kv_size=2_048, **more) as core:
         handle = core.submit(Request(prompt=prompt(1_200, 3), max_tokens=40, ignore_eos=True))
         core.step()

@@ -1,4 +1,4 @@
-"""The limit holds at every moment, as MLX measures it, and what the ledger says is true.
+"""Memory stays within the limit, measured by MLX, and the ledger is exact.
 
 Everything MLX has allocated in this process before the engine is taken off. Where a limit is
 said to be tight it is the least at which the longest request is taken in.
@@ -235,7 +235,7 @@ def finished(handles: Sequence[Handle]) -> bool:
 
 @cases
 def test_memory_stays_within_limit_in_every_step(case: Case) -> None:
-    """With the least room at which one of them is taken in, so that they take turns."""
+    """With the smallest limit that admits one request, so that they take turns."""
     with watched(case) as watch:
         requests = [case.request(number) for number in range(case.requests)]
         watch.tighten(requests[0])
@@ -250,7 +250,7 @@ def test_memory_stays_within_limit_in_every_step(case: Case) -> None:
 
 @cases
 def test_memory_stays_within_limit_with_room_for_some(case: Case) -> None:
-    """So that they run together, and what was read before gives way in time."""
+    """They run together, and cached prefixes are evicted in time."""
     with watched(case) as watch:
         requests = [case.request(number) for number in range(case.requests + 2)]
         watch.tighten(requests[0])
@@ -288,7 +288,7 @@ def test_memory_stays_within_limit_for_window_and_chunk_settings(case: Case) -> 
 
 
 def test_dropped_tokens_after_keep_are_freed() -> None:
-    """Of a run that begins before them and ends behind them, the first tokens alone are held."""
+    """Of a span across the keep boundary only the first tokens are held."""
     with watched(CROSSED[-1]) as watch:
         core = watch.core
         handle = core.submit(CROSSED[-1].request(0))
@@ -301,7 +301,7 @@ def test_dropped_tokens_after_keep_are_freed() -> None:
 
 
 def test_recurrent_model_leaves_no_memory_after_close() -> None:
-    """The states that a sequence begins with are made for the step, and in its ledger."""
+    """Initial states are allocated for the step and counted in its ledger."""
     case = Case("recurrent", 1, family="mamba2")
     with watched(case):  # what the model makes when it runs first stays
         pass
@@ -319,7 +319,7 @@ def test_recurrent_model_leaves_no_memory_after_close() -> None:
 
 
 def test_step_peak_ignores_reused_buffers() -> None:
-    """MLX hands a kept buffer out again though it is larger than what is asked for."""
+    """MLX reuses cached buffers that are larger than needed."""
 
     def run() -> None:
         mx.eval(mx.zeros((40_000,), mx.uint8) + 1)
@@ -337,7 +337,7 @@ def test_step_peak_ignores_reused_buffers() -> None:
 
 @pytest.mark.parametrize(("limit_seconds", "rounds"), [(1e-9, 1), (math.inf, step_trials.ROUNDS)])
 def test_ranks_repeat_measured_step_equally(limit_seconds: float, rounds: int) -> None:
-    """One that ran it once more would wait for the others for ever."""
+    """A rank that ran it once more would hang waiting for the others."""
     runs: list[None] = []
     step_trials.peak_of(lambda: runs.append(mx.eval(mx.zeros(8))), limit_seconds)
     assert len(runs) == rounds
@@ -347,7 +347,7 @@ def test_ranks_repeat_measured_step_equally(limit_seconds: float, rounds: int) -
 def test_slow_step_is_measured_few_times_on_ranks(
     monkeypatch: pytest.MonkeyPatch, ranks: int, rounds: int
 ) -> None:
-    """They cannot agree on when it is slow, so all of them measure it as often."""
+    """Ranks cannot agree on when it is slow, so all of them repeat it equally often."""
     core = Core(build(dict(BASE, model_type="llama")), memory_limit="300MB", max_kv_size=256)
     runs: list[int] = []
     prefill = core.runner.prefill
@@ -386,7 +386,7 @@ def test_memory_stays_within_lowered_limit() -> None:
 
 
 def test_memory_stays_within_limit_with_half_precision_and_one_kv_head() -> None:
-    """Of such a model, a step is nearly all of what is allocated."""
+    """In such a model steps are nearly all of the memory."""
     small = case("half", 2_000, torch_dtype="float16", num_key_value_heads=1, num_hidden_layers=2)
     with watched(small) as watch:
         watch.tighten(small.request(0))
@@ -399,7 +399,7 @@ def test_memory_stays_within_limit_with_half_precision_and_one_kv_head() -> None
 def test_memory_stays_within_limit_with_many_scores_per_token(
     dtype: str,
 ) -> None:
-    """As of 32 heads and 100,000 tokens; with less computed at once, 2,500 tokens do."""
+    """As of 32 heads and 100,000 tokens; with smaller tiles, 2,500 tokens suffice."""
     sizes = {"num_attention_heads": 32, "num_key_value_heads": 1, "num_hidden_layers": 2}
     long = case("long", 2_500, torch_dtype=dtype, PREFILL_CHUNK=64, MAX_BATCH_SIZE=1, **sizes)
     with devices.using(CPUBackend(scores_at_once=2**12)), watched(long) as watch:
@@ -411,8 +411,7 @@ def test_memory_stays_within_limit_with_many_scores_per_token(
 
 @pytest.mark.parametrize("tokens", [300, 900])
 def test_memory_stays_within_limit_without_tiled_attention(tokens: int) -> None:
-    """As on a GPU for heads of a size that no kernel is there for: all scores of a chunk are alive
-    together."""
+    """As on a GPU for head sizes without a kernel: all scores of a chunk are alive at once."""
     fused = case("fused", tokens, num_attention_heads=8, num_hidden_layers=2)
     with devices.using(GPUBackend()), watched(fused) as watch:
         watch.tighten(fused.request(0))
@@ -424,7 +423,7 @@ def test_memory_stays_within_limit_without_tiled_attention(tokens: int) -> None:
 def test_memory_stays_within_limit_beyond_calibrated_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where layers compress; measured further to the front, 900 tokens are far."""
+    """Compressed layers; the calibrated length is lowered so that 900 tokens exceed it."""
     monkeypatch.setattr(measured_steps, "FAR_TOKENS", 128)
     far = Case("compressed, far", 900, family="deepseek_v41")
     with watched(far) as watch:
@@ -449,7 +448,7 @@ def test_held_bytes_match_mlx_within_3_percent(case: Case) -> None:
 
 
 def test_eight_conversations_store_shared_prompt_once() -> None:
-    """And each what it says itself: within 10 %, at every moment of decoding."""
+    """And their own tokens: within 10 %, at every decode step."""
     shared, own, said = 2_000, 100, 40
     case = CASES[0]
     with watched(case, max_batch_size=8) as watch:
@@ -482,7 +481,7 @@ def test_eight_conversations_store_shared_prompt_once() -> None:
 
 
 def test_no_leak_after_many_different_prompts() -> None:
-    """What was allocated between two steps comes back to the same byte, round by round."""
+    """Bytes allocated between steps are exactly equal, round by round."""
     case = CASES[0]
     with watched(case) as watch:
         left = []
@@ -496,7 +495,7 @@ def test_no_leak_after_many_different_prompts() -> None:
 
 
 def test_waiting_choices_share_prompt_tokens() -> None:
-    """128 answers to a long prompt would be as many lists of its tokens in Python's memory."""
+    """128 choices of a long prompt would otherwise be 128 lists of tokens."""
     hot = Sampling(temperature=2.0, seed=3)
     with watched(CASES[0]) as watch:
         core = watch.core
@@ -534,7 +533,7 @@ class CountsHalfTheTree(EngineView):
 
 @pytest.mark.parametrize("sampling", [Sampling(), EVERYTHING], ids=["greedy", "sampling"])
 def test_check_detects_unreserved_step(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks of 512, whose measured bytes are most of what a step of theirs can take."""
+    """In chunks of 512, which dominate the reserved bytes."""
     large = next(case for case in CASES if "large blocks" in case.name)
     case = replace(large, prompt_tokens=1_000, sampling=sampling)
     monkeypatch.setattr(fixed_memory, "MemoryEstimator", MeasuresThird)

@@ -1,4 +1,4 @@
-"""What the engine says of a prompt that was not found."""
+"""`EngineView.explain` of prompts that were not found."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES = pairs(("llama", "gemma3_text", "falcon_h1"), FORMS, (1, 5, 16, 32), (1, 
 def test_request_reuses_explained_tokens(
     family: str, form: tuple[str | None, str], block_size: int, chunk: int
 ) -> None:
-    """Whole blocks, within a block, at the end of an answer, behind it, and on a branch."""
+    """Whole blocks, inside a block, at and after the end of an answer, and on a branch."""
     core = in_form(family, form, block_size=block_size, prefill_chunk=chunk)
     try:
         told = tuple(prompt_of(70))

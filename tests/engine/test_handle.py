@@ -1,4 +1,4 @@
-"""Answers as their events come: text, tokens, end."""
+"""Answers as their events arrive: text, tokens, finish."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_answer_text_joins_its_events() -> None:
 
 
 def test_token_cost_is_independent_of_answer_length() -> None:
-    """An answer is not copied for each of its tokens: its length squared would be."""
+    """Copying the answer for each token would be quadratic."""
     choice = Choice()
     choice.take(Token(0, 1, "a" * LONG))
     tracemalloc.start()

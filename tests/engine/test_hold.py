@@ -1,4 +1,4 @@
-"""Prefixes that a request wants kept for a while, and the tree as a page would show it."""
+"""Prefixes held on request, and the tree view."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def small() -> Iterator[Held]:
 
 @pytest.mark.parametrize("seconds", [0.0, 1_000.0])
 def test_held_prompt_survives_eviction_pressure(small: Held, seconds: float) -> None:
-    """And the negative control: not held, it goes."""
+    """With the negative control: not held, it is evicted."""
     small.ask(prompt(0), hold_seconds=seconds)
     small.crowd()
     assert small.found(prompt(0)) == (160 if seconds else 0)
@@ -97,7 +97,7 @@ def test_hold_covers_only_first_tokens(small: Held) -> None:
 
 
 def test_held_nodes_are_evicted_for_running_requests(small: Held) -> None:
-    """Held is no claim: everything is held, and a prompt that needs the room gets it."""
+    """Everything is held, and a prompt that needs the room gets it."""
     for seed in range(30):
         small.now += 1
         small.ask(prompt(seed), hold_seconds=10_000.0)
@@ -137,7 +137,7 @@ def test_holds_are_per_tenant(small: Held) -> None:
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_unshared_request_leaves_nothing_cached(small: Held, shares: bool) -> None:
-    """Its answers share its prompt. The negative control looks it up, and leaves its answers."""
+    """Its choices share the prompt. The negative control caches its answers."""
     small.core.set_limit(small.core.budget.fixed_bytes + 4_000_000)
     first = small.ask(prompt(0)).result(0.0)
     before, held = small.core.view.stats(), small.core.prefixes.tree.tokens
@@ -165,7 +165,7 @@ def test_cancelled_unshared_request_leaves_nothing(small: Held) -> None:
 
 
 def test_private_salt_is_made_once() -> None:
-    """Other ranks make a request anew from its fields."""
+    """Other ranks rebuild a request from its fields."""
     own, other = (Request(prompt=(1,), salt="a", cache_prompt=False) for _ in range(2))
     assert own.salt.startswith("a\0") and own.salt != other.salt
     assert Request(**own.model_dump(mode="json")) == own

@@ -1,4 +1,4 @@
-"""One look-up in the tree and one hash of the prompt for each admission, counted.
+"""Tree lookups and prompt hashes per admission are counted.
 
 The real functions run; they are wrapped to be counted. A look-up is a walk down the tree: a
 question that is asked again while the tree has not changed is none.
@@ -104,7 +104,7 @@ def test_queued_requests_are_looked_up_once_each(core: Core, calls: Calls) -> No
 
 
 def test_explain_on_enqueue_shares_lookup(core: Core, calls: Calls) -> None:
-    """What `Engine.enqueue` does on the engine's thread: it tells how far the prompt matches."""
+    """As `Engine.enqueue` does on the engine's thread."""
     ask(core, PROMPT)
     calls.clear()
     explanation = _enqueue(core, [Handle(Request(prompt=PROMPT, max_tokens=4), core.cancel)])
@@ -153,7 +153,7 @@ def test_resumed_answer_is_looked_up_once(core: Core, calls: Calls) -> None:
 
 
 def test_changed_tree_is_looked_up_again(tmp_path: Path, calls: Calls) -> None:
-    """The tier asks when the request comes; it is admitted into another tree."""
+    """The tier looks up on arrival; the tree changes before admission."""
     with running(tmp_path) as core:
         ask(core, PROMPT)
         ask(core, PROMPT[::-1])

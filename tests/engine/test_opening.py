@@ -1,4 +1,4 @@
-"""Opening an engine takes no more memory than its limit, near the least limit at which it opens."""
+"""Opening an engine stays within its limit, near the least possible limit."""
 
 from __future__ import annotations
 
@@ -159,12 +159,12 @@ def worst(family: str, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> f
 def test_opening_never_exceeds_limit_for_random_settings(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is refused in the end: each step is reserved before it runs."""
+    """Also where it is refused: each step is reserved before it runs."""
     assert worst(*drawn(seed), monkeypatch) <= 1.0
 
 
 def test_check_detects_unreserved_trial_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A negative control."""
+    """Negative control."""
     settings = {"prefill_chunk": 512, "block_size": 32, "max_batch_size": 8}
     with pytest.MonkeyPatch.context() as unreserved:
         unreserved.setattr(fixed_memory, "partial", lambda *given: measured_steps.no_reservation)
@@ -176,7 +176,7 @@ def test_check_detects_unreserved_trial_step(monkeypatch: pytest.MonkeyPatch) ->
 def test_oversized_step_is_tried_within_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A usual chunk takes 280 MB, where 100 MB are left beside the weights."""
+    """A usual chunk takes 280 MB, but only 100 MB are free beside the weights."""
     weights = weight_bytes(model_of("wide"))
     gc.collect()
     others = mx.get_active_memory() - weights
@@ -190,7 +190,7 @@ def test_oversized_step_is_tried_within_limit(
 def test_check_detects_run_read_at_once(
     family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A negative control."""
+    """Negative control."""
     read_run = Runner.read_run
 
     def at_once(

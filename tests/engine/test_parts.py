@@ -1,4 +1,4 @@
-"""Small blocks cost no more parts to read, and no more checkpoints, than large ones did."""
+"""Small blocks cause no more spans or checkpoints than large ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_small_blocks_do_not_increase_spans_or_checkpoints(
 
 @pytest.mark.parametrize(("feed_forward", "columns"), [(128, 8), (16_384, 16)])
 def test_tails_are_longer_where_cheap_beside_weights(feed_forward: int, columns: int) -> None:
-    """Twice as long tails are copied out half as often."""
+    """Tails of twice the length are copied half as often."""
     model = model_of("llama", feed_forward=feed_forward)
     core = Core(model, max_batch_size=8, block_size=32, memory_limit="1GB")
     try:

@@ -1,4 +1,4 @@
-"""A prefill chunk is longer on a GPU whose memory allows for it, and joins a layer at a time."""
+"""Prefill chunks are longer on GPUs with memory, and join one layer at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_prefill_chunk_by_device_and_memory(
 
 
 def test_prefill_chunk_follows_memory_beside_weights() -> None:
-    """An engine tells how much that is: a limit that weights fill has no room for one."""
+    """A limit that the weights fill has no room for a long chunk."""
     with devices.using(GPUBackend()):
         model = build({**BASE, "model_type": "llama", "head_dim": 64})
         beside = weight_bytes(model)
@@ -96,7 +96,7 @@ def joined_peak(*, held: bool = False) -> float:
 
 
 def test_joined_layers_are_freed_in_turn() -> None:
-    """On a GPU's back end no layer's copy of the prefix is there when the next one's is made."""
+    """On the GPU backend only one layer's copy of the prefix is alive."""
     kept = mx.set_cache_limit(0)
     try:
         with devices.using(GPUBackend()):
@@ -111,7 +111,7 @@ def test_joined_layers_are_freed_in_turn() -> None:
     [(SPILLED_CHUNK, None, SPILLED_CHUNK), (SPILLED_CHUNK - 1, None, 512), (4_096, 300, 300)],
 )
 def test_spilling_uses_longer_prefill_chunks(active: int, given: int | None, expected: int) -> None:
-    """A chunk reads all that has left memory again; as many tokens as stay there have room."""
+    """Each chunk reads all spilled KV again; the resident tokens bound its length."""
     model = build({**BASE, "model_type": "llama", "head_dim": 64})
     runner = Runner(model, devices.current(), max_kv_size=8_192, keep=0)
     settings = {"attend_tokens": 256, "active_kv_size": active, "ssd_cache_dir": "somewhere"}

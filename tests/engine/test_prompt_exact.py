@@ -1,4 +1,4 @@
-"""Completions go on with the prompt's text exactly, with every kind of tokenizer.
+"""Completions continue the prompt's text exactly, with every kind of tokenizer.
 
 `decode(prompt + answer)` begins with `decode(prompt)`, and the answer's text is the rest.
 """
@@ -137,7 +137,7 @@ SETTINGS = settings(
 def test_completion_continues_text_at_any_token(
     tokenizer: Any, text: str, more: str, cut: int
 ) -> None:
-    """Also within a character."""
+    """Also inside a character."""
     tokens = list(tokenizer.encode(f"a{text}{more}"))
     place = max(1, len(tokens) - cut)
     check(tokenizer, tokens[:place], tokens[place:])
@@ -146,8 +146,7 @@ def test_completion_continues_text_at_any_token(
 @SETTINGS
 @given(data=st.data())
 def test_completion_of_random_tokens_continues_text(tokenizer: Any, data: Any) -> None:
-    """As a model may write them. Bytes alone are left out: of those that are no UTF-8, Hugging
-    Face's decoder makes another text when more follow, and mlx-lm's knows no byte 0."""
+    """Tokens of single bytes are excluded: decoders of invalid UTF-8 differ."""
     ids = sorted(
         number
         for name, number in tokenizer.get_vocab().items()

@@ -1,4 +1,4 @@
-"""Models that keep one latent head, keys and values of two sizes, with their nodes in codecs."""
+"""Models with one latent KV head, keys and values of two sizes, in codecs."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_text_is_equal_cold_warm_and_batched(family: str, codec: str) -> None:
 
 @pytest.mark.parametrize("family", STEADY)
 def test_eight_bits_are_near_full_precision(family: str) -> None:
-    """And two are not, which shows that the codes are read."""
+    """Two bits are not, so the codes are read."""
     eight, two = apart(model(family), "turbo8", "turbo2")
     assert eight < 0.35 < two
 
@@ -133,7 +133,7 @@ def test_indivisible_head_sizes_are_refused_with_reason(family: str) -> None:
 
 @pytest.mark.parametrize("codec", ["8", "k8v4", "turbo4"])
 def test_latent_of_realistic_size(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a multiple of 64, as DeepSeek's 512, with 64 numbers of its position."""
+    """A multiple of 64, as DeepSeek's 512, with 64 position dimensions."""
     for name, size in (("kv_lora_rank", 128), ("qk_rope_head_dim", 64)):
         monkeypatch.setitem(tiny_families.EXCEPTIONS, ("deepseek_v3", name), size)
     made = tiny_families.build("deepseek_v3")

@@ -1,4 +1,4 @@
-"""Requests: what is taken, what is refused and in which words."""
+"""Request validation and its error messages."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_sampling_that_changes_or_scores_logits_is_not_plain(changed: dict[str, 
     [{"temperature": 1e-9}, {"top_p": 0.5, "top_k": 3, "min_p": 0.1}, {"repetition_penalty": 1.0}],
 )
 def test_neutral_sampling_values_are_plain(unchanged: dict[str, Any]) -> None:
-    """Filters never take the likeliest token away, and dividing by 1 changes nothing."""
+    """Filters never remove the likeliest token, and a temperature of 1 changes nothing."""
     assert Sampling(**unchanged).plain
 
 

@@ -1,4 +1,4 @@
-"""Tokens may be sent while the next step computes: later by less than a step, and the same."""
+"""Tokens may be sent while the next step computes: later, but equal."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def said_at_once(core: Core, tokens: int) -> list[int]:
 
 
 def test_delayed_token_is_sent_before_prefill(core: Core) -> None:
-    """A step that reads a chunk as well sends the token before the chunk is computed."""
+    """A step with a chunk sends the token first."""
     handle = core.submit(Request(prompt=PROMPT, max_tokens=20, ignore_eos=True))
     until_first(core, handle)
     assert step(core, handle) == []
@@ -113,7 +113,7 @@ def answers(core: Core, stop: tuple[str, ...], *, send_later: bool) -> list[Any]
 
 
 def test_delayed_sending_does_not_change_answers(core: Core) -> None:
-    """Also where a stop string ends them, which then is looked for at once."""
+    """Also with a stop string, which is then searched at once."""
     whole = answers(core, (), send_later=False)
     for stop in ((), (spell(whole[0][0][5:7]),)):
         at_once = answers(core, stop, send_later=False)
@@ -135,7 +135,7 @@ def test_text_error_is_raised_after_pass(core: Core, alphabet: Alphabet) -> None
 
 
 def test_text_error_at_end_holds_no_arrays(core: Core, alphabet: Alphabet) -> None:
-    """Frames of an error hold the states of a step, in no line of the ledger."""
+    """The frames of an error would hold the step's states, uncounted."""
     alphabet.breaks = [8]
     handle = core.submit(Request(prompt=PROMPT, max_tokens=9, ignore_eos=True))
     until_first(core, handle)

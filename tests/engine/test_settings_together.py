@@ -1,4 +1,4 @@
-"""Each two of an engine's features go together, unless a table in the docs says why they do not."""
+"""Any two engine features work together, or the docs' table says why not."""
 
 from __future__ import annotations
 

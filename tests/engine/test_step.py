@@ -1,4 +1,4 @@
-"""A step is three calls: the second changes nothing that counts, and the core stays small."""
+"""A step is three calls; the second has no effect; the core stays small."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_core_is_small_and_step_is_three_calls() -> None:
 
 
 def test_prompts_are_prefilled_block_by_block_beside_decodes() -> None:
-    """At 1 ms no chunk fits between two tokens; a block is read all the same, and alone a chunk."""
+    """At 1 ms no chunk fits between two tokens; a block is still prefilled."""
     settings = {name: SETTINGS[name] for name in SETTINGS if not name.startswith("ssd")}
     expected: dict[int, str] = {}
     for max_stall_ms, most in ((0, 64), (1, 16)):

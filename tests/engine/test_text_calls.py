@@ -1,4 +1,4 @@
-"""Text in, text out: `Engine.generate` and `Engine.chat`, and their errors in one family."""
+"""`Engine.generate` and `Engine.chat`, and their errors."""
 
 from __future__ import annotations
 

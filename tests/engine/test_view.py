@@ -1,4 +1,4 @@
-"""What an `EngineView` says, against what the engine then does."""
+"""`EngineView` against what the engine then does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = tuple(range(5, 5 + 6 * BLOCK))
 
 
 def test_view_bytes_match_admission() -> None:
-    """With just that room a sequence is let in, and with a block of the index less refused."""
+    """With exactly this room it is admitted; with one index block less it is refused."""
     with running(None) as core:
         sequence = core.view.sequence_bytes(len(PROMPT))
         fits = core.budget.fixed_bytes + sequence.own + sequence.shared
@@ -117,7 +117,7 @@ def test_held_bytes_match_arrays() -> None:
 
 
 def test_shared_partial_block_is_counted_once() -> None:
-    """They resume inside a block, and its leaf is evicted while they read it."""
+    """They resume inside a block, whose leaf is evicted while in use."""
     with running(None) as core:
         half = PROMPT[: BLOCK // 2]
         end = (*half, *ask(core, half, max_tokens=4))

@@ -1,4 +1,4 @@
-"""What happens to the folder, the disk and the processes changes no text, and loses little."""
+"""Faults of folder, disk and processes change no text and lose little."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_damage_costs_only_damaged_and_following_blocks(
 
 @pytest.mark.parametrize("seed", [1, 2] if SOAK else [1])
 def test_damage_in_multi_block_records(seed: int, tmp_path: Path, patient: None) -> None:
-    """They are as an engine makes them by default."""
+    """Records have their default size."""
     blocks = RECORD_TOKENS // BLOCK
     asked = prompt_of(3 * RECORD_TOKENS + 10)
     with running(tmp_path, record_tokens=RECORD_TOKENS) as core:
@@ -254,7 +254,7 @@ def test_many_damaged_records_are_recomputed(folder: Path, patient: None) -> Non
 def test_check_detects_flipped_bit_without_hash(
     folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
-    """The negative control of this file: texts do depend on what is read."""
+    """Negative control of this file: the text depends on what is read."""
     for path in files(folder):
         raw = bytearray(path.read_bytes())
         for at in range(8 + int.from_bytes(raw[:8], "little") + 3, len(raw), 4):
@@ -398,7 +398,7 @@ def test_index_damaged_during_use(seed: int, folder: Path, patient: None) -> Non
 
 
 def test_index_removed_during_use(folder: Path, patient: None) -> None:
-    """Two processes would have two indexes, and each of them the whole limit."""
+    """Two processes would have two indexes, each with the whole limit."""
     limit = SMALL_LIMIT
     with running(folder, ssd_cache_limit=limit) as core:
         assert_right(core)
@@ -531,7 +531,7 @@ print("done")
 
 
 def test_full_and_read_only_disks(tmp_path: Path) -> None:
-    """A real one, in memory, that only this test's process sees."""
+    """A real disk in memory, visible only to this test's process."""
     unshare = ["unshare", "--map-root-user", "--mount"]
     try:
         subprocess.run(
@@ -546,7 +546,7 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
 def test_unreadable_file_switches_tier_off_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
-    """A bad spot of a disk: what lies there is evicted, and all else is read again."""
+    """A bad sector: its block is dropped, and everything else is still read."""
     bad = files(folder)[3].stat()
     real = os.preadv
 
@@ -724,7 +724,7 @@ def test_two_processes_share_folder_and_one_is_killed(tmp_path: Path) -> None:
 
 
 def test_two_processes_write_no_block_twice(tmp_path: Path) -> None:
-    """With room for all of it: what both have written together is what is there."""
+    """Both together write exactly the blocks that exist."""
     both = [child(tmp_path, seed, 3, 10**9) for seed in (1, 2)]
     written = [int(process.communicate(timeout=SOON)[0].split()[-1]) for process in both]
     assert [process.returncode for process in both] == [0, 0]
@@ -774,7 +774,7 @@ def test_eviction_order_is_independent_of_clock(
 def test_live_writer_is_recognized_after_clock_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The system tells when processes began as the clock stands now."""
+    """The system reports process start times by its current clock."""
     me = index.new_writer()
     process = index.this_process()
     if sys.platform == "linux":

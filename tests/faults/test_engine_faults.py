@@ -1,4 +1,4 @@
-"""What goes wrong in a step, a sampler, a text or the memory stays with whom it belongs to."""
+"""Errors in a step, sampler, text or allocation fail only the affected requests."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_nan_keys_are_not_shared() -> None:
     ],
 )
 def test_kept_error_holds_no_arrays(how: Fault, only: Any) -> None:
-    """Not even until the garbage collector comes by: it rests, and `step` counts to the byte."""
+    """Not even until the garbage collector runs."""
     with made() as setup:
         handles = []
         for _ in range(3):
@@ -250,7 +250,7 @@ def test_failed_choice_leaves_other_choices() -> None:
 
 
 def test_overflowing_logit_bias_fails_only_its_row() -> None:
-    """A fault that a request can ask for: no mock."""
+    """An error that a real request can cause."""
     with made() as setup:
         good = setup.ask(SHORT)
         prompt = prompt_of(SHORT, 9)
@@ -365,7 +365,7 @@ class NoRoom:
 
 @pytest.mark.parametrize("after", [0, 5, 30])
 def test_failed_merge_affects_no_request(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Merging is housekeeping: in a chunk, when a block is full, and when an answer has ended."""
+    """Merging happens in a chunk, when a block fills, and when an answer ends."""
     with made() as setup:
         no_room = NoRoom(monkeypatch)
         handle = setup.ask(3 * BLOCK, max_tokens=4 * BLOCK)
@@ -673,7 +673,7 @@ def test_least_valuable_nodes_are_evicted_under_pressure(monkeypatch: pytest.Mon
 
 
 def test_server_evicts_when_process_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of tests is larger than a small limit; half of that is left in any case."""
+    """The test process exceeds the small limit; at least half of it always remains."""
     with made() as setup:
         ledger, prompt = setup.core.prefixes.ledger, prompt_of(5 * BLOCK, 1)
         setup.ask(prompt, 1)
@@ -703,7 +703,7 @@ def test_server_evicts_when_process_is_too_large(monkeypatch: pytest.MonkeyPatch
 def test_unreadable_memory_statistics_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Exception
 ) -> None:
-    """Where no file can be opened, nothing says how much memory is free."""
+    """No file can be opened, so free memory is unknown."""
 
     def memory() -> Any:
         raise fault
@@ -735,7 +735,7 @@ def test_threshold_of_one_disables_memory_pressure(monkeypatch: pytest.MonkeyPat
 
 
 def test_released_arrays_are_freed_without_garbage_collector() -> None:
-    """Reference cycles once kept whole segments until it came by: in no ledger, over the limit."""
+    """Reference cycles once held whole segments, uncounted and above the limit."""
     with made() as setup:
         for _ in range(4):
             handles = [setup.ask(LONG, 3) for _ in range(2)]
@@ -827,7 +827,7 @@ def test_close_restores_mlx_cache_limit(cache_limit: int) -> None:
 
 
 def test_mlx_memory_limit_covers_all_open_engines() -> None:
-    """It allocates for a hundred operations ahead of those that run, as many as it comes to."""
+    """MLX allocates up to a hundred operations ahead."""
     before = mx.set_memory_limit(10**15)
     other = mx.zeros(1_000_000)  # of this process, and of no engine
     mx.eval(other)
@@ -848,7 +848,7 @@ def test_mlx_memory_limit_covers_all_open_engines() -> None:
 
 
 def test_closing_engine_while_opening_another_does_not_deadlock() -> None:
-    """A core that was not closed is collected anywhere, on the thread that holds the lock too."""
+    """An unclosed core may be collected on the thread that holds the lock."""
     limits, share = memory_pressure.MLXLimits(), memory_pressure.MLXShare(1_000, 10**9)
 
     class Collecting(dict[int, Any]):
@@ -927,7 +927,7 @@ def test_invalid_request_is_refused() -> None:
 
 
 def test_check_detects_wrong_text() -> None:
-    """Negative control: another prompt, another text."""
+    """Negative control: another prompt gives another text."""
     with made() as setup:
         handle = setup.ask(SHORT)
         setup.drain()
@@ -939,7 +939,7 @@ def test_check_detects_wrong_text() -> None:
 
 
 def test_check_detects_retained_segment() -> None:
-    """Negative control: one array beside what the engine holds."""
+    """Negative control: one array beside those of the engine."""
     with made() as setup:
         setup.ask(LONG)
         setup.step(3)

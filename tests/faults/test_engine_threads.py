@@ -1,4 +1,4 @@
-"""The engine's one thread: who calls it from others, when it is closed, and when it dies."""
+"""The engine's thread: calls from other threads, close, and death."""
 
 from __future__ import annotations
 
@@ -245,7 +245,6 @@ def test_drain_of_closed_engine_returns() -> None:
 
 
 def test_calls_during_close_complete_or_raise() -> None:
-    """Every future comes true, or says that the engine is gone."""
     engine = make()
     futures: list[Future[bool]] = []
 
@@ -416,7 +415,7 @@ def test_dead_engine_thread_hangs_nobody() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_running_requests_fail_when_engine_thread_dies() -> None:
-    """A cut answer must not pass for one that the caller has cancelled."""
+    """A truncated answer must not look like one that the caller cancelled."""
     engine = make()
     try:
         handle = ask(engine, max_tokens=ENDLESS)
@@ -459,7 +458,7 @@ def stall(engine: Engine) -> threading.Event:
 
 
 def test_hung_engine_counts_as_dead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it for ever: neither answers, nor a call that it has begun, nor `close`."""
+    """Neither answers, nor pending calls, nor `close` wait for it."""
     handle = ask(engine, max_tokens=400)
     go_on = stall(engine)
     try:
@@ -504,7 +503,7 @@ def test_timed_out_call_is_never_run(engine: Engine, monkeypatch: pytest.MonkeyP
 def test_abandoned_call_does_not_disturb_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also an engine that is closed before it could look at it ends as it should."""
+    """Also when the engine closes before it looked at the call."""
     engine = make()
     handle = ask(engine, max_tokens=ENDLESS)
     go_on = stall(engine)
@@ -519,7 +518,6 @@ def test_abandoned_call_does_not_disturb_close(
 
 
 def test_idle_engine_evicts_under_memory_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large cold cache is just what nobody works with."""
     used = 0.1
 
     def memory() -> Any:

@@ -1,4 +1,4 @@
-"""Answers are admitted on an expected length, grow while they run, and are preempted."""
+"""Answers are admitted on an expected length, grow, and are preempted."""
 
 from __future__ import annotations
 

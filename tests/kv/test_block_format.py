@@ -1,4 +1,4 @@
-"""How blocks are held is known before they exist."""
+"""The form of a block is known before it is computed."""
 
 from __future__ import annotations
 

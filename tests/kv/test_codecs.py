@@ -1,4 +1,4 @@
-"""Codecs: what they lose, what they take, and that they are read as what they stand for."""
+"""Codecs: error, size, and that codes equal their dequantized values."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_codes_match_formula_and_dequantized_values(codec: Codec, dim: int) -> N
 
 @pytest.mark.parametrize(("codec", "dim"), [case for case in CASES if "128" in str(case.id)])
 def test_encoding_is_deterministic_in_any_batch(codec: Codec, dim: int) -> None:
-    """In a block, with other sequences, alone, or behind others: what was restored fits."""
+    """In a block, batched, alone, or after others: restored codes must match."""
     x = normal(3, HEADS, TOKENS, dim)
     together = codec.encode(x, devices.current())
     span = codec.span
@@ -335,7 +335,7 @@ def test_rotation_spreads_outliers() -> None:
 
 
 def test_rotation_is_stable_across_processes() -> None:
-    """Blocks on a disk are read by others: the signs are part of the format."""
+    """Other processes read the blocks: the signs are part of the format."""
     found = [round(float(number), 5) for number in rotate(mx.arange(32.0)[None])[0, :4]]
     assert found == [-7.07107, -9.8995, -7.07107, 24.04163]
 
@@ -347,7 +347,7 @@ def test_auto_reaches_named_ratio(name: str, dim: int) -> None:
 
 
 def test_codec_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of settings, pairs with another codec, and the list of an error follow."""
+    """Setting names, pairs with other codecs, and the error's list follow."""
 
     class Doubled(Affine):
         FORMS = "doubled4"

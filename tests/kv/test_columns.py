@@ -1,4 +1,4 @@
-"""Columns of sides: what a write changes, and what it leaves alone."""
+"""Column writes: what changes, and what does not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_write_without_row_covers_all_rows(heads: int) -> None:
 
 
 def test_full_write_does_not_retain_source() -> None:
-    """MLX would take the new array, and what it is a view of, in the place of the buffer."""
+    """MLX would replace the buffer with the new array and what it is a view of."""
     before = mx.set_cache_limit(0)
     try:
         start = mx.get_active_memory()

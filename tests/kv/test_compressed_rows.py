@@ -1,4 +1,4 @@
-"""Rows of several tokens as columns of tokens: what goes in comes out, wherever a step begins."""
+"""Compressed rows stored as token columns: they round trip from any position."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def test_rows_round_trip_through_columns(width: int, ratio: int, count: int, beh
 
 
 def test_token_share_of_row_bytes() -> None:
-    """512 numbers for 4 tokens are 128 for each, and no more."""
     assert rows_of(512, 4).shape.nbytes == 512 // 4 * 4
     assert rows_of(3, 4).shape.nbytes == 2 * 4  # at least one number each side
 

@@ -1,4 +1,4 @@
-"""Scales of key channels: what is scored is what it was, with less error where it was uneven."""
+"""Key channel scales: equal scores, with less error for outlier channels."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_outlier_channels_do_not_increase_error(name: str) -> None:
 
 
 def test_scales_depend_on_queries_too() -> None:
-    """A negative control: keys and queries that are large in the same channels need no scale."""
+    """Negative control: keys and queries that are large in the same channels need no scale."""
     keys, queries = outliers()
     queries = queries * uneven() ** 2
     assert measured(keys, queries) == ()

@@ -1,4 +1,4 @@
-"""What a segment knows about its numbers; how it is cut and joined, the tree's tests show."""
+"""Segments: finiteness, thinning and encoding."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_cancelling_infinities_are_found(dtype: mx.Dtype) -> None:
 
 
 def test_finite_values_with_infinite_sum_are_finite() -> None:
-    """The quick look at sums says no, and the slow one yes."""
+    """The quick check of sums fails, the full check passes."""
     made = segment(mx.float16)
     made.layers[2][1][:] = 60_000.0  # type: ignore[index]
     assert not mx.isfinite(made.layers[2][1].sum(axis=-1)).all()  # type: ignore[union-attr]
@@ -214,7 +214,7 @@ SIZES = [
 def test_encoding_stays_within_reserved_bytes(
     name: str, size: tuple[int, int], dtype: mx.Dtype
 ) -> None:
-    """Beside what is made of it, piece by piece on two streams."""
+    """Beside its result, piece by piece on two streams."""
     heads, tokens = size
     side = mx.random.normal((1, heads, tokens, 64), key=mx.random.key(1)).astype(dtype)
     segment = Segment(((side, side + 1), (side + 2, side + 3))).owned()
@@ -235,8 +235,7 @@ def test_encoding_stays_within_reserved_bytes(
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize("tokens", [64, 1_024, 1_984, 2_112])
 def test_encoding_is_independent_of_pieces(tokens: int, dtype: mx.Dtype) -> None:
-    """However it is cut into pieces, by heads and by tokens; a side that cannot be held stays, and
-    no other. The last layer's sides are views of more tokens."""
+    """For any pieces by heads and by tokens; only a side that cannot be encoded stays raw."""
     more = mx.random.normal((1, 2, tokens + 64, 64), key=mx.random.key(1)).astype(dtype)
     side = mx.contiguous(more[:, :, :tokens])
     huge = 1e9 * side.astype(mx.float32)

@@ -1,4 +1,4 @@
-"""States of recurrent layers: what is copied, and what a copy keeps alive."""
+"""States of recurrent layers: what is copied, and what a copy retains."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def state() -> mx.array:
 
 
 def test_view_retains_source_array() -> None:
-    """A negative control of the next two."""
+    """Negative control of the next two."""
     before = mx.get_active_memory()
     view = left_by_a_convolution()
     assert mx.get_active_memory() - before == WHOLE_BYTES

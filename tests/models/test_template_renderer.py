@@ -1,4 +1,4 @@
-"""Chat templates are rendered in bounded processes alone, to the text of mlx-lm's own rendering."""
+"""Chat templates are rendered in bounded processes, equal to mlx-lm's rendering."""
 
 from __future__ import annotations
 
@@ -153,7 +153,6 @@ def test_template_probes_are_bounded(source: str, tmp_path: Path) -> None:
 def test_clock_dependent_template_is_rendered_once(
     tokenizer: TokenizerWrapper,
 ) -> None:
-    """A trial that ends says nothing of a second rendering."""
     source = "{{ strftime_now('%f') }}"
     with TemplateRenderer() as renderer:
         given = {"chat_template": source}
@@ -191,7 +190,7 @@ def test_finished_thread_leaves_no_process() -> None:
 
 
 def test_templates_are_rendered_in_one_place() -> None:
-    """Only the bounded process has Jinja; one call is left, for tokenizers that render alone."""
+    """Only the bounded process imports Jinja, but for tokenizers that render by themselves."""
     calls, jinja = [], []
     for file in SOURCES.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

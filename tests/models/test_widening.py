@@ -1,4 +1,4 @@
-"""Weights that become float32 when a model is loaded on a CPU."""
+"""Weights that are widened to float32 when loaded on a CPU."""
 
 from __future__ import annotations
 
@@ -80,7 +80,6 @@ def test_auto_widens_when_a_quarter_of_limit_remains(tmp_path: Path) -> None:
 
 @on_cpu
 def test_limit_as_text_bytes_or_default(tmp_path: Path) -> None:
-    """As every command and every replica loads."""
     source = folder(tmp_path, "llama", bits=4, dtype="float16")
     wide_bytes = model_bytes(load_all(source, weights_dtype="native").model)[1]
     for limit, wide in (

@@ -1,4 +1,4 @@
-"""With codes read as soon as blocks are whole an answer is the same, whatever was cached."""
+"""With an active codec an answer is independent of what was cached."""
 
 from __future__ import annotations
 

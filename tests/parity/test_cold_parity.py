@@ -1,4 +1,4 @@
-"""The tokens are those of a plain mlx-lm loop also where the KV has been on a disk."""
+"""Tokens match a plain mlx-lm loop also after KV was on a disk."""
 
 from __future__ import annotations
 
@@ -101,8 +101,7 @@ def test_concurrent_requests_with_partly_cached_prefixes(
 
 @every_family
 def test_turns_after_restarts_with_default_settings(family: str, tmp_path: Path) -> None:
-    """Blocks, chunks and records of their default sizes: a chain has whole records and a shorter
-    one, which the next turn's replaces; another one has the whole records alone."""
+    """Default block, chunk and record sizes: the last, shorter record is replaced."""
     model, said = model_of(family), tuple(prompt_of(600))
     fork = (*said[:530], *prompt_of(60, 2))
     for turn in range(3):

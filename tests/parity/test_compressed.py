@@ -1,5 +1,4 @@
-"""DeepSeek 4.1, whose layers keep a row for every few tokens: its text is a plain loop's, whoever
-shares what with whom, and its rows are held once."""
+"""DeepSeek 4.1, with one row per few tokens: text matches a plain loop."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ def test_prompts_and_chunks_of_any_size(chunk: int) -> None:
 
 
 def test_decoded_blocks_are_reused_by_next_turn() -> None:
-    """Their rows were loose, until the block was full."""
+    """Their rows were loose until the block was full."""
     with engine() as core:
         first = ask(core, BASE, 45)  # a block from a prompt's end, and two of the answer alone
         drain(core)
@@ -160,8 +159,7 @@ def test_shared_prompt_rows_are_stored_once() -> None:
 
 
 def test_token_bytes_match_row_share() -> None:
-    """Of two layers, rows of 16 numbers of 4 bytes for every 4 tokens, twice: for attention, and
-    for what picks from them. mlx-lm's caches hold as many."""
+    """Two layers, rows of 16 float32 per 4 tokens, for attention and for its index."""
     with engine() as core:
         tokens = 64
         caches = seam.plain_caches(model())
@@ -176,7 +174,7 @@ def test_token_bytes_match_row_share() -> None:
 
 
 def test_states_stay_within_reserved_bytes() -> None:
-    """Beside mlx-lm's own caches after as many tokens."""
+    """Compared with mlx-lm's own caches after as many tokens."""
     runner = Runner(model(), devices.current(), max_kv_size=128, keep=0)
     for tokens in (1, 3, 11, 12, 13, 64, 66, 127):
         caches = seam.plain_caches(model())

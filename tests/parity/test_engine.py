@@ -1,4 +1,4 @@
-"""The engine's tokens are those of a plain mlx-lm loop, one for one, wherever the KV came from."""
+"""The engine's tokens match a plain mlx-lm loop, wherever the KV came from."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_text_is_equal_cold_warm_and_next_turn(family: str) -> None:
 
 @every_family
 def test_fully_cached_prompt_is_not_prefilled(family: str) -> None:
-    """It ends on a block: its last token is decoded for its logits; nothing is copied."""
+    """It ends on a block: its last token is decoded, nothing is copied."""
     prompt = BASE[:64]
     with engine(model_of(family), **SMALL) as core:
         first = ask(core, prompt, 20)
@@ -170,7 +170,7 @@ def answers_on(device: AttentionBackend, family: str, codec: str | None = None) 
     ("family", "codec"), [*((kind, None) for kind in KINDS), ("embedded", None), ("embedded", "8")]
 )
 def test_gpu_backend_matches_plain(family: str, codec: str | None) -> None:
-    """It is chosen on purpose, on any device: fused chunks, no lanes, no slices computed early."""
+    """Chosen explicitly on any device: fused chunks, no lanes, lazy slices."""
     check(family, *answers_on(GPUBackend(), family, codec))
 
 
@@ -236,7 +236,7 @@ def test_simultaneous_requests_prefill_shared_prefix_once(family: str) -> None:
 
 @every_kind
 def test_request_joins_while_prompt_is_prefilled(family: str) -> None:
-    """It shares what is committed by then, and follows what is committed after."""
+    """It shares committed blocks and follows those committed later."""
     with engine(model_of(family), block_size=8, prefill_chunk=8) as core:
         first = ask(core, BASE, 20)
         drain(core, 3)
@@ -317,7 +317,7 @@ def test_text_is_equal_after_eviction(family: str) -> None:
 
 @every_kind
 def test_prompts_evict_each_other(family: str) -> None:
-    """There is room for one and a half."""
+    """Memory holds one and a half prompts."""
     prompts = [tuple(prompt_of(70, seed)) for seed in (1, 2, 3)]
     with engine(model_of(family), **SMALL, max_kv_size=256) as core:
         probe = ask(core, BASE, 1)
@@ -335,7 +335,7 @@ def test_prompts_evict_each_other(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "steps"), each(KINDS, (1, 3, 12)))
 def test_text_is_equal_after_preemption(family: str, steps: int) -> None:
-    """There is one place, and somebody more important comes: while it reads, and while it says."""
+    """One slot: a higher priority arrives during prefill and during decode."""
     with engine(model_of(family), **SMALL, max_batch_size=1) as core:
         low = ask(core, BASE, 30)
         drain(core, steps)
@@ -348,7 +348,7 @@ def test_text_is_equal_after_preemption(family: str, steps: int) -> None:
 
 @every_kind
 def test_text_is_equal_after_preemption_for_other_request(family: str) -> None:
-    """Four answers have both places when somebody else comes; then a third has no place at all."""
+    """Four choices hold both slots when another request arrives, then a third."""
     with engine(model_of(family), **SMALL, max_batch_size=2) as core:
         four = ask(core, BASE, 40, n=4)
         drain(core, 5)
@@ -366,7 +366,7 @@ def test_text_is_equal_after_preemption_for_other_request(family: str) -> None:
 
 
 def test_prompt_with_nan_fails_alone() -> None:
-    """Its neighbor reads the first half of a node whose second half holds no numbers."""
+    """Its neighbor reads the valid first half of the node."""
     model = model_of("llama")
     embedding = model.model.embed_tokens
     weight = embedding.weight
@@ -455,7 +455,7 @@ def receive(
     ],
 )
 def test_random_arrivals_match_plain(family: str, places: int, counts: tuple[int, ...]) -> None:
-    """The second one finds the tree as the first has left it."""
+    """The second run starts with the tree of the first."""
 
     def reference(guest: Guest) -> list[Step]:
         return plain_text(family, guest.prompt, guest.tokens)
@@ -489,7 +489,7 @@ def bounded_text(
     ("family", "block_size", "prompt_tokens"), pairs(("llama", "gemma3"), (8, 32, 64), (10, 100))
 )
 def test_window_with_kept_tokens(family: str, block_size: int, prompt_tokens: int) -> None:
-    """Also where a block is longer than the window, so that nothing can be committed."""
+    """Also with blocks longer than the window, so that nothing can be committed."""
     prompt = tuple(prompt_of(prompt_tokens))
     reference = bounded_text(family, prompt, 60, 24, 8)
     settings = {"max_kv_size": 24, "keep": 8, "block_size": block_size, "prefill_chunk": 64}
@@ -500,7 +500,7 @@ def test_window_with_kept_tokens(family: str, block_size: int, prompt_tokens: in
 
 
 def test_window_with_uncommitted_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tree has no room: kept tokens stay in the sequence's own runs, and stay in sight."""
+    """The tree is full: kept tokens stay in the sequence's own spans, and visible."""
     prompt = tuple(prompt_of(60))
     reference = bounded_text("llama", prompt, 40, 48, 12)
     settings = {"max_kv_size": 48, "keep": 12, "block_size": 8, "prefill_chunk": 16}
@@ -528,7 +528,7 @@ def test_half_precision_windows_share_prefix(dtype: mx.Dtype) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "gemma2", "gear", "deepseek_v3"])
 def test_random_arrivals_with_windows_match_plain(family: str) -> None:
-    """Who is past its window lets go of what it no longer sees, and not of what others read."""
+    """Sequences past their window release unseen blocks, but not those of others."""
 
     def reference(guest: Guest) -> list[Step]:
         return bounded_text(family, guest.prompt, guest.tokens, 48, 12)
@@ -539,7 +539,7 @@ def test_random_arrivals_with_windows_match_plain(family: str) -> None:
 
 
 def test_random_arrivals_with_windows_in_little_memory() -> None:
-    """Blocks cannot be committed for want of room, and cold ones give way all the time."""
+    """Blocks cannot be committed, and cold ones are evicted all the time."""
 
     def reference(guest: Guest) -> list[Step]:
         return bounded_text("llama", guest.prompt, guest.tokens, 48, 12)
@@ -583,7 +583,7 @@ def drawn_text(family: str, prompt: tuple[int, ...], way: str, choice: int = 0) 
 
 @pytest.mark.parametrize(("way", "family"), each(tuple(WAYS), ("llama", "gemma3", "gemma2")))
 def test_sampling_is_independent_of_batch_and_cache(family: str, way: str) -> None:
-    """Alone and cold; warm; in a batch that reads the same; and after preempting."""
+    """Cold, warm, batched, and after preemption."""
     sampling = WAYS[way]
     expected = drawn_text(family, BASE, way)
     with engine(model_of(family), **SMALL) as core:

@@ -1,4 +1,4 @@
-"""Greedy generation with penstock's caches gives mlx-lm's tokens, one for one."""
+"""Greedy generation with penstock's caches matches mlx-lm's tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_kv_cache_matches_mlx_lm(family: str, prompt_tokens: int, step_size: int
 def test_rotating_cache_matches_mlx_lm(
     family: str, keep: int, prompt_tokens: int, step_size: int
 ) -> None:
-    """The window turns round twice while generating; chunks are shorter and longer than it."""
+    """The window wraps twice; chunks are shorter and longer than it."""
     model, prompt = model_of(family), prompt_of(prompt_tokens)
     cache = bounded(model, WINDOW, keep)
     ours = twins(cache)
@@ -86,7 +86,7 @@ def test_quantized_cache_matches_mlx_lm(family: str, bits: int) -> None:
 
 @family
 def test_to_quantized_during_generation_matches_mlx_lm(family: str) -> None:
-    """`to_quantized` half way, as mlx-lm does past `quantized_kv_start`."""
+    """`to_quantized` halfway, as mlx-lm does past `quantized_kv_start`."""
     model, prompt = model_of(family), prompt_of(40)
     cache = theirs.make_prompt_cache(model)
     ours = twins(cache)
@@ -137,7 +137,7 @@ def test_batch_of_windows_matches_single_runs(family: str) -> None:
 
 @family
 def test_batch_with_kept_tokens_matches_single_runs(family: str) -> None:
-    """Against our own single runs: mlx-lm loses `keep` when it batches."""
+    """Compared with our own single runs: mlx-lm loses `keep` when batching."""
     model = model_of(family)
     prompts = [prompt_of(tokens) for tokens in LENGTHS]
 
@@ -152,7 +152,7 @@ def test_batch_with_kept_tokens_matches_single_runs(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "keep"), of_both_kinds((None, 0, 4)))
 def test_second_turn_continues_from_returned_caches(family: str, keep: int | None) -> None:
-    """Two turns through batches equal two turns alone. `keep` None: unbounded."""
+    """Two turns through batches equal two single turns. `keep` None: unbounded."""
     model = model_of(family)
     first = [prompt_of(tokens, 1) for tokens in LENGTHS]
     second = [prompt_of(tokens, 2) for tokens in reversed(LENGTHS)]
@@ -209,7 +209,7 @@ def reference_of_files(family: str, keep: int | None) -> list[Step]:
 def test_files_are_interchangeable_with_mlx_lm(
     family: str, keep: int | None, writer: str, tmp_path: Path
 ) -> None:
-    """Saved right after a chunk, when mlx-lm's ring is longer than its window, and later."""
+    """Saved right after a chunk, when mlx-lm's ring exceeds its window, and later."""
     model, prompt = model_of(family), prompt_of(45)
     path = str(tmp_path / "cache.safetensors")
     for before in (1, 20):
@@ -227,7 +227,7 @@ def test_files_are_interchangeable_with_mlx_lm(
 
 
 def test_check_detects_dropped_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: keys of the first token zeroed, and the text must change."""
+    """Negative control: keys of the first token zeroed."""
     model, prompt = model_of("llama"), prompt_of(20)
     reference = generate(model, prompt, theirs.make_prompt_cache(model), 40)
     update = caches.KVCache.update_and_fetch

@@ -1,4 +1,4 @@
-"""`PrefixCache` in loops on models with recurrent layers: the text is a plain loop's."""
+"""`PrefixCache` in loops on models with recurrent layers: text matches a plain loop."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_states_are_in_ledger_and_evictable() -> None:
 
 
 def test_check_detects_state_of_other_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the text is another one."""
+    """Negative control."""
     real = Checkpoints.capture
 
     def wrong(self: Any, path: Any, position: int, live: RecurrentState, **more: Any) -> bool:
@@ -118,7 +118,7 @@ def test_check_detects_state_of_other_position(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_batch_is_refused() -> None:
-    """Whose row would it be?"""
+    """It is ambiguous which row to store."""
     model, cache = model_of("mamba2"), PrefixCache("100MB", block_size=BLOCK)
     prompt, caches = prompt_of(64), theirs.make_prompt_cache(model)
     model(mx.array([prompt, prompt_of(64, seed=1)]), cache=caches)

@@ -1,4 +1,4 @@
-"""Models with recurrent layers on the engine: their text is a plain loop's, wherever they go on."""
+"""Models with recurrent layers on the engine: text matches a plain loop."""
 
 from __future__ import annotations
 
@@ -84,8 +84,7 @@ def test_text_is_equal_cold_warm_and_next_turn(family: str) -> None:
 
 @every_family
 def test_diverging_prompt_resumes_at_last_checkpoint(family: str) -> None:
-    """Chunks end at 32 and 64: whoever parts at 48 goes on from 32, and keeps the state at 48 for
-    those to come."""
+    """Chunks end at 32 and 64: a prompt diverging at 48 resumes at 32 and keeps state 48."""
     other = (*BASE[:50], *prompt_of(30, seed=1))
     third = (*BASE[:50], *prompt_of(30, seed=2))
     with engine(model_of(family)) as core:
@@ -105,7 +104,7 @@ def test_diverging_prompt_resumes_at_last_checkpoint(family: str) -> None:
 
 @every_family
 def test_joining_and_leaving_sequences_match_single(family: str) -> None:
-    """Also prompts of one token, which begin beside others that have states."""
+    """Also one-token prompts, which start beside others that have states."""
     rng = random.Random(3)
     with engine(model_of(family), max_batch_size=4) as core:
         handles = []
@@ -143,7 +142,7 @@ def test_preempted_cancelled_and_failed_sequences_free_states(family: str) -> No
 
 @every_family
 def test_text_is_equal_in_little_memory(family: str) -> None:
-    """Checkpoints give way with their nodes, and their bytes are in the ledger at all times."""
+    """Checkpoints are evicted with their nodes, and counted in the ledger."""
     with engine(model_of(family)) as core:
         need = (
             core.estimator.sequence_bytes(118)
@@ -161,7 +160,7 @@ def test_text_is_equal_in_little_memory(family: str) -> None:
 
 
 def test_check_detects_state_of_other_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the state of one place under the name of another gives another text."""
+    """Negative control: a state stored under another position changes the text."""
     real = Checkpoints.capture
 
     def stale(self: Any, path: Any, position: int, live: RecurrentState, **more: Any) -> bool:
@@ -177,7 +176,7 @@ def test_check_detects_state_of_other_position(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_checkpoints_take_a_quarter_of_prefix_bytes() -> None:
-    """And those that are kept are ever further apart."""
+    """Their spacing grows with the distance from the end."""
     with engine(model_of("qwen3_next"), max_kv_size=4_096, keep=16) as core:
         ask(core, prompt_of(2_000), 40)
         drain(core)
@@ -193,7 +192,7 @@ def test_checkpoints_take_a_quarter_of_prefix_bytes() -> None:
 
 @pytest.mark.parametrize("tip", range(16, 3_000, 160))
 def test_checkpoint_selection_is_stable(tip: int) -> None:
-    """So it makes no difference how often one looks."""
+    """However often it is repeated."""
     size = 16
     places = list(range(size, tip + 1, size))
     once = checkpoints.retained(places, tip, size)
@@ -214,7 +213,7 @@ def test_checkpoint_count_is_bounded() -> None:
 
 
 def test_states_are_not_copied_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a batch that stays as it is the arrays go on as they are."""
+    """An unchanged batch passes its arrays on."""
     from penstock.engine.model import runner
 
     given: list[bool] = []
@@ -253,7 +252,7 @@ def test_codec_without_kv_layers_is_refused() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 def test_quantized_kv_beside_raw_states(family: str) -> None:
-    """States stay as they are; the account is right, and what is warm goes on."""
+    """States stay raw, the ledger is exact, and warm requests resume."""
     with engine(
         model_of(family),
         kv_cache_quantization="8",

@@ -1,4 +1,4 @@
-"""An engine whose decode steps attend by kernels gives the text of one that has none."""
+"""An engine with attention kernels gives the text of one without."""
 
 from __future__ import annotations
 
@@ -109,10 +109,7 @@ def test_kernels_read_codes_in_place(
 def test_kernels_read_resident_kv_beside_spilled_kv(
     folder: Path, prompts: list[tuple[int, ...]], tmp_path: Path, codec: dict[str, Any]
 ) -> None:
-    """Rows that choose, and spilled layers, take the reference way; a layer that reads all kernels.
-
-    Short rows are read by kernels in every layer.
-    """
+    """Selective rows and spilled layers use the reference; full layers use kernels."""
     choice = {"attend_tokens": 128, "block_size": 16, "attend_full_layers": (0,), **codec}
     choice |= {"kv_cache_min_quantize_tokens": 0, "kv_cache_raw_first_tokens": 16}
     spilled = {**choice, "active_kv_size": 128, "ssd_cache_dir": tmp_path}
@@ -139,7 +136,7 @@ def test_kernels_off_in_environment_calls_none(
     plain: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is for a device on which a kernel ends the process; a setting wins over it."""
+    """For devices on which a kernel ends the process; the setting overrides it."""
     monkeypatch.setenv("PENSTOCK_KERNELS", "off")
     run = Lockstep(folder=folder)
     assert texts(run, prompts) == plain

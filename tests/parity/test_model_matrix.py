@@ -1,4 +1,4 @@
-"""Every architecture that the installed mlx-lm can build runs on the engine, or is known not to."""
+"""Every architecture of the installed mlx-lm runs on the engine, or is listed."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def representatives() -> set[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_matches_plain_loop(family: str) -> None:
-    """Cold, warm, in the next turn and in a batch; after a restart and past a window, too, one of
-    each kind, and in `make soak` all."""
+    """Cold, warm, next turn and batched; restart and window for one of each kind."""
     whole = SOAK or family in representatives()
     row = examine(family, whole=whole)
     assert documented().get(family) == row.line(), "run python tools/write_models_docs.py"
@@ -54,7 +53,7 @@ WINDOWED = ("llama4", "gemma3", "gpt_oss", "gear", "cohere2")
     pairs(WINDOWED, (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1), (1, 4)),
 )
 def test_windows_of_every_length_beside_tails(family: str, window: int, places: int) -> None:
-    """Shorter than a tail, as long, and longer, which is where models count columns."""
+    """Shorter than a tail, equal, and longer."""
     examine_window(family, window, places)
 
 
@@ -67,7 +66,7 @@ def test_nearly_all_families_reuse_prefixes() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "deepseek_v41", "mamba2"])
 def test_check_detects_uncomputed_kv(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: of the first chunk a hundredth more is kept than was computed."""
+    """Negative control: a hundredth more of the first chunk is kept than was computed."""
     real = Runner.prefill
 
     def louder(self: Runner, tokens: Any, parts: Any, position: int, *more: Any) -> PrefillOutput:

@@ -1,4 +1,4 @@
-"""Every family of the matrix says the same with several tokens a step as with one.
+"""Every family gives equal text with and without speculation.
 
 Ten greedy requests of each family, five of them asked again, so that proposals are right; `make
 test-all` thus makes more than 1,000 of them.

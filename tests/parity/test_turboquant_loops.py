@@ -1,5 +1,4 @@
-"""TurboQuantKVCache under mlx-lm's loops: in place or dequantized, alone or in a batch, the
-same."""
+"""TurboQuantKVCache in mlx-lm's loops: in place or dequantized, single or batched."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def test_dequantized_and_in_place_reads_are_equal(family: str, codec: str, unsea
 
 
 def test_model_with_custom_attention_dequantizes(unseamed: None) -> None:
-    """Gemma 2 multiplies its scores by itself."""
+    """Gemma 2 computes its attention scores itself."""
     model, prompt = model_of("gemma2"), prompt_of(150)
     reference = generate(model, prompt, made(model), 30, 40)
     attach(model)
@@ -89,7 +88,7 @@ def test_eight_bits_match_full_precision_text(codec: str) -> None:
 
 
 def test_check_detects_two_bits() -> None:
-    """A negative control: the codes are what is read."""
+    """Negative control: the codes are what is read."""
     model = model_of("llama")
     attach(model)
     reference = generate(model, prompt_of(150), theirs.make_prompt_cache(model), 40)
@@ -100,7 +99,7 @@ def test_check_detects_two_bits() -> None:
 
 @family
 def test_batches_match_single_runs(family: str) -> None:
-    """Through mlx-lm's `BatchGenerator`: padded on the right, joined, left and taken up again."""
+    """Through mlx-lm's `BatchGenerator`: right padding, join, leave and resume."""
     model = model_of(family)
     attach(model)
     prompts = [prompt_of(tokens) for tokens in LENGTHS]

@@ -1,4 +1,4 @@
-"""A model whose text depends on how a prompt is cut: mlx-lm's own, as its generate cuts it."""
+"""A model whose text depends on the prompt's chunks: run as mlx-lm's generate does."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MORE = (4_200,) if SOAK else ()
     ("size", "lengths"), [(16, (1, 2, 3, 33, 65, 200, 2_049, *MORE)), (24, (33, 2_060))]
 )
 def test_text_matches_mlx_lm_generate(size: int, lengths: tuple[int, ...]) -> None:
-    """Also where what is read at once ends within a block."""
+    """Also where the prefill ends inside a block."""
     with engine(block_size=size, max_batch_size=1) as core:
         handles = [ask(core, prompt_of(tokens, seed=7), 20) for tokens in lengths]
         drain(core)
@@ -77,7 +77,7 @@ def test_text_matches_mlx_lm_generate(size: int, lengths: tuple[int, ...]) -> No
 
 
 def test_other_prompt_splits_change_text() -> None:
-    """Why it has a way of its own: mlx-lm itself says something else."""
+    """Why this model needs its own path: mlx-lm itself differs."""
     prompt = prompt_of(70, seed=1)
     whole, _ = plain_greedy(model(), prompt, 8, cuts=(69,))
     in_two, _ = plain_greedy(model(), prompt, 8, cuts=(32, 69))
@@ -98,7 +98,7 @@ def test_concurrent_and_repeated_requests() -> None:
 
 
 def test_preempted_sequence_matches_plain() -> None:
-    """Its prompt is read again as before, and its answer token by token."""
+    """Its prompt is prefilled as before, and its answer token by token."""
     for steps in (2, 20):
         with engine(max_batch_size=1) as core:
             first = ask(core, prompt_of(70, seed=1), 30)

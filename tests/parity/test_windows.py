@@ -1,5 +1,4 @@
-"""Models with windows on the engine, whose nodes hold what somebody goes on with and no more: their
-text is a plain loop's at all times."""
+"""Models with windows on the engine: nodes hold only resumable KV; text matches."""
 
 from __future__ import annotations
 
@@ -106,7 +105,7 @@ def test_next_turn_resumes_and_repeated_prompt_recomputes(family: str) -> None:
 
 
 def test_prompt_end_is_retained_after_full_prefill() -> None:
-    """A prompt that is left in front of its last tokens retains nothing there."""
+    """A prompt cancelled before its last tokens retains nothing there."""
     with engine(model_of("gemma3"), **SMALL) as core:
 
         def ends() -> list[int]:
@@ -122,8 +121,7 @@ def test_prompt_end_is_retained_after_full_prefill() -> None:
 
 @every_family
 def test_last_turn_can_be_regenerated_while_memory_allows(family: str) -> None:
-    """Another answer, or a next turn that leaves out some of this one: where the newest prompt of
-    a branch ends is evicted after all else, and before a node is."""
+    """Another answer, or a shorter next turn: the newest prompt end is dropped last."""
     with engine(model_of(family), **SMALL) as core:
         first = ask(core, BASE, 40)
         drain(core)
@@ -171,7 +169,7 @@ def test_branch_inside_dropped_window_refills_nodes(
 
 @every_family
 def test_concurrent_mixed_requests_match_plain(family: str) -> None:
-    """Who walked back, who goes on, who parts, and who asks for the same as another."""
+    """One walks back, one continues, one diverges, and two are equal."""
     with engine(model_of(family), **SMALL, max_batch_size=6) as core:
         first = ask(core, BASE, 24)
         drain(core)
@@ -198,7 +196,7 @@ def crowd_reference(family: str) -> Callable[[Guest], list[Step]]:
 def test_random_arrivals_with_everything_dropped(
     family: str, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between steps, and wherever anything makes room in the middle of one."""
+    """Between steps, and wherever room is made within one."""
     with engine(model_of(family), **SMALL, max_batch_size=places) as core:
         make_room, step = core.prefixes.make_room, core.step
 
@@ -245,7 +243,7 @@ def test_random_arrivals_past_window(family: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_windows_are_thinned_before_nodes_are_evicted() -> None:
-    """The longest unused first, as many as are needed; what is held is left alone."""
+    """Least recently used first, only as many as needed; held nodes are left alone."""
     prompts = [tuple(prompt_of(100, seed)) for seed in range(3)]
     with engine(model_of("gemma3"), **SMALL) as core:
         for prompt in prompts:
@@ -271,7 +269,7 @@ def test_windows_are_thinned_before_nodes_are_evicted() -> None:
 
 
 def test_unreachable_nodes_are_evicted_at_once() -> None:
-    """With the end of a prompt that was thinned all of it goes; not what another one reads."""
+    """A thinned prompt end evicts all of its path, except what others read."""
     with engine(model_of("gemma3"), **SMALL) as core:
         core.prefixes.tree.max_merge_tokens = 32
         ask(core, (*BASE, *prompt_of(60)), 1)
@@ -284,7 +282,7 @@ def test_unreachable_nodes_are_evicted_at_once() -> None:
 
 
 def test_nodes_in_use_are_thinned_to_admit_waiting_request() -> None:
-    """Nodes that are read are thinned as well, and what that frees is promised before."""
+    """The freed bytes are promised before."""
     prompts = [tuple(prompt_of(150, seed)) for seed in range(2)]
     with engine(model_of("gemma3"), **SMALL, max_batch_size=2) as core:
         first = ask(core, prompts[0], 20)
@@ -353,7 +351,7 @@ def test_long_conversation_holds_little_more_than_its_windows() -> None:
 
 @pytest.mark.parametrize("scheme", ["8", "k8v4"])
 def test_windows_with_codecs(scheme: str) -> None:
-    """What is dropped and read again has the bits that it had: the answer is the same, too."""
+    """Recomputed codes are bit-identical, so answers are equal."""
     settings = {
         "block_size": 64,
         "prefill_chunk": 64,
@@ -386,7 +384,7 @@ def test_windows_with_codecs(scheme: str) -> None:
 
 @pytest.mark.parametrize("name", ["baichuan_m1", "recurrent_gemma", "gear"])
 def test_windows_with_recurrent_states(name: str) -> None:
-    """A place to go on at is one for both."""
+    """A resume position needs both."""
     with tiny_families.uncompiled():
         model = tiny_families.build(name)
         base = tiny_families.prompt_of(70)
@@ -416,7 +414,7 @@ def test_windows_with_recurrent_states(name: str) -> None:
 def test_windows_restored_from_disk(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was dropped is read back, and fills the nodes; what is not whole is not written."""
+    """Dropped KV is restored into the nodes; incomplete blocks are not written."""
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
     with with_disk(model_of(family), tmp_path, record_tokens=16) as core:
         first = ask(core, BASE, 24)
@@ -436,7 +434,7 @@ def test_windows_restored_from_disk(
 def test_blocks_queued_for_disk_are_dropped_last(
     waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though it is unused for longest; negative control: else it is dropped, and not written."""
+    """Although least recently used; the negative control drops and never writes it."""
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
     monkeypatch.setattr(conversation_ends, "LINGER_SECONDS", 0.0)
     if not waits:
@@ -516,7 +514,7 @@ class Place:
 
 @given(st.data())
 def test_deepest_resume_position_is_found(data: st.DataObject) -> None:
-    """Compared with a search for it, token by token."""
+    """Compared with a token-by-token search."""
     windows = {0: data.draw(st.integers(2, 9)), 2: data.draw(st.integers(2, 9))}
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
     path, start, held = [], 0, set[tuple[int, int]]()
@@ -570,7 +568,7 @@ def one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @every_family
 def test_check_detects_excess_dropped_block(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the recount, by a read, and, if neither looked, by the text."""
+    """By the recount, by a read, and by the text."""
     core = Core(model_of(family), memory_limit="400MB", **SMALL)
     handle = ask(core, BASE[:65], 12)
     drain(core, 2)  # all but the last token are read

@@ -1,4 +1,4 @@
-"""How many replicas there should be; without Ray, whose context is its attributes."""
+"""The autoscaling policy, without Ray."""
 
 from __future__ import annotations
 

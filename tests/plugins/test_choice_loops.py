@@ -1,4 +1,4 @@
-"""Compiled loops of a choice against NumPy's passes and the formula, however tokens are cut."""
+"""Compiled selection loops against NumPy and the formula, for any split of tokens."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def test_exp_matches_numpy() -> None:
 def test_loops_require_numba(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """None in the place of a module is an import that fails."""
+    """None in `sys.modules` makes the import fail."""
     monkeypatch.setitem(sys.modules, "numba", None)
     compiled.has_numba.cache_clear()
     try:
@@ -334,7 +334,7 @@ def test_tasks_are_divided_in_order(lanes: int) -> None:
 
 @pytest.mark.parametrize("device", [CPUBackend(lanes=2), CPUBackend(lanes=1)])
 def test_lane_works_while_caller_is_busy(device: CPUBackend) -> None:
-    """All tasks, if the caller takes that long; and an error of either waits for the other."""
+    """All tasks if the caller takes long; an error on either side waits for the other."""
     begun, caller = threading.Event(), threading.current_thread()
     threads: list[threading.Thread] = []
 

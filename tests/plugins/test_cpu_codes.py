@@ -1,4 +1,4 @@
-"""Products with codes on a CPU, and codes that become numbers."""
+"""Products with codes on a CPU, and dequantization."""
 
 from __future__ import annotations
 

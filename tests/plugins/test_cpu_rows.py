@@ -1,4 +1,4 @@
-"""Several rows of a decode step on the CPU, against float64 and against the plain operations."""
+"""Several decode rows on the CPU against float64 and plain operations."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_rows_match_float64_reference(
 
 
 def test_two_threads_share_work_evenly() -> None:
-    """Small parts are dealt out whole, and a large one is cut where the half of all ends."""
+    """Small tasks are dealt whole; a large one is split at half of the total."""
     columns = np.zeros((2, 40_000, 4), np.float32)
 
     def part(count: int) -> cpu_rows.RowsPart:
@@ -140,7 +140,7 @@ def test_two_threads_share_work_evenly() -> None:
 
 
 def test_check_detects_shifted_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the reference notices a mask that is shifted by one column."""
+    """Negative control."""
     sums = cpu_rows.sums
 
     def shifted(queries: Any, pieces: Any, seen: Any) -> cpu_rows.Sums:
@@ -172,7 +172,7 @@ def test_error_in_second_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tails_are_not_retained() -> None:
-    """A buffer that something holds is copied when it is next written to."""
+    """A retained buffer would be copied on the next write."""
     step = drawn(1)
     buffer = step.tails.keys
     mx.eval(buffer)

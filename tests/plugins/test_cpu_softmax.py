@@ -1,4 +1,4 @@
-"""Weights that take the place of scores, against a softmax in float64."""
+"""In-place softmax against float64."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_weights_match_float64_reference(causal: bool, n: int, before: int, seed
 
 
 def test_masked_columns_have_zero_weight() -> None:
-    """To the bit: what lies there may be any number."""
+    """Exactly zero, whatever the masked values are."""
     scores = mx.random.normal((1, 1, 8, 40))
     _, weights, _ = weigh_in_place(scores, causal=True)
     own = np.array(weights)[0, 0, :, 32:]
@@ -79,7 +79,7 @@ def test_nan_rows_stay_nan() -> None:
 
 @pytest.mark.parametrize("before", [0, 700])
 def test_no_full_mask_is_allocated(before: int) -> None:
-    """Of all queries a mask has their square; those of some sizes were kept, in no ledger."""
+    """A mask of all queries is quadratic; cached masks were uncounted."""
     scores = mx.random.normal((1, 1, 1_024, before + 1_024))
     mx.eval(scores)
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Ejected replicas, and the tries of requests that are made elsewhere."""
+"""Ejected replicas, and requests that are retried elsewhere."""
 
 from __future__ import annotations
 

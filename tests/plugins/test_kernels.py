@@ -1,4 +1,4 @@
-"""Decode attention in kernels: as C++ with sanitizers against the formula in float64."""
+"""Decode attention kernels, compiled as C++ with sanitizers, against float64."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_random_rows_match_reference(
     window: AttentionWindow | None,
     seed: int,
 ) -> None:
-    """One to 16 rows; parts of 1 to 5,000 tokens, shared and of a row's own."""
+    """1 to 16 rows; spans of 1 to 5,000 tokens, shared and own."""
     assume(sum(shared) <= 6_000)
     owned = () if own is None else (own,)
     seen = window or PLAN.window
@@ -260,7 +260,6 @@ def test_kv_is_loaded_once_per_head_group(tmp_path: Path) -> None:
 
 
 def test_sinks_take_all_weight_when_scores_are_inf(program: Program) -> None:
-    """Where every score is -inf, a sink takes all of the weight."""
     step = Step.random(SHAPES["tails alone"])
     keys = mx.where(mx.isnan(step.tails[0]), step.tails[0], mx.array(-6e4, HALF))
     step.tails, step.queries = (keys, step.tails[1]), mx.full(step.queries.shape, 6e4, HALF)
@@ -314,7 +313,7 @@ def test_mutants_change_existing_source() -> None:
 
 
 def test_out_of_bounds_reads_are_detected(program: Program) -> None:
-    """A span that is a column longer than its arrays ends the program with a report."""
+    """A span one column longer than its arrays is reported by the sanitizer."""
     step = Step.random(Shape(shared=(), own=(64,), rows=1, repeats=1))
     (row,) = step.rows
     one = row.parts[0]
@@ -338,7 +337,7 @@ def test_every_head_size_and_dispatch_is_covered() -> None:
 
 
 def test_dispatch_has_at_most_31_buffers() -> None:
-    """Metal takes no more; so do twelve spans as the model has them, and four in three arrays."""
+    """Metal's maximum; reached by twelve raw spans and by four of three arrays."""
     recorder = Recorder()
     for scheme in ("raw", "affine4", "turbo4"):
         Step.random(Shape(scheme=scheme, shared=(64,) * 40, own=(), rows=1)).attend(recorder)
@@ -348,7 +347,7 @@ def test_dispatch_has_at_most_31_buffers() -> None:
 
 
 def test_reserved_bytes_match_results() -> None:
-    """What a step says it needs is what its calls return, and no plan exceeds the estimate."""
+    """A step's estimate equals the bytes its calls return."""
     recorder = Recorder()
     for shape in SHAPES.values():
         recorder.nbytes = 0

@@ -1,4 +1,4 @@
-"""Attention in order: a softmax, with the same bits however KV is cut and rows are mixed."""
+"""Ordered attention: a softmax that is bit-identical for any chunks and batches."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_decode_rows_write_in_place_and_are_bit_identical(width: int) -> None:
 
 
 def test_check_detects_other_summation_order() -> None:
-    """Beside it MLX's own attention, whose last bits are others."""
+    """MLX's own attention differs in the last bits."""
     theirs = mx.fast.scaled_dot_product_attention(QUERIES, KEYS, VALUES, scale=SCALE, mask="causal")
     assert np.abs(np.array(theirs) - whole()).max() < 1e-5
     assert not np.array_equal(np.array(theirs), whole())

@@ -1,4 +1,4 @@
-"""Decoder layers over weights in codes: those of mlx-lm, and what an engine makes of them."""
+"""Packed decoder layers against mlx-lm's, and on an engine."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_packed_layers_match_mlx_lm(name: str, bits: int, mixed: bool, tmp_path:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "gemma3"])
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q4_1"])
 def test_gguf_codes_are_multiplied_directly(name: str, form: str, tmp_path: Path) -> None:
-    """Experts, whose codes cannot be, become float32."""
+    """Expert weights become float32."""
     model, config = small_model(name)
     file = tmp_path / "small.gguf"
     write_model(file, name, model, config, form)

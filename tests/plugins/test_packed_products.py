@@ -1,4 +1,4 @@
-"""Products with weights in codes: those of MLX, and the same for a row in any company."""
+"""Products with packed weights: near MLX's, and batch-invariant."""
 
 from __future__ import annotations
 

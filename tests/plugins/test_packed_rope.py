@@ -1,4 +1,4 @@
-"""Rotary positions on NumPy's arrays: those of mlx-lm's modules, wherever a row stands."""
+"""Rotary embeddings in NumPy against mlx-lm's modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of blocks: equal prefixes and nothing else have equal keys."""
+"""Block hashes: equal for equal prefixes only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = root_hash("model")
 
 
 def test_chain_hash_matches_docs() -> None:
-    """Written out: records on disk are found by these keys, so they must never change."""
+    """Literal values: records on disk are found by these hashes, so they must never change."""
     raw = np.array([7, 8, 9, 10], "<u4").tobytes()
     first = blake2b(ROOT + raw[:8], digest_size=16).digest()
     second = blake2b(first + raw[8:], digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""States under boundaries of a path: captured once, resumed at the deepest, ever fewer behind."""
+"""Checkpoints on a path: captured once, resumed at the deepest, thinned with distance."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_turn_end_is_deepest_state_before_it() -> None:
 
 
 def test_path_keeps_one_state_per_span() -> None:
-    """Of decoding, block by block, the last boundary stays, and one a span of blocks."""
+    """While decoding block by block, the last boundary and one per span stay."""
     prefixes, points = made()
     pin, tokens = empty_pin(prefixes), range(8 * SPAN)
     for at in range(SIZE, 8 * SPAN + 1, SIZE):

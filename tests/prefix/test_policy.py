@@ -1,4 +1,4 @@
-"""What goes first: the arithmetic against its definition, the queue against sorting."""
+"""Eviction policy: the arithmetic against its definition, the queue against sorting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_heat_is_log_of_decayed_uses() -> None:
 
 
 def test_large_times_keep_precision() -> None:
-    """Seconds since 1970, with which 2^(t / half life) is far beyond any float."""
+    """Unix time, for which 2^(t / half life) would overflow."""
     policy, now = pressed(1.0), 1.8e9
     once = policy.used(COLD, now)
     assert once == now

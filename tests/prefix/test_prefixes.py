@@ -1,4 +1,4 @@
-"""The tree inside a ledger: acts as sequences do them, and the limit at every instant."""
+"""The prefix tree inside a ledger: operations of sequences, and the limit."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_insert_moves_bytes_from_payer_to_nodes() -> None:
 
 
 def test_follow_takes_over_blocks_of_others() -> None:
-    """Two read the same prompt; the second takes over what the first has committed."""
+    """Two sequences prefill one prompt; the second takes over the first's blocks."""
     prefixes = make()
     tokens = list(range(20))
     block_hashes = prefixes.block_hashes(tokens)
@@ -243,7 +243,7 @@ def test_follow_takes_over_blocks_of_others() -> None:
 
 
 def test_equal_blocks_are_inserted_once() -> None:
-    """Both have read the same blocks; the second finds them there and pays for its own."""
+    """The second sequence finds them and pays only for its own."""
     prefixes = make()
     tokens = list(range(12))
     first, second = prefixes.pin(prefixes.find(tokens)), prefixes.pin(prefixes.find(tokens))
@@ -285,7 +285,7 @@ def test_diverging_path_splits_node() -> None:
 
 
 def test_follow_takes_split_branch() -> None:
-    """It ends inside a node, which is split under it, and goes on below the other half."""
+    """It ends inside a node that is split, and continues below the other half."""
     prefixes = make()
     other = [*range(8), *range(50, 62)]
     put(prefixes, list(range(20))).release()
@@ -300,7 +300,7 @@ def test_follow_takes_split_branch() -> None:
 
 
 def test_follow_releases_unread_blocks() -> None:
-    """Behind a split, a pin that ended inside a node keeps only the half that it reads."""
+    """After a split, a pin that ended inside a node keeps only the half that it reads."""
     prefixes = make()
     tokens = list(range(20))
     put(prefixes, tokens).release()
@@ -523,7 +523,7 @@ def left(prefixes: Prefixes[Text], prompts: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("held", [True, False])
 def test_held_nodes_are_evicted_last(held: bool) -> None:
-    """And the negative control: not held, it goes first."""
+    """With the negative control: not held, it is evicted first."""
     clock = Clock()
     prefixes, prompts = rows(clock)
     hold(prefixes, prompts[0], 100.0 if held else -1.0)
@@ -656,7 +656,7 @@ def test_insert_without_room_is_refused_with_numbers() -> None:
 
 
 def test_refused_insert_releases_unread_blocks() -> None:
-    """What others have committed further on is let go of, for it could not be used."""
+    """Blocks that others committed later are released, since they cannot be used."""
     prefixes = make(1_000_000)
     tokens = list(range(24))
     pin = put(prefixes, tokens[:8])
@@ -813,7 +813,7 @@ def test_node_merges_into_parent_that_is_not_longer(
 def test_node_merges_into_longer_parent_within_span(
     sizes: tuple[int, ...], after: list[int]
 ) -> None:
-    """Small blocks leave no more parts to be read than a span's would."""
+    """Small blocks leave no more spans than blocks of a span's size would."""
     prefixes = make(max_merge_tokens=15 * SIZE, span_tokens=4 * SIZE)
     pin = grown(prefixes, *sizes)
     prefixes.tidy(pin)
@@ -881,7 +881,7 @@ def test_explain_reports_eviction_time_and_reason() -> None:
 
 
 def test_explain_knows_every_evicted_block() -> None:
-    """A shorter prompt comes back; behind it, the rest of the longer one is missing."""
+    """A shorter prompt returns; the rest of the longer one is missing."""
     prefixes = make()
     put(prefixes, range(20)).release()
     prefixes.clear()
@@ -954,7 +954,7 @@ def columns(first: int, count: int) -> Segment:
 
 
 def test_mlx_memory_stays_within_limit() -> None:
-    """Commit, branch inside nodes, tidy and evict, and ask MLX for the peak."""
+    """Commit, branch inside nodes, merge and evict, and compare MLX's peak."""
     limit = 3_000_000
     prefixes: Prefixes[Segment] = Prefixes(Ledger(limit), block_size=16, max_merge_tokens=256)
     bytes_per_token = columns(0, 16).nbytes // 16

@@ -1,4 +1,4 @@
-"""The tree, act by act. The state machine beside it is in tests/stateful."""
+"""The prefix tree, operation by operation. tests/stateful has its state machine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_match_is_longest_prefix_of_whole_blocks(
 
 
 def test_match_ends_at_any_block_inside_node(tree: PrefixTree[Blank]) -> None:
-    """Bisection at every place of an uneven and an even number of blocks."""
+    """Bisection over even and odd numbers of blocks."""
     for blocks in (7, 8):
         tokens = list(range(1000 * blocks, 1000 * blocks + blocks * SIZE))
         put(tree, tokens)
@@ -224,7 +224,7 @@ def test_read_counts_for_whole_path(tree: PrefixTree[Blank]) -> None:
 
 
 def test_read_defers_eviction(tree: PrefixTree[Blank]) -> None:
-    """The order of eviction is that of the last reads, not that of the inserts."""
+    """Eviction follows the last reads, not the inserts."""
     a, b, c = (put(tree, range(start, start + 4), start / 100) for start in (100, 200, 300))
     tree.pin(a, 400.0).release()
     gone = []
@@ -296,7 +296,7 @@ def test_nodes_are_merged_up_to_limit() -> None:
 
 
 def test_merging_small_nodes_is_bounded_by_tokens() -> None:
-    """As of a model of recurrent layers alone, which have no keys."""
+    """As for purely recurrent models, which have no keys."""
 
     class Empty(Blank):
         nbytes = 0
@@ -313,7 +313,7 @@ def test_merging_small_nodes_is_bounded_by_tokens() -> None:
 
 
 def test_merged_heat_is_weighted_by_bytes() -> None:
-    """A cold tail does not keep a hot head for ever, nor the other way round."""
+    """A cold tail does not keep a hot head for ever, nor the reverse."""
     tree: PrefixTree[Blank] = PrefixTree(SIZE, HalfLife(10))
     put(tree, range(4), 0.0)
     node = put(tree, range(16), 0.0)
@@ -432,7 +432,7 @@ def test_index_bytes_match(held: bool) -> None:
 
 
 def test_lookup_time_is_linear() -> None:
-    """Ten times the goal is allowed here; `penstock bench lookup` measures."""
+    """Allows ten times the goal; `penstock bench lookup` measures it."""
     tree: PrefixTree[Blank] = PrefixTree(64)
     prompt = np.random.default_rng(0).integers(0, 150_000, 131_072).tolist()
     names = hash_blocks(prompt, 64, ROOT)

@@ -1,4 +1,4 @@
-"""What changes from prompt to prompt is named, and nothing else is."""
+"""Text that changes between prompts is named, and other text is not."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def test_other_text_is_not_named(held: str, given: str) -> None:
 
 
 def test_continued_value_is_named() -> None:
-    """One text ends where the other has more."""
+    """One text ends where the other continues."""
     assert name_volatile("token 1", "token 12345") == ("counter", "1", "12345")
     assert name_volatile("on 2026-11-22", "on 2026-11-2") == ("date", "2026-11-22", "2026-11-2")

@@ -1,4 +1,4 @@
-"""Greedy text on real weights is mlx-lm's: cold, warm, shared, in batches, restored."""
+"""Greedy text on real weights matches mlx-lm: cold, warm, shared, batched, restored."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_fifty_prompts_cold_warm_and_batched(
 
 
 def test_check_detects_other_answer(expected: list[Answer]) -> None:
-    """A negative control: one token changed, one left out, one more."""
+    """Negative control: one token changed, one missing, one more."""
     sure = next(number for number, answer in enumerate(expected) if answer.leads[2] > 0.1)
     right = expected[sure].tokens
     for wrong in ([*right[:2], right[2] + 1, *right[3:]], right[:-1], [*right, 7]):
@@ -105,7 +105,7 @@ def in_records(prompt: Sequence[int], answer: Sequence[int]) -> int:
 
 
 def test_eight_conversations_share_system_prompt(real: Loaded, prose: list[str]) -> None:
-    """All of them are read and answered at once, after the first has read the system prompt."""
+    """All are answered at once, after the first has prefilled the system prompt."""
     system = {"role": "system", "content": "\n\n".join(prose)[:SYSTEM_CHARACTERS]}
     questions = [{"role": "user", "content": prose[number][:100]} for number in range(8)]
     asked = [render(real.tokenizer, [system, question]) for question in questions]
@@ -170,7 +170,7 @@ def reference() -> Tokenizer:
 def test_tokens_of_thousand_texts_match_reference(
     real: Loaded, prose: list[str], reference: Tokenizer
 ) -> None:
-    """Each comes back as it was; every fourth has marks in it."""
+    """Each round trips; every fourth contains special tokens."""
     inner = getattr(real.tokenizer, "_tokenizer", real.tokenizer)
     backend: Tokenizer = inner.backend_tokenizer
     marked = 0

@@ -1,4 +1,4 @@
-"""The server on real weights: both APIs say mlx-lm's text, also after kill -9."""
+"""The server on real weights: both APIs match mlx-lm's text, also after kill -9."""
 
 from __future__ import annotations
 

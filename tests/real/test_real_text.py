@@ -1,4 +1,4 @@
-"""Stop strings, grammars and streamed text with a real byte-level BPE."""
+"""Stop strings, grammars and streaming with a real byte-level BPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats on real weights that pass their window, against a mask over mlx-lm's growing cache."""
+"""Chats on real weights past their window, against a mask over mlx-lm's growing cache."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_twenty_turns_past_window(real: Loaded, prose: list[str]) -> None:
 
 
 def test_twenty_turns_to_end_of_context(real: Loaded, prose: list[str]) -> None:
-    """The last answer ends within a line of the last token that the model was made for."""
+    """The last answer ends just below the model's context length."""
     talk = Talk(real, make_prompt_cache(real.model))
     text = real.tokenizer.encode(" ".join(prose))
     tokens = 0

@@ -1,4 +1,4 @@
-"""A fleet whose replicas are killed and hang under load, and which is told to stop under load."""
+"""A fleet under load whose replicas are killed, hang, and drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/nginx.conf as it stands, but for its ports, with the nginx that is installed."""
+"""examples/nginx.conf, with other ports, on the installed nginx."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_key_sticks_to_server_and_moves_when_it_stops(
 
 
 def test_draining_server_is_skipped(two: tuple[str, Process, Process]) -> None:
-    """What is open goes on, and what is new goes to the other one, with no error in between."""
+    """Open streams continue, new requests go to the other server, without errors."""
     url, first, second = two
     places = {key: place(url, (first, second), key) for key in KEYS}
     (key, *_) = [key for key, where in places.items() if where == 0]
@@ -172,7 +172,7 @@ def test_anthropic_user_id_counts_as_key(two: tuple[str, Process, Process]) -> N
 
 
 def test_tokens_are_streamed_through(two: tuple[str, Process, Process]) -> None:
-    """The first event is there while the answer is still being made."""
+    """The first event arrives before the answer ends."""
     url, *_ = two
     came: list[float] = []
     with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=60) as stream:

@@ -1,4 +1,4 @@
-"""One engine over several processes: the same text, a share of the bytes, and one end for all."""
+"""One engine over several processes: equal text, shared bytes, common end."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_smallest_rank_sets_the_limit() -> None:
 
 
 def test_thousand_requests_leave_nothing() -> None:
-    """Every rank recounts its account after each step."""
+    """Every rank recounts its ledger after each step."""
     found = results(2, "soak", settings={"memory_limit": "5MB"})
     (ends,) = found[0]["said"]
     assert {"length", "cancelled", "timeout"} <= set(ends)
@@ -200,7 +200,7 @@ def test_dead_or_hung_rank_ends_group(rank: int, how: signal.Signals) -> None:
 
 
 def test_diverging_ranks_are_detected() -> None:
-    """The negative control of all the above: a rank that does something by itself."""
+    """Negative control: one rank does something by itself."""
     found = run(2, "some", on_rank=1, harm="goes_its_own_way")
     assert all(each.code != 0 for each in found), found
     assert any("is not in the state of" in each.errors for each in found), found

@@ -1,4 +1,4 @@
-"""`penstock serve --ray`: two replicas on this machine, as processes that a client talks to."""
+"""`penstock serve --ray`: two replicas on this machine, as processes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_two_replicas_keep_nine_tenths_of_hits(
 
 
 def test_round_robin_keeps_fewer_hits(alone: Talked) -> None:
-    """The control: what is kept above is the router's doing."""
+    """The control: the hits above are due to the router."""
     flags = ("--replicas", "2", "--memory-limit", LIMIT, *BLOCK, "--routing", "round-robin")
     with in_ray(*flags) as (url, _):
         found = talk(url)
@@ -125,7 +125,7 @@ def test_all_wire_formats_pass_unchanged(by_prefix: tuple[str, Talked]) -> None:
 
 
 def test_drained_blocks_are_written_to_disk_and_reused(tmp_path: Path) -> None:
-    """Both replicas share a folder; after they have ended, one engine finds what both held."""
+    """The replicas share a folder; afterwards one engine finds the blocks of both."""
     disk = ("--ssd-cache-dir", str(tmp_path), "--ssd-cache-limit", "1GB", *BLOCK)
     flags = ("--replicas", "2", "--memory-limit", LIMIT, "--api-key", KEY, *disk)
     with in_ray(*flags) as (url, process):

@@ -1,4 +1,4 @@
-"""A bucket as the store: the real client, against the few requests of S3 that it needs."""
+"""A bucket as remote store: the real client against a small S3 server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that share prefixes through a store: a real one, which is hung, killed and tampered with.
+"""Engines that share prefixes through a real store, which is hung, killed and corrupted.
 
 `A` reads a prompt first; `B` is another process' engine as far as anybody can tell: it shares
 nothing with A but the store.
@@ -138,7 +138,7 @@ def test_blocks_of_one_engine_are_reused_by_other(url: str, family: str) -> None
 
 
 def test_socket_and_tls_connections(tmp_path: Path) -> None:
-    """A socket of this machine, and TLS, whose certificate is checked."""
+    """A local socket, and TLS with a checked certificate."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("there is no openssl to make a certificate")
@@ -194,7 +194,7 @@ def test_file_store_folder_is_private(tmp_path: Path) -> None:
 
 
 def test_check_detects_foreign_kv(store: RedisServer) -> None:
-    """A negative control: wrong numbers under a right hash are seen in the text."""
+    """Negative control: wrong values under a valid hash change the text."""
     write(store.url)
     for each in store.names():
         raw = store.client.get(each)
@@ -522,7 +522,7 @@ def test_reading_value_takes_counted_memory(store: RedisServer, nbytes: int) -> 
 def test_values_are_joined_from_small_reads(
     store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However small the pieces are, of which a header may be many."""
+    """A header may be split over many reads."""
     expected = alone()
     write(store.url)
     monkeypatch.setattr("penstock.plugins.remote.remote_tier.PIECE_BYTES", 1_000)

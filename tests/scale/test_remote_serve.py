@@ -1,4 +1,4 @@
-"""`penstock serve`, two processes on one store: what is told to one is known to the other."""
+"""Two `penstock serve` processes on one store share prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys with names: who is let in, with which salt, and how much a minute."""
+"""Named API keys: access, salts and rate limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What text is divided into: however it is cut into pieces, the same comes out."""
+"""Splitting text into answers, reasoning and calls, for any pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's interface, asked by Anthropic's own client over a socket."""
+"""Anthropic's API through Anthropic's client over a socket."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_max_tokens(recall_server: Running, told: Dialogue) -> None:
 
 
 def test_sampling_parameters_reach_engine(recall_server: Running, told: Dialogue) -> None:
-    """`top_k` and `top_p` reach the engine: only the likeliest can be drawn."""
+    """`top_k` and `top_p` leave only the likeliest token."""
     question = told.questions[0]
     for chosen in ({"temperature": 1.0, "top_k": 1}, {"temperature": 0.5, "top_p": 0.5}):
         asked = asking(told, question, extra_body=chosen)  # the client no longer names them
@@ -460,7 +460,7 @@ STRICT = {
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_forced_tool_choice(tmp_path: Path, choice: dict[str, str]) -> None:
-    """Of a model that by itself says something else; but not of one that is asked for another."""
+    """The model by itself would say something else."""
     tools = [{**WEATHER, "input_schema": STRICT}, {**WEATHER, "name": "time"}]
     with serving(*parrot(tmp_path, "Hello")) as running:
         asked = weather(tools=tools if choice["type"] == "tool" else tools[:1])
@@ -496,7 +496,7 @@ def test_conversation_continues_after_tool_result(calling: Running) -> None:
 
 
 def test_schema_disables_thinking(calling: Running) -> None:
-    """A schema shapes the text, also of a model that would think first."""
+    """The model would think first."""
     thinking = {"type": "enabled", "budget_tokens": 1024}
     form = {"format": {"type": "json_schema", "schema": STRICT}}
     message = client(calling).messages.create(**weather(thinking=thinking, output_config=form))
@@ -572,14 +572,14 @@ def test_unknown_request_fields_are_accepted() -> None:
 
 
 def test_parrot_models_have_tool_parser(tmp_path: Path) -> None:
-    """The tokenizer of these tests is one that mlx-lm has loaded, with its parser."""
+    """The tests' tokenizer was loaded by mlx-lm, with its parser."""
     _, tokenizer = parrot(tmp_path, "Hello")
     assert tokenizer.has_tool_calling
     assert tokenizer.tool_parser(CALL) == json.loads(CALL)
 
 
 def test_server_side_conversation_is_refused(recall_server: Running) -> None:
-    """By the code on which Anthropic's client sends all of it: its runner of tools asks first."""
+    """With the error code on which the client resends all messages."""
     api = client(recall_server)
 
     def greet() -> str:

@@ -1,4 +1,4 @@
-"""What stands before all routes, and how a server begins, drains and ends."""
+"""Middleware before all routes; start, drain and end of a server."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_cors_allows_only_named_origins() -> None:
 
 
 def test_foreign_host_is_refused_without_key(recall_server: Running) -> None:
-    """What a page from elsewhere sends whose name was made to point here."""
+    """As DNS rebinding would send."""
     assert ask(recall_server, headers={"Host": "evil.example"}).status_code == 403
     assert ask(recall_server, headers={"Host": "localhost:1"}).status_code == 200
 

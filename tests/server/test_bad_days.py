@@ -1,4 +1,4 @@
-"""What goes wrong between a server and its clients: too much, too slow, gone, out of memory, dead.
+"""Overload, slow clients, disconnects, out of memory and a dead engine.
 
 After each of them nobody hangs, what was asked is answered in the client's own words, and the
 ledger is what it was.
@@ -270,7 +270,7 @@ def reader_that_does_not_read(running: Running) -> Iterator[None]:
 
 
 def test_slow_reader_is_cancelled() -> None:
-    """By what waits for it, long before its connection is evicted."""
+    """By its unread events, before its connection is closed."""
     with serving(max_unread=50, send_timeout_seconds=300.0) as running, unchanged(running):
         stats = running.service.engine.stats
         with reader_that_does_not_read(running):
@@ -284,7 +284,7 @@ def test_slow_reader_is_cancelled() -> None:
 
 
 def test_stalled_reader_is_disconnected() -> None:
-    """By its connection, however much may wait for it."""
+    """By its connection."""
     with serving(max_unread=1_000_000, send_timeout_seconds=1.0) as running, unchanged(running):
         with reader_that_does_not_read(running):
             wait_until(lambda: at_rest(running), 2 * SOON)
@@ -293,7 +293,7 @@ def test_stalled_reader_is_disconnected() -> None:
 
 
 def test_timely_reader_is_not_cancelled() -> None:
-    """The negative control: as many events, and a reader who takes them."""
+    """Negative control: as many events, but they are read."""
     with serving(max_unread=150) as running:
         asked = endless(running, max_tokens=500)
         with httpx.stream("POST", f"{running.url}/v1/completions", json=asked) as answer:
@@ -480,7 +480,7 @@ def test_snapshots_resume_after_failed_one(caplog: pytest.LogCaptureFixture) -> 
 def test_explanation_error_does_not_fail_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Asked for alone it is 500; the log has the class of the error, and no text of it."""
+    """A lone explain request gets 500; the log names the error class without its text."""
 
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("a quoted prompt")
@@ -735,7 +735,7 @@ def test_process_exits_with_1_when_idle_engine_dies() -> None:
 
 
 def test_conversation_is_correct_after_all_faults(recall_server: Running, told: Dialogue) -> None:
-    """What these tests do to the shared server has left no wrong byte behind."""
+    """The shared server has no wrong KV after these tests."""
     for question in told.questions:
         asked = {"messages": told.ask(question), "max_tokens": 32}
         answer = httpx.post(

@@ -1,4 +1,4 @@
-"""The cache endpoints and the metrics, asked over HTTP."""
+"""The cache endpoints and metrics over HTTP."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_clear_evicts_unpinned_nodes(http: httpx.Client, server: Running, told: 
 
 
 def test_cache_prompt_false_caches_nothing(http: httpx.Client) -> None:
-    """As llama.cpp's field does, in chat and completions; without it the prompt is cached."""
+    """As llama.cpp's field, in chat and completions."""
     text = "The code of the tin walrus is 4444. " * 20
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
@@ -165,7 +165,7 @@ def test_explain_accepts_text_and_tokens(http: httpx.Client) -> None:
 
 
 def test_clear_waits_for_disk_and_reports_counts(tmp_path: Path) -> None:
-    """While the folder is gone it says that something is left."""
+    """While the folder is missing, pending deletions are reported."""
     folder, away = tmp_path / "cache", tmp_path / "away"
     body = {"prompt": "cedar " * 200, "max_tokens": 1}
     with (

@@ -1,4 +1,4 @@
-"""Arguments of calls reach the client as they grow, in all three streams."""
+"""Tool call arguments are streamed as they grow, in all three APIs."""
 
 from __future__ import annotations
 

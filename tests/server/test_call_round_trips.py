@@ -1,4 +1,4 @@
-"""The oracle of readers is the template: a call that it writes is read as that call, or as text."""
+"""Calls rendered by the template are parsed back as the same call, or as text."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def said(events: list[ParsedEvent]) -> str:
 @pytest.mark.parametrize("family", FORMS)
 @given(data=st.data())
 def test_written_call_is_parsed_as_call_or_text(family: str, data: st.DataObject) -> None:
-    """Whole, sign by sign, and with text behind it."""
+    """Whole, character by character, and with text after it."""
     arguments = data.draw(calls(family))
     form, text = form_of(family), written_call(family, arguments)
     heard = read(parse([text], form, [TOOL]))
@@ -146,7 +146,7 @@ def may_be_unclear(family: str, arguments: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("family", FORMS)
 def test_strings_with_one_marker_are_always_parsed(family: str) -> None:
-    """Each mark of the format alone, in the middle, at the beginning and at the end of a text."""
+    """Each marker alone, inside, and at both ends of a string."""
     form = form_of(family)
     for mark in marks_of(family):
         for text in (mark, f"one {mark} two", f"{mark}two", f"one\n{mark}\n"):
@@ -170,7 +170,7 @@ def test_call_of_unknown_tool_is_text(family: str) -> None:
 
 @pytest.mark.parametrize("family", FORMS)
 def test_truncated_call_is_text(family: str) -> None:
-    """At any sign of it, where `max_tokens` or a stop text ended the answer."""
+    """Truncated at any character, by `max_tokens` or a stop string."""
     form = form_of(family)
     arguments = {"path": "/etc/hosts", "count": 3, "content": "one\ntwo"}
     text = written_call(family, arguments)
@@ -229,7 +229,7 @@ def test_call_inside_unclosed_reasoning_is_a_call() -> None:
 
 
 def test_many_markers_without_calls_take_little_time() -> None:
-    """Each could begin a call, and is read to the end of the answer."""
+    """Each could begin a call, and is scanned to the end of the answer."""
     text = '<tool_call>{"name": "look_up", "arguments": {"path": "' * 4_000
     heard = read(parse([text], form_of("hermes"), [TOOL]))
     assert heard.said == text and not heard.calls
@@ -240,7 +240,7 @@ VERBATIM = ("it's", "a\\nb", "two\nlines", "'", "''", "\\", "x', y", "'quoted'",
 
 @pytest.mark.parametrize("text", VERBATIM)
 def test_verbatim_single_quotes_follow_template(text: str) -> None:
-    """As LFM2.5's does; elsewhere they are Python's, with escapes."""
+    """As in LFM2.5; elsewhere they are Python strings with escapes."""
     form = replace(form_of("pythonic"), calls=PythonicCalls(verbatim=True))
     call = f"<|tool_call_start|>[look_up(path='{text}', count=3, deep=True)]<|tool_call_end|>"
     heard = read(parse(call, form, [TOOL]))
@@ -262,7 +262,7 @@ def test_nested_lists_use_python_notation() -> None:
 
 @pytest.mark.parametrize("family", ["seed", "minicpm5"])
 def test_lists_and_objects_in_python_notation(family: str) -> None:
-    """As templates with `| string` write them; JSON is read, too."""
+    """As templates with `| string` write them; JSON is parsed too."""
     parts, options = [1, {"k": ["v", None, True]}], {"k": {"a_b": "it's"}}
     for write in (repr, json.dumps):
         call = written_call(family, {"path": "a", "parts": write(parts), "options": write(options)})

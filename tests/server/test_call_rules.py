@@ -1,4 +1,4 @@
-"""Calls that follow a grammar, demanded or not, in the forms of the families that write JSON."""
+"""Grammars of tool calls, required or not, for the families that write JSON."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def written(family: str, name: str = "look_up", arguments: Any = None) -> str:
 @pytest.mark.parametrize("family", FORMS)
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
 def test_required_call_follows_model_format(family: str, marks: Marks) -> None:
-    """And read as that call; no other tool's, nor other arguments, nor text."""
+    """And parsed as that call; other tools, arguments and text are rejected."""
     form = replace(FORMS[family], marks=marks)
     grammar = call_grammar(form, STRICT, "look_up").grammar
     call = written(family)
@@ -148,7 +148,7 @@ GIVEN_PARTS = {"parts": [{"at": 1.5}], "note": "abcd"}
 @pytest.mark.parametrize("family", TAGGED)
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
 def test_tagged_arguments_follow_types(family: str, marks: Marks) -> None:
-    """And are read as values of those types, however their schema names them."""
+    """And are parsed as values of those types."""
     form = replace(FORMS[family], marks=marks)
     made = call_grammar(form, [MANY_TOOL], "look_up")
     texts_as_json = family == "pythonic"
@@ -170,7 +170,7 @@ def test_tagged_arguments_follow_types(family: str, marks: Marks) -> None:
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
 @pytest.mark.parametrize("family", ["gemma4", "function_gemma"])
 def test_gemma_notation_nests(family: str, marks: Marks) -> None:
-    """And in a schema that contains itself; a key that is no word stands between marks."""
+    """Also for recursive schemas; keys that are no words stand between markers."""
     quote = "<escape>" if family == "function_gemma" else '<|"|>'
     node = {
         "type": "object",
@@ -205,7 +205,7 @@ def test_gemma_notation_nests(family: str, marks: Marks) -> None:
 
 
 def test_call_end_marker_is_never_inside_arguments() -> None:
-    """Behind it mlx-lm's parsers look for no more of the call."""
+    """mlx-lm's parsers stop at the first end marker."""
     grammar = call_grammar(FORMS["qwen3_coder"], [MANY_TOOL]).grammar
     call = written_call("qwen3_coder", {"path": "so </tool_call> so", "count": 1})
     assert not follows(grammar, call)
@@ -234,7 +234,7 @@ def test_unenforceable_tag_schemas_are_named() -> None:
 @pytest.mark.parametrize("family", [name for name in FORMS if name not in BARE])
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
 def test_calls_in_free_text_follow_schemas(family: str, marks: Marks) -> None:
-    """Of a strict tool alone; before, between and behind calls there is any text."""
+    """For strict tools only; any text may surround the calls."""
     form = replace(FORMS[family], marks=marks)
     made = free_call_grammar(form, STRICT, {"look_up"})
     # Their marks have a special token in them.
@@ -304,7 +304,7 @@ def test_recursive_grammar_is_named() -> None:
 
 
 def test_oversized_custom_grammars_are_named() -> None:
-    """A grammar has 65,536 characters; one input has 36,000 of them here."""
+    """A grammar may have 65,536 characters; one input has 36,000."""
     numbers = [f"{number:05}" for number in range(4_500)]
     lark = "start: " + " ".join(map(dumped, numbers))
     grammars = dict.fromkeys(("one", "two", "three"), lark)
@@ -339,7 +339,7 @@ def test_oversized_grammar_is_not_quoted() -> None:
 
 @pytest.mark.parametrize("last", [{"type": "integer"}, {"anyOf": []}, {"$ref": "#/$defs/D0"}])
 def test_schema_with_many_branches_is_fast(last: dict[str, Any]) -> None:
-    """Each level has 200 references to the next: a thousand million branches in all."""
+    """Each level has 200 references to the next: a billion branches."""
     levels = {f"D{n}": {"anyOf": [{"$ref": f"#/$defs/D{n + 1}"}] * 200} for n in range(4)}
     schema = {"properties": {"n": {"$ref": "#/$defs/D0"}}, "$defs": {**levels, "D4": last}}
     tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}

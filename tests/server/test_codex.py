@@ -1,4 +1,4 @@
-"""Codex's requests, and what of responses is kept between requests."""
+"""Codex's requests, and the response store."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_calls_use_client_tool_types(calling: Running, stream: bool) -> None:
 
 
 def test_encrypted_reasoning_round_trips(calling: Running) -> None:
-    """As Codex does: it sends back `encrypted_content` and leaves out the text."""
+    """Codex sends back `encrypted_content` without the text."""
     with client(calling) as api:
         made = api.responses.create(
             model="any", input="look", include=["reasoning.encrypted_content"], store=False
@@ -117,7 +117,7 @@ def test_items_join_to_one_assistant_message(calling: Running) -> None:
 
 
 def test_required_custom_call_follows_grammar(tmp_path: Path) -> None:
-    """Of a model that by itself says something else."""
+    """The model by itself would say something else."""
     choice: Any = {"type": "custom", "name": "apply_patch"}
     number: Any = {
         "type": "custom",
@@ -137,7 +137,7 @@ def test_required_custom_call_follows_grammar(tmp_path: Path) -> None:
 
 
 def test_voluntary_custom_call_follows_grammar(tmp_path: Path) -> None:
-    """Where the client demands nothing: of a model that would break the grammar."""
+    """The client requires nothing, and the model would break the grammar."""
     head = '{"name": "number", "arguments": {"input": "'
     said = ("I count. ", "<tool_call>", head, "abc", '"}}', "</tool_call>")
     definition = 'start: DIGIT{3} "\\n"\n%import common.DIGIT'
@@ -227,7 +227,7 @@ def test_response_store_is_bounded() -> None:
 
 
 def test_stored_responses_are_evicted_for_open_requests() -> None:
-    """The oldest first; where requests have all of it, nothing is kept."""
+    """Oldest first; nothing is stored while requests use all memory."""
     memory = PromptMemory(100_000)
     store, request = ResponseStore(memory, 32_000_000), memory.hold()
     for number in range(40):

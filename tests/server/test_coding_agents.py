@@ -1,4 +1,4 @@
-"""Claude Code's requests: answered, and shared from turn to turn."""
+"""Claude Code's requests: answered, and cached from turn to turn."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def running() -> Iterator[Running]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_second_turn_is_cached(running: Running, stream: bool) -> None:
-    """Though the billing header changes with every request."""
+    """Although the billing header changes with every request."""
     salt = {"cache_salt": str(stream), "stream": stream, "max_tokens": 64}
     usage_of(post(running, claude_code(CLAUDE_FIRST, cch="11111", **salt)))
     second = usage_of(post(running, claude_code(CLAUDE_SECOND, cch="22222", **salt)))
@@ -199,7 +199,7 @@ def test_non_text_question_is_refused(running: Running) -> None:
 
 
 def test_image_beside_tool_result_is_named(running: Running, prompts: Prompts) -> None:
-    """Agents put the picture that a tool has read beside its result; no user asks with it."""
+    """Agents put an image that a tool read beside its result."""
     loop = [CLAUDE_SECOND[2], {**CLAUDE_SECOND[3]}]
     loop[1]["content"] = [*loop[1]["content"], text("a.png:"), IMAGE]
     answer = post(running, claude_code([CLAUDE_FIRST[0], *loop], stream=False, max_tokens=4))
@@ -232,7 +232,7 @@ def test_thinking_budget_ends_reasoning(tmp_path: Path, budget: int, thought: st
 
 
 def test_count_tokens_includes_output_format(tmp_path: Path) -> None:
-    """A template opens the reasoning where it is asked for; a schema begins behind it."""
+    """The template opens the reasoning on request; a schema starts after it."""
     opened = TEMPLATE.replace(ASK, f"{ASK}{{% if enable_thinking %}}<think>{{% endif %}}")
     model, tokenizer = parrot(tmp_path, *PIECES, marks=("<think>", "</think>"), template=opened)
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}

@@ -1,4 +1,4 @@
-"""What anybody can do to a server without a key: sockets that say nothing, too much, or too slowly.
+"""Attacks without a key: silent, flooding and slow sockets against a real process.
 
 Real sockets to a real process; its memory and its open files are what the system says of them.
 """
@@ -112,7 +112,7 @@ def is_open(peer: socket.socket) -> bool:
 def test_idle_connections_leave_room_for_health(
     files: tuple[int, int],
 ) -> None:
-    """Each takes an open file: without a cap none is left to look at the machine's memory."""
+    """Each takes an open file: without a cap none is left to read the machine's memory."""
     with process(files=files) as server, ExitStack() as stack:
         group = [stack.enter_context(connect(server.port)) for _ in range(2_100)]
         until = time.monotonic() + 4.0  # it looks once a second
@@ -153,7 +153,7 @@ def test_lowered_connection_limit_is_logged(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_importing_mlx_lm_does_not_lower_file_limit() -> None:
-    """mlx-lm sets the limit to 2,048 of at most 4,096, which fails where that is not allowed."""
+    """mlx-lm sets the limit to 2,048 of at most 4,096, which fails where not allowed."""
     asked = (
         "import resource; from penstock import open_files; import penstock.models.mlx_lm; "
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE), open_files.limit())"
@@ -227,7 +227,7 @@ def test_slow_request_gets_408(quick: Running) -> None:
 
 
 def test_unread_response_is_dropped(quick: Running) -> None:
-    """What the system takes for a client is not ours; the rest waits in this process."""
+    """The rest of the response waits in this process's buffers."""
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2_048)
         peer.connect(("127.0.0.1", quick.server.port))
@@ -248,7 +248,7 @@ def test_connection_is_kept_alive(quick: Running) -> None:
 
 
 def test_pipelined_requests_are_all_answered(quick: Running) -> None:
-    """More than may wait are parsed when there is room, also those cut by a packet's end."""
+    """More than may wait are parsed when there is room, also those split over packets."""
     for count in (4, PIPELINED + 2, 5_000):
         sent = HEALTH.replace(b"close", b"keep-alive") * (count - 1) + HEALTH
         assert ask(quick.server.port, sent).count(b"HTTP/1.1 200") == count
@@ -312,7 +312,7 @@ def test_oversized_heads_take_no_memory(alone: Process, name: str) -> None:
 
 
 def test_many_incomplete_heads_take_little_memory(alone: Process) -> None:
-    """Each connection may hold as much as it is allowed; together that is bounded as well."""
+    """Each connection may hold its maximum; the total is bounded too."""
     head = MODELS + b"x: " + b"a" * 60_000
     with ExitStack() as stack:
         before = alone.rss
@@ -349,7 +349,7 @@ def test_upgrade_is_ignored(alone: Process) -> None:
 
 
 def test_default_timeouts_close_connections(alone: Process) -> None:
-    """Silent, half a head, half a body, and idle after an answer: all are closed in time."""
+    """Silent, half a head, half a body, and idle after a response."""
     begun = {
         "silent": (b"", 10.0),
         "half a head": (MODELS, 10.0),

@@ -1,4 +1,4 @@
-"""Sampling of requests that do not say their own: flags, then the model's folder."""
+"""Default sampling: flags, then the model's generation config."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_model_without_sampling_is_greedy(tmp_path: Path) -> None:
 
 
 def test_model_part_has_sampling_of_whole(tmp_path: Path) -> None:
-    """A rank loads with `load_part`; what requests do not say comes from rank 0's folder."""
+    """A rank loads with `load_part`; defaults come from rank 0's folder."""
     folder = shutil.copytree(MODEL_PATH, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps(WILD))
     group = mx.distributed.init()  # this process alone
@@ -97,7 +97,7 @@ def test_server_flag_overrides_model_sampling() -> None:
 
 
 def test_messages_use_model_sampling() -> None:
-    """They have no seed: two draws of twenty tokens at temperature 3 differ."""
+    """Without a seed, two draws of twenty tokens at temperature 3 differ."""
     messages = [{"role": "user", "content": "Hello!"}]
     body = {"model": "recall", "messages": messages, "max_tokens": 20}
     with serving(sampling={"temperature": 3.0}) as wild:

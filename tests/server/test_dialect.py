@@ -1,4 +1,4 @@
-"""A new interface is one file: llama.cpp's `/completion`, written here, served by the driver."""
+"""A new dialect is one file: llama.cpp's `/completion`, implemented here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts over HTTP: `echo` with `logprobs`, and vLLM's `prompt_logprobs`."""
+"""Prompt log-probabilities over HTTP: `echo` with `logprobs`, and `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prompts_of(server: Running) -> list[list[int]]:
 
 
 def test_echo_matches_model_log_likelihoods(server: Running, model: Any) -> None:
-    """What a multiple-choice task asks for, of texts and of tokens; choices share the question."""
+    """As multiple-choice tasks ask, for texts and tokens; choices share the question."""
     prompts = prompts_of(server)
     before = server.service.engine.stats().prefilled_tokens
     choices = complete(server, prompts)
@@ -111,7 +111,7 @@ def test_answer_after_echo_extends_lists(server: Running) -> None:
 
 
 def test_stream_waits_for_prompt_logprobs(server: Running) -> None:
-    """The second answer finds its prompt in the cache, and ends while the first still reads it."""
+    """The second answer finds its prompt cached, and ends during the first's prefill."""
     for animal in ("amber", "quiet", "brown", "old"):
         prompt = f"The code of the {animal} falcon"
         post(server, "/v1/completions", prompt=prompt, max_tokens=0)
@@ -130,7 +130,7 @@ def test_stream_waits_for_prompt_logprobs(server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_final_token_has_logprob(server: Running, stream: bool) -> None:
-    """Evaluations take the last number of the list for that of the one token generated."""
+    """Evaluations read the last entry as that of the generated token."""
     prompt = prompts_of(server)[0]
     body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1}
     (plain,) = complete(server, prompt, max_tokens=1, logprobs=1)
@@ -204,7 +204,7 @@ def test_invalid_body_is_400_and_names_field(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_minus_one_returns_whole_vocabulary(server: Running, model: Any, path: str) -> None:
-    """If there is memory for it: the refusal has the numbers."""
+    """If memory allows; otherwise the refusal has the numbers."""
     size = server.service.vocabulary_size
     prompt: Sequence[int] = [7, 8, 9]
     asked: dict[str, Any] = {"prompt": prompt}

@@ -1,4 +1,4 @@
-"""A short request beside one that asks for as much as it may: it does not wait for all of that."""
+"""A short request beside a maximal one does not wait for it."""
 
 from __future__ import annotations
 

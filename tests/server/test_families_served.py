@@ -1,4 +1,4 @@
-"""Answers of other families, over HTTP: the parser is the chat template's or a flag's."""
+"""Answers of other families over HTTP: the parser comes from the template or a flag."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_reasoning_and_call_reach_all_clients(name: str, tmp_path: Path) -> None
     ],
 )
 def test_required_call_uses_model_format(shown: str, tmp_path: Path) -> None:
-    """Of a model that by itself says something else."""
+    """The model by itself would say something else."""
     things = {**TOOL, "properties": {"thing": {"enum": ["otter"]}}, "required": ["thing"]}
     things["additionalProperties"] = False
     function: Any = {"name": "look_up", "parameters": things}

@@ -1,4 +1,4 @@
-"""A demanded form begins behind the reasoning that the chat template has opened."""
+"""Structured output starts after the reasoning that the template opened."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_required_call_starts_after_reasoning(api: openai.OpenAI) -> None:
 
 
 def test_without_reasoning_schema_starts_at_once(api: openai.OpenAI) -> None:
-    """The negative control."""
+    """Negative control."""
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     (choice,) = api.chat.completions.create(
         **ASKED, response_format=JSON_FORM, max_tokens=99, extra_body=off

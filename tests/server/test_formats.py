@@ -1,4 +1,4 @@
-"""Which parsers a chat template asks for, and what the flags say instead."""
+"""Parsers detected from chat templates, and flags that override them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parser_of(name: str) -> Any:
 
 
 def test_non_json_tags_are_not_parsed_as_json() -> None:
-    """mlx-lm takes the template of MiniMax M3 for JSON between tags."""
+    """mlx-lm mistakes MiniMax M3's template for JSON between tags."""
     for text, name in (("{{ tool_call.name }}", "json_tools"), ('<invoke name="', "none")):
         made = tokenizer(f"<tool_call> tool_call.name <arg_key> {text}")
         made.has_tool_calling, made.tool_parser = True, parser_of("json_tools")
@@ -65,7 +65,7 @@ def test_non_json_tags_are_not_parsed_as_json() -> None:
 
 
 def test_muse_spark_headers_name_recipient() -> None:
-    """Unless a flag says that there are no headers."""
+    """Unless a flag turns headers off."""
     made = tokenizer("<atem:function_calls>")
     made.has_tool_calling = True
     made.tool_parser = parser_of("muse_spark")
@@ -99,7 +99,7 @@ def test_unknown_parser_lists_known_ones() -> None:
 
 
 def test_every_mlx_lm_parser_is_supported() -> None:
-    """A model for which mlx-lm names a parser that we do not know gets text."""
+    """A model with an unknown mlx-lm parser gets text."""
     names = {module.name for module in iter_modules(mlx_lm.tool_parsers.__path__)}
     assert len(names) >= 14 and names < set(call_names())
     made = tokenizer("Hello")

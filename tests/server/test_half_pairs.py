@@ -1,4 +1,4 @@
-"""Halves of surrogate pairs in bodies: each is U+FFFD for the model, and no request ends by one."""
+"""Lone surrogates in bodies become U+FFFD, and fail no request."""
 
 from __future__ import annotations
 

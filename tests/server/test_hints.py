@@ -1,4 +1,4 @@
-"""What a router reads of a request is what the engine gets."""
+"""A router's hint of a request equals the engine's prompt."""
 
 from __future__ import annotations
 

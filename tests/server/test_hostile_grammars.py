@@ -1,4 +1,4 @@
-"""Grammars against all others: refused by every interface, while short requests go on."""
+"""Expensive grammars are refused by every API, while short requests continue."""
 
 from __future__ import annotations
 

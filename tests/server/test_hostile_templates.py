@@ -1,4 +1,4 @@
-"""Templates that misbehave on some messages only: their request ends with a line, others go on."""
+"""Templates that misbehave on some messages fail only those requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest request that is promised is the largest that is admitted, in several families.
+"""The largest promised request is admitted, in several families.
 
 The banner, `max_model_len` and `plan --measure` show one number, the service's.
 """

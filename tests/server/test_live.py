@@ -1,4 +1,4 @@
-"""The stream of snapshots, and the files of the page, over HTTP."""
+"""The snapshot stream and the page's files over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A multiple-choice task of `lm-eval` against the server has the numbers of mlx-lm alone.
+"""A multiple-choice task of `lm-eval` on the server matches mlx-lm alone.
 
 `lm-eval` is looked for in this environment, or behind PENSTOCK_LM_EVAL, the Python of another one.
 """

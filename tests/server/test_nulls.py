@@ -1,4 +1,4 @@
-"""A field that is null is a field left out: every optional one of the official clients' types."""
+"""A null field equals a missing one, for every optional field of the official clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client, unmodified, against a real server."""
+"""OpenAI's client, unmodified, against a real server."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_stream_without_usage(recall_server: Running, told: Dialogue) -> None:
 
 
 def test_async_client(recall_server: Running, told: Dialogue) -> None:
-    """Many at once: whole ones and streams."""
+    """Many at once, whole and streamed."""
 
     async def ask(api: openai.AsyncOpenAI, question: Any, stream: bool) -> str:
         messages: Any = told.ask(question)
@@ -275,7 +275,7 @@ def test_prediction_is_proposed_and_counted(told: Dialogue) -> None:
 
 
 def test_choices_claim_no_hits_on_each_other(fresh: Running, told: Dialogue) -> None:
-    """What the second answer finds, the first has just computed."""
+    """The second choice's prefix was just computed by the first."""
     messages: Any = told.ask(told.questions[0])
     with client(fresh) as api:
         made = api.chat.completions.create(model="any", messages=messages, n=2)
@@ -371,7 +371,7 @@ ONE_CALL = ["look_up"]
 
 
 def test_parallel_tool_calls_false(calling: Running) -> None:
-    """The model calls twice; a client that wants one call is told of the first."""
+    """The model calls twice; only the first call is returned."""
     messages: Any = [{"role": "user", "content": "look"}]
     with client(calling) as api:
         ask: Any = functools.partial(
@@ -418,7 +418,7 @@ def test_anthropic_disable_parallel_tool_use(calling: Running) -> None:
 
 
 def test_developer_role_is_system(calling: Running) -> None:
-    """Its template has a token for each role, and none for a developer."""
+    """The template has no developer role."""
     with client(calling) as api:
         for role in ("system", "developer"):
             messages: Any = [
@@ -450,7 +450,7 @@ STRICT: list[Any] = [
 
 
 def test_forced_tool_choice(tmp_path: Path) -> None:
-    """Of a model that by itself says something else; but not of one that is asked for another."""
+    """The model by itself would say something else."""
     messages: Any = [{"role": "user", "content": "look"}]
     flat = [{"type": "function", **tool["function"]} for tool in STRICT]
     named: Any = {"type": "function", "function": {"name": "forget"}}
@@ -603,7 +603,7 @@ def test_completions_echo_and_logprobs(recall_server: Running) -> None:
 def test_completion_text_continues_prompt(
     recall_server: Running, told: Dialogue, stream: bool
 ) -> None:
-    """Its first space included; offsets and log-probabilities are of that text."""
+    """Including the leading space; offsets and log-probabilities refer to it."""
     tokenizer = recall_server.service.tokenizer
     bias = {str(tokenizer.encode(" amber", add_special_tokens=False)[0]): 100}
     how: dict[str, Any] = {"max_tokens": 3, "logprobs": 1, "logit_bias": bias, "stream": stream}
@@ -734,7 +734,7 @@ def test_response_tool_calls(calling: Running) -> None:
 
 
 def test_response_output_round_trips_as_one_message(calling: Running) -> None:
-    """Text and calls that the model said in one answer, whole or streamed."""
+    """Text and calls of one answer, whole or streamed."""
     with client(calling) as api:
         ask: Any = functools.partial(api.responses.create, model="any", tools=FLAT)
         *_, last = ask(input="look", stream=True)
@@ -788,7 +788,7 @@ def test_response_messages_have_own_logprobs(calling: Running) -> None:
 
 
 def test_response_usage(tmp_path: Path) -> None:
-    """Reasoning is counted, and no more is claimed to be kept than the prompt has."""
+    """Reasoning is counted, and cached tokens never exceed the prompt."""
     pieces = ("<think>", "I wonder. ", "</think>", "It is so.")
     model, tokenizer = parrot(tmp_path, *pieces, marks=("<think>", "</think>"))
     limits = {"memory_limit": "400MB"}
@@ -889,8 +889,7 @@ def test_stored_response_is_retrieved_and_deleted(recall_server: Running) -> Non
 
 
 def test_response_stream_error_events() -> None:
-    """With a number as all of them have; the SDK reads it as an event. The failed response is last,
-    where clients look for the end."""
+    """With a sequence number; the failed response is last, where clients look for it."""
     with serving(request_timeout_seconds=0.5) as running, client(running) as api:
         stream = api.responses.create(
             model="any",
@@ -908,7 +907,7 @@ def test_response_stream_error_events() -> None:
 
 
 def test_response_repeats_settings(recall_server: Running) -> None:
-    """Clients read them without a look whether they are there."""
+    """Clients read them without checking for their presence."""
     flat = {"type": "function", "name": "f"}
     with client(recall_server) as api:
         plain = api.responses.create(model="any", input="hi", max_output_tokens=1).to_dict()
@@ -927,7 +926,7 @@ def test_response_repeats_settings(recall_server: Running) -> None:
 
 
 def test_invalid_arguments_in_history_are_passed_on(recall_server: Running) -> None:
-    """A model's call that was cut off comes back in the next turn."""
+    """A truncated call is sent back in the next turn."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
     history: Any = [
         {"role": "user", "content": "look"},

@@ -1,4 +1,4 @@
-"""Newer and older forms of OpenAI's requests, with its own client against a real server."""
+"""Newer and older forms of OpenAI's requests, through its client."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_input_items_of_stored_response(recall_server: Running) -> None:
 
 
 def test_allowed_tools_leave_prompt_unchanged(tmp_path: Path) -> None:
-    """A demanded call is of an allowed tool; the prompt offers all, so its prefix is the same."""
+    """A required call is of an allowed tool; the prompt offers all, so its prefix is shared."""
     with serving(*parrot(tmp_path, "Hello")) as running, client(running) as api:
         ask: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS}
         plain = api.chat.completions.create(**ask)
@@ -151,7 +151,7 @@ def test_allowed_tools_leave_prompt_unchanged(tmp_path: Path) -> None:
 
 
 def test_text_precedes_allowed_calls(thinking: Running) -> None:
-    """With `auto` the model says what it will; of a tool that is not allowed there is no call."""
+    """With `auto`, calls of tools that are not allowed are prevented."""
     with client(thinking) as api:
         answers = {}
         for name in NAMES:
@@ -172,7 +172,7 @@ def test_text_precedes_allowed_calls(thinking: Running) -> None:
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_strict_function_calls_follow_schema(calling: Running, strict: bool) -> None:
-    """Also where none is demanded. The model would call with falcon, which is not among these."""
+    """Also where none is required."""
     limit = 64
     schema: Any = {**PARAMETERS, "properties": {"thing": {"enum": ["otter", "owl"]}}}
     function: Any = {"name": "look_up", "parameters": schema, "strict": strict}

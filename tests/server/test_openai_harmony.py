@@ -1,4 +1,4 @@
-"""Harmony is read as `openai-harmony` reads it: channel, recipient and content of each message.
+"""Harmony is parsed as by `openai-harmony`: channel, recipient and content.
 
 The library is looked for in this environment, or behind PENSTOCK_HARMONY, the Python of another
 one. Its vocabulary lies in TIKTOKEN_ENCODINGS_BASE or TIKTOKEN_RS_CACHE_DIR, or is fetched once.
@@ -51,7 +51,7 @@ def heard_in(pieces: list[str]) -> Said:
 
 @pytest.mark.skipif(not PYTHON, reason="openai-harmony is not installed; see PENSTOCK_HARMONY")
 def test_harmony_parsing_matches_openai_harmony() -> None:
-    """Whole, cut at any byte, and ended behind any token."""
+    """Whole, cut at any byte, and ended after any token."""
     done = subprocess.run(
         [PYTHON, str(SCRIPT), str(ANSWERS)], capture_output=True, text=True, timeout=300
     )

@@ -1,4 +1,4 @@
-"""The page in a real browser: Debian's Chromium, without a window.
+"""The page in a real browser: headless Chromium.
 
 Screenshots lie in pytest's cache (`.pytest_cache/d/page`). With `PENSTOCK_SCREENSHOT=1` the one
 that README shows is taken again, as `docs/page.png`, with those of docs/watching.md. One of them
@@ -227,7 +227,7 @@ def test_page_theme_can_be_chosen(browser: Any, server: Running) -> None:
 
 @pytest.mark.skipif("PENSTOCK_SCREENSHOT" not in os.environ, reason="takes a minute")
 def test_docs_screenshot_of_page(browser: Any, shots: Path, tmp_path: Path) -> None:
-    """Agents at work that share prompts, more than fits, and somebody who chats meanwhile."""
+    """Agents that share prompts, more than memory holds, and a chat."""
     still = {"reduced_motion": "reduce", "viewport": {"width": 1440, "height": 1150}}
     engine = {"memory_limit": "90MB", "ssd_cache_dir": tmp_path, "ssd_cache_limit": "1GB"}
     with serving(engine=engine) as running, _agents(running):
@@ -264,7 +264,7 @@ def test_docs_screenshot_of_page(browser: Any, shots: Path, tmp_path: Path) -> N
 
 @pytest.mark.skipif("PENSTOCK_SCREENSHOT" not in os.environ, reason="takes a minute")
 def test_docs_screenshot_of_conversation(browser: Any) -> None:
-    """Two turns with a real model, and a third that is not sent yet."""
+    """Two turns with a real model, and an unsent third."""
     loaded = load_all("smollm2", weights_dtype="float32")
     still = {"reduced_motion": "reduce", "viewport": {"width": 1440, "height": 900}}
     limit = {"memory_limit": "1500MB"}

@@ -1,4 +1,4 @@
-"""The page's chat in a real browser: reasoning, Markdown, failed turns, and words that need one."""
+"""The page's chat in a real browser: reasoning, Markdown, failed turns."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def _luminance(page: Any, element: str) -> float:
 
 
 def test_long_prompt_shows_prefill_progress(browser: Any) -> None:
-    """Then nothing of it is left: the line says what the answer took."""
+    """Afterwards the line shows what the answer cost."""
     watch = """() => {
       window.costs = [];
       const look = () => document.querySelectorAll(".cost").forEach((one) =>

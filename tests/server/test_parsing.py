@@ -1,4 +1,4 @@
-"""Every family's answers: the same however they are cut, and broken calls are text."""
+"""Parsing of every family's answers, for any pieces; broken calls are text."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_text_after_broken_call_only_if_call_began() -> None:
     ("family", "text"), [(family, text) for family, texts in BROKEN.items() for text in texts]
 )
 def test_broken_call_is_text(family: str, text: str) -> None:
-    """All of it, with its marks, whether or not its arguments have begun to go out."""
+    """With its markers, whether or not its arguments were already streamed."""
     heard = read(parse([text], form_of(family)))
     assert (heard.said, heard.calls) == (text, [])
 
@@ -208,7 +208,7 @@ def test_call_broken_after_start_is_reported() -> None:
 
 
 def test_harmony_recipient_forms() -> None:
-    """With `to=` or without, in front of the channel or behind it, and with a type or not."""
+    """With or without `to=`, before or after the channel, with or without a type."""
     for header in (
         "<|channel|>commentary functions.look_up<|message|>",
         "<|channel|>commentary functions.look_up <|constrain|>json<|message|>",
@@ -238,7 +238,7 @@ def test_muse_self_message_is_reasoning() -> None:
 
 
 def test_harmony_without_header_is_text() -> None:
-    """As an answer is that a grammar begins."""
+    """As an answer that a grammar begins."""
     assert read(parse(['{"a": 1}'], form_of("harmony"))).said == '{"a": 1}'
 
 
@@ -263,7 +263,7 @@ def test_llama_builtin_tool_is_called_if_offered() -> None:
 
 
 def test_muse_spark_strings_are_not_json() -> None:
-    """A text stays as it is: number, word of JSON, or with blanks around it; null may be null."""
+    """Strings stay as they are: numbers, JSON words, surrounding blanks; null may be null."""
     properties: dict[str, Any] = {
         "text": {"type": "string"},
         "none": {"type": ["string", "null"]},
@@ -285,7 +285,7 @@ def test_muse_spark_strings_are_not_json() -> None:
 
 
 def test_function_gemma_bare_word_is_string() -> None:
-    """As mlx-lm's parser of that name reads it: the model is small, and may forget the marks."""
+    """As in mlx-lm's parser: the small model may forget the markers."""
     heard = read(
         parse(
             ["<start_function_call>call:look_up{text:Rome,n:2}<end_function_call>"],
@@ -301,7 +301,7 @@ def test_required_call_needs_known_format() -> None:
 
 
 def test_tool_with_invalid_name_cannot_be_required() -> None:
-    """A dash is a minus in Python; of all tools the others are offered to the grammar."""
+    """A dash is a minus in Python; other tools are still offered."""
     dashed = {"type": "function", "function": {"name": "look-up", "parameters": {}}}
     form = form_of("pythonic")
     with pytest.raises(BadRequest, match="pythonic, has no calls of a tool named 'look-up'"):

@@ -1,4 +1,4 @@
-"""Base URLs as people type them, and methods that are not served."""
+"""Base URLs as people type them, and unsupported methods."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_compaction_is_refused_with_404(recall_server: Running) -> None:
 
 
 def test_unknown_path_builds_no_openapi_document(recall_server: Running) -> None:
-    """The OpenAPI document takes as long as a hundred requests, which would all wait for it."""
+    """Building it takes as long as a hundred requests."""
     app = recall_server.server.config.app
     assert isinstance(app, FastAPI)
     app.openapi_schema = None

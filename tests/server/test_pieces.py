@@ -1,4 +1,4 @@
-"""Long texts become the same tokens in pieces as in one go, whatever the tokenizer."""
+"""Long texts give equal tokens in pieces and whole, for any tokenizer."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_tokens_of_pieces_match_whole_text(tokenizer: Any, text: str, special: b
 
 @pytest.mark.parametrize("kind", ["embedded", "gpt-2", "gpt-4"])
 def test_lines_of_words_are_split(kind: str) -> None:
-    """A tokenizer that is never cut would pass the test above."""
+    """A tokenizer that is never split would pass the test above."""
     encoder = PieceEncoder(KINDS[kind](), FairLock(), size=10)
     seen: list[int] = []
     encoder.encode(
@@ -119,7 +119,7 @@ def test_lines_of_words_are_split(kind: str) -> None:
 
 
 def test_tokenizer_with_cross_line_tokens_is_not_split() -> None:
-    """One whose words go on behind the end of a line."""
+    """Its tokens continue across line ends."""
     raw = Tokenizer(models.BPE(vocab={"<s>": 0, "</s>": 1, "Ċ": 2, "a": 3, "Ċa": 4}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z0-9]+\n[a-zA-Z0-9]+"), "removed")
     encoder = PieceEncoder(PreTrainedTokenizerFast(tokenizer_object=raw), FairLock(), size=1)

@@ -1,4 +1,4 @@
-"""One request against all: large bodies take no more than a pool, and hold nobody up."""
+"""Large bodies stay within a memory pool and delay nobody."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_oversized_prompt_is_not_tokenized(small: Running) -> None:
 
 
 def test_unsplittable_line(small: Running) -> None:
-    """One of usual length is read; for a longer one there must be memory."""
+    """A line of usual length is tokenized; a longer one needs memory."""
     read = post(small, {"prompt": "a" * 120_000, "max_tokens": 1})
     assert read.status_code == 400 and "prompt is too long: 120000 tokens" in read.text
     refused = post(small, {"prompt": "a" * 400_000, "max_tokens": 1})
@@ -107,7 +107,7 @@ def test_unsplittable_line(small: Running) -> None:
 
 
 def test_concurrent_bodies_stay_within_pool(small: Running) -> None:
-    """Others are told to come back; the pool is empty in the end, and stands in the ledger."""
+    """Excess requests get 503; the pool is empty afterwards, and counted in the ledger."""
     memory = small.service.memory
     stats = small.service.engine.stats()
     assert stats.by_kind[Kind.PROMPTS.value] == memory.pool_bytes > 0
@@ -174,7 +174,7 @@ def test_tokenization_stops_when_client_disconnects(wide: Running) -> None:
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_model_context_is_enforced(tmp_path: Path, ignored: bool) -> None:
-    """The last place is for an answer; with --ignore-model-context more is taken."""
+    """The last token is for the answer; --ignore-model-context allows more."""
     model, tokenizer = parrot(tmp_path, "hello", context=64)
     with serving(model, tokenizer, ignore_model_context=ignored) as running:
         answers = [
@@ -209,7 +209,7 @@ def test_answer_ends_with_context(tmp_path: Path) -> None:
 def test_default_max_tokens_fill_context(
     tmp_path: Path, context: int, engine: dict[str, Any], max_tokens: int | None, total: int
 ) -> None:
-    """Of the model's context or the window; `--max-tokens` is less."""
+    """The model's context or the window; `--max-tokens` is less."""
     model, tokenizer = parrot(tmp_path, "hello", context=context)
     with serving(model, tokenizer, engine=engine, max_tokens=max_tokens) as running:
         for prompt in (4, 60):
@@ -220,7 +220,7 @@ def test_default_max_tokens_fill_context(
 
 
 def test_memory_limits_context(tmp_path: Path) -> None:
-    """The models' list says how many tokens fit, and one more is refused with the numbers."""
+    """`/v1/models` reports how many tokens fit; one more is refused."""
     model, tokenizer = parrot(tmp_path, "hello", context=1_000_000)
     with serving(model, tokenizer, engine={"memory_limit": "26MB", "prefill_chunk": 64}) as running:
         most = httpx.get(f"{running.url}/v1/models").json()["data"][0]["max_model_len"]
@@ -249,7 +249,7 @@ def test_models_have_fields_of_both_apis(small: Running) -> None:
 
 
 def test_parsing_long_body_does_not_block_others(wide: Running) -> None:
-    """Other requests are answered while it is read, as JSON and into its form."""
+    """Other requests are answered meanwhile."""
     content = [{"type": "text", "text": "x"}] * 8
     messages = [{"role": "user", "content": content}] * 16_000
     body = json.dumps({"messages": [*messages, {"role": 7, "content": ""}]}).encode()
@@ -277,7 +277,7 @@ def test_parsing_long_body_does_not_block_others(wide: Running) -> None:
 
 
 def test_grammar_compilation_does_not_block_short_prompts(small: Running) -> None:
-    """While the thread that compiles grammars is busy, only requests with one wait."""
+    """Only requests with a grammar wait for the compiling thread."""
     busy = threading.Event()
     small.service.workers.compiling.submit(busy.wait, SOON)
     try:

@@ -1,4 +1,4 @@
-"""Signs of life: how much of a long prompt is read, while it is read."""
+"""Progress reports while a long prompt is prefilled."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_stream_reports_prompt_progress(running: Running, path: str) -> None:
 
 
 def test_pings_report_prompt_progress() -> None:
-    """Of both kinds: comments, and Anthropic's events."""
+    """As comments, and as Anthropic's events."""
     with serving(engine={"prefill_chunk": 16, "block_size": 16}, ping_seconds=0.005) as running:
         message = {"role": "user", "content": TEXT}
         body: dict[str, Any] = {"messages": [message], "max_tokens": 1, "stream": True}
@@ -95,7 +95,7 @@ def test_pings_report_prompt_progress() -> None:
 
 
 def test_estimate_excludes_cached_tokens() -> None:
-    """Cached tokens take no time: 400 tokens in 2 s leave 2 s for as many."""
+    """400 tokens in 2 s leave 2 s for as many."""
     assert PromptProgress(1_000, 200, 600, 2.0).seconds_left == 2.0
     assert PromptProgress(1_000, 200, 200, 0.0).seconds_left is None
     assert PromptProgress(1_000, 200, 1_000, 4.0).seconds_left == 0.0

@@ -1,4 +1,4 @@
-"""A turn computes its new tokens and no other, though its text is read as other tokens."""
+"""A turn computes only new tokens, even if its text is tokenized differently."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_bpe_turn_reuses_all_answer_tokens(byte_pairs: Running) -> None:
 
 
 def test_changed_answer_is_recomputed(talking: Running) -> None:
-    """The negative control; and another tenant's answers are not known."""
+    """Negative control; another tenant's answers are unknown."""
     messages: list[Any] = [{"role": "user", "content": "Say that, please."}]
     _, sizes, _ = chat(talking, messages)
     said = {"role": "assistant", "content": "Hello, wurld"}
@@ -132,7 +132,7 @@ def test_tool_call_is_reused_with_other_json_spacing(calling: Running) -> None:
 
 @pytest.mark.parametrize("salt", ["", "tenant"])
 def test_anthropic_messages_reuse_answer_tokens(calling: Running, salt: str) -> None:
-    """And a count of the later turn counts the tokens of that tenant's answer."""
+    """Also when counting tokens."""
     asked = {"role": "user", "content": "Look over there, please."}
     tools = [{"name": "look", "input_schema": {}}]
     body: dict[str, Any] = {"max_tokens": 20, "tools": tools, "cache_salt": salt}
@@ -247,7 +247,7 @@ def test_answer_openings_of_templates(name: str, tmp_path: Path) -> None:
 
 
 def test_answer_to_tool_result_with_text_arguments(tmp_path: Path) -> None:
-    """As with DeepSeek's templates, which open no answer behind a tool's result."""
+    """As with DeepSeek's templates, which open no answer after a tool's result."""
     template = (
         "{% for message in messages %}{% if message.role == 'assistant' %}"
         f"{{% if messages[loop.index0 - 1].role == 'user' %}}{ASK}{{% endif %}}"
@@ -273,7 +273,7 @@ def test_answer_to_tool_result_with_text_arguments(tmp_path: Path) -> None:
 
 
 def test_changes_before_answer_are_explained(tmp_path: Path) -> None:
-    """As Mistral's tools, which stand in front of the user's last message."""
+    """As with Mistral's tools, which precede the last user message."""
     template = (
         "{% for message in messages %}{% if message.role == 'user' %}"
         "{% if tools and loop.index0 >= (messages | length) - 1 %}[TOOLS]{{ tools | tojson }}"
@@ -334,7 +334,7 @@ GENERATED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", GENERATED)
 @pytest.mark.parametrize("changed", [False, True], ids=["as it was", "changed"])
 def test_harmony_messages_are_reused(name: str, changed: bool, tmp_path: Path) -> None:
-    """An answer of it is one message or several, of which none but the last ends the answer."""
+    """An answer is one or several messages, of which only the last ends it."""
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
     parrot(tmp_path, "Hello", marks=marks, template=HARMONY)
     config = tmp_path / "tokenizer_config.json"
@@ -378,7 +378,7 @@ def test_harmony_messages_are_reused(name: str, changed: bool, tmp_path: Path) -
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "left out"])
 def test_opening_that_starts_reasoning_is_found_in_history(kept: bool, tmp_path: Path) -> None:
-    """Where history keeps the reasoning its tokens stay; where it does not, that is said."""
+    """Where history keeps the reasoning its tokens are reused; otherwise that is reported."""
     thought = "<think>" if kept else ""
     template = (
         "{% for message in messages %}{% if message.role == 'assistant' %}"

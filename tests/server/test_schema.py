@@ -1,4 +1,4 @@
-"""The OpenAPI document against the server: whatever it allows, and whatever it forbids, no 5xx.
+"""The OpenAPI document against the server: no request gives a 5xx.
 
 `HYPOTHESIS_PROFILE=soak` asks much longer.
 """
@@ -288,7 +288,7 @@ def test_random_field_values_give_no_5xx(http: httpx.Client, path: str) -> None:
 
 
 def test_client_chat_template_is_refused(http: httpx.Client) -> None:
-    """A template is a program: who may send messages may not send programs."""
+    """A template is a program."""
     arguments = {"chat_template": "{% set x = 1 %}"}
     body = {**BODIES["/v1/chat/completions"], "chat_template_kwargs": arguments}
     answer = send(http, "/v1/chat/completions", json.dumps(body).encode())

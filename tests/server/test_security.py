@@ -1,4 +1,4 @@
-"""Who is let in, what is told to whom, and what stands in the log: no prompt, no key, no path."""
+"""Access, disclosure and logs: no prompt, key or path."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ BODIES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("path", WRONG)
 def test_validation_errors_are_bounded(path: str) -> None:
-    """An error of each would take a hundred times the memory of the body."""
+    """An error per value would take a hundred times the body's memory."""
     for body in WRONG[path]:
         for form in BODIES[path]:
             with pytest.raises(ValidationError) as refused:
@@ -447,7 +447,7 @@ def test_process_logs_no_prompt_or_key() -> None:
 def test_failing_model_logs_no_prompt(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What a model's code says of its fault may quote what it was given."""
+    """A model's error text may quote its input."""
 
     def quotes(model: Any, tokens: Any, cache: Any) -> Any:
         raise ValueError(f"cannot compute {PROMPT}")

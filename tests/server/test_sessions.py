@@ -1,4 +1,4 @@
-"""Sessions over HTTP: put aside under a name, taken up again by another server."""
+"""Sessions over HTTP: saved by name, resumed by another server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What llguidance's structural tags cannot say of calls, and our own grammars do.
+"""Limits of llguidance's structural tags for calls, which our grammars lift.
 
 `StructTag.to_grammar` makes a grammar of any text with calls in it. Where one of these tests fails,
 llguidance can say more than it could, and may take the place of `call_rules.free_grammar`.
@@ -62,7 +62,7 @@ def ours(family: str, marks: Marks) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_structural_tags_spell_special_tokens_in_call(family: str) -> None:
-    """So no call of a third of the families can be written with its tokenizer's special tokens."""
+    """A third of the families cannot write calls with their special tokens."""
     call = f"So: {written(family)}"
     assert follows(structural(family, NO_MARKS), call, NO_MARKS)
     assert follows(structural(family, MARKS), call, MARKS) is (family not in UNSAID)
@@ -94,7 +94,7 @@ def test_structural_tags_cannot_require_call(family: str) -> None:
     "family", ["hermes", "json_tools", "nemotron", "apriel", "granite", "phi", "mistral"]
 )
 def test_structural_tags_accept_one_json_spelling(family: str) -> None:
-    """As `{"name":"a"` without the blank, and a second call behind the first one's mark."""
+    """Such as `{"name":"a"` without the blank, or a second call behind one marker."""
     tight = written(family).replace('": ', '":').replace(', "', ',"')
     assert not follows(structural(family, NO_MARKS), tight, NO_MARKS)
     assert follows(ours(family, NO_MARKS), tight, NO_MARKS)

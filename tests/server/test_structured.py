@@ -1,4 +1,4 @@
-"""Fields of vLLM: structured answers, and how much a model reasons."""
+"""vLLM's fields for structured output and reasoning effort."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("number", range(len(FORMS)))
 def test_structured_answer_follows_format(recall_server: Running, number: int) -> None:
-    """Sampled hot, so that the form is the grammar's and not the model's."""
+    """Sampled at high temperature, so that the grammar decides."""
     form, fits = FORMS[number]
     # An object of any form may go on for long.
     temperature = 0.0 if "json_object" in str(form) else 3.0
@@ -58,7 +58,7 @@ def test_structured_answer_follows_format(recall_server: Running, number: int) -
 
 
 def test_answer_without_format_is_free(recall_server: Running) -> None:
-    """The control: the model alone keeps to none of them."""
+    """The control: the model alone follows none of the formats."""
     body = {"prompt": "The code is", "max_tokens": 20, "temperature": 3.0, "seed": 1}
     text = post(recall_server, "/v1/completions", **body).json()["choices"][0]["text"]
     for _, fits in FORMS:
@@ -128,7 +128,7 @@ def test_ignore_eos_continues_answer(recall_server: Running) -> None:
 
 
 def test_reasoning_effort_maps_to_template_switch(recall_server: Running) -> None:
-    """The embedded model has none; one with marks and a switch gets both."""
+    """The embedded model has no switch; another has markers and a switch."""
     prompts = recall_server.service.prompts
     assert effort_switches("high", prompts) == {}
     assert effort_switches(None, prompts) == {}

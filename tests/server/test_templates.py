@@ -1,4 +1,4 @@
-"""What templates do with system messages, found by rendering, and what each is given then."""
+"""System messages in templates: probed by rendering, and adapted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ def test_message_without_role_is_left_to_template(tmp_path: Path) -> None:
 
 
 def test_late_system_message_does_not_change_prefix(tmp_path: Path) -> None:
-    """A system message that comes later changes nothing in front of it, whatever the template."""
     for number, (template, _) in enumerate(RENDERED.values()):
         prompts = Prompts(parrot(tmp_path / str(number), "Hello", template=template)[1])
         before = prompts.decode(prompts.render(TALK[:2], answer=False))
@@ -99,7 +98,7 @@ def test_effort_is_detected_from_rendered_prompt(tmp_path: Path) -> None:
 
 
 def test_image_in_history_is_named(tmp_path: Path) -> None:
-    """Only what the user's last message asks is refused."""
+    """Only an image in the last user message is refused."""
     prompts = Prompts(parrot(tmp_path, "Hello")[1])
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     asked = {"role": "user", "content": [{"type": "text", "text": "Look: "}, image]}
@@ -121,7 +120,7 @@ PARTS = TEMPLATE.replace(
 
 
 def test_text_parts_are_used_where_template_needs_them(tmp_path: Path) -> None:
-    """Templates of models that see write `for part in message.content`; a text has none."""
+    """Vision templates iterate over `message.content`."""
     assert PARTS != TEMPLATE
     plain, parts = (
         Prompts(parrot(tmp_path / str(number), "Hello", template=template)[1])
@@ -250,7 +249,7 @@ def test_reasoning_uses_template_key(tmp_path: Path) -> None:
 def test_reasoning_is_dropped_where_template_raises(
     tmp_path: Path,
 ) -> None:
-    """As that of gpt-oss does."""
+    """As gpt-oss does."""
     raises = (
         "{% for message in messages %}{% if message.thinking and message.content "
         "and message.tool_calls %}{{ raise_exception('both') }}{% endif %}{% endfor %}"
@@ -267,7 +266,7 @@ def test_reasoning_is_dropped_where_template_raises(
 
 
 def test_arguments_are_text_where_template_requires_it(tmp_path: Path) -> None:
-    """As Functionary's, which puts the text of arguments together with its marks."""
+    """As Functionary, which concatenates the arguments' text."""
     template = (
         "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
         "{% for call in message.tool_calls or [] %}{{ '<call>' + call.function.arguments }}"
@@ -402,7 +401,6 @@ U, A, S = said_by("user"), said_by("assistant"), said_by("system")
 def test_every_message_is_rendered_in_order(
     template: str, talk: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Whatever its order: the text of each is rendered, in the order of the conversation."""
     text = prompts_of(tmp_path, template).template_text(talk)
     words = ("one", "two", "three", "four")
     said = json.dumps(talk)

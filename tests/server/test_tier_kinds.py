@@ -1,4 +1,4 @@
-"""A further kind of cold tier: one line in a list, and everything that shows tiers shows it."""
+"""A new kind of cold tier is one line in a list, and is shown everywhere."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def names_remote(node: ast.AST) -> bool:
 
 
 def test_remote_tier_is_named_in_two_files() -> None:
-    """The proof that a kind of tier is a store, its settings and a line in a list."""
+    """A tier kind is a store, its settings and a line in a list."""
     naming = {
         str(file.relative_to(SOURCE))
         for file in SOURCE.rglob("*.py")

@@ -1,4 +1,4 @@
-"""Texts to tokens and back over HTTP, in the forms of vLLM and of llama.cpp's server."""
+"""Tokenize and detokenize over HTTP, in vLLM's and llama.cpp's formats."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_detokenize_respects_prompt_memory(recall_server: Running) -> None:
 
 
 def test_tokenizer_lock_is_released_between_texts(recall_server: Running) -> None:
-    """The event loop asks it for texts, too, and would stand still."""
+    """The event loop uses the tokenizer too."""
     prompts = recall_server.service.prompts
     with ThreadPoolExecutor(1) as pool:
         texts = pool.submit(prompts.token_texts, [7] * 60_000)

@@ -1,4 +1,4 @@
-"""Calls that are demanded of tools whose schemas refer, recurse, or cannot be kept to."""
+"""Required calls of tools whose schemas refer, recurse, or cannot be enforced."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_schema_definitions_are_resolved(running: Running, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_unenforced_rules_are_named(running: Running, path: str) -> None:
-    """The rest of such a schema is kept to, and so are the other tools' schemas."""
+    """The rest of the schema, and other tools' schemas, are enforced."""
     answer = asked(running, path, {"odd": EXOTIC}, PATHS[path])
     given = arguments(path, answer)
     assert given["uniqueItems"] == "a" and set(given["list"]) <= {"b"} and len(given["word"]) <= 3
@@ -123,7 +123,7 @@ def test_unenforced_rules_of_various_schemas(schema: dict[str, Any], rules: list
 
 
 def test_many_large_tools_fit_together() -> None:
-    """The largest are left unenforced until the rest can be compiled."""
+    """The largest are left unenforced until the rest compiles."""
     sizes = [20_000, 30_000, 25_000]
     tools = [(f"f{size}", {"type": "object", "properties": {"a" * size: {}}}) for size in sizes]
     made, unenforced = Arguments.of(tools)
@@ -133,7 +133,7 @@ def test_many_large_tools_fit_together() -> None:
 
 @pytest.mark.parametrize("space", [" ", "\n"])
 def test_whitespace_in_calls_is_bounded(running: Running, space: str) -> None:
-    """A weak model that likes them best would write nothing else until its tokens end."""
+    """A weak model would emit spaces until max_tokens."""
     (token,) = running.service.tokenizer.encode(space, add_special_tokens=False)
     body = {
         "messages": [{"role": "user", "content": "look"}],
@@ -151,7 +151,7 @@ OPEN = {"type": "object", "properties": {"city": {"enum": ["Bern"]}}, "required"
 
 
 def test_objects_have_only_named_properties(running: Running) -> None:
-    """A weak model that likes commas best would add one property after the other."""
+    """A weak model would add properties until max_tokens."""
     (comma,) = running.service.tokenizer.encode(",", add_special_tokens=False)
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": "look"}],

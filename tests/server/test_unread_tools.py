@@ -1,4 +1,4 @@
-"""Tools that a chat template does not take, on all interfaces; and an answer that goes on."""
+"""Tools that a chat template does not render, in all APIs; and continued answers."""
 
 from __future__ import annotations
 

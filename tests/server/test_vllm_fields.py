@@ -1,4 +1,4 @@
-"""Fields that vLLM has and OpenAI does not, at chat and completions: their meaning at the edges."""
+"""vLLM's extra fields in chat and completions, with edge cases."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_skip_special_tokens(path: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_sampling_edge_values(saying: Running, path: str) -> None:
-    """0 and -1 are no `top_k`; `min_p` 1 leaves the likeliest; a penalty of 1 does nothing."""
+    """0 and -1 disable `top_k`; `min_p` 1 is greedy; a penalty of 1 does nothing."""
     hot: dict[str, Any] = {"max_tokens": 8, "temperature": 9.0, "seed": 7}
     wild = ask(saying, path, **hot)
     assert wild[0] != "".join(SAID)
@@ -146,7 +146,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_reasoning_effort_reaches_template(tmp_path: Path, name: str) -> None:
-    """The same at chat and responses; `chat_template_kwargs` of the request win."""
+    """In chat and responses; the request's `chat_template_kwargs` override it."""
     template = f"[{{{{ {name} }}}}]" + TEMPLATE
     marks = ("<think>", "</think>")
     with serving(*parrot(tmp_path, "Hello", marks=marks, template=template)) as running:
@@ -181,7 +181,7 @@ def test_reasoning_effort_reaches_template(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["reasoning_effort", "reasoning_strength"])
 def test_anthropic_effort_maps_to_template_level(tmp_path: Path, name: str) -> None:
-    """The same in a count; whether the model reasons at all is what `thinking` says."""
+    """Also when counting tokens; `thinking` decides whether the model reasons."""
     template = f"[{{{{ {name} }}}}{{{{ enable_thinking }}}}]" + TEMPLATE
     model = parrot(tmp_path, "Hello", marks=("<think>", "</think>"), template=template)
     with serving(*model) as server:
@@ -210,7 +210,7 @@ def test_anthropic_effort_maps_to_template_level(tmp_path: Path, name: str) -> N
 def test_effort_maps_to_nearest_template_level(
     tmp_path: Path, taken: tuple[str, ...], levels: dict[str, str]
 ) -> None:
-    """The template raises on every other level, and that was a 400."""
+    """The template raises on other levels."""
     raises = f"{{% if reasoning_effort not in {[*taken, '']} %}}{{{{ raise_exception('no') }}}}"
     head = "{% set reasoning_effort = reasoning_effort or '' %}" + raises + "{% endif %}"
     template = head + "[{{ reasoning_effort }}]" + TEMPLATE

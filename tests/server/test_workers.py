@@ -1,4 +1,4 @@
-"""Threads of the server: clients take turns, whatever a single one asks for."""
+"""Server threads: clients take turns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def task_of(client: str, nbytes: int, call: Callable[[], Awaitable[None]]) -> as
     ("theirs", "own"), [(MIDDLE, SHORT), (LONG, LONG_BYTES), (LONG, SHORT)], ids=str
 )
 def test_client_with_many_long_prompts_does_not_block_others(theirs: int, own: int) -> None:
-    """At most the prompt that is being read, and one more, are read before the other client's."""
+    """At most two of its prompts are tokenized before the other client's."""
     prompts = Prompts(load_tokenizer(MODEL_PATH))
     ends: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Run the engine's machine with a disk, and on broken engines, which it must notice."""
+"""The engine's state machine with a disk, and on broken engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the machine on the engine, and on broken engines, which it must notice."""
+"""The state machine on the engine, and on broken engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the machine on every kind of cache, and on broken ones, which it must notice."""
+"""The state machine on every cache class, and on broken ones."""
 
 from __future__ import annotations
 

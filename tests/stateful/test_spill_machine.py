@@ -1,4 +1,4 @@
-"""Run the machine with keys and values on the disk that sequences still read."""
+"""The state machine with spilled KV of running sequences."""
 
 from __future__ import annotations
 

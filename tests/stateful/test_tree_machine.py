@@ -1,4 +1,4 @@
-"""Run the machine on the tree, and on broken trees, which it must notice."""
+"""The state machine on the prefix tree, and on broken trees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(
 
 
 def test_tree_matches_dict_of_prefixes() -> None:
-    """At least as long as the hunts below, so that what they find is not found here."""
+    """At least as long as the hunts below, so that their defects are not found here."""
     given = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
     run(how=settings(given, max_examples=max(150, given.max_examples), stateful_step_count=40))
 

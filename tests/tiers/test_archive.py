@@ -1,4 +1,4 @@
-"""Session files: blocks in a tar file, and back. A tar may come from an attacker."""
+"""Session files: blocks in a tar file, which may come from an attacker."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_invalid_tar_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_import_respects_limit(tmp_path: Path) -> None:
-    """The index takes 8 MB of it; the rest is for six blocks."""
+    """The index takes 8 MB of it; the rest holds six blocks."""
     folder = tmp_path / "cache"
     old, new = chain(4, seed=1), chain(5)
     fill(folder, old)

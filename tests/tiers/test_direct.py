@@ -1,4 +1,4 @@
-"""Files that are written past the system's pages are those that were to be written."""
+"""Direct writes past the page cache give the right files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_file_has_bytes_and_private_mode(nbytes: int, is_direct: bool, tmp_path:
 
 
 def test_one_writer_writes_files_of_all_sizes(tmp_path: Path) -> None:
-    """Its buffer holds what was written before."""
+    """Its buffer holds earlier contents."""
     writer = Writer()
     for number, nbytes in enumerate([*reversed(SIZES), *SIZES]):
         path = tmp_path / str(number)
@@ -65,7 +65,7 @@ def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 def test_unsupported_file_system_gets_plain_files(
     refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As some do that live in memory or in a network: when the file is opened, or later."""
+    """As in some memory and network file systems, on open or on write."""
     asked: list[str] = []
     true = {"open": os.open, "write": os.write}
 

@@ -1,4 +1,4 @@
-"""A folder of blocks: real files, real processes, real faults."""
+"""The folder of blocks: real files, real processes, real faults."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_block_is_written_once(tmp_path: Path) -> None:
 def test_block_written_by_other_store_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between a look at the index and the claim."""
+    """Between the index lookup and the claim."""
     (record,) = chain(1)
     with opened(tmp_path) as store, opened(tmp_path) as other:
 
@@ -441,7 +441,7 @@ def test_damaged_record_error_holds_no_buffers(tmp_path: Path) -> None:
 
 
 def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
-    """A real failure of the system: files may not grow over a few kilobytes."""
+    """A real failure: the file size limit is a few kilobytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     records = chain(2)
@@ -629,7 +629,7 @@ def test_killed_writer_loses_at_most_its_block(tmp_path: Path, step: str, skip: 
 
 
 def test_live_writer_is_kept_by_reconcile(tmp_path: Path) -> None:
-    """The negative control of `reconcile`: a living writer's claim and file stay."""
+    """Negative control of `reconcile`: a live writer's claim and file stay."""
     record = chain(1)[0]
     with opened(tmp_path) as store, opened(tmp_path) as other:
         store.write(record)

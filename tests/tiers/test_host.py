@@ -1,4 +1,4 @@
-"""Arrays to bytes and back: the very numbers, in every dtype and shape."""
+"""Arrays to bytes and back, in every dtype and shape."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_blocks_restore_segment(dtype: mx.Dtype, in_place: bool) -> None:
 
 
 def test_transposed_values_round_trip() -> None:
-    """What a model computes is often a view with its heads behind its tokens."""
+    """Models often produce views with heads after tokens."""
 
     def side(width: int) -> mx.array:
         return mx.random.normal((1, 2 * BLOCK, 2, width)).transpose(0, 2, 1, 3)
@@ -136,7 +136,7 @@ def test_block_owns_its_bytes() -> None:
     ["8", "rot3", "turbo4", "turbo2.5", "kivi4/turbo3.5", "k8v4", "raw/4", "5g32"],
 )
 def test_codes_round_trip_bit_identical(name: str, in_place: bool) -> None:
-    """Also of heads whose sizes differ, with a layer that stays as it is."""
+    """Also with differing head sizes, and with a layer that stays raw."""
     scheme = parse_scheme(name)
     shapes = [LayerShape(2, 128, 64, mx.bfloat16)] * 3
     held = BlockFormat.of(shapes, scheme, [1])

@@ -1,4 +1,4 @@
-"""Threads that read: what is asked is done, side by side, and no process waits for a hung disk."""
+"""Reader threads: concurrent reads, and no process waits for a hung disk."""
 
 from __future__ import annotations
 

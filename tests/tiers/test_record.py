@@ -1,4 +1,4 @@
-"""The file of a block: what was written comes back to the bit, or not at all."""
+"""Record files round trip bit by bit, or are refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ Read = Callable[..., Record]
 
 @pytest.mark.parametrize(("depth", "blocks", "end"), [(0, 2, 8), (6, 2, 32), (3, 1, 32)])
 def test_record_end_tokens(depth: int, blocks: int, end: int) -> None:
-    """Eight tokens, of so many blocks."""
+    """Eight tokens in this many blocks."""
     arrays = {TOKENS: host("uint32", 8)}
     assert Record(KEY, PARENT, depth, arrays, blocks=blocks).end_tokens == end
     assert Record(KEY, PARENT, depth, record("float32").arrays).end_tokens == 0
@@ -120,7 +120,7 @@ def test_record_round_trips(read: Read) -> None:
 
 @WAYS
 def test_any_flipped_bit_is_detected(read: Read) -> None:
-    """Each byte flipped in turn, in every bit: the record is refused, or the same."""
+    """Each bit of each byte: the record is refused, or equal."""
     written = record("float16")
     raw = encode(written, "m")
     refused = 0

@@ -1,4 +1,4 @@
-"""Parts of a record's arrays, read without the rest."""
+"""Reading parts of a record's arrays."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_record_with_wrong_part_can_be_dropped(tier: ColdTier) -> None:
 
 @pytest.mark.parametrize("tier", ["disk"], indirect=True)
 def test_parts_are_read_during_write(tier: ColdTier) -> None:
-    """A write waits for the disk, and a step of an answer would wait for the write."""
+    """A write waits for the disk; a decode step must not wait for the write."""
     (record,) = chain(1)
     write(tier, record)
     written = threading.Event()
@@ -130,7 +130,7 @@ def test_read_error_switches_tier_off(tmp_path: Path) -> None:
 
 
 def test_header_order_does_not_matter(tmp_path: Path) -> None:
-    """As another version of the library may write it; what makes no sense is damage."""
+    """As other library versions may write it; nonsense is damage."""
     (record,) = chain(1)
     raw = encode(record, "a model")
     size = 8 + int.from_bytes(raw[:8], "little")

@@ -1,4 +1,4 @@
-"""Blocks as values of a store that others use: what is asked of it, and what it may answer."""
+"""Blocks in a shared remote store: requests and tolerated answers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_blocks_of_one_store_are_read_by_other(piece_bytes: int) -> None:
 
 
 def test_reader_buffers_are_four_copies_of_a_piece() -> None:
-    """The client's buffer, its answer, the bytes that it is cut from, and the piece itself."""
+    """Client buffer, response, its slice, and the piece itself."""
     assert store_module.buffer_bytes(1_000) - store_module.buffer_bytes(0) == 4_000 * READERS
     assert store_module.buffer_bytes(0) == 16_384 * 200, "names of values that were seen"
 
@@ -159,7 +159,7 @@ def test_states_are_searched_from_end(at: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_record_with_other_tokens_is_removed(depth: int) -> None:
-    """Its hash is right: whoever writes to the store can make one."""
+    """The checksum is valid: anyone who may write to the store can make one."""
     values, records, others = InMemory(), blocks(3), blocks(3, seed=1)
     store = opened(values)
     for record in records:

@@ -1,4 +1,4 @@
-"""The cold tier's thread: it holds nobody up, and is off while its folder fails."""
+"""The cold tier's thread: blocks nobody, and is off while its folder fails."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_clear_drops_queued_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost_index", [False, True])
 def test_cleared_blocks_do_not_return_with_folder(tmp_path: Path, lost_index: bool) -> None:
-    """Nor do files that a new index takes in."""
+    """Nor do files that a new index adopts."""
     folder, away = tmp_path / "cache", tmp_path / "away"
     records = chain(4)
     with running(folder, retry_seconds=0.3) as tier:
@@ -233,7 +233,7 @@ def test_cleared_blocks_do_not_return_with_folder(tmp_path: Path, lost_index: bo
 
 @pytest.mark.parametrize("gone", ["the folder", "the index"])
 def test_pending_deletion_survives_its_thread(tmp_path: Path, gone: str) -> None:
-    """Another tier of the same folder clears it before it reads, and once."""
+    """Another tier of the folder deletes before it reads, once."""
     folder, away = tmp_path / "cache", tmp_path / "away"
     moved = folder if gone == "the folder" else folder / FORMAT / INDEX_NAME
     records, tombstone = chain(4), Tombstone(folder, FINGERPRINT)
@@ -287,7 +287,7 @@ def test_closed_tier_accepts_nothing_and_blocks_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_dead_thread_blocks_nobody(tmp_path: Path) -> None:
-    """A store that cannot be made for a reason that is no fault of the folder."""
+    """The store fails for a reason other than its folder."""
 
     def wrong() -> SSDStore:
         raise ValueError("a limit without room")

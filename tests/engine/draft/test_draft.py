@@ -1,4 +1,4 @@
-"""A draft model: the same text in fewer steps, inside the same limit, and to the byte."""
+"""Draft models: equal text in fewer steps, within the memory limit."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_draft_cost_limits_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_prompt_is_not_drafted_for_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token of the answer is worth the time of one token's reading here."""
+    """Reading the prompt must cost less than the answer's tokens gain."""
     read = []
     for tokens in (40, 120):
         with running(model_of("llama"), model_of("llama")) as core:

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: alone, among others, drawn, cut, preempted, and refused."""
+"""Constrained answers: alone, batched, sampled, cut, preempted, and refused."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_uncompilable_grammar_is_refused_before_submit(
 
 
 def test_engine_thread_never_compiles_grammars(embedded: Any) -> None:
-    """Also what was forgotten between `open` and the engine is not compiled again."""
+    """Also a grammar that was dropped between `open` and the engine is not recompiled."""
     with Engine(*embedded, memory_limit="200MB") as engine:
         handle = engine.open(Request(prompt=(1, 2), max_tokens=100, n=2, grammar=GRAMMAR))
         for i in range(COMPILED_GRAMMARS):
@@ -228,7 +228,7 @@ def test_sampled_constrained_answers_are_seeded(core: Core) -> None:
 
 
 def test_logprobs_ignore_constraint(core: Core) -> None:
-    """What the grammar forbids is still what the model finds likeliest."""
+    """Log-probabilities include tokens that the grammar forbids."""
     wish = Sampling(logprobs=True, top_logprobs=1)
     free, bound = run(core, ask(core, sampling=wish), ask(core, sampling=wish, grammar=GRAMMAR))
     assert free.logprobs[0].top == bound.logprobs[0].top
@@ -377,7 +377,6 @@ def test_backend_without_bytes_is_spelled_out() -> None:
 
 
 def test_whitespace_is_bounded(signs: Core) -> None:
-    """A model that likes nothing better than blanks goes on all the same."""
     blank = Sampling(logit_bias={0: 1e6, 95: 1e6})
     handle = signs.submit(
         Request(prompt=(1, 2, 3), max_tokens=300, grammar=GRAMMAR, sampling=blank)

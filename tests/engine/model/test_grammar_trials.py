@@ -1,4 +1,4 @@
-"""Grammars that take too much: refused, counted, evicted, and ended in the middle of an answer."""
+"""Expensive grammars: refused, counted, evicted, and ended within an answer."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_expensive_grammar_is_refused(trials: GrammarTrials, embedded: Any, name
 
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_ordinary_grammar_compiles_within_limits(embedded: Any, name: str) -> None:
-    """The negative control, under the limits as they are."""
+    """Negative control, with the default limits."""
     grammars = Grammars(embedded[1], 3_025)
     first = grammars.constraint(text_of(LEGITIMATE[name]))
     assert first.allowed(3_025).any()
@@ -310,7 +310,7 @@ def test_slow_constrained_answer_fails_alone(
 def test_slow_constrained_answer_finishes_with_more_time(
     embedded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control."""
+    """Negative control."""
     monkeypatch.setattr(constraint, "BURST_SECONDS", 1e6)
     core = Core(*embedded, memory_limit="100MB", block_size=16)
     (found,) = answers(core, submit(core, AMBIGUOUS, 60))

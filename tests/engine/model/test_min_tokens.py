@@ -1,4 +1,4 @@
-"""Answers of a least length: which tokens are forbidden, for how long, and with proposals."""
+"""min_tokens: which tokens are forbidden, for how long, and with proposals."""
 
 from __future__ import annotations
 

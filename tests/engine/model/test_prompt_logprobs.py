@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens are those of the model alone, however they come about."""
+"""Prompt log-probabilities against the model alone, for every way of computing them."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_choices_share_prompt_prefill() -> None:
 
 
 def test_cached_prompt_without_logits_is_recomputed() -> None:
-    """The negative control: without the rule its numbers would be missing."""
+    """Negative control: without the rule its log-probabilities would be missing."""
     model = model_of("llama")
     with running(None) as core:
         submit(core, SHARED)
@@ -183,7 +183,7 @@ def test_cached_logprobs_are_bounded_and_evicted() -> None:
 
 
 def test_logits_are_reserved_before_allocation() -> None:
-    """A chunk's logits fit in the bytes that are reserved for them, with what is made of them."""
+    """The logits of a chunk, and everything computed from them, fit the reserved bytes."""
     model = model_of("llama")
     with running(None) as core:
         size = core.estimator.logits_tokens
@@ -210,7 +210,7 @@ def test_logits_are_reserved_before_allocation() -> None:
 
 
 def test_full_vocabulary_scores_are_reserved_before_allocation() -> None:
-    """Those of two prompts, both until the end of their sequences."""
+    """Two prompts hold their scores until their sequences end."""
     model = model_of("llama")
     with running(None) as core:
         kept = 8 * len(SHARED) * (1 + VOCABULARY_TOKENS)

@@ -1,4 +1,4 @@
-"""Proposers behind one that is sure are not asked, and the proposals are the same."""
+"""Asking proposers lazily gives the same proposals as asking all."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PARTS: Any = st.lists(
 @given(PARTS, st.lists(st.integers(0, 5), max_size=30))
 @settings(max_examples=150)
 def test_search_matches_asking_every_proposer(parts: Parts, expected: list[int]) -> None:
-    """Sequences take turns; pages are few, so that the oldest are filled anew."""
+    """Sequences take turns; there are few pages, so the oldest are reused."""
     check_same(parts, expected)
 
 
@@ -95,7 +95,7 @@ def test_search_on_repetitive_texts_matches_asking_every_proposer() -> None:
 
 
 def test_check_detects_proposer_that_misses_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: asked for nothing, it leaves text out that others may go on with."""
+    """Negative control: if not asked, it skips text."""
     propose = SharedProposer.propose
 
     def lazy(self: SharedProposer, tokens: Sequence[int], most: int) -> Proposal:

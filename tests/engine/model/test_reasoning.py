@@ -1,4 +1,4 @@
-"""Reasoning that ends with its budget, by marks of one token and of several."""
+"""Reasoning budgets, with end markers of one and of several tokens."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Only:
 
 
 def test_grammar_starts_after_reasoning() -> None:
-    """However long that is, and where proposed tokens reach beyond its end."""
+    """For reasoning of any length, also where proposals extend past its end."""
     limit = ReasoningLimit(ReasoningBudget(max_tokens=9, start=START, end=END, inside=True))
     rule = BehindReasoning(limit, Only(3))
     assert rule.free and rule.allowed(6).all() and rule.forced() == []

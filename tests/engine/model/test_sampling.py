@@ -1,4 +1,4 @@
-"""Choosing tokens: equal to mlx-lm's filters, to the same text in every company, row by row."""
+"""Sampling: mlx-lm's filters, batch invariance, and per-row errors."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_draws_match_mlx_lm_distribution(values: dict[str, Any]) -> None:
 
 
 def test_filter_order_matches_mlx_lm() -> None:
-    """With these weights every other order of the filters leaves other tokens."""
+    """With these weights every other order leaves other tokens."""
     logits = mx.log(mx.array([30.0, 20.0, 18.0, 12.0, 8.0, 7.0, 5.0]))
     values = {"top_p": 0.65, "min_p": 0.61, "top_k": 2}
     theirs = sample_utils.make_sampler(temp=2.0, **values)
@@ -138,7 +138,7 @@ def test_filter_order_matches_mlx_lm() -> None:
 
 @pytest.mark.parametrize("scale", [4.0, 0.01], ids=["found among the likeliest", "not found"])
 def test_top_p_of_large_vocabulary_matches_mlx_lm(scale: float) -> None:
-    """The likeliest tokens are looked at first, all of them where these do not hold enough."""
+    """The largest logits are tried first, and all where these do not suffice."""
     size = 10 * module.NUCLEUS_TOKENS
     logits = random_logits(3, size, scale=scale)
     _, enough = module._nucleus(logits[0] - mx.max(logits[0]), 0.9, module.NUCLEUS_TOKENS)
@@ -206,7 +206,7 @@ def test_presence_and_frequency_penalties_match_mlx_lm(name: str, penalty: float
 
 
 def test_penalty_order_matches_mlx_lm() -> None:
-    """With an empty prompt all count the same tokens in both."""
+    """With an empty prompt both count the same tokens."""
     logits = random_logits(64)
     values: dict[str, Any] = {
         "logit_bias": {9: -4.0, 2: 7.5, 0: 1.0},
@@ -245,7 +245,7 @@ def test_penalties_recount_truncated_answer() -> None:
 def test_token_counts_are_updated_incrementally(
     before: list[int], answer: list[int], window: int | None, data: st.DataObject
 ) -> None:
-    """Tokens 8 and 9 are beyond the vocabulary, as an image's placeholder may be."""
+    """Tokens 8 and 9 are beyond the vocabulary, like image placeholders."""
     ours = module._Occurrences(before, window)
     ends = data.draw(st.lists(st.integers(0, len(answer)), max_size=8))
     for end in [*ends, *range(len(answer) + 1)]:
@@ -315,7 +315,7 @@ def test_global_random_state_is_unused() -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_draws_follow_distribution(temperature: float) -> None:
-    """Chi squared of 4,000 draws over 8 tokens; 24.3 is passed once in a thousand seeds."""
+    """Chi squared of 4,000 draws over 8 tokens; one seed in a thousand exceeds 24.3."""
     logits, count = random_logits(8, scale=1.0), 4000
     ours = sampler(temperature=temperature, seed=9)
     tokens = [token_of(ours.choose(logits, range(step))) for step in range(count)]
@@ -325,7 +325,7 @@ def test_draws_follow_distribution(temperature: float) -> None:
 
 
 def test_neighboring_draws_are_independent() -> None:
-    """Of two tokens: pairs of neighbors, of seeds and of choices are equally frequent."""
+    """Pairs of neighboring draws, seeds and choices are equally frequent."""
     logits, count = mx.zeros(2), 1500
     base = [sampler(temperature=1.0, seed=1).choose(logits, range(i)).token for i in range(count)]
     seed = [sampler(temperature=1.0, seed=2).choose(logits, range(i)).token for i in range(count)]
@@ -405,7 +405,7 @@ def company() -> list[TokenSampler]:
 
 
 def test_batched_rows_match_single_rows() -> None:
-    """Over 12 steps, rows in another order each time, one of them broken."""
+    """12 steps with rows in changing order, one of them invalid."""
     alone, together = company(), company()
     answers: list[list[int]] = [[] for _ in alone]
     order = np.random.default_rng(0)
@@ -525,7 +525,7 @@ def test_one_row_and_one_token() -> None:
 
 
 def test_sampler_works_on_other_thread() -> None:
-    """Streams belong to threads: nothing lazy may be made in the constructor."""
+    """Streams belong to threads: the constructor must create nothing lazy."""
     samplers, found = company(), []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Several tokens a step: the same text, in fewer steps."""
+"""Speculative decoding: equal text in fewer steps."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_short_match_does_not_resume_after_substitution() -> None:
 
 
 def test_most_frequent_continuation_is_proposed() -> None:
-    """Calls of an agent, of which each has another token in some place."""
+    """Tool calls of an agent, each with one differing token."""
     call = list(range(10, 20))
     calls = [[*call], [*call], [*call[:5], 98, *call[6:]]]
     text = [token for number, one in enumerate(calls) for token in (*one, 50 + number)]
@@ -234,7 +234,7 @@ def test_shared_text_is_proposed_within_tenant() -> None:
 def test_shared_text_matches_linear_search(
     parts: list[tuple[int, list[int]]], last: list[int]
 ) -> None:
-    """Sequences take turns; pages are few, so that the oldest are filled anew."""
+    """Sequences take turns; there are few pages, so the oldest are reused."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_text, "PAGE_TOKENS", 8)
         text = SharedText(8 * 6)
@@ -416,7 +416,7 @@ def test_check_detects_states_after_rejected_tokens(monkeypatch: pytest.MonkeyPa
 
 
 def test_repetitive_text_takes_fewer_steps() -> None:
-    """The embedded model says the same again and again where its context does."""
+    """The embedded model repeats itself where its context does."""
     recall = load_all(MODEL_PATH)
     prompt = recall.tokenizer.encode("amber lotus . " * 20)
     request = Request(prompt=tuple(prompt), max_tokens=60, ignore_eos=True)
@@ -443,7 +443,7 @@ def test_check_detects_verifier_that_accepts_everything(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
 def test_answer_may_end_inside_proposal(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The conversation goes on behind it, from the states of recurrent layers at its end."""
+    """The conversation continues from the recurrent states at the end."""
     with running(family) as core:
         (whole, _), *_ = answers(core, REQUESTS[:1])
     monkeypatch.setattr(Speculation, "propose", oracle([[*PROMPT, *whole]], 0.0))
@@ -460,7 +460,7 @@ def test_answer_may_end_inside_proposal(family: str, monkeypatch: pytest.MonkeyP
 
 
 def test_earlier_answers_are_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled answers of a random model repeat nothing of themselves."""
+    """Sampled answers of a random model do not repeat themselves."""
 
     def request(salt: str) -> Request:
         sampling = Sampling(temperature=1.0, seed=4)
@@ -562,7 +562,7 @@ def test_usage_excludes_proposals_past_end(
 
 
 def test_error_after_accepted_tokens_holds_no_arrays() -> None:
-    """A grammar may raise one error again and again; its frames would keep the step's logits."""
+    """A grammar may raise one cached error; its frames would hold the step's logits."""
     kept = ValueError("no token fits")
 
     class Refusing:

@@ -1,4 +1,4 @@
-"""Several tokens a step under everything that a request may ask for: the same answers."""
+"""Speculative decoding with all request options: equal answers."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_forced_tokens_are_proposed_and_forbidden_are_cut(embedded: Any) -> None
 
 
 def test_constrained_answers_take_fewer_steps(embedded: Any) -> None:
-    """Its forced tokens are proposals, also where the text repeats nothing."""
+    """Forced tokens are proposals, also without repetition."""
     steps, texts = [], []
     for width in (0, 8):
         with running(embedded, speculative_tokens=width) as core:
@@ -200,7 +200,7 @@ def test_verified_answers_follow_model_distribution() -> None:
 
 
 def test_check_detects_bias_toward_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: one of ten proposals is accepted without a draw."""
+    """Negative control: one in ten proposals is accepted without a draw."""
     choose, draw = sample_all, Random(2)
 
     def biased(logits: mx.array, samplers: Any, generated: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Text as it becomes certain: characters across tokens, stop strings across everything."""
+"""Streamed text: multi-token characters and stop strings."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_zero_byte_round_trips(kind: str, text: str) -> None:
 
 
 def test_mlx_lm_zero_byte_bug_is_still_present() -> None:
-    """If it ends this, `byte_level` can go."""
+    """Once mlx-lm fixes this, `byte_level` can go."""
     assert whole("bpe", tokens_of("bpe", "a\0b")) == "aĀb"
     detokenizer_of(TOKENIZERS["bpe"])
     assert whole("bpe", tokens_of("bpe", "a\0b")) == "aĀb", "its own copies stay as they are"
@@ -149,7 +149,7 @@ def test_stop_string_across_tokens(kind: str) -> None:
 
 
 def test_stop_string_is_in_no_single_piece(kind: str) -> None:
-    """Looking into the pieces one by one would not find it."""
+    """Searching single pieces would not find it."""
     tokens = [*tokens_of(kind, "x"), piece_token("ab"), piece_token("cab")]
     pieces, _ = run(kind, tokens, ())
     assert "".join(pieces) == "xabcab"
@@ -188,7 +188,7 @@ def test_first_completed_stop_wins_then_longest(kind: str) -> None:
 
 
 def test_stop_string_in_final_flush() -> None:
-    """mlx-lm's byte-level detokenizer keeps a lone space back."""
+    """mlx-lm's byte-level detokenizer holds back a lone space."""
     pieces, stream = run("bpe", tokens_of("bpe", "ab "), [" "])
     assert "".join(pieces) == "ab"
     assert stream.stopped == " "
@@ -267,7 +267,7 @@ def test_invalid_utf8_pieces_join_to_text_cut_at_first_stop(
 def test_text_is_held_only_while_stop_is_possible(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    """After every token: what is out is all but the longest end that begins a stop string."""
+    """All but the longest suffix that begins a stop string is emitted after every token."""
     stream, out = TextStream(TOKENIZERS["spm"].detokenizer, stops), ""
     before = cut(text, stops)[0] if cut(text, stops)[1] else text
     for end, token in enumerate(tokens_of("spm", text), 1):
@@ -328,7 +328,7 @@ TOKENS = st.lists(st.sampled_from(PIECES).map(piece_token), min_size=1, max_size
 @settings(deadline=None)  # the first call makes what takes long
 @given(prompt=TOKENS, answer=TOKENS, name=st.sampled_from(list(TOKENIZERS)))
 def test_completion_text_continues_prompt(prompt: list[int], answer: list[int], name: str) -> None:
-    """The answer's text is what it adds to the prompt's, with the first space of all."""
+    """Includes the leading space."""
     tokenizer = TOKENIZERS[name]
     before = tokenizer.decode(prompt)
     stream = TextStream(tokenizer.detokenizer, (), prompt[-8:])
@@ -337,6 +337,6 @@ def test_completion_text_continues_prompt(prompt: list[int], answer: list[int], 
 
 
 def test_leading_space_is_dropped_without_prompt() -> None:
-    """As mlx-lm writes a chat answer."""
+    """As mlx-lm renders chat answers."""
     token = piece_token(" a")
     assert "".join(run("bpe", [token], ())[0]) == "a"

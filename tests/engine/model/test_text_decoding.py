@@ -1,4 +1,4 @@
-"""Ways from an answer's tokens to its text: by a tokenizer, or without one."""
+"""Text decoding with a tokenizer, or without one."""
 
 from __future__ import annotations
 

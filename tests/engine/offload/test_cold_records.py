@@ -1,4 +1,4 @@
-"""Records of several blocks: as few as of large blocks, and nothing of a chain is lost for that."""
+"""Records of several blocks: few files, and no block is lost."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_text_is_equal_after_restart(family: str, tokens: int, tmp_path: Path) -
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_small_blocks_make_no_more_records(family: str, tmp_path: Path) -> None:
-    """What a turn leaves unfinished is one record, which the next turn's replaces."""
+    """The unfinished end of a turn is one record, replaced by that of the next turn."""
     said = prompt(100)
     for turn in range(1, 5):
         with running(tmp_path, family) as core:
@@ -146,7 +146,7 @@ def test_all_blocks_are_preloaded(family: str, tmp_path: Path) -> None:
 
 
 def test_queued_chain_is_extended_in_place(tmp_path: Path) -> None:
-    """Else a long prompt, which is noted chunk by chunk, would fill the list with its own names."""
+    """Otherwise the chunks of a long prompt would fill the queue."""
     with running(tmp_path) as core:
         assert core.tiers is not None
         (tier,) = core.tiers

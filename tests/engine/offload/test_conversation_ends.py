@@ -1,4 +1,4 @@
-"""Ends of conversations linger on their way to a tier: few records, and nothing lost for that."""
+"""Conversation ends are delayed before they are written: few records, nothing lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of spilled blocks against a dictionary, and its bytes."""
+"""The cache of spilled blocks against a dict, and its bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def raw(numbers: list[int]) -> list[np.ndarray]:
     ),
 )
 def test_pair_cache_is_lru(count: int, requests: list[tuple[list[int], bool]]) -> None:
-    """Of some requests the read fails, once there is room for it."""
+    """Some reads fail after the slots were assigned."""
     cache, held = PairCache(count, NBYTES), OrderedDict[int, int]()
     for number, (asked, fails) in enumerate(requests):
         slots = cache.find(checksums(asked))
@@ -65,7 +65,7 @@ def test_pair_cache_is_lru(count: int, requests: list[tuple[list[int], bool]]) -
 
 
 def test_empty_pair_cache_finds_nothing() -> None:
-    """Not even pairs whose checksums are what its memory begins with."""
+    """Not even pairs whose checksums equal the initial memory."""
     cache = PairCache(4, NBYTES)
     assert cache.find(np.zeros((2, 2), np.uint64)).tolist() == [-1, -1]
 

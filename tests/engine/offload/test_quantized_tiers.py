@@ -1,4 +1,4 @@
-"""Codecs and the cold tier: blocks are written and read as they are held, and never otherwise."""
+"""Codecs and the cold tier: blocks are written and read in their codec."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def whole(core: Core, tokens: list[int]) -> list[list[bytes]]:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_restart_preserves_text_and_codes(model: Any, tmp_path: Path, codec: str) -> None:
-    """Neither what is said, nor a bit of what is held, nor how many bytes there are."""
+    """Text, codes and byte counts."""
     asked = prompt()
     with running(model, tmp_path, codec) as core:
         ask(core, asked)
@@ -113,7 +113,7 @@ def test_restart_preserves_text_and_codes(model: Any, tmp_path: Path, codec: str
 
 
 def test_block_of_last_token_is_recomputed(model: Any, tmp_path: Path) -> None:
-    """That token is computed, and so is its block: others would read it as codes."""
+    """That token is computed, so its block must not be read as codes."""
     asked = prompt()[: 10 * BLOCK]
     with running(model, tmp_path, "turbo4") as core:
         ask(core, asked)
@@ -182,7 +182,7 @@ AT_REST: dict[str, Any] = {
 def test_short_prompt_is_equal_cold_warm_and_restarted(
     model: Any, tmp_path: Path, codec: str
 ) -> None:
-    """Its blocks are raw in memory, and tiers have none of them."""
+    """Its blocks stay raw in memory and are not in the tier."""
     asked = prompt()[: 5 * BLOCK + 20]
     with running(model, tmp_path / "raw", None) as core:
         expected = [ask(core, asked)[0] for _ in range(2)]

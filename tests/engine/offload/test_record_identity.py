@@ -1,4 +1,4 @@
-"""Records of other settings: never read, never taken for damaged, found again by their own."""
+"""Records of other settings: never read, not counted as damaged, and still readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The remote tier under the engine, and beside a folder: no text ever changes, nobody waits long.
+"""The remote tier under the engine and beside a folder: text never changes.
 
 What a real store does is tested by `make test-scale`.
 """
@@ -94,7 +94,7 @@ def spoil(path: Path) -> None:
 def test_lost_spilled_blocks_are_read_from_other_tier(
     tmp_path: Path, harm: Callable[[Path], object]
 ) -> None:
-    """Those that a step chose, and those that are streamed for a first token."""
+    """Both selected blocks and those streamed for a first token."""
     asked, settings = prompt(897), {**SPILLED, "record_tokens": 64}
     with running(None, **{**settings, "active_kv_size": None}) as core:
         expected = ask(core, asked, max_tokens=40)

@@ -1,4 +1,4 @@
-"""The cold tier under the engine: what was read once is read back, and no text ever changes."""
+"""The SSD tier under the engine: blocks are restored and text never changes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_text_is_equal_cold_warm_and_restarted(family: str, tmp_path: Path) -> N
 
 
 def test_check_detects_foreign_kv(tmp_path: Path) -> None:
-    """A negative control: the comparison sees what is read, and would see wrong bytes."""
+    """Negative control: wrong bytes change the text."""
     asked = prompt(200)
     expected = cold_text(asked)
     with running(tmp_path) as core:
@@ -95,7 +95,7 @@ def test_restart_at_block_boundaries(tokens: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_blocks_of_any_size_are_restored(family: str, block_size: int, tmp_path: Path) -> None:
-    """A prompt that is wholly on the disk, one that ends within a block, and the next turn."""
+    """A prompt wholly on disk, one that ends inside a block, and the next turn."""
     asked = prompt(42)
     turn = (*asked, *cold_text(asked, family), *prompt(5, 1))
     prompts = (asked, asked[:41], turn)
@@ -118,7 +118,7 @@ def test_blocks_of_any_size_are_restored(family: str, block_size: int, tmp_path:
 
 
 def test_hot_blocks_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks in daily use are those that a restart needs; the disk sees that they are used."""
+    """A restart needs them, so memory hits refresh the blocks on disk."""
     monkeypatch.setattr(index_module, "WORTH_OF_A_HIT", 0.0)  # recency alone
     daily, others = prompt(150), [prompt(150, seed) for seed in range(1, 6)]
     with running(tmp_path) as core:
@@ -167,7 +167,7 @@ def test_evicted_blocks_are_restored(tmp_path: Path) -> None:
 
 
 def test_conversation_continues_after_restart(tmp_path: Path) -> None:
-    """Answers are written too: the next turn begins with them."""
+    """Answers are written too."""
     turn = list(prompt(100))
     with running(tmp_path) as core:
         turn += ask(core, turn, max_tokens=60)
@@ -345,7 +345,7 @@ def test_restore_peak_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_restore_evicts_to_make_room(tmp_path: Path) -> None:
-    """With room for one prompt only, each evicts the other, and comes back from the disk."""
+    """Memory holds one prompt: each evicts the other and is restored."""
     asked = [prompt(300, seed) for seed in range(3)]
     expected = [cold_text(tokens) for tokens in asked]
     with running(tmp_path) as core:
@@ -493,7 +493,7 @@ def test_explain_reports_blocks_on_disk(tmp_path: Path) -> None:
 def test_memory_hit_allocates_nothing_and_eviction_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The arrays that are stored are those that are read."""
+    """The stored arrays are the ones that are read."""
     caplog.set_level(logging.DEBUG, "penstock")
     with running(None, hot_cache_only=True) as core:
         ask(core, prompt(200))

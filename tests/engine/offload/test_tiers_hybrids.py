@@ -1,4 +1,4 @@
-"""The cold tier with recurrent layers: checkpoints are records of their own, and never trusted."""
+"""The SSD tier with recurrent layers: checkpoints are separate records."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_flipped_bit_is_a_miss(folder: Path) -> None:
 
 
 def test_partial_restore_without_room_is_readmitted(folder: Path) -> None:
-    """It is preempted when its blocks have come, and no step does nothing while it waits."""
+    """It is preempted after its blocks were restored; no idle steps while it waits."""
     expected = fresh()
     flip(folder)
     with running(folder, FAMILY) as core, pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def test_partial_restore_without_room_is_readmitted(folder: Path) -> None:
 
 
 def test_states_past_last_token_are_not_read(folder: Path) -> None:
-    """A prompt of whole blocks computes its last token: states at its very end are of no use."""
+    """The last token is computed, so states after it are useless."""
     whole = PROMPT[: 4 * BLOCK]
     with running(None, FAMILY) as core:
         expected = ask(core, whole)
@@ -113,7 +113,7 @@ def test_missing_checkpoint_is_a_miss(folder: Path) -> None:
 
 
 def test_blocks_in_memory_need_only_the_checkpoint(folder: Path) -> None:
-    """Who parts from what is held goes on from a checkpoint on the disk behind blocks in RAM."""
+    """A diverging prompt resumes from a checkpoint on disk behind blocks in memory."""
     with running(folder, FAMILY) as core:
         first = ask(core, PROMPT)
         (recurrent,) = core.stores.all_of(RecurrentStates)
@@ -192,7 +192,7 @@ def test_nothing_is_written_without_disk(tmp_path: Path, monkeypatch: pytest.Mon
 def test_states_of_other_shape_are_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: then nothing is restored, for nobody could go on."""
+    """Negative control: nothing can be restored."""
     with running(tmp_path / "cold", FAMILY) as core:
         assert core.tiers is not None
         core.tiers.tiers["disk"].writer._state_form = StateForm.of(())

@@ -1,4 +1,4 @@
-"""The engine with its nodes in codecs: smaller, bounded, and near what full precision says."""
+"""Requantized nodes: smaller, bounded, and near full precision."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_eight_bits_are_near_full_precision(codec: str, model: Any) -> None:
 
 
 def test_check_detects_four_bits(model: Any) -> None:
-    """A negative control: the codes are read, and not what they were made of."""
+    """Negative control: the codes are read, not the raw KV."""
     assert 0.05 < apart(model, "4") < 0.5
 
 
@@ -165,7 +165,7 @@ def test_text_is_equal_cold_warm_and_batched(codec: str, model: Any) -> None:
 
 @pytest.mark.parametrize("codec", ["4", "k8v4", "turbo2.5", "kivi4/turbo3"])
 def test_node_nbytes_match_formula(codec: str, model: Any) -> None:
-    """The originals are gone once the quantized node stands, in the ledger and in memory."""
+    """The raw arrays are freed in the ledger and in memory."""
     with running(model, codec) as core:
         mx.set_cache_limit(0)  # it hands out larger buffers than were asked for
         before = mx.get_active_memory() - core.view.held_bytes
@@ -207,7 +207,7 @@ def test_nodes_are_quantized_once_unread(model: Any) -> None:
 
 
 def test_node_awaiting_codes_can_be_evicted(model: Any) -> None:
-    """Nothing but the tree holds it: its bytes are no longer counted."""
+    """Only the tree holds it, so its bytes are no longer counted."""
     with running(model, "8", kv_cache_quantize_when="at-rest") as core:
         handle = submit(core, prompt(500))
         while not handle.ends:
@@ -224,7 +224,7 @@ def test_node_awaiting_codes_can_be_evicted(model: Any) -> None:
 
 
 def test_preempted_answer_has_full_precision(model: Any) -> None:
-    """What it reads again when it has a place again is not encoded meanwhile."""
+    """Nodes that it reads after resuming are not encoded meanwhile."""
     asked = prompt(500)
     with running(model, None) as core:
         expected = ask(core, asked)
@@ -279,7 +279,7 @@ def test_long_prompt_is_quantized_whole(tokens: int, first: int, model: Any) -> 
 
 
 def test_active_codec_keeps_first_tokens_raw(model: Any) -> None:
-    """Else a block would have to be in two forms: for the short prompt, and for the longer one."""
+    """Otherwise a block would need two forms, for the short and the longer prompt."""
     with running(model, "4", **{**AT_REST, "kv_cache_quantize_when": "active"}) as core:
         ask(core, prompt(500), max_tokens=1)
         assert covered(core) == {False: (0, 256), True: (256, 448)}
@@ -287,7 +287,7 @@ def test_active_codec_keeps_first_tokens_raw(model: Any) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 def test_short_prompt_shares_codes_of_longer_prompt(order: tuple[int, ...], model: Any) -> None:
-    """A node is coded if some path through it is long enough, whichever came first."""
+    """A node is coded if any path through it is long enough."""
     long, short = prompt(400), (*prompt(128), *prompt(70, 1))
     asked = (long, short, prompt(200, 2))
     with running(model, "4", **AT_REST) as core:
@@ -414,8 +414,7 @@ def test_invalid_settings_are_refused_with_reason(
 
 @pytest.mark.parametrize(("codec", "share"), [("raw", 0.95), ("k8v4", 0.7), ("auto5x", 0.7)])
 def test_quantization_does_not_shorten_longest_prompt(model: Any, codec: str, share: float) -> None:
-    """Codes are dequantized some tokens at a time where a chunk reads them: half as long a prompt
-    was let in when it was a layer at a time."""
+    """Chunks dequantize piecewise; whole layers would halve the longest prompt."""
 
     def longest(codec: str | None) -> int:
         with running(model, codec, memory_limit="35MB") as core:
@@ -539,7 +538,7 @@ def test_scale_calibration_is_repeatable_and_bounded(large: Any) -> None:
 
 
 def test_coded_nodes_are_merged_by_bytes(model: Any) -> None:
-    """So that who reads them reads fewer parts; an engine without codes merges as before."""
+    """Readers then have fewer spans; without codecs merging is unchanged."""
     asked = prompt(1_200)
     for codec, longest in (("affine8", 448), (None, 128)):
         with running(model, codec, kv_cache_quantize_when="at-rest") as core:

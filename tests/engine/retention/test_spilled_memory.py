@@ -1,4 +1,4 @@
-"""Memory of sequences most of which is in a cold tier: while they are read, and of ten at once."""
+"""Memory of sequences that are mostly in a cold tier, while prefilled and at rest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def settings_of(tokens: int, attend: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("records", [None, 1])
 def test_prompt_is_spilled_during_prefill(tmp_path: Path, records: int | None) -> None:
-    """Where memory is free, too: records of a chunk are written while the next one is computed."""
+    """Also with free memory: a chunk is written while the next one is computed."""
     with running(tmp_path, prefill_chunk=256) as core:
         assert core.tiers is not None
         if records is not None:  # a negative control
@@ -61,7 +61,7 @@ def test_prompt_is_spilled_during_prefill(tmp_path: Path, records: int | None) -
 def test_refused_blocks_are_committed_before_next_chunk(
     tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt has reserved a few chunks; without a second try the rest would be in no account."""
+    """A prompt reserves a few chunks; without a retry the rest would be unaccounted."""
     if not again:  # a negative control
         monkeypatch.setattr(SequenceKV, "commit_again", lambda self: True)
     with running(tmp_path, prefill_chunk=256) as core:
@@ -96,7 +96,7 @@ def held_bytes(core: Core) -> int:
 def test_32_000_tokens_hold_an_eighth_of_their_bytes(
     tmp_path: Path, model: Callable[[], Any]
 ) -> None:
-    """With index, places and the cache of blocks; from an answer's first tokens on."""
+    """Including the index, places and the block cache, from the first tokens on."""
     tokens, active = LONG
     core = Core(
         model(),
@@ -139,10 +139,7 @@ def room_of_one(folder: Path, tokens: int, active: int, **settings: Any) -> int:
 def test_ten_spilled_conversations_fit_in_memory_of_one(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
-    """They say what they say where there is room for all; several have a place at a time.
-
-    None is preempted: what the tree's index of a prompt takes is reserved, too.
-    """
+    """Texts match an engine with room for all; several run at a time and none is preempted."""
     tokens, active = size
     settings = settings_of(*size)
     prompts = [prompt(tokens, seed) for seed in range(10)]
@@ -173,11 +170,7 @@ def test_ten_spilled_conversations_fit_in_memory_of_one(
 
 
 def test_later_turns_stay_within_limit(tmp_path: Path) -> None:
-    """Codes are read beside a tier that has their numbers before coding; memory has room for one.
-
-    Each conversation goes on twice, after the others: most of it is in the tier by then, some of it
-    marked and some of it compared with its codes.
-    """
+    """Memory holds one conversation in codes; each continues twice, mostly from the tier."""
     tokens, active = SHORT
     codec = {"kv_cache_quantization": "affine8", "kv_cache_min_quantize_tokens": 0}
     settings = {**settings_of(*SHORT), **codec}

@@ -1,4 +1,4 @@
-"""Keys and values that leave memory for a cold tier: the same text, in bounded memory."""
+"""KV spilled to a cold tier: equal text in bounded memory."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_spilling_does_not_change_text(tmp_path: Path, family: str, more: dict[s
 def test_spilling_with_codecs_does_not_change_text(
     tmp_path: Path, codec: str, family: str, more: dict[str, Any]
 ) -> None:
-    """Later turns read codes: of blocks that were spilled raw, and of blocks that stayed behind."""
+    """Later turns read codes of blocks spilled raw, and of resident blocks."""
     if family == "heads of 64":
         family, more = "llama", {**more, "model": single_layer()}
     settings = {**CODEC, **more, "kv_cache_quantization": codec}
@@ -172,7 +172,7 @@ def test_batched_and_parallel_choices_match_single(tmp_path: Path) -> None:
 
 
 def test_short_prompt_reads_spilled_prefix_whole(tmp_path: Path) -> None:
-    """It begins like a longer one, whose first tokens are in the tier."""
+    """It shares its beginning with a longer prompt, whose first tokens are spilled."""
     short = (*LONG[:64], 3, 4)
     (expected,) = whole(tmp_path, "llama", short)
     with running(tmp_path / "spilled") as core:
@@ -191,7 +191,7 @@ def first_scores(core: Core, *prompts: Sequence[int]) -> list[dict[int, float]]:
 
 
 def test_first_token_uses_full_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in the tier is read for it piece by piece, also where others choose meanwhile."""
+    """Spilled KV is streamed piece by piece, also beside selective rows."""
     both = LONG[:897], OTHER[:689]  # whole blocks and a token: cached, nothing is computed again
     with running(tmp_path / "whole", attend_tokens=None, active_kv_size=None) as core:
         expected = [first_scores(core, asked)[0] for asked in both]
@@ -280,7 +280,7 @@ class Requests:
 def test_layer_waits_for_tier_at_most_once_per_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
-    """Whatever rows, key heads, sides and nodes want blocks, which are read once, in order."""
+    """Blocks wanted by several rows, heads, sides and nodes are read once, in order."""
     if not joined:  # a negative control
         together = choice_reader.held_for
 
@@ -313,7 +313,7 @@ def test_layer_waits_for_tier_at_most_once_per_step(
 def test_unselective_row_waits_once_per_layer_and_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
-    """It is shorter than a choice, and what it begins with is in the tier: for others."""
+    """It is shorter than the budget, and its beginning is spilled for others."""
     short = (*LONG[:90], 3, 4)
     (expected,) = whole(tmp_path, "llama", short)
     if not joined:  # a negative control
@@ -403,7 +403,7 @@ def test_slow_tier_counts_as_missing_blocks(
 
 
 def test_store_error_holds_no_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its frames would keep the arrays of the step as long as a log, or an answer, keeps it."""
+    """Its frames would hold the step's arrays as long as a log or an answer holds the error."""
     errors: list[ValueError] = []
 
     def fails(store: SSDStore, key: bytes, parts: object) -> None:
@@ -426,7 +426,7 @@ def test_store_error_holds_no_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_prompt_longer_than_memory_stays_within_limit(tmp_path: Path) -> None:
-    """What MLX holds at its peak beside what it held before fits into the ledger's account."""
+    """MLX's peak above the baseline fits the ledger's account."""
     asked = prompt(4_000, 5)
     # Records of 320 tokens, as they are outside of tests.
     settings = {**SPILLED, "max_kv_size": 4_352, "max_batch_size": 1, "prefill_chunk": 256}
@@ -500,7 +500,7 @@ def test_spilling_statistics_and_metrics(tmp_path: Path) -> None:
 def test_lone_prompt_without_room_restarts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
-    """The tree may hold more of it than it reads, in a node that it keeps there."""
+    """The tree may hold more of the prompt than it reads, in a shared node."""
     (expected,) = whole(tmp_path, "llama", LONG)
     top_up, calls = MemoryBudget.top_up, []
 
@@ -524,7 +524,7 @@ def test_lone_prompt_without_room_restarts_once(
 def test_large_node_with_shared_prefix_does_not_block_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool
 ) -> None:
-    """The node fits beside the prompt's reservation, and a copy of it to split it does not."""
+    """The node fits beside the prompt's reservation, but a copy to split it does not."""
     if not drops:  # a negative control
         monkeypatch.setattr(EngineSequenceKV, "drop_unread", lambda self: None)
     older = prompt(SPILLED_MERGE_TOKENS + 1, 1)
@@ -551,7 +551,7 @@ def test_large_node_with_shared_prefix_does_not_block_prompt(
 
 
 def test_released_blocks_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops read addresses, which keep nothing: what has no room in the cache is only held."""
+    """Loops read raw addresses: blocks without a cache slot have to be held."""
     (expected,) = whole(tmp_path, "llama", LONG)
     memory: list[Any] = []
 

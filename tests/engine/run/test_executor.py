@@ -1,4 +1,4 @@
-"""`ModelExecutor` with a real model, pool and tree: without an engine."""
+"""`ModelExecutor` with a real model, pool and tree, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings whose steps cannot fit are refused before memory is taken for them."""
+"""Settings with oversized steps are refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def taken(make: Any) -> int:
 
 @pytest.mark.parametrize("power", [1, 2])
 def test_step_bytes_extrapolate_from_smaller_steps(power: int) -> None:
-    """In a line, and with the square of the size, as the scores of a chunk's attention."""
+    """Linear and quadratic, as the scores of a chunk are."""
 
     def run(size: int) -> None:
         mx.eval(mx.zeros((size**power, 16_384)))
@@ -70,7 +70,7 @@ def test_oversized_steps_are_refused_before_allocation(settings: dict[str, int])
 
 
 def test_fitting_settings_are_accepted() -> None:
-    """A large batch, or a long chunk, of a small model is nothing to refuse."""
+    """Large batches or long chunks of a small model fit."""
     loaded = load_all(str(MODEL_PATH))
     for settings in ({"max_batch_size": 64}, {"max_batch_size": 1_024}, {"prefill_chunk": 2_048}):
         with make_engine(loaded, memory_limit=LIMIT, **settings) as engine:

@@ -1,4 +1,4 @@
-"""An engine that is opened again on a model asks for what it asked for at first, to the byte."""
+"""A reopened engine reserves the same bytes as the first."""
 
 from __future__ import annotations
 

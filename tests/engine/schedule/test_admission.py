@@ -1,4 +1,4 @@
-"""`Admission` with a real scheduler, budget, tree and pool: without a model or an engine."""
+"""`Admission` with a real scheduler, budget, tree and pool, without a model."""
 
 from __future__ import annotations
 

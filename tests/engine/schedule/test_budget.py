@@ -1,4 +1,4 @@
-"""`MemoryBudget` on plain sequences, a real ledger and a real tree: without an engine."""
+"""`MemoryBudget` on plain sequences with a real ledger and tree."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_most_tokens_is_longest_fitting_sequence() -> None:
 
 
 def test_prompt_logprobs_are_reserved() -> None:
-    """Their rows of 4 times 8 bytes a token, and a chunk's logits."""
+    """4 rows of 8 bytes per token, and a chunk's logits."""
     made, plain = budget(12_000_000), Answer(100)
     asked = Answer(100, kv=KV(prompt_logprobs=PromptLogprobs(range(100), top=3)))
     logits = made._estimator.logits_bytes + 2 * 8 * 32 * 4 + 40 * (2**18 // 100) * 3
@@ -225,7 +225,7 @@ def test_only_unpinned_nodes_are_evicted_for_room() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_admission_uses_expected_length(*, alone: bool) -> None:
-    """256 tokens are expected of an answer; both are to reach their ends together."""
+    """256 tokens are expected of an answer."""
     tokens = 99 + 256
     both = 2 * (tokens * TOKEN + scores(tokens)) + layer(tokens)
     made = budget(FIXED + both - 1)

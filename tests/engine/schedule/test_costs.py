@@ -1,4 +1,4 @@
-"""`MemoryEstimator` on plain figures: every number here was computed by hand."""
+"""`MemoryEstimator` against figures computed by hand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_sequence_bytes_are_bounded_by_window_and_two_chunks(tokens: int, held: 
 
 
 def test_sequence_bytes_of_ring_window_include_both_ends() -> None:
-    """The window of 256, the 100 tokens of the ring behind the kept ones, and two chunks."""
+    """A window of 256, 100 ring tokens behind the kept ones, and two chunks."""
     ring = replace(FIGURES, windows=(AttentionWindow(100, 4), AttentionWindow()))
     assert estimator(ring).sequence_bytes(1_000) == (256 + 100 + 64) * 384
 
@@ -92,7 +92,7 @@ def test_unwindowed_model_ignores_window() -> None:
 
 
 def test_spilled_tokens_keep_index_and_places_in_memory() -> None:
-    """Checksum and place are 12 bytes, of 2 heads and 2 sides, for 16 tokens: 3 bytes a token."""
+    """Checksum and place take 12 bytes per head and side for 16 tokens: 3 bytes a token."""
     of_spilled = spilling()
     assert of_spilled.spilled_token_bytes == 2 * 128 + 10 + 3
     # Two nodes of 512, a span of 256 and a record of 320 are on their way out.
@@ -120,7 +120,7 @@ def test_shared_tokens_are_bounded_by_window() -> None:
 
 
 def test_decode_bytes_are_scores_of_visible_columns() -> None:
-    """Eight floats a score; ten where keys are of half precision."""
+    """Eight floats a score; ten for half-precision keys."""
     assert estimator().decode_bytes(100) == 100 * 4 * 32
     assert estimator().decode_bytes(1_000) == (256 + 32) * 4 * 32
     half = replace(FIGURES, shapes=(replace(SMALL, dtype=mx.float16),))
@@ -172,7 +172,7 @@ def test_prefill_bytes_of_joined_model_use_16_byte_scores() -> None:
 
 
 def test_prefill_bytes_of_streamed_prompt_are_bounded() -> None:
-    """Two pieces of 640 tokens at least."""
+    """At least two pieces of 640 tokens."""
     streamed = replace(FIGURES, shapes=(FUSED,), most_joined=2_000)
     sizes = [estimator(streamed, max_kv_size=4_096).prefill_bytes(n) for n in (1_000, 3_000)]
     assert sizes[0] == 2 * 1_000 * 1_024 + (4_000 - 1_024) * 32
@@ -184,14 +184,14 @@ def test_prefill_bytes_of_streamed_prompt_are_bounded() -> None:
 
 
 def test_prefill_bytes_of_compressed_layers_grow_as_measured() -> None:
-    """8,000 bytes more behind 80 tokens, and a tenth: 110 bytes a token."""
+    """8,000 bytes more after 80 tokens, plus a tenth: 110 bytes a token."""
     rows = replace(FIGURES, compresses=True)
     far = estimator(rows, replace(PEAKS, prefill=2_000, far=10_000))
     assert [far.prefill_bytes(tokens) for tokens in (80, 100)] == [0, 2_200]
 
 
 def test_step_bytes_are_largest_peak_scores_and_fold() -> None:
-    """5,000 is rounded up to a sixteenth of 4,096, and a tenth is added."""
+    """5,000 is rounded up to a sixteenth of 4,096, plus a tenth."""
     unmeasured = (1_024 - 4 * 8**2) * 32
     folds = 2 * 256 * 384
     assert estimator().step_bytes == 5_632 + unmeasured + folds

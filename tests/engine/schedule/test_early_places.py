@@ -1,4 +1,4 @@
-"""A short request beside one that fills the memory: it has a place at once, and costs it little."""
+"""A short request beside one that fills the memory is admitted at once, at little cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def steps_until_placed(setup: Setup, handle: Handle) -> int:
 
 @pytest.mark.parametrize("steps", [2, 5, 9, 25])
 def test_short_request_is_admitted_in_next_step(steps: int) -> None:
-    """While the long prompt is read, and while it decodes."""
+    """While the long request prefills, and while it decodes."""
     with made(**LARGE) as setup:
         long = fill(setup)
         setup.step(steps)
@@ -50,7 +50,7 @@ def test_short_request_is_admitted_in_next_step(steps: int) -> None:
 
 
 def test_short_request_waits_without_early_turn_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A negative control."""
+    """Negative control."""
     monkeypatch.setattr(fair_shares, "EARLY_WORK", 10**9)
     with made(**LARGE) as setup:
         fill(setup)
@@ -79,7 +79,7 @@ def besieged(setup: Setup, missing_tokens: int) -> int:
 
 @pytest.mark.parametrize("missing_tokens", [0, 30, 100])
 def test_memory_filling_request_progresses_beside_others(missing_tokens: int) -> None:
-    """To the last token of its room: only what is missing is computed again."""
+    """Only missing KV is recomputed."""
     with made(**LARGE) as setup:
         assert besieged(setup, missing_tokens) < 1.5 * PROMPT
 
@@ -87,7 +87,7 @@ def test_memory_filling_request_progresses_beside_others(missing_tokens: int) ->
 def test_check_detects_full_recomputation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A negative control."""
+    """Negative control."""
     monkeypatch.setattr(SequenceKV, "shorter_paths", lambda self: iter([[]]))
     with made(**LARGE) as setup:
         assert besieged(setup, 30) > 1.5 * PROMPT

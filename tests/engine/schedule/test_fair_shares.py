@@ -1,4 +1,4 @@
-"""Fair shares of the places: by client, then by request, for the one that has just come too.
+"""Fair shares of the batch slots, by client and then by request.
 
 The rules stand once more in `unfair`, told from the sequences alone. Schedulers that break one rule
 each are run until it fails.
@@ -179,7 +179,7 @@ def test_short_new_request_may_end_turn_early() -> None:
 
 
 def test_interrupted_turn_is_continued() -> None:
-    """What is computed again is made up for by as much new work, up to a turn's."""
+    """Recomputed work is offset by as much new work, up to one turn."""
     scheduler = make(prefill_chunk=64)
     long, short = item(1, left=800), item(2, left=100)
     admitted(scheduler, long)
@@ -205,7 +205,7 @@ def test_interrupted_turn_is_continued() -> None:
 
 
 def test_many_waiting_requests_do_not_take_turns() -> None:
-    """The keys and values of so many would push each other out of memory."""
+    """Their KV would evict each other."""
     simulation = serving(8 + 9, n=1)
     for _ in range(200):
         simulation.step()
@@ -263,7 +263,7 @@ def test_largest_share_is_preempted_when_memory_is_full() -> None:
 
 @pytest.mark.parametrize("client", ["a", "b"])
 def test_short_prompt_is_prefilled_beside_many_of_other_request(client: str) -> None:
-    """It is read in the step that admits it, and no long prompt that was not read goes first."""
+    """It is prefilled in the step that admits it."""
     scheduler = make(8)
     long = [item(number, left=9_000, client="a", group=0) for number in range(7)]
     admitted(scheduler, *long)
@@ -362,7 +362,7 @@ def test_slots_are_shared_fairly_for_random_requests(requests: list[Ask], batch:
 @FEW
 @given(requests=st.lists(asks, min_size=1, max_size=5), batch=st.integers(1, 4))
 def test_every_request_is_admitted_in_bounded_time(requests: list[Ask], batch: int) -> None:
-    """However long the answers of the others are: a turn for each of those that wait before it."""
+    """At most one turn for each request that waits before it."""
     simulation = Simulation(make(batch, 64, 4, 1_000))
     firsts = []
     for ask in requests:

@@ -1,4 +1,4 @@
-"""Answers that end with the memory: never before the length that is told beforehand."""
+"""Answers that end at the memory limit reach at least the announced length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def generated(core: Core, asked: tuple[int, ...]) -> int:
 def test_answer_gets_all_tokens_memory_guarantees(
     block_size: int, max_kv_size: int, chunk: int
 ) -> None:
-    """Alone, and beside nodes of others, of which it shares some first tokens."""
+    """Alone, and beside other nodes that share some first tokens."""
     draw = random.Random(f"{block_size} {max_kv_size} {chunk}")
     settings = {"block_size": block_size, "max_kv_size": max_kv_size, "prefill_chunk": chunk}
     with cold_engine.running(None, model=single_layer(), max_batch_size=1, **settings) as core:

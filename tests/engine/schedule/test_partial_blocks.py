@@ -1,4 +1,4 @@
-"""A conversation goes on at the token where it ended: a turn computes what it adds, no more."""
+"""Conversations resume at their last token: a turn computes only new tokens."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def core() -> Any:
 
 
 def test_partial_block_is_replaced_by_longer_one(core: Core) -> None:
-    """The next end takes the place of the last one, and whole blocks that of both."""
+    """The next end replaces the last one; whole blocks replace both."""
     talk = tuple(prompt_of(33))
     talk += ask(core, talk, 4)
     assert partial_blocks(core) == [4]  # 36 tokens were read
@@ -103,7 +103,7 @@ def test_partial_block_is_replaced_by_longer_one(core: Core) -> None:
 
 
 def test_evicted_partial_block_frees_memory(core: Core) -> None:
-    """Who resumed there has keys and values of its own by then, and holds no others."""
+    """A sequence that resumed there holds its own KV by then."""
     talk = tuple(prompt_of(33))
     talk += ask(core, talk, 4)
     leaf = ref(next(node for node in core.prefixes.tree if node.partial))
@@ -195,7 +195,7 @@ def test_partial_block_is_evictable(core: Core) -> None:
 def test_check_detects_partial_block_matched_by_length(
     core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control: an end of other tokens changes the text."""
+    """Negative control: an end of other tokens changes the text."""
     first, other = tuple(prompt_of(46)), (*prompt_of(46)[:32], *prompt_of(30, 9))
     expected = ask(core, other)
     core.clear()
@@ -210,7 +210,7 @@ def test_check_detects_partial_block_matched_by_length(
 
 @pytest.mark.parametrize("form", ["active", "at-rest"])
 def test_block_without_room_is_committed_at_end(form: str) -> None:
-    """Blocks are coded when they are whole, and the tail behind them is not."""
+    """Whole blocks are coded, the tail after them is not."""
     core = core_of("llama", **FORMS[form], kv_cache_min_quantize_tokens=0)
     try:
         handle = core.submit(Request(prompt=tuple(prompt_of(8)), max_tokens=40, ignore_eos=True))

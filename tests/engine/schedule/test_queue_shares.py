@@ -1,4 +1,4 @@
-"""The queue by client: one that fills it leaves to each other its equal share."""
+"""Queue shares by client: one that fills the queue makes room for others."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_multi_prompt_call_displaces_all_or_nothing() -> None:
 
 
 def test_check_detects_fifo_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A negative control."""
+    """Negative control."""
     scheduler = make(max_queue=2)
     monkeypatch.setattr(scheduler, "to_displace", lambda owners, added: [])
     fill(scheduler, "a", 2)

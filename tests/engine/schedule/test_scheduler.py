@@ -1,4 +1,4 @@
-"""The scheduler: the table of states, who goes first, and what a step may read.
+"""The scheduler: its state table, order, and prefill shares.
 
 The rules of a plan stand once more in `faults`, told from the sequences alone; `Simulation` is an
 engine without a model, whose tree is a set of names. A state machine drives it, and schedulers

@@ -1,4 +1,4 @@
-"""`SequenceKV` on plain figures: without an engine, a model or a tier."""
+"""`SequenceKV` on plain figures, without an engine, a model or a tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a sequence's KV lies: one writer, and columns that are not accepted leave nothing."""
+"""One writer of a sequence's KV; rejected columns leave nothing."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def core() -> Any:
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
 def test_rejected_columns_do_not_change_text(core: Core, accepted: int) -> None:
-    """Garbage written behind the visible end, as rejected proposals are, changes no text."""
+    """Writes past the committed length, as of rejected proposals, change no text."""
     request = Request(prompt=tuple(range(1, 40)), max_tokens=24)
     expected = answer(core, core.submit(request))
     core.clear()
@@ -224,7 +224,7 @@ def running_core(core: Core, prompt_tokens: int, generated: int) -> Any:
 
 @pytest.mark.parametrize("generated", [1, 20, 40, 70])
 def test_whole_blocks_of_answer_are_committed_at_end(core: Core, generated: int) -> None:
-    """Where it ends in the middle of a span, its blocks are not held twice."""
+    """Where it ends inside a span, its blocks are not held twice."""
     kv = running_core(core, 40, generated)
     committed, end = kv.num_cached_tokens, kv.committed_end
     kv.keep_end()
@@ -245,7 +245,7 @@ def test_answer_is_not_committed_without_room_for_copy(core: Core) -> None:
 
 @pytest.mark.parametrize("keep", [0, 12, 32])
 def test_spans_behind_window_are_released(keep: int) -> None:
-    """What is kept stays, what no layer sees goes, and nothing is visible twice."""
+    """Kept tokens stay, unseen tokens go, and no column is visible twice."""
     window, columns = 48, 16
     core = Core(
         model_of("llama"),
@@ -278,7 +278,7 @@ def test_spans_behind_window_are_released(keep: int) -> None:
 def test_decoding_sequence_does_not_adopt_committed_blocks(
     core: Core,
 ) -> None:
-    """Its spans lie behind the cached tokens: the same blocks would be visible twice."""
+    """Its spans follow the cached tokens: the same blocks would be visible twice."""
     first = Request(prompt=tuple(range(1, 41)), max_tokens=100, ignore_eos=True)
     answer(core, core.submit(first))
     kv = running_core(core, 40, 20)
@@ -294,7 +294,7 @@ def test_decoding_sequence_does_not_adopt_committed_blocks(
 def test_last_token_of_fully_cached_prompt_is_computed(
     core: Core, tokens: int, cached: int
 ) -> None:
-    """Its logits are needed; of whole blocks nothing else is computed a second time."""
+    """Its logits are needed; the rest of the whole blocks is not recomputed."""
     request = Request(prompt=tuple(range(1, tokens + 1)), max_tokens=24, ignore_eos=True)
     expected = answer(core, core.submit(request))
     handle = core.submit(request)

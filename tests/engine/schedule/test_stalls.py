@@ -1,4 +1,4 @@
-"""Prompts between two decode steps: the scheduler and the measured speed on a virtual clock.
+"""Prefill between decode steps: the scheduler and measured speed on a virtual clock.
 
 The clock follows a model whose chunks take a time of their own, some for each token, and some for
 each token that one reads; with noise, and with changes of the machine's speed.
@@ -234,7 +234,7 @@ def test_check_detects_length_independent_speed(
 
 @pytest.mark.parametrize("seed", range(10))
 def test_prefill_uses_allowed_time(seed: int) -> None:
-    """A long prompt takes most of the time that it may, and a short one costs the next nothing."""
+    """A long prompt uses most of it; a short one does not delay the next."""
     machine = drawn_machine(Random(seed))
     simulation = Simulation(machine)
     simulation.decode()
@@ -284,7 +284,7 @@ def test_slowdown_is_learned_in_few_chunks() -> None:
 def test_short_request_beside_long_prompt_decodes_within_two_seconds(
     seed: int, bounded: bool
 ) -> None:
-    """Its prompt and the step in which it comes; unbounded, a slow chunk is waited for."""
+    """Without the bound, it waits for a slow chunk."""
     random = Random(seed)
     machine = Machine(0.005, random.uniform(1e-3, 4e-3), random.uniform(1e-7, 1e-6), NOISE)
     simulation = Simulation(machine, alone_seconds=ALONE_SECONDS if bounded else None)
@@ -305,7 +305,7 @@ def test_short_request_beside_long_prompt_decodes_within_two_seconds(
 
 @pytest.mark.parametrize("worth", [True, False])
 def test_small_chunks_amortize_fixed_cost(worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with SmolLM2 on two cores: a chunk takes nearly as long for 8 tokens as for 16."""
+    """As SmolLM2 on two cores: 8 tokens take nearly as long as 16."""
     if not worth:
         monkeypatch.setattr(PrefillRate, "tokens_worth", lambda self, start: 0)
     machine = Machine(0.16, 0.008, 0.0)
