@@ -336,7 +336,7 @@ def test_every_program_is_started() -> None:
     assert left == set(UNSTARTED)
 
 
-def test_replacement_tests_exist() -> None:
+def test_tests_replacing_make_targets_exist() -> None:
     defined = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")

@@ -121,7 +121,7 @@ def test_streamed_decode_row_matches_whole(
     assert float(mx.abs(decoded(32, count, tail, sinks) - whole).max()) > 0.1, "negative control"
 
 
-def test_streamed_pieces_are_actually_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_pieces_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_reads, "STREAMED_TOKENS", 32)
     joined = attended(None)
     doubling(monkeypatch)

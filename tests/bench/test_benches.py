@@ -24,7 +24,7 @@ def grown() -> Any:
     return growth.measure(SMALL)
 
 
-def test_growth_bench_sees_only_rival_grow(grown: Any) -> None:
+def test_growth_bench_counts_growth_of_rival_only(grown: Any) -> None:
     for load in ("decode", "prefill"):
         assert grown.penstock[load]["growths_per_layer"] == 0
         assert grown.penstock[load]["moves_per_layer"] == 0
@@ -48,7 +48,7 @@ def test_growth_bench_counts_copies_without_growth() -> None:
     assert run.peak_over_window > 1.9
 
 
-def test_growth_bench_fails_if_only_rival_improves() -> None:
+def test_growth_goal_is_missed_by_growing_cache() -> None:
     run = growth.run_once(lambda: TheirRotatingKVCache(512), SMALL, 1)
     runs = {load: {"penstock": [run], growth.RIVAL: [run]} for load in ("decode", "prefill")}
     assert not growth.report(SMALL, runs).met

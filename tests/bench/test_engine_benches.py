@@ -448,7 +448,7 @@ def test_copied_bytes_classification(peaks: list[int], copied: int) -> None:
     assert hit.bytes_copied([run], known_bytes=400, layers=4) == copied
 
 
-def test_ragged_bench_sees_rival_padding(uneven: Any) -> None:
+def test_ragged_bench_measures_rival_padding(uneven: Any) -> None:
     ours, theirs = uneven.penstock["300 + 3 x 20"], uneven.rival_figures["300 + 3 x 20"]
     # Four rows of 300 columns where 360 tokens are.
     assert theirs["held_over_ideal_decoding"] > 3

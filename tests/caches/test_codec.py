@@ -120,7 +120,7 @@ def test_chunk_sees_itself_raw_and_past_as_stored() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_half_precision(dtype: mx.Dtype) -> None:
+def test_codec_cache_in_half_precision(dtype: mx.Dtype) -> None:
     cache = TurboQuantKVCache("turbo8", min_quantize_tokens=0, raw_first_tokens=64)
     for tokens in (200, 1):
         fetched = cache.update_and_fetch(*(side.astype(dtype) for side in sides(tokens)))

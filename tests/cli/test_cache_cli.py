@@ -549,7 +549,7 @@ def serving(folder: Path) -> Iterator[Callable[[], list[int]]]:
             process.kill()
 
 
-def test_commands_beside_writing_process(tmp_path: Path, capsys: Capture) -> None:
+def test_cache_commands_beside_writing_process(tmp_path: Path, capsys: Capture) -> None:
     folder = fill(tmp_path / "cache", chain(20))
     with serving(folder) as end:
         for _ in range(3):

@@ -249,7 +249,7 @@ def test_memory_stays_within_limit_in_every_step(case: Case) -> None:
 
 
 @cases
-def test_memory_stays_within_limit_with_room_for_some(case: Case) -> None:
+def test_memory_stays_within_limit_with_room_for_several_requests(case: Case) -> None:
     """They run together, and cached prefixes are evicted in time."""
     with watched(case) as watch:
         requests = [case.request(number) for number in range(case.requests + 2)]
@@ -336,7 +336,7 @@ def test_step_peak_ignores_reused_buffers() -> None:
 
 
 @pytest.mark.parametrize(("limit_seconds", "rounds"), [(1e-9, 1), (math.inf, step_trials.ROUNDS)])
-def test_ranks_repeat_measured_step_equally(limit_seconds: float, rounds: int) -> None:
+def test_peak_measurement_runs_a_fixed_number_of_times(limit_seconds: float, rounds: int) -> None:
     """A rank that ran it once more would hang waiting for the others."""
     runs: list[None] = []
     step_trials.peak_of(lambda: runs.append(mx.eval(mx.zeros(8))), limit_seconds)
@@ -344,7 +344,7 @@ def test_ranks_repeat_measured_step_equally(limit_seconds: float, rounds: int) -
 
 
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 1), (2, step_trials.RANK_ROUNDS)])
-def test_slow_step_is_measured_few_times_on_ranks(
+def test_slow_step_is_measured_a_few_times_with_several_ranks(
     monkeypatch: pytest.MonkeyPatch, ranks: int, rounds: int
 ) -> None:
     """Ranks cannot agree on when it is slow, so all of them repeat it equally often."""

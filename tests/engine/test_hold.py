@@ -153,7 +153,7 @@ def test_unshared_request_leaves_nothing_cached(small: Held, shares: bool) -> No
         assert small.found(prompt(0)) == 160
 
 
-def test_cancelled_unshared_request_leaves_nothing(small: Held) -> None:
+def test_cancelled_unshared_request_leaves_nothing_cached(small: Held) -> None:
     handle = small.core.submit(Request(prompt=prompt(0), max_tokens=200, cache_prompt=False))
     for _ in range(8):
         small.core.step()

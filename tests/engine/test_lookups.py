@@ -164,7 +164,7 @@ def test_changed_tree_is_looked_up_again(tmp_path: Path, calls: Calls) -> None:
         assert calls.lookups == [6, 6]
 
 
-def test_counter_sees_second_hash(core: Core, calls: Calls) -> None:
+def test_check_detects_second_hash(core: Core, calls: Calls) -> None:
     handle = submit(core, PROMPT)
     core.view.explain(PROMPT)
     admit(core)

@@ -414,7 +414,7 @@ def test_index_removed_during_use(folder: Path, patient: None) -> None:
     assert_in_order(folder, limit)
 
 
-def test_index_locked_by_other_process_blocks_nobody(
+def test_index_locked_by_other_process_does_not_block(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = 2.0
@@ -624,7 +624,7 @@ def test_folder_that_vanishes_and_returns(folder: Path, tmp_path: Path) -> None:
     assert_in_order(folder, 10**9)
 
 
-def test_slow_disk_blocks_no_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_disk_does_not_block_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, waited_in_vain = threading.Event(), []
 
     def slowly(call: Callable[..., Any]) -> Callable[..., Any]:

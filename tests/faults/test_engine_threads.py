@@ -118,7 +118,7 @@ def test_events_stream_while_generating(engine: Engine) -> None:
     assert isinstance(list(events)[-1], Finish)
 
 
-def test_abandoned_iteration_blocks_nobody(engine: Engine) -> None:
+def test_abandoned_iteration_does_not_block_others(engine: Engine) -> None:
     handle = ask(engine, max_tokens=ENDLESS)
     for _ in handle:
         break
@@ -386,7 +386,7 @@ class Dies(BaseException):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_dead_engine_thread_hangs_nobody() -> None:
+def test_dead_engine_thread_does_not_hang_callers() -> None:
     engine = make()
     try:
         running = [ask(engine, max_tokens=ENDLESS, seed=i) for i in range(2)]

@@ -53,7 +53,7 @@ def test_non_finite_value_is_found_anywhere(
 
 
 @dtypes
-def test_cancelling_infinities_are_found(dtype: mx.Dtype) -> None:
+def test_infinities_of_opposite_sign_are_found(dtype: mx.Dtype) -> None:
     made = segment(dtype)
     made.layers[1][0][0, 0, 5, 2] = float("inf")  # type: ignore[index]
     made.layers[1][0][0, 0, 5, 3] = float("-inf")  # type: ignore[index]

@@ -80,7 +80,7 @@ def test_decode_seam_ends_on_error() -> None:
     assert Counting.asked == 0
 
 
-def test_other_classes_are_unchanged() -> None:
+def test_other_layer_classes_are_unchanged() -> None:
     class Own(nn.Linear):
         """Multiplies in its own way."""
 

@@ -96,7 +96,7 @@ def test_limit_as_text_bytes_or_default(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights_dtype", ["auto", "native", "float32", "packed"])
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_weights_beyond_the_limit_are_not_read(
+def test_weights_beyond_limit_are_not_read(
     weights_dtype: WeightsDtype, *, is_folder: bool, tmp_path: Path
 ) -> None:
     if weights_dtype == "packed":
@@ -117,7 +117,7 @@ def test_weights_beyond_the_limit_are_not_read(
     assert mx.get_peak_memory() - before < held // 10
 
 
-def test_an_engine_refuses_a_limit_below_the_weights_before_it_runs_a_step(
+def test_engine_refuses_limit_below_weights_before_first_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     loaded = load_all(folder(tmp_path, "llama", bits=4, dtype="float16"), weights_dtype="native")

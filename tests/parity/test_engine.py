@@ -614,7 +614,7 @@ def test_choices_have_own_seeds_and_share_prefill(family: str) -> None:
         assert core.view.stats().prefilled_tokens == 64 + 3 * 5
 
 
-def test_other_or_missing_seeds_differ() -> None:
+def test_different_or_missing_seeds_give_different_text() -> None:
     with engine(model_of("llama"), **SMALL) as core:
         handles = [
             ask(core, BASE, 20, sampling=Sampling(temperature=0.9, seed=seed))

@@ -22,7 +22,7 @@ from penstock.plugins.ray.autoscaling import CLAIMED, MOST_CLAIMED, desired, pol
         (0, 4.0, [0.0, 0.0, 0.0], 1),  # what is held and could be evicted keeps no replica alive
     ],
 )
-def test_larger_need_decides(
+def test_desired_replicas_follow_larger_need(
     requests: float, target: float, claimed: list[float], wanted: int
 ) -> None:
     assert desired(requests, target, claimed) == wanted

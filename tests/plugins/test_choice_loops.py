@@ -277,7 +277,7 @@ def test_unselected_blocks_are_read_from_index(
     assert np.array_equal(np.concatenate([part[0] for part in of_heads]), sums)
 
 
-def test_sinks_and_rest_have_values() -> None:
+def test_extra_softmax_term_contributes_its_value() -> None:
     draw = np.random.default_rng(3)
     keys, values = draw.normal(size=(2, 2, 64, 64)).astype(np.float32)
     queries = draw.normal(size=(2, 3, 64)).astype(np.float32) / 8

@@ -171,7 +171,7 @@ def test_error_in_second_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
         CPUBackend(lanes=2).attend_rows(step.queries, reads, step.tails, None)
 
 
-def test_tails_are_not_retained() -> None:
+def test_cpu_attention_does_not_retain_tails() -> None:
     """A retained buffer would be copied on the next write."""
     step = drawn(1)
     buffer = step.tails.keys

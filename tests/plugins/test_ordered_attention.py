@@ -131,6 +131,6 @@ def test_check_detects_other_summation_order() -> None:
     assert not np.array_equal(np.array(theirs), whole())
 
 
-def test_other_dtypes_are_not_handled() -> None:
+def test_unsupported_dtypes_are_not_handled() -> None:
     half = [side.astype(mx.float16) for side in (QUERIES, KEYS, VALUES)]
     assert attend_buffer(*half, SCALE) is None

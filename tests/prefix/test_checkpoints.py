@@ -105,7 +105,7 @@ def test_no_capture_without_room_or_with_nan() -> None:
     prefixes.check()
 
 
-def test_turn_end_is_deepest_state_before_it() -> None:
+def test_turn_end_marks_deepest_earlier_state() -> None:
     prefixes, points = made()
     pin = empty_pin(prefixes)
     grown(prefixes, pin, range(256), 4, 4)

@@ -789,7 +789,7 @@ def blocks_of(pin: Pin[Text]) -> list[int]:
         ((7, 8), [15], 1),
     ],
 )
-def test_node_merges_into_parent_that_is_not_longer(
+def test_node_merges_into_parent_of_equal_or_smaller_length(
     sizes: tuple[int, ...], after: list[int], merges: int
 ) -> None:
     prefixes = make(max_merge_tokens=15 * SIZE)
@@ -821,7 +821,7 @@ def test_node_merges_into_longer_parent_within_span(
     prefixes.check()
 
 
-def test_no_merge_where_others_branch_or_end() -> None:
+def test_node_with_other_readers_is_not_merged() -> None:
     prefixes = make()
     pin = grown(prefixes, 1, 1, 1)
     tokens = list(range(3 * SIZE))

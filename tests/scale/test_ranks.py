@@ -108,7 +108,7 @@ def test_smallest_rank_sets_the_limit() -> None:
     assert found[0]["evicted_nodes"] == found[1]["evicted_nodes"]
 
 
-def test_thousand_requests_leave_nothing() -> None:
+def test_thousand_requests_leave_nothing_allocated() -> None:
     """Every rank recounts its ledger after each step."""
     found = results(2, "soak", settings={"memory_limit": "5MB"})
     (ends,) = found[0]["said"]

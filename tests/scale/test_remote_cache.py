@@ -300,7 +300,7 @@ def nothing(raw: bytes) -> bytes:
 @pytest.mark.parametrize(
     "change", [another_version, another_model, other_tokens, cut_short, too_long, nothing]
 )
-def test_other_value_is_a_miss(store: RedisServer, change: Callable[[bytes], bytes]) -> None:
+def test_foreign_value_is_a_miss(store: RedisServer, change: Callable[[bytes], bytes]) -> None:
     expected = alone()
     write(store.url)
     with running(store.url) as core:

@@ -222,7 +222,7 @@ def test_other_salt_gets_no_hits(fresh: Running, told: Dialogue) -> None:
     assert read[2] > 400
 
 
-def test_message_start_claims_no_hits(fresh: Running, told: Dialogue) -> None:
+def test_message_start_reports_no_cache_hits(fresh: Running, told: Dialogue) -> None:
     asked = asking(told, told.questions[0])
     for _ in range(2):
         with client(fresh).messages.create(**asked, stream=True) as stream:

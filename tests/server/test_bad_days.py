@@ -292,7 +292,7 @@ def test_stalled_reader_is_disconnected() -> None:
         assert post(running, "/v1/completions").status_code == 200
 
 
-def test_timely_reader_is_not_cancelled() -> None:
+def test_reader_keeping_up_is_not_cancelled() -> None:
     """Negative control: as many events, but they are read."""
     with serving(max_unread=150) as running:
         asked = endless(running, max_tokens=500)
@@ -514,7 +514,7 @@ def kill(running: Running) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_engine_thread_death_hangs_no_request() -> None:
+def test_engine_thread_death_does_not_hang_requests() -> None:
     def read(lines: Iterator[str]) -> list[str]:
         return list(lines)
 

@@ -85,7 +85,7 @@ def test_client_filling_queue_leaves_room_for_others() -> None:
         assert statuses == [200] * 4
 
 
-def test_requests_of_one_call_share_client_and_group(running: Running) -> None:
+def test_prompts_of_one_call_share_client_and_group(running: Running) -> None:
     engine = running.service.engine
     with httpx.stream("POST", f"{running.url}/v1/completions", json=LARGE["/v1/completions"]):
         wait_until(lambda: engine.stats().running == 8)

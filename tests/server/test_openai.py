@@ -274,7 +274,7 @@ def test_prediction_is_proposed_and_counted(told: Dialogue) -> None:
     assert accepted[2][1] > 0
 
 
-def test_choices_claim_no_hits_on_each_other(fresh: Running, told: Dialogue) -> None:
+def test_choices_do_not_count_hits_on_each_other(fresh: Running, told: Dialogue) -> None:
     """The second choice's prefix was just computed by the first."""
     messages: Any = told.ask(told.questions[0])
     with client(fresh) as api:

@@ -105,7 +105,7 @@ def test_tokens_of_pieces_match_whole_text(tokenizer: Any, text: str, special: b
 
 
 @pytest.mark.parametrize("kind", ["embedded", "gpt-2", "gpt-4"])
-def test_lines_of_words_are_split(kind: str) -> None:
+def test_text_is_split_at_line_ends(kind: str) -> None:
     """A tokenizer that is never split would pass the test above."""
     encoder = PieceEncoder(KINDS[kind](), FairLock(), size=10)
     seen: list[int] = []

@@ -98,7 +98,7 @@ def test_oversized_prompt_is_not_tokenized(small: Running) -> None:
     assert taken_bytes(refused) < 60_000_000
 
 
-def test_unsplittable_line(small: Running) -> None:
+def test_long_line_without_split_points_needs_memory(small: Running) -> None:
     """A line of usual length is tokenized; a longer one needs memory."""
     read = post(small, {"prompt": "a" * 120_000, "max_tokens": 1})
     assert read.status_code == 400 and "prompt is too long: 120000 tokens" in read.text

@@ -57,7 +57,7 @@ def test_structured_answer_follows_format(recall_server: Running, number: int) -
         assert choice["finish_reason"] == "length" or fits(said)
 
 
-def test_answer_without_format_is_free(recall_server: Running) -> None:
+def test_answer_without_format_is_unconstrained(recall_server: Running) -> None:
     """The control: the model alone follows none of the formats."""
     body = {"prompt": "The code is", "max_tokens": 20, "temperature": 3.0, "seed": 1}
     text = post(recall_server, "/v1/completions", **body).json()["choices"][0]["text"]

@@ -546,7 +546,7 @@ def test_damaged_index_is_rebuilt(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["nbytes = 0", "nbytes = 1 << 40", "uses = 0", "uses = 1 << 60"])
-def test_wrong_sums_of_an_index_are_corrected(tmp_path: Path, wrong: str) -> None:
+def test_wrong_index_sums_are_corrected(tmp_path: Path, wrong: str) -> None:
     """Else the folder would grow past its limit, or what is new be the first to go."""
     with opened(tmp_path) as store:
         write(store, chain(3))

@@ -121,7 +121,7 @@ def test_each_array_of_a_side_is_named() -> None:
     assert {"0.keys.0", "0.keys.1", "0.keys.2"} <= set(block)
 
 
-def test_block_owns_its_bytes() -> None:
+def test_block_copies_its_bytes() -> None:
     whole = segment(BLOCK)
     (block,) = blocks_of(whole)
     before = block["0.keys"].data.copy()

@@ -277,7 +277,7 @@ def test_unrecordable_deletion_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
     assert "would be lost on a restart" in caplog.text
 
 
-def test_closed_tier_accepts_nothing_and_blocks_nobody(tmp_path: Path) -> None:
+def test_closed_tier_accepts_nothing_without_blocking(tmp_path: Path) -> None:
     with running(tmp_path) as tier:
         pass
     tier.close()
@@ -286,7 +286,7 @@ def test_closed_tier_accepts_nothing_and_blocks_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_dead_thread_blocks_nobody(tmp_path: Path) -> None:
+def test_dead_thread_does_not_block_callers(tmp_path: Path) -> None:
     """The store fails for a reason other than its folder."""
 
     def wrong() -> SSDStore:

@@ -169,7 +169,7 @@ def test_damaged_checkpoint_is_not_preloaded(folder: Path) -> None:
         assert ask(core, PROMPT) == fresh()
 
 
-def test_folder_verifies_with_checkpoints(folder: Path) -> None:
+def test_verify_passes_with_checkpoints(folder: Path) -> None:
     from penstock.tiers.disk.folder import Folder
     from penstock.tiers.disk.integrity import verify
 

@@ -385,7 +385,7 @@ def test_damaged_or_missing_blocks_are_recomputed(
             harmed(tmp_path / "unchecked", harm)
 
 
-def test_slow_tier_counts_as_missing_blocks(
+def test_blocks_of_slow_tier_count_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (expected,) = whole(tmp_path, "llama", LONG)

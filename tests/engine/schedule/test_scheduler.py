@@ -228,7 +228,7 @@ def test_illegal_event_changes_nothing(event: Event) -> None:
     scheduler.check()
 
 
-def test_prefill_ends_when_nothing_remains() -> None:
+def test_prefill_ends_when_no_tokens_remain() -> None:
     scheduler = make()
     admitted(scheduler, item(1, left=1))
     with pytest.raises(ValueError, match="sequence 1 has 1 tokens left"):
