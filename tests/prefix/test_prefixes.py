@@ -29,6 +29,7 @@ from penstock.kv.segment import Segment
 from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes
 from penstock.prefix import InsertResult, Match, Pin, Prefixes
+from penstock.prefix.beside import Beside, NoRelief
 from penstock.prefix.divergence import explain, tokens_held_at
 from penstock.prefix.explanation import Eviction, EvictionLog, Why
 from penstock.prefix.prefixes import REMEMBERED_MATCHES
@@ -470,6 +471,34 @@ def test_make_room_is_exact_to_the_byte() -> None:
     prefixes.check()
 
 
+class Trimming(NoRelief):
+    """Frees parts of pinned nodes, so many bytes in all."""
+
+    def __init__(self, prefixes: Prefixes[Text], nbytes: int) -> None:
+        self._parts = prefixes.ledger.reserve(Kind.TAILS, nbytes)
+
+    @property
+    def pinned_bytes(self) -> int:  # type: ignore[override]
+        return self._parts.nbytes
+
+    def relieve(self, nbytes: int) -> int:
+        freed = min(nbytes, self._parts.nbytes)
+        self._parts.resize(self._parts.nbytes - freed)
+        return freed
+
+
+def test_all_that_can_be_freed_of_pinned_nodes_is_room() -> None:
+    beside = Beside[Text]()
+    prefixes = make(10 * NODE, remembered=0, beside=beside)
+    fill(prefixes, 8)
+    beside.relief = Trimming(prefixes, 100)
+    room = prefixes.ledger.room_bytes
+    assert not prefixes.make_room(room + 101)
+    assert beside.relief.pinned_bytes == 100
+    assert prefixes.make_room(room + 100)
+    assert beside.relief.pinned_bytes == 0
+
+
 @pytest.mark.parametrize(("missing", "split"), [(0, True), (1, False)])
 def test_split_needs_room_for_copy(missing: int, split: bool) -> None:
     prefixes = make(remembered=0)
@@ -902,6 +931,17 @@ def test_explain_names_first_of_equal_branches() -> None:
     one_shared = explain(prefixes, [1, 1, 1, 1, 5, 9, 9, 9])
     assert (one_shared.diverges_at, one_shared.held_token) == (5, 5)
     assert explain(prefixes, [1, 1, 1, 1, 6, 6, 9, 9]).held_token == 6
+
+
+def test_explain_counts_partial_block_in_front_of_last_token() -> None:
+    """The last token is always computed."""
+    prefixes = make()
+    pin = put(prefixes, range(8))
+    root = prefixes.block_hashes(range(8))[-1]
+    with prefixes.reserve(Kind.TAILS, 2 * TOKEN_BYTES) as paid:
+        prefixes.insert_partial(pin, 2, root, (8, 9), Text((8, 9)), paid)
+    held = [explain(prefixes, range(stop)).held_tokens for stop in (10, 11, 12)]
+    assert held == [8, 10, 10]
 
 
 def test_explain_is_uncertain_after_evictions_are_forgotten() -> None:

@@ -412,6 +412,20 @@ def test_check_detects_corruption(tree: PrefixTree[Blank]) -> None:
         tree.check()
 
 
+def test_check_detects_partial_block_that_is_full_or_has_children(
+    tree: PrefixTree[Blank],
+) -> None:
+    leaf = tree.insert_partial(None, ROOT, range(SIZE - 1), Blank(SIZE - 1), 0.0)
+    tree.check()
+    leaf.children = {b"": leaf}
+    with pytest.raises(AssertionError, match="is no partial block"):
+        tree.check()
+    leaf.children = {}
+    leaf.tokens, leaf.segment = np.arange(SIZE, dtype=np.uint32), Blank(SIZE)
+    with pytest.raises(AssertionError, match="is no partial block"):
+        tree.check()
+
+
 @pytest.mark.parametrize("held", [False, True])
 def test_index_bytes_match(held: bool) -> None:
     for blocks in (1, 16):

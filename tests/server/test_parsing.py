@@ -74,6 +74,7 @@ BROKEN = {
         '{"answer": 42}',
         "[1, 2]",
         "[look_up](http://x)",
+        '{[look_up(text="x")]',
         "[look_up(1)]",
         "[look_up(text=",
         "<|python_tag|>print(1)",
@@ -187,6 +188,13 @@ def test_whole_call_before_broken_one_is_kept() -> None:
     text = '<TOOLCALL>[{"name": "look_up", "arguments": {}}, {"name": oh'
     heard = read(parse([text], form_of("nemotron")))
     assert (heard.calls, heard.said) == ([("look_up", {})], ', {"name": oh')
+
+
+def test_text_behind_broken_call_without_mark_is_read_once_more() -> None:
+    """So a later broken call can be read again, too, and the call within it is found."""
+    begun = '[1] <|python_tag|>{"name": "look_up", "parameters": {"text": "'
+    heard = read(parse([f"{begun}<|python_tag|>[look_up(text=2)]"], form_of("llama")))
+    assert (heard.calls, heard.said) == ([("look_up", {"text": 2})], begun)
 
 
 def test_arguments_grow_as_written() -> None:

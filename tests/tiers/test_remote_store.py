@@ -98,6 +98,13 @@ def test_unknown_prompt_takes_one_small_query() -> None:
     assert values.asked == [8, 64, 128], "what was seen lately is not asked for again"
 
 
+def test_shared_store_names_no_chains() -> None:
+    """It is not known which of its values are this server's, or used."""
+    store = opened(InMemory())
+    store.write(blocks(1)[0])
+    assert store.chains(1 << 30) == []
+
+
 def test_seen_keys_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     values, records = InMemory(), blocks(3)
     store = opened(values)
