@@ -177,7 +177,7 @@ class Index:
         """Return the number of first keys of a chain that are written."""
         count = 0
         for start in range(0, len(block_hashes), KEYS_AT_ONCE):
-            batch = list(block_hashes[start : start + KEYS_AT_ONCE])
+            batch = block_hashes[start : start + KEYS_AT_ONCE]
             present = self._found(batch, fingerprint)
             for key in batch:
                 if key not in present:
@@ -188,7 +188,7 @@ class Index:
     def deepest(self, block_hashes: Sequence[bytes], fingerprint: str) -> int | None:
         """Return the index of the last key that is written; None if none is."""
         for start in reversed(range(0, len(block_hashes), KEYS_AT_ONCE)):
-            batch = list(block_hashes[start : start + KEYS_AT_ONCE])
+            batch = block_hashes[start : start + KEYS_AT_ONCE]
             present = self._found(batch, fingerprint)
             for place in reversed(range(len(batch))):
                 if batch[place] in present:
