@@ -309,6 +309,13 @@ def test_sigterm_drains_open_requests() -> None:
         assert said == [], "nothing is said of a server that ends as it was told"
 
 
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_server_stops_cleanly_before_it_listens(sig: signal.Signals) -> None:
+    with started() as (process, _):
+        process.send_signal(sig)
+        assert process.wait(20) == 0
+
+
 def test_second_signal_stops_at_once() -> None:
     with started("--drain-timeout", "60") as (process, url):
         body = {

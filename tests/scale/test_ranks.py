@@ -206,6 +206,18 @@ def test_diverging_ranks_are_detected() -> None:
     assert any("is not in the state of" in each.errors for each in found), found
 
 
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_group_told_to_stop_before_it_listens_ends_in_good_order(sig: signal.Signals) -> None:
+    serve = ["-m", "penstock", "serve", "--port", "0", "--memory-limit", "200MB"]
+    with started(2, serve) as processes:
+        out = processes[0].stdout
+        assert out is not None and any("http://" in line for line in out)
+        processes[0].send_signal(sig)
+        ends = [ended(process, 60.0) for process in processes]
+    assert [end.code for end in ends] == [0, 0], ends
+    assert not any("the group has ended" in end.errors for end in ends), ends
+
+
 # ---- mlx.launch
 
 LAUNCH = "from mlx._distributed_utils.launch import main; main()"

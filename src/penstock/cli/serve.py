@@ -9,7 +9,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,7 @@ from penstock.heap import give_back_freed_memory
 if TYPE_CHECKING:
     from penstock.engine.ranks.process_group import RankGroup
     from penstock.models.mlx_lm import Loaded
+    from penstock.server.app import Server
 
 ALONE = (
     "--pipeline divides a model among several processes; start them by mlx.launch (mlx.launch -n 2 "
@@ -40,6 +42,7 @@ ALONE = (
 )
 UNHEARD = ("uvicorn.error", "transformers.tokenization_utils_base")
 BACKLOG = 1_024
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 _ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
 
 
@@ -240,6 +243,17 @@ def _listening(settings: config.ServerSettings) -> socket.socket:
         ) from error
 
 
+@contextmanager
+def _stopped_by_signals(server: Server) -> Iterator[None]:
+    """Let signals stop a server that does not listen yet as they stop one that does."""
+    before = {number: signal.signal(number, server.handle_exit) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _run(
     load: Callable[[], Loaded],
     name: str,
@@ -268,27 +282,28 @@ def _run(
     with engine:
         service = Service(engine, loaded.tokenizer, settings, name, sampling=loaded.sampling)
         server = Server(service)
-        for line in banner(
-            engine,
-            name,
-            settings,
-            listener.getsockname()[1],
-            ranks,
-            loaded.weights_note,
-            service.context_tokens,
-            chats=loaded.tokenizer.has_chat_template,
-        ):
-            if line.startswith(TRY):  # a command to copy, which a new line would break
-                console.print(line, soft_wrap=True)
-            else:
-                print_line(console, line, indent=LABEL_CELLS)
-        sys.stdout.flush()
-        gc.collect()
-        gc.freeze()  # the model is permanent: exclude it from collections
-        give_back_freed_memory()  # from loading, and from trial steps
-        if settings.keys is not None:
-            signal.signal(signal.SIGHUP, lambda *_: service.access.reload())
-        server.run(sockets=[listener])
+        with _stopped_by_signals(server):
+            for line in banner(
+                engine,
+                name,
+                settings,
+                listener.getsockname()[1],
+                ranks,
+                loaded.weights_note,
+                service.context_tokens,
+                chats=loaded.tokenizer.has_chat_template,
+            ):
+                if line.startswith(TRY):  # a command to copy, which a new line would break
+                    console.print(line, soft_wrap=True)
+                else:
+                    print_line(console, line, indent=LABEL_CELLS)
+            sys.stdout.flush()
+            gc.collect()
+            gc.freeze()  # the model is permanent: exclude it from collections
+            give_back_freed_memory()  # from loading, and from trial steps
+            if settings.keys is not None:
+                signal.signal(signal.SIGHUP, lambda *_: service.access.reload())
+            server.run(sockets=[listener])
     if server.dead:
         print("penstock: the engine has died; see above", file=sys.stderr)
         raise typer.Exit(1)
