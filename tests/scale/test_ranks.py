@@ -207,7 +207,7 @@ def test_diverging_ranks_are_detected() -> None:
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-def test_a_group_told_to_stop_before_it_listens_ends_in_good_order(sig: signal.Signals) -> None:
+def test_group_stops_cleanly_before_it_listens(sig: signal.Signals) -> None:
     serve = ["-m", "penstock", "serve", "--port", "0", "--memory-limit", "200MB"]
     with started(2, serve) as processes:
         out = processes[0].stdout
@@ -224,8 +224,13 @@ LAUNCH = "from mlx._distributed_utils.launch import main; main()"
 
 
 @contextmanager
-def launched() -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """Start a server on two ranks by `mlx.launch`; yield the launcher and the ranks."""
+def launched() -> Iterator[
+    tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process]]
+]:
+    """Start a server on two ranks by `mlx.launch`.
+
+    Yields the launcher, the ranks, and the ranks with the processes that they have started.
+    """
     (port,) = ports(1)
     flags = ["-n", "2", "--backend", "ring", "--starting-port", str(port), "--"]
     serve = [sys.executable, "-m", "penstock", "serve", "--port", "0", "--memory-limit", "200MB"]
@@ -246,7 +251,9 @@ def launched() -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
         assert found
         wait_until(lambda: httpx.get(f"{found[0]}/ready").status_code == 200, 60)
         processes = psutil.Process(launcher.pid).children(recursive=True)
-        yield launcher, processes
+        ranks = psutil.Process(launcher.pid).children()
+        assert len(ranks) == 2
+        yield launcher, ranks, processes
     finally:
         launcher.kill()
         launcher.communicate()
@@ -258,8 +265,7 @@ def launched() -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_launcher(sig: signal.Signals) -> None:
-    with launched() as (launcher, processes):
-        assert len(processes) == 2
+    with launched() as (launcher, _, processes):
         launcher.send_signal(sig)
         assert launcher.wait(60) == -sig
         assert not psutil.wait_procs(processes, timeout=60)[1]
@@ -267,7 +273,7 @@ def test_ranks_end_with_launcher(sig: signal.Signals) -> None:
 
 @pytest.mark.slow
 def test_killed_rank_fails_launcher() -> None:
-    with launched() as (launcher, processes):
-        max(processes, key=lambda process: process.pid).kill()
+    with launched() as (launcher, ranks, processes):
+        ranks[1].kill()
         assert launcher.wait(60) != 0
         assert not psutil.wait_procs(processes, timeout=60)[1]
