@@ -4,6 +4,7 @@ THREADS ?= 1
 SAMPLE ?= 40
 SEED ?= 0
 MINUTES ?= 60
+FAULTS ?= 200
 BIN := $(VENV)/bin
 # What runs only some of its combinations in make test, and all of them in make soak.
 COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
@@ -12,7 +13,7 @@ COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-rest test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
+.PHONY: help run test test-all test-rest test-cpus test-drawn test-rounding test-costs doctest bytecode test-scale test-fleet test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -24,6 +25,7 @@ help:
 	@echo 'make test-drawn [SEED=0]   those that compute, as on one of these CPUs, drawn by a seed'
 	@echo 'make test-rounding [SEED=0]   all tests with products that round at random, as on a CPU of no name; needs cc'
 	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
+	@echo 'make test-fleet [FAULTS=200]   replicas restart, hang, die and pause under load: no request is lost'
 	@echo 'make mutants [CODE=...] [SAMPLE=40] [SEED=0]   small changes of the code: which go unnoticed?'
 	@echo 'make test-agents   Claude Code, Codex, opencode, pi and Qwen Code from npm do ten turns of work each; needs npm'
 	@echo 'make test-clients   clients of PyPI and npm, llm-comply and lm-eval, once each against the server'
@@ -125,6 +127,9 @@ LONG := -o faulthandler_timeout=14400
 # What needs several processes that compute in step, or servers of other projects.
 test-scale: $(VENV)/.scale
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests/scale
+
+test-fleet: $(VENV)/.scale
+	PENSTOCK_FAULTS=$(FAULTS) OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -s $(LONG) tests/scale/test_fleet_faults.py
 
 # The real programs, in a network namespace that has loopback and nothing else.
 test-agents: $(VENV)/.dev

@@ -99,7 +99,11 @@ def test_token_is_passed_to_running_ray(
         file.touch()
     variables = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": given}
     others = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED")
-    started = ("RAY_raylet_start_wait_time_s", "RAY_worker_register_timeout_seconds")
+    started = (
+        "RAY_raylet_start_wait_time_s",
+        "RAY_worker_register_timeout_seconds",
+        "RAY_worker_niceness",
+    )
     own = dict.fromkeys((*others, *started))
     for name, value in {**variables, **own}.items():
         monkeypatch.setenv(name, value or "")  # so that it is as before, after the test
@@ -109,4 +113,4 @@ def test_token_is_passed_to_running_ray(
     prepare_environment()
     assert os.environ.get("RAY_AUTH_MODE") == mode
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
-    assert [os.environ[name] for name in started] == ["120", "600"]
+    assert [os.environ[name] for name in started] == ["120", "600", "0"]

@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 import ray
@@ -40,6 +42,8 @@ HUNG_SECONDS = 10.0
 RAY_TRIES = 3
 """Attempts to start Ray: its processes have 30 s each, which a busy machine can exceed."""
 WATCH_SECONDS = 0.5
+_DOOR_VERSION = uuid.uuid4().hex
+"""Ray restarts a deployment whose version changes: replicas always, the door never."""
 
 
 class RayFailed(PenstockError):
@@ -55,6 +59,7 @@ class Fleet(FleetSettings):
 
 
 def application(served: Served, fleet: Fleet) -> serve.Application:
+    """Return door and replicas; deployed again, all replicas are replaced, one after the other."""
     batch, queue = served.limits.get("max_batch_size", 8), served.limits.get("max_queue", 256)
     drain_seconds = served.settings.drain_timeout_seconds
     scaling: dict[str, object] = {"num_replicas": fleet.replicas}
@@ -93,6 +98,8 @@ def application(served: Served, fleet: Fleet) -> serve.Application:
         max_ongoing_requests=2 * ((fleet.max_replicas or fleet.replicas) * 2 * batch + queue),
         graceful_shutdown_timeout_s=GOODBYE_SECONDS,
     )
+    replicas = replicas.options(version=uuid.uuid4().hex, _internal=True)
+    door = door.options(version=_DOOR_VERSION, _internal=True)
     return door.bind(replicas.bind(served), served)
 
 
@@ -119,9 +126,8 @@ def running(served: Served, fleet: Fleet) -> Iterator[str]:
             raise RayFailed(
                 f"Serve runs in that Ray already, and listens on {http.host}; set PENSTOCK_API_KEY"
             )
-        target = serve.RunTarget(application(served, fleet), name=NAME, route_prefix="/")
         try:
-            serve.run_many([target], wait_for_applications_running=False)
+            deploy(served, fleet)
             _wait_until_ready()
             read_keys_again(settings)
             host = "127.0.0.1" if http.host == "0.0.0.0" else http.host
@@ -134,6 +140,12 @@ def running(served: Served, fleet: Fleet) -> Iterator[str]:
     finally:  # which ends a Ray of our own at once, and with it the port
         if owned:
             ray.shutdown()
+
+
+def deploy(served: Served, fleet: Fleet) -> None:
+    """Start door and replicas, or replace the replicas that run, one after the other."""
+    target = serve.RunTarget(application(served, fleet), name=NAME, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
 
 
 def _drain(seconds: float) -> None:
@@ -187,25 +199,30 @@ def _wait_until_ready() -> None:
         time.sleep(WATCH_SECONDS)
 
 
-def wait_for_signal(settings: ServerSettings) -> None:
-    """Wait for SIGTERM or Ctrl-C; reload the keys on SIGHUP."""
-    signaled, hung_up = threading.Event(), threading.Event()
-    events = {signal.SIGTERM: signaled, signal.SIGINT: signaled}
+def wait_for_signal(settings: ServerSettings, restart: Callable[[], None]) -> None:
+    """Wait for SIGTERM or Ctrl-C; reload the keys on SIGHUP, and restart replicas on SIGUSR1."""
+    signaled, hung_up, restarts = threading.Event(), threading.Event(), threading.Event()
+    events = {signal.SIGTERM: signaled, signal.SIGINT: signaled, signal.SIGUSR1: restarts}
     if settings.keys is not None:
         events[signal.SIGHUP] = hung_up
 
     def note(number: int, frame: FrameType | None) -> None:
         events[signal.Signals(number)].set()
 
+    acts = (
+        (hung_up, partial(read_keys_again, settings), "keeping the previous keys"),
+        (restarts, restart, "the replicas were not restarted"),
+    )
     before = {number: signal.signal(number, note) for number in events}
     try:
         while not signaled.wait(WATCH_SECONDS):
-            if hung_up.is_set():
-                hung_up.clear()
-                try:
-                    read_keys_again(settings)
-                except (SettingError, RayError, RayServeException, TimeoutError) as error:
-                    logger.error("keeping the previous keys: %s", error)
+            for event, act, failed in acts:
+                if event.is_set():
+                    event.clear()
+                    try:
+                        act()
+                    except (SettingError, RayError, RayServeException, TimeoutError) as error:
+                        logger.error("%s: %s", failed, error)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

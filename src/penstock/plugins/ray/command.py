@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 from penstock import __version__, config
@@ -21,11 +22,12 @@ def run_in_ray(
     weights_dtype: config.WeightsDtype,
 ) -> None:
     prepare_environment()
-    from penstock.plugins.ray.application import Fleet, running, wait_for_signal
+    from penstock.plugins.ray.application import Fleet, deploy, running, wait_for_signal
     from penstock.plugins.ray.replica import Served
 
     served = Served(model, name, settings, limits, preload, weights_dtype)
-    with running(served, Fleet(**fleet.model_dump())) as url:
+    replicas = Fleet(**fleet.model_dump())
+    with running(served, replicas) as url:
         maximum = fleet.max_replicas
         count = fleet.replicas if maximum is None else f"{fleet.replicas} to {maximum}"
         print(f"penstock {__version__} serves {name} on {url} with {count} replicas in Ray Serve")
@@ -36,4 +38,4 @@ def run_in_ray(
         print(f"ray      {ports}")
         print(f"routing  {fleet.routing}")
         sys.stdout.flush()
-        wait_for_signal(settings)
+        wait_for_signal(settings, partial(deploy, served, replicas))

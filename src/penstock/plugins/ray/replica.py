@@ -16,6 +16,7 @@ from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
 from penstock.models.loading import load_within
 from penstock.plugins.ray.autoscaling import CLAIMED
+from penstock.plugins.ray.hang_watcher import watch_this_process
 from penstock.plugins.ray.router import BLOCKS, METRICS
 from penstock.routing import Summary
 from penstock.server.access import Access, KeyHolder
@@ -64,6 +65,7 @@ class Replica:
         )
         self._app = create_app(self._service)
         self._watching: asyncio.Task[None] | None = None
+        self._watcher = watch_this_process()
 
     async def names(self) -> tuple[str, int]:
         return await self._ask(lambda view: (view.fingerprint, view.limits.block_size))

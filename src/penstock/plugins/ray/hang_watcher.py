@@ -1,0 +1,73 @@
+"""A process beside each replica that kills it when it hangs.
+
+    replica ──a byte a second──> watcher ──SIGKILL after HUNG_SECONDS without one──> replica
+
+Ray only asks a hung replica to exit, which a stopped process cannot. It would keep its memory, and
+Ray would place no other replica on its CPUs and GPUs.
+
+As a program it imports nothing of penstock's, so it starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+BEAT_SECONDS = 1.0
+HUNG_SECONDS = 20.0
+"""Silence after which a replica is killed, in seconds; the router ejects it before."""
+READ_BYTES = 4_096
+
+
+def watch_this_process(
+    *, beat_seconds: float = BEAT_SECONDS, hung_seconds: float = HUNG_SECONDS
+) -> subprocess.Popen[bytes]:
+    """Start a watcher, which ends with this process, and a thread that beats."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    numbers = (reading, os.getpid(), beat_seconds, hung_seconds)
+    program = [sys.executable, "-I", "-S", __file__, *map(str, numbers)]
+    try:
+        watcher = subprocess.Popen(program, pass_fds=(reading,), stdin=subprocess.DEVNULL)
+    finally:
+        os.close(reading)
+    arguments = (writing, beat_seconds)
+    threading.Thread(target=_beat, args=arguments, name="penstock-beat", daemon=True).start()
+    return watcher
+
+
+def _beat(pipe: int, beat_seconds: float) -> None:
+    while True:
+        try:
+            with suppress(BlockingIOError):  # the watcher is stopped, and the pipe is full
+                os.write(pipe, b".")
+        except OSError:  # the watcher has ended
+            return
+        time.sleep(beat_seconds)
+
+
+# ---- the program
+
+
+def _watch(pipe: int, watched: int, beat_seconds: float, hung_seconds: float) -> None:
+    # Counted, not measured: after a suspend of the machine no replica is to blame.
+    silent_beats = 0
+    while silent_beats * beat_seconds < hung_seconds:
+        if select.select([pipe], [], [], beat_seconds)[0]:
+            if not os.read(pipe, READ_BYTES):  # the replica has ended
+                return
+            silent_beats = 0
+        else:
+            silent_beats += 1
+    if os.getppid() == watched:
+        os.kill(watched, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))
