@@ -1,6 +1,7 @@
 """Loaded before any test module: the BLAS must be there before one of them imports mlx."""
 
 import gc
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from threads_left import (  # noqa: F401 - hooks and a fixture
     pytest_unconfigure,
 )
 
+from penstock.engine.model import step_peaks
+
 LAZY = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 COMMON = {"deadline": None, "suppress_health_check": LAZY, "print_blob": True}
 """A loaded machine is slow by seconds."""
@@ -34,6 +37,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell: what tests start would not hear Ctrl-C either.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Every process of tests measures: peaks of another one, written there, would hide a change.
+step_peaks.REMEMBERED_SECONDS = math.inf
 
 # httpx waits 5 seconds by itself: too few where fifty processes want the same core. The object is
 # the default of all its functions, and there is no setting for it.

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import stat
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +16,9 @@ from tiny_families import build, uncompiled
 
 from penstock.engine.core import Core
 from penstock.engine.model import step_peaks, step_trials
+from penstock.engine.model.remembered_peaks import MOST_FILES, RememberedPeaks
 from penstock.engine.model.runner import Runner
+from penstock.engine.model.step_peaks import StepPeaks
 from penstock.errors import NeverFits
 
 LIMITS: dict[str, Any] = {"max_kv_size": 512, "prefill_chunk": 128, "max_batch_size": 4}
@@ -103,3 +109,83 @@ def test_number_of_measurements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(kept) == 2
     asked(model, prefill_chunk=64)
     assert kept[1] in step_peaks._measured and kept[0] not in step_peaks._measured
+
+
+PEAKS = StepPeaks(7, 5, 3, 0, 4096, 0.25, 512)
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of remembered peaks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "penstock" / "steps"
+
+
+def test_peaks_are_remembered_for_the_next_process(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_peaks, "REMEMBERED_SECONDS", 0.0)
+    steps: list[int] = []
+    prefill = Runner.prefill
+
+    def noting(runner: Runner, tokens: Sequence[int], *given: Any) -> Any:
+        steps.append(len(tokens))
+        return prefill(runner, tokens, *given)
+
+    with uncompiled():
+        model = build("falcon_h1")
+        step_peaks._measured.clear()
+        first = asked(model)
+        monkeypatch.setattr(Runner, "prefill", noting)
+        step_peaks._measured.clear()  # as in another process
+        assert asked(model) == first
+        assert steps == []
+        assert asked(model, prefill_chunk=64) < first  # other settings are measured by themselves
+        assert max(steps) == 64
+    (file, _) = cached.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(cached.stat().st_mode) == 0o700
+
+
+def test_a_short_measurement_leaves_no_file(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_peaks._measured.clear()
+    asked(build("llama"))
+    assert not cached.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "other", "list", "pipe", "folder", "long"])
+def test_a_damaged_file_is_measured_again(damage: str, cached: Path) -> None:
+    RememberedPeaks("a").write(PEAKS)
+    assert RememberedPeaks("a").read() == PEAKS
+    (file,) = cached.iterdir()
+    text = file.read_text()
+    file.unlink()
+    content = json.loads(text)
+    if damage == "pipe":
+        os.mkfifo(file)
+    elif damage == "folder":
+        file.mkdir()
+    elif damage == "other":  # the file of another model, under this one's name
+        RememberedPeaks("b").write(PEAKS)
+        next(cached.iterdir()).rename(file)
+    else:
+        content["peaks"]["prefill"] -= 1
+        texts = {"cut": text[:-9], "changed": json.dumps(content), "list": "[" * 9_000}
+        file.write_text(texts.get(damage, text + " " * 10_000))
+    assert RememberedPeaks("a").read() is None
+
+
+def test_the_number_of_files_is_bounded(cached: Path) -> None:
+    for number in range(MOST_FILES + 3):
+        RememberedPeaks(str(number)).write(PEAKS)
+    assert len(list(cached.iterdir())) == MOST_FILES
+    assert RememberedPeaks(str(MOST_FILES + 2)).read() == PEAKS
+
+
+def test_without_a_folder_to_write_nothing_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    RememberedPeaks("a").write(PEAKS)
+    assert RememberedPeaks("a").read() is None

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from time import perf_counter
+from typing import Any, Protocol
 
 from mlx.utils import tree_flatten
 
 MOST_FORMS = 1_000
 """Most peaks that are kept; of more, those measured first go."""
+
+REMEMBERED_SECONDS = 0.5
+"""Seconds of measuring from which the peaks are written for the next process."""
 
 _measured: dict[Hashable, StepPeaks] = {}
 """Peaks by the form of a model and the way in which it was run."""
@@ -41,7 +45,22 @@ class StepPeaks:
     """Tokens of the chunk that was measured; `prefill` is that of a whole one."""
 
 
-def measured_once(model: Any, run_as: Hashable, measure: Callable[[], StepPeaks]) -> StepPeaks:
+class PeaksFile(Protocol):
+    """A file of peaks; see `RememberedPeaks`."""
+
+    def read(self) -> StepPeaks | None:
+        """Return the peaks in it; None if there are none."""
+
+    def write(self, peaks: StepPeaks) -> None:
+        """Write peaks into it."""
+
+
+def measured_once(
+    model: Any,
+    run_as: Hashable,
+    measure: Callable[[], StepPeaks],
+    open_file: Callable[[str], PeaksFile] | None = None,
+) -> StepPeaks:
     """Return the peaks measured before of a model of this form that ran in the same way.
 
     Measure them otherwise.
@@ -50,17 +69,32 @@ def measured_once(model: Any, run_as: Hashable, measure: Callable[[], StepPeaks]
         model: mlx-lm's. Other settings, or weights of other shapes or dtypes make another form.
         run_as: everything else on which a step's peak depends.
         measure: runs the steps.
+        open_file: opens the file of other processes' peaks by their identity; None without one.
     """
     key = (_form(model), run_as)
     if key not in _measured:
-        _measured[key] = measure()
+        file = None if open_file is None else open_file(repr(key))
+        _measured[key] = _peaks_of(file, measure)
         if len(_measured) > MOST_FORMS:
             del _measured[next(iter(_measured))]
     return _measured[key]
 
 
+def _peaks_of(file: PeaksFile | None, measure: Callable[[], StepPeaks]) -> StepPeaks:
+    remembered = None if file is None else file.read()
+    if remembered is not None:
+        return remembered
+    began = perf_counter()
+    peaks = measure()
+    if file is not None and perf_counter() - began >= REMEMBERED_SECONDS:
+        file.write(peaks)
+    return peaks
+
+
 def _form(model: Any) -> tuple[type, bytes]:
-    """Return a model's class, and a digest of its settings and of the forms of its weights."""
+    """Return a model's class, and a digest of its settings, modules and forms of weights."""
     weights: Any = tree_flatten(model.parameters())
     forms = [(name, weight.shape, str(weight.dtype)) for name, weight in weights]
-    return type(model), sha256(repr((getattr(model, "args", None), forms)).encode()).digest()
+    # Modules tell by their words how they multiply by weights that are outside of MLX's arrays.
+    words = repr((getattr(model, "args", None), forms, model))
+    return type(model), sha256(words.encode()).digest()

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from math import log2
+from functools import partial
+from math import inf, log2
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -28,8 +29,12 @@ TRIAL_TOKENS = 8
 TRIAL_SECONDS = 1.0
 """Seconds that it may take to be read twice: the first time MLX makes its kernels."""
 MOST_SECONDS = 5.0
-"""Seconds that a step may be expected to take and still be measured. A slower one is reckoned from
-a shorter one, in proportion: its bytes grow no faster than its tokens, but for the scores."""
+"""Most seconds that a step may be expected to take and still be measured. A slower one is reckoned
+from a shorter one, in proportion: its bytes grow no faster than its tokens, but for the scores."""
+LEAST_SECONDS = 0.5
+"""The same of a small model, whose loading takes less than a second."""
+SECOND_WEIGHT_BYTES = 5_000_000_000
+"""Bytes of weights that are loaded in about ten seconds: a second of measuring is a tenth of it."""
 SLACK = 1.10
 """Factor from the bytes of a measured step to the bytes that are reserved for it."""
 
@@ -56,16 +61,24 @@ class StepTrials:
         free: returns the bytes that could be reserved.
         alone: whether this is the only process. Ranks wait for each other within a step: none may
             run one more than the others, or another one.
-        whole: whether the whole step is measured, however long it takes.
+        seconds: that a step may be expected to take and still be measured; see `trial_seconds`.
+        clock: of these seconds. Processor time does not depend on other processes.
     """
 
     def __init__(
-        self, reserve: Reserve, free: Callable[[], float], *, alone: bool, whole: bool = False
+        self,
+        reserve: Reserve,
+        free: Callable[[], float],
+        *,
+        alone: bool,
+        seconds: float = inf,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._reserve = reserve
         self._free = free
         self._alone = alone
-        self._whole = whole
+        self._seconds = seconds
+        self._clock = clock
 
     def measure(
         self,
@@ -91,41 +104,74 @@ class StepTrials:
         if not self._alone:
             taken, seconds = peak_of(lambda: run(size), float("inf"), RANK_ROUNDS)
             return MeasuredStep(size, max(0, taken - beside), seconds)
-        reached = min(TRIAL_TOKENS, size)
-        less, taken, seconds = 0, 0, 0.0
-        for count in dict.fromkeys((max(1, reached // 2), reached)):
-            less = taken
+        lower, reached = 0, 0
+        less, taken, seconds, spent = 0, 0, 0.0, 0.0
+        trial = min(TRIAL_TOKENS, size)
+        for count in dict.fromkeys((max(1, trial // 2), trial)):
+            if spent > max(self._seconds, TRIAL_SECONDS):
+                break
+            lower, less = reached, taken
             with self._reserve(beside + less + unit_bytes * -(-count // 2)):
-                taken, seconds = peak_of(lambda: run(count), TRIAL_SECONDS, 2)  # noqa: B023
-            taken = max(1, taken - beside)
-        last = size if self._whole else _fitting(reached, seconds, size)
-        if last < size:
-            logger.info("extrapolating the largest steps from size %d to %d", last, size)
-        elif seconds * size > reached:
-            logger.info("measuring the largest steps, for about %.0f s", seconds * size / reached)
-        while reached < last:
+                taken, seconds, spent = self._timed(partial(run, count), TRIAL_SECONDS, 2)
+            taken, reached = max(1, taken - beside), count
+        left = self._seconds
+        while (last := _fitting(reached, spent, size, left)) > reached:
+            if last == size:
+                _announce(seconds * size / reached)
             following, expected = last, int(SLACK * taken * last / reached) + scores(last)
             if beside + expected > self._free():  # it may take less: a line or a power tells
                 following = min(2 * reached, last)
-                line = taken + (taken - less) * (following - reached) * 2 // reached
-                power = taken * (taken / max(1, less)) ** log2(following / reached)
-                expected = int(SLACK * max(line, power if less else 0))
+                steps = (following - reached) / (reached - lower)
+                power = log2(following / reached) / log2(reached / lower) if less else 0.0
+                line = taken + (taken - less) * steps
+                expected = int(SLACK * max(line, taken * (taken / max(1, less)) ** power))
             with self._reserve(beside + expected):
                 often = (ROUNDS_SECONDS, ROUNDS) if following == last else (TRIAL_SECONDS, 1)
-                less = taken
-                taken, seconds = peak_of(lambda: run(following), *often)  # noqa: B023
-                taken, reached = max(1, taken - beside), following
-        if last <= TRIAL_TOKENS:
+                lower, less = reached, taken
+                taken, seconds, spent = self._timed(partial(run, following), *often)
+            taken, reached = max(1, taken - beside), following
+            left -= spent
+        if reached < size:
+            logger.info("extrapolating the largest steps from size %d to %d", reached, size)
+        if reached <= TRIAL_TOKENS and seconds < ROUNDS_SECONDS:
             with self._reserve(beside + taken):
-                again, seconds = peak_of(lambda: run(last), ROUNDS_SECONDS, ROUNDS)
+                again, seconds = peak_of(partial(run, reached), ROUNDS_SECONDS, ROUNDS)
             taken = max(taken, again - beside)
-        return MeasuredStep(last, taken, seconds)
+        return MeasuredStep(reached, taken, seconds)
+
+    def _timed(
+        self, run: Callable[[], object], limit_seconds: float, rounds: int
+    ) -> tuple[int, float, float]:
+        """Return the result of `peak_of`, and the seconds of the last run by the own clock."""
+        began = [0.0]
+
+        def timed() -> None:
+            began[0] = self._clock()
+            run()
+
+        taken, seconds = peak_of(timed, limit_seconds, rounds)
+        return taken, seconds, self._clock() - began[0]
 
 
-def _fitting(reached: int, seconds: float, size: int) -> int:
-    """Return the size up to which a step is measured whose first `reached` take some seconds."""
-    most = size if seconds * size <= MOST_SECONDS * reached else reached
-    while most < size and seconds * 2 * most <= MOST_SECONDS * reached:
+def trial_seconds(weight_bytes: int) -> float:
+    """Return about a tenth of the seconds in which weights are loaded, within bounds."""
+    return min(MOST_SECONDS, max(LEAST_SECONDS, weight_bytes / SECOND_WEIGHT_BYTES))
+
+
+def _announce(seconds: float) -> None:
+    if seconds > 1:
+        logger.info("measuring the largest steps, for about %.0f s", seconds)
+
+
+def _fitting(reached: int, seconds: float, size: int, left: float) -> int:
+    """Return the largest size that can be measured in the seconds left, by those of a step.
+
+    It is the whole size, or `reached` times a power of two.
+    """
+    if seconds * size <= left * reached:
+        return size
+    most = reached
+    while 2 * most < size and seconds * 2 * most <= left * reached:
         most *= 2
     return most
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,11 +14,12 @@ import mlx.core as mx
 from penstock.attention.attention_plan import DecodeRow
 from penstock.config import EngineSettings
 from penstock.engine.model.model_probe import outside_row_bytes
+from penstock.engine.model.remembered_peaks import RememberedPeaks
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.runner_figures import figures_of
 from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.model.step_peaks import StepPeaks, measured_once
-from penstock.engine.model.step_trials import Reserve, StepTrials
+from penstock.engine.model.step_trials import Reserve, StepTrials, trial_seconds
 from penstock.engine.request import Sampling
 from penstock.engine.schedule.costs import first_scores_bytes
 from penstock.kv.block_format import BlockFormat
@@ -64,7 +66,8 @@ def step_peaks(
 ) -> StepPeaks:
     """Return the bytes that the largest steps take beside their result.
 
-    They run once, unless an engine with the same limits was made on a model of this form before.
+    They run once, unless an engine with the same limits was made on a model of this form before,
+    in this process or, where measuring takes long, in another one.
     The tails may have allocated their memory afterwards.
 
     Args:
@@ -84,8 +87,10 @@ def step_peaks(
         limits.attend_rest,
         runner.ways.nbytes(1, 1) > 0,
     )
+    # Ranks run all steps together: none of them may have a file that another lacks.
+    open_file = RememberedPeaks if runner.ranks == 1 else None
     return measured_once(
-        runner.model, run_as, lambda: run_steps(runner, limits, tails, reserve, free)
+        runner.model, run_as, lambda: run_steps(runner, limits, tails, reserve, free), open_file
     )
 
 
@@ -101,7 +106,13 @@ def run_steps(
     figures = figures_of(runner)
     # The bytes of states, and of compressed rows, do not grow in proportion.
     in_steps = figures.is_recurrent or figures.compresses
-    trials = StepTrials(reserve, free, alone=runner.ranks == 1, whole=in_steps)
+    trials = StepTrials(
+        reserve,
+        free,
+        alone=runner.ranks == 1,
+        seconds=inf if in_steps else trial_seconds(runner.weight_bytes()),
+        clock=time.process_time if runner.device.facts.on_heap else time.perf_counter,
+    )
     token, logits = runner.step_token_bytes, LOGIT_COPIES * 4 * runner.vocabulary_size
     scores = partial(first_scores_bytes, figures, runner.device.memory)
     logger.info("measuring a short step")
