@@ -11,6 +11,7 @@ from helpers import model_of
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as theirs
 from mlx_lm.models.deepseek_v41 import LayerCache
+from small_models import BASE
 
 from penstock import (
     QuantizedRotatingKVCache,
@@ -19,6 +20,9 @@ from penstock import (
     SinkRotatingKVCache,
     make_kv_cache,
 )
+from penstock.cli.plan import make_plan
+from penstock.config import EngineSettings, parse
+from penstock.memory import read_model_spec
 
 SLIDING = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
 GEMMA3N: dict[str, Any] = {
@@ -187,6 +191,16 @@ def test_keep_is_explicit_or_fits_window(max_kv_size: int, keep: int | None, kep
     cache = make_kv_cache(model_of("llama"), max_kv_size, keep)
     assert {layer.keep for layer in cache} == {kept}
     assert {type(layer) for layer in cache} == {SinkRotatingKVCache}
+
+
+@pytest.mark.parametrize("window", [2, 4_097, 6_000, 8_192, 131_072])
+def test_plan_library_and_engine_keep_the_same_by_default(window: int) -> None:
+    model = model_of("llama")
+    (kept,) = {layer.keep for layer in make_kv_cache(model, window)}
+    assert kept == min(4_096, window // 2)
+    assert parse(EngineSettings, memory_limit=1, max_kv_size=window).keep_tokens == kept
+    spec = read_model_spec({**BASE, "model_type": "llama"})
+    assert make_plan(spec, memory_bytes=1 << 40, max_kv_size=window).keep_kv_size == kept
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from penstock.caches.quantized import QuantizedRotatingKVCache
 from penstock.caches.rotating import Ring, RotatingKVCache
 from penstock.caches.selective import SelectiveKVCache
 from penstock.caches.sinks import SinkRotatingKVCache
-from penstock.config import KEEP, MAX_KV_SIZE, MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
+from penstock.config import MAX_KV_SIZE, MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS, default_keep
 from penstock.errors import SettingError
 from penstock.kv.checks import loaded_model, positive, whole
 from penstock.kv.numpy_arrays import Floats
@@ -240,7 +240,7 @@ def _check_codec(rule: QuantizationRule | None, kv_bits: int | None, *, shared: 
 def _kept(keep: int | None, size: int) -> int:
     """Return the number of first tokens that a window of `size` never drops."""
     if keep is None:
-        return _clipped(KEEP, size)
+        return default_keep(size)
     if whole("keep", keep, 0) >= size:
         raise SettingError(
             f"keep {keep} leaves no room in a window of max_kv_size {size} tokens; "

@@ -215,7 +215,7 @@ def make_plan(
         weight_source=spec.weight_source,
         free_bytes=free,
         max_kv_size=window,
-        keep_kv_size=_default_keep(window) if keep is None else keep,
+        keep_kv_size=config.default_keep(window) if keep is None else keep,
         batch=batch,
         layers={
             kind: sum(layer.kind == kind for layer in spec.layers)
@@ -418,10 +418,6 @@ def _table(plan: MemoryPlan, *, narrow: bool) -> Table:
             "any" if row.largest_window_tokens is None else f"{row.largest_window_tokens:,}",
         )
     return table
-
-
-def _default_keep(window: int) -> int:
-    return config.KEEP if window > config.KEEP else window // 2
 
 
 def _limit(given_bytes: int | None) -> int:

@@ -16,6 +16,7 @@ from penstock.config.defaults import (
     PORT,
     PREFILL_CHUNK,
     RAW_FIRST_TOKENS,
+    default_keep,
 )
 from penstock.config.engine_settings import EngineSettings, WeightsDtype
 from penstock.config.fleet_settings import WORTH, FleetSettings, RoutingPolicy
@@ -50,6 +51,7 @@ __all__ = [
     "Setting",
     "Settings",
     "WeightsDtype",
+    "default_keep",
     "digest_of",
     "flag_of",
     "in_plain_words",

@@ -28,3 +28,12 @@ MLX_LM_MINOR = (0, 32)
 DRAFT_TOKENS = 4
 KERNELS_VARIABLE = "PENSTOCK_KERNELS"
 """Environment variable: "off" disables compiled attention, unless a setting overrides it."""
+
+
+def default_keep(max_kv_size: int) -> int:
+    """Return how many first tokens a window never drops by default: `KEEP`, or half of it.
+
+    >>> default_keep(131_072), default_keep(6_000)
+    (4096, 3000)
+    """
+    return min(KEEP, max_kv_size // 2)

@@ -20,6 +20,7 @@ from penstock.config.defaults import (
     MIN_QUANTIZE_TOKENS,
     PREFILL_CHUNK,
     RAW_FIRST_TOKENS,
+    default_keep,
 )
 from penstock.config.setting import Setting, Settings, flag_of
 
@@ -368,4 +369,4 @@ class EngineSettings(Settings):
 
     @property
     def keep_tokens(self) -> int:
-        return min(KEEP, self.max_kv_size // 2) if self.keep is None else self.keep
+        return default_keep(self.max_kv_size) if self.keep is None else self.keep
