@@ -24,6 +24,8 @@ from servers import Running, serving, wait_until
 
 from penstock.ledger import Kind
 from penstock.server.openai.openai_forms import ChatRequest
+from penstock.server.problems import Unavailable
+from penstock.server.prompt_memory import PromptHold, PromptMemory
 
 COMPLETIONS = "/v1/completions"
 HEADERS = {"Content-Type": "application/json"}
@@ -122,6 +124,56 @@ def test_concurrent_bodies_stay_within_pool(small: Running) -> None:
                 answer.json()["error"]["code"] == "prompts_full" and "retry-after" in answer.headers
             )
     wait_until(lambda: memory.used_bytes == 0)
+
+
+def filled(memory: PromptMemory, client: str, nbytes: int) -> list[PromptHold]:
+    """Hold `nbytes` each for requests of a client until one is refused."""
+    holds: list[PromptHold] = []
+    with pytest.raises(Unavailable, match="for this client"):
+        while True:
+            hold = memory.hold(client)
+            hold.resize(nbytes)
+            holds.append(hold)
+    return holds
+
+
+@pytest.mark.parametrize("clients", [1, 2, 5])
+def test_the_requests_of_one_client_leave_room_for_another(clients: int) -> None:
+    memory = PromptMemory(1_000_000)
+    holds = [hold for name in range(clients) for hold in filled(memory, f"{name}", 10_000)]
+    free = memory.pool_bytes - memory.used_bytes
+    assert (
+        memory.pool_bytes // 4**clients - 10_000 <= free <= memory.pool_bytes // 4**clients + 20_000
+    )
+    memory.hold("another").resize(free)
+    for hold in holds:
+        hold.resize(0)
+    assert memory.used_bytes == free
+
+
+def test_a_single_request_may_take_all_that_is_free() -> None:
+    memory = PromptMemory(1_000_000)
+    memory.hold("a").resize(900_000)
+    memory.hold("b").resize(10_000)
+    large = memory.hold("b")
+    large.resize(90_000)
+    with pytest.raises(Unavailable):
+        large.resize(90_001)
+
+
+@linux
+def test_a_client_that_fills_the_pool_is_refused_and_another_is_not(small: Running) -> None:
+    holds = filled(small.service.memory, "127.0.0.1", 400_000)
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 200_000}).encode()
+    refused = post(small, body)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "prompts_full"
+    other = httpx.HTTPTransport(local_address="127.0.0.2")
+    with httpx.Client(transport=other, timeout=SOON) as client:
+        answer = client.post(small.url + COMPLETIONS, content=body, headers=HEADERS)
+    assert answer.status_code == 200, answer.text
+    for hold in holds:
+        hold.resize(0)
 
 
 def long_prompt(megabytes: int) -> dict[str, Any]:

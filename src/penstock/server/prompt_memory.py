@@ -3,12 +3,14 @@
     body arrives ──take──> read as JSON ──> tokens ──settle──> answered ──release──> 0
 
 A request holds its bytes while it is open. A request that needs more than is free is refused
-before it is parsed, so that large bodies never take more than the pool.
+before it is parsed, so that large bodies never take more than the pool. The requests of one client
+together leave a part of it to other clients; a single one may take all that is free.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -22,8 +24,14 @@ from penstock.server.problems import TooLarge, Unavailable
 
 POOL_SHARE = 24
 """Divisor of the memory limit that gives the pool's size."""
+SMALL_SHARE = 64
+"""Divisor of the pool's size that gives the bytes up to which a client's other requests do not
+count: a long one may then take all that is free."""
 LEAST_POOL_BYTES = 1_000_000
 MOST_POOL_BYTES = 256_000_000
+CLIENT_SHARE = 3
+"""Most bytes of a client with several requests, as a multiple of those that stay free: alone it
+has three quarters of the pool, and of two each has three sevenths."""
 TOKEN_BYTES = 48
 PIECE_TOKEN_BYTES = 360
 """Tokenizer memory per encoded token, in bytes: 88 to 363 measured (tokenizers 0.22)."""
@@ -45,6 +53,7 @@ class PromptMemory:
         self.reliefs: list[Callable[[int], None]] = []
         """Callbacks, in order, that free at least the given bytes of caches."""
         self._used_bytes = 0
+        self._by_client: Counter[str] = Counter()
         self._lock = Lock()
         self._giving_back = False
 
@@ -52,9 +61,14 @@ class PromptMemory:
     def used_bytes(self) -> int:
         return self._used_bytes
 
-    def hold(self, *, relieves: bool = True) -> PromptHold:
-        """Return an empty hold; with `relieves`, it may evict cached answers and responses."""
-        return PromptHold(self, relieves=relieves)
+    def hold(self, client: str | None = None, *, relieves: bool = True) -> PromptHold:
+        """Return an empty hold.
+
+        Args:
+            client: name of the key or address whose share the bytes are of; None for a cache.
+            relieves: whether it may evict cached answers and responses.
+        """
+        return PromptHold(self, client, relieves=relieves)
 
     def check_fits(self, nbytes: int) -> None:
         if nbytes > self.pool_bytes:
@@ -65,22 +79,34 @@ class PromptMemory:
                 code="request_too_large",
             )
 
-    def _change(self, before: int, after: int, *, relieves: bool) -> None:
+    def _change(self, client: str | None, before: int, after: int, *, relieves: bool) -> None:
         self.check_fits(after)
         for relief in self.reliefs if relieves else ():
-            missing = after - before - (self.pool_bytes - self._used_bytes)
+            missing = after - before - self._free_bytes(client, before)
             if missing > 0:
                 relief(missing)
         with self._lock:
-            free = self.pool_bytes - self._used_bytes
-            if after - before > free:
+            free = self._free_bytes(client, before)
+            if after - before > max(0, free):
                 raise Unavailable(
                     f"this request needs about {format_bytes(after)} to be read; "
                     f"{format_bytes(max(0, free))} of {format_bytes(self.pool_bytes)} for all "
-                    "prompts are free; try again later",
+                    "prompts are free for this client; try again later",
                     code="prompts_full",
                 )
             self._used_bytes += after - before
+            if client is not None:
+                self._by_client[client] += after - before
+                if not self._by_client[client]:
+                    del self._by_client[client]
+
+    def _free_bytes(self, client: str | None, before: int) -> int:
+        """Return the bytes that a hold of `before` bytes can add; less than 0 beyond its share."""
+        free = self.pool_bytes - self._used_bytes
+        held = self._by_client[client] if client is not None else 0
+        if held - before <= self.pool_bytes // SMALL_SHARE:
+            return free
+        return min(free, (CLIENT_SHARE * free - held) // (CLIENT_SHARE + 1))
 
     def give_back_soon(self) -> None:
         """Return freed memory to the system, shortly after a request has ended."""
@@ -101,6 +127,7 @@ class PromptHold:
     """Bytes of the pool held by one request or by a cache."""
 
     __slots__ = (
+        "_client",
         "_memory",
         "_relieves",
         "body_bytes",
@@ -110,8 +137,11 @@ class PromptHold:
         "token_bytes",
     )
 
-    def __init__(self, memory: PromptMemory, *, relieves: bool = True) -> None:
+    def __init__(
+        self, memory: PromptMemory, client: str | None = None, *, relieves: bool = True
+    ) -> None:
         self._memory = memory
+        self._client = client
         self._relieves = relieves
         self.nbytes = 0
         self.most_bytes = 0
@@ -123,7 +153,7 @@ class PromptHold:
 
     def resize(self, nbytes: int) -> None:
         """Hold `nbytes`; TooLarge if they exceed the pool, Unavailable if too few are free."""
-        self._memory._change(self.nbytes, nbytes, relieves=self._relieves)
+        self._memory._change(self._client, self.nbytes, nbytes, relieves=self._relieves)
         self.nbytes = nbytes
         self.most_bytes = max(self.most_bytes, nbytes)
 

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config import ServerSettings
 from penstock.plurals import counted
+from penstock.server.access import CLIENT
 from penstock.server.body_scan import BodyScan
 from penstock.server.disconnect import until_gone
 from penstock.server.half_pairs import whole_pairs_in
@@ -50,7 +51,7 @@ class Body:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return await self.app(scope, receive, send)
-        hold = self._memory.hold()
+        hold = self._memory.hold(CLIENT.get())
         try:
             return await self._serve(scope, receive, send, hold)
         finally:
