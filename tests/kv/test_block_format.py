@@ -66,6 +66,5 @@ def test_identities_differ_where_formats_differ() -> None:
             forms("4", raw_tokens=64),
             forms("4", raw_layers=frozenset([1])),
         )
-        if each.rule is not None
     ]
     assert len(set(names)) == 4

@@ -15,8 +15,8 @@ from penstock.attention.attention_plan import AttentionPlan, DecodeRow, plan_att
 from penstock.attention.ops import AttentionOps
 from penstock.attention.piece_reads import PieceReads
 from penstock.attention.selection.selected_reads import ChoiceReader, StepMemory
-from penstock.attention.selection.selection import Selection
-from penstock.attention.span_attention import AttentionWindow
+from penstock.attention.selection.selection import READ_ALL, Selection
+from penstock.attention.span_attention import ALL_TOKENS, AttentionWindow
 from penstock.kv.codecs.spilled import is_spilled
 from penstock.kv.tails import Tails
 
@@ -194,13 +194,14 @@ class DecodeStep:
     ways: AttentionWays
     """Choice between kernels, fused attention and plain operations."""
     kernel_plans: dict[Hashable, Any]
-    selection: Selection | None
-    """Choice of the tokens that long rows read; None to read all."""
+    selection: Selection
+    """Choice of the tokens that long rows read."""
     choosers: dict[AttentionWindow, list[int]]
     """Numbers of the new tokens that choose, which all layers of a window that have an index
     share."""
-    most_joined: int | None
-    """Most tokens that a row reads at once of which some may be in a tier; None: none is there."""
+    most_joined: int
+    """Most tokens that a row reads at once of which some may be in a tier; `ALL_TOKENS` where none
+    is there."""
     memory: StepMemory = field(default_factory=StepMemory)
     """Copies, and places of tokens, that all layers share for rows that choose."""
 
@@ -212,8 +213,8 @@ class DecodeStep:
         tails: Tails,
         width: int = 1,
         ways: AttentionWays = PlainOperations(),  # noqa: B008
-        selection: Selection | None = None,
-        most_joined: int | None = None,
+        selection: Selection = READ_ALL,
+        most_joined: int = ALL_TOKENS,
     ) -> DecodeStep:
         """Prepare a step of `width` new tokens a row; nothing is computed yet."""
         positions = [row.position for row in rows]
@@ -253,8 +254,7 @@ class DecodeStep:
 
     def choosing(self, layer: int, attention_window: AttentionWindow) -> list[int]:
         """Return the numbers of the new tokens that read a choice in a layer."""
-        selection = self.selection
-        if selection is None or layer not in selection.index.layers:
+        if layer not in self.selection.layers:
             return []
         if attention_window not in self.choosers:
             self.choosers[attention_window] = [
@@ -262,22 +262,20 @@ class DecodeStep:
                 for number, row in enumerate(self.new_tokens)
                 if number % self.width <= row.proposed
                 and attention_window.sees_all(row.position)
-                and selection.applies(row)
+                and self.selection.applies(row)
             ]
         return self.choosers[attention_window]
 
     def has_apart(self, layer: int) -> bool:
         """Tell whether some row is apart, see `is_apart`; never where nothing is in a tier."""
-        return self.most_joined is not None and any(self.is_apart(r, layer) for r in self.rows)
+        return self.most_joined < ALL_TOKENS and any(self.is_apart(r, layer) for r in self.rows)
 
     def is_apart(self, row: DecodeRow, layer: int) -> bool:
         """Tell whether a row that does not choose must be computed before others read.
 
         The KV that it reads is in a tier, or may be.
         """
-        if self.most_joined is None or self.selection is None or not row.parts:
-            return False
-        if layer not in self.selection.index.layers:
+        if self.most_joined == ALL_TOKENS or not row.parts or layer not in self.selection.layers:
             return False
         return row.parts[-1].end > self.most_joined or any(
             is_spilled(part.segment.layers[layer][0]) for part in row.parts
@@ -285,5 +283,4 @@ class DecodeStep:
 
     def streams(self, row: DecodeRow, attention_window: AttentionWindow) -> bool:
         """Tell whether a row that is read apart has too many tokens to be read at once."""
-        assert self.most_joined is not None
         return attention_window.sees_all(row.position) and row.parts[-1].end > self.most_joined

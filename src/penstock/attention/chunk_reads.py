@@ -32,7 +32,7 @@ class ChunkReads(Reads):
         device: AttentionBackend,
         *,
         last: bool = False,
-        most_joined: int | None = None,
+        most_joined: int = span_attention.ALL_TOKENS,
     ) -> None:
         """Prepare to read the parts.
 
@@ -43,7 +43,7 @@ class ChunkReads(Reads):
             position: of its first token.
             device: computes.
             last: the output of the layer's attention is never read, so it is never computed.
-            most_joined: most tokens in front of it that are joined; None joins any number.
+            most_joined: most tokens in front of it that are joined, by default any number.
         """
         super().__init__(layer, attention_window)
         self.device = device
@@ -98,11 +98,10 @@ class ChunkReads(Reads):
 
     def _streams(self, attention_window: AttentionWindow) -> bool:
         """Tell whether too much is in front of the chunk to be joined."""
-        most = self.most_joined
         assert self.keys is not None
-        if most is None or not attention_window.sees_all(self.offset + self.keys.shape[2] - 1):
+        if not attention_window.sees_all(self.offset + self.keys.shape[2] - 1):
             return False
-        return bool(self.parts) and self.parts[-1].end > most
+        return bool(self.parts) and self.parts[-1].end > self.most_joined
 
     def joined(
         self, attention_window: AttentionWindow

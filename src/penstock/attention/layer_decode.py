@@ -65,7 +65,6 @@ class LayerDecode:
         step, width = self.step, self.step.width
         chosen: dict[int, mx.array | SelectedKV] = {}
         if numbers:
-            assert step.selection is not None
             shape = step.tails.shapes[self.layer]
             reader = self.device.choice_reader(step.selection, shape.key_dim, shape.value_dim)
             if width > 1:

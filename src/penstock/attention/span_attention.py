@@ -19,6 +19,8 @@ from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
+ALL_TOKENS = 2**62
+"""More tokens than any sequence has."""
 LOG2_E = log2(2.718281828459045)
 MASKED = -1e30
 """The score of a column that is not seen; finite, so that no difference of two is NaN."""

@@ -162,7 +162,7 @@ class TurboQuantKVCache(TurboQuant):
             first_tokens=raw_first_tokens,
             least_tokens=min_quantize_tokens,
         )
-        if rule is None:
+        if rule.is_raw:
             raise SettingError(f"kv_cache_quantization {codec} is no codec; use KVCache")
         if max_size is not None and positive("max_size", max_size) < 2 * BLOCK_TOKENS:
             raise ValueError(f"max_size must be at least {2 * BLOCK_TOKENS}, not {max_size}")

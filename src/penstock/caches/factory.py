@@ -89,7 +89,7 @@ def make_kv_cache(
     )
     shared = _reads_other_layers(model)
     _check_codec(rule, kv_bits, shared=shared)
-    if rule is not None or kv_bits is not None:
+    if not rule.is_raw or kv_bits is not None:
         _check_reads_all(attend)
     if attend_rest and attend is None:
         raise SettingError("attend_rest requires attend; set attend, too")
@@ -163,7 +163,7 @@ class Bound:
     room: int | None
     """Columns that the first write allocates; None means the whole window."""
     shared: bool
-    rule: QuantizationRule | None
+    rule: QuantizationRule
     attend: int | None
     rest: bool
 
@@ -185,7 +185,7 @@ class Bound:
         return self.full()
 
     def full(self) -> Ring | TurboQuantKVCache:
-        if self.rule is not None:
+        if not self.rule.is_raw:
             return TurboQuantKVCache(
                 self.rule.scheme.name,
                 min_quantize_tokens=self.rule.least_tokens,
@@ -225,8 +225,8 @@ class Bound:
         return cache
 
 
-def _check_codec(rule: QuantizationRule | None, kv_bits: int | None, *, shared: bool) -> None:
-    if rule is None:
+def _check_codec(rule: QuantizationRule, kv_bits: int | None, *, shared: bool) -> None:
+    if rule.is_raw:
         return
     if kv_bits is not None:
         raise SettingError("kv_bits and kv_cache_quantization exclude each other; set one of them")

@@ -11,7 +11,7 @@ from penstock.caches.codec import TurboQuantKVCache
 from penstock.caches.growing import KVCache
 from penstock.caches.layer_form import LayerForm
 from penstock.kv import columns as col
-from penstock.kv.quantization import QuantizationRule
+from penstock.kv.quantization import ALL_RAW, QuantizationRule
 from penstock.kv.segment import Layer, bytes_per_token
 from penstock.kv.tails import LayerShape, piece_bytes
 from penstock.plurals import counted
@@ -50,11 +50,11 @@ class NodeRun:
     """Bytes of their KV in its final format."""
     meanwhile: int = 0
     """Bytes of workspace while the tokens are encoded."""
-    rule: QuantizationRule | None = None
-    """Quantization rule; None leaves the tokens raw."""
+    rule: QuantizationRule = ALL_RAW
+    """Quantization rule."""
 
 
-def source_of(number: int, cache: Any, rule: QuantizationRule | None) -> LayerSource | str:
+def source_of(number: int, cache: Any, rule: QuantizationRule) -> LayerSource | str:
     """Return the source of the KV of layer `number`, or the reason why it cannot be stored."""
     if isinstance(cache, TurboQuantKVCache):
         return _coded_source(number, cache, rule)
@@ -63,7 +63,7 @@ def source_of(number: int, cache: Any, rule: QuantizationRule | None) -> LayerSo
         return f": {form}"
     if cache.empty():
         return " is empty"
-    if rule is not None and len(form.dtypes) != 2:
+    if not rule.is_raw and len(form.dtypes) != 2:
         return (
             f": {type(cache).__name__} holds codes of its own; store caches of full "
             f"precision, or leave out kv_cache_quantization"
@@ -77,17 +77,17 @@ def source_of(number: int, cache: Any, rule: QuantizationRule | None) -> LayerSo
 
 
 def _coded_source(
-    number: int, cache: TurboQuantKVCache, rule: QuantizationRule | None
+    number: int, cache: TurboQuantKVCache, rule: QuantizationRule
 ) -> LayerSource | str:
     if cache.max_size is not None:
         return ": a TurboQuantKVCache with a window drops tokens that are to be stored"
-    expected = None if rule is None else (rule.scheme, rule.first_tokens, rule.least_tokens)
+    expected = None if rule.is_raw else (rule.scheme, rule.first_tokens, rule.least_tokens)
     if (cache.scheme, cache.first, cache.least) != expected:
         return (
             f": TurboQuantKVCache holds {cache.codec} after {counted(cache.first, 'token')}, from "
             f"{counted(cache.least, 'token')} on, which differs from the prefix cache's settings"
         )
-    if rule is not None and number in rule.raw_layers:
+    if number in rule.raw_layers:
         return (
             ": TurboQuantKVCache holds codes where kv_cache_skip_layers requires full "
             "precision; make a KVCache for this layer"
@@ -102,15 +102,15 @@ def _coded_source(
 
 def runs_of(
     sources: list[LayerSource],
-    rule: QuantizationRule | None,
+    rule: QuantizationRule,
     start: int,
     stop: int,
     tokens: int,
 ) -> list[NodeRun]:
     """Return the runs of tokens start..stop-1 that each become a node: raw, then coded."""
     layers = [source.sample for source in sources]
-    short = rule is not None and tokens < rule.least_tokens
-    if rule is None or (short and not any(source.encoded for source in sources)):
+    short = tokens < rule.least_tokens
+    if rule.is_raw or (short and not any(source.encoded for source in sources)):
         first = stop
     else:
         first = min(max(rule.first_tokens, start), stop)
@@ -119,7 +119,7 @@ def runs_of(
         nbytes = (first - start) * bytes_per_token(layers)
         joined = any(source.coded and source.viewed < first for source in sources)
         runs.append(NodeRun(start, first, nbytes, nbytes if joined else 0))
-    if rule is not None and first < stop:
+    if not rule.is_raw and first < stop:
         shapes = [LayerShape.of(*col.arrays(*layer)) for layer in layers]
         nbytes = (stop - first) * sum(rule.token_bits(shapes)) // 8
         joined = any(source.coded and not source.encoded for source in sources)

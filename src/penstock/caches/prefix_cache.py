@@ -23,7 +23,7 @@ from penstock.errors import SettingError
 from penstock.kv import columns as col
 from penstock.kv.block_format import BlockFormat
 from penstock.kv.checks import positive
-from penstock.kv.quantization import QuantizationRule
+from penstock.kv.quantization import ALL_RAW, QuantizationRule
 from penstock.kv.segment import Layer, Segment
 from penstock.kv.states import (
     RecurrentState,
@@ -167,7 +167,7 @@ class PrefixCache:
         Raises:
             SettingError: `dequantize` is False, and no codec is set.
         """
-        if not dequantize and self._rule is None:
+        if not dequantize and self._rule.is_raw:
             raise SettingError("dequantize=False: no codec is set; name a kv_cache_quantization")
         values = as_tokens(tokens)
         keys = self.prefixes.block_hashes(values[:-1], salt)
@@ -350,10 +350,10 @@ class PrefixCache:
             return [*whole[:-1], (col.take(keys, 0, inside), col.take(values, 0, inside))]
 
         caches = []
-        rule = None if dequantize else self._rule
+        rule = ALL_RAW if dequantize else self._rule
         for i, form in enumerate(shape.forms):
             layer_parts, cache = parts(i), None
-            if rule is not None and i not in rule.raw_layers and form.max_size is None:
+            if not rule.is_raw and i not in rule.raw_layers and form.max_size is None:
                 scheme, first, least = rule.scheme, rule.first_tokens, rule.least_tokens
                 cache = TurboQuantKVCache.holding(
                     scheme, first, least, layer_parts, form.dtypes, room
@@ -411,7 +411,7 @@ class PrefixCache:
         A node that stays raw, for lack of memory or because of large numbers, is still valid.
         """
         rule = self._rule
-        if rule is None or not rule.first_tokens < rule.least_tokens <= tokens:
+        if rule.is_raw or not rule.first_tokens < rule.least_tokens <= tokens:
             return
         shapes = [LayerShape.of(*col.arrays(*source.sample)) for source in sources]
         form = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
@@ -459,7 +459,7 @@ class PrefixCache:
         with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
             layers = tuple(source.cut(run.start, run.stop) for source in sources)
             segment = Segment(layers, length=run.stop - run.start)
-            if run.rule is None:
+            if run.rule.is_raw:
                 return segment.owned()
             segment = run.rule.encoded(segment, devices.current())
         more = segment.nbytes - run.nbytes

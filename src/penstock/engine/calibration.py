@@ -57,6 +57,8 @@ class Calibration:
         Raises:
             LedgerFull: the memory limit has no room for the run.
         """
+        if not selection.layers:
+            return selection
         shapes = self._runner.shapes
         numbers = [RUN_TOKENS * shape.kv_heads * shape.key_dim for shape in shapes]
         beside = KEY_BYTES * sum(numbers) + LAYER_BYTES * max(numbers, default=0)

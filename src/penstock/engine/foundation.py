@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.attention import devices
+from penstock.attention.span_attention import ALL_TOKENS
 from penstock.config import EngineSettings
 from penstock.engine.calibration import Calibration
 from penstock.engine.fixed_memory import reserve_fixed
@@ -67,16 +68,15 @@ def lay_foundation(
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
     limits = fitting(limits, runner, room, ranks=group.size)
     runner.selection = selection(runner, limits, compiled=not kernels_off(limits))
-    runner.most_joined = limits.active_kv_size
+    runner.most_joined = limits.active_kv_size or ALL_TOKENS
     kernels = extension("kernels")
     if kernels is not None:
         runner.ways = kernels.chosen_ways(runner, limits, ledger)
     fixed, tails, estimator = reserve_fixed(reserved, ledger, limits, runner, group)
     calibration = Calibration(runner, estimator, limits, ledger)
-    if runner.selection is not None:
-        runner.selection = calibration.centered(runner.selection)
-        tables = runner.selection.index.table_bytes(limits.max_kv_size + limits.step_tokens)
-        fixed.step.resize(fixed.step.nbytes + group.most(tables))
+    runner.selection = calibration.centered(runner.selection)
+    tables = runner.selection.index.table_bytes(limits.max_kv_size + limits.step_tokens)
+    fixed.step.resize(fixed.step.nbytes + group.most(tables))
     return Foundation(
         limits=limits,
         group=group,

@@ -31,7 +31,7 @@ tokens, with 1,024 chosen and active, a step reads 31 of its 177 pairs of blocks
 def make_retentions(
     base: Foundation,
     prefixes: Prefixes[Segment],
-    rule: QuantizationRule | None,
+    rule: QuantizationRule,
     tiers: TierGroup,
 ) -> tuple[Retention, ...]:
     """Create the retentions that the model and the settings need; add further kinds here.
@@ -39,7 +39,7 @@ def make_retentions(
     Args:
         base: model, settings and ledger.
         prefixes: prefix cache of the engine.
-        rule: codecs of quantized tokens; None without quantization.
+        rule: codecs of quantized tokens.
         tiers: cold tiers, which store spilled KV.
 
     Raises:
@@ -80,30 +80,29 @@ def _rows(base: Foundation) -> Iterator[Retention]:
 
 
 def _codecs(
-    base: Foundation, prefixes: Prefixes[Segment], rule: QuantizationRule | None
+    base: Foundation, prefixes: Prefixes[Segment], rule: QuantizationRule
 ) -> Iterator[Retention]:
     """Create the retention of quantized KV, if the settings name a codec."""
-    if rule is not None:
+    if not rule.is_raw:
         yield Requantizer(rule, prefixes, base.runner.shapes, base.limits, base.runner.device)
 
 
 def _index(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retention]:
     """Create the retention of the key index, if decode steps select tokens with it."""
     runner = base.runner
-    if runner.selection is not None:
-        index = runner.selection.index
-        yield KeyIndexing(index, prefixes, runner.index_token_bytes, runner.device)
+    if runner.selection.layers:
+        yield KeyIndexing(runner.selection.index, prefixes, runner.index_token_bytes, runner.device)
 
 
 def _spilling(
     base: Foundation,
     prefixes: Prefixes[Segment],
-    rule: QuantizationRule | None,
+    rule: QuantizationRule,
     tiers: TierGroup,
 ) -> Iterator[Retention]:
     """Create the retention of KV spilled to the tiers, if spilling is enabled."""
     active, selection = base.limits.active_kv_size, base.runner.selection
-    if active is None or selection is None or not tiers:
+    if active is None or not selection.layers or not tiers:
         return
     spans = BlockFormats(base.runner.shapes, prefixes.block_size).spans
     blocks = ColdBlocks(
@@ -112,7 +111,7 @@ def _spilling(
         record_tokens=spans.blocks * prefixes.block_size,
         ledger=base.ledger,
         cached_tokens=active + selection.tokens // SPARE_SHARE,
-        layers=selection.index.layers,
+        layers=selection.layers,
         rule=rule,
         ops=base.runner.device,
     )

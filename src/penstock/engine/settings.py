@@ -180,7 +180,7 @@ def _check_rests(limits: EngineSettings, name: str) -> None:
         )
     codec = limits.kv_cache_quantization
     rule = QuantizationRule.of(codec, block_size=limits.block_size, first_tokens=0)
-    together = [part for part in (rule.scheme.codecs if rule else ()) if part.span > 1]
+    together = [part for part in rule.scheme.codecs if part.span > 1]
     if together:
         raise SettingError(
             f"{name} does not work with kv_cache_quantization (--kv-cache-quantization) {codec}: "
@@ -197,8 +197,8 @@ def identity(
     *,
     fingerprint: str,
     measure_scales: Callable[[], tuple[Scales, ...]],
-) -> tuple[QuantizationRule | None, str]:
-    """Return the quantization rule, None if all KV is raw, and the fingerprint.
+) -> tuple[QuantizationRule, str]:
+    """Return the quantization rule and the fingerprint.
 
     Args:
         model: model whose weights are hashed if a cold tier needs a fingerprint.
@@ -229,7 +229,7 @@ def identity(
         skip_layers=limits.kv_cache_skip_layers,
         least_tokens=limits.least_quantized_tokens,
     )
-    if rule is not None:
+    if not rule.is_raw:
         logger.info("measuring the keys' scales for %s", limits.kv_cache_quantization)
         rule = rule.scaled(measure_scales)
         settings["codec"] = f"{rule.identity}:{limits.kv_cache_quantize_when}"

@@ -15,7 +15,7 @@ from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.settings import identity
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.block_spans import SPILLED_MERGE_TOKENS, span_tokens
-from penstock.kv.quantization import QuantizationRule
+from penstock.kv.quantization import ALL_RAW, QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes, remembered_nodes
 
@@ -89,7 +89,7 @@ def _tree(base: Foundation, fingerprint: str) -> Prefixes[Segment]:
 def _tiers(
     base: Foundation,
     prefixes: Prefixes[Segment],
-    rule: QuantizationRule | None,
+    rule: QuantizationRule,
     prefill_rate: PrefillRate,
 ) -> TierGroup:
     """Open the cold tiers that the settings name."""
@@ -97,9 +97,9 @@ def _tiers(
     forms = BlockFormats(
         runner.shapes,
         prefixes.block_size,
-        None if spills else rule,  # running sequences read spilled blocks as they were computed
+        ALL_RAW if spills else rule,  # running sequences read spilled blocks as they were computed
         runner.device,
-        decodes=spills and rule is not None,
+        decodes=spills and not rule.is_raw,
     )
     return open_tiers(
         base.limits,

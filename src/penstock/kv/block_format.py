@@ -16,7 +16,7 @@ from penstock.kv.codecs.coded import Codec, Coded
 from penstock.kv.codecs.scheme import Scheme
 from penstock.kv.codecs.spilled import is_spilled
 from penstock.kv.columns import Side
-from penstock.kv.quantization import QuantizationRule
+from penstock.kv.quantization import ALL_RAW, QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 
@@ -133,7 +133,7 @@ class BlockFormats:
         self,
         shapes: Sequence[LayerShape],
         block_size: int,
-        rule: QuantizationRule | None = None,
+        rule: QuantizationRule = ALL_RAW,
         ops: CodeOps | None = None,
         *,
         decodes: bool = False,
@@ -146,10 +146,10 @@ class BlockFormats:
         self._coded = self._raw
         self._first = 0
         """Blocks that are raw."""
-        if rule is not None:
+        if not rule.is_raw:
             self._coded = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
             self._first = rule.first_tokens // block_size
-        self.least_blocks = 0 if rule is None else -(-rule.least_tokens // block_size)
+        self.least_blocks = -(-rule.least_tokens // block_size)
         """Whole blocks below which a chain stays raw, and out of cold tiers."""
 
     @property
@@ -179,7 +179,7 @@ class BlockFormats:
     def converted_record_bytes(self) -> int:
         """KV of an encoded, or decoded, record in bytes; 0 without a codec."""
         tokens = self.spans.blocks * self.block_size
-        return self._coded.nbytes(tokens) if self.rule is not None or self._decodes else 0
+        return 0 if self.rule.is_raw and not self._decodes else self._coded.nbytes(tokens)
 
     def held(self, segment: Segment, block: int) -> Segment | None:
         """Convert a block to its format; None if a number is too large for float16."""
@@ -189,6 +189,6 @@ class BlockFormats:
         form = self.of(block)
         if self._decodes and not form.holds(segment):
             segment = form.decoded(segment, self._ops)
-        if not form.holds(segment) and form is self._coded and self.rule is not None:
+        if not form.holds(segment) and form is self._coded and not self.rule.is_raw:
             segment = self.rule.encoded(segment, self._ops)
         return segment if form.holds(segment) else None

@@ -52,8 +52,8 @@ class QuantizationRule:
         first_tokens: int,
         skip_layers: Collection[int] = (),
         least_tokens: int = 0,
-    ) -> QuantizationRule | None:
-        """Return the rule of the settings; None if all stays raw; or raise SettingError.
+    ) -> QuantizationRule:
+        """Return the rule of the settings, or raise SettingError.
 
         Args:
             codec: the name of a scheme, or None.
@@ -71,7 +71,7 @@ class QuantizationRule:
             if tokens < 0:
                 raise SettingError(f"{name} must be at least 0, not {tokens}")
         if codec is None:
-            return None
+            return ALL_RAW
         if not isinstance(codec, str):
             raise SettingError(f"kv_cache_quantization must be a name, as '8', not {codec!r}")
         try:
@@ -79,7 +79,7 @@ class QuantizationRule:
         except ValueError as error:
             raise SettingError(f"kv_cache_quantization: {error}") from None
         if not scheme.codecs:
-            return None
+            return ALL_RAW
         for part in scheme.codecs:
             if block_size % part.span:
                 raise SettingError(
@@ -88,6 +88,11 @@ class QuantizationRule:
                 )
         first = -(-first_tokens // block_size) * block_size
         return cls(scheme, first, frozenset(skip_layers), least_tokens)
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether all stays raw."""
+        return not self.scheme.codecs
 
     def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> QuantizationRule:
         return replace(self, scheme=self.scheme.scaled(measure))
@@ -128,3 +133,7 @@ class QuantizationRule:
                         f"kv_cache_quantization {self.scheme.name}: layer {number}: {error}"
                     ) from None
         return coded, left
+
+
+ALL_RAW = QuantizationRule(Scheme("raw", None, None), 0, frozenset())
+"""Rule by which nothing is quantized."""

@@ -24,7 +24,7 @@ from penstock.attention.ops import AttentionOps
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, CHOSEN, FIRST_BLOCKS
 from penstock.attention.selection.key_index import KeyIndex
 from penstock.attention.selection.rotations import CenterLoop
-from penstock.attention.span_attention import Partial
+from penstock.attention.span_attention import ALL_TOKENS, Partial
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.columns import Side
 from penstock.kv.segment import ColumnRange, KVSpan
@@ -51,6 +51,11 @@ class Selection:
     """Rule of the index; its layers are those that read a choice."""
     compiled: bool = True
     """Whether compiled loops choose and read where there are any."""
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Numbers of the layers that read a choice."""
+        return self.index.layers
 
     def recent_start(self, position: int) -> int:
         """Return the first of the recent tokens of a query at `position`."""
@@ -131,6 +136,10 @@ class Selection:
         missing = span.segment.missing  # of layers with windows, whose KV was evicted
         gone = bool(missing) and any(missing[layer] for layer in self.index.layers)
         return not gone and self.index.complete(span.segment)
+
+
+READ_ALL = Selection(ALL_TOKENS, KeyIndex(frozenset()))
+"""Selection of all tokens, in all layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from penstock.attention.selection.key_index import KeyIndex
-from penstock.attention.selection.selection import Selection
+from penstock.attention.selection.selection import READ_ALL, Selection
 from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
 
 
-def selection(runner: Runner, limits: EngineSettings, *, compiled: bool) -> Selection | None:
+def selection(runner: Runner, limits: EngineSettings, *, compiled: bool) -> Selection:
     """Create the token selection of decode steps, without key centers yet.
 
     Args:
@@ -17,10 +17,10 @@ def selection(runner: Runner, limits: EngineSettings, *, compiled: bool) -> Sele
         compiled: whether to use compiled loops; see `Selection`.
 
     Returns:
-        The selection, or None if steps read all tokens.
+        The selection; `READ_ALL` without `attend_tokens`.
     """
     if limits.attend_tokens is None:
-        return None
+        return READ_ALL
     layers = runner.selectable_layers - set(limits.attend_full_layers)
     index = KeyIndex(layers, limits.attend_rest)
     chosen = Selection(limits.attend_tokens, index, compiled)

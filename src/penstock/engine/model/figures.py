@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.attention.span_attention import AttentionWindow
+from penstock.attention.span_attention import ALL_TOKENS, AttentionWindow
 from penstock.kv.tails import LayerShape, token_bytes
-
-ALL_TOKENS = 2**62
-"""More tokens than any sequence has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.chunk_reads import ChunkReads
 from penstock.attention.joined_reads import JoinedReads
 from penstock.attention.reads import decode_reads
-from penstock.attention.selection.selection import Selection
-from penstock.attention.span_attention import AttentionWindow
+from penstock.attention.selection.selection import READ_ALL
+from penstock.attention.span_attention import ALL_TOKENS, AttentionWindow
 from penstock.engine.model.model_probe import Way, step_token_bytes, try_model, weight_bytes
 from penstock.errors import ModelError
 from penstock.kv.codecs.coded import Scales
@@ -125,9 +125,9 @@ class Runner:
         """Form of one sequence's states."""
         self.ways: AttentionWays = PlainOperations()
         """Ways to attend in decode steps."""
-        self.selection: Selection | None = None
+        self.selection = READ_ALL
         """Choice of the tokens that decode steps read of long sequences; None to read all."""
-        self.most_joined: int | None = None
+        self.most_joined = ALL_TOKENS
         """Most tokens that are read at once for a prompt; more are read piece by piece."""
         self.fitness, self.vocabulary_size = try_model(self, modules)
         if self.layout.compresses:  # the probe is shorter than windows and groups
@@ -165,7 +165,7 @@ class Runner:
     @property
     def index_token_bytes(self) -> int:
         """Bytes of the index of one token's keys in all layers."""
-        return 0 if self.selection is None else self.selection.index.token_bytes(self.shapes)
+        return self.selection.index.token_bytes(self.shapes)
 
     @property
     def held_token_bytes(self) -> int:
@@ -235,8 +235,6 @@ class Runner:
 
     def indexed(self, segment: Segment, start: int) -> Segment:
         """Return a segment with its index, if decode steps choose by one; it begins at `start`."""
-        if self.selection is None:
-            return segment
         return self.selection.index.indexed(segment, start, self.device)
 
     def nearest(self, position: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.engine.model.figures import ALL_TOKENS, ChoiceFigures, ModelFigures
+from penstock.engine.model.figures import ChoiceFigures, ModelFigures
 from penstock.engine.model.runner import Runner
 
 
@@ -12,7 +12,7 @@ def figures_of(runner: Runner) -> ModelFigures:
         shapes=runner.shapes,
         heads=runner.heads,
         choice=_choice(runner),
-        most_joined=ALL_TOKENS if runner.most_joined is None else runner.most_joined,
+        most_joined=runner.most_joined,
         state_bytes=runner.state_bytes,
         windows=tuple(runner.distinct_windows),
         whole=runner.fitness.whole,
@@ -26,7 +26,7 @@ def figures_of(runner: Runner) -> ModelFigures:
 
 def _choice(runner: Runner) -> ChoiceFigures:
     """Return the figures of a runner's choice; those of none where it reads all tokens."""
-    if runner.selection is None:
+    if not runner.selection.layers:
         return ChoiceFigures()
     index, memory = runner.selection.index, runner.device.memory
     step_bytes = index.piece_bytes(runner.shapes) + memory.sign_bytes

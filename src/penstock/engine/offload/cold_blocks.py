@@ -75,7 +75,7 @@ class ColdBlocks(BlockCache):
         ledger: Ledger,
         cached_tokens: int,
         layers: Collection[int],
-        rule: QuantizationRule | None,
+        rule: QuantizationRule,
         ops: CodeOps,
     ) -> None:
         self.ops = ops
@@ -345,12 +345,10 @@ class ColdBlocks(BlockCache):
 
 
 def _codecs(
-    rule: QuantizationRule | None, layers: Collection[int]
+    rule: QuantizationRule, layers: Collection[int]
 ) -> dict[int, tuple[Codec | None, Codec | None]]:
     """Return the codecs of keys and values of layers at rest."""
-    schemes = {
-        n: rule.scheme.of_layer(n) for n in layers if rule is not None and n not in rule.raw_layers
-    }
+    schemes = {n: rule.scheme.of_layer(n) for n in layers if n not in rule.raw_layers}
     return {n: (scheme.keys, scheme.values) for n, scheme in schemes.items()}
 
 

@@ -8,8 +8,9 @@ from typing import Protocol
 import mlx.core as mx
 
 from penstock.attention.attention_memory import STREAMED_TOKENS, AttentionMemory
+from penstock.attention.span_attention import ALL_TOKENS
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.model.figures import ALL_TOKENS, ModelFigures
+from penstock.engine.model.figures import ModelFigures
 from penstock.engine.model.prompt_logprobs import PIECE_BYTES, PIECE_LOGITS, PromptLogprobs
 from penstock.engine.model.proposals import LEAST_PREDICTION
 from penstock.engine.model.step_peaks import StepPeaks
