@@ -190,7 +190,7 @@ def test_doctor_reports_packed_modules(tmp_path: Path, capsys: pytest.CaptureFix
     assert (packed["lack"] is None) is has_numba()
     main(["doctor", str(folder(tmp_path, "llama", 4)), "--weights-dtype", "packed"])
     assert "two graphs a layer: model.layers.* (4)" in capsys.readouterr().out
-    main(["doctor", str(file), "--json"])
+    main(["doctor", str(file), "--weights-dtype", "float32", "--json"])
     assert json.loads(capsys.readouterr().out)["model"]["packed"] is None
 
 
@@ -210,6 +210,48 @@ def test_missing_numba_is_logged_with_consequence(
     assert parts is not None
     assert str(parts.lack) in caplog.text
     assert "depend on the batch" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["llama 4", "gemma3_text 8", "Q4_1", "Q8_0"])
+def test_auto_packs_quantized_weights(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, bits = source.partition(" ")
+    if bits:
+        path = folder(tmp_path, name, int(bits))
+    else:
+        path = tmp_path / "small.gguf"
+        write_model(path, "qwen3moe", *small_model("qwen3moe"), source)
+    loaded = load_all(path)
+    assert PackedParts.of(loaded.model) is not None
+    assert "--weights-dtype float32" in str(loaded.weights_note)
+    held = weight_bytes(loaded.model)
+    main(["plan", str(path), "--memory-limit", "1GB", "--json"])
+    planned = json.loads(capsys.readouterr().out)["weight_bytes"]
+    assert held - 2_000 <= planned <= 1.1 * held, "but for the shapes in graphs"
+    for limit, packs in ((planned * 10 // 9 + 1, True), (planned * 10 // 9 - 1, False)):
+        model = load_all(path, limit_bytes=limit).model
+        assert (PackedParts.of(model) is not None) is packs
+    assert PackedParts.of(load_all(path, weights_dtype="float32").model) is None
+
+
+@pytest.mark.parametrize("lacking", ["onnxruntime", "numba"])
+def test_auto_uses_float32_without_the_libraries(
+    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder(tmp_path, "llama", 4)
+    if lacking == "numba":
+        monkeypatch.setitem(sys.modules, "numba", None)  # importing it fails
+        has_numba.cache_clear()
+    else:
+        monkeypatch.setattr(packing_seam, "weight_packer", lambda: None)
+    try:
+        loaded = load_all(source)
+    finally:
+        has_numba.cache_clear()
+    arrays: Any = tree_flatten(loaded.model.parameters())
+    assert {array.dtype for _, array in arrays} == {mx.float32}
+    assert str(loaded.weights_note).startswith("float32")
 
 
 def test_activations_outside_mlx_count_in_step_bytes(tmp_path: Path) -> None:

@@ -452,14 +452,18 @@ def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int)
     file = open_model_file(path)
     native, wide = read(float32=False), read(float32=True)
     try:
+        from penstock.models.weight_packer import can_pack
         from penstock.models.widening import Widening  # where MLX has no back end, nothing is
     except ImportError:
         return native
-    choice = Widening(weights_dtype, native.weight_bytes or 0, wide.weight_bytes or 0, limit_bytes)
-    if choice.packs:  # for a folder, slightly more than needed
-        native_bytes = native.weight_bytes or 0
-        packed = native_bytes * 5 // 4 if file is None else file.packed_bytes()
-        return replace(wide, weight_bytes=packed)
+    packed = memory.packed_weight_bytes(path) if file is None else file.packed_bytes()
+    sizes = native.weight_bytes or 0, wide.weight_bytes or 0
+    if packed == 0:  # no weights are there to be counted: slightly more than needed
+        packed = sizes[0] * 5 // 4
+    can_be = packed if can_pack() or weights_dtype != "auto" else None
+    choice = Widening(weights_dtype, *sizes, limit_bytes, can_be)
+    if choice.packs:
+        return replace(wide, weight_bytes=choice.loaded_bytes)
     return wide if choice.widens else native
 
 

@@ -21,7 +21,7 @@ from penstock.memory.arithmetic import (
     what_fits,
 )
 from penstock.memory.machine import MachineMemory, read_machine_memory
-from penstock.memory.reading import read_model_spec
+from penstock.memory.reading import packed_weight_bytes, read_model_spec
 from penstock.memory.sizes import enough_for, format_bytes, parse_bytes, round_up
 from penstock.memory.spec import DTYPE_BYTES, LayerKind, LayerSpec, ModelSpec, divided, layer_groups
 
@@ -45,6 +45,7 @@ __all__ = [
     "group_size_for",
     "layer_bytes_per_token",
     "layer_groups",
+    "packed_weight_bytes",
     "parse_bytes",
     "read_machine_memory",
     "read_model_spec",

@@ -6,9 +6,11 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import ModelError
 from penstock.memory.families import FAMILIES, Config, Family, unknown
@@ -128,6 +130,7 @@ def _check_sizes(c: Config) -> None:
 
 MOST_HEADER_BYTES = 100_000_000
 """Maximum header size of a safetensors file in bytes, as in the safetensors library."""
+METADATA = "__metadata__"
 OUTSIDE = "outside of the layers"
 _IN_LAYERS = re.compile(r"(^|\.)(layers|blocks|h)\.\d+\.")
 
@@ -141,12 +144,61 @@ def _outside_layers(c: Config, files: Mapping[str, int], weight_bytes: int | Non
 
 
 def _read_headers(folder: Path) -> dict[str, int]:
-    """Sum the tensor bytes of a folder's safetensors files by dtype, and outside the layers.
+    """Sum the tensor bytes of a folder's safetensors files by dtype, and outside the layers."""
+    nbytes: Counter[str] = Counter()
+    for tensor, entry in _tensors(folder):
+        start, end = entry["data_offsets"]
+        nbytes[entry["dtype"]] += end - start
+        if not _IN_LAYERS.search(tensor):
+            nbytes[OUTSIDE] += end - start
+    return dict(nbytes)
+
+
+def packed_weight_bytes(folder: str | Path) -> int | None:
+    """Return the bytes of a folder's weights in 4 and 8 bits, the rest in float32.
+
+    Each group of a packed matrix has a scale and an offset in float32. Experts become float32. A
+    quantized embedding stays in its own codes, and is packed, too, if it is the last layer.
+
+    Returns:
+        The bytes, 0 without weight files, or None if the weights are not in affine codes.
+    """
+    values = _load_config(folder)[0]
+    common = values.get("quantization")
+    if not isinstance(common, dict) or common.get("mode", "affine") != "affine":
+        return None
+    headers = dict(_tensors(Path(folder).expanduser()))
+    has_head = any("lm_head" in name.split(".") for name in headers)
+    total = 0
+    for name, entry in headers.items():
+        numbers = prod(entry["shape"])
+        stem, _, last = name.rpartition(".")
+        if f"{stem}.scales" not in headers or last not in ("weight", "scales", "biases"):
+            total += 4 * numbers
+        if f"{stem}.scales" not in headers or last != "weight":
+            continue
+        own = common.get(stem)
+        bits = int((own if isinstance(own, dict) else common).get("bits", 4))
+        numbers = numbers * 32 // bits
+        groups = 2 * 4 * prod(headers[f"{stem}.scales"]["shape"])
+        packed = numbers * (4 if bits <= 4 else 8) // 8 + groups
+        if len(entry["shape"]) > 2:
+            packed = 4 * numbers
+        elif stem.endswith(_EMBEDDINGS):
+            packed = numbers * bits // 8 + groups + (0 if has_head else packed)
+        total += packed
+    return total
+
+
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embedding")
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield names and entries of the tensors in a folder's safetensors files.
 
     A file has the length of its header in 8 bytes, the header as JSON, then the weights, which are
     not read.
     """
-    nbytes: Counter[str] = Counter()
     for file in sorted(folder.glob("model*.safetensors")):
         try:
             with open_regular(file) as stream:
@@ -158,13 +210,12 @@ def _read_headers(folder: Path) -> dict[str, int]:
                 header = json.loads(stream.read(min(length, size)))
             needed = 0
             for tensor, entry in header.items():
-                if tensor != "__metadata__":
+                if tensor != METADATA:
                     start, end = entry["data_offsets"]
                     if not 0 <= start <= end:
                         raise ValueError(f"{tensor} lies from byte {start} to byte {end}")
-                    nbytes[entry["dtype"]] += end - start
-                    if not _IN_LAYERS.search(tensor):
-                        nbytes[OUTSIDE] += end - start
+                    if not isinstance(entry["dtype"], str) or prod(entry["shape"]) < 0:
+                        raise ValueError(f"{tensor} has no dtype or shape")
                     needed = max(needed, 8 + length + end)
         except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{file} has no readable safetensors header: {error}") from error
@@ -174,7 +225,7 @@ def _read_headers(folder: Path) -> dict[str, int]:
                 f"the file has {size:,}; "
                 "download it again"
             )
-    return dict(nbytes)
+        yield from ((tensor, entry) for tensor, entry in header.items() if tensor != METADATA)
 
 
 def _widened(files: Mapping[str, int], values: Mapping[str, object]) -> dict[str, int]:

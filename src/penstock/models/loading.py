@@ -22,8 +22,10 @@ def load(
 
     Args:
         path_or_name: a folder, a file, `owner/model`, or a short name of `penstock.models.named`.
-        weights_dtype: `auto` converts weights to float32 on a CPU, where MLX multiplies other
-            dtypes on one core; `native` keeps them; `float32` always converts them.
+        weights_dtype: on a CPU, where MLX multiplies other dtypes than float32 on one core, `auto`
+            packs quantized weights and converts others to float32; `native` keeps them; `float32`
+            always converts them; `packed` and `packed-exact` multiply by codes as they are stored,
+            with activations in 8 bits or float32.
 
     Raises:
         ModelError: The model is unknown, or its folder is incomplete, damaged or of a type

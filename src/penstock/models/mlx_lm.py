@@ -28,8 +28,8 @@ from penstock.models import named, template_files
 from penstock.models.source import checked_source, first_line, read_generation_config
 from penstock.models.template_renderer import TemplateRefusal, TemplateRenderer
 from penstock.models.template_trial import check_template
-from penstock.models.weight_packer import pack
-from penstock.models.widening import Widening, model_bytes, packed_bytes, widen
+from penstock.models.weight_packer import decision, pack
+from penstock.models.widening import Widening, widen
 from penstock.open_files import unchanged_limit
 
 named.forbid_downloads()
@@ -93,7 +93,7 @@ def load_folder(
     try:
         model, tokenizer, config = mlx_lm.load(source, SAFELY, lazy=True, return_config=True)
         _check_first_step(model)
-        widening = Widening(weights_dtype, *model_bytes(model), limit_bytes, packed_bytes(model))
+        widening = decision(model, weights_dtype, limit_bytes)
         widening.check_limit(Path(source).name)
         logger.info("loading %s of weights", format_bytes(widening.loaded_bytes))
         if widening.widens:

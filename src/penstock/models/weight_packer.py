@@ -7,14 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from penstock.config import WeightsDtype
 from penstock.errors import ModelError
 from penstock.extensions import extension
-from penstock.models.widening import widen
+from penstock.models.widening import Widening, model_bytes, widen
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,14 @@ class WeightPacker(Protocol):
 
     def takes(self, module: nn.Module) -> bool:
         """Return whether a module's codes can be multiplied directly."""
+
+    def packed_bytes(self, module: nn.Module, *, tied: bool) -> int:
+        """Return the most bytes of a module that `takes` accepts, once packed.
+
+        Args:
+            module: quantized module.
+            tied: whether the embedding is the last layer, too.
+        """
 
     def pack(self, model: nn.Module, *, exact: bool) -> None:
         """Replace quantized modules one by one; the rest of the model is in float32.
@@ -100,6 +109,33 @@ def weight_packer() -> WeightPacker | None:
         logger.info("weights cannot be multiplied in packed form: %s", error)
         return None
     return packer
+
+
+def can_pack() -> bool:
+    """Return whether `auto` may choose packed weights: text does not depend on the batch."""
+    packer = weight_packer()
+    return packer is not None and packer.keeps_order()
+
+
+def decision(model: nn.Module, choice: WeightsDtype, limit_bytes: int | None) -> Widening:
+    """Decide the dtype of the weights of a loaded model, none of which is evaluated."""
+    native, wide = model_bytes(model)
+    packed = _packed_bytes(model, wide) if can_pack() else None
+    return Widening(choice, native, wide, limit_bytes, packed)
+
+
+def _packed_bytes(model: nn.Module, wide_bytes: int) -> int | None:
+    """Return the bytes of a model's weights once packed; None if nothing can be packed."""
+    packer = weight_packer()
+    if packer is None:
+        return None
+    modules: list[Any] = model.modules()  # type: ignore[no-untyped-call]
+    modules = [module for module in modules if packer.takes(module)]
+    if not modules:
+        return None
+    wide: int = sum(4 * module.weight.size * 32 // module.bits for module in modules)
+    tied = "lm_head" not in model
+    return wide_bytes - wide + sum(packer.packed_bytes(module, tied=tied) for module in modules)
 
 
 def pack(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None], *, exact: bool) -> None:

@@ -33,6 +33,16 @@ def takes(module: nn.Module) -> bool:
     )
 
 
+def packed_bytes(module: Any, *, tied: bool) -> int:
+    """See `WeightPacker`: codes in 4 or 8 bits, a scale and an offset a group, in float32."""
+    numbers, groups = module.weight.size * 32 // module.bits, module.scales.size
+    packed: int = numbers * WIDER[module.bits] // 8 + groups * 4 * 2
+    if not isinstance(module, nn.QuantizedEmbedding):
+        return packed
+    rows: int = numbers * module.bits // 8 + groups * 4 * 2  # read as MLX's codes
+    return rows + (packed if tied else 0)
+
+
 def packing(module: nn.Module) -> Packing | None:
     """See `WeightPacker`."""
     if isinstance(module, PackedModule):

@@ -27,7 +27,7 @@ class GGUFFile:
     def bytes_by_kind(self, *, wide: bool) -> Mapping[str, int]:
         return loaded_bytes.bytes_by_kind(self._header, wide=wide)
 
-    def packed_bytes(self) -> int:
+    def packed_bytes(self) -> int | None:
         return loaded_bytes.packed_bytes(self._header)
 
     def codes_errors(self) -> dict[str, float]:
@@ -38,13 +38,15 @@ class GGUFFile:
 
     def load(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded:
         from penstock.models.mlx_lm import load_written
+        from penstock.models.weight_packer import can_pack
         from penstock.models.widening import Widening
         from penstock.plugins.gguf.weights import weights, write_folder
 
         header = self._header
         architectures.config(header)  # refuses what is no model before anything is counted
         native, wide = loaded_bytes.native_bytes(header), loaded_bytes.wide_bytes(header)
-        widening = Widening(weights_dtype, native, wide, limit_bytes, self.packed_bytes())
+        packed = self.packed_bytes() if can_pack() else None
+        widening = Widening(weights_dtype, native, wide, limit_bytes, packed)
         widening.check_limit(header.name)
         is_wide = widening.widens
         dtype = loaded_bytes.activation_dtype(header)

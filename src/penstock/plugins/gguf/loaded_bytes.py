@@ -33,25 +33,26 @@ def wide_bytes(header: Header) -> int:
     return sum(4 * prod(tensor.shape) for tensor in held(header))
 
 
-def packed_bytes(header: Header) -> int:
-    """Return the bytes of the weights where codes are multiplied as they lie, sizes left out.
+def packed_bytes(header: Header) -> int | None:
+    """Return the bytes of the weights where codes are multiplied as they lie; None without codes.
 
     Beside 4 or 8 bits a number has a scale and, but for codes around a middle, an offset in float32
     a group. Embeddings lie as MLX's codes; those that are the last layer, too, lie twice.
     """
-    total = 0
+    total, has_codes = 0, False
     for tensor in held(header):
         numbers, bits = prod(tensor.shape), tensor.form.bits
-        if bits is None:
+        if bits is None or len(tensor.shape) > 2:  # experts become float32
             total += 4 * numbers
             continue
+        has_codes = True
         if tensor.name == EMBEDDING:
             total += numbers // 8 * bits + numbers // GROUP * 4 * 2
             if OUTPUT in header.tensors:
                 continue
         sides = 1 if tensor.form.name in _AROUND_A_MIDDLE else 2
         total += numbers // 8 * (4 if bits <= 4 else 8) + numbers // GROUP * 4 * sides
-    return total
+    return total if has_codes else None
 
 
 def held(header: Header) -> list[TensorInfo]:
