@@ -26,9 +26,11 @@ from patience import SOON
 from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, root_hash
 from penstock.tiers.disk import HostArray, Record, SSDStore
 from penstock.tiers.disk import disk_store as ssd_store
+from penstock.tiers.disk import folder as folder_module
+from penstock.tiers.disk.folder import Folder
 from penstock.tiers.disk.index import Entry
-from penstock.tiers.disk.integrity import check_block
-from penstock.tiers.record import FORMAT, TOKENS, Damaged, encode
+from penstock.tiers.disk.integrity import check_block, verify
+from penstock.tiers.record import FORMAT, MOST_DEPTH, TOKENS, Damaged, encode
 
 FINGERPRINT = "a model"
 ROOT = root_hash(FINGERPRINT)
@@ -361,6 +363,30 @@ def test_one_model_or_all_can_be_cleared(tmp_path: Path) -> None:
         assert store.clear() == 0
 
 
+def test_resume_counts_as_use_of_checkpoint(tmp_path: Path) -> None:
+    records = chain(2)
+    key = records[-1].key
+    state = Record(checkpoint_hash(key), key, 2, numbers_of_a_state())
+    with opened(tmp_path) as store:
+        write(store, [*records, state])
+        assert store.prepare(keys_of(records), resumable=True) == 2
+        store.note_uses()
+        hits = {entry.key: entry.hits for entry in store.index.entries()}
+        assert hits == {one.key: 1 for one in (*records, state)}
+
+
+def test_block_of_closed_store_is_left_over(tmp_path: Path) -> None:
+    (record,) = chain(1)
+    with opened(tmp_path) as other:
+        with opened(tmp_path) as store:
+            entry = replace(being_written(record), owner=store._owner)
+            other.index.claim(entry, 1 << 30, other._unlink)
+            other.reconcile()
+            assert other.index.get(record.key) is not None
+        other.reconcile()
+        assert other.index.get(record.key) is None
+
+
 def being_written(record: Record) -> Entry:
     return Entry(record.key, FINGERPRINT, ROOT, 0, FILE_BYTES, 0, 0, time.time(), "9@9+9")
 
@@ -554,6 +580,45 @@ def test_wrong_index_sums_are_corrected(tmp_path: Path, wrong: str) -> None:
         db.execute(f"UPDATE sums SET {wrong}")
     with opened(tmp_path) as store:
         assert (store.nbytes, store.index.uses) == (3 * FILE_BYTES, 3)
+
+
+@pytest.mark.parametrize("depth", [-1, MOST_DEPTH])
+def test_file_of_impossible_depth_is_removed(tmp_path: Path, depth: int) -> None:
+    record = replace(chain(1)[0], depth=depth)
+    with opened(tmp_path) as store:
+        path = store._path(record.key)
+        path.parent.mkdir()
+        path.write_bytes(encode(record, FINGERPRINT))
+        store.reconcile()
+        assert store.index.get(record.key) is None
+        assert not path.exists()
+
+
+def test_unreadable_file_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    """A repair would remove it. A link to itself stands for a file of another owner."""
+    (record,) = chain(1)
+    with opened(tmp_path) as store:
+        write(store, [record])
+        path = store._path(record.key)
+        path.unlink()
+        path.symlink_to(path)
+        with Folder(tmp_path) as folder, pytest.raises(OSError, match="symbolic links"):
+            verify(folder, repair=True, progress=lambda nbytes: None)
+        assert store.index.get(record.key) is not None
+
+
+def test_shrinking_takes_few_blocks_in_each_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers wait for the index meanwhile."""
+    monkeypatch.setattr(folder_module, "PAGE_ENTRIES", 2)
+    with opened(tmp_path) as store:
+        write(store, chain(8))
+    statements: list[str] = []
+    with Folder(tmp_path) as folder:
+        folder.index._db.set_trace_callback(statements.append)
+        assert folder.shrink(2 * FILE_BYTES, lambda nbytes: None).blocks == 6
+    assert sum(one.startswith("BEGIN") for one in statements) == 3
 
 
 # ---- several processes
