@@ -277,14 +277,14 @@ def files(code: Sequence[str]) -> list[Path]:
 # ---- who calls what
 
 PLUGIN = '''
-"""Runs tests in the order in which a file names them. Notes for every test which functions of the
-package it calls, and how long it takes."""
+"""Runs tests in the order of a file, which names the processor seconds that each may take. Notes
+for every test which functions of the package it calls, and how long it takes."""
 
-import json, os, sys, threading, time
+import json, os, signal, sys, threading, time
 import pytest
 
 MARK = os.sep + os.path.join("src", "penstock") + os.sep
-places, called, found, failed = {}, set(), {}, set()
+places, called, found, failed, limits = {}, set(), {}, set(), {}
 
 
 def trace(frame, event, argument):
@@ -304,10 +304,11 @@ if noting:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    if "NAMES" in os.environ:
-        with open(os.environ["NAMES"]) as file:
-            order = {name: number for number, name in enumerate(file.read().splitlines())}
-        items.sort(key=lambda item: order[item.nodeid])
+    if "LIMITS" in os.environ:
+        with open(os.environ["LIMITS"]) as file:
+            limits.update(json.load(file))
+        order = list(limits)
+        items.sort(key=lambda item: order.index(item.nodeid))
 
 
 def pytest_collection_finish(session):
@@ -318,7 +319,8 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
-    if not noting:
+    if not noting:  # the signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, limits.get(item.nodeid, 0))
         return (yield)
     called.clear()
     threading.settrace(trace)
@@ -418,8 +420,11 @@ class Workplace:
             return ""
         file = self.folder / "src" / "penstock" / mutant.path
         source = file.read_bytes()
-        names = self.folder / "names"
+        names, limits = self.folder / "names", self.folder / "limits"
         names.write_text("\n".join(test.name for test in tests))
+        limits.write_text(
+            json.dumps({test.name: TEST_SECONDS + SLOWDOWN * test.seconds for test in tests})
+        )
         others = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         limit = others * (STARTUP_SECONDS + SLOWDOWN * sum(test.seconds for test in tests))
         longest = others * (TEST_SECONDS + SLOWDOWN * max(test.seconds for test in tests))
@@ -428,11 +433,12 @@ class Workplace:
             status = self.pytest(
                 *("-x", f"@{names}", "-o", f"faulthandler_timeout={longest}"),
                 seconds=limit,
-                NAMES=str(names),
+                LIMITS=str(limits),
             )
         finally:
             _write(file, source)
-        if status is None or "\nTimeout (" in (self.folder / "output").read_text():
+        timeouts = status in (None, -signal.SIGPROF)
+        if timeouts or "\nTimeout (" in (self.folder / "output").read_text():
             return "time"
         return self._blamed() if status else ""
 
