@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 from admission_places import CHUNK, PLACES, SEQUENCE, Places
 
 from penstock.engine.schedule.scheduler import State
 from penstock.engine.schedule.sequence import Sequence
-from penstock.errors import StepFailed
+from penstock.errors import NeverFits, StepFailed
+from penstock.kv.segment import Segment
 
 
 def reason(sequence: Sequence) -> str:
@@ -78,6 +80,32 @@ def test_preempted_sequence_resumes_from_cache() -> None:
     assert sequence.cached_tokens == 0, "its own work is no hit"
     assert other.state is State.PREFILLING
     places.admission.check()
+
+
+def test_path_of_preempted_sequence_is_merged() -> None:
+    places = Places(10_000_000)
+    sequence = places.add(0)
+    places.admission.admit()
+    for tokens in (16, 32):  # a node of one block, and one of two below it
+        keys = mx.ones((1, 2, tokens, 64))
+        sequence.kv.append_chunk(Segment(((keys, keys),), length=tokens))
+    assert [len(node.tokens) for node in places.prefixes.tree] == [16, 32]
+    places.admission.preempt(sequence)
+    assert [len(node.tokens) for node in places.prefixes.tree] == [48]
+    places.admission.check()
+
+
+def test_only_first_token_of_answer_follows_prompt() -> None:
+    """Or one behind tokens that were computed again, as those of a prompt."""
+    places = Places(10_000_000)
+    sequence = places.add(0)
+    places.admission.admit()
+    places.read(sequence)
+    assert sequence.follows_prompt
+    sequence.kv.tokens.append(7)
+    assert not sequence.follows_prompt
+    sequence.read_again = True
+    assert sequence.follows_prompt
 
 
 def test_repeated_prompt_is_a_hit() -> None:
@@ -159,6 +187,20 @@ def test_lowered_limit_preempts_and_fails_oversized_requests() -> None:
     places.admission.fit(places.budget.fixed_bytes + SEQUENCE + CHUNK)
     assert (first.state, second.state) == (State.PREFILLING, State.PREEMPTED)
     assert waiting.state is State.DONE, "its 1,000 tokens would not fit alone"
+    places.admission.check()
+
+
+def test_begun_answer_that_outgrows_lowered_limit_ends_with_length() -> None:
+    places = Places(10_000_000)
+    begun, new = places.add(0), places.add(1)
+    places.admission.admit()
+    places.read(begun)
+    begun.kv.tokens.append(7)
+    places.admission.fit(places.budget.fixed_bytes + 10_000)
+    assert begun.state is new.state is State.DONE
+    assert reason(begun) == "length"
+    with pytest.raises(NeverFits):
+        new.handle.result(0)
     places.admission.check()
 
 

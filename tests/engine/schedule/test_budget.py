@@ -210,6 +210,20 @@ def test_prompt_logprobs_are_reserved() -> None:
     assert made._aside.chunk.nbytes == layer(131)
 
 
+def test_refusal_counts_prompt_logprobs() -> None:
+    made = budget(4_000_000)
+    tokens = made.most_tokens() - 1
+    made.check_fits(Answer(tokens))
+    asked = Answer(tokens, kv=KV(prompt_logprobs=PromptLogprobs(range(tokens), top=3)))
+    with pytest.raises(NeverFits, match="of logits for its tokens") as told:
+        made.check_fits(asked)
+    needed = (tokens + 1) * TOKEN + scores(tokens + 1) + layer(tokens + 1)
+    needed += made._prefixes.index_bytes((tokens + 1) // BLOCK + 1)
+    assert told.value.needed_bytes > needed + 8 * tokens
+    least = made.fixed_bytes + told.value.needed_bytes
+    assert budget(least).fits_alone(asked) and not budget(least - 1).fits_alone(asked)
+
+
 def test_only_unpinned_nodes_are_evicted_for_room() -> None:
     made = budget()
     pin = cached(made, 64)
