@@ -354,7 +354,9 @@ FEW = settings(QUICK, max_examples=1_000 if SOAK else 20)
 @FEW
 @given(requests=st.lists(asks, max_size=5), batch=st.integers(1, 4))
 @example(requests=CROWD, batch=4)
-def test_slots_are_shared_fairly_for_random_requests(requests: list[Ask], batch: int) -> None:
+def test_whatever_comes_places_are_shared_fairly_and_seldom_taken(
+    requests: list[Ask], batch: int
+) -> None:
     with short_turns():
         assert run(requests, batch) == run(requests, batch)
 
