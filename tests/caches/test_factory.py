@@ -102,6 +102,19 @@ def kinds(cache: list[Any]) -> list[str]:
     return [type(layer).__name__ for layer in cache]
 
 
+@pytest.mark.parametrize(
+    ("model", "remedy"),
+    [
+        ("a/model", r"penstock\.load\('a/model'\)"),
+        (("model", "tokenizer"), "takes apart what it returns"),
+        (None, r"penstock\.load\(\.\.\.\)"),
+    ],
+)
+def test_model_must_be_loaded(model: Any, remedy: str) -> None:
+    with pytest.raises(SettingError, match=f"takes a loaded model, not a .*; load it: .*{remedy}"):
+        make_kv_cache(model)
+
+
 def test_bound_applies_to_models_with_own_make_cache() -> None:
     """mlx-lm ignores max_kv_size for them and keeps 604 tokens instead of 128."""
     model = model_of("llama")

@@ -108,6 +108,21 @@ def test_only_first_token_of_answer_follows_prompt() -> None:
     assert sequence.follows_prompt
 
 
+def test_prompt_progress_is_position_until_prompt_is_read() -> None:
+    places = Places(10_000_000)
+    sequence = places.add(0)
+    places.admission.admit()
+    keys = mx.ones((1, 2, 32, 64))
+    sequence.kv.append_chunk(Segment(((keys, keys),), length=32))
+    sequence.note_prompt()
+    progress = sequence.handle.progress
+    assert progress is not None and (progress.done_tokens, progress.prompt_tokens) == (32, 100)
+    places.read(sequence)
+    sequence.note_prompt()
+    progress = sequence.handle.progress
+    assert progress is not None and progress.done_tokens == 100
+
+
 def test_repeated_prompt_is_a_hit() -> None:
     places = Places(10_000_000)
     first = places.add(0)
@@ -168,6 +183,20 @@ def test_error_ends_answer_and_clears_slot() -> None:
     assert places.stores.counters.failed == 1 and places.tails.free_slots == PLACES
 
 
+def test_end_of_failed_answer_is_not_cached() -> None:
+    """Its KV may be NaN."""
+    places = Places(10_000_000)
+    for number, partial in ((0, 0), (1, 1)):
+        sequence = places.add(number)
+        places.admission.admit()
+        places.read(sequence)
+        if partial:
+            places.admission.finish(sequence, lambda s: s.end("stop"))
+        else:
+            places.admission.fail(sequence, StepFailed("made up"))
+        assert sum(node.partial for node in places.prefixes.tree) == partial
+
+
 def test_expired_answer_ends() -> None:
     places = Places(10_000_000)
     sequence, patient = places.add(0, timeout_seconds=5.0), places.add(1)
@@ -187,6 +216,19 @@ def test_lowered_limit_preempts_and_fails_oversized_requests() -> None:
     places.admission.fit(places.budget.fixed_bytes + SEQUENCE + CHUNK)
     assert (first.state, second.state) == (State.PREFILLING, State.PREEMPTED)
     assert waiting.state is State.DONE, "its 1,000 tokens would not fit alone"
+    places.admission.check()
+
+
+def test_cache_of_preempted_sequences_is_within_lowered_limit() -> None:
+    places = Places(10_000_000)
+    first, second = places.add(0), places.add(1)
+    places.admission.admit()
+    for sequence in (first, second):
+        places.read(sequence)
+    limit = places.budget.fixed_bytes + SEQUENCE + CHUNK + 10_000
+    places.admission.fit(limit)
+    assert {first.state, second.state} == {State.RUNNING, State.PREEMPTED}
+    assert places.ledger.used_bytes <= limit
     places.admission.check()
 
 

@@ -129,8 +129,10 @@ def test_decode_bytes_are_scores_of_visible_columns() -> None:
 
 def test_decode_bytes_with_speculation() -> None:
     figures = replace(FIGURES, state_bytes=70)
-    proposes = estimator(figures, speculative_tokens=2)
-    assert proposes.decode_bytes(100) == 3 * 100 * 4 * 32 + 70 + 8 * (100 + 1_024)
+    for tokens in (1, 2):
+        proposes = estimator(figures, speculative_tokens=tokens)
+        scores = (tokens + 1) * 100 * 4 * 32
+        assert proposes.decode_bytes(100) == scores + 70 + 8 * (100 + 1_024)
     assert estimator(figures).decode_bytes(100) == 100 * 4 * 32
 
 

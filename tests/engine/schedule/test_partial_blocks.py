@@ -102,6 +102,16 @@ def test_partial_block_is_replaced_by_longer_one(core: Core) -> None:
     assert partial_blocks(core) == [(len(talk) + 27) % 16]
 
 
+def test_partial_block_begins_inside_longer_node(core: Core) -> None:
+    ask(core, tuple(prompt_of(81)), 1)
+    (node,) = [node for node in core.prefixes.tree if not node.partial]
+    assert len(node.tokens) == 80
+    talk = (*prompt_of(81)[:32], *prompt_of(5, 9))
+    talk += ask(core, talk, 4)
+    core.view.check()
+    assert computed(core, lambda: ask(core, (*talk, 5), 1))[1] == 1
+
+
 def test_evicted_partial_block_frees_memory(core: Core) -> None:
     """A sequence that resumed there holds its own KV by then."""
     talk = tuple(prompt_of(33))

@@ -45,9 +45,9 @@ class Sequence:
     """Keys and values of its tokens."""
     owners: Path
     """Client, salt and request that it belongs to."""
-    priority: int = 0
+    priority: int
     """Priority of the request; higher goes first."""
-    deadline_seconds: float | None = None
+    deadline_seconds: float | None
     """Latest end of the answer, in seconds on the engine's clock; None for no limit."""
     state: State = State.WAITING
     """State in the scheduler, its only writer."""
