@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_left_by_others() -> Iterator[None]:
+def clean_memory_start() -> Iterator[None]:
     """Let each file count MLX's bytes from a clean start: a freed buffer that MLX keeps is handed
     out again though it is larger than what is asked for. No collection looks again at what is
     there by then, above all the imported modules: that took 80 ms each."""

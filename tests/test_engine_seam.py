@@ -35,7 +35,7 @@ def imports_the_core(node: ast.AST) -> bool:
     return node.module == CORE or CORE in names
 
 
-def reaches_for_a_part(node: ast.AST) -> bool:
+def accesses_core_part(node: ast.AST) -> bool:
     """Tell whether a node is `engine._core`, `core.<part>` or the like."""
     if not isinstance(node, ast.Attribute):
         return False
@@ -50,7 +50,7 @@ def faults(module: str, source: str) -> list[str]:
     return [
         f"{module}: {ast.unparse(node)}"
         for node in ast.walk(ast.parse(source))
-        if reaches_for_a_part(node) or (imports_the_core(node) and not steps_itself)
+        if accesses_core_part(node) or (imports_the_core(node) and not steps_itself)
     ]
 
 

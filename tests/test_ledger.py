@@ -192,12 +192,12 @@ class ForgetsTheSum(Ledger):
         self._used_bytes = max(before, self._used_bytes)
 
 
-class ReleasesInNameOnly(Ledger):
+class DoesNotRelease(Ledger):
     def _release(self, reservation: Reservation) -> None:
         self._held.discard(reservation)
 
 
-@pytest.mark.parametrize("broken", [ForgetsAKind, ForgetsTheSum, ReleasesInNameOnly])
+@pytest.mark.parametrize("broken", [ForgetsAKind, ForgetsTheSum, DoesNotRelease])
 def test_check_detects_broken_account(broken: type[Ledger]) -> None:
     ledger = broken(100)
     with pytest.raises(AssertionError):

@@ -20,7 +20,7 @@ def drawn() -> list[float]:
     return [random.random(), float(np.random.random()), float(mx.random.uniform())]
 
 
-def change_everything(folder: Path) -> None:
+def change_process_state(folder: Path) -> None:
     os.environ["PENSTOCK_OFFLINE"] = "1"
     os.environ.pop("PATH")
     os.chdir(folder)
@@ -43,7 +43,7 @@ def test_process_state_is_restored_after_file(tmp_path: Path) -> None:
     with own_state():
         before = read()
         with own_state():
-            change_everything(tmp_path)
+            change_process_state(tmp_path)
             changed = read()
         assert read() == before
     same = [now == then for now, then in zip(changed, before, strict=True)]

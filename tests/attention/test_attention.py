@@ -378,7 +378,7 @@ def check_chunk(
     assert_close(ours[0], true, dtype)
 
 
-def sees_the_next_one(
+def mask_with_next_column(
     attention_window: AttentionWindow, queries: mx.array, columns: mx.array
 ) -> mx.array:
     return columns[None] <= queries[:, None] + 1
@@ -386,7 +386,7 @@ def sees_the_next_one(
 
 def test_check_detects_extra_column(monkeypatch: pytest.MonkeyPatch) -> None:
     check_chunk(mx.float32, AttentionWindow(window=5), False, list(range(19)), 12)
-    monkeypatch.setattr(AttentionWindow, "mask", sees_the_next_one)
+    monkeypatch.setattr(AttentionWindow, "mask", mask_with_next_column)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_chunk(mx.float32, AttentionWindow(window=5), False, list(range(19)), 12)
 

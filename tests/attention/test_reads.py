@@ -148,12 +148,12 @@ def _row(draw: st.DrawFn, scene: Scene, path: list[Node], slot: int, most: int) 
         runs.append(KVSpan(scene.segment(tokens), end, tokens))
         end += tokens
     if runs and draw(st.booleans()):
-        parts, runs = _without_unseen(parts, runs, scene.attention_window, end)
+        parts, runs = _without_invisible(parts, runs, scene.attention_window, end)
     tail = draw(st.integers(0, most))
     return DecodeRow((*parts, *runs), end + tail, slot, tail)
 
 
-def _without_unseen(
+def _without_invisible(
     path: list[KVSpan], runs: list[KVSpan], attention_window: AttentionWindow, end: int
 ) -> tuple[list[KVSpan], list[KVSpan]]:
     """Drop what no query from `end` on sees, as the engine does."""
@@ -353,7 +353,7 @@ def test_row_without_shared_spans_beside_sharing_rows() -> None:
 # ---- negative controls of the comparison
 
 
-def one_too_many(
+def mask_with_extra_window_column(
     attention_window: AttentionWindow, queries: mx.array, columns: mx.array
 ) -> mx.array:
     near = columns[None] > queries[:, None] - attention_window.window - 1
@@ -367,13 +367,15 @@ def without_keep(
     return (columns[None] <= queries[:, None]) & near
 
 
-def unshared_ends(
+def mask_without_causality(
     attention_window: AttentionWindow, queries: mx.array, columns: mx.array
 ) -> mx.array:
     return mx.ones((queries.size, columns.size), mx.bool_)
 
 
-@pytest.mark.parametrize("wrong", [one_too_many, without_keep, unshared_ends])
+@pytest.mark.parametrize(
+    "wrong", [mask_with_extra_window_column, without_keep, mask_without_causality]
+)
 def test_check_detects_wrong_mask(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_decode(family())
     monkeypatch.setattr(AttentionWindow, "mask", wrong)

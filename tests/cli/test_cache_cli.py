@@ -35,7 +35,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def no_folder_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_user_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PENSTOCK_SSD_CACHE_DIR", "PENSTOCK_SSD_CACHE_LIMIT"):
         monkeypatch.delenv(name, raising=False)
 

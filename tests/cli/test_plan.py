@@ -83,7 +83,7 @@ def held_after(
 
 
 @functools.cache
-def held_in_a_window(name: str, kv_bits: int | None) -> int:
+def window_cache_bytes(name: str, kv_bits: int | None) -> int:
     """Bytes that are held of a model whose window of 450 tokens was passed."""
     model = build({**SIZES, "model_type": name, **MODELS[name]})
     return held_after(model, 500, max_kv_size=450, kv_bits=kv_bits, capacity=600)
@@ -95,7 +95,7 @@ def test_plan_matches_mlx_memory_to_one_percent(name: str, kv_bits: int | None) 
     config = {**SIZES, "model_type": name, **MODELS[name]}
     spec = memory.read_model_spec(config)
     made = make_plan(spec, memory_bytes=10**9, max_kv_size=450, kv_bits=kv_bits)
-    held = held_in_a_window(name, kv_bits)
+    held = window_cache_bytes(name, kv_bits)
     assert held == pytest.approx(made.chosen.bytes_per_sequence, rel=0.01)
 
 
@@ -120,7 +120,7 @@ def test_request_smaller_than_window_uses_capacity() -> None:
 def test_check_detects_wrong_formula(wrong: dict[str, Any]) -> None:
     config = {**SIZES, "model_type": "gemma3_text", **MODELS["gemma3_text"]}
     made = make_plan(memory.read_model_spec(config | wrong), memory_bytes=10**9, max_kv_size=450)
-    held = held_in_a_window("gemma3_text", None)
+    held = window_cache_bytes("gemma3_text", None)
     assert held != pytest.approx(made.chosen.bytes_per_sequence, rel=0.01)
 
 

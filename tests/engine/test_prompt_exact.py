@@ -93,7 +93,9 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return load_tokenizer(folder)
 
 
-def gone_on(tokenizer: TokenizerWrapper, prompt: Sequence[int], answer: Sequence[int]) -> list[str]:
+def continued_pieces(
+    tokenizer: TokenizerWrapper, prompt: Sequence[int], answer: Sequence[int]
+) -> list[str]:
     """Return the pieces of an answer's text, one for each token and one for the end."""
     stream = TextStream(tokenizer.detokenizer, (), prompt[-TEXT_BEFORE_TOKENS:])
     return [*(stream.push(token) for token in answer), stream.finish()]
@@ -113,7 +115,7 @@ def check(tokenizer: Any, prompt: list[int], answer: list[int]) -> None:
     whole, texts = tokenizer.decode([*prompt, *answer]), map(tokenizer.decode, shorter(prompt))
     known = next(text for text in texts if not text.endswith(REPLACEMENT))
     assert whole.startswith(known)
-    pieces = gone_on(tokenizer, prompt, answer)
+    pieces = continued_pieces(tokenizer, prompt, answer)
     assert known + "".join(pieces) == whole
     tokens = [
         Token(0, token, piece, -1.0, ()) for token, piece in zip(answer, pieces, strict=False)

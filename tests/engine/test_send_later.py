@@ -56,10 +56,10 @@ def test_first_token_is_sent_at_once_and_next_a_step_later(core: Core) -> None:
     third, fourth, end = step(core, handle)
     assert isinstance(end, Finish), "with the last token the answer ends: nothing waits"
     assert end.usage.completion_tokens == 4
-    assert [first[0].token, second.token, third.token, fourth.token] == said_at_once(core, 4)
+    assert [first[0].token, second.token, third.token, fourth.token] == generated_tokens_of(core, 4)
 
 
-def said_at_once(core: Core, tokens: int) -> list[int]:
+def generated_tokens_of(core: Core, tokens: int) -> list[int]:
     handle = core.submit(Request(prompt=PROMPT, max_tokens=tokens, ignore_eos=True))
     while core.step():
         pass

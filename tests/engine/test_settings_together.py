@@ -84,7 +84,7 @@ def rows() -> list[list[str]]:
     ]
 
 
-def of_the_table() -> dict[Pair, str]:
+def outcomes_in_table() -> dict[Pair, str]:
     """Return what the table says of each pair: "refused", "off", or nothing."""
     said = {}
     for one, others, what, why in rows():
@@ -95,9 +95,9 @@ def of_the_table() -> dict[Pair, str]:
     return said
 
 
-def by_the_table(one: str, other: str) -> str:
+def expected_outcome(one: str, other: str) -> str:
     """Return what the table says of two features, and of what they need."""
-    said = of_the_table()
+    said = outcomes_in_table()
     pairs = itertools.product((one, *NEEDS.get(one, ())), (other, *NEEDS.get(other, ())))
     found = {said.get(frozenset(pair), "") for pair in pairs}
     return next((what for what in ("refused", "off") if what in found), "")
@@ -160,7 +160,7 @@ def test_feature_pairs_work_or_are_in_docs_table(one: str) -> None:
     kinds = (MODELS, MACHINES)
     for other in FEATURES:
         if one != other and not any(one in kind and other in kind for kind in kinds):
-            assert tried(one, other) == by_the_table(one, other), f"{one} with {other}"
+            assert tried(one, other) == expected_outcome(one, other), f"{one} with {other}"
 
 
 def test_check_detects_superfluous_table_row(monkeypatch: pytest.MonkeyPatch) -> None:

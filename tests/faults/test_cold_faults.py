@@ -100,7 +100,7 @@ def flip(dice: random.Random, path: Path, other: Path) -> list[Path]:
     return [path]
 
 
-def flip_in_the_header(dice: random.Random, path: Path, other: Path) -> list[Path]:
+def flip_header_bit(dice: random.Random, path: Path, other: Path) -> list[Path]:
     raw = bytearray(path.read_bytes())
     size = 8 + int.from_bytes(raw[:8], "little")
     raw[dice.randrange(size)] ^= 1 << dice.randrange(8)
@@ -176,7 +176,7 @@ def nested(dice: random.Random, path: Path, other: Path) -> list[Path]:
 DAMAGES: list[Damage] = [
     flip,
     flip,
-    flip_in_the_header,
+    flip_header_bit,
     cut,
     lengthen,
     swap,
@@ -455,7 +455,7 @@ def run(core: Core, *handles: Handle) -> float:
 
 
 @contextmanager
-def files_no_longer_than(nbytes: int) -> Iterator[None]:
+def file_size_limit(nbytes: int) -> Iterator[None]:
     """Let the system refuse to write more into any file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -470,7 +470,7 @@ def files_no_longer_than(nbytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("nbytes", [0, 5_000, 40_000])
 def test_unwritable_files(nbytes: int, folder: Path, patient: None) -> None:
     with running(folder) as core:
-        with files_no_longer_than(nbytes):
+        with file_size_limit(nbytes):
             for seed in range(3):
                 core.prefixes.clear()
                 assert_right(core)

@@ -14,12 +14,12 @@ import pytest
 from engine_faults import (
     Broken,
     Fault,
-    computes_no_numbers,
     decodes,
+    fail_after_last_layer,
     fails,
-    fails_late,
     model_of,
     reads_a_chunk,
+    return_nan_logits,
     runs_out_of_memory,
     spell,
 )
@@ -69,7 +69,7 @@ def crowd(setup: Setup) -> tuple[list[Handle], Handle, Handle]:
 # ---- the model
 
 
-@pytest.mark.parametrize("how", [fails, fails_late])
+@pytest.mark.parametrize("how", [fails, fail_after_last_layer])
 def test_failed_decode_step_fails_only_its_sequences(how: Fault) -> None:
     with made() as setup:
         running, prefilling, waiting = crowd(setup)
@@ -94,7 +94,7 @@ def test_failed_decode_step_fails_only_its_sequences(how: Fault) -> None:
         assert_right(again)
 
 
-@pytest.mark.parametrize("how", [fails, fails_late])
+@pytest.mark.parametrize("how", [fails, fail_after_last_layer])
 def test_failed_chunk_fails_only_its_prompt(how: Fault) -> None:
     with made() as setup:
         running, prefilling, waiting = crowd(setup)
@@ -127,7 +127,7 @@ def test_shared_prompt_survives_failed_reader() -> None:
 def test_nan_logits_fail_only_their_rows() -> None:
     with made() as setup:
         running, prefilling, waiting = crowd(setup)
-        setup.model.arm(computes_no_numbers, only=decodes)
+        setup.model.arm(return_nan_logits, only=decodes)
         setup.step()
         for handle in running:
             assert "logit is nan" in str(error_of(handle))
@@ -166,9 +166,9 @@ def test_nan_keys_are_not_shared() -> None:
     [
         (fails, decodes),
         (fails, reads_a_chunk),
-        (fails_late, decodes),
-        (fails_late, reads_a_chunk),
-        (computes_no_numbers, decodes),
+        (fail_after_last_layer, decodes),
+        (fail_after_last_layer, reads_a_chunk),
+        (return_nan_logits, decodes),
         (overflows, reads_a_chunk),
     ],
 )
@@ -194,29 +194,29 @@ def test_kept_error_holds_no_arrays(how: Fault, only: Any) -> None:
 # ---- one request's own faults
 
 
-def breaks_the_sampler(setup: Setup, handle: Handle) -> None:
+def break_sampler(setup: Setup, handle: Handle) -> None:
     sequence = setup.sequence(handle)
     sequence.sampler = Broken(sequence.sampler, sequence.generated_tokens + 1)
 
 
-def breaks_the_stops(setup: Setup, handle: Handle) -> None:
+def break_stop_strings(setup: Setup, handle: Handle) -> None:
     text = setup.sequence(handle).text
     assert text is not None and text._stops is not None
     text._stops.depth = []
 
 
-def breaks_the_detokenizer(setup: Setup, handle: Handle) -> None:
+def break_detokenizer(setup: Setup, handle: Handle) -> None:
     text: Any = setup.sequence(handle).text
     text._detokenizer.breaks_at = text._detokenizer.count + 1
 
 
-def breaks_the_end(setup: Setup, handle: Handle) -> None:
+def break_finalize(setup: Setup, handle: Handle) -> None:
     text: Any = setup.sequence(handle).text
     text._detokenizer.breaks_at = -1
 
 
 @pytest.mark.parametrize(
-    "breaks", [breaks_the_sampler, breaks_the_stops, breaks_the_detokenizer, breaks_the_end]
+    "breaks", [break_sampler, break_stop_strings, break_detokenizer, break_finalize]
 )
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(logprobs=True)])
 def test_request_error_affects_no_other_request(
@@ -323,7 +323,7 @@ def test_longest_sequence_fails_on_out_of_memory() -> None:
         assert_right(short)
 
 
-def too_much_for_mlx(model: Any, tokens: mx.array, cache: Any) -> Any:
+def oversized_mlx_array(model: Any, tokens: mx.array, cache: Any) -> Any:
     """Ask MLX for 2^46 numbers: more than an axis can have."""
     mx.eval(mx.zeros((1 << 46,)))
 
@@ -331,7 +331,7 @@ def too_much_for_mlx(model: Any, tokens: mx.array, cache: Any) -> Any:
 def test_refused_mlx_allocation_fails_request() -> None:
     with made() as setup:
         running, prefilling, waiting = crowd(setup)
-        setup.model.arm(too_much_for_mlx, only=decodes)
+        setup.model.arm(oversized_mlx_array, only=decodes)
         setup.drain()
         for handle in running:
             assert "OverflowError" in str(error_of(handle))

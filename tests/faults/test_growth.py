@@ -155,7 +155,7 @@ def test_lowered_limit_ends_running_answer() -> None:
         assert setup.core.view.idle
 
 
-class EndsTheLowest(Admission):
+class EndsInsteadOfPreempting(Admission):
     """Ends the answer of a sequence that could be preempted."""
 
     def preempt(self, sequence: Sequence) -> None:
@@ -166,7 +166,7 @@ def test_check_detects_answers_that_end_early(monkeypatch: pytest.MonkeyPatch) -
     expect_little(monkeypatch)
     prompts = [prompt_of(50, seed) for seed in range(3)]
     with made(**LONG) as setup:
-        setup.core.admission.__class__ = EndsTheLowest
+        setup.core.admission.__class__ = EndsInsteadOfPreempting
         setup.core.set_limit(setup.fixed + room_for(setup, 300) + room_for(setup, 150))
         handles = [setup.ask(prompt, 250) for prompt in prompts]
         setup.drain()

@@ -27,7 +27,7 @@ def whole(number: float = 1.0) -> mx.array:
     return made
 
 
-def left_by_a_convolution() -> mx.array:
+def convolution_state_view() -> mx.array:
     """Return its last inputs: a view of all of them, as a layer leaves it."""
     inputs = whole()
     view = inputs[:, -KEPT:]
@@ -44,14 +44,14 @@ def state() -> mx.array:
 def test_view_retains_source_array() -> None:
     """Negative control of the next two."""
     before = mx.get_active_memory()
-    view = left_by_a_convolution()
+    view = convolution_state_view()
     assert mx.get_active_memory() - before == WHOLE_BYTES
     del view
 
 
 def test_small_arrays_are_copied_and_retain_nothing() -> None:
     before = mx.get_active_memory()
-    states: tuple[LayerState, ...] = ((left_by_a_convolution(), state()), (None, state()))
+    states: tuple[LayerState, ...] = ((convolution_state_view(), state()), (None, state()))
     states = unpinned(states)
     mx.eval(arrays(states))
     assert mx.get_active_memory() - before == nbytes(states) == SMALL_BYTES + 2 * 8 * SMALL_BYTES
@@ -60,7 +60,7 @@ def test_small_arrays_are_copied_and_retain_nothing() -> None:
 
 def test_large_arrays_are_passed_through() -> None:
     large = state()
-    ((small, same),) = unpinned(((left_by_a_convolution(), large),))
+    ((small, same),) = unpinned(((convolution_state_view(), large),))
     assert same is large
     assert mx.array_equal(small, mx.ones((1, KEPT, WIDTH)))  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ def test_large_arrays_are_passed_through() -> None:
 @pytest.mark.parametrize("row", [None, 0])
 def test_copies_have_exact_size(row: int | None) -> None:
     before = mx.get_active_memory()
-    made = copied(((left_by_a_convolution(), None), (state(),)), row)
+    made = copied(((convolution_state_view(), None), (state(),)), row)
     assert mx.get_active_memory() - before == nbytes(made) == 9 * SMALL_BYTES
     assert made[0][1] is None
 

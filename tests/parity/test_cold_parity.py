@@ -25,7 +25,7 @@ OTHER = tuple(prompt_of(50, 9))
 
 
 @pytest.fixture(autouse=True)
-def no_lingering(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def conversation_ends_do_not_wait(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # Records of what is evicted are there at once.
     monkeypatch.setattr(conversation_ends, "LINGER_SECONDS", 0.0)
 

@@ -702,7 +702,7 @@ def test_unbroken_engine_passes_check(family: str) -> None:
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
-def one_column_too_many(patch: pytest.MonkeyPatch) -> None:
+def mask_with_extra_column(patch: pytest.MonkeyPatch) -> None:
     def mask(attention_window: AttentionWindow, queries: mx.array, columns: mx.array) -> mx.array:
         near = columns[None] > queries[:, None] - (attention_window.window or 10**6) - 1
         return (columns[None] <= queries[:, None]) & near
@@ -710,7 +710,7 @@ def one_column_too_many(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionWindow, "mask", mask)
 
 
-def a_window_too_long_by_one(patch: pytest.MonkeyPatch) -> None:
+def window_one_token_too_long(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         AttentionWindow,
         "starts_at",
@@ -718,7 +718,7 @@ def a_window_too_long_by_one(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def the_tail_dropped(patch: pytest.MonkeyPatch) -> None:
+def tail_dropped(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
     def of(device: Any, rows: Any, tails: Any, *settings: Any) -> DecodeStep:
@@ -730,7 +730,7 @@ def the_tail_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeStep, "of", of)
 
 
-def the_tail_dropped_when_it_is_full(patch: pytest.MonkeyPatch) -> None:
+def full_tail_dropped(patch: pytest.MonkeyPatch) -> None:
     def cut(self: Any, slot: int, stop: int, behind: Segment | None = None) -> Segment:
         found = real(self, slot, stop, behind)
         return Segment(tuple((keys, mx.zeros_like(values)) for keys, values in found.layers))
@@ -739,7 +739,7 @@ def the_tail_dropped_when_it_is_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tails, "cut", cut)
 
 
-def a_part_one_token_short(patch: pytest.MonkeyPatch) -> None:
+def span_one_token_short(patch: pytest.MonkeyPatch) -> None:
     def pieces(part: KVSpan, nearest: int, keep: int) -> list[tuple[int, int]]:
         return [(part.start, part.end - 1)]
 
@@ -747,7 +747,7 @@ def a_part_one_token_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("penstock.attention.joined_reads.visible_ranges", pieces)
 
 
-def slots_mixed_up(patch: pytest.MonkeyPatch) -> None:
+def slots_reversed(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
     def of(device: Any, rows: Any, tails: Any, *settings: Any) -> DecodeStep:
@@ -769,7 +769,7 @@ def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeStep, "of", of)
 
 
-def a_key_that_leaves_out_a_token(patch: pytest.MonkeyPatch) -> None:
+def block_hash_skips_token(patch: pytest.MonkeyPatch) -> None:
     def keys(tokens: Any, block_size: int, root: bytes) -> list[bytes]:
         blurred = list(map(int, tokens))
         for last in range(block_size - 1, len(blurred), block_size):
@@ -781,7 +781,7 @@ def a_key_that_leaves_out_a_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixTree, "check", lambda tree: None)
 
 
-def keys_without_what_is_in_front(patch: pytest.MonkeyPatch) -> None:
+def block_hash_without_parent(patch: pytest.MonkeyPatch) -> None:
     """Each block named by itself: blocks behind a change look like those of another prompt."""
 
     def keys(tokens: Any, block_size: int, root: bytes) -> list[bytes]:
@@ -794,7 +794,7 @@ def keys_without_what_is_in_front(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixTree, "check", lambda tree: None)
 
 
-def sinks_forgotten(patch: pytest.MonkeyPatch) -> None:
+def sinks_dropped(patch: pytest.MonkeyPatch) -> None:
     real = span_attention.merged
     patch.setattr(span_attention, "merged", lambda parts, sinks=None: real(parts))
 
@@ -802,18 +802,18 @@ def sinks_forgotten(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("family", "broken"),
     [
-        ("gemma3", one_column_too_many),
-        ("gemma3", a_window_too_long_by_one),
-        ("llama", the_tail_dropped),
-        ("llama", the_tail_dropped_when_it_is_full),
-        ("gemma2", the_tail_dropped_when_it_is_full),
-        ("llama", a_part_one_token_short),
-        ("gemma2", a_part_one_token_short),
-        ("llama", slots_mixed_up),
+        ("gemma3", mask_with_extra_column),
+        ("gemma3", window_one_token_too_long),
+        ("llama", tail_dropped),
+        ("llama", full_tail_dropped),
+        ("gemma2", full_tail_dropped),
+        ("llama", span_one_token_short),
+        ("gemma2", span_one_token_short),
+        ("llama", slots_reversed),
         ("llama", positions_off_by_one),
-        ("llama", a_key_that_leaves_out_a_token),
-        ("llama", keys_without_what_is_in_front),
-        ("gpt_oss", sinks_forgotten),
+        ("llama", block_hash_skips_token),
+        ("llama", block_hash_without_parent),
+        ("gpt_oss", sinks_dropped),
     ],
 )
 def test_check_detects_broken_engine(
@@ -829,7 +829,7 @@ def test_check_detects_broken_engine(
 def test_check_detects_wrong_block_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(model_of("llama"), memory_limit="400MB", **SMALL)
     check = PrefixTree.check
-    a_key_that_leaves_out_a_token(monkeypatch)
+    block_hash_skips_token(monkeypatch)
     monkeypatch.setattr(PrefixTree, "check", check)
     with pytest.raises(AssertionError, match="do not name its tokens"):
         work(core, "llama")

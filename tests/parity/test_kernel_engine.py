@@ -71,7 +71,7 @@ def texts(
 
 
 @pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the self-test reach every step on a busy machine; its time is tested elsewhere."""
     monkeypatch.setattr(selftest, "SECONDS", 60.0)
 

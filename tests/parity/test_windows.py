@@ -553,7 +553,7 @@ def test_windows_per_layer() -> None:
 
 
 @contextmanager
-def one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def drop_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     real = Windows._nearest
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -572,7 +572,7 @@ def test_check_detects_excess_dropped_block(family: str, monkeypatch: pytest.Mon
     core = Core(model_of(family), memory_limit="400MB", **SMALL)
     handle = ask(core, BASE[:65], 12)
     drain(core, 2)  # all but the last token are read
-    with one_block_too_many(monkeypatch):
+    with drop_one_block_too_many(monkeypatch):
         core.prefixes._beside.relief.relieve(ALL)
     with pytest.raises(AssertionError, match="is seen from"):
         core.view.check()
@@ -597,7 +597,7 @@ def test_check_detects_read_of_dropped_blocks(family: str, monkeypatch: pytest.M
     monkeypatch.setattr(Windows, "check", lambda *_: None)
     handle = ask(core, BASE[:65], 24)
     drain(core, 2)
-    with one_block_too_many(monkeypatch):
+    with drop_one_block_too_many(monkeypatch):
         core.prefixes._beside.relief.relieve(ALL)
     drain(core)
     with pytest.raises((AssertionError, PenstockError), match=r"which led by|broadcast"):

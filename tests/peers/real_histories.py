@@ -88,12 +88,12 @@ def outcome(template: str, talk: Sequence[Message], folder: Path) -> Outcome | s
     """Go through a conversation; return what became of its turns, or why it cannot be held."""
     try:
         made = _tokenizer(template, _ends(template, talk, folder), folder)
-        return _gone_through(made, talk)
+        return _replayed(made, talk)
     except Exception as error:  # noqa: BLE001 - a template raises anything
         return f"cannot be rendered: {str(error)[:80]}"
 
 
-def _gone_through(made: Any, talk: Sequence[Message]) -> Outcome | str:
+def _replayed(made: Any, talk: Sequence[Message]) -> Outcome | str:
     answers = RememberedAnswers(PromptMemory(POOL_BYTES), made)
     prompts = Prompts(made, answers=answers)
     tools = _tools(made, talk)

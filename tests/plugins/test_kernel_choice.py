@@ -41,7 +41,7 @@ def cpp(tmp_path_factory: pytest.TempPathFactory) -> Lockstep:
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu() -> Iterator[None]:
+def _gpu_backend() -> Iterator[None]:
     with devices.using(GPUBackend()):
         yield
 
@@ -177,7 +177,7 @@ def test_single_sequence_engine_tries_one_row(cpp: Lockstep) -> None:
     assert {one.situation for one in choice.timings} == {Situation.ONE_PART, Situation.PARTS}
 
 
-class Tires(Lockstep):
+class FailsAfterSelfTest(Lockstep):
     """Fails once it is `tired`: right numbers, and no time."""
 
     kernels: KernelAttention
@@ -189,7 +189,7 @@ class Tires(Lockstep):
 
 
 def test_untimed_way_is_not_chosen(cpp: Lockstep, caplog: pytest.LogCaptureFixture) -> None:
-    run = Tires(folder=cpp.folder, libraries=cpp.libraries)
+    run = FailsAfterSelfTest(folder=cpp.folder, libraries=cpp.libraries)
     kernels = run.kernels = KernelAttention(run, run.target)
     with caplog.at_level(logging.DEBUG, selftest.__name__):
         choice = choose([LAYER], kernels, rows=ROWS, tokens=TOKENS, seconds=1e9, clock=lambda: 0.0)

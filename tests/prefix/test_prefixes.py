@@ -1312,7 +1312,7 @@ class ForgetsToSettle(Prefixes):
         return int(node.held_bytes)
 
 
-class TakesPaymentTwice(Prefixes):
+class KeepsPayersBytes(Prefixes):
     """Leaves the segment's bytes with the sequence, too."""
 
     def _hang(
@@ -1339,7 +1339,7 @@ class FollowsTooFar(Prefixes):
         return int(pin.node.end // self.block_size) if pin.node else 0
 
 
-class InsertsAllOfIt(Prefixes):
+class InsertsKnownBlocksAgain(Prefixes):
     """Does not look at what others have committed meanwhile."""
 
     def _match_at_least(self, block_hashes: Any, blocks: int) -> Match[Any]:

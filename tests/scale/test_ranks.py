@@ -123,18 +123,18 @@ def test_thousand_requests_leave_nothing_allocated() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_on_one_rank_fails_request_on_all(rank: int) -> None:
-    found = run(2, "some", on_rank=rank, harm="nothing_is_a_number")
+    found = run(2, "some", on_rank=rank, harm="nan_chunk_on_one_rank")
     assert [each.code for each in found] == [0, 0], found
 
 
 def test_low_memory_on_one_rank_evicts_on_all() -> None:
-    found = results(2, "texts", on_rank=1, harm="short_of_memory")
+    found = results(2, "texts", on_rank=1, harm="low_memory_on_one_rank")
     assert found[0]["said"] == alone()["said"]
     assert found[0]["evicted_nodes"] == found[1]["evicted_nodes"] > 0
 
 
 def test_sampler_error_fails_request_on_all_ranks() -> None:
-    found = run(2, "some", on_rank=0, harm="cannot_choose")
+    found = run(2, "some", on_rank=0, harm="sampler_error_on_one_rank")
     assert [each.code for each in found] == [0, 0], found
 
 
@@ -174,7 +174,7 @@ def names(ends: list[Ended], rank: int) -> bool:
 def test_out_of_memory_on_one_rank_ends_group(rank: int) -> None:
     began = time.monotonic()
     with started(
-        2, [str(WORKER), "wait", json.dumps({"on_rank": rank, "harm": "cannot_compute"})]
+        2, [str(WORKER), "wait", json.dumps({"on_rank": rank, "harm": "out_of_memory_on_one_rank"})]
     ) as processes:
         ends = [ended(process, 60.0) for process in processes]
     assert all(each.code != 0 for each in ends), ends
@@ -201,7 +201,7 @@ def test_dead_or_hung_rank_ends_group(rank: int, how: signal.Signals) -> None:
 
 def test_diverging_ranks_are_detected() -> None:
     """Negative control: one rank does something by itself."""
-    found = run(2, "some", on_rank=1, harm="goes_its_own_way")
+    found = run(2, "some", on_rank=1, harm="extra_request_on_one_rank")
     assert all(each.code != 0 for each in found), found
     assert any("is not in the state of" in each.errors for each in found), found
 

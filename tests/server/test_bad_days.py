@@ -27,7 +27,7 @@ import openai
 import pytest
 from engine_faults import Faulty, decodes, fails, runs_out_of_memory
 from patience import SOON
-from servers import Running, lasting_goodbye, serving, wait_until
+from servers import Running, serving, slow_shutdown, wait_until
 
 from penstock.engine.schedule import fair_shares
 from penstock_bench.recall import Dialogue
@@ -255,7 +255,7 @@ def test_incomplete_body_is_408() -> None:
 
 
 @contextmanager
-def reader_that_does_not_read(running: Running) -> Iterator[None]:
+def stalled_reader(running: Running) -> Iterator[None]:
     """Ask for four endless streams and read none: the buffers of sockets fill, then events wait."""
     small = 65_536  # bytes: by itself a socket's buffer grows to megabytes
     running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, small)
@@ -273,7 +273,7 @@ def test_slow_reader_is_cancelled() -> None:
     """By its unread events, before its connection is closed."""
     with serving(max_unread=50, send_timeout_seconds=300.0) as running, unchanged(running):
         stats = running.service.engine.stats
-        with reader_that_does_not_read(running):
+        with stalled_reader(running):
             handles = [handle for asked in running.service._open for handle in asked.handles]
             wait_until(lambda: stats().running == 0, 2 * SOON)
             assert stats().generated_tokens < 4 * 20_000
@@ -286,7 +286,7 @@ def test_slow_reader_is_cancelled() -> None:
 def test_stalled_reader_is_disconnected() -> None:
     """By its connection."""
     with serving(max_unread=1_000_000, send_timeout_seconds=1.0) as running, unchanged(running):
-        with reader_that_does_not_read(running):
+        with stalled_reader(running):
             wait_until(lambda: at_rest(running), 2 * SOON)
             assert running.service.engine.stats().generated_tokens < 4 * 20_000
         assert post(running, "/v1/completions").status_code == 200
@@ -303,19 +303,19 @@ def test_reader_keeping_up_is_not_cancelled() -> None:
 
 
 @pytest.fixture(scope="module")
-def hasty() -> Iterator[Running]:
+def timing_out_server() -> Iterator[Running]:
     """A server that evicts every answer at once."""
     with serving(request_timeout_seconds=0.001) as running:
         yield running
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_request_timeout_is_504(hasty: Running, path: str) -> None:
-    with unchanged(hasty):
-        late = post(hasty, path)
+def test_request_timeout_is_504(timing_out_server: Running, path: str) -> None:
+    with unchanged(timing_out_server):
+        late = post(timing_out_server, path)
         assert late.status_code == 504
         assert late.headers["x-should-retry"] == "false", "it would take as long again"
-        streamed = post(hasty, path, stream=True)
+        streamed = post(timing_out_server, path, stream=True)
         assert streamed.status_code == 200  # it was sent before the time was over
         assert "event: error" in streamed.text
         assert streamed.text.rstrip().split("\n")[-1].startswith("data: ")
@@ -518,7 +518,7 @@ def test_engine_thread_death_does_not_hang_requests() -> None:
     def read(lines: Iterator[str]) -> list[str]:
         return list(lines)
 
-    goodbye = lasting_goodbye(GOODBYE_SECONDS)
+    goodbye = slow_shutdown(GOODBYE_SECONDS)
     with goodbye, serving() as running, ThreadPoolExecutor(4) as pool:
         asked = endless(running, stream=False)
         whole = pool.submit(post, running, "/v1/completions", **asked)

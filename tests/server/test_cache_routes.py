@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from servers import Running, lasting_goodbye, serving, wait_until
+from servers import Running, serving, slow_shutdown, wait_until
 
 from penstock_bench.recall import Dialogue
 
@@ -277,7 +277,7 @@ def test_metrics_support_openmetrics(http: httpx.Client) -> None:
 
 
 def test_metrics_report_dead_engine() -> None:
-    with lasting_goodbye(), serving() as running:
+    with slow_shutdown(), serving() as running:
         running.service.engine.close()
         answer = httpx.get(f"{running.url}/metrics")
     assert answer.status_code == 200

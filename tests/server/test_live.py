@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from patience import SOON
-from servers import Running, lasting_goodbye, serving, wait_until
+from servers import Running, serving, slow_shutdown, wait_until
 
 from penstock.server import live
 from penstock.server.live import page_files
@@ -134,7 +134,7 @@ def test_number_of_watchers_is_bounded(
 
 
 def test_engine_death_ends_stream() -> None:
-    with lasting_goodbye(), serving() as running, watching(running.url) as snapshots:
+    with slow_shutdown(), serving() as running, watching(running.url) as snapshots:
         next(snapshots)
         running.service.engine.close()
         began = time.monotonic()

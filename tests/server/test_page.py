@@ -161,10 +161,10 @@ def test_page_fits_phone(
 ) -> None:
     with serving(engine={"ssd_cache_dir": tmp_path, "ssd_cache_limit": "1GB"}) as server:
         _ask(server.url, told, range(3))
-        _look_on_a_phone(browser, server, shots, scheme)
+        _check_phone_layout(browser, server, shots, scheme)
 
 
-def _look_on_a_phone(browser: Any, server: Running, shots: Path, scheme: str) -> None:
+def _check_phone_layout(browser: Any, server: Running, shots: Path, scheme: str) -> None:
     phone = {
         "viewport": PHONE,
         "color_scheme": scheme,

@@ -46,12 +46,12 @@ HUNT = settings(
 )
 
 
-def takes_damage_for_whole(patch: pytest.MonkeyPatch) -> None:
+def skip_hash_check(patch: pytest.MonkeyPatch) -> None:
     """Looks at no hash."""
     patch.setattr(record, "_hash_of", lambda words, arrays: words.get("xxh3", ""))
 
 
-def reads_another_block(patch: pytest.MonkeyPatch) -> None:
+def read_previous_block(patch: pytest.MonkeyPatch) -> None:
     """Takes a block for the one in front of it."""
     real = EngineTier.begin
 
@@ -61,7 +61,7 @@ def reads_another_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineTier, "begin", begin)
 
 
-@pytest.mark.parametrize("broken", [takes_damage_for_whole, reads_another_block])
+@pytest.mark.parametrize("broken", [skip_hash_check, read_previous_block])
 def test_state_machine_detects_defects(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

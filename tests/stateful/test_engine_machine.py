@@ -83,7 +83,7 @@ class NeverGrows(MemoryBudget):
         return super().grow(sequence) if sequence.reserved_tokens == 0 else True
 
 
-class EndsWhatCouldWait(Admission):
+class EndsInsteadOfPreempting(Admission):
     """Ends an answer for want of room though others run that could be preempted."""
 
     def grow(self) -> None:
@@ -92,7 +92,7 @@ class EndsWhatCouldWait(Admission):
                 self.finish(sequence, lambda s: s.end("length"))
 
 
-class KeepsASlot(Admission):
+class LeaksSlot(Admission):
     """Never gives a slot back."""
 
     def _release(self, sequence: Sequence) -> None:
@@ -100,7 +100,7 @@ class KeepsASlot(Admission):
         super()._release(sequence)
 
 
-class KeepsWhatItReleased(Admission):
+class LeaksSpans(Admission):
     """Goes on holding the runs of those who have left."""
 
     def _release(self, sequence: Sequence) -> None:
@@ -144,7 +144,7 @@ class CutsOneTooMany(Admission):
         return taken
 
 
-class ServesFromNowhere(Admission):
+class CountsFalseHits(Admission):
     """Counts what was computed as found."""
 
     def count_hit(self, sequence: Sequence, tokens: int) -> None:
@@ -177,7 +177,7 @@ class ForgetsTheTime(Admission):
         pass
 
 
-class EndsAllForOne(Admission):
+class FailsAllSequences(Admission):
     """Fails everybody for the bug of one."""
 
     def fail(self, sequence: Sequence, error: Any) -> None:
@@ -194,14 +194,14 @@ class TriesOnce(ModelExecutor):
         return False
 
 
-class ForgetsWhoFailed(Postprocessor):
+class RetriesAfterBug(Postprocessor):
     """Takes the step's sequences up again after a bug, as if it had been memory."""
 
     def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
         super()._decode_failed(sequences, MemoryError(str(error)))
 
 
-class ParksWithATail(Admission):
+class PreemptsWithTail(Admission):
     """Thinks that a preempted sequence's tail is still there."""
 
     def preempt(self, sequence: Sequence) -> None:
@@ -210,7 +210,7 @@ class ParksWithATail(Admission):
         sequence.kv.tail = tail
 
 
-class ForgetsThePartialBlock(SequenceKV):
+class LosesPartialBlock(SequenceKV):
     """Drops the span that goes on growing when the tail is full."""
 
     def _fold(self) -> None:
@@ -351,7 +351,7 @@ class KeepsWholeSpans(SequenceKV):
         self.own_spans = [whole[span.start] for span in self.own_spans]
 
 
-class CountsAWindowOfSpans(MemoryEstimator):
+class ReservesOnlyWindow(MemoryEstimator):
     """Reserves a window, a chunk and a block, though spans are let go whole."""
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
@@ -396,7 +396,7 @@ MANY = settings(HUNT, max_examples=1_000, stateful_step_count=6)
 CROSSED: dict[str, type[Core]] = {
     "a window below a chunk": engine_measured_with(of_a_window_at_most),
     "a block above a chunk": engine_measured_with(of_a_chunk),
-    "a block above a window": engine_with(KeepsWholeSpans, engine_with(CountsAWindowOfSpans)),
+    "a block above a window": engine_with(KeepsWholeSpans, engine_with(ReservesOnlyWindow)),
     "zero states": engine_with(KeepsZeroStates),
 }
 

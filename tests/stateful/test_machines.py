@@ -46,13 +46,13 @@ def test_reference_rules_agree_without_keep() -> None:
 # ---- negative controls: each class below is wrong in one way
 
 
-def disguised(cls: type) -> type:
+def with_parent_name(cls: type) -> type:
     """Give a broken class the name of the one it breaks, under which files know it."""
     cls.__name__ = cls.__mro__[1].__name__
     return cls
 
 
-@disguised
+@with_parent_name
 class WrongSlot(kv_caches.RotatingKVCache):
     """Is off by one in the ring when it first turns round."""
 
@@ -63,7 +63,7 @@ class WrongSlot(kv_caches.RotatingKVCache):
         return super().update_and_fetch(keys, values)
 
 
-@disguised
+@with_parent_name
 class ForgetsKeepInMerge(kv_caches.SinkRotatingKVCache):
     """Merges as if no token were kept."""
 
@@ -75,23 +75,23 @@ class ForgetsKeepInMerge(kv_caches.SinkRotatingKVCache):
         return plain[0].merge(plain)
 
 
-@disguised
-class TrimsInNameOnly(kv_caches.KVCache):
+@with_parent_name
+class DoesNotTrim(kv_caches.KVCache):
     """Returns how much it trimmed, and trims nothing."""
 
     def trim(self, n: int) -> int:
         return min(n, self.offset)
 
 
-@disguised
-class SharesItsCopy(kv_caches.KVCache):
+@with_parent_name
+class CopyIsSelf(kv_caches.KVCache):
     """Gives itself where a copy was asked for."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
 
 
-@disguised
+@with_parent_name
 class MasksOneTooMany(kv_caches.RotatingKVCache):
     """Hides the oldest token of the window from a chunk."""
 
@@ -101,7 +101,7 @@ class MasksOneTooMany(kv_caches.RotatingKVCache):
         return super().make_mask(N, window_size, return_array)
 
 
-@disguised
+@with_parent_name
 class ExtendsUnpadded(kv_caches.BatchKVCache):
     """Does not note the padding of the rows that join."""
 
@@ -111,7 +111,7 @@ class ExtendsUnpadded(kv_caches.BatchKVCache):
         self.state = keys, values, offset, left_padding * 0, index
 
 
-@disguised
+@with_parent_name
 class FiltersOffsetsOnly(kv_caches.BatchKVCache):
     """Keeps the first rows' keys and values, whichever were asked for."""
 
@@ -122,7 +122,7 @@ class FiltersOffsetsOnly(kv_caches.BatchKVCache):
         self.keys, self.values = (side[:count, :, :columns_used] for side in held)
 
 
-@disguised
+@with_parent_name
 class KeysForValues(kv_caches.QuantizedKVCache):
     """Writes the keys on both sides."""
 
@@ -137,8 +137,8 @@ BROKEN = [
     replace(RING, name="wrong slot", single=partial(WrongSlot, 8)),
     replace(RING, name="masks one too many", single=partial(MasksOneTooMany, 8)),
     replace(SINK_RING, name="forgets keep in merge", single=partial(ForgetsKeepInMerge, 9, 3)),
-    replace(GROWING, name="trims in name only", single=TrimsInNameOnly),
-    replace(GROWING, name="shares its copy", single=SharesItsCopy),
+    replace(GROWING, name="trims in name only", single=DoesNotTrim),
+    replace(GROWING, name="shares its copy", single=CopyIsSelf),
     replace(GROWING, name="extends unpadded", batch=ExtendsUnpadded),
     replace(GROWING, name="filters offsets only", batch=FiltersOffsetsOnly),
     replace(

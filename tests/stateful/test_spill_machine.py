@@ -95,7 +95,7 @@ class SpillsMachine(SpillMachine):
         super().judge(asked, finish)
 
 
-def compares_no_checksums(patch: pytest.MonkeyPatch) -> None:
+def skip_checksum_comparison(patch: pytest.MonkeyPatch) -> None:
     """Takes whatever it reads for what was written."""
 
     class Equal:
@@ -107,7 +107,7 @@ def compares_no_checksums(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cold_blocks, "xxhash", SimpleNamespace(xxh3_64_intdigest=lambda data: Equal()))
 
 
-def caches_a_block_as_another_one(patch: pytest.MonkeyPatch) -> None:
+def cache_blocks_under_wrong_key(patch: pytest.MonkeyPatch) -> None:
     """Confuses what it keeps."""
     real = PairCache.keep
 
@@ -117,7 +117,7 @@ def caches_a_block_as_another_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PairCache, "keep", keep)
 
 
-def overwrites_what_the_step_reads(patch: pytest.MonkeyPatch) -> None:
+def overwrite_blocks_in_use(patch: pytest.MonkeyPatch) -> None:
     """Makes room where other blocks of the same request lie."""
 
     def make_room(self: PairCache, count: int) -> Slots:
@@ -126,7 +126,7 @@ def overwrites_what_the_step_reads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PairCache, "make_room", make_room)
 
 
-def gives_a_block_of_another_place(patch: pytest.MonkeyPatch) -> None:
+def return_wrong_addresses(patch: pytest.MonkeyPatch) -> None:
     """Confuses what was read for a layer."""
     real = HeldPairs.addresses
 
@@ -137,7 +137,7 @@ def gives_a_block_of_another_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HeldPairs, "addresses", addresses)
 
 
-def takes_a_loss_for_something(patch: pytest.MonkeyPatch) -> None:
+def ignore_lost_blocks(patch: pytest.MonkeyPatch) -> None:
     """Goes on with whatever is in memory where a block should be."""
     real = ColdBlocks._read_from
 
@@ -150,7 +150,7 @@ def takes_a_loss_for_something(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ColdBlocks, "_read_from", read)
 
 
-def fails_for_a_loss(patch: pytest.MonkeyPatch) -> None:
+def fail_on_lost_blocks(patch: pytest.MonkeyPatch) -> None:
     """Computes nothing again."""
 
     def fail(self: Admission, error: SpilledLost) -> None:
@@ -160,7 +160,7 @@ def fails_for_a_loss(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admission, "compute_again", fail)
 
 
-def counts_nothing_of_what_is_spilled(patch: pytest.MonkeyPatch) -> None:
+def do_not_count_spilled_kv(patch: pytest.MonkeyPatch) -> None:
     """Holds checksums and places beside its account."""
 
     def kv_nbytes(self: Segment) -> int:
@@ -170,7 +170,7 @@ def counts_nothing_of_what_is_spilled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Segment, "kv_nbytes", property(kv_nbytes))
 
 
-def counts_no_places(patch: pytest.MonkeyPatch) -> None:
+def do_not_count_places(patch: pytest.MonkeyPatch) -> None:
     """Remembers records beside its account."""
     patch.setattr(cold_blocks, "RECORD_BYTES", 0)
 
@@ -178,14 +178,14 @@ def counts_no_places(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        compares_no_checksums,
-        caches_a_block_as_another_one,
-        overwrites_what_the_step_reads,
-        gives_a_block_of_another_place,
-        takes_a_loss_for_something,
-        fails_for_a_loss,
-        counts_nothing_of_what_is_spilled,
-        counts_no_places,
+        skip_checksum_comparison,
+        cache_blocks_under_wrong_key,
+        overwrite_blocks_in_use,
+        return_wrong_addresses,
+        ignore_lost_blocks,
+        fail_on_lost_blocks,
+        do_not_count_spilled_kv,
+        do_not_count_places,
     ],
 )
 def test_state_machine_detects_defects(

@@ -43,7 +43,7 @@ class ForgetsTheTouch(PrefixTree):
         return pin
 
 
-class TouchesTheLastNodeOnly(PrefixTree):
+class TouchesOnlyLastNode(PrefixTree):
     """Lets the upper part of a path grow cold."""
 
     def pin(self, node: Node | None, now_seconds: float) -> Any:
@@ -54,7 +54,7 @@ class TouchesTheLastNodeOnly(PrefixTree):
         return pin
 
 
-class KeepsCountOfTheRemoved(PrefixTree):
+class KeepsBytesOfRemoved(PrefixTree):
     """Lets the update of the byte count vanish in `remove`."""
 
     def remove(self, node: Node) -> Any:
@@ -64,7 +64,7 @@ class KeepsCountOfTheRemoved(PrefixTree):
         return segment
 
 
-class RemovesInNameOnly(PrefixTree):
+class DoesNotRemove(PrefixTree):
     """Counts a node as gone and keeps it."""
 
     def remove(self, node: Node) -> Any:
@@ -119,14 +119,14 @@ class MergesWherePinsEnd(PrefixTree):
                 each.pins = before
 
 
-class WithdrawsInNameOnly(PrefixTree):
+class DoesNotUnpin(PrefixTree):
     """Leaves the pins on what a sequence does not read any more."""
 
     def withdraw(self, pin: Any, node: Node | None) -> None:
         pin.node = node
 
 
-class ForgetsTheReadOfWhatOthersSealed(PrefixTree):
+class DoesNotCountAdoptedReads(PrefixTree):
     """Follows without counting a use."""
 
     def extend(self, pin: Any, child: Node, now_seconds: float | None) -> None:
@@ -176,7 +176,7 @@ class RemembersTooLong(HalfLife):
         super().forget(key, heat, last_used_seconds)
 
 
-class AgesTwice(HalfLife):
+class DecaysTwice(HalfLife):
     def used(self, heat: float, now_seconds: float) -> float:
         return super().used(heat - 1, now_seconds)
 

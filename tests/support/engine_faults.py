@@ -155,7 +155,7 @@ def fails(model: Any, tokens: mx.array, cache: Any) -> Any:
     raise ValueError("a model's bug")
 
 
-def fails_late(model: Any, tokens: mx.array, cache: Any) -> Any:
+def fail_after_last_layer(model: Any, tokens: mx.array, cache: Any) -> Any:
     """Raise when all layers have written to their caches."""
     model(tokens, cache=cache)
     raise ValueError("a model's bug behind its last layer")
@@ -167,7 +167,7 @@ def runs_out_of_memory(model: Any, tokens: mx.array, cache: Any) -> Any:
     raise RuntimeError(OUT_OF_MEMORY)
 
 
-def computes_no_numbers(model: Any, tokens: mx.array, cache: Any) -> Any:
+def return_nan_logits(model: Any, tokens: mx.array, cache: Any) -> Any:
     """Return logits that are not numbers."""
     return model(tokens, cache=cache) * float("nan")
 

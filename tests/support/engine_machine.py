@@ -19,9 +19,9 @@ from engine_faults import (
     Broken,
     Fault,
     Faulty,
-    computes_no_numbers,
+    fail_after_last_layer,
     fails,
-    fails_late,
+    return_nan_logits,
     runs_out_of_memory,
     spell,
 )
@@ -51,7 +51,7 @@ from penstock.ledger import Kind as Bytes
 ROOMS = (60_000, 130_000, 250_000, 1_000_000)
 """Bytes beside what is always held: for hardly anybody, for one or two, for a few, for all."""
 MAX_QUEUE = 6
-HOW = (fails, fails_late, runs_out_of_memory, computes_no_numbers)
+HOW = (fails, fail_after_last_layer, runs_out_of_memory, return_nan_logits)
 FAULTS = ("a model's bug", "Attempting to allocate")
 """What the errors of a failed step say."""
 
@@ -389,7 +389,7 @@ class EngineMachine(RuleBasedStateMachine):
         times = 1 if how is not runs_out_of_memory else times
         self.faulty.arm(how, times)
         for asked in self.open:
-            asked.may_fail.append(PenstockError if how is computes_no_numbers else StepFailed)
+            asked.may_fail.append(PenstockError if how is return_nan_logits else StepFailed)
         before = self.failed
         while self.faulty.times and not self.core.view.idle:
             self.run_step()
@@ -400,7 +400,7 @@ class EngineMachine(RuleBasedStateMachine):
         if how is runs_out_of_memory:
             # Of prompts each has a second try; of steps in a row all but the first end an answer.
             assert failed < max(1, len(rows)), "one try again before anybody fails"
-        elif how is not computes_no_numbers:  # a prompt's logits are not looked at
+        elif how is not return_nan_logits:  # a prompt's logits are not looked at
             assert failed >= sum(rows), "who was in a failed call goes on"
         for asked in self.open:
             asked.may_fail.clear()

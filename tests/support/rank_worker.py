@@ -228,7 +228,7 @@ SCENARIOS: dict[str, Callable[[Core], list[Any]]] = {
 # ---- what happens to one rank
 
 
-def nothing_is_a_number(core: Core) -> None:
+def nan_chunk_on_one_rank(core: Core) -> None:
     """Its third chunk has no number; the others' have."""
     read, count = core.runner.prefill, iter(range(1_000_000))
 
@@ -242,12 +242,12 @@ def nothing_is_a_number(core: Core) -> None:
     core.runner.prefill = spoilt  # type: ignore[method-assign]
 
 
-def short_of_memory(core: Core) -> None:
+def low_memory_on_one_rank(core: Core) -> None:
     """Other programs on its machine take what it could have used, all the time."""
     pressure_module.bytes_over = lambda threshold: 4_000
 
 
-def cannot_choose(core: Core) -> None:
+def sampler_error_on_one_rank(core: Core) -> None:
     """Its sampler has a bug."""
     count = iter(range(1_000_000))
 
@@ -268,7 +268,7 @@ def no_disk(core: Core) -> None:
     core.tiers.tiers["disk"].tier.clear().result(SOON)
 
 
-def cannot_compute(core: Core) -> None:
+def out_of_memory_on_one_rank(core: Core) -> None:
     """It runs out of memory in the middle of a layer."""
     count = iter(range(1_000_000))
     decode = core.runner.decode
@@ -281,7 +281,7 @@ def cannot_compute(core: Core) -> None:
     core.runner.decode = failing  # type: ignore[method-assign]
 
 
-def goes_its_own_way(core: Core) -> None:
+def extra_request_on_one_rank(core: Core) -> None:
     """It does what nobody has asked for."""
     ask(core, tiny_families.prompt_of(30))
 
@@ -289,12 +289,12 @@ def goes_its_own_way(core: Core) -> None:
 HARMS: dict[str, Callable[[Core], None]] = {
     each.__name__: each
     for each in (
-        nothing_is_a_number,
-        short_of_memory,
-        cannot_choose,
+        nan_chunk_on_one_rank,
+        low_memory_on_one_rank,
+        sampler_error_on_one_rank,
         no_disk,
-        cannot_compute,
-        goes_its_own_way,
+        out_of_memory_on_one_rank,
+        extra_request_on_one_rank,
     )
 }
 

@@ -101,7 +101,7 @@ def told() -> Dialogue:
 
 
 @contextmanager
-def lasting_goodbye(seconds: float = SOON) -> Iterator[None]:
+def slow_shutdown(seconds: float = SOON) -> Iterator[None]:
     """Have servers whose engine dies answer for longer than a second before they stop: on a busy
     machine a test asks late."""
     with pytest.MonkeyPatch.context() as patch:

@@ -306,7 +306,7 @@ def test_chains_are_whole_and_most_recent_first(tmp_path: Path) -> None:
         write(other_model, told(3, 2))
     with opened(tmp_path) as store:
         write(store, first), write(store, second)
-        state = Record(checkpoint_hash(first[0].key), first[0].key, 2, numbers_of_a_state())
+        state = Record(checkpoint_hash(first[0].key), first[0].key, 2, state_arrays())
         write(store, [state])
         assert store.chains(1 << 30) == [blocks_of(second), blocks_of(first)]
         store.index.use(keys_of(first))
@@ -318,7 +318,7 @@ def test_chains_are_whole_and_most_recent_first(tmp_path: Path) -> None:
         assert store.chains(1 << 30) == [blocks_of(first)], "without its beginning it is no chain"
 
 
-def numbers_of_a_state() -> dict[str, HostArray]:
+def state_arrays() -> dict[str, HostArray]:
     return {"states.0.0": numbers(5, 0)}
 
 
@@ -355,7 +355,7 @@ def test_one_model_or_all_can_be_cleared(tmp_path: Path) -> None:
     mine, others = chain(3), chain(2, seed=1)
     with opened(tmp_path) as store, opened(tmp_path, fingerprint="another model") as other:
         write(store, mine), write(other, others)
-        store.index.claim(being_written(chain(1, seed=2)[0]), 1 << 30, store._unlink)
+        store.index.claim(entry_being_written(chain(1, seed=2)[0]), 1 << 30, store._unlink)
         assert store.clear(all_models=False) == 3
         assert (store.held(keys_of(mine)), other.held(keys_of(others))) == (0, 2)
         assert store.clear() == 2
@@ -366,7 +366,7 @@ def test_one_model_or_all_can_be_cleared(tmp_path: Path) -> None:
 def test_resume_counts_as_use_of_checkpoint(tmp_path: Path) -> None:
     records = chain(2)
     key = records[-1].key
-    state = Record(checkpoint_hash(key), key, 2, numbers_of_a_state())
+    state = Record(checkpoint_hash(key), key, 2, state_arrays())
     with opened(tmp_path) as store:
         write(store, [*records, state])
         assert store.prepare(keys_of(records), resumable=True) == 2
@@ -379,7 +379,7 @@ def test_block_of_closed_store_is_left_over(tmp_path: Path) -> None:
     (record,) = chain(1)
     with opened(tmp_path) as other:
         with opened(tmp_path) as store:
-            entry = replace(being_written(record), owner=store._owner)
+            entry = replace(entry_being_written(record), owner=store._owner)
             other.index.claim(entry, 1 << 30, other._unlink)
             other.reconcile()
             assert other.index.get(record.key) is not None
@@ -387,7 +387,7 @@ def test_block_of_closed_store_is_left_over(tmp_path: Path) -> None:
         assert other.index.get(record.key) is None
 
 
-def being_written(record: Record) -> Entry:
+def entry_being_written(record: Record) -> Entry:
     return Entry(record.key, FINGERPRINT, ROOT, 0, FILE_BYTES, 0, 0, time.time(), "9@9+9")
 
 

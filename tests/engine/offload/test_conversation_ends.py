@@ -32,7 +32,7 @@ HYBRIDS = ("falcon_h1", "mamba2")
 
 
 @pytest.fixture(autouse=True)
-def ends_linger(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def conversation_ends_wait(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends_module, "LINGER_SECONDS", 1e9)
     monkeypatch.setattr(ends_module, "LAPSE_TOKENS", ends_module.LAPSE_TOKENS // SCALE)
 

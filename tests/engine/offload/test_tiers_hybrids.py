@@ -206,7 +206,7 @@ def test_session_includes_checkpoints(tmp_path: Path) -> None:
     file = tmp_path / "session.tar"
     for name in ("one", "other"):
         with Engine(model, None, ssd_cache_dir=tmp_path / name, **settings) as engine:
-            engine._later(_everything_is_worth_the_disk).result()
+            engine._later(_write_everything_to_disk).result()
             if name == "one":
                 answer = engine._later(lambda core: submit(core, PROMPT)).result().result(SOON)
                 saved = save_session(engine, file, PROMPT)
@@ -218,5 +218,5 @@ def test_session_includes_checkpoints(tmp_path: Path) -> None:
             assert engine.stats().restored_tokens == 64
 
 
-def _everything_is_worth_the_disk(core: Core) -> None:
+def _write_everything_to_disk(core: Core) -> None:
     core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]

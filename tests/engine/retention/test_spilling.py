@@ -300,7 +300,7 @@ def test_layer_waits_for_tier_at_most_once_per_step(
             most = max(most, len(asked))
             for parts in (parts for wanted in asked for parts in wanted.values() if joined):
                 assert list(parts) == sorted(parts), "in the order of their bytes"
-                assert not any(map(are_neighbors, parts, parts[1:]))
+                assert not any(map(are_adjacent, parts, parts[1:]))
         texts = [cold_engine.said(handle) for handle in handles]
         counts = spilling_of(core).blocks.counts
         assert counts.lost_blocks == 0 and counts.cached_blocks > 0
@@ -331,7 +331,7 @@ def test_unselective_row_waits_once_per_layer_and_step(
         assert min(asked) >= 4, "two layers have two sides each"
 
 
-def are_neighbors(part: ArrayPart, following: ArrayPart) -> bool:
+def are_adjacent(part: ArrayPart, following: ArrayPart) -> bool:
     """Tell whether two parts could be one, or have bytes in common."""
     return part.name == following.name and part.start + part.nbytes >= following.start
 

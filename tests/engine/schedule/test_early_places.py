@@ -58,7 +58,7 @@ def test_short_request_waits_without_early_turn_end(monkeypatch: pytest.MonkeyPa
         assert steps_until_placed(setup, setup.ask(SHORT, 2, client="b")) > 1
 
 
-def besieged(setup: Setup, missing_tokens: int) -> int:
+def run_beside_short_requests(setup: Setup, missing_tokens: int) -> int:
     """Ask for short answers all the time; return the tokens that were read for the long one."""
     long, asked = fill(setup, missing_tokens), 0
     short = None
@@ -81,7 +81,7 @@ def besieged(setup: Setup, missing_tokens: int) -> int:
 def test_memory_filling_request_progresses_beside_others(missing_tokens: int) -> None:
     """Only missing KV is recomputed."""
     with made(**LARGE) as setup:
-        assert besieged(setup, missing_tokens) < 1.5 * PROMPT
+        assert run_beside_short_requests(setup, missing_tokens) < 1.5 * PROMPT
 
 
 def test_check_detects_full_recomputation(
@@ -90,4 +90,4 @@ def test_check_detects_full_recomputation(
     """Negative control."""
     monkeypatch.setattr(SequenceKV, "shorter_paths", lambda self: iter([[]]))
     with made(**LARGE) as setup:
-        assert besieged(setup, 30) > 1.5 * PROMPT
+        assert run_beside_short_requests(setup, 30) > 1.5 * PROMPT

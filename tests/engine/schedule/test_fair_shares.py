@@ -1,6 +1,6 @@
 """Fair shares of the batch slots, by client and then by request.
 
-The rules stand once more in `unfair`, told from the sequences alone. Schedulers that break one rule
+`unfair_shares` states the rules again, from the sequences alone. Schedulers that break one rule
 each are run until it fails.
 """
 
@@ -44,7 +44,7 @@ def places(simulation: Simulation, level: int) -> Counter[object]:
     return Counter(job.owners[:level] for job in of(simulation, *PLACED))
 
 
-def unfair(simulation: Simulation) -> list[str]:
+def unfair_shares(simulation: Simulation) -> list[str]:
     """List the clients and requests that wait though another has two places more."""
     found = []
     placed = of(simulation, *PLACED)
@@ -329,7 +329,7 @@ def run(requests: list[Ask], batch: int, cls: type[Scheduler[Item]] = Scheduler)
     def step() -> None:
         simulation.admit()
         assert not (simulation.scheduler.free_places and simulation.scheduler.in_line())
-        assert unfair(simulation) == []
+        assert unfair_shares(simulation) == []
         log.append([job.id for job in of(simulation, *PLACED)])
         simulation.step()
         simulation.check()

@@ -653,7 +653,7 @@ def faults(plan: StepPlan[Item], jobs: Items, budget_tokens: int, block_size: in
     return found
 
 
-def short_of_half(plan: StepPlan[Item], first: Item, budget_tokens: int) -> bool:
+def first_gets_less_than_half(plan: StepPlan[Item], first: Item, budget_tokens: int) -> bool:
     """Tell whether the first reader has less than half the budget, and is not at its end."""
     own = shares(plan).get(first.id, 0)
     return own < min(first.remaining_tokens, (budget_tokens + 1) // 2)
@@ -829,7 +829,7 @@ class Simulation:
         if not readers:
             return
         first = min(readers, key=lambda job: (-job.priority, job.id))
-        short = short_of_half(plan, first, budget)
+        short = first_gets_less_than_half(plan, first, budget)
         self.short_steps = self.short_steps + 1 if short else 0
         assert self.short_steps < 2, "the first reader is held up"
         fine = budget >= 4 * self.scheduler.block_size
@@ -998,7 +998,7 @@ def test_state_machine_with_any_order_of_events() -> None:
 # ---- nobody starves, whoever arrives
 
 
-def besieged(
+def run_beside_short_requests(
     cls: type[Scheduler[Item]],
     places: int,
     chunk: int,
@@ -1030,7 +1030,7 @@ def besieged(
 def test_no_sequence_starves(
     places: int, chunk: int, priority: int, blocks: int, stall_tokens: int | None
 ) -> None:
-    besieged(Scheduler, places, chunk, 4, priority, blocks * 4, stall_tokens)
+    run_beside_short_requests(Scheduler, places, chunk, 4, priority, blocks * 4, stall_tokens)
 
 
 @QUICK
@@ -1108,7 +1108,7 @@ class LastComeFirstServed(Scheduler[Item]):
         return [(reader.sequence, self.budget_tokens) for reader in readers[::-1]]
 
 
-class OverlooksTheServed(Scheduler[Item]):
+class IgnoresServedTokens(Scheduler[Item]):
     def _rank(self, step: int, served_tokens: int) -> tuple[bool, int]:
         return (False, served_tokens)
 
@@ -1127,13 +1127,13 @@ class ForgetsOneThatRuns(Scheduler[Item]):
         return StepPlan(plan.decode[:3], plan.prefill)
 
 
-class ForgetsTheParked(Scheduler[Item]):
+class LosesPreempted(Scheduler[Item]):
     def _enter(self, job: Item) -> None:
         if job.state is not State.PREEMPTED:
             super()._enter(job)
 
 
-class RemembersTheDone(Scheduler[Item]):
+class KeepsFinished(Scheduler[Item]):
     def _enter(self, job: Item) -> None:
         if job.state is not State.DONE:
             super()._enter(job)
@@ -1147,13 +1147,13 @@ class AddsAtTheEnd(Scheduler[Item]):
             self._line.append(job)
 
 
-class HasOnePlaceMore(Scheduler[Item]):
+class AdmitsOneTooMany(Scheduler[Item]):
     @property
     def free_places(self) -> int:
         return super().free_places + 1
 
 
-class HasAQueueWithoutEnd(Scheduler[Item]):
+class UnboundedQueue(Scheduler[Item]):
     def add(self, *jobs: Item) -> None:
         limit, self.max_queue = self.max_queue, 10**9
         super().add(*jobs)
@@ -1175,11 +1175,11 @@ BROKEN = [
     FirstComeOnlyServed,
     LastComeFirstServed,
     ForgetsOneThatRuns,
-    ForgetsTheParked,
-    RemembersTheDone,
+    LosesPreempted,
+    KeepsFinished,
     AddsAtTheEnd,
-    HasOnePlaceMore,
-    HasAQueueWithoutEnd,
+    AdmitsOneTooMany,
+    UnboundedQueue,
     TakesAnyEvent,
 ]
 
@@ -1201,11 +1201,11 @@ def only_failures(error: BaseException) -> bool:
 
 @pytest.mark.parametrize(
     ("broken", "chunk", "priority"),
-    [(FirstComeOnlyServed, 8, 1), (OverlooksTheServed, 8, 1), (TakesNoTurns, 4, 1)],
+    [(FirstComeOnlyServed, 8, 1), (IgnoresServedTokens, 8, 1), (TakesNoTurns, 4, 1)],
 )
 def test_check_detects_starvation(broken: type[Scheduler[Item]], chunk: int, priority: int) -> None:
     with pytest.raises(AssertionError, match=r"starves|never read"):
-        besieged(broken, 4, chunk, 4, priority, 16)
+        run_beside_short_requests(broken, 4, chunk, 4, priority, 16)
 
 
 def test_check_detects_duplicate_prefill() -> None:
