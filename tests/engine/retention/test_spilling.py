@@ -516,7 +516,7 @@ def test_lone_prompt_without_room_restarts_once(
         if refused == 2:
             assert cold_engine.said(handle) == expected
             return
-        with pytest.raises(LedgerFull, match="the cold tiers did not take the tokens"):
+        with pytest.raises(LedgerFull, match="the cold tiers did not write the KV"):
             handle.result(0.0)
 
 

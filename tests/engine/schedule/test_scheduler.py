@@ -167,7 +167,9 @@ def test_every_event_is_in_table_or_refused_by_name() -> None:
         if (state, event) in NEXT:
             assert next_state(state, event) is NEXT[state, event]
         else:
-            with pytest.raises(ValueError, match=f"'{event}' .* {state.value}"):
+            with pytest.raises(
+                ValueError, match=f"'{event}' is not allowed in state '{state.value}'"
+            ):
                 next_state(state, event)
 
 
@@ -222,7 +224,7 @@ def test_fully_cached_prompt_runs_without_prefill() -> None:
 def test_illegal_event_changes_nothing(event: Event) -> None:
     scheduler, job = make(), item(1)
     scheduler.add(job)
-    with pytest.raises(ValueError, match=f"'{event}' cannot happen to a sequence that is waiting"):
+    with pytest.raises(ValueError, match=f"'{event}' is not allowed in state 'waiting'"):
         act(scheduler, 1, event)
     assert scheduler.in_line() == [job]
     scheduler.check()

@@ -1,12 +1,12 @@
-"""The places of a batch: sequences come into one, and give all back when they leave it.
+"""Admission, growth, preemption and completion of the sequences of a batch.
 
-    admit   ──> a path is pinned, bytes are reserved, a slot of the pool is taken: all, or nothing
-    grow    ──> the next tokens' bytes are reserved; without room the lowest is preempted
-    preempt ──> all is given back but the tokens; the sequence is admitted again later
-    finish  ──> all is given back, then the handle gets the end
-    fail    ──> the same, and the slot is wiped
+    admit   ──> pin the cached path, reserve bytes, take a slot: all or nothing
+        grow    ──> reserve bytes for the next tokens; when out of memory, preempt the lowest
+        preempt ──> release everything but the tokens; the sequence is admitted again later
+        finish  ──> release everything, then post the end to the handle
+        fail    ──> the same, after wiping the slot
 
-The scheduler decides the order; here it is done.
+The scheduler decides the order; `Admission` carries it out.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from penstock.errors import Displaced, LedgerFull, NeverFits, PenstockError, Spi
 
 
 class Restorers(Protocol):
-    """The cold tiers, as far as sequences leave them."""
+    """The part of `TierGroup` that `Admission` uses."""
 
     def leave(self, restores: Items[Restore]) -> None:
         """Abandon restores."""
 
 
 class Admission:
-    """All open sequences, in the queue or in a place. Not thread-safe: the engine's thread.
+    """Open sequences, queued or placed. Not thread-safe: owned by the engine's thread.
 
     Args:
-        scheduler: says which sequence is next.
-        budget: the bytes of the engine.
-        stores: the engine's stores of keys and values.
-        tiers: have the restores that are under way.
+        scheduler: decides which sequence is next.
+        budget: reserves the bytes of sequences.
+        stores: the engine's KV stores.
+        tiers: cold tiers, which run the pending restores.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Admission:
     # ---- questions
 
     def readers(self) -> Iterator[PathReader]:
-        """Yield the paths that sequences read, and how many tokens of each."""
+        """Yield the path that each sequence reads, and the number of tokens read of it."""
         for sequence in self.sequences.values():
             if sequence.kv.pin is not None:
                 yield sequence.kv.pin.path, sequence.kv.num_cached_tokens
 
     def check(self) -> None:
-        """Raise AssertionError if a slot, a pin or a reservation is lost, or taken twice."""
+        """Raise AssertionError if a slot, pin or reservation leaked or is used twice."""
         sequences, tails = self.sequences.values(), self._tails
         slots = [s.kv.slot for s in sequences if s.kv.slot is not None]
         if len(slots) + tails.free_slots != tails.slots or len(set(slots)) != len(slots):
@@ -78,13 +78,13 @@ class Admission:
         for sequence in sequences:
             sequence.kv.check()
 
-    # ---- coming
+    # ---- queueing and admission
 
     def add(self, sequences: Items[Sequence]) -> None:
-        """Put the sequences of a request into the queue.
+        """Queue the sequences of a request.
 
         Raises:
-            QueueFull: too many are waiting; none of them is added.
+            QueueFull: too many sequences are waiting; none is added.
         """
         self._scheduler.add(*sequences)
         self.sequences.update((sequence.id, sequence) for sequence in sequences)
@@ -92,10 +92,10 @@ class Admission:
     def make_queue_room(self, owners: Path, added: int) -> None:
         """Make room in the queue for a request of `added` sequences.
 
-        Other requests may be displaced; they end with the error `Displaced`.
+        May displace requests of other clients, which then fail with `Displaced`.
 
         Raises:
-            QueueFull: too many are waiting; none is displaced.
+            QueueFull: the queue is full even so; none is displaced.
         """
         displaced = self._scheduler.to_displace(owners, added)
         waiting = self._scheduler.waiting_by_client
@@ -104,7 +104,7 @@ class Admission:
             self.fail(sequence, Displaced(waiting[client], self._scheduler.max_queue))
 
     def admit(self) -> None:
-        """Admit the sequences that fit, in order; none passes one that does not."""
+        """Admit waiting sequences in order until one does not fit; no later one overtakes it."""
         while (sequence := self._scheduler.next_in_line()) is not None:
             while not (self._scheduler.free_places and self._try_admit(sequence)):
                 others = self._others_to_preempt(sequence)
@@ -113,7 +113,7 @@ class Admission:
                 self.preempt(others[0])
 
     def catch_up(self) -> None:
-        """Let prefilling sequences share the blocks that others have committed meanwhile."""
+        """Let prefilling sequences reuse blocks that other sequences have committed meanwhile."""
         for sequence in self._scheduler.sequences(State.PREFILLING):
             gained = sequence.kv.extend()
             if gained:
@@ -123,11 +123,12 @@ class Admission:
                 self.spill(sequence)
 
     def spill(self, sequence: Sequence) -> None:
-        """Let keys and values leave memory, and reserve the next tokens of a prompt in it.
+        """Spill KV to the cold tiers, and reserve memory for the next tokens of a prompt.
 
-        Blocks that the tree had no room for are committed first: what is reserved is for few.
-        Waits for the tiers where memory is short. A sequence that finds no room then is preempted;
-        alone, once, for the tree may hold more of it than it reads. If that is not it, it fails.
+        First commits blocks that earlier did not fit into the tree, because the reservation covers
+        only a few tokens. Waits for the tiers when memory is short. A sequence that still does not
+        fit is preempted. If it is the only one, it is readmitted once without a shared path, which
+        may hold more KV than it reads; after that it fails.
         """
         stores = self._stores
         if not stores.spills or sequence.kv.reservation is None:
@@ -144,14 +145,14 @@ class Admission:
             sequence.stuck = sequence.stuck or alone
             self.preempt(sequence)
             return
-        why = "the cold tiers did not take the tokens that have to leave memory in time"
+        why = "the cold tiers did not write the KV to spill in time"
         needed, free = sequence.kv.reservation.nbytes, self._stores.prefixes.ledger.free_bytes
         limit = self._stores.prefixes.ledger.limit_bytes
-        message = f"{why}; make room in them, or raise memory_limit or lower active_kv_size"
+        message = f"{why}; free space in them, raise memory_limit or lower active_kv_size"
         self.fail(sequence, LedgerFull(message, needed, free, limit))
 
     def compute_again(self, error: SpilledLost) -> None:
-        """Preempt the sequences that read lost blocks, and drop those from the tree."""
+        """Preempt the sequences that read lost blocks, and drop those blocks from the tree."""
         parts = self._stores.retentions
         lost = {node.id for part in parts for node in part.lost_nodes(error.places)}
         for sequence in self._scheduler.placed():
@@ -161,13 +162,13 @@ class Admission:
         for part in parts:
             part.drop_lost(error.places)
 
-    # ---- getting on
+    # ---- progress
 
     def grow(self) -> None:
-        """Reserve the bytes of the next tokens of all running sequences, the highest first.
+        """Reserve bytes for the next tokens of all running sequences, highest priority first.
 
-        Where room ends the scheduler's lowest is preempted. The answer of a sequence that has no
-        more room though it is alone ends with "length".
+        When out of memory, preempts the scheduler's lowest sequence. A sequence that is alone and
+        cannot grow ends with the finish reason "length".
         """
         self._end_outgrown()
         for sequence in self._scheduler.placed():
@@ -181,9 +182,9 @@ class Admission:
                     self.preempt(lowest)
 
     def count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
-        """Count prompt tokens that this answer did not have to compute.
+        """Count prompt tokens that were read from the cache.
 
-        Its own work, found again after it was preempted, is no hit.
+        After a preemption a sequence finds its own KV in the cache, which is not counted.
         """
         if sequence.was_preempted:
             return
@@ -193,7 +194,7 @@ class Admission:
         sequence.note_prompt()
 
     def advance(self, sequence: Sequence) -> None:
-        """Let a prefilled sequence decode from the next step on, or end it if `max_tokens` is 0.
+        """Move a prefilled sequence to RUNNING, or finish it if `max_tokens` is 0.
 
         Does nothing while tokens are left to prefill.
         """
@@ -204,10 +205,13 @@ class Admission:
         else:
             self.finish(sequence, lambda s: s.end("length"))
 
-    # ---- going
+    # ---- leaving
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's place; it is admitted again later and finds its committed path."""
+        """Preempt a sequence: release its place and bytes, and queue it again.
+
+        Its whole blocks stay cached, for as long as they are not evicted.
+        """
         sequence.kv.keep_end()
         node = sequence.kv.node
         self._release(sequence)
@@ -219,9 +223,10 @@ class Admission:
     def finish(
         self, sequence: Sequence, end: Callable[[Sequence], None], *, failed: bool = False
     ) -> None:
-        """Release all of a sequence's bytes, then end its answer.
+        """Release all bytes of a sequence, then end its answer.
 
-        A reader of the end thus finds the bytes free. The last KV of a failed sequence may be NaN.
+        So the bytes are free by the time that the end is read. The KV of a failed sequence, which
+        may contain NaN, is not cached.
         """
         if not failed:
             sequence.kv.keep_end()
@@ -240,15 +245,16 @@ class Admission:
         self._stores.tidy(node)
 
     def fail(self, sequence: Sequence, error: PenstockError) -> None:
-        """End an answer with an error, and wipe the KV that it wrote, which may be NaN."""
+        """Fail a sequence with an error, and wipe the KV in its slot, which may contain NaN."""
         self._counters.failed += 1
         sequence.kv.wipe_slot()
         self.finish(sequence, lambda s: s.end("error", error=error), failed=True)
 
     def fit(self, limit_bytes: int) -> None:
-        """Free the bytes over a new limit: cold nodes, then the places of the lowest priority.
+        """Apply a lower memory limit: evict cold nodes, then preempt the lowest priorities.
 
-        Waiting sequences that would never fit in it fail; an answer that has begun ends.
+        Waiting sequences that can no longer fit fail with `NeverFits`; if they have generated
+        tokens, they end with "length".
         """
         prefixes = self._stores.prefixes
         prefixes.shrink(prefixes.ledger.set_limit(limit_bytes), "limit")
@@ -265,14 +271,14 @@ class Admission:
                 self.fail(sequence, error)
 
     def drop_overdue(self, now_seconds: float) -> None:
-        """End the answers whose time is over."""
+        """Finish the sequences whose deadline has passed."""
         for sequence in self._scheduler.overdue(now_seconds):
             self.finish(sequence, lambda s: s.end("timeout"))
 
-    # ---- parts
+    # ---- helpers
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Attach a path, reserve the rest, take a slot; False, with nothing taken, without room."""
+        """Attach a path, reserve bytes and take a slot; False, and undo all of it, if none fit."""
         sequence.kv.hash_blocks()
         alone = not self._scheduler.placed()
         # Beside others it may be preempted for them; what it did alone is to be tried again then.
@@ -298,16 +304,16 @@ class Admission:
         return True
 
     def _take(self, sequence: Sequence, block_hashes: list[bytes] | None = None) -> bool:
-        """Attach the cached path and reserve the next tokens' bytes.
+        """Attach the cached path and reserve bytes for the next tokens.
 
         Args:
-            sequence: without a place.
-            block_hashes: those of the blocks to share; all by default.
+            sequence: a sequence without a place.
+            block_hashes: blocks to look up; None for all.
 
         Returns:
-            False, with nothing taken, without room.
+            False, with nothing changed, if out of memory.
         """
-        # It is a reader from now on: its path is not evicted to make room for the rest.
+        # Pinned from now on: the path is not evicted to make room for the rest.
         sequence.kv.attach(block_hashes)
         has_room = self._budget.has_room(sequence, self._scheduler.placed())
         if has_room and self._budget.reserve(sequence):
@@ -316,9 +322,9 @@ class Admission:
         return False
 
     def _others_to_preempt(self, sequence: Sequence) -> Items[Sequence]:
-        """Return sequences to preempt, in order, so that a waiting one fits; empty if it will not.
+        """Return the sequences to preempt, in order, to admit a waiting one; empty if none help.
 
-        Before their turns end only as far as the tree keeps all that they have computed.
+        A turn is ended early only if the tree keeps everything that the sequence has computed.
         """
         placed, reachable = self._scheduler.placed(), sequence.kv.reachable_tokens
         for others, evict in (
@@ -331,9 +337,9 @@ class Admission:
         return ()
 
     def _outgrow(self, sequence: Sequence) -> None:
-        """End an answer that has no more room alone; once, admit it again with all room its own.
+        """End a sequence that is alone and cannot grow, after readmitting it once with all memory.
 
-        The index, and a node that is longer than the sequence's part of it, take room, too.
+        On readmission, index bytes and nodes longer than the part that it reads can be evicted.
         """
         if sequence.stuck or not self._budget.fits_alone(sequence):
             self.finish(sequence, lambda s: s.end("length"))
@@ -342,13 +348,13 @@ class Admission:
         self.preempt(sequence)
 
     def _end_outgrown(self) -> None:
-        """End the answers in the queue that have begun and would not get one more token alone."""
+        """End queued sequences with generated tokens that could not get another one even alone."""
         for sequence in self._scheduler.in_line():
             if sequence.generated_tokens and not self._budget.fits_alone(sequence):
                 self.finish(sequence, lambda s: s.end("length"))
 
     def _release(self, sequence: Sequence) -> None:
-        """Release everything that a sequence holds; its tokens stay."""
+        """Release everything but the tokens of a sequence."""
         self._tiers.leave(sequence.restores)
         sequence.restores = []
         sequence.resumed_at = None

@@ -1,19 +1,19 @@
-"""Lengths of an engine's last answers: an estimate of how long the next one will be."""
+"""Lengths of recent answers, used to estimate the length of the next one."""
 
 from __future__ import annotations
 
 from collections import deque
 
 LEAST_TOKENS = 256
-"""Least length that is expected of an answer, in tokens."""
+"""Minimum expected length of an answer, in tokens."""
 LEAST_REST_TOKENS = 64
-"""Least length that is expected of the rest of an answer, in tokens."""
+"""Minimum expected number of tokens still to come of a running answer."""
 REMEMBERED_ANSWERS = 256
-"""Number of answers whose mean length is expected of the next."""
+"""Number of recent answers averaged for the estimate."""
 
 
 class AnswerLengths:
-    """Lengths of the last answers. Not thread-safe: the engine's thread.
+    """Moving average of answer lengths. Not thread-safe: owned by the engine's thread.
 
     >>> lengths = AnswerLengths()
     >>> lengths.expected_tokens
@@ -30,16 +30,16 @@ class AnswerLengths:
 
     @property
     def expected_tokens(self) -> int:
-        """Mean length of the last answers in tokens, rounded up; at least `LEAST_TOKENS`."""
+        """Mean length of the recent answers in tokens, rounded up; at least `LEAST_TOKENS`."""
         mean = -(-self._sum // len(self._last)) if self._last else 0
         return max(LEAST_TOKENS, mean)
 
     def rest_tokens(self, generated: int) -> int:
-        """Return how many tokens are expected after the first `generated` ones of an answer."""
+        """Return the expected number of further tokens of an answer that has `generated` tokens."""
         return max(LEAST_REST_TOKENS, self.expected_tokens - generated)
 
     def note(self, generated: int) -> None:
-        """Note the length of an answer that has ended."""
+        """Record the length of a finished answer."""
         self._last.append(generated)
         self._sum += generated
         if len(self._last) > REMEMBERED_ANSWERS:

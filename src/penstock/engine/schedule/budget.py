@@ -1,13 +1,13 @@
-"""Reservations of an engine's bytes, and the room that they leave for sequences.
+"""Memory budget: reservations of the engine and its sequences in the ledger.
 
     open     ──> set_aside: weights, pool of tails, buffers of a step
-    submit   ──> check_fits: could its prompt and one token of an answer run if it were alone?
-    admit    ──> has_room: for as many tokens as are expected of it and of the running ones
-                 reserve: the KV of its prompt and of the next tokens, and the bytes of a step
-    decode   ──> grow: the next tokens, when those are used up
+    submit   ──> check_fits: would the prompt and one generated token fit alone?
+        admit    ──> has_room: for the expected lengths of this and the running sequences
+                                  reserve: KV of prompt and next tokens, buffers of a step
+        decode   ──> grow: KV of the next tokens, when the reserved ones are used up
     end      ──> release
 
-The module `costs` estimates the bytes; this one reserves them in the ledger.
+`costs` estimates the bytes; this module reserves them in the ledger.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from penstock.memory.sizes import format_bytes
 from penstock.prefix.pin import Pin
 
 GROWTH_TOKENS = 32
-"""Tokens of an answer whose bytes are reserved together, before they are decoded."""
+"""Number of tokens whose bytes are reserved together during decoding."""
 
 
 class Copying(Protocol):
-    """A part of an engine that sets bytes aside for its copies."""
+    """A component that sets bytes aside for copies."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes set aside."""
+        """Number of bytes set aside."""
 
 
 class KVTree(BlockTree, Protocol):
-    """The part of `Prefixes` that the budget uses: bytes that the tree takes and can free."""
+    """The part of `Prefixes` that the budget uses."""
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that are held with an empty tree, too."""
+        """Bytes in use while the tree is empty."""
 
     @property
     def evictable_bytes(self) -> int:
@@ -52,88 +52,88 @@ class KVTree(BlockTree, Protocol):
 
     @property
     def pinned_relief_bytes(self) -> int:
-        """Bytes that can be freed of pinned nodes."""
+        """Bytes that can be freed from pinned nodes."""
 
     def index_bytes(self, blocks: int) -> int:
-        """Return the index bytes of a node of `blocks` blocks."""
+        """Return the size in bytes of the index of a node of `blocks` blocks."""
 
     def recount(self) -> dict[Kind, int]:
-        """Return the bytes in use, counted again."""
+        """Recount the bytes in use."""
 
 
 class ReservedKV(Protocol):
     """The part of `SequenceKV` that the budget uses."""
 
     reservation: Reservation | None
-    """Bytes of its own tokens, computed or not; None without a place."""
+    """Bytes of KV outside the tree, computed or still to compute; None without a place."""
 
     @property
     def pin(self) -> Pin[Segment] | None:
-        """The pinned path; None without one."""
+        """Pinned path in the prefix tree; None without one."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """First tokens of the path that the sequence reads."""
+        """Number of cached tokens that the sequence reads."""
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Scores of the prompt's tokens; None if they are not asked for."""
+        """Log-probabilities of the prompt's tokens; None if not requested."""
 
 
 class Admissible(Protocol):
     """The part of `Sequence` that the budget uses."""
 
     step_reservation: Reservation | None
-    """Bytes that its length adds to a step's buffers; None without a place."""
+    """Bytes that the sequence adds to a step's buffers; None without a place."""
     reserved_tokens: int
-    """Tokens for whose KV, and for whose step, bytes are reserved."""
+    """Number of tokens whose bytes are reserved."""
 
     @property
     def kv(self) -> ReservedKV:
-        """Keys and values of its tokens."""
+        """KV of the sequence."""
 
     @property
     def tokens(self) -> Items[int]:
-        """Prompt and answer so far."""
+        """Prompt tokens followed by generated tokens."""
 
     @property
     def generated_tokens(self) -> int:
-        """Number of tokens that the answer has so far."""
+        """Number of generated tokens."""
 
     @property
     def max_kv_tokens(self) -> int:
-        """Most tokens with KV that it can ever read."""
+        """Maximum number of tokens whose KV the sequence can read."""
 
     @property
     def stuck(self) -> bool:
-        """Whether all memory it may need is reserved at once."""
+        """Whether to reserve all the memory that the sequence may need at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedReservations:
-    """Reservations that last as long as an engine is open."""
+    """Reservations that last as long as the engine."""
 
     weights: Reservation
-    """Bytes of the weights."""
+    """Bytes of the model's weights."""
     pool: Reservation
-    """Bytes of the pool of tails."""
+    """Bytes of the tail pool."""
     step: Reservation
-    """Bytes of a step's buffers, as measured at the start."""
+    """Bytes of a step's buffers, measured at startup."""
     chunk: Reservation
     """Bytes that a chunk of the longest admitted sequence adds to a step's buffers."""
 
 
 class MemoryBudget:
-    """The bytes of an engine and of its sequences. Not thread-safe: the engine's thread.
+    """Memory of an engine and its sequences. Not thread-safe: owned by the engine's thread.
 
     Args:
-        aside: reservations from the time when the engine was made.
+        aside: reservations made when the engine was built.
         estimator: estimates the bytes of sequences and steps.
-        prefixes: the tree; its unpinned nodes are evicted to make room for sequences.
-        copying: parts that set bytes aside for blocks that are written or encoded, and for windows
-            that are copied.
-        token_bytes: bytes of one token's KV in all layers, and of the index of its keys.
-        draft_bytes: bytes that a draft model takes before it reads anything.
+        prefixes: prefix tree, whose unpinned nodes are evicted to make room for sequences.
+        copying: components that set bytes aside for copies: blocks being written or encoded, and
+            windows.
+        token_bytes: bytes of one token's KV in all layers, key index included.
+        draft_bytes: bytes of the draft model before it reads any tokens.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class MemoryBudget:
     ) -> None:
         self.token_bytes = token_bytes
         self.lengths = AnswerLengths()
-        """Lengths of the answers so far, from which those to come are expected."""
+        """Lengths of recent answers, to estimate those of the next ones."""
         self.evict_grammars: Callable[[], int] = lambda: self._grammars.nbytes
-        """Evicts compiled grammars that no answer follows, and returns the bytes of the others."""
+        """Callback that evicts unused compiled grammars and returns the bytes of the others."""
         self._aside = aside
         self._estimator = estimator
         self._prefixes = prefixes
@@ -164,17 +164,17 @@ class MemoryBudget:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the weights."""
+        """Bytes of the model's weights."""
         return self._aside.weights.nbytes
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of a step's buffers, besides those of long sequences."""
+        """Bytes of a step's buffers, without the part that depends on sequence lengths."""
         return self._aside.step.nbytes
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that are set aside for any sequences."""
+        """Bytes that are reserved whether or not any sequence runs."""
         aside = self._aside
         kinds = (aside.weights, aside.pool, aside.step, self._prompts, self._grammars)
         fixed = sum(kind.nbytes for kind in kinds) + self._prefixes.fixed_bytes
@@ -182,23 +182,23 @@ class MemoryBudget:
 
     @property
     def in_flight_tokens(self) -> int:
-        """Tokens of a sequence that can be in memory before others of it leave it."""
+        """Maximum number of a sequence's tokens in memory before its earlier ones are spilled."""
         return self._estimator.in_flight_tokens
 
     def check_fits(self, sequence: Admissible) -> None:
-        """Raise NeverFits if a sequence could not get one more token even if it were alone."""
+        """Raise NeverFits if a sequence could not get one more token even if it ran alone."""
         if self.fits_alone(sequence) or (self._evict_grammars() and self.fits_alone(sequence)):
             return
         fixed, limit, tokens = self.fixed_bytes, self._ledger.limit_bytes, len(sequence.tokens)
         logits = self._logits_bytes(sequence) + _score_bytes(sequence)
         needed = self._needed_bytes(tokens) + logits
-        room, most = max(0, limit - fixed), self.most_tokens(logits)
+        room, max_tokens = max(0, limit - fixed), self.most_tokens(logits)
         beside = f" with {format_bytes(logits)} of logits for its tokens" if logits else ""
         # Clients look for these words, and for numbers without commas.
         raise NeverFits(
-            f"prompt is too long: {tokens} tokens > {max(0, most - 1)} maximum. "
-            f"This model's maximum context length is {most} tokens in this memory; "
-            f"{tokens + 1} were asked for ({tokens} in the prompt, 1 in the answer). "
+            f"prompt is too long: {tokens} tokens > {max(0, max_tokens - 1)} maximum. "
+            f"This model's maximum context length is {max_tokens} tokens in this memory; "
+            f"{tokens + 1} were requested ({tokens} in the prompt, 1 in the answer). "
             f"KV for {tokens + 1:,} tokens needs "
             f"{format_bytes(needed)}{beside}; the limit of {format_bytes(limit)} leaves "
             f"{format_bytes(room)} beside weights, tails and buffers of {format_bytes(fixed)}. "
@@ -209,16 +209,16 @@ class MemoryBudget:
         )
 
     def fits_alone(self, sequence: Admissible) -> bool:
-        """Tell whether a sequence could get one more token if it were alone."""
+        """Return whether a sequence could get one more token if it ran alone."""
         room = self._ledger.limit_bytes - self.fixed_bytes
         needed = self._needed_bytes(len(sequence.tokens)) + self._logits_bytes(sequence)
         return needed + _score_bytes(sequence) <= room
 
     def most_tokens(self, logits_bytes: int = 0) -> int:
-        """Return how many tokens a prompt and its answer can have together, alone; up to 2**31.
+        """Return the maximum length of prompt and answer that fits alone; at most 2**31.
 
         Args:
-            logits_bytes: bytes that the logits of the prompt's tokens take besides.
+            logits_bytes: bytes of prompt logits needed in addition.
         """
         room = self._ledger.limit_bytes - self.fixed_bytes - logits_bytes
         fits, over = 0, 2**31
@@ -231,7 +231,7 @@ class MemoryBudget:
         return fits
 
     def check_limit(self, limit_bytes: int) -> None:
-        """Raise NeverFits if the bytes that are set aside are over a limit."""
+        """Raise NeverFits if the fixed bytes exceed a limit."""
         fixed = self.fixed_bytes
         if fixed > limit_bytes:
             raise NeverFits(
@@ -243,14 +243,14 @@ class MemoryBudget:
             )
 
     def has_room(self, sequence: Admissible, placed: Iterable[Admissible]) -> bool:
-        """Tell whether the expected bytes of a sequence fit beside those of the others.
+        """Return whether the expected bytes of a sequence fit beside those of the others.
 
-        Nothing is evicted for it yet: evictable bytes count as free. Alone, a sequence may
-        grow to the end of the memory, and has room.
+        Evictable bytes count as free. A sequence that is alone always has room: it may grow until
+        memory is full.
 
         Args:
-            sequence: its path is attached, and nothing is reserved.
-            placed: the admitted sequences.
+            sequence: sequence with an attached path and no reservation.
+            placed: admitted sequences.
         """
         placed = list(placed)
         if not placed:
@@ -268,19 +268,19 @@ class MemoryBudget:
         *,
         evict: bool = True,
     ) -> bool:
-        """Tell whether a sequence would fit if all of the others were preempted.
+        """Return whether a sequence would fit if all `others` were preempted.
 
         Args:
-            sequence: not admitted yet.
-            num_cached_tokens: tokens of it that the tree holds.
-            others: admitted ones.
-            staying: the other admitted ones.
-            evict: whether nodes may be evicted for it, those included that only the others read.
+            sequence: sequence to admit.
+            num_cached_tokens: number of its tokens in the tree.
+            others: admitted sequences to preempt.
+            staying: the remaining admitted sequences.
+            evict: whether nodes may be evicted, including those that only `others` read.
         """
         freed = self._ledger.free_bytes + (self._prefixes.evictable_bytes if evict else 0)
         for other in others:
-            held = (other.kv.reservation, other.step_reservation)
-            freed += sum(reserved.nbytes for reserved in held if reserved is not None)
+            reservations = (other.kv.reservation, other.step_reservation)
+            freed += sum(reserved.nbytes for reserved in reservations if reserved is not None)
             path = other.kv.pin.path if evict and other.kv.pin is not None else ()
             freed += sum(n.segment.nbytes + n.index_bytes for n in path if n.pins == 1)
         if staying:
@@ -299,18 +299,18 @@ class MemoryBudget:
         reading: int,
         scored: int,
     ) -> None:
-        """Raise AssertionError if the bytes in the ledger are not those that are in use.
+        """Raise AssertionError if the ledger differs from a recount of the bytes in use.
 
         Args:
-            sequences: all that are open.
-            tails: the pool.
-            weights: bytes of the model's, counted again.
-            draft: bytes of the draft model, counted again.
-            reading: bytes of the blocks that are being read from cold tiers.
-            scored: bytes of the scores of prompts' tokens, counted again.
+            sequences: all open sequences.
+            tails: tail pool.
+            weights: recounted bytes of the model's weights.
+            draft: recounted bytes of the draft model.
+            reading: bytes of blocks being read from cold tiers.
+            scored: recounted bytes of prompt log-probabilities.
         """
         reserved = [(s.kv.reservation, s.step_reservation) for s in sequences]
-        promised = sum(own.nbytes for own, _ in reserved if own is not None)
+        promised = sum(kv.nbytes for kv, _ in reserved if kv is not None)
         steps = sum(step.nbytes for _, step in reserved if step is not None)
         buffers = self._aside.step.nbytes + steps + self._aside.chunk.nbytes
         self._ledger.check(
@@ -331,7 +331,7 @@ class MemoryBudget:
     # ---- acts
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Set aside bytes for the texts and tokens of prompts; return how many were set aside.
+        """Set aside bytes for the texts and tokens of prompts, and return how many.
 
         At most half of the free bytes are set aside.
         """
@@ -344,19 +344,19 @@ class MemoryBudget:
         """Reserve memory for all compiled grammars.
 
         Raises:
-            LedgerFull, NeverFits: as many bytes do not fit beside running sequences, or the
-                weights; nothing is changed.
+            LedgerFull, NeverFits: the bytes do not fit beside running sequences or weights; nothing
+                is changed.
         """
         self._prefixes.make_room(max(0, nbytes - self._grammars.nbytes))
         self._grammars.resize(nbytes)
 
     def reserve(self, sequence: Admissible) -> bool:
-        """Reserve the KV behind a sequence's cached tokens, and the bytes that it adds to a step.
+        """Reserve the uncached KV of a sequence, and the bytes that it adds to a step.
 
-        The tokens are those that it has, and the next few of its answer.
+        Covers all of its tokens and the next few to generate.
 
         Returns:
-            False, with nothing reserved, if there is no room.
+            False, with nothing reserved, if out of memory.
         """
         sequence.kv.reservation = self._ledger.reserve(Kind.TAILS, 0)
         sequence.step_reservation = self._ledger.reserve(Kind.BUFFERS, 0)
@@ -369,25 +369,25 @@ class MemoryBudget:
         return False
 
     def grow(self, sequence: Admissible) -> bool:
-        """Reserve the next few tokens of an answer; just one if there is no room for more.
+        """Reserve bytes for the next few tokens of a sequence, or for one if memory is short.
 
-        One that was stuck gets all that can be its own: the index of its nodes takes none of it.
+        A stuck sequence gets everything it can use, including the index bytes of its evicted nodes.
 
         Returns:
-            False, with nothing changed, if there is no room for that one.
+            False, with nothing changed, if not even one token fits.
         """
-        tokens, most = len(sequence.tokens), sequence.max_kv_tokens
-        ahead = [min(tokens - 1 + more, most) for more in (GROWTH_TOKENS, 1)]
+        tokens, limit = len(sequence.tokens), sequence.max_kv_tokens
+        ahead = [min(tokens - 1 + more, limit) for more in (GROWTH_TOKENS, 1)]
         if sequence.stuck:
             alone = self.most_tokens(self._logits_bytes(sequence) + _score_bytes(sequence))
-            ahead = [max(tokens, min(most, alone - 1))]
+            ahead = [max(tokens, min(limit, alone - 1))]
         return any(self._reserve_up_to(sequence, end) for end in ahead)
 
     def reserve_anew(self, sequence: Admissible) -> bool:
-        """Reserve a sequence's KV anew, after its cached tokens have changed.
+        """Adjust the KV reservation after the number of cached tokens has changed.
 
         Returns:
-            False, with nothing changed, if there is no room.
+            False, with nothing changed, if out of memory.
         """
         assert sequence.kv.reservation is not None
         cached = sequence.kv.num_cached_tokens
@@ -401,20 +401,20 @@ class MemoryBudget:
         return True
 
     def top_up(self, sequence: Admissible) -> bool:
-        """Reserve the next tokens' bytes again, as others leave memory; False without room."""
-        own = sequence.kv.reservation
-        assert own is not None
+        """Refill a reservation after tokens were committed or spilled; False if out of memory."""
+        reservation = sequence.kv.reservation
+        assert reservation is not None
         tokens = max(0, sequence.reserved_tokens - sequence.kv.num_cached_tokens)
-        more = max(0, self._estimator.next_bytes(tokens) - own.nbytes)
+        more = max(0, self._estimator.next_bytes(tokens) - reservation.nbytes)
         if not self._make_room(more):
             return False
-        own.resize(own.nbytes + more)
+        reservation.resize(reservation.nbytes + more)
         return True
 
     def release(self, sequence: Admissible, sequences: Iterable[Admissible]) -> None:
-        """Release a sequence's reservations.
+        """Release the reservations of a sequence.
 
-        The chunk's reservation shrinks to the need of the longest sequence that remains.
+        Shrinks the chunk reservation to the longest remaining sequence.
         """
         for reservation in (sequence.kv.reservation, sequence.step_reservation):
             if reservation is not None:
@@ -426,7 +426,7 @@ class MemoryBudget:
         self._aside.chunk.resize(max(chunks, default=0))
 
     def close(self) -> None:
-        """Give back the pool and the buffers of a step; the weights stay counted."""
+        """Release everything but the weights."""
         self._aside.pool.resize(0)
         self._aside.step.resize(0)
         self._prompts.resize(0)
@@ -435,22 +435,26 @@ class MemoryBudget:
     # ---- parts
 
     def _make_room(self, nbytes: int) -> bool:
-        """Evict cold nodes, then grammars that no answer follows; False if that is not enough."""
+        """Evict cold nodes, then unused grammars; False if that does not free enough."""
         if self._prefixes.make_room(nbytes):
             return True
         return self._evict_grammars() and self._prefixes.make_room(nbytes)
 
     def _evict_grammars(self) -> bool:
-        """Evict compiled grammars that no answer follows; False if there are none."""
+        """Evict unused compiled grammars; False if there are none."""
         before = self._grammars.nbytes
         if before:
             self._grammars.resize(min(before, self.evict_grammars()))
         return self._grammars.nbytes < before
 
     def _reserve_up_to(self, sequence: Admissible, tokens: int) -> bool:
-        """Reserve the KV of a sequence's first `tokens`; False, with nothing changed, if full."""
-        own, step, chunk = sequence.kv.reservation, sequence.step_reservation, self._aside.chunk
-        assert own is not None and step is not None
+        """Reserve KV for the first `tokens` tokens; False, with nothing changed, if it is full."""
+        reservation, step, chunk = (
+            sequence.kv.reservation,
+            sequence.step_reservation,
+            self._aside.chunk,
+        )
+        assert reservation is not None and step is not None
         estimator, before = self._estimator, sequence.reserved_tokens
         cached = sequence.kv.num_cached_tokens
         kv = estimator.sequence_bytes(tokens, cached)
@@ -459,14 +463,14 @@ class MemoryBudget:
         reading = max(0, self._chunk_bytes(sequence, tokens) - chunk.nbytes)
         if not self._make_room(kv + scores + reading):
             return False
-        own.resize(own.nbytes + kv)
+        reservation.resize(reservation.nbytes + kv)
         step.resize(step.nbytes + scores)
         chunk.resize(chunk.nbytes + reading)
         sequence.reserved_tokens = tokens
         return True
 
     def _expected_tokens(self, sequence: Admissible) -> int:
-        """Return the KV tokens that are expected of a sequence at its end."""
+        """Return the expected number of KV tokens of a sequence at its end."""
         rest = self.lengths.rest_tokens(sequence.generated_tokens)
         tokens = min(len(sequence.tokens) - 1 + rest, sequence.max_kv_tokens)
         return max(tokens, sequence.reserved_tokens)
@@ -474,7 +478,7 @@ class MemoryBudget:
     def _expected_bytes(
         self, sequence: Admissible, num_cached_tokens: int, placed: Iterable[Admissible]
     ) -> int:
-        """Return the bytes expected of a new sequence, and of placed ones beyond their own."""
+        """Return the expected bytes of a new sequence plus the expected growth of placed ones."""
         estimator, tokens = self._estimator, self._expected_tokens(sequence)
         needed = estimator.sequence_bytes(tokens, num_cached_tokens)
         needed += estimator.decode_bytes(tokens) + _score_bytes(sequence)
@@ -487,7 +491,6 @@ class MemoryBudget:
         return needed + max(0, chunk - self._aside.chunk.nbytes)
 
     def _logits_bytes(self, sequence: Admissible) -> int:
-        """Return the bytes of a chunk's logits and their scores, where a prompt's are read."""
         scores = sequence.kv.prompt_logprobs
         return 0 if scores is None else self._estimator.logits_bytes_of(scores)
 
@@ -508,14 +511,10 @@ class MemoryBudget:
 
     @property
     def _copies_bytes(self) -> int:
-        """Bytes set aside for blocks that are written or encoded, and for copies of windows."""
+        """Bytes set aside for copies of blocks and windows."""
         return sum(part.nbytes for part in self._copying)
 
 
 def _score_bytes(sequence: Admissible) -> int:
-    """Return the bytes of the log-probabilities of a prompt, if they are asked for.
-
-    At the end of the sequence they are left to the holder of its handle, like the text.
-    """
     scores = sequence.kv.prompt_logprobs
     return 0 if scores is None else scores.nbytes

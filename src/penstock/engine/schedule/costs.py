@@ -1,4 +1,4 @@
-"""Bytes that sequences and steps will take: the sums behind every reservation. Pure arithmetic."""
+"""Memory estimates for sequences, decode steps and prefill chunks. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -22,48 +22,47 @@ from penstock.kv.tails import piece_bytes
 from penstock.prefix.node import index_bytes
 
 JOINED_SCORE_BYTES = 16
-"""Bytes of working memory for one score in MLX's own attention, which joined models use."""
+"""Working memory per score in MLX's own attention, used by models with joined KV."""
 DEQUANTIZED_BUFFERS = 4
 """Number of float32 arrays alive at once while a codec dequantizes keys or values."""
 MASK_BYTES = 5
-"""Bytes of a grammar's mask and of its masked logits, for each token of the vocabulary."""
+"""Bytes per vocabulary token of a grammar's bitmask and the masked logits."""
 PROPOSER_BYTES = 8
-"""Bytes that a proposer of tokens keeps of each token of its text: itself, and in the filter."""
+"""Bytes per token that the n-gram proposer keeps: the token and its filter entry."""
 LOGITS_BYTES = 32_000_000
-"""Bytes that the logits of a prompt take together, unless those of one block take more."""
+"""Maximum bytes of prompt logits computed at once, unless a single block needs more."""
 LOGIT_BYTES = 12
-"""Bytes of one logit of a prompt: as the model makes it, and as float32."""
+"""Bytes per prompt logit: in the model's dtype and as float32."""
 CHOICE_COPIES = 3
-"""Copies of the chosen tokens that are alive together: gathered, in order, and read."""
+"""Number of copies of the selected tokens alive at once: gathered, sorted and read."""
 SPILLED_COPIES = 1
-"""Copies more of blocks from a tier: as read, which are held until the layer is computed."""
+"""Number of additional copies of blocks read from a tier, alive until the layer is computed."""
 CODE_SPANS = 4
-"""Tokens that a codec encodes together, at most, in blocks that are chosen."""
+"""Maximum number of tokens that a codec encodes together in selected blocks."""
 STREAMED_COPIES = 2
-"""Pieces of keys and values that are alive together: the one that is read, and the next."""
+"""Number of streamed KV pieces alive at once: the current one and the next."""
 STEPS_OF_TWO = 16
-"""Steps from a power of two to the next, to which measured bytes are rounded up."""
+"""Number of rounding steps between two powers of two for measured bytes."""
 
 
 class WaysMemory(Protocol):
-    """Working memory of attention in decode steps; see `AttentionWays`."""
+    """Working memory of decode attention; see `AttentionWays`."""
 
     def nbytes(self, tokens: int, width: int) -> int:
-        """Return the most bytes that a sequence adds to a step."""
+        """Return the maximum bytes that a sequence adds to a step."""
 
 
 class MemoryEstimator:
-    """Bytes that a model takes under an engine's limits.
+    """Estimates the bytes of sequences and steps from the model and the engine's settings.
 
-    A sequence of n tokens is one whose prompt and answer have n tokens whose KV is ever read:
-    all but the last.
+    `tokens` of a sequence counts the tokens whose KV is read: all but the last one.
 
     Args:
-        figures: of the model.
-        limits: settings, fitted to the model.
-        memory: bytes that attention takes on the device.
-        peaks: bytes of the largest steps, as measured.
-        ways: to attend in decode steps.
+        figures: KV sizes of the model.
+        limits: settings of the engine.
+        memory: working memory of attention on the device.
+        peaks: measured bytes of the largest steps.
+        ways: working memory of decode attention.
     """
 
     def __init__(
@@ -84,65 +83,62 @@ class MemoryEstimator:
         self._all_scores = holds_all_scores(figures, memory)
         """Whether all scores of a chunk are in memory at once."""
         self._measured_scores = figures.heads * peaks.measured_tokens**2
-        """Number of scores of the measured chunk, if they were in memory at once."""
+        """Number of scores in the measured chunk, if all are in memory at once."""
         self._far_bytes = SLACK * max(0, peaks.far - peaks.prefill) / peaks.far_tokens
-        """Bytes that each token behind the far chunk adds to a chunk where layers compress."""
+        """Bytes per context token that a chunk adds beyond the measured far chunk, with compressed
+        layers."""
         self._score_bytes = _most_bytes(figures, memory.score_bytes)
         self._chunk_score_bytes = _most_bytes(figures, memory.chunk_score_bytes)
 
     @property
     def prefill_token_seconds(self) -> float:
-        """Seconds per token of a prompt, as measured with the step."""
+        """Measured seconds per prompt token."""
         return self._peaks.token_seconds
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
-        """Return the most bytes that a sequence can hold beside the cached tokens of its path.
-
-        They are the keys and values of its other tokens, and its states.
-        """
+        """Return the maximum bytes of a sequence's KV and states outside the cached tokens."""
         if not self._figures.drops:
             # Rows that are loose, until they are in the columns of an unfinished block.
             loose = self._limits.block_size if self._figures.compresses else 0
-            own = max(0, tokens - num_cached_tokens) + loose
-            return own * self._figures.held_token_bytes + self._figures.state_bytes
+            private = max(0, tokens - num_cached_tokens) + loose
+            return private * self._figures.held_token_bytes + self._figures.state_bytes
         window = self._limits.max_kv_size
-        own = max(0, min(tokens, window) - num_cached_tokens)
-        spilled, own = own, min(own, self._most_resident)
-        spilled -= own
+        private = max(0, min(tokens, window) - num_cached_tokens)
+        resident = min(private, self._most_resident)
+        spilled = private - resident
         if tokens > window:
             # Tokens seen behind the kept ones, in runs that are freed as a whole, and a new chunk.
             attention_windows = self._figures.windows
             ring = max(
                 (attention_window.window or 0 for attention_window in attention_windows), default=0
             )
-            own += min(tokens - window, ring + 2 * self._limits.step_tokens)
-        own_bytes = own * self._figures.held_token_bytes + spilled * self.spilled_token_bytes
-        return own_bytes + self._figures.state_bytes + self.path_bytes(tokens - num_cached_tokens)
+            resident += min(tokens - window, ring + 2 * self._limits.step_tokens)
+        kv_bytes = resident * self._figures.held_token_bytes + spilled * self.spilled_token_bytes
+        return kv_bytes + self._figures.state_bytes + self.path_bytes(tokens - num_cached_tokens)
 
     def path_bytes(self, tokens: int) -> int:
-        """Return the bytes of the tree's index of `tokens` tokens to commit, where KV is spilled.
+        """Return the index bytes of `tokens` tokens to commit, if KV is spilled; else 0.
 
-        Elsewhere it takes the room of what can be evicted, or of the KV that is reserved whole.
+        Without spilling, the index takes evictable bytes or bytes reserved for KV.
         """
         spills = self._limits.active_kv_size is not None
         return path_bytes(max(0, tokens), self._limits.block_size) if spills else 0
 
     @property
     def _most_resident(self) -> int:
-        """Most tokens of a sequence whose keys and values are in memory, besides its window."""
+        """Maximum number of tokens of a sequence with KV in memory, besides its window."""
         active = self._limits.active_kv_size
         return ALL_TOKENS if active is None else active + self.in_flight_tokens
 
     def spilled_tokens(self, tokens: int) -> int:
-        """Return how many tokens of a sequence may be in a cold tier alone."""
+        """Return the maximum number of a sequence's tokens that are in a cold tier only."""
         return max(0, min(tokens, self._limits.max_kv_size) - self._most_resident)
 
     @property
     def in_flight_tokens(self) -> int:
-        """Tokens that can be in memory in front of the active ones.
+        """Maximum number of tokens in memory in addition to `active_kv_size`.
 
-        They are those of a chunk, of a node that is not yet behind the active tokens, and of a
-        record that is not yet whole.
+        Tokens of a chunk, of a node not yet ready to spill, and of an incomplete record.
         """
         size = self._limits.block_size
         nodes = 2 * max(self._limits.step_tokens, SPILLED_MERGE_TOKENS)
@@ -150,7 +146,7 @@ class MemoryEstimator:
 
     @property
     def spilled_token_bytes(self) -> int:
-        """Bytes in memory of a token whose keys and values are in a cold tier."""
+        """Bytes in memory per token whose KV has been spilled to a cold tier."""
         figures = self._figures
         layers = figures.choice.layers
         whole = sum(s.nbytes for n, s in enumerate(figures.shapes) if n not in layers)
@@ -161,32 +157,30 @@ class MemoryEstimator:
     def next_bytes(self, tokens: int) -> int:
         """Return the bytes to reserve now for a sequence with `tokens` tokens to commit.
 
-        Tokens beyond those in flight are counted as spilled: they take the place of earlier ones,
-        which have left memory by then.
+        Tokens beyond those in flight are counted as spilled, because earlier tokens will have left
+        memory by then.
         """
         next_tokens = min(tokens, self.in_flight_tokens)
         spilled = tokens - next_tokens
-        own = next_tokens * self._figures.held_token_bytes + spilled * self.spilled_token_bytes
-        return own + self.path_bytes(tokens)
+        nbytes = next_tokens * self._figures.held_token_bytes + spilled * self.spilled_token_bytes
+        return nbytes + self.path_bytes(tokens)
 
     def shared_tokens(self, tokens: int) -> int:
-        """Return how many first tokens of a sequence may come to lie in the tree."""
+        """Return the number of leading tokens of a sequence that the tree can store."""
         return 0 if self._figures.whole else min(tokens, self._limits.max_kv_size)
 
     def decode_bytes(self, tokens: int) -> int:
-        """Return the bytes that a sequence adds to every step in which it decodes: its scores.
+        """Return the bytes that a sequence adds to each decode step: attention scores and copies.
 
-        Where it reads a choice of its tokens, it adds their copies.
-
-        Where layers compress, it adds its new states. Sequences are then computed one after the
-        other, each in fewer bytes than a chunk of it takes.
+        With compressed layers these are its new states: such sequences are decoded one after the
+        other, each in less memory than a chunk takes.
         """
         if self._figures.compresses:
             return self._figures.state_bytes
         width = self._limits.speculative_tokens + 1
         # States behind all proposed tokens beside those behind the accepted ones.
         states = self._figures.state_bytes if width > 1 else 0
-        # Its own text, and one as long that is expected.
+        # The sequence's text, and a predicted text of the same length.
         copy = PROPOSER_BYTES * (tokens + max(tokens, LEAST_PREDICTION)) if width > 1 else 0
         seen = self._seen(tokens)
         scores = width * seen * self._figures.heads * self._score_bytes
@@ -196,21 +190,19 @@ class MemoryEstimator:
     def prefill_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence adds to a step that prefills it.
 
-        They are a joined layer, and the scores beyond the ones that every step computes at a time.
-        Every step computes the scores of one token or, if all scores of a chunk are in memory at
-        once, of the measured chunk. One sequence at a time prefills. The floats to which codes are
-        dequantized while it decodes take no more.
+        One joined layer, and the scores beyond those included in the measured step: one token's, or
+        the measured chunk's if all scores of a chunk are in memory at once. Only one sequence
+        prefills at a time. Dequantizing codes during decode takes no more.
 
-        Where layers compress, the bytes were measured. The number of rows picked for a token is
-        bounded, and all rows are weighed for it. So the bytes of a chunk grow no faster far into a
-        prompt than near its start.
+        With compressed layers the bytes were measured. Each token selects a bounded number of rows,
+        so a chunk far into a prompt adds a constant number of bytes per context token.
         """
         seen = self._seen(tokens)
         if self._figures.compresses:
             return int(self._far_bytes * max(0, seen - self._peaks.far_tokens))
-        most = self._figures.most_joined
+        joined = self._figures.most_joined
         if seen <= self._limits.max_kv_size:  # in front of a window's end
-            seen = max(min(seen, most), min(seen, STREAMED_COPIES * STREAMED_TOKENS))
+            seen = max(min(seen, joined), min(seen, STREAMED_COPIES * STREAMED_TOKENS))
         chunk = min(self._limits.step_tokens, tokens)
         scores = seen * self._figures.heads * (chunk if self._all_scores else 1)
         counted = self._measured_scores if self._all_scores else self._memory.chunk_scores
@@ -226,34 +218,34 @@ class MemoryEstimator:
         return layer + beyond * self._chunk_score_bytes
 
     def run_bytes(self, tokens: int) -> int:
-        """Return the bytes of a run of tokens that is read in steps' chunks, beside such a step."""
+        """Return the bytes of prefilling a run of `tokens` tokens in chunks."""
         figures = self._figures
         kv = tokens * figures.held_token_bytes + 2 * figures.state_bytes
         return kv + self.prefill_bytes(tokens)
 
     @property
     def logits_tokens(self) -> int:
-        """Most tokens of a prompt whose logits are computed together: whole blocks."""
-        size, most = self._limits.block_size, self._limits.step_tokens
+        """Maximum number of prompt tokens whose logits are computed together: whole blocks."""
+        size, limit = self._limits.block_size, self._limits.step_tokens
         if self._figures.whole:
-            return most
+            return limit
         fitting = LOGITS_BYTES // (LOGIT_BYTES * self._figures.vocabulary_size)
-        return max(size, min(most, fitting) // size * size)
+        return max(size, min(limit, fitting) // size * size)
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes that a sequence adds to a step that reads logits of its prompt."""
+        """Bytes that a sequence adds to a step that computes logits of its prompt."""
         size = self._figures.vocabulary_size
         return LOGIT_BYTES * self.logits_tokens * size + PIECE_BYTES * max(size, PIECE_LOGITS)
 
     def logits_bytes_of(self, scores: PromptLogprobs) -> int:
-        """Return the same, with the scores of a chunk of a prompt."""
+        """Return `logits_bytes` plus the bytes of one chunk's log-probabilities."""
         chunk = scores.chunk_bytes(self.logits_tokens, self._figures.vocabulary_size)
         return self.logits_bytes + chunk
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that a step takes beside its result and what its sequences add to it."""
+        """Bytes of a step's buffers, without the parts that depend on sequence lengths."""
         limits, figures, peaks = self._limits, self._figures, self._peaks
         masks = MASK_BYTES * limits.max_batch_size * figures.vocabulary_size
         taken = _rounded(max(peaks.prefill, peaks.decode, peaks.sample + masks))
@@ -264,22 +256,19 @@ class MemoryEstimator:
         return int(taken * SLACK) + self._unmeasured_bytes() + folding + figures.choice.step_bytes
 
     def _unmeasured_bytes(self) -> int:
-        """Return the bytes of scores that a chunk far into a prompt has beside the measured ones.
-
-        It has as many as are ever computed together; streamed reads have the scores of a piece.
-        """
+        """Return the bytes of scores of a chunk far into a prompt beyond the measured ones."""
         limits, figures, memory = self._limits, self._figures, self._memory
         queries = figures.heads * limits.step_tokens
         at_once = memory.scores_at_once if figures.joined else memory.chunk_scores
-        most = min(at_once, queries * (limits.max_kv_size + limits.step_tokens))
-        far = self._chunk_score_bytes * max(0, most - self._measured_scores)
+        num_scores = min(at_once, queries * (limits.max_kv_size + limits.step_tokens))
+        far = self._chunk_score_bytes * max(0, num_scores - self._measured_scores)
         if figures.most_joined == ALL_TOKENS:
             return far
         streamed = min(memory.scores_at_once, queries * STREAMED_TOKENS)
         return max(far, self._chunk_score_bytes * streamed)
 
     def _choice_bytes(self, tokens: int) -> int:
-        """Return the most bytes of the copies that one token of a sequence chooses in a layer."""
+        """Return the maximum bytes of the copies that a token's selection takes in one layer."""
         choice, shapes = self._figures.choice, self._figures.shapes
         if tokens <= choice.tokens:
             return 0
@@ -295,21 +284,21 @@ class MemoryEstimator:
         return copies
 
     def _seen(self, tokens: int) -> int:
-        """Return the most tokens that one step of a sequence reads."""
+        """Return the maximum number of tokens that one step of a sequence reads."""
         if not self._figures.drops:
             return tokens
         return min(tokens, self._limits.max_kv_size + self._limits.step_tokens)
 
 
 def holds_all_scores(figures: ModelFigures, memory: AttentionMemory) -> bool:
-    """Tell whether all scores of a prefill chunk are in memory at once."""
+    """Return whether all scores of a prefill chunk are in memory at once."""
     return figures.joined or any(
         memory.holds_all_scores(shape.key_dim, shape.value_dim) for shape in figures.shapes
     )
 
 
 def first_scores_bytes(figures: ModelFigures, memory: AttentionMemory, tokens: int) -> int:
-    """Estimate the bytes of the scores of a chunk at the start of a prompt."""
+    """Estimate the bytes of the scores of a prompt's first chunk."""
     scores = tokens**2 * figures.heads
     if not holds_all_scores(figures, memory):
         scores = min(scores, memory.chunk_scores)
@@ -317,20 +306,20 @@ def first_scores_bytes(figures: ModelFigures, memory: AttentionMemory, tokens: i
 
 
 def path_bytes(tokens: int, block_size: int) -> int:
-    """Return the bytes of the tree's index of `tokens` tokens, in nodes of a span of blocks."""
+    """Return the index bytes of `tokens` tokens, stored in nodes of `span_tokens` tokens."""
     blocks, nodes = -(-tokens // block_size), -(-tokens // span_tokens(block_size))
     return index_bytes(blocks, block_size, nodes)
 
 
 def _most_bytes(figures: ModelFigures, score_bytes: Callable[[mx.Dtype], int]) -> int:
-    """Return the working memory of one score in the layer where it takes most."""
+    """Return the working memory per score of the layer with the largest."""
     if figures.joined:
         return JOINED_SCORE_BYTES
     return max((score_bytes(shape.dtype) for shape in figures.shapes), default=0)
 
 
 def _rounded(nbytes: int) -> int:
-    """Return measured bytes without the lag of MLX's threads: two engines are to have one number.
+    """Round measured bytes up, so that two engines with slightly different timing agree.
 
     >>> _rounded(11_618_472) == _rounded(12_009_640) == 12_058_624
     True

@@ -19,46 +19,46 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 GENERATED_WORK = 8
-"""Work of one generated token, in tokens of a prompt, which are read many at a time."""
+"""Cost of one generated token, in prompt tokens: prefill processes many tokens at a time."""
 TURN_WORK = 256
-"""Least work of a sequence in a place before it makes way for a request that has no place."""
+"""Minimum work of a turn before a sequence makes way for a request without a place."""
 EARLY_WORK = 64
-"""Least work of a sequence in a place before it makes way for a short one that takes nothing of it.
+"""Minimum work of a turn before a sequence makes way for a short one that needs none of its memory.
 
-What it computes again afterwards is a part of a block, or what a full memory has no room for.
+Little is recomputed afterwards: part of a block, or blocks evicted from a full memory.
 """
 MOST_IN_TURNS = 8
-"""Waiting requests up to which places are taken in turns.
+"""Maximum number of waiting requests that take turns.
 
-Each has keys and values while it waits again: with many, these would push each other out.
+Preempted requests keep their KV cached, and with many of them they would evict each other.
 """
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Client, salt and request; a prefix of it names a share."""
+"""Client, salt and request; each prefix of the tuple is a share."""
 
 
 class Sharer(Protocol):
-    """One sequence, as its shares see it."""
+    """The part of a sequence that fair sharing uses."""
 
     @property
     def id(self) -> int:
-        """Number in the order of arrival."""
+        """Unique number, in order of arrival."""
 
     @property
     def owners(self) -> Path:
-        """Client, salt and request that the sequence belongs to."""
+        """Client, salt and request of the sequence."""
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens still to prefill before it decodes."""
+        """Number of tokens still to prefill before it decodes."""
 
     @property
     def served_tokens(self) -> int:
-        """Tokens that the model has prefilled for it."""
+        """Number of tokens that the model has prefilled for it."""
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of its answer so far."""
+        """Number of generated tokens."""
 
 
 T = TypeVar("T", bound=Sharer)
@@ -66,28 +66,28 @@ T = TypeVar("T", bound=Sharer)
 
 @dataclass(slots=True)
 class _Share:
-    """A client, one of its salts, or one request."""
+    """Work and sequences of a client, a salt or a request."""
 
     work: int
-    """Work in turns that have ended, and the work of the busiest sibling when it opened."""
+    """Work of finished turns, plus the work of the busiest sibling when this share was opened."""
     sequences: int = 0
-    """Open sequences, with a place or without."""
+    """Number of open sequences, placed or not."""
     begun: bool = False
-    """Whether one of its sequences has had a place."""
+    """Whether one of its sequences has been placed."""
     children: set[Path] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class _ShareTurn(Generic[T]):
-    """The stay of a sequence in a place."""
+    """One stay of a sequence in a place."""
 
     sequence: T
     start: int
-    """Work of the sequence before it."""
+    """Work of the sequence before this turn."""
     repeated: int
-    """Tokens that were computed before."""
+    """Number of tokens recomputed after a preemption."""
     credit: int
-    """Work of a turn that was broken off, and goes on with this one."""
+    """Work of an interrupted turn that this one continues."""
 
     @property
     def work(self) -> int:
@@ -95,17 +95,17 @@ class _ShareTurn(Generic[T]):
 
     @property
     def whole(self) -> int:
-        """Work of the turn with its parts before."""
+        """Work of the turn, interrupted parts included."""
         return self.work + self.credit
 
     @property
     def least(self) -> int:
-        """Work after which it may end in favor of a request without a place."""
+        """Work after which the turn may end in favor of a request without a place."""
         return self.repeated + max(TURN_WORK, self.repeated)
 
     @property
     def may_end_early(self) -> bool:
-        """Whether it may end where nothing that was computed is lost."""
+        """Whether the turn may end when no computed KV is lost."""
         if self.sequence.remaining_tokens > TURN_WORK:
             return self.work >= EARLY_WORK
         new = max(EARLY_WORK, min(self.repeated, TURN_WORK))
@@ -113,26 +113,26 @@ class _ShareTurn(Generic[T]):
 
 
 class FairShares(Generic[T]):
-    """Places and work of clients, salts and requests. Not thread-safe: the scheduler's own."""
+    """Places and work of clients, salts and requests. Not thread-safe: owned by the scheduler."""
 
     def __init__(self) -> None:
         self._shares: dict[Path, _Share] = {(): _Share(0)}
         self._turns: dict[int, _ShareTurn[T]] = {}
         self._broken_off: dict[int, _ShareTurn[T]] = {}
-        """Last turns of sequences that lost their place before they had read their prompt."""
+        """Last turns of sequences that were preempted before the end of their prefill."""
 
     # ---- questions
 
     def in_order(self, line: Iterable[T]) -> list[T]:
-        """Return the next sequence of each salt of a client, the share that is behind first.
+        """Return the next sequence of each salt of a client, most underserved share first.
 
-        Of a request that is the first in the line; of equal shares the first as well.
+        Within a request, and between equal shares, the first in `line` is chosen.
         """
         places, work = self._standing()
 
         def behind(sequence: T, other: T) -> bool:
-            own, theirs = _where_they_part(sequence, other)
-            return (places[own], work[own]) < (places[theirs], work[theirs])
+            mine, theirs = _where_they_part(sequence, other)
+            return (places[mine], work[mine]) < (places[theirs], work[theirs])
 
         requests: dict[Path, T] = {}
         for sequence in line:
@@ -144,15 +144,16 @@ class FairShares(Generic[T]):
                 salts[salt] = sequence
         order: list[T] = []
         for sequence in salts.values():
-            ahead = (at for at, other in enumerate(order) if behind(sequence, other))
+            ahead = (index for index, other in enumerate(order) if behind(sequence, other))
             order.insert(next(ahead, len(order)), sequence)
         return order
 
     def to_preempt(self, sequence: T, placed: Iterable[T]) -> list[T]:
-        """Return placed sequences that make way for a waiting one, in this order.
+        """Return placed sequences to preempt for a waiting one, in order.
 
-        First those of shares that have two places more than its own, as long as that is so. Where
-        its own has none, also one whose turn was long enough; a long prompt waits for longer turns.
+        First those of shares with at least two places more than the waiting one's, until that is
+        even. If its share has no place, also those whose turn was long enough; a long prompt waits
+        for longer turns.
         """
         places, _ = self._standing()
         rest, victims = list(placed), []
@@ -160,13 +161,15 @@ class FairShares(Generic[T]):
         while rest:
             candidates = []
             for other in rest:
-                share, own_share = _where_they_part(other, sequence)
-                theirs, own = places[share], places[own_share]
-                excess = theirs >= own + 2
-                if excess or (turns and theirs > own == 0 and self._turn_done(other, sequence)):
+                share, my_share = _where_they_part(other, sequence)
+                their_places, my_places = places[share], places[my_share]
+                excess = their_places >= my_places + 2
+                if excess or (
+                    turns and their_places > my_places == 0 and self._turn_done(other, sequence)
+                ):
                     work = 0 if excess else self._turns[other.id].work
-                    held = tuple(places[share] for share in shares_of(other))
-                    candidates.append(((*held, work, other.id), other))
+                    share_places = tuple(places[share] for share in shares_of(other))
+                    candidates.append(((*share_places, work, other.id), other))
             if not candidates:
                 break
             _, victim = max(candidates, key=lambda candidate: candidate[0])
@@ -177,9 +180,9 @@ class FairShares(Generic[T]):
         return victims
 
     def to_preempt_early(self, sequence: T, placed: Iterable[T]) -> list[T]:
-        """Return placed sequences whose bytes a short waiting one may have before their turn ends.
+        """Return placed sequences to preempt before their turn ends for a short waiting one.
 
-        Its share has no place. The caller sees to it that all they have computed stays.
+        Only for a share without a place. The caller must ensure that no computed KV is lost.
         """
         if sequence.remaining_tokens > TURN_WORK:
             return []
@@ -192,18 +195,18 @@ class FairShares(Generic[T]):
         return sorted(early, key=lambda other: (self._turns[other.id].work, other.id))[::-1]
 
     def places(self, sequence: T) -> list[int]:
-        """Return the places of a sequence's shares, the client's first."""
+        """Return the number of places of each share of a sequence, the client's first."""
         places, _ = self._standing()
         return [places[share] for share in shares_of(sequence)]
 
     def has_begun(self, request: Path) -> bool:
-        """Tell whether a sequence of an open request has had a place."""
+        """Return whether a sequence of an open request has been placed."""
         return self._shares[request].begun
 
     # ---- acts
 
     def open(self, sequence: T) -> None:
-        """Note a new sequence."""
+        """Add a new sequence."""
         parent: Path = ()
         work: dict[Path, int] | None = None
         for share in shares_of(sequence):
@@ -216,7 +219,7 @@ class FairShares(Generic[T]):
             parent = share
 
     def close(self, sequence: T) -> None:
-        """Forget a sequence that has no place."""
+        """Remove a sequence without a place."""
         parent = self._shares[()]
         for share in shares_of(sequence):
             entry = self._shares[share]
@@ -228,7 +231,7 @@ class FairShares(Generic[T]):
         self._broken_off.pop(sequence.id, None)
 
     def begin_turn(self, sequence: T, *, again: bool) -> None:
-        """Note that a sequence has a place; of its turn, at most half is work done again."""
+        """Begin a turn when a sequence is placed; at most half of a turn may be recomputation."""
         repeated, credit = sequence.remaining_tokens if again else 0, 0
         if (before := self._broken_off.pop(sequence.id, None)) is not None:
             repeated, credit = max(repeated, before.repeated), before.whole
@@ -237,9 +240,9 @@ class FairShares(Generic[T]):
             self._shares[share].begun = True
 
     def end_turn(self, sequence: T, *, prefilled: bool) -> None:
-        """Note that a sequence has no place any more, and count its work.
+        """End the turn of a sequence and count its work.
 
-        One whose prompt is not read goes on with its turn when it has a place again.
+        A sequence preempted during prefill continues its turn when it is placed again.
         """
         turn = self._turns.pop(sequence.id)
         if not prefilled and turn.whole < turn.least:
@@ -250,7 +253,7 @@ class FairShares(Generic[T]):
     # ---- parts
 
     def _standing(self) -> tuple[defaultdict[Path, int], defaultdict[Path, int]]:
-        """Return the places and the work of all shares, turns that go on included."""
+        """Return the places and the work of all shares, including the current turns."""
         places: defaultdict[Path, int] = defaultdict(int)
         work = defaultdict(int, {share: entry.work for share, entry in self._shares.items()})
         for turn in self._turns.values():
@@ -260,7 +263,6 @@ class FairShares(Generic[T]):
         return places, work
 
     def _waiting_requests(self, places: dict[Path, int]) -> int:
-        """Return the number of requests without a place."""
         return sum(
             not entry.children and not places[share]
             for share, entry in self._shares.items()
@@ -268,23 +270,21 @@ class FairShares(Generic[T]):
         )
 
     def _turn_done(self, other: T, sequence: T) -> bool:
-        """Tell whether a placed sequence has done enough to make way for a waiting one."""
+        """Return whether a placed sequence has done enough work to make way for a waiting one."""
         turn = self._turns[other.id]
         return turn.whole >= max(turn.least, sequence.remaining_tokens)
 
 
 def shares_of(sequence: Sharer) -> Iterator[Path]:
-    """Yield the shares that a sequence belongs to, the client's first."""
+    """Yield the shares of a sequence, the client's first."""
     owners = sequence.owners
     return (owners[:level] for level in range(1, len(owners) + 1))
 
 
-def _where_they_part(one: Sharer, other: Sharer) -> tuple[Path, Path]:
-    """Return the first shares that two sequences do not have in common, or their request."""
-    pairs = zip(shares_of(one), shares_of(other), strict=True)
-    return next(
-        ((own, theirs) for own, theirs in pairs if own != theirs), (one.owners, other.owners)
-    )
+def _where_they_part(first: Sharer, second: Sharer) -> tuple[Path, Path]:
+    """Return the first differing shares of two sequences, or their common request."""
+    pairs = zip(shares_of(first), shares_of(second), strict=True)
+    return next((pair for pair in pairs if pair[0] != pair[1]), (first.owners, second.owners))
 
 
 def _work(sequence: Sharer) -> int:

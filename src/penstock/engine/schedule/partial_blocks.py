@@ -1,10 +1,10 @@
-"""The partial block at the end of a sequence, kept as a leaf of the tree.
+"""Partial blocks: unfinished blocks at the ends of sequences, cached as leaves of the tree.
 
-    end     ──> keep: the tokens behind the last whole block, with the states at that place
-    attach  ──> find: a leaf whose tokens come next; the sequence reads it as its own span
-    commit  ──> covered: the whole block is in the tree now, and its only reader drops the leaf
+    end     ──> keep: cache the tokens after the last whole block, with the states there
+        attach  ──> find: a leaf with the next tokens becomes an own span of the sequence
+        commit  ──> covered: the whole block is in the tree, so the leaf is dropped
 
-So a conversation goes on at the token where it ended, not at the block in front of it.
+A conversation thus resumes at the token where it ended, not at the block boundary before.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from penstock.prefix.pin import Pin
 
 
 class PartialBlock:
-    """The leaf at which one sequence resumed, and the one that it leaves behind.
+    """The partial block from which a sequence resumed, and the one that it caches at its end.
 
     Args:
-        stores: the engine's.
+        stores: the engine's KV stores.
     """
 
     def __init__(self, stores: KVStores) -> None:
         self._stores = stores
         self._ref: ref[Node[Segment]] | None = None
-        """The leaf, which the tree alone holds: one that is evicted meanwhile takes no memory."""
+        """Weak reference to the leaf, which the tree owns: it is freed on eviction."""
 
     @property
     def _leaf(self) -> Node[Segment] | None:
-        """The leaf at which the sequence resumed, as long as it is in the tree."""
+        """Leaf from which the sequence resumed; None if none or evicted."""
         leaf = None if self._ref is None else self._ref()
         return leaf if leaf is not None and leaf in self._stores.prefixes.tree else None
 
     @property
     def enabled(self) -> bool:
-        """Whether a sequence can resume inside a block, as not with rows of compressing layers."""
+        """Whether a sequence can resume inside a block; False with compressed layers."""
         return self._stores.resumes_inside
 
     @property
     def tokens(self) -> int:
-        """Tokens of the leaf at which the sequence resumed, as long as it is in the tree; or 0."""
+        """Number of tokens in the leaf from which the sequence resumed; 0 if none or evicted."""
         leaf = self._leaf
         return 0 if leaf is None else len(leaf.tokens)
 
     def find(
         self, match: Match[Segment], root: bytes, tokens: Sequence[int]
     ) -> tuple[KVSpan, RecurrentState | None] | None:
-        """Return the leaf behind a match that holds the next tokens, and the states at its end.
+        """Return the leaf that continues a match, and the states at its end; None without one.
 
         Args:
-            match: of the sequence's whole blocks.
-            root: hash of the last of them, or the root hash.
-            tokens: behind the match, as far as they may be read.
+            match: match of the sequence's whole blocks.
+            root: hash of the last matched block, or the root hash.
+            tokens: tokens after the match that may be read from the cache.
         """
         leaf = self._stores.prefixes.find_partial(match, root, tokens) if self.enabled else None
         if leaf is None:
@@ -70,12 +70,12 @@ class PartialBlock:
         return KVSpan(segment, leaf.start, segment.tokens), recurrent_state
 
     def use(self) -> None:
-        """Count the read of the leaf that was found."""
+        """Update the recency of the leaf."""
         if (leaf := self._leaf) is not None:
             self._stores.prefixes.use_partial(leaf)
 
     def covered(self, end: int) -> None:
-        """Drop the leaf if blocks up to `end` hold its tokens, and no other sequence read it."""
+        """Drop the leaf if blocks up to `end` cover its tokens, and no other sequence reads it."""
         if (leaf := self._leaf) is not None and leaf.start < end:
             self._stores.prefixes.drop_partial(leaf)
             self._ref = None
@@ -94,16 +94,16 @@ class PartialBlock:
         recurrent_state: RecurrentState | None,
         paid: Reservation,
     ) -> None:
-        """Keep the end of a sequence as a leaf, if there is room; the leaf before it goes.
+        """Cache the end of a sequence as a leaf, if memory allows; it replaces the previous leaf.
 
         Args:
-            pin: the sequence's.
+            pin: pinned path of the sequence.
             start: position of the partial block.
-            root: hash of the block in front of it, or the root hash.
-            tokens: of the partial block.
+            root: hash of the block before it, or the root hash.
+            tokens: tokens of the partial block.
             segment: their KV, in buffers of its own.
-            recurrent_state: behind them, of models with recurrent layers.
-            paid: a reservation that counts the segment.
+            recurrent_state: states after the tokens; None without recurrent layers.
+            paid: reservation that includes the segment.
         """
         prefixes, blocks_done = self._stores.prefixes, start // self._stores.block_size
         end = self._stores.ended(segment, recurrent_state)

@@ -1,8 +1,9 @@
-"""Fair shares of the queue: a client that fills it leaves room for others. Pure.
+"""Fair shares of the queue: one client cannot keep others out. Pure.
 
-A queue of `max_queue` sequences is one client's while no other has any. A request of another client
-displaces the latest requests of the client with the most, until both have equally many. Where those
-have begun, it is admitted beyond the queue, up to its client's equal share.
+A single client may fill the queue of `max_queue` sequences. A request of another client then
+displaces the latest requests of the client with the most waiting sequences, until both have equally
+many. Requests that have begun are not displaced; instead the new request is queued beyond
+`max_queue`, up to an equal share for its client.
 """
 
 from __future__ import annotations
@@ -15,35 +16,35 @@ from penstock.engine.schedule.fair_shares import Path
 from penstock.errors import QueueFull
 
 BEYOND = 2
-"""Most sequences that wait, as a multiple of `max_queue`."""
+"""Hard limit of waiting sequences, as a multiple of `max_queue`."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueShares:
-    """The places of a queue, and the sequences of each client in it."""
+    """Queue capacity, and the number of waiting sequences of each client."""
 
     max_queue: int
     waiting: Counter[str | int]
-    """Sequences that wait for their first place, by client."""
+    """Number of sequences waiting for their first place, by client."""
 
     def to_displace(
         self, client: str | int, added: int, requests: Mapping[Path, int]
     ) -> list[Path]:
-        """Return the requests that leave the queue for one of a client.
+        """Return the requests to displace so that a request of a client can be queued.
 
         Args:
-            client: of the new request.
-            added: its sequences.
-            requests: sequences of each request that may leave, the latest last.
+            client: client of the new request.
+            added: its number of sequences.
+            requests: requests that may be displaced, with their sizes, latest last.
 
         Raises:
-            QueueFull: they would not make enough room.
+            QueueFull: displacing them would not make enough room.
         """
         waiting, displaced = self.waiting.copy(), []
         waiting[client] += added
         latest = list(requests.items())[::-1]
         while waiting.total() > self.max_queue:
-            # Whoever loses one keeps as many as the new one's client has.
+            # A client is never displaced below the number of the new request's client.
             losing = [
                 (waiting[owners[0]], owners, size)
                 for owners, size in latest

@@ -1,11 +1,11 @@
-"""Restores blocks of admitted sequences from cold tiers, instead of computing them.
+"""Restore blocks of admitted sequences from cold tiers instead of computing them.
 
-    prefilling ──> begin: a tier has more of the chain, and reading it is quicker
-    restoring  ──> take: blocks that have come join the tree; late ones are computed
-               ──> all is there, or it takes too long: prefilling again
+    prefilling ──> begin: a tier has more blocks of the chain, and reading them is faster
+        restoring  ──> take: blocks that were read are inserted into the tree
+                              ──> all blocks were read, or the deadline has passed: prefilling again
 
-With recurrent layers the blocks come first and the checkpoint behind them last. A sequence cannot
-resume before the checkpoint is there.
+With recurrent layers the checkpoint is read after the blocks, and the sequence cannot resume until
+it has arrived.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer
 
 ASK_SECONDS = 0.5
-"""Longest wait of a prompt until the tiers have said how much of it they hold."""
+"""Maximum wait for the tiers' answer to a lookup, in seconds."""
 
 
 class Restoring:
-    """Reads from cold tiers for sequences. Not thread-safe: the engine's thread.
+    """Reads blocks from cold tiers for sequences. Not thread-safe: owned by the engine's thread.
 
     Args:
-        tiers: the tiers.
-        prefixes: tree that takes the restored blocks.
-        scheduler: knows which sequences are admitted, and which wait for a tier.
-        admission: of the sequences.
-        stores: of keys and values.
-        budget: for tokens that are computed after all.
-        clock: seconds, for deadlines of restores.
+        tiers: cold tiers.
+        prefixes: prefix tree that takes the restored blocks.
+        scheduler: holds the states of sequences.
+        admission: open sequences.
+        stores: KV stores of the engine.
+        budget: reserves bytes for tokens that are computed after all.
+        clock: time in seconds, for deadlines.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Restoring:
         self._size = prefixes.block_size
 
     def begin(self) -> None:
-        """Begin to restore blocks that would take longer to compute."""
+        """Start restores of blocks that would take longer to compute."""
         restored = self._scheduler.restoring_hashes()
         for sequence in self._scheduler.placed():
             lookup = sequence.tier_lookup
@@ -74,20 +74,22 @@ class Restoring:
                     sequence.restore_deadline = self._clock() + ASK_SECONDS
                 continue
             blocks_by_tier = lookup.found()
-            most = self._most_blocks(sequence)
-            # Asked once; where all of them do not fit into memory together, some are read.
+            max_blocks = self._most_blocks(sequence)
+            # Looked up once, unless only some of the blocks fit into memory now.
             longest = max(blocks_by_tier.values(), default=0)
-            sequence.tier_lookup = lookup if longest > most else None
-            blocks_by_tier = {tier: min(n, most) for tier, n in blocks_by_tier.items()}
-            held = self._stores.matched(sequence.block_hashes) // self._size
+            sequence.tier_lookup = lookup if longest > max_blocks else None
+            blocks_by_tier = {tier: min(n, max_blocks) for tier, n in blocks_by_tier.items()}
+            matched_blocks = self._stores.matched(sequence.block_hashes) // self._size
             root = self._prefixes.root(sequence.request.salt)
             cached_blocks = sequence.kv.num_cached_tokens // self._size
-            self._tiers.note_held(lookup, sequence.block_hashes[:held], root, cached_blocks)
+            self._tiers.note_held(
+                lookup, sequence.block_hashes[:matched_blocks], root, cached_blocks
+            )
             if sequence.state is State.PREFILLING and self._begin(sequence, blocks_by_tier):
                 restored |= self._scheduler.restoring_hashes()
 
     def take(self) -> None:
-        """Insert restored blocks, and let sequences compute blocks that take too long to come."""
+        """Insert blocks that were read, and let sequences compute blocks that miss the deadline."""
         for sequence in self._scheduler.sequences(State.RESTORING):
             while sequence.restores and sequence.restores[0].answer.done():
                 self._take_in(sequence, sequence.restores.pop(0))
@@ -106,18 +108,18 @@ class Restoring:
     # ---- parts
 
     def _most_blocks(self, sequence: Sequence) -> int:
-        """Return up to which block of its chain a sequence has room for restored ones."""
+        """Return the index of the block up to which restored blocks fit into memory."""
         if not self._stores.spills:
             return len(sequence.block_hashes)
         cached = sequence.kv.num_cached_tokens
         return (cached + self._budget.in_flight_tokens) // self._size
 
     def _begin(self, sequence: Sequence, blocks_by_tier: dict[EngineTier, int]) -> bool:
-        """Begin to restore a chain from the fastest tier; return False if that saves no time."""
+        """Start restoring a chain from the fastest tier; return False if that saves no time."""
         cached = sequence.kv.num_cached_tokens // self._size
         if self._stores.by_block:  # the last token's block is computed
-            most = sequence.kv.readable_tokens // self._size
-            blocks_by_tier = {tier: min(n, most) for tier, n in blocks_by_tier.items()}
+            max_blocks = sequence.kv.readable_tokens // self._size
+            blocks_by_tier = {tier: min(n, max_blocks) for tier, n in blocks_by_tier.items()}
         blocked = bool(sequence.kv.own_spans)
         if not self._stores.figures.is_recurrent and sequence.kv.resumed_tokens:
             blocked = False  # its states are those of the path: it can resume a block earlier
@@ -145,7 +147,7 @@ class Restoring:
         """Resume at the deepest restored position with states.
 
         Returns:
-            False if there is no room to compute the tokens behind it; the sequence is preempted.
+            False if there is no memory to compute the remaining tokens; the sequence is preempted.
         """
         before, sequence.resumed_at = sequence.resumed_at, None
         sequence.kv.resume()
@@ -158,7 +160,7 @@ class Restoring:
         return True
 
     def _take_in(self, sequence: Sequence, restore: Restore) -> None:
-        """Insert restored blocks into the tree; cancel the reads behind a missing one."""
+        """Insert restored blocks into the tree; cancel the reads after a missing block."""
         assert sequence.kv.reservation is not None
         if isinstance(restore.buffer, StateRestoreBuffer):
             self._take_in_states(sequence, restore)
@@ -186,13 +188,13 @@ class Restoring:
             sequence.tier_lookup = None  # what is missing, or had no room, would be read for ever
 
     def _take_in_states(self, sequence: Sequence, restore: Restore) -> None:
-        """Capture a restored checkpoint, if all the blocks before it are there."""
+        """Capture a restored checkpoint if all blocks before it are in the tree."""
         states = restore.tier.take_states(restore)
         if states is not None:
             sequence.kv.capture_restored(restore.first * self._size, states)
 
     def _lose_patience(self, sequence: Sequence) -> None:
-        """Let a sequence compute blocks that did not come in time, if there is room for both."""
+        """Let a sequence compute blocks that missed the deadline, if there is memory for both."""
         assert sequence.kv.reservation is not None
         sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv.reservation)
         nbytes = sum(

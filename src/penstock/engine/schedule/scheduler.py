@@ -10,14 +10,14 @@
 
 A step of the engine is
 
-    while sequence := next_in_line():  admit those that fit in the ledger, until one does not
-        act(sequence, "admit")      and "prefilled" at once where nothing is left to prefill
+    while sequence := next_in_line():  admit sequences until one does not fit
+        act(sequence, "admit")      then "prefilled" if no tokens are left to prefill
     plan()                          all that run decode one token, some prefill a chunk
     act(sequence, ...)              after the step
 
-The scheduler holds the sequences themselves and reads how far each has come; `state` is all that it
-writes to them. A request for n answers is n sequences with one prompt: one of them is prefilled,
-and the others share the blocks that it has committed. Steps are counted by themselves.
+The scheduler reads the progress of sequences and writes only their `state`. A request for n answers
+is n sequences with the same prompt: one of them is prefilled, and the others share its committed
+blocks.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from penstock.errors import QueueFull, UnknownSequence
 
 
 class State(Enum):
-    """State of a sequence in its life."""
+    """State of a sequence."""
 
     WAITING = "waiting"
-    """Queued for the first place."""
+    """Queued and never placed."""
     PREFILLING = "prefilling"
-    """Placed; the rest of its prompt is prefilled in chunks."""
+    """Placed; its prompt is being prefilled in chunks."""
     RESTORING = "restoring"
-    """Placed; blocks of its prompt are on their way from a tier."""
+    """Placed; blocks of its prompt are being read from a tier."""
     RUNNING = "running"
-    """Placed; decodes one token a step."""
+    """Placed; decodes one token per step."""
     PREEMPTED = "preempted"
-    """Preempted: has neither a place nor bytes of its own; waits to be admitted again."""
+    """Without place and bytes; waits to be admitted again."""
     DONE = "done"
-    """Forgotten by the scheduler."""
+    """Removed from the scheduler."""
 
 
 Event = Literal["admit", "fetch", "fetched", "prefilled", "preempt", "finish"]
@@ -71,38 +71,38 @@ NEXT: dict[tuple[State, Event], State] = {
 }
 
 PLACED = (State.PREFILLING, State.RESTORING, State.RUNNING)
-"""States of sequences that take a place of the batch."""
+"""States of sequences with a place in the batch."""
 
 
 def next_state(state: State, event: Event) -> State:
-    """Return the state that follows; raise ValueError if `event` cannot happen in `state`."""
+    """Return the state after `event`; raise ValueError if it is not allowed in `state`."""
     try:
         return NEXT[state, event]
     except KeyError:
-        raise ValueError(f"{event!r} cannot happen to a sequence that is {state.value}") from None
+        raise ValueError(f"{event!r} is not allowed in state {state.value!r}") from None
 
 
 class SchedulerSequence(Sharer, Protocol):
-    """One sequence, as the scheduler sees it."""
+    """The part of a sequence that the scheduler uses."""
 
     state: State
-    """State in the scheduler, its only writer; WAITING when the sequence is added."""
+    """State, written only by the scheduler; WAITING when the sequence is added."""
 
     @property
     def priority(self) -> int:
-        """Priority; higher goes first."""
+        """Priority; higher values go first."""
 
     @property
     def deadline_seconds(self) -> float | None:
-        """End of its time on the caller's clock; None if it has no end."""
+        """Deadline in seconds on the caller's clock; None for no limit."""
 
     @property
     def position(self) -> int:
-        """Number of tokens with computed KV: its next chunk begins here."""
+        """Number of tokens with computed KV, at which the next chunk starts."""
 
     @property
     def next_block_hash(self) -> bytes | None:
-        """Hash of the block that its next chunk begins with; None where nothing can be shared."""
+        """Hash of the block at which the next chunk starts; None if it cannot be shared."""
 
 
 T = TypeVar("T", bound=SchedulerSequence)
@@ -110,7 +110,7 @@ T = TypeVar("T", bound=SchedulerSequence)
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk(Generic[T]):
-    """The next `tokens` of a sequence's prompt, to be prefilled in one step."""
+    """The next `tokens` prompt tokens of a sequence, to prefill in one step."""
 
     sequence: T
     tokens: int
@@ -118,7 +118,7 @@ class PrefillChunk(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(Generic[T]):
-    """One step of the model: sequences that decode a token each, and chunks to prefill."""
+    """Sequences to decode by one token, and chunks to prefill, in one step."""
 
     decode: tuple[T, ...]
     prefill: tuple[PrefillChunk[T], ...]
@@ -126,24 +126,24 @@ class StepPlan(Generic[T]):
 
 @dataclass(eq=False, slots=True)
 class _Place(Generic[T]):
-    """A place of the batch: its sequence, and how far that had come in an earlier step."""
+    """A placed sequence and its progress up to an earlier step."""
 
     sequence: T
     position: int
     served_tokens: int
     last_progress_step: int
-    """Step in which the sequence last got on: by a place, its own chunk, or a shared one."""
+    """Last step in which the sequence was placed or prefilled, or reused a block."""
 
     @property
     def progressed(self) -> bool:
-        """Whether the sequence has advanced since that step, if it is prefilling."""
+        """Whether a prefilling sequence has made progress since that step."""
         sequence = self.sequence
         return sequence.served_tokens != self.served_tokens or sequence.position > self.position
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader(Generic[T]):
-    """A sequence that may be prefilled in this step, for all with the same next block."""
+    """A candidate for prefill in this step, standing for all with the same next block."""
 
     sequence: T
     oldest_progress_step: int
@@ -151,31 +151,30 @@ class _Reader(Generic[T]):
 
 
 class Scheduler(Generic[T]):
-    """Sequences and their states. Not thread-safe: one owner, the thread that runs the steps.
+    """Sequences and their states. Not thread-safe: owned by the thread that runs the steps.
 
-    The oldest sequence of the highest priority gets half or more of a step's prefill tokens, so
-    that no later one can hold it up. The rest goes to the client, of that to the request, of that
-    to the sequence that was served least, so that a short prompt does not wait for long ones. One
-    that has made no progress for as many steps as there are places goes before these. Where blocks
-    are so long that the rest is of no use, the first sequence and the others take turns. Where a
-    step's time is too short for a block, one sequence reads a part of it. So a request with places
-    makes progress at least once in `3 x max_batch_size` steps, however many others arrive.
+    The oldest sequence of the highest priority gets at least half of a step's prefill tokens, so
+    later arrivals cannot delay it. The rest goes to the least-served client, within it to the
+    least-served request and sequence, so that short prompts do not wait for long ones. A sequence
+    without progress for `max_batch_size` steps goes before these. If the rest is smaller than a
+    block, the first sequence and the others take turns. If a step is too short for a block, one
+    sequence prefills a part of it. A placed request thus makes progress at least once in
+    `3 x max_batch_size` steps, however many others arrive.
 
-    Places are shared out fairly (`fair_shares`), priorities first: a lower priority waits for as
-    long as higher ones come.
+    Places are shared fairly (`fair_shares`) within a priority: lower priorities wait while higher
+    ones are queued.
 
     Args:
-        max_batch_size: places: sequences that are prefilling or running at the same time.
-        budget_tokens: tokens that may be prefilled in a step, all sequences together; at least a
-            block.
-        block_size: tokens; a chunk ends at a multiple of it, or with the prompt.
-        max_queue: sequences that may wait for their first place, see `QueueShares`. Preempted ones
-            do not count.
-        preempts_for_shares: whether larger shares give places back. Not where tokens that are
-            computed again differ: a step with a choice has not read what a prefill reads.
+        max_batch_size: number of places: sequences that prefill or decode at the same time.
+        budget_tokens: maximum prefill tokens per step over all sequences; at least one block.
+        block_size: block size in tokens; chunks end at its multiples, or with the prompt.
+        max_queue: maximum sequences waiting for their first place; see `QueueShares`.
+            Preempted ones do not count.
+        preempts_for_shares: whether shares with more places are preempted for others. False if
+            recomputed KV would differ, as with selective attention during decode.
 
     Raises:
-        ValueError: one of them is below 1, or a block is longer than `budget_tokens`.
+        ValueError: an argument is below 1, or a block is longer than `budget_tokens`.
     """
 
     def __init__(
@@ -210,7 +209,7 @@ class Scheduler(Generic[T]):
 
     @property
     def free_places(self) -> int:
-        """Number of sequences that could be admitted now, as far as places go."""
+        """Number of free places in the batch."""
         return self.max_batch_size - len(self._placed)
 
     def __len__(self) -> int:
@@ -223,18 +222,19 @@ class Scheduler(Generic[T]):
         return sorted((s for s in self._sequences.values() if s.state is state), key=_order)
 
     def in_line(self) -> list[T]:
-        """Return the waiting and preempted sequences: the highest priority first.
+        """Return the waiting and preempted sequences, highest priority first.
 
-        Of the same priority, preempted ones before those that never had a place; then by arrival.
+        Within a priority, preempted sequences go before those that were never placed; then by
+        arrival.
         """
         return list(self._line)
 
     def next_in_line(self) -> T | None:
-        """Return the sequence to admit next, places or not; None if none waits.
+        """Return the sequence to admit next, whether or not a place is free; None if none waits.
 
-        Of the highest priority, the share with the fewest places and the least work is next, and
-        its first sequence in line. If it does not fit, let no other pass it.
-        While no place is free, a share that cannot get another's lets others divide their own.
+        Within the highest priority, the share with the fewest places and the least work is next,
+        and its first sequence in line. If it does not fit, admit no other. While no place is free,
+        a share that cannot take one of another share may redistribute its own.
         """
         if not self._line:
             return None
@@ -245,11 +245,11 @@ class Scheduler(Generic[T]):
         return next((sequence for sequence in order if self.to_preempt(sequence)), order[0])
 
     def placed(self) -> list[T]:
-        """Return the sequences in a place, highest priority first, then by arrival."""
+        """Return the placed sequences, highest priority first, then by arrival."""
         return sorted([place.sequence for place in self._placed.values()], key=_order)
 
     def restoring_hashes(self) -> set[bytes]:
-        """Return the hash of the next block of each sequence that is being restored."""
+        """Return the hash of the next block of each restoring sequence."""
         hashes = (
             place.sequence.next_block_hash
             for place in self._placed.values()
@@ -258,7 +258,7 @@ class Scheduler(Generic[T]):
         return {block_hash for block_hash in hashes if block_hash is not None}
 
     def overdue(self, now_seconds: float) -> list[T]:
-        """Return the sequences with a deadline that is now or was before."""
+        """Return the sequences whose deadline has passed."""
         return [
             sequence
             for sequence in self._sequences.values()
@@ -266,10 +266,10 @@ class Scheduler(Generic[T]):
         ]
 
     def to_preempt(self, sequence: T) -> list[T]:
-        """Return the placed sequences that may be preempted for another, in this order.
+        """Return the placed sequences that may be preempted for another, in order.
 
-        First the lower priorities, of these the lowest, of these the latest arrival. Then those of
-        its own priority that have more than their fair share of the places.
+        First the lower priorities, lowest and latest arrival first. Then those of the same priority
+        whose share has more places than is fair.
         """
         placed = self.placed()
         lower = [other for other in placed if other.priority < sequence.priority]
@@ -279,10 +279,9 @@ class Scheduler(Generic[T]):
         return [*lower[::-1], *self._shares.to_preempt(sequence, equal)]
 
     def to_preempt_early(self, sequence: T) -> list[T]:
-        """Return the placed sequences that make way for a short new one before their turn ends.
+        """Return the placed sequences to preempt, in order, for a short one before their turn ends.
 
-        Only where memory is short and places are not, and where it takes nothing of what they have
-        computed; in this order.
+        Only if memory is short but places are not, and if none of their computed KV is lost.
         """
         is_new = sequence.state is State.WAITING
         if not (self._preempts_for_shares and is_new and self.free_places):
@@ -291,16 +290,16 @@ class Scheduler(Generic[T]):
         return self._shares.to_preempt_early(sequence, equal)
 
     def to_displace(self, owners: Path, added: int) -> list[T]:
-        """Return the waiting sequences to end so that a request may wait: whole other requests.
+        """Return the waiting sequences to displace so that a request can be queued: whole requests.
 
-        They are of clients with more in the queue, and none of them has begun.
+        They belong to clients with more waiting sequences, and have not begun.
 
         Args:
-            owners: of the new request.
-            added: its sequences.
+            owners: client, salt and request of the new request.
+            added: its number of sequences.
 
         Raises:
-            QueueFull: there is no room, and none is to be made.
+            QueueFull: displacing them would not make enough room.
         """
         if self._waiting.total() + added <= self.max_queue:
             return []
@@ -315,13 +314,13 @@ class Scheduler(Generic[T]):
 
     @property
     def waiting_by_client(self) -> dict[str | int, int]:
-        """Sequences that wait for their first place, by their client."""
+        """Number of sequences waiting for their first place, by client."""
         return dict(self._waiting)
 
     def lowest(self) -> T:
         """Return the placed sequence to preempt when memory runs out.
 
-        It is of the lowest priority, then of the largest share, then the latest arrival.
+        The lowest priority goes first, then the largest share, then the latest arrival.
         """
         return min(
             self.placed(),
@@ -331,11 +330,11 @@ class Scheduler(Generic[T]):
     # ---- acts
 
     def add(self, *sequences: T) -> None:
-        """Put new sequences into the queue: all of them or none.
+        """Queue new sequences: all or none.
 
         Raises:
-            QueueFull: more would wait for their first place than `max_queue`.
-            ValueError: a sequence is not new, or its numbers are impossible.
+            QueueFull: more than `max_queue` would wait for their first place.
+            ValueError: a sequence is already known, or has a negative count.
         """
         new: set[int] = set()
         for sequence in sequences:
@@ -353,15 +352,15 @@ class Scheduler(Generic[T]):
             self._enter(sequence)
 
     def act(self, sequence: T, event: Event) -> State:
-        """Let `event` happen to a sequence, and return its new state.
+        """Apply `event` to a sequence, and return its new state.
 
-        A sequence without tokens left to prefill is admitted as any other, and "prefilled" follows
-        at once. A finished one is forgotten.
+        Admit a sequence without tokens to prefill like any other, then apply "prefilled" at once. A
+        finished sequence is forgotten.
 
         Raises:
-            UnknownSequence: it was never added, or it is done.
-            ValueError: not in this state; or "admit" while all places are taken; or "prefilled"
-                while tokens are left to prefill. Nothing is changed then.
+            UnknownSequence: the sequence was never added, or is finished.
+            ValueError: the event is not allowed in this state, or "admit" without a free place, or
+                "prefilled" with tokens left to prefill. Nothing is changed.
         """
         if self._sequences.get(sequence.id) is not sequence:
             raise UnknownSequence(sequence.id, len(self._sequences))
@@ -387,16 +386,16 @@ class Scheduler(Generic[T]):
         return state
 
     def plan(self, time: StepTime | None = None) -> StepPlan[T]:
-        """Return the plan of the next step. It stays the same until a prompt gets on.
+        """Return the plan of the next step; it is the same until a prompt makes progress.
 
         Every running sequence decodes. Of the prefilling sequences with the same next block, only
-        the first is prefilled. The others find the block in the tree afterwards, as do sequences
-        whose next block is being restored. At most `budget_tokens` are prefilled in all, and at
-        least one while any can be.
+        the first is prefilled; the others find the block in the tree afterwards, as do sequences
+        whose next block is being restored. At most `budget_tokens` are prefilled in total, and at
+        least one if any can be.
 
         Args:
-            time: for prompts; None is no bound beyond `budget_tokens`. A block for which no token's
-                time would do is read all the same.
+            time: time limit for prefill; None for no limit beyond `budget_tokens`. A block is
+                prefilled even if not one token fits into the time.
         """
         self._note_progress()
         placed = self.placed()
@@ -409,7 +408,7 @@ class Scheduler(Generic[T]):
         return StepPlan(decode, self._prefill(readers, time))
 
     def check(self) -> None:
-        """Raise AssertionError if a sequence is lost or doubled, or if too many have a place."""
+        """Raise AssertionError if a sequence is lost or duplicated, or if too many are placed."""
         wrong = []
         placed = [place.sequence.id for place in self._placed.values()]
         entries = Counter([*(sequence.id for sequence in self._line), *placed])
@@ -434,7 +433,7 @@ class Scheduler(Generic[T]):
     # ---- parts
 
     def _fault(self, key: int, sequence: T) -> str:
-        """Return the fault of a sequence that is known by a number; empty without one."""
+        """Return the inconsistency of the sequence registered under `key`; empty if none."""
         is_placed, remaining = sequence.id in self._placed, sequence.remaining_tokens
         if (
             sequence.id != key
@@ -471,7 +470,7 @@ class Scheduler(Generic[T]):
             )
 
     def _note_progress(self) -> None:
-        """Begin a new step if prompts got on since the last plan, and note which."""
+        """Start a new step if prompts made progress since the last plan, and record which."""
         progressed = [
             place
             for place in self._placed.values()
@@ -503,7 +502,7 @@ class Scheduler(Generic[T]):
         return [_Reader(self._sequences[leader], step) for leader, step in oldest.items()]
 
     def _short_one_waits(self, readers: list[_Reader[T]], time: StepTime) -> bool:
-        """Tell whether a nearly finished prompt is read beside one of another request."""
+        """Return whether a nearly finished prompt waits beside one of another request."""
         if len({reader.sequence.owners for reader in readers}) < 2:
             return False
         sequences = (reader.sequence for reader in readers)
@@ -512,37 +511,39 @@ class Scheduler(Generic[T]):
     def _prefill(
         self, readers: list[_Reader[T]], time: StepTime | None
     ) -> tuple[PrefillChunk[T], ...]:
-        """Deal a step out; an offer is a sequence and the tokens that it may have so far."""
+        """Distribute the prefill tokens of a step over the sequences."""
         if not readers:
             return ()
-        given = {reader.sequence: 0 for reader in readers}
-        for sequence, most in self._offers(readers, time):
-            room = self._whole(sequence, min(most, self._room(sequence, given, time)))
-            if not any(given.values()):  # the first that is offered any gets some
+        chunk_tokens = {reader.sequence: 0 for reader in readers}
+        for sequence, offered in self._offers(readers, time):
+            room = self._whole(sequence, min(offered, self._room(sequence, chunk_tokens, time)))
+            if not any(chunk_tokens.values()):  # the first that is offered any gets some
                 room = max(room, self._least(sequence, time)) or self._part(sequence, time)
-            given[sequence] = max(given[sequence], room)
-        return tuple(PrefillChunk(sequence, count) for sequence, count in given.items() if count)
+            chunk_tokens[sequence] = max(chunk_tokens[sequence], room)
+        return tuple(
+            PrefillChunk(sequence, count) for sequence, count in chunk_tokens.items() if count
+        )
 
     def _least(self, sequence: T, time: StepTime | None) -> int:
-        """Return how many tokens a sequence gets even if they take too long."""
+        """Return the minimum tokens that a sequence gets even if they exceed the time."""
         least = 0 if time is None else time.least(sequence.position)
         return self._whole(sequence, min(least, self.budget_tokens))
 
     def _part(self, sequence: T, time: StepTime | None) -> int:
-        """Return how many tokens of a block a sequence gets if there is no time for all of it."""
+        """Return the tokens to prefill of a block that does not fit into the time."""
         block = self._rounded_up(sequence, 1)
         return block if time is None else time.part(sequence.position, block)
 
-    def _room(self, sequence: T, given: dict[T, int], time: StepTime | None) -> int:
-        """Return the most tokens that a sequence may have beside the tokens of the others."""
-        others = [(s.position, count) for s, count in given.items() if s is not sequence and count]
-        most = self.budget_tokens - sum(count for _, count in others)
-        return most if time is None else time.tokens(sequence.position, most, others)
+    def _room(self, sequence: T, chunks: dict[T, int], time: StepTime | None) -> int:
+        """Return the maximum tokens that a sequence may prefill beside those of the others."""
+        others = [(s.position, count) for s, count in chunks.items() if s is not sequence and count]
+        limit = self.budget_tokens - sum(count for _, count in others)
+        return limit if time is None else time.tokens(sequence.position, limit, others)
 
     def _offers(self, readers: list[_Reader[T]], time: StepTime | None) -> list[tuple[T, int]]:
         first, budget = readers[0].sequence, self.budget_tokens
-        most = self._room(first, {}, time)
-        half = self._whole(first, min(most, self._rounded_up(first, (most + 1) // 2)))
+        limit = self._room(first, {}, time)
+        half = self._whole(first, min(limit, self._rounded_up(first, (limit + 1) // 2)))
         others = self._in_turn(readers[1:])
         offers = [(first, half), *((sequence, budget) for sequence in others), (first, budget)]
         taken = {first: max(half, self._least(first, time)) or self._part(first, time)}
@@ -554,7 +555,7 @@ class Scheduler(Generic[T]):
         return offers
 
     def _in_turn(self, readers: list[_Reader[T]]) -> list[T]:
-        """Order shares, and sequences of one: long overlooked first, then least served."""
+        """Order shares and their sequences: those without progress first, then the least served."""
         served: Counter[Path] = Counter()
         for place in self._placed.values():
             for share in shares_of(place.sequence):
@@ -576,13 +577,13 @@ class Scheduler(Generic[T]):
         return (not overlooked, step if overlooked else served_tokens)
 
     def _whole(self, sequence: T, tokens: int) -> int:
-        """Return the largest length, up to `tokens`, of a chunk that ends a block or the prompt."""
+        """Return the longest chunk, up to `tokens`, that ends at a block boundary or the end."""
         if tokens >= sequence.remaining_tokens:
             return sequence.remaining_tokens
         return max(0, tokens - (sequence.position + tokens) % self.block_size)
 
     def _rounded_up(self, sequence: T, tokens: int) -> int:
-        """Return the least length, from `tokens` on, of a chunk that ends a block or the prompt."""
+        """Return the shortest chunk from `tokens` on that ends at a block boundary or the end."""
         return min(
             sequence.remaining_tokens, tokens + -(sequence.position + tokens) % self.block_size
         )
@@ -597,7 +598,7 @@ def _line_order(sequence: SchedulerSequence) -> tuple[int, bool, int]:
 
 
 def _impossible(sequence: SchedulerSequence) -> str:
-    """Return which number of a sequence is negative; empty if none is."""
+    """Return an error message if a count of a sequence is negative; else an empty string."""
     for name in ("position", "remaining_tokens", "served_tokens"):
         if (value := getattr(sequence, name)) < 0:
             return f"{name} of sequence {sequence.id} must not be negative: {value}"

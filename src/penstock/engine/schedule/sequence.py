@@ -1,4 +1,4 @@
-"""One answer in the making: its tokens, the places of their KV, and its reservations."""
+"""Sequence: one answer being generated, with its tokens, KV and reservations."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from penstock.errors import PenstockError, StepFailed
 from penstock.ledger import Reservation
 
 WHOLE_CHUNK = 2_048
-"""Most tokens of a prompt that mlx-lm's generate reads at once."""
+"""Maximum number of prompt tokens that mlx-lm's generate prefills at once."""
 
 
 class DraftedKV(Protocol):
-    """KV of a sequence in a draft model, as its place in the batch sees it."""
+    """KV of a sequence in the draft model."""
 
     def release(self) -> None:
-        """Give everything back."""
+        """Release all of its memory."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
-    """One answer in the making. Changed by the engine's thread alone."""
+    """One answer being generated. Changed only by the engine's thread."""
 
     id: int
     request: Request
@@ -42,7 +42,7 @@ class Sequence:
     sampler: TokenSampler
     text: TextStream
     kv: SequenceKV
-    """Keys and values of its tokens."""
+    """KV of its tokens."""
     owners: Path
     """Client, salt and request that it belongs to."""
     priority: int
@@ -50,106 +50,106 @@ class Sequence:
     deadline_seconds: float | None
     """Latest end of the answer, in seconds on the engine's clock; None for no limit."""
     state: State = State.WAITING
-    """State in the scheduler, its only writer."""
+    """State, written only by the scheduler."""
     served_tokens: int = 0
-    """Tokens that the model has prefilled for it."""
+    """Number of tokens that the model has prefilled for it."""
     cached_tokens: int = 0
-    """Tokens of the prompt that were not computed for this answer."""
+    """Number of prompt tokens read from the cache."""
     admitted: bool = False
-    """Whether it ever had a place."""
+    """Whether it has ever been placed."""
     was_preempted: bool = False
-    """Whether it lost its place: cached tokens found after that are its own work."""
+    """Whether it was preempted: cached tokens found afterwards are its own."""
     tier_lookup: TierLookup | None = None
-    """Lookup of its chain in the cold tiers; None without one to wait for or to use."""
+    """Lookup of its blocks in the cold tiers; None if there is none to use."""
     restores: list[Restore] = field(default_factory=list)
-    """Reads from the cold tiers that are under way for it, in order."""
+    """Pending reads from cold tiers, in order."""
     resumed_at: int | None = None
-    """Cached tokens before the restore that still waits for its states; None without one."""
+    """Cached tokens before a restore that still waits for its states; None without one."""
     restore_deadline: float = 0.0
-    """Seconds on the engine's clock when it stops waiting for blocks and computes them."""
+    """Time on the engine's clock after which it computes blocks that have not arrived."""
     speculation: Speculation = field(default_factory=Speculation)
-    """Proposed tokens, where they pay."""
+    """Controls how many tokens are proposed."""
     draft_kv: DraftedKV | None = None
-    """Its keys and values in the draft model; None where nothing was drafted."""
+    """KV in the draft model; None if nothing was drafted."""
     step_reservation: Reservation | None = None
-    """Bytes that its length adds to a step's buffers."""
+    """Bytes that it adds to a step's buffers."""
     reserved_tokens: int = 0
-    """Tokens for whose KV, and for whose step, bytes are reserved; set by the memory budget."""
+    """Number of tokens whose bytes are reserved; set by the memory budget."""
     read_again: bool = False
-    """Whether the last pass over it read tokens of its answer again, as those of a prompt."""
+    """Whether its last pass recomputed generated tokens as part of a prefill."""
     stuck: bool = False
-    """Whether it had no room for a token, alone, though it should fit: it gets all room at once."""
+    """Out of memory while it was the only sequence; readmitted without a shared path."""
 
     unsent: list[SampledToken] = field(default_factory=list)
-    """Tokens of the answer that are not posted yet."""
+    """Generated tokens not yet posted."""
     fault: Exception | None = None
-    """Why its text could not be told; its next token ends it."""
+    """Error of the detokenizer; raised at the next token."""
 
     @property
     def begins(self) -> bool:
-        """Whether the answer has tokens, and none of them is posted."""
+        """Whether it has generated tokens and posted none."""
         return 0 < len(self.unsent) == self.generated_tokens
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.request.prompt)
 
     @property
     def generated(self) -> Items[int]:
-        """The answer so far."""
+        """Generated tokens."""
         return self.tokens[self.prompt_tokens :]
 
     @property
     def generated_tokens(self) -> int:
-        """Number of tokens that the answer has so far."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def missing_tokens(self) -> int:
-        """Number of tokens that the answer can still get."""
+        """Number of tokens that can still be generated."""
         return self.request.max_tokens + len(self.request.prompt) - len(self.kv.tokens)
 
     @property
     def reads_logits(self) -> bool:
-        """Whether the logits of its prompt are read, not those of its last token alone."""
+        """Whether the logits of all prompt tokens are needed."""
         return self.kv.prompt_logprobs is not None
 
     @property
     def max_kv_tokens(self) -> int:
-        """Most tokens with KV that it can ever read; the last token's KV is never needed."""
+        """Maximum number of tokens with KV; the last token's KV is never needed."""
         return self.prompt_tokens + self.request.max_tokens - 1
 
     @property
     def needs_growth(self) -> bool:
-        """Whether the KV of its next token is not reserved."""
+        """Whether the KV of its next token is still unreserved."""
         return len(self.tokens) > self.reserved_tokens
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and answer so far."""
+        """Prompt tokens followed by generated tokens."""
         return self.kv.tokens
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """Hashes of the whole blocks of `tokens`, as far as they may be shared."""
+        """Hashes of the whole blocks of `tokens` that may be shared."""
         return self.kv.block_hashes
 
     @property
     def position(self) -> int:
-        """Number of tokens with computed KV: the position of the next one to compute."""
+        """Number of tokens with computed KV; the position of the next one."""
         return self.kv.position
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens to prefill; the last one is left to the decode step that needs its logits."""
+        """Number of tokens to prefill; the last one is left to the decode step."""
         return len(self.tokens) - 1 - self.position
 
     @property
     def next_block_hash(self) -> bytes | None:
-        """Hash of the block that the next chunk begins with; None if it shares with no other.
+        """Hash of the block at which the next chunk starts; None if it cannot be shared.
 
-        While a restore waits for its states, the chunk is taken to begin where the restore did.
+        While a restore waits for its states, the chunk starts where the restore did.
         """
         if not self.remaining_tokens:
             return None
@@ -157,26 +157,27 @@ class Sequence:
 
     @property
     def whole_stop(self) -> int:
-        """Position at which mlx-lm's generate would end the chunk that begins here.
+        """Position at which mlx-lm's generate would end the chunk that starts here.
 
-        It reads a prompt without its last token in equal chunks, and all others one at a time.
+        It prefills a prompt, without its last token, in equal chunks, and all other tokens one by
+        one.
         """
-        start, most = self.position, self.prompt_tokens - 1
-        return min(start + WHOLE_CHUNK, most) if start < most else start + 1
+        start, last = self.position, self.prompt_tokens - 1
+        return min(start + WHOLE_CHUNK, last) if start < last else start + 1
 
     @property
     def follows_prompt(self) -> bool:
-        """Whether the next token is chosen behind a prompt, or tokens that were read as one is."""
+        """Whether the next token is sampled right after a prefill."""
         return self.read_again or not self.generated_tokens
 
     def row(self) -> DecodeRow:
-        """Return the parts and the slot with which the next token is decoded."""
+        """Return the row of the decode batch for the next token."""
         kv = self.kv
         assert kv.slot is not None
         return DecodeRow(kv.spans(), kv.position, kv.slot, kv.tail, self.follows_prompt)
 
     def note_prompt(self) -> None:
-        """Tell the handle how much of the prompt is read; its first answer speaks for all."""
+        """Report the progress of the prefill to the handle; only the first choice reports."""
         if self.choice == 0:
             done = self.position if self.remaining_tokens else self.prompt_tokens
             self.handle.note_prompt(min(done, self.prompt_tokens), self.cached_tokens)
@@ -192,7 +193,7 @@ class Sequence:
         )
 
     def emit(self, chosen: SampledToken) -> None:
-        """Add a token to the answer, to be posted by `send`, or at once if its text may end it."""
+        """Append a token; post it only if its text may end the answer, otherwise `send` does."""
         if self.fault is not None:
             raise self.fault
         self.tokens.append(chosen.token)
@@ -201,9 +202,9 @@ class Sequence:
             self._post()
 
     def send(self) -> None:
-        """Post the tokens that are not posted yet; the handle is notified afterwards.
+        """Post the pending tokens; the caller notifies the handle afterwards.
 
-        The answer may be in a pass that computes: a fault of its text waits for the next token.
+        An error of the detokenizer is raised at the next token, because a pass may be in flight.
         """
         try:
             self._post()
@@ -224,7 +225,7 @@ class Sequence:
         stop: str | SampledToken | None = None,
         error: PenstockError | None = None,
     ) -> None:
-        """Tell the handle that the answer has ended, at a stop string or a token."""
+        """Post the end of the answer to the handle and notify it."""
         self.send()
         text, end_token = "", None
         if isinstance(stop, SampledToken):

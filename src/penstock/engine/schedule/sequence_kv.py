@@ -1,15 +1,15 @@
-"""The keys and values of one sequence: a referenced path, spans of its own, a tail.
+"""KV of one sequence: a pinned path of the prefix tree, own spans, and a tail.
 
-    admit    ──> attach: the cached tokens from which every layer can resume
-    wait     ──> extend: blocks that other sequences have committed meanwhile
-    prefill  ──> append_chunk: whole blocks are committed, the rest is a partial block
-    decode   ──> append_tokens: a full tail becomes a span, full blocks are committed
-    restore  ──> splice: blocks read from a tier
-    end      ──> keep_end: whole blocks are committed, a partial block becomes a leaf ──> detach
+    admit    ──> attach: pin the cached path up to where every layer can resume
+        wait     ──> extend: read blocks that other sequences have committed meanwhile
+        prefill  ──> append_chunk: commit whole blocks, keep the rest as a partial block
+        decode   ──> append_tokens: move a full tail to a span, commit full blocks
+        restore  ──> splice: insert blocks read from a tier
+        end      ──> keep_end: commit whole blocks, cache the partial block as a leaf ──> detach
 
-A block is committed at once, so that other sequences share it, and the states at its end are
-captured under it. A block that cannot be committed, for want of room or behind the window, stays
-in the sequence's own spans. Blocks that are new in the tree are announced to the tiers.
+A full block is committed at once, together with the states at its end, so that other sequences can
+share it. A block that cannot be committed, because memory is full or the window has passed, stays
+in the sequence's own spans. New blocks of the tree are announced to the tiers.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from penstock.prefix.pin import Pin
 
 
 class SequenceKV:
-    """The KV of one sequence, and its only writer. Not thread-safe: the engine's thread.
+    """KV of one sequence, and its only writer. Not thread-safe: owned by the engine's thread.
 
-    The KV of a sequence lies in three places, one behind the other. These are the first
-    `num_cached_tokens` of the pinned path, its `own_spans`, and `tail` columns of a slot in the
-    pool. Nothing of the last two outlives its place in the batch.
+    The KV of a sequence consists of three consecutive parts: the first `num_cached_tokens` of the
+    pinned path, its `own_spans`, and `tail` columns of its slot in the pool. The last two are
+    freed when the sequence leaves the batch.
 
     Args:
-        stores: the engine's.
-        tokens: prompt and answer; grows as the answer does.
-        block_hashes: those of the whole blocks of `tokens`, as far as they may be shared.
-        salt: the tenant's.
-        hold_tokens: first tokens that stay cached for a while after the end; 0 for none.
-        hold_seconds: duration of that.
-        transient: whether its blocks are evicted at its end, and go to no tier without need.
-        prompt_logprobs: of the prompt, whose logits are then read; None if they are not.
+        stores: KV stores of the engine.
+        tokens: prompt and generated tokens; the caller appends to it.
+        block_hashes: hashes of the whole blocks of `tokens` that may be shared.
+        salt: cache salt of the request.
+        hold_tokens: number of leading tokens to evict last for a while; 0 for none.
+        hold_seconds: duration of the hold.
+        transient: whether to evict its blocks at the end, and write them to tiers only to spill.
+        prompt_logprobs: log-probabilities of the prompt to fill in; None if not requested.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class SequenceKV:
         self.pin: Pin[Segment] | None = None
         self.num_cached_tokens = 0
         self.matched_tokens = 0
-        """Tokens that the tree held at admission: other sequences may branch there, too."""
+        """Length of the cached prefix at admission: a branch point for other sequences."""
         self.transient = transient
         self.prompt_logprobs = prompt_logprobs
         self._matched_version: tuple[int, int] | None = None
-        """Version of the tree, and of scored blocks, in which its path was looked up; or None."""
+        """Versions of the tree and of scored blocks at the last look-up; None before one."""
         self._stores = stores
         self._size = stores.block_size
         self._salt = salt
@@ -77,9 +77,9 @@ class SequenceKV:
         self.slot: int | None = None
         self.tail = 0
         self.recurrent_state: RecurrentState | None = None
-        """State of the recurrent layers behind `position`; None without such layers, or tokens."""
+        """State of the recurrent layers at `position`; None without such layers or tokens."""
         self.reservation: Reservation | None = None
-        """Bytes of the spans, and of all tokens still to compute; set by the memory budget."""
+        """Bytes of its spans and of all tokens still to compute; set by the memory budget."""
         self._partial_block = PartialBlock(stores)
 
     # ---- questions
@@ -91,34 +91,34 @@ class SequenceKV:
 
     @property
     def last_boundary(self) -> int:
-        """End of the last whole block in front of the last token."""
+        """End of the last whole block before the last token."""
         return (len(self.tokens) - 1) // self._size * self._size
 
     @property
     def readable_tokens(self) -> int:
-        """Most tokens of a path that the sequence reads.
+        """Maximum number of tokens that may be read from the cache.
 
-        Where the logits of the prompt are read, it is the tokens whose logits were.
+        With prompt log-probabilities, only tokens whose log-probabilities are known.
         """
-        most = self._stores.readable_tokens(len(self.tokens))
+        readable = self._stores.readable_tokens(len(self.tokens))
         logprobs = self.prompt_logprobs
         if logprobs is None:
-            return most
+            return readable
         self._stores.scored.fill(logprobs, self.block_hashes)
         if logprobs.done:
-            return most
-        return min(most, logprobs.read_positions // self._size * self._size)
+            return readable
+        return min(readable, logprobs.read_positions // self._size * self._size)
 
     @property
     def reachable_tokens(self) -> int:
-        """Number of tokens cached now behind which the sequence could resume."""
+        """Number of cached tokens from which the sequence could resume now."""
         match = self._stores.prefixes.match(self.block_hashes)
         resumed, _ = self._stores.resume(match.path, min(match.tokens, self.readable_tokens))
         return resumed
 
     @property
     def _version(self) -> tuple[int, int]:
-        """Version of all that decides how much of the path is read."""
+        """Versions of the data on which the readable length of the path depends."""
         scored = 0 if self.prompt_logprobs is None else self._stores.scored.version
         return self._stores.prefixes.tree.version, scored
 
@@ -137,29 +137,29 @@ class SequenceKV:
         return self.block_hashes[blocks - 1] if blocks else self._stores.prefixes.root(self._salt)
 
     def _holds_next(self) -> bool:
-        """Tell whether the path holds the token behind the cached ones as well.
+        """Return whether the path contains the next token as well.
 
-        It is the last token of a prompt cached to its end, computed for its logits alone.
+        This is the last token of a fully cached prompt, computed only for its logits.
         """
         block, node = self.num_cached_tokens // self._size, self.node
         if node is None or node.end <= self.num_cached_tokens or block >= len(self.block_hashes):
             return False
-        held = node.block_hashes[block - node.start // self._size]
-        return bool(held == self.block_hashes[block])
+        next_hash = node.block_hashes[block - node.start // self._size]
+        return bool(next_hash == self.block_hashes[block])
 
     @property
     def committed_end(self) -> int:
-        """Position behind everything in front of the tail."""
+        """Number of tokens before the tail."""
         return self.own_spans[-1].end if self.own_spans else self.num_cached_tokens
 
     @property
     def position(self) -> int:
-        """Number of tokens with computed KV: the position of the next one to compute."""
+        """Number of tokens with computed KV; the position of the next one."""
         return self.committed_end + self.tail
 
     @property
     def resumed_tokens(self) -> int:
-        """Tokens of the partial block at which it resumed, as long as nothing lies behind them."""
+        """Number of tokens in the partial block from which it resumed; 0 once it computed more."""
         spans = self.own_spans
         if self.tail or len(spans) != 1 or spans[0].start != self.num_cached_tokens:
             return 0
@@ -167,41 +167,43 @@ class SequenceKV:
 
     @property
     def _diverged(self) -> bool:
-        """Whether it has computed blocks of its own that are not in the tree."""
+        """Whether it has computed KV that is not in the tree."""
         return bool(self.own_spans) and not self.resumed_tokens
 
     def block_hash_at(self, position: int) -> bytes | None:
-        """Return the hash of the block at a position; None if it is not to be shared."""
+        """Return the hash of the block at a position; None if the block cannot be shared."""
         blocks = position // self._size
         if self._diverged or blocks >= len(self.block_hashes):
             return None
         return self.block_hashes[blocks]
 
     def spans(self) -> tuple[KVSpan, ...]:
-        """Return all spans in front of the tail, in order."""
+        """Return all spans before the tail, in order."""
         return (*self.cached_spans(), *self.own_spans)
 
     def check(self) -> None:
-        """Raise AssertionError if a window layer lacks KV that it sees, or bytes are unreserved."""
+        """Raise AssertionError if a window layer lacks visible KV, or if bytes are not reserved."""
         if self.pin is not None:
             for part in self._stores.retentions:
                 part.check(self.pin.path, self.num_cached_tokens, self.position)
-        own = sum(span.segment.nbytes for span in self.own_spans)
-        if self.reservation is None and (own or self.slot is not None or self.pin):
+        span_bytes = sum(span.segment.nbytes for span in self.own_spans)
+        if self.reservation is None and (span_bytes or self.slot is not None or self.pin):
             raise AssertionError("a sequence holds KV that was not reserved")
-        if self.reservation is not None and own > self.reservation.nbytes:
-            raise AssertionError(f"a sequence holds {own} bytes of {self.reservation.nbytes}")
+        if self.reservation is not None and span_bytes > self.reservation.nbytes:
+            raise AssertionError(
+                f"a sequence holds {span_bytes} bytes of {self.reservation.nbytes}"
+            )
 
-    # ---- coming and going
+    # ---- attach and detach
 
     def attach(self, block_hashes: list[bytes] | None = None) -> int:
-        """Pin the cached path of the sequence's blocks, and return the cached tokens.
+        """Pin the cached path of the sequence's blocks, and return the number of cached tokens.
 
-        They end at the last position of the path at which every layer can resume. A partial block
-        behind them becomes the sequence's own span.
+        The path is read up to the last position at which every layer can resume. A partial block
+        after it becomes an own span.
 
         Args:
-            block_hashes: those of the blocks to look for; all by default.
+            block_hashes: blocks to look up; None for all.
         """
         stores = self._stores
         match = stores.prefixes.match(self.block_hashes if block_hashes is None else block_hashes)
@@ -215,24 +217,24 @@ class SequenceKV:
         return self.position
 
     def undo_attach(self) -> None:
-        """Let go of a path that was just attached."""
+        """Undo `attach`."""
         self._release()
         self.own_spans.clear()
         self._partial_block.forget()
         self.recurrent_state = None
 
     def take_slot(self) -> None:
-        """Take a slot of the pool for the tail."""
+        """Take a slot of the tail pool."""
         self.slot = self._stores.tails.take_slot()
         self._partial_block.use()
 
     def wipe_slot(self) -> None:
-        """Clear the tail's slot: its columns may be NaN."""
+        """Zero the tail's slot, whose columns may contain NaN."""
         if self.slot is not None:
             self._stores.tails.wipe(self.slot)
 
     def detach(self) -> None:
-        """Let go of everything: the path, the spans, the tail's slot. The tokens stay."""
+        """Release the path, the spans and the slot; the tokens stay."""
         self.own_spans.clear()
         self.tail = 0
         self.recurrent_state = None
@@ -244,12 +246,12 @@ class SequenceKV:
         self._hold()
         self._release()
 
-    # ---- getting on
+    # ---- append
 
     def extend(self) -> int:
-        """Move on to blocks that other sequences have committed, and return the tokens gained.
+        """Read blocks that other sequences have committed meanwhile; return the tokens gained.
 
-        Every layer must be able to resume behind them.
+        Stops at the last position at which every layer can resume.
         """
         prefilled = len(self.tokens) - 1 <= self.position
         if self._diverged or prefilled or self.pin is None:
@@ -269,9 +271,9 @@ class SequenceKV:
         return gained
 
     def drop_partial(self) -> int:
-        """Let go of the partial block at which it resumed; return its tokens.
+        """Release the partial block from which it resumed; return its number of tokens.
 
-        For models without recurrent layers, or where other states are to hand.
+        The caller must have the states of an earlier position, or no recurrent layers.
         """
         tokens = self.resumed_tokens
         if tokens:
@@ -282,23 +284,22 @@ class SequenceKV:
     def append_tokens(
         self, written: int, accepted: int, recurrent_state: RecurrentState | None = None
     ) -> None:
-        """Make the first `accepted` of the `written` columns behind the tail visible.
+        """Make the first `accepted` of the `written` columns after the tail visible.
 
-        Columns that are not accepted lie behind the visible end, and are overwritten.
+        The rejected columns are overwritten by the next step.
 
         Args:
-            written: columns that the step wrote behind the tail.
-            accepted: of these, at most `written`.
-            recurrent_state: behind the accepted tokens, of models with recurrent layers; None if
-                it is not known.
+            written: number of columns that the step wrote.
+            accepted: number of accepted tokens, at most `written`.
+            recurrent_state: states after the accepted tokens; None if unknown or without recurrent
+                layers.
         """
         if not 0 <= accepted <= written:
             raise ValueError(f"{accepted} tokens accepted of {written} written")
         self.recurrent_state = recurrent_state
         for _ in range(accepted):
             if not self.own_spans and self.tail == 0 and self._holds_next():
-                # The last token of a prompt that the path holds to its end: it was computed for
-                # its logits alone, and its KV is there already.
+                # The last token of a fully cached prompt: computed only for its logits.
                 self._read_to(self.num_cached_tokens + 1)
                 continue
             self.tail += 1
@@ -310,7 +311,7 @@ class SequenceKV:
 
         Args:
             segment: KV of the tokens from `position` on.
-            states: behind them, of models with recurrent layers.
+            states: states after them; None without recurrent layers.
         """
         if states is not None:
             self.recurrent_state = RecurrentState(states, own=True)
@@ -320,7 +321,7 @@ class SequenceKV:
             self._stores.tidy(self.pin.node)  # chunks that were dealt out small make one part
 
     def commit_again(self) -> bool:
-        """Commit whole blocks that the tree had no room for; return whether none is left."""
+        """Commit whole blocks that did not fit into the tree before; return whether none remain."""
         if not self._can_commit:
             return True
         self._commit_spans()
@@ -328,7 +329,7 @@ class SequenceKV:
 
     @property
     def _can_commit(self) -> bool:
-        """Whether the first own span has whole blocks that may lie in the tree, and do not."""
+        """Whether the first own span consists of whole blocks that could be in the tree."""
         span = self.own_spans[0] if self.own_spans else None
         return (
             span is not None
@@ -338,7 +339,7 @@ class SequenceKV:
         )
 
     def splice(self, segment: Segment) -> bool:
-        """Insert whole blocks behind the cached tokens into the tree; False without room."""
+        """Insert whole blocks after the cached tokens into the tree; False if out of memory."""
         assert self.reservation is not None
         index = self._reserved_index(segment)
         self.spare(index)  # where the tree finds it
@@ -354,14 +355,14 @@ class SequenceKV:
         return True
 
     def _reserved_index(self, segment: Segment) -> int:
-        """Return the bytes, reserved beside a segment's, that the tree's index of it takes."""
+        """Return the bytes reserved for the index of a segment in the tree."""
         if not self._stores.spills or self.reservation is None:
             return 0
         index = self._stores.prefixes.index_bytes(segment.tokens // self._size)
         return max(0, min(index, self.reservation.nbytes - segment.nbytes))
 
     def resume(self) -> int:
-        """Go back to the deepest cached token from which every layer can resume; return it."""
+        """Truncate the cached tokens to where every layer can resume; return their number."""
         assert self.pin is not None
         limit = min(self.num_cached_tokens, self.readable_tokens)
         resumed, self.recurrent_state = self._stores.resume(self.pin.path, limit)
@@ -369,14 +370,14 @@ class SequenceKV:
         return resumed
 
     def spare(self, nbytes: int) -> None:
-        """Give back `nbytes` of the reserved bytes."""
+        """Release `nbytes` of the reservation."""
         assert self.reservation is not None
         self.reservation.resize(max(0, self.reservation.nbytes - nbytes))
 
     # ---- states, and ends
 
     def capture(self, *, turn_end: bool = False) -> None:
-        """Capture the recurrent states under the boundary at which the path ends, if it is one."""
+        """Checkpoint the recurrent states if the path ends at a block boundary."""
         if self.recurrent_state is None:
             return
         at_end = self.position == self.num_cached_tokens
@@ -385,26 +386,25 @@ class SequenceKV:
             if turn_end and self.pin is not None:
                 self._note_checkpoint(self.num_cached_tokens)
 
-    def capture_restored(self, at: int, states: States) -> None:
-        """Capture states that were read from a tier under a boundary of the path."""
-        self._capture(at, RecurrentState(states, own=True), turn_end=True)
+    def capture_restored(self, position: int, states: States) -> None:
+        """Checkpoint states that were read from a tier."""
+        self._capture(position, RecurrentState(states, own=True), turn_end=True)
 
-    def _capture(self, at: int, state: RecurrentState, *, turn_end: bool) -> None:
-        """Capture states under a boundary of the path, if there is one."""
+    def _capture(self, position: int, state: RecurrentState, *, turn_end: bool) -> None:
         if self.pin is not None:
-            self._stores.capture(self.pin.path, at, state, turn_end=turn_end)
+            self._stores.capture(self.pin.path, position, state, turn_end=turn_end)
 
     def end_prompt(self) -> None:
-        """Retain the windows in front of the prompt's last block, if it was read up to there."""
+        """Retain the windows before the prompt's last block, if it was prefilled up to there."""
         last, prefilled = self.last_boundary, len(self.tokens) - 1 == self.position
         if self.pin is not None and prefilled and 0 < last <= self.num_cached_tokens:
             for part in self._stores.retentions:
                 part.end_prompt(self.pin.path, last)
 
     def keep_end(self) -> None:
-        """Commit the whole blocks behind the path, and keep the rest as a leaf, if there is room.
+        """Commit whole blocks after the path, and cache the rest as a leaf, if memory allows.
 
-        A sequence that goes on from all of its tokens computes none of them again.
+        A sequence that continues all of its tokens then recomputes none of them.
         """
         stores, start = self._stores, self.num_cached_tokens
         tokens = min(self.position, len(self.tokens), stores.shared_tokens) - start
@@ -427,7 +427,7 @@ class SequenceKV:
     # ---- parts
 
     def _resume_partial(self, match: Match[Segment]) -> None:
-        """Take over the partial block behind a match, if it holds the tokens that come next."""
+        """Take over the partial block after a match if it contains the next tokens."""
         start, root = match.tokens, self._root_at(match.tokens)
         resumed = self._partial_block.find(match, root, self.tokens[start : len(self.tokens) - 1])
         if resumed is not None:
@@ -437,13 +437,13 @@ class SequenceKV:
 
     @property
     def _diverged_from_path(self) -> bool:
-        """Whether the spans and the tail are not all of the tokens behind the path."""
+        """Whether the KV after the path has gaps or more than one span."""
         spans, tails = self.own_spans, self._stores.tails
         gap = bool(spans) and spans[0].start != self.num_cached_tokens
         return gap or len(spans) > 1 or (self.tail > 0 and tails.lost)
 
     def _keep_end(self, tokens: int) -> None:
-        """Move the first tokens behind the path into the tree."""
+        """Move the first `tokens` tokens after the path into the tree."""
         if tokens <= 0 or (self.own_spans and self.own_spans[0].end % self._size == 0):
             return  # without room for whole blocks there is none for those behind them
         segment = self.own_spans[0].segment if self.own_spans else None
@@ -471,7 +471,7 @@ class SequenceKV:
         self.own_spans, self.tail = [], 0
 
     def _place_chunk(self, segment: Segment) -> None:
-        """Commit the whole blocks of a chunk, if there is room, and keep the rest."""
+        """Commit the whole blocks of a chunk, if memory allows, and keep the rest."""
         size, start = self._size, self.position
         end = start + segment.tokens
         if self.own_spans and start % size:  # cut by mlx-lm within a block
@@ -499,7 +499,7 @@ class SequenceKV:
         self._forget_unseen()
 
     def _fold(self) -> None:
-        """Copy a full tail behind the own spans, and commit the blocks that it ends."""
+        """Copy a full tail to the own spans, and commit the blocks that it completes."""
         assert self.slot is not None
         start, last = self.committed_end, None
         if self.own_spans and not self._is_span_end(start):  # an unfinished one goes on growing
@@ -520,12 +520,12 @@ class SequenceKV:
         self._forget_unseen()
 
     def _is_span_end(self, position: int) -> bool:
-        """Tell whether the tokens decoded up to a position are committed, or freed, together."""
+        """Return whether decoded tokens are committed or freed as a unit at a position."""
         shared = position < self._stores.shared_tokens
         return position % (self._stores.commit_tokens if shared else self._size) == 0
 
     def _complete(self) -> None:
-        """Put the rows of compressing layers, which were kept beside it, into a full block."""
+        """Move the loose rows of compressed layers into a full block."""
         if self.recurrent_state is None:
             return
         span, state = self.own_spans[-1], self.recurrent_state
@@ -533,7 +533,7 @@ class SequenceKV:
         self.own_spans[-1] = replace(span, segment=segment)
 
     def _commit_spans(self) -> None:
-        """Commit the own spans of whole blocks that continue the path."""
+        """Commit own spans of whole blocks that continue the path."""
         self.hash_blocks()
         while self._can_commit and self._commit(self.own_spans[0].segment):
             del self.own_spans[0]
@@ -541,7 +541,7 @@ class SequenceKV:
             self._stores.tidy(self.pin.node)
 
     def _commit(self, segment: Segment) -> bool:
-        """Insert blocks that were computed into the tree, and have them written to the tiers."""
+        """Insert computed blocks into the tree, and queue them to be written to the tiers."""
         first = self.num_cached_tokens // self._size
         if not self.splice(segment):
             return False
@@ -550,7 +550,7 @@ class SequenceKV:
         return True
 
     def _forget_unseen(self) -> None:
-        """Free the spans, and the part of the path, that no layer will see again."""
+        """Free the spans, and the part of the path, that are outside all windows."""
         figures = self._stores.figures
         nearest = figures.nearest(self.position)
         keep = max((window.keep for window in figures.windows), default=0)
@@ -567,7 +567,7 @@ class SequenceKV:
     # ---- the chain
 
     def hash_blocks(self) -> None:
-        """Hash the whole blocks that are new since the last call, as far as they may be shared."""
+        """Hash the new whole blocks that may be shared."""
         size, prefixes = self._size, self._stores.prefixes
         blocks = min(len(self.tokens), self._stores.shared_tokens) // size
         if blocks > len(self.block_hashes):
@@ -576,7 +576,7 @@ class SequenceKV:
             self.block_hashes += prefixes.block_hashes(rest, self._salt, after=after)
 
     def unshare(self) -> None:
-        """Copy tokens and hashes, which the answers of a request share until admission."""
+        """Copy tokens and hashes, which are shared by the answers of a request until admission."""
         self.tokens, self.block_hashes = list(self.tokens), list(self.block_hashes)
 
     # ---- the path
@@ -585,9 +585,9 @@ class SequenceKV:
         """Pin a path, of which the sequence reads the first `cached_tokens`.
 
         Args:
-            match: the path.
-            cached_tokens: tokens of the path that are read.
-            whole: whether it is the match of all blocks of the sequence.
+            match: path to pin.
+            cached_tokens: number of tokens to read.
+            whole: whether all blocks of the sequence were looked up.
         """
         self.pin = self._stores.prefixes.pin(match)
         self._index_path()
@@ -596,24 +596,22 @@ class SequenceKV:
         self._matched_version = self._version if whole else None
 
     def _index_path(self) -> None:
-        """Index the keys of nodes that came without an index."""
+        """Index the keys of nodes that have no index yet."""
         if self.pin is not None:
             self._stores.attached(self.pin.path)
 
     def _release(self) -> None:
-        """Let go of the path."""
         if self.pin is not None:
             self.pin.release()
         self.pin, self.num_cached_tokens = None, 0
 
     def _read_to(self, cached_tokens: int) -> None:
-        """Read the first `cached_tokens` of the path from now on."""
         self.num_cached_tokens = cached_tokens
 
     def _follow_others(self) -> int:
-        """Move the pin on to blocks that other sequences have committed; return the whole blocks.
+        """Extend the pin to blocks that other sequences have committed; return the whole blocks.
 
-        Looks nothing up while the tree is as it was.
+        Skips the look-up while the tree is unchanged.
         """
         cached_blocks = self.num_cached_tokens // self._size
         version = self._version
@@ -625,9 +623,9 @@ class SequenceKV:
         return self._stores.prefixes.follow(self.pin, self.block_hashes, cached_blocks)
 
     def follow(self, block_hashes: list[bytes]) -> int:
-        """Move on to all blocks of a chain that the tree has, and return the cached blocks.
+        """Extend the pin to all cached blocks of a chain, and return the number of cached blocks.
 
-        There need not be states at their end.
+        Ignores recurrent states.
         """
         assert self.pin is not None
         stores, size = self._stores, self._size
@@ -637,13 +635,14 @@ class SequenceKV:
         return self.num_cached_tokens // size
 
     def leave_last(self) -> None:
-        """Leave the last token of the prompt to be computed, for its logits."""
+        """Leave the last token of the prompt to be computed for its logits."""
         self.num_cached_tokens = min(self.num_cached_tokens, self.readable_tokens)
 
     def shorter_paths(self) -> Iterator[list[bytes]]:
-        """Yield the hashes of its cached path without the last nodes, and ever fewer, down to none.
+        """Yield ever shorter prefixes of the cached path's block hashes, down to an empty one.
 
-        Without the last, then two, four, ...: little is computed again where little is missing.
+        Leaves out the last node, then two, four, ...: little is recomputed if little memory is
+        missing.
         """
         path = self._stores.prefixes.match(self.block_hashes).path
         left_out = 1
@@ -654,9 +653,9 @@ class SequenceKV:
         yield []
 
     def drop_unread(self) -> None:
-        """Evict the cached nodes of which the sequence would read the first tokens, or none.
+        """Evict the cached nodes that the sequence would read in part or not at all.
 
-        They would be pinned whole, and their split may have no room. Its own whole nodes stay.
+        They would be pinned whole, and there may be no memory to split them.
         """
         prefixes = self._stores.prefixes
         path, readable = prefixes.match(self.block_hashes).path, self.reachable_tokens
@@ -666,17 +665,18 @@ class SequenceKV:
             prefixes.drop(unread, "limit")
 
     def forget(self) -> None:
-        """Evict all blocks of the sequence that no other one reads."""
+        """Evict all blocks of the sequence that no other sequence reads."""
         prefixes = self._stores.prefixes
         if path := prefixes.match(self.block_hashes).path:
             prefixes.drop(path[0], "cleared")
 
     def _insert(self, segment: Segment, paid: Reservation) -> bool:
-        """Insert whole blocks behind the cached tokens into the tree; False without room.
+        """Insert whole blocks after the cached tokens into the tree; False if out of memory.
 
         Args:
-            segment: of the blocks.
-            paid: counts the segment; goes down by the bytes that the tree has taken over.
+            segment: KV of the blocks.
+            paid: reservation that includes the segment; reduced by the bytes that the tree takes
+                over.
         """
         assert self.pin is not None
         stores, size, start = self._stores, self._size, self.num_cached_tokens
@@ -702,7 +702,7 @@ class SequenceKV:
         return True
 
     def _withdraw(self, keep: int) -> None:
-        """Let go of the nodes behind the first `keep` tokens."""
+        """Unpin the nodes after the first `keep` tokens."""
         assert self.pin is not None
         self._hold()
         path = [node for node in self.pin.path if node.start < keep]
@@ -710,14 +710,14 @@ class SequenceKV:
         self.num_cached_tokens = min(self.num_cached_tokens, path[-1].end if path else 0)
 
     def _hold(self) -> None:
-        """Prefer the first nodes of the path from now on, if the request asks for it."""
+        """Evict the leading nodes of the path last from now on, if the request asks for it."""
         if self.pin is not None and self._hold_tokens and self._hold_seconds:
             self._stores.prefixes.hold(self.pin, self._hold_tokens, self._hold_seconds)
 
     # ---- tiers
 
     def _note_blocks(self, first: int) -> None:
-        """Have the cached blocks from the `first` on written to the tiers."""
+        """Queue the cached blocks from index `first` on to be written to the tiers."""
         stores = self._stores
         spills = stores.spills  # what has to leave memory is always written
         if spills or not self.transient:
@@ -725,37 +725,38 @@ class SequenceKV:
             stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first, seen=spills)
 
     def note_again(self, first: int) -> None:
-        """Have the cached blocks from the `first` on written to the tiers that lack them."""
+        """Queue the cached blocks from index `first` on again, for tiers that lack them."""
         self._note_blocks(first)
 
-    def _note_checkpoint(self, at: int, *, answered: bool = False) -> None:
-        """Have the states that were captured under a boundary written to the tiers."""
+    def _note_checkpoint(self, position: int, *, answered: bool = False) -> None:
+        """Queue the checkpoint at a position to be written to the tiers."""
         stores = self._stores
         if not self.transient:
             root = stores.prefixes.root(self._salt)
-            block_hashes = self.block_hashes[: at // self._size]
+            block_hashes = self.block_hashes[: position // self._size]
             stores.tiers.note_checkpoint(block_hashes, root, answered=answered)
 
     def end_turn(self, known_tokens: int) -> None:
-        """Retain the states with which a conversation goes on behind this answer.
+        """Retain the states from which the conversation continues after this answer.
 
         Args:
-            known_tokens: first tokens that were cached before.
+            known_tokens: number of tokens that were cached before.
         """
         if self.transient:
             return
         stores = self._stores
         if stores.figures.is_recurrent and self.pin is not None:
             path, end = self.pin.path, self.num_cached_tokens
-            at = max((part.end_turn(path, end) for part in stores.retentions), default=0)
-            self._note_checkpoint(at, answered=True)
+            ends = (part.end_turn(path, end) for part in stores.retentions)
+            position = max(ends, default=0)
+            self._note_checkpoint(position, answered=True)
         elif self.num_cached_tokens - known_tokens >= self._size:
             block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
             stores.tiers.note_end(block_hashes, stores.prefixes.root(self._salt))
 
 
 def _first(span: KVSpan, tokens: int) -> KVSpan:
-    """Return a copy of a span's first tokens; the span itself if it has no more."""
+    """Return a span with only its first `tokens` tokens, in buffers of its own if shortened."""
     if span.columns <= tokens:
         return span
     return KVSpan(Segment.cut(span.segment.layers, 0, tokens), span.start, tokens)
