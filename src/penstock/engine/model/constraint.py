@@ -1,9 +1,9 @@
-"""Answers that follow a grammar, by llguidance.
+"""Guided decoding with llguidance: token masks from grammars and JSON schemas.
 
     grammar ──trial in another process──> Grammars, compiled once ──> for each answer: Constraint
     a step:   allowed() masks the logits ──> a token is chosen ──> accept(token)
 
-A grammar is a text in llguidance's form: of a JSON schema (`json_schema_grammar`), or Lark.
+A grammar is a string in llguidance's format: from a JSON schema (`json_schema_grammar`), or Lark.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ from penstock.plurals import counted
 __all__ = ["Constraint", "Grammars", "check_grammar", "json_schema_grammar", "pool_bytes"]
 
 COMPILED_GRAMMARS = 16
-"""Most recently used grammars that stay compiled."""
+"""Size of the LRU cache of compiled grammars."""
 GRAMMAR_BYTES = 65_536
-"""Longest text of a grammar, and of all compiled ones together.
+"""Maximum length of a grammar, and of all compiled ones together, in bytes.
 
-The time to compile one grows faster than its text: 2 seconds for an object of 2,500 optional
-properties."""
+Compile time grows faster than linearly: 2 seconds for an object of 2,500 optional properties.
+"""
 POOL_SHARE = 8
 """Divisor of the memory limit for the memory of compiled grammars."""
 LEAST_POOL_BYTES = 16_000_000
 MOST_POOL_BYTES = 256_000_000
 STEP_SECONDS = 0.01
-"""Processor time that an answer may spend on its grammar for each token, on average. With 150,000
-tokens it takes 0.1 to 2 ms, and 5 to 25 at the first."""
+"""Average processor time that an answer may spend on its grammar per token, in seconds. With
+150,000 tokens a step takes 0.1 to 2 ms, the first one 5 to 25 ms."""
 BURST_SECONDS = 0.1
-"""Processor time by which an answer may exceed that."""
+"""Processor time by which an answer may exceed its average, in seconds."""
 FULL_SHARES = 8
-"""Answers that get these times in full; more of them share as much."""
+"""Number of answers that get the full processor time; more answers share it."""
 WHITESPACE = " "
-"""Text between the parts of JSON, or nothing: with more a weak model would never stop."""
+"""Allowed whitespace between JSON tokens. Weak models may generate whitespace without end
+otherwise."""
 COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
-"""A matcher's reasons to stop after a complete answer."""
+"""Stop reasons of a matcher after a complete answer."""
 EMPTY = ("NoExtension", "NoExtensionBias")
-"""A matcher's reasons for a grammar that nothing can begin."""
+"""Stop reasons of a matcher whose grammar matches nothing."""
 UNSAID = "doesn't satisfy the grammar"
-"""A matcher's reason for forced text that the tokens cannot spell."""
+"""Error text of a matcher when tokens cannot spell a forced text."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | None) -> str:
-    """Return the grammar of a JSON schema, or raise SettingError; None is any JSON object."""
+    """Return the grammar of a JSON schema; None means any JSON object. Raises SettingError."""
     object_schema = {"type": "object"} if schema is None else dict(schema)
     try:
         grammar = LLMatcher.grammar_from_json_schema(
@@ -73,28 +74,28 @@ def json_schema_grammar(schema: Mapping[str, Any] | None) -> str:
 
 
 def check_grammar(grammar: str, what: str) -> None:
-    """Raise SettingError unless a grammar compiles quickly. Blocking: runs a trial."""
+    """Raise SettingError unless a grammar compiles quickly. Blocking: runs a subprocess."""
     _tried(grammar, what)
 
 
 def pool_bytes(limit_bytes: int) -> int:
-    """Return the memory for compiled grammars under a memory limit."""
+    """Return the memory for compiled grammars, given the memory limit."""
     return min(max(limit_bytes // POOL_SHARE, LEAST_POOL_BYTES), MOST_POOL_BYTES)
 
 
 class Compiled:
-    """A compiled grammar. All answers that follow it share its lexer, whose states grow."""
+    """A compiled grammar. All answers with this grammar share its lexer, whose states grow."""
 
     def __init__(self, matcher: LLMatcher, nbytes: int) -> None:
         self.matcher = matcher
         self.nbytes = nbytes
-        """Upper bound of its memory, as counted in the ledger."""
+        """Upper bound of its memory in bytes, as counted in the ledger."""
         self.spoilt = False
-        """Whether an answer has used up the lexer's states: no other can follow it."""
+        """Whether the lexer's states are used up, so that no further answer can use it."""
 
 
 class NoGrammars:
-    """Grammars of an engine without a tokenizer: it follows none."""
+    """Grammars of an engine without a tokenizer; it supports none."""
 
     nbytes = 0
     reserve: Callable[[int], None]
@@ -107,9 +108,9 @@ class NoGrammars:
 
 
 class Grammars:
-    """The compiled grammars of one tokenizer. Any thread may call it.
+    """LRU cache of compiled grammars for one tokenizer. Thread-safe.
 
-    The first call collects the bytes of all tokens for llguidance: about a second for 150,000. The
+    The first call collects the bytes of all tokens, which takes about a second for 150,000. The
     model's `vocabulary_size` may differ from the tokenizer's.
     """
 
@@ -118,24 +119,24 @@ class Grammars:
     ) -> None:
         self.pool_bytes = pool_bytes
         self.reserve: Callable[[int], None] = lambda nbytes: None
-        """Called with the bytes of all compiled grammars before they grow; may raise."""
+        """Callback with the total bytes of compiled grammars before they grow; may raise."""
         self._tokenizer = tokenizer
         self._size = vocabulary_size
         self._vocabulary: LLTokenizer | None = None
         self._compiling = Lock()
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()  # the latest last
         self._alive: WeakSet[Compiled] = WeakSet()
-        """Those kept, and those that answers follow."""
+        """Cached grammars, and those still used by answers."""
         self._shares: WeakSet[GrammarTime] = WeakSet()
         self._compiling_bytes = 0
         self._looking = Lock()
 
     def constraint(self, grammar: str) -> Constraint:
-        """Return the matcher of one answer for a grammar.
+        """Return a matcher of one answer for a grammar.
 
         Raises:
-            SettingError: the grammar is invalid, or takes too much to compile.
-            LedgerFull, NeverFits: there is no memory for it, or answers follow others that have it.
+            SettingError: the grammar is invalid or too expensive to compile.
+            LedgerFull, NeverFits: no memory for it, beside grammars in use.
         """
         compiled = self._kept(grammar)
         if compiled is None:
@@ -153,7 +154,7 @@ class Grammars:
 
     @property
     def nbytes(self) -> int:
-        """Upper bound of all compiled grammars' memory, with the one being compiled."""
+        """Upper bound of the memory of all compiled grammars, including one being compiled."""
         return sum(compiled.nbytes for compiled in self._alive) + self._compiling_bytes
 
     def evict(self) -> int:
@@ -189,7 +190,7 @@ class Grammars:
         return compiled
 
     def _make_room(self, nbytes: int) -> None:
-        """Reserve memory for one more, and evict the least recently used as far as needed."""
+        """Reserve memory for another grammar, evicting the least recently used ones as needed."""
         if nbytes > self.pool_bytes:
             raise NeverFits(
                 f"the grammar needs {format_bytes(nbytes)}; there are "
@@ -239,7 +240,7 @@ class GrammarTime:
             self._late_seconds += time.thread_time() - began
 
     def next_token(self) -> None:
-        """Count a token of the answer, which pays for some of the time."""
+        """Add the time budget of one token."""
         self._late_seconds = max(0.0, self._late_seconds - STEP_SECONDS / self._parts)
 
     def check(self) -> None:
@@ -257,7 +258,7 @@ class GrammarTime:
 
 
 class Constraint:
-    """The position of one answer in its grammar; a `Rule`. Used by the engine's thread alone."""
+    """Position of one answer in its grammar; a `Rule`. Used only by the engine's thread."""
 
     free = False
 
@@ -274,11 +275,11 @@ class Constraint:
         self._spent = spent
 
     def copy(self) -> Constraint:
-        """Return another answer at the same position, or one to look ahead with."""
+        """Return a copy at the same position, for another answer or for look-ahead."""
         return Constraint(self._compiled, self._shares, self._matcher, self._spent)
 
     def forced(self) -> list[int]:
-        """Return tokens that spell the only possible text; perhaps none."""
+        """Return the tokens of the only possible continuation; may be empty."""
         with self._timed():
             return list(self._matcher.compute_ff_tokens())
 
@@ -287,7 +288,7 @@ class Constraint:
             return int(self._matcher.validate_tokens(list(tokens)))
 
     def allowed(self, size: int) -> npt.NDArray[np.bool_]:
-        """Return which of the first `size` tokens may come next, (size,); raises GrammarFailed."""
+        """Return a mask of the allowed next tokens, (size,) bool. Raises GrammarFailed."""
         with self._timed() as spent:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
@@ -299,7 +300,7 @@ class Constraint:
         return allowed
 
     def accept(self, token: int) -> bool:
-        """Advance by a token; return whether nothing can follow. Raises GrammarFailed."""
+        """Advance by a token; return whether the answer is complete. Raises GrammarFailed."""
         matcher = self._matcher
         with self._timed() as spent:
             accepted = matcher.consume_token(token)
@@ -320,13 +321,13 @@ class Constraint:
             yield self._spent
 
     def _failed(self) -> GrammarFailed:
-        """Return the matcher's error; other answers may not be able to share its lexer any more."""
+        """Return the matcher's error, and mark the lexer as used up if it is."""
         self._compiled.spoilt = True
         return GrammarFailed(f"the grammar has failed: {_line(self._matcher.get_error())}")
 
 
 def _vocabulary(tokenizer: Any, size: int) -> LLTokenizer:
-    """Pass llguidance the bytes of each token, and the tokens that end an answer."""
+    """Return llguidance's view of a tokenizer: bytes of each token, and end tokens."""
     ends = sorted(token for token in tokenizer.eos_token_ids if token is not None and token < size)
     # A tokenizer without an end of sequence gets one that the model cannot choose.
     room, ends = (size, ends) if ends else (size + 1, [size])
@@ -345,7 +346,7 @@ def _vocabulary(tokenizer: Any, size: int) -> LLTokenizer:
 
 
 class _DecodingTokenizer:
-    """Tokenizer for llguidance that finds the bytes of each token by decoding it."""
+    """Tokenizer for llguidance that determines the bytes of tokens by decoding them."""
 
     def __init__(self, tokenizer: Any, size: int, ends: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -383,9 +384,9 @@ class _DecodingTokenizer:
 
 
 def _begin(matcher: LLMatcher) -> None:
-    """Raise SettingError if a grammar cannot begin, or is too complex there.
+    """Raise SettingError if a grammar matches nothing, or is too complex at its start.
 
-    A grammar that cannot begin may compile, as a schema that only refers to itself.
+    Such a grammar may compile, for instance a schema that only refers to itself.
     """
     first = matcher.deep_copy()
     first.compute_bitmask()
@@ -406,7 +407,7 @@ def _begin(matcher: LLMatcher) -> None:
 
 
 def _tried(grammar: str, what: str) -> int:
-    """Return a compiled grammar's memory by its trial; raise SettingError if it is refused."""
+    """Return the memory of a compiled grammar, from its trial; raise SettingError if rejected."""
     if len(grammar) > GRAMMAR_BYTES:
         raise SettingError(
             f"{what} cannot be followed: as a grammar it has "
@@ -420,6 +421,6 @@ def _tried(grammar: str, what: str) -> int:
 
 
 def _line(message: str) -> str:
-    """Return the first line of the library's message, without the text of its panics."""
+    """Return the first line of an error message of llguidance, without the text of panics."""
     line = message.strip().split("\n", 1)[0][:500]
     return "a fault inside llguidance" if line.startswith("panic") else line

@@ -1,4 +1,4 @@
-"""Figures of a model: sizes of what it keeps of a sequence, as numbers without the model."""
+"""Sizes of a model's KV and states, as plain numbers without the model."""
 
 from __future__ import annotations
 
@@ -10,72 +10,74 @@ from penstock.kv.tails import LayerShape, token_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceFigures:
-    """Sizes of the choice by which decode steps read some tokens of a long sequence."""
+    """Sizes of selective attention, which reads only some tokens of a long sequence."""
 
     tokens: int = ALL_TOKENS
-    """Tokens that each key head reads; by default all."""
+    """Number of tokens that each KV head attends to; unlimited by default."""
     layers: frozenset[int] = frozenset()
-    """Numbers of the layers that read a choice, and whose keys have an index."""
+    """Layers with selective attention, whose keys are indexed."""
     index_token_bytes: int = 0
-    """Bytes of the index of one token's keys in all layers."""
+    """Index bytes of one token's keys in all layers."""
     step_bytes: int = 0
-    """Most bytes that a step takes to index new keys, and to read what is not chosen."""
+    """Maximum bytes of a step for indexing new keys, and for reading tokens that are not
+    selected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFigures:
-    """Sizes of a model's keys, values and states, and what bounds their use."""
+    """Sizes of a model's KV and states, and properties that limit their reuse."""
 
     shapes: tuple[LayerShape, ...]
-    """Shapes of one token's keys and values, by layer."""
+    """KV shape of one token, by layer."""
     heads: int = 1
-    """Query heads."""
+    """Number of query heads."""
     choice: ChoiceFigures = ChoiceFigures()
-    """Choice of the tokens that decode steps read; by default all of them."""
+    """Selective attention of decode steps; by default all tokens are read."""
     most_joined: int = ALL_TOKENS
-    """Most tokens that are read at once for a prompt; more are read piece by piece."""
+    """Maximum number of tokens joined at once during prefill; longer contexts are read in
+    pieces."""
     state_bytes: int = 0
-    """Most bytes of one sequence's recurrent states, without loose rows."""
+    """Maximum bytes of one sequence's recurrent states, without loose rows."""
     windows: tuple[AttentionWindow, ...] = ()
-    """Attention windows of the layers, each once."""
+    """Distinct attention windows of the layers."""
     whole: bool = False
-    """Whether results depend on the cuts in a prompt, so that nothing of it is shared."""
+    """Whether results depend on how a prompt is chunked, so that its KV cannot be shared."""
     joined: bool = False
-    """Whether the model attends by itself, to keys and values that are copied together."""
+    """Whether the model computes attention itself, on keys and values copied together."""
     compresses: bool = False
-    """Whether layers keep rows for every few tokens, beside a short window."""
+    """Whether layers store one row for every few tokens, beside a short window."""
     is_recurrent: bool = False
-    """Whether some layers keep a state, which is true at one position alone."""
+    """Whether some layers have recurrent states, each valid at a single position."""
     vocabulary_size: int = 0
-    """Tokens that the model knows."""
+    """Vocabulary size in tokens."""
     context_tokens: int | None = None
-    """Tokens of a prompt and its answer that the model is made for; None if it does not say."""
+    """Context length of the model in tokens; None if unknown."""
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV in all layers."""
+        """KV bytes of one token in all layers."""
         return token_bytes(self.shapes)
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one token's KV in the largest layer."""
+        """KV bytes of one token in the largest layer."""
         return max((shape.nbytes for shape in self.shapes), default=0)
 
     @property
     def index_token_bytes(self) -> int:
-        """Bytes of the index of one token's keys in all layers; 0 where decode steps read all."""
+        """Index bytes of one token's keys in all layers; 0 without selective attention."""
         return self.choice.index_token_bytes
 
     @property
     def held_token_bytes(self) -> int:
-        """Bytes of one token's KV in all layers, and of the index of its keys."""
+        """KV and index bytes of one token in all layers."""
         return self.token_bytes + self.index_token_bytes
 
     @property
     def drops(self) -> bool:
-        """Whether a sequence longer than the window drops tokens."""
+        """Whether sequences longer than the window drop tokens."""
         return not (self.compresses or self.whole)
 
     def nearest(self, position: int) -> int:
-        """Return the first position beyond the kept ones that any layer sees from `position`."""
+        """Return the first position, after the kept ones, that any layer sees from `position`."""
         return min((window.starts_at(position) for window in self.windows), default=0)

@@ -1,7 +1,7 @@
-"""What it takes to compile a grammar, tried in a process of its own before it is compiled here.
+"""Trial compilation of grammars in a subprocess, with limits on time and memory.
 
-llguidance counts the work of most rules, and not of all: a multiple of a large prime, or patterns
-that must not overlap, take minutes or gigabytes. Its calls cannot be stopped. A process can.
+llguidance does not bound the work of all rules: a multiple of a large prime, or patterns that must
+not overlap, take minutes or gigabytes. Its calls cannot be interrupted; a process can be killed.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from penstock.errors import SettingError
 from penstock.memory.sizes import format_bytes
 
 COMPILE_SECONDS = 1.0
-"""Most processor time to compile a grammar. Those of tools and schemas take a hundredth of it."""
+"""Maximum processor time to compile a grammar, in seconds. Tools and schemas need a hundredth."""
 COMPILE_BYTES = 16_000_000
-"""Most memory to compile a grammar. Those of tools and schemas take 1 to 3 MB."""
+"""Maximum memory to compile a grammar, in bytes. Tools and schemas need 1 to 3 MB."""
 REQUEST_SECONDS = 2.0
-"""Processor time of trials after which no other one of the same request begins."""
+"""Processor time after which no further trial of the same request starts, in seconds."""
 WAIT_SECONDS = 30.0
-"""Time after which a trial is given up on a machine that has no processor time for it."""
+"""Timeout of a trial on an overloaded machine, in seconds."""
 KEPT_VERDICTS = 512
-"""Verdicts that are remembered, those used last."""
+"""Size of the LRU cache of verdicts."""
 LEAST_STATES = 4_000
-"""States of a lexer that a grammar has at least. Those of tools and schemas reach 3,000."""
+"""Minimum number of lexer states of a grammar. Tools and schemas need up to 3,000."""
 COUNTED_STATES = 20_000
-"""Most states for a count in a grammar, such as `maxLength`: a state for each of its steps."""
+"""Maximum lexer states for a repetition count such as `maxLength`, which needs a state per step."""
 STATE_BYTES = 512
-"""Bytes that are counted for each state; 250 to 800 were measured."""
+"""Bytes assumed per lexer state; 250 to 800 were measured."""
 STEP_FUEL = 200_000
-"""Most work of the lexer in a step, in llguidance's unit: about 15 ms."""
+"""Maximum lexer work per step, in llguidance's unit: about 15 ms."""
 STEP_ITEMS = 50_000
-"""Most items of the parser in a step."""
+"""Maximum parser items per step."""
 
 _SPECIAL = re.compile(r"<\[[^\]]*\]>|(?<!\?)(?<!\?P)<[^<>\s\"]+>")
-"""Special tokens, by number or name, in Lark."""
+"""Special tokens in Lark, by number or name."""
 _COUNT = re.compile(r'(?:[{,]|Length"\s*:)\s*(\d{1,9})(?=\s*[,}])')
-"""Numbers of a repetition, or of a text's length."""
+"""Counts of repetitions and text lengths."""
 
 
 _SPENT: ContextVar[list[float]] = ContextVar("spent")
-"""Processor time of the trials of one request."""
+"""Processor time spent on trials of the current request."""
 
 
 @contextmanager
 def one_request() -> Iterator[None]:
-    """Bound the time of all trials in a block of code, which are those of one request."""
+    """Limit the total time of the trials within a `with` block, those of one request."""
     token = _SPENT.set([0.0])
     try:
         yield
@@ -71,17 +71,13 @@ class Verdict(NamedTuple):
     """Result of a trial."""
 
     error: str
-    """Why the grammar is not compiled; empty if it is."""
+    """Reason for rejecting the grammar; empty if it is accepted."""
     nbytes: int
-    """Memory that it takes, with that of its lexer's states to come."""
+    """Memory of the compiled grammar, including future lexer states."""
 
 
 def grammar_limits(grammar: str) -> dict[str, Any]:
-    """Return llguidance's limits for a grammar, as fields of `LLParserLimits`.
-
-    >>> grammar_limits('start: /[a-z]{12000}/')["max_lexer_states"]
-    16000
-    """
+    """Return llguidance's limits for a grammar, as fields of `LLParserLimits`."""
     largest = max(map(int, _COUNT.findall(grammar)), default=0)
     return {
         "max_lexer_states": LEAST_STATES + min(largest, COUNTED_STATES),
@@ -93,9 +89,9 @@ def grammar_limits(grammar: str) -> dict[str, Any]:
 
 
 class GrammarTrials:
-    """Tries grammars out, one after the other. Any thread may call it.
+    """Runs trials one at a time. Thread-safe.
 
-    The process starts with the first trial, and ends with this one.
+    The subprocess starts with the first trial.
     """
 
     def __init__(self) -> None:
@@ -104,7 +100,7 @@ class GrammarTrials:
         self._lock = Lock()
 
     def verdict(self, grammar: str) -> Verdict:
-        """Return what a grammar takes, or why it is refused; a trial takes `COMPILE_SECONDS`."""
+        """Return the verdict on a grammar, from the cache or a trial of up to `COMPILE_SECONDS`."""
         key = blake2b(grammar.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         with self._lock:
             verdict = self._verdicts.get(key)
@@ -123,7 +119,7 @@ class GrammarTrials:
             return verdict
 
     def close(self) -> None:
-        """End the process."""
+        """End the subprocess."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
@@ -132,25 +128,25 @@ class GrammarTrials:
 
     def _try(self, grammar: str, spent: list[float]) -> Verdict:
         limits = grammar_limits(grammar)
-        asked = {
+        trial = {
             # Numbers and names of special tokens are the model's; what they cost is not.
             "grammar": _SPECIAL.sub("<[256]>", grammar),
             "limits": limits,
             "seconds": COMPILE_SECONDS,
             "nbytes": COMPILE_BYTES,
         }
-        result = self._answer(json.dumps(asked))
+        result = self._answer(json.dumps(trial))
         spent[0] += COMPILE_SECONDS if result is None else result["seconds"]
         if result is None or result["signal"] == signal.SIGPROF:
-            return Verdict(f"to compile it takes more than {COMPILE_SECONDS:g} s. {_SIMPLER}", 0)
+            return Verdict(f"compiling it takes more than {COMPILE_SECONDS:g} s. {_SIMPLER}", 0)
         if result["signal"] or result["nbytes"] > COMPILE_BYTES:
-            most = format_bytes(COMPILE_BYTES)
-            return Verdict(f"to compile it takes more than {most} of memory. {_SIMPLER}", 0)
+            limit = format_bytes(COMPILE_BYTES)
+            return Verdict(f"compiling it takes more than {limit} of memory. {_SIMPLER}", 0)
         states_bytes = STATE_BYTES * int(limits["max_lexer_states"])
         return Verdict(result["error"], max(0, result["nbytes"]) + states_bytes)
 
     def _answer(self, line: str) -> dict[str, Any] | None:
-        """Return the process's answer; None if there was none in time."""
+        """Return the subprocess's answer; None on timeout."""
         for _ in range(2):  # it may have been ended from outside since the last trial
             process = self._process = self._process or _started()
             assert process.stdin is not None and process.stdout is not None
@@ -170,7 +166,7 @@ class GrammarTrials:
 
 
 def _started() -> subprocess.Popen[str]:
-    """Start the process, in a session of its own: Ctrl-C is not for it."""
+    """Start the subprocess in a new session, so that Ctrl-C does not reach it."""
     file = Path(__file__).with_name("trial_process.py")
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(file), json.dumps(sys.path)],
@@ -185,5 +181,5 @@ def _started() -> subprocess.Popen[str]:
 _SIMPLER = "Ask for smaller counts and multiples, or for fewer patterns and alternatives"
 
 grammar_trials = GrammarTrials()
-"""The process's one; grammars are checked before any engine has them."""
+"""Shared instance of this process; grammars are checked before an engine sees them."""
 atexit.register(grammar_trials.close)

@@ -1,4 +1,4 @@
-"""Answers of a minimum length, before which end tokens are not allowed."""
+"""Minimum answer length, before which end tokens are not allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["MinTokens"]
 
 
 class MinTokens:
-    """The position of one answer before its minimum length; a `Rule`. The engine's thread."""
+    """Position of one answer before its minimum length; a `Rule`. Used by the engine's thread."""
 
     def __init__(self, tokens: int, ends: Collection[int]) -> None:
         self._missing = tokens

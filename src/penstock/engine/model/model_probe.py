@@ -1,6 +1,6 @@
-"""The trial of a model before it is trusted: its tokens, its tolerances, and its outcome.
+"""Self-test of a model at load time, which selects its attention path.
 
-A probe is read on parts and tails, and compared with mlx-lm's own caches.
+A short prompt is run on spans and tails, and its logits compared with those on mlx-lm's own caches.
 """
 
 from __future__ import annotations
@@ -25,48 +25,49 @@ from penstock.kv.tails import LayerShape, Tails
 from penstock.models import mlx_lm as seam
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-"""Part of a weight's name that names its layer."""
+"""Pattern of the layer number in the name of a weight."""
 ACTIVATIONS = 2
-"""Numbers that are alive at once for each number that a layer's products compute, about."""
+"""Approximate number of values alive per value computed by a layer's products."""
 MOST_EXPERTS = 8
-"""Experts of a layer that a token is read by, at most."""
+"""Maximum experts per token of a layer."""
 Way = Literal["shared", "joined"]
 PROBE = (3, 1, 4, 1, 5, 2)
-"""Tokens that a model reads both ways before it is trusted; every vocabulary has them."""
+"""Token ids of the test prompt, valid in every vocabulary."""
 TOLERANCE = {mx.float32: 1e-3}
-"""Largest difference of two logits by dtype, as a share of the largest logit."""
+"""Maximum difference of two logits by dtype, relative to the largest logit."""
 HALF_TOLERANCE = 6e-2
-"""Largest difference for all other dtypes, as a share of the largest logit."""
+"""Maximum relative difference for all other dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fitness:
-    """The way in which a model reads KV that lies in parts, and the reason."""
+    """Attention path of a model, and how it was determined."""
 
     way: Way
-    """Way to read: `shared`, part by part in place; `joined`, layer by layer, copied together."""
+    """`shared`: attend to each span in place; `joined`: copy the spans of a layer together
+    first."""
     why: str
     modules: tuple[str, ...]
-    """Modules of mlx-lm in which the seam was put."""
+    """Modules of mlx-lm that were patched."""
     whole: bool = False
-    """Whether its results depend on the cuts in a prompt. Such a prompt is cut as mlx-lm cuts it,
-    and nothing of it is shared."""
+    """Whether results depend on how a prompt is chunked. Then prompts use mlx-lm's chunks, and
+    their KV is not shared."""
 
 
 class ProbedChunk(Protocol):
-    """Keys, values and states that a chunk has left."""
+    """KV and states that a chunk has produced."""
 
     @property
     def segment(self) -> Segment:
-        """Keys and values of its tokens."""
+        """KV of the chunk's tokens."""
 
     @property
     def states(self) -> States:
-        """States of the recurrent layers after its last token."""
+        """States of the recurrent layers after the last token."""
 
 
 class ProbedRunner(Protocol):
-    """A model on trial, and its ways to read. See `runner.Runner`."""
+    """A model under test. See `runner.Runner`."""
 
     model: Any
     device: Any
@@ -75,7 +76,7 @@ class ProbedRunner(Protocol):
     attention_windows: list[AttentionWindow]
 
     def take_forms(self, segment: Segment, states: Sequence[States]) -> None:
-        """Take the forms of keys, values and states."""
+        """Store the forms of KV and states."""
 
     def chunk(
         self,
@@ -85,29 +86,29 @@ class ProbedRunner(Protocol):
         recurrent_state: RecurrentState | None,
         way: Way,
     ) -> ProbedChunk:
-        """Read tokens of one sequence in this way."""
+        """Run a chunk of one sequence on a given path."""
 
     def decode_joined(
         self, token: int, row: DecodeRow, tails: Tails, recurrent_state: RecurrentState | None
     ) -> tuple[mx.array, States]:
-        """Read one token over joined keys and values; return its logits and states."""
+        """Decode one token over joined KV; return its logits and states."""
 
     def fresh_state(self) -> RecurrentState:
-        """Return the first states of the recurrent layers."""
+        """Return the initial states of the recurrent layers."""
 
     def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
         """Return the logits of the last tokens, (b, vocabulary)."""
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of a model's weights, those outside of MLX's arrays among them."""
+    """Return the bytes of a model's weights, including those outside MLX arrays."""
     arrays: Any = tree_flatten(model.parameters())
     outside: int = sum(getattr(module, "packed_bytes", 0) for module in model.modules())
     return outside + sum(int(array.nbytes) for _, array in arrays)
 
 
 def step_token_bytes(model: Any) -> int:
-    """Estimate the bytes of one token's activations in a model's widest layer, in float32."""
+    """Estimate the activation bytes of one token in a model's widest layer, in float32."""
     widths: Counter[str] = Counter()
     weights: Any = tree_flatten(model.parameters())
     for name, weight in weights:
@@ -120,17 +121,17 @@ def step_token_bytes(model: Any) -> int:
 
 
 def outside_row_bytes(model: Any) -> int:
-    """Return the bytes of one token's activations outside of MLX's arrays, in the widest module."""
+    """Return the activation bytes of one token outside MLX arrays, in the widest module."""
     return max((getattr(module, "packed_row_bytes", 0) for module in model.modules()), default=0)
 
 
 def probe_bytes(model: Any) -> int:
-    """Estimate the bytes that trying a model takes."""
+    """Estimate the bytes that testing a model takes."""
     return len(PROBE) * step_token_bytes(model)
 
 
 def differs(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> str:
-    """Return by how much float32 logits differ, in words; empty if it is little for a dtype."""
+    """Return the deviation of float32 logits as text; empty if within the dtype's tolerance."""
     # Some models give tokens that do not exist an infinite logit.
     difference = float(mx.where(logits == expected, 0.0, mx.abs(logits - expected)).max())
     largest = float(mx.where(mx.isfinite(expected), mx.abs(expected), 0.0).max())
@@ -139,17 +140,16 @@ def differs(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> str:
 
 
 def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, int]:
-    """Find a way to read on which the model's results are those on its own caches.
+    """Find an attention path whose logits match those on mlx-lm's own caches.
 
-    Returns the way, and the size of the vocabulary. The runner takes the forms of keys, values and
-    states.
+    Returns the path and the vocabulary size. The runner stores the forms of KV and states.
 
     Args:
-        runner: the model's, with windows that drop nothing.
-        modules: of mlx-lm, in which the seam was put.
+        runner: runs the model, with windows that drop nothing.
+        modules: patched modules of mlx-lm.
 
     Raises:
-        ModelError: there is no such way.
+        ModelError: no path matches.
     """
     expected = _plain_logits(runner)
     vocabulary_size = expected.shape[-1]
@@ -171,7 +171,7 @@ def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, 
 
 
 def _plain_logits(runner: ProbedRunner) -> mx.array:
-    """Return the logits of the last two tokens of the probe, on mlx-lm's caches."""
+    """Return the logits of the last two tokens of the test prompt, on mlx-lm's caches."""
     caches = seam.plain_caches(runner.model)
     *first, before, last = PROBE
     mx.eval(runner.model(mx.array([first]), cache=caches))
@@ -183,9 +183,9 @@ def _plain_logits(runner: ProbedRunner) -> mx.array:
 
 
 def _difference(runner: ProbedRunner, way: Way, expected: mx.array, *, whole: bool = False) -> str:
-    """Return the fault of reading the probe this way; empty if it is right.
+    """Return the deviation of the test prompt on this path; empty if it is within tolerance.
 
-    `whole`: the prompt is cut only as for the expected logits, not for parts to be shared.
+    With `whole`, the prompt is chunked exactly as for the expected logits.
     """
     try:
         logits, dtype = _probe(runner, way, whole=whole)
@@ -199,7 +199,7 @@ def _difference(runner: ProbedRunner, way: Way, expected: mx.array, *, whole: bo
 
 
 def _probe(runner: ProbedRunner, way: Way, *, whole: bool) -> tuple[mx.array, mx.Dtype]:
-    """Read the probe as two rows that share a part, one a token ahead of the other."""
+    """Run the test prompt as two rows that share a span, one a token ahead of the other."""
     *first, before, last = PROBE
     half = len(first) if whole else len(first) // 2
     chunk = runner.chunk(first[:half], [], 0, None, way)
@@ -249,11 +249,11 @@ def _decoded(
 
 
 def _check_fresh(runner: ProbedRunner, tokens: Sequence[int], expected: States) -> None:
-    """Raise ModelError if the first states of the recurrent layers are not zeros.
+    """Raise ModelError unless the initial states of the recurrent layers are zeros.
 
-    Rows that have read nothing could then not be stacked with others.
+    Otherwise rows without tokens could not be stacked with others.
     """
     states = runner.chunk(tokens, [], 0, runner.fresh_state(), "shared").states
-    for one, other in zip(arrays(states), arrays(expected), strict=True):
-        if not mx.allclose(one, other, rtol=1e-3, atol=1e-5).item():
+    for actual, reference in zip(arrays(states), arrays(expected), strict=True):
+        if not mx.allclose(actual, reference, rtol=1e-3, atol=1e-5).item():
             raise ModelError("its recurrent layers do not begin with zeros")

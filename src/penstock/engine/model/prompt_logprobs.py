@@ -1,10 +1,10 @@
-"""Log-probabilities of a prompt's tokens: computed chunk by chunk, remembered block by block.
+"""Log-probabilities of prompt tokens: computed per chunk, cached per block.
 
-    logits of a chunk ──score──> values, ranks, likeliest tokens ──> PromptLogprobs of the request
+    logits of a chunk ──score──> values, ranks, top tokens ──> PromptLogprobs of the request
                                                              └──> ScoredBlocks, by block hash
 
-Requests with the same first blocks compute them once: the KV of a block is in the tree, and the
-log-probabilities of its tokens are here.
+Requests with a common prefix compute them once: the tree caches the KV of its blocks, and this
+module their log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from penstock.ledger import Kind, Ledger
 __all__ = ["PromptLogprobs", "PromptToken", "ScoredBlocks", "Scores", "score"]
 
 PIECE_LOGITS = 2**18
-"""Logits that are turned into log-probabilities at a time, if a token has no more."""
+"""Number of logits converted at a time, unless the vocabulary is larger."""
 PIECE_BYTES = 24
-"""Bytes of working memory for one logit of a piece."""
+"""Working memory per logit of a piece, in bytes."""
 TOP_BYTES = 40
-"""Bytes of working memory for one of the likeliest tokens of a piece, beside its logit."""
+"""Working memory per top token of a piece besides its logit, in bytes."""
 ENTRY_BYTES = 700
-"""Bytes of Python for the scores of one block, beside their numbers."""
+"""Python overhead of one cached block, in bytes."""
 SCORE_BYTES = 8
-"""Bytes of one log-probability and its number."""
+"""Bytes of one log-probability and its token id."""
 SHARE = 128
-"""Part of the memory limit that remembered scores may take: one of so many."""
+"""Divisor of the memory limit for cached log-probabilities."""
 MOST_BYTES = 32_000_000
-"""Most bytes of remembered scores."""
+"""Maximum bytes of cached log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of tokens, one row each; row i is for the token behind position i of a chunk."""
+    """Log-probabilities of tokens; row i belongs to the token after position i of a chunk."""
 
     values: npt.NDArray[np.float32]
-    """Log-probabilities (n, 1 + top): of the token, then of the likeliest ones in order."""
+    """Log-probabilities (n, 1 + top): of the token, then of the top tokens in order."""
     numbers: npt.NDArray[np.int32]
-    """Rank of the token among all, from 1, then the likeliest tokens, (n, 1 + top)."""
+    """Rank of the token, from 1, then the ids of the top tokens, (n, 1 + top)."""
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +53,7 @@ class Scores:
         return self.values.nbytes + self.numbers.nbytes
 
     def part(self, start: int, end: int, top: int) -> Scores:
-        """Return a copy of some rows, with the `top` likeliest tokens."""
+        """Return a copy of rows `start..end - 1`, with `top` top tokens."""
         rows, columns = slice(start, end), slice(1 + top)
         return Scores(self.values[rows, columns].copy(), self.numbers[rows, columns].copy())
 
@@ -64,53 +64,54 @@ class PromptToken:
 
     token: int
     logprob: float | None
-    """Natural logarithm of its probability behind the tokens before it; None for the first."""
+    """Natural logarithm of its probability given the tokens before it; None for the first token."""
     rank: int
-    """Number of tokens that are likelier, plus 1; 0 for the first."""
+    """Number of more probable tokens, plus 1; 0 for the first token."""
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens and their log-probabilities, likeliest first."""
+    """Ids and log-probabilities of the most probable tokens, in order."""
 
 
 class PromptLogprobs:
-    """Log-probabilities of one prompt's tokens, filled while the prompt is read.
+    """Log-probabilities of one prompt's tokens, filled in during the prefill.
 
-    Complete before the first token of the first answer comes, or its end: another answer may find
-    the prompt in the cache, and begin before. Iterate for `PromptToken`s.
+    Complete before the first event of the first answer. Another answer may start earlier, if it
+    finds the prompt in the cache. Iterate to get `PromptToken`s.
 
     Args:
-        tokens: the prompt.
-        top: likeliest tokens beside each.
+        tokens: prompt tokens.
+        top: number of top tokens per position.
     """
 
     def __init__(self, tokens: Sequence[int], top: int) -> None:
         self.tokens = tokens
         self.top = top
         self.read_positions = 0
-        """First positions of the prompt whose logits were seen."""
+        """Number of leading positions whose logits have been computed."""
         self._rows: Scores | None = None
-        """Scores of all tokens; None until the first ones come, when their bytes are reserved."""
+        """Log-probabilities of all tokens; None until the first are computed, when bytes are
+        reserved."""
 
     @property
     def done(self) -> bool:
-        """Whether every token has its log-probability."""
+        """Whether the log-probabilities of all tokens are known."""
         return self.read_positions >= len(self.tokens) - 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers, when they are there."""
+        """Bytes of the arrays once they exist."""
         return SCORE_BYTES * len(self.tokens) * (1 + self.top)
 
     def chunk_bytes(self, tokens: int, vocabulary_size: int) -> int:
-        """Return the bytes that the scores of a chunk take, twice for those remembered."""
+        """Return the bytes of a chunk's log-probabilities, twice for those cached."""
         rows = max(1, PIECE_LOGITS // vocabulary_size)
         return 2 * SCORE_BYTES * tokens * (1 + self.top) + TOP_BYTES * rows * self.top
 
     def targets(self, start: int, end: int) -> Sequence[int]:
-        """Return the tokens behind the positions from `start` to `end`, as far as there are."""
+        """Return the tokens after the positions `start..end - 1`, up to the end of the prompt."""
         return self.tokens[start + 1 : end + 1]
 
     def add(self, start: int, scores: Scores) -> None:
-        """Take the scores of the tokens behind the positions from `start` on."""
+        """Add the log-probabilities of the tokens after the positions from `start` on."""
         end = start + len(scores.values)
         if start > self.read_positions:
             raise AssertionError(f"no logits of positions {self.read_positions} to {start}")
@@ -125,17 +126,20 @@ class PromptLogprobs:
         return len(self.tokens)
 
     def __iter__(self) -> Iterator[PromptToken]:
-        for at, token in enumerate(self.tokens):
-            if at == 0 or self._rows is None or np.isnan(self._rows.values[at, 0]):
+        for position, token in enumerate(self.tokens):
+            if position == 0 or self._rows is None or np.isnan(self._rows.values[position, 0]):
                 yield PromptToken(token, None, 0, ())
                 continue
-            values, numbers = self._rows.values[at].tolist(), self._rows.numbers[at].tolist()
+            values, numbers = (
+                self._rows.values[position].tolist(),
+                self._rows.numbers[position].tolist(),
+            )
             top = tuple(zip(numbers[1:], values[1:], strict=True))
             yield PromptToken(token, values[0], numbers[0], top)
 
 
 class BlockTree(Protocol):
-    """The part of `Prefixes` that `ScoredBlocks` uses: the ledger, and room in it."""
+    """The part of `Prefixes` that `ScoredBlocks` uses."""
 
     ledger: Ledger
     block_size: int
@@ -145,19 +149,19 @@ class BlockTree(Protocol):
 
 
 class ScoredBlocks:
-    """Scores of blocks that were read, by block hash and next token; the oldest go first.
+    """LRU cache of log-probabilities by block hash and next token.
 
-    The next token is part of the name because the last row of a block is its score. Not
-    thread-safe: the engine's thread.
+    The key includes the next token, because the last row of a block is its log-probability. Not
+    thread-safe: owned by the engine's thread.
 
     Args:
-        prefixes: the tree, which makes room, and takes these bytes back where room is short.
-        limit_bytes: the memory limit.
+        prefixes: prefix tree, which makes room, and takes these bytes back when memory is short.
+        limit_bytes: memory limit of the engine.
     """
 
     def __init__(self, prefixes: BlockTree, limit_bytes: int) -> None:
         self.version = 0
-        """Number of blocks remembered since the start."""
+        """Number of blocks added since the start."""
         self._prefixes = prefixes
         self._most_bytes = min(limit_bytes // SHARE, MOST_BYTES)
         self._blocks: OrderedDict[tuple[bytes, int], Scores] = OrderedDict()
@@ -165,11 +169,11 @@ class ScoredBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes in use."""
         return self._reserved.nbytes
 
     def fill(self, logprobs: PromptLogprobs, block_hashes: Sequence[bytes]) -> None:
-        """Take the scores of the next blocks of a prompt, as far as they are remembered."""
+        """Fill in the cached log-probabilities of the next blocks of a prompt."""
         size, tokens = self._prefixes.block_size, logprobs.tokens
         while not logprobs.done:
             start = logprobs.read_positions
@@ -186,7 +190,7 @@ class ScoredBlocks:
     def remember(
         self, logprobs: PromptLogprobs, start: int, scores: Scores, block_hashes: Sequence[bytes]
     ) -> None:
-        """Remember the whole blocks of a chunk that begins at a position, if there is room."""
+        """Cache the log-probabilities of a chunk's whole blocks, if memory allows."""
         size, tokens, top = self._prefixes.block_size, logprobs.tokens, logprobs.top
         end = start + len(scores.values)
         for block in range(-(-start // size), min(end // size, len(block_hashes))):
@@ -197,14 +201,14 @@ class ScoredBlocks:
             self._put((block_hashes[block], tokens[first + size]), part)
 
     def shrink(self, nbytes: int) -> int:
-        """Forget the oldest scores until `nbytes` are free or none is left; return how many."""
+        """Evict the oldest entries until `nbytes` are free or none is left; return the bytes."""
         before = self.nbytes
         while self._blocks and before - self.nbytes < nbytes:
             self._forget(next(iter(self._blocks)))
         return before - self.nbytes
 
     def recount(self) -> int:
-        """Return the bytes held, counted again."""
+        """Recount the bytes in use."""
         return sum(scores.nbytes + ENTRY_BYTES for scores in self._blocks.values())
 
     def _put(self, name: tuple[bytes, int], scores: Scores) -> None:
@@ -228,12 +232,12 @@ class ScoredBlocks:
 
 
 def score(logits: mx.array, targets: Sequence[int], top: int) -> Scores:
-    """Return the scores of tokens under the model's own distribution.
+    """Return the log-probabilities of tokens under the model's unmodified distribution.
 
     Args:
-        logits: (n or more, vocabulary), computed; row i is the distribution of target i.
-        targets: n tokens.
-        top: likeliest tokens beside each.
+        logits: (n or more, vocabulary), evaluated; row i is the distribution of target i.
+        targets: n token ids.
+        top: number of top tokens per position.
     """
     count, size = len(targets), logits.shape[-1]
     top = min(top, size)
@@ -251,8 +255,8 @@ def score(logits: mx.array, targets: Sequence[int], top: int) -> Scores:
 def _score_piece(
     logits: mx.array, targets: Sequence[int], top: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    own = logits.astype(mx.float32)
-    logprobs = own - mx.logsumexp(own, axis=-1, keepdims=True)
+    logits32 = logits.astype(mx.float32)
+    logprobs = logits32 - mx.logsumexp(logits32, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logprobs, mx.array(list(targets), mx.uint32)[:, None], axis=-1)
     ranks = (logprobs > chosen).astype(mx.int32).sum(axis=-1, keepdims=True) + 1
     mx.eval(chosen, ranks)

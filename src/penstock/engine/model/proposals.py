@@ -1,10 +1,10 @@
-"""Proposed tokens of one sequence, and how many of them are right. Pure: no arrays of MLX.
+"""Prompt-lookup speculation for one sequence, and its acceptance rate. Pure: no MLX arrays.
 
-    propose ──> continuation of the same tokens elsewhere ──> checked in one decode step
-    judged  ──> how many were right ──> how many are proposed next time
+    propose ──> continuation of the same n-gram elsewhere ──> verified in one decode step
+        judged  ──> acceptance rate ──> number of tokens proposed next time
 
-A proposed token is accepted if the sampler chooses it, so that answers are the same with and
-without proposals.
+A proposed token is accepted if the sampler chooses it, so answers are the same with and without
+proposals.
 """
 
 from __future__ import annotations
@@ -19,54 +19,54 @@ import numpy.typing as npt
 from penstock.engine.prefill_rate import RunningMean
 
 LEAST_NGRAM = 3
-"""Tokens that must have occurred before, in this order, for a proposal."""
+"""Minimum n-gram length for a proposal."""
 LONGEST_NGRAM = 16
-"""Tokens after which a longer agreement makes no difference."""
+"""Maximum n-gram length that is compared."""
 TEXT_KINDS = ("short", "long", "resumed")
 """Kinds of proposals from text."""
 PLACES_ASKED = 8
-"""Last places of one agreement whose next tokens are counted."""
+"""Number of most recent matches whose next tokens are counted."""
 LONG_AGREEMENT = 8
-"""Tokens from which an agreement counts as long: such proposals are more often right."""
+"""Minimum length of a long match, which is accepted more often."""
 RESUMED_FROM = 4
-"""Tokens that agreed with a place before a replaced token, from which its text continues."""
+"""Minimum match before a replaced token for the text after it to be proposed."""
 FIRST_SHARE = 0.6
-"""Assumed share of right proposals of a new sequence."""
+"""Assumed acceptance rate of a new sequence."""
 RETRY_TOKENS = 64
-"""Tokens without a proposal after which the assumption is made again."""
+"""Number of tokens without a proposal after which the rate is assumed again."""
 
 RESUMED = 1
-"""Agreement of the tokens after a replaced one, at the place of an earlier proposal."""
+"""Agreement of a proposal that continues an earlier one after a replaced token."""
 DRAFTED = -1
-"""Agreement of the tokens chosen by a draft model."""
+"""Agreement of a proposal by a draft model."""
 LEAST_PREDICTION = 1_024
-"""Tokens that an expected answer may have however short the prompt is."""
+"""Minimum number of tokens of an expected answer that are used, however short the prompt."""
 
 Tokens = npt.NDArray[np.intc]
 TextPlaces = npt.NDArray[np.intp]
-"""Places in a text, by the number of the token."""
+"""Positions in a text."""
 
 
 class Proposal(NamedTuple):
-    """Tokens that may follow, and the confidence in their place."""
+    """Proposed tokens, and the length of the match that they continue."""
 
     tokens: list[int]
     agreement: int = 0
-    """Number of last tokens that agreed in front of them; or `RESUMED`, or `DRAFTED`."""
+    """Length of the matching n-gram; or `RESUMED`, or `DRAFTED`."""
 
 
 NOTHING = Proposal([])
 
 
 class Proposer(Protocol):
-    """A source of proposals for one sequence."""
+    """Source of proposals for one sequence."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
-        """Return up to `limit` tokens that may follow; from call to call `tokens` only grow."""
+        """Return up to `limit` proposed tokens; `tokens` only grows from call to call."""
 
 
 class NgramProposer:
-    """Proposes the continuation of the last tokens at earlier places in the same text."""
+    """Proposes the continuation of the last n-gram at earlier positions of the same text."""
 
     def __init__(self) -> None:
         self._text = array("i")
@@ -83,9 +83,9 @@ class NgramProposer:
 
 
 def _most_common(text: Tokens, starts: TextPlaces, limit: int) -> list[int]:
-    """Return the most common tokens of all places, one by one; on a tie the last place decides.
+    """Return the most common continuation over all positions, token by token; ties go to the last.
 
-    A place that continues differently is dropped. A text that ends is assumed to repeat itself.
+    A position that continues differently is dropped. A text that ends is assumed to repeat.
     """
     tokens: list[int] = []
     periods = len(text) - starts
@@ -99,9 +99,9 @@ def _most_common(text: Tokens, starts: TextPlaces, limit: int) -> list[int]:
 
 
 class PredictionProposer:
-    """Proposes from a text that the caller expects as the answer.
+    """Proposes from an expected answer supplied by the caller.
 
-    The text counts up to the length of the prompt, or `LEAST_PREDICTION`.
+    At most as many of its tokens are used as the prompt has, or `LEAST_PREDICTION`.
     """
 
     def __init__(self, prediction: Sequence[int], prompt_tokens: int) -> None:
@@ -109,7 +109,7 @@ class PredictionProposer:
         self._text = np.array(prediction[:limit], np.intc)
         self._prompt_tokens = prompt_tokens
         self._expected = 0
-        """Index of the next token, if the answer continues as expected."""
+        """Index of the next token if the answer follows the expected text."""
         self._seen = prompt_tokens
 
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
@@ -138,9 +138,9 @@ class PredictionProposer:
 
 
 def agreements(text: Tokens, last: Tokens) -> tuple[TextPlaces, int]:
-    """Return all places where the longest agreement with the end of `last` ends, and its length.
+    """Return the positions after the longest n-grams matching the end of `last`, and their length.
 
-    The search ends at the length of `last`, and at the beginning of the text.
+    The search stops at the length of `last`, and at the beginning of the text.
     """
     ends = np.flatnonzero(text == last[-1]) if len(last) else np.zeros(0, np.intp)
     agreement = min(1, ends.size)
@@ -154,30 +154,30 @@ def agreements(text: Tokens, last: Tokens) -> tuple[TextPlaces, int]:
 
 
 class Speculation:
-    """The proposals of one sequence, and how many of them were right."""
+    """Proposals of one sequence, and their acceptance rate."""
 
     def __init__(self, proposers: Sequence[Proposer] = ()) -> None:
         self.accepted_tokens = 0
-        """Proposed tokens in the answer."""
+        """Number of proposed tokens that were accepted."""
         self.rejected_tokens = 0
-        """Proposed tokens that are not."""
+        """Number of proposed tokens that were rejected."""
         self.proposers = proposers
         self._shares = {kind: RunningMean(FIRST_SHARE) for kind in (*TEXT_KINDS, "draft")}
         self._ahead: list[int] = []
-        """Tokens after the present end at the place of the last proposal."""
+        """Text after the last proposal, at the position that it came from."""
         self._agreed = 0
-        """Tokens that agreed with that place."""
+        """Number of tokens that matched at that position."""
         self._missed = False
         """Whether the last token differed there."""
         self._read = 0
-        """Tokens compared with that place, and all before."""
+        """Number of tokens compared with that position, or before it."""
         self._without = 0
-        """Tokens since the last proposal."""
+        """Number of tokens since the last proposal."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
-        """Return the tokens that are most likely to follow; none if no proposer has any.
+        """Return the tokens most likely to follow; empty if no proposer has any.
 
-        After an agreement and one other token, that is assumed to be a replacement, and the text
+        If one token differs from an earlier proposal, it is taken for a replacement, and the text
         after it is proposed.
         """
         if self._ahead:
@@ -201,7 +201,7 @@ class Speculation:
         return Proposal(best.tokens[:limit], best.agreement)
 
     def _follow(self, tokens: Sequence[int]) -> None:
-        """Continue at the place of the last proposal; two differing tokens leave it."""
+        """Follow the text of the last proposal; give up after two differing tokens."""
         new = tokens[self._read :]
         for token, expected in zip(new, self._ahead, strict=False):
             is_right = token == expected
@@ -214,17 +214,17 @@ class Speculation:
         self._ahead = self._ahead[len(new) :]
 
     def share(self, agreement: int) -> float:
-        """Return the expected share of right proposals after such an agreement."""
+        """Return the expected acceptance rate of proposals with this agreement."""
         return self._shares[_kind(agreement)].value
 
     def expect(self, agreement: int, share: float) -> None:
         self._shares[_kind(agreement)].value = share
 
     def judged(self, proposed: int, accepted: int, agreement: int) -> None:
-        """Record how many first tokens of a checked proposal were right.
+        """Record the outcome of a verified proposal.
 
-        After a while without any, the share of the first one is assumed again, but not of a
-        draft model's: it would have to read all of the text.
+        After `RETRY_TOKENS` tokens without one, the initial rate is assumed again, except for a
+        draft model, which would have to prefill all of the text.
         """
         if proposed:
             self._without = 0
@@ -240,7 +240,7 @@ class Speculation:
 
 
 def outcomes(proposed: int, accepted: int) -> list[float]:
-    """Return 1 for each right token, and 0 for the first wrong one."""
+    """Return 1 for each accepted token, and 0 for the first rejected one."""
     return [1.0] * accepted + [0.0] * (accepted < proposed)
 
 

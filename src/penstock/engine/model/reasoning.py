@@ -1,4 +1,4 @@
-"""Reasoning of a bounded length: after its last token the model's own end mark is forced.
+"""Reasoning budgets: after the last allowed token, the model's end marker is forced.
 
 generated:  <think> a b c                 budget: 3
 allowed:    anything ... </think> alone, then anything
@@ -22,7 +22,7 @@ __all__ = ["BehindReasoning", "ReasoningLimit"]
 
 
 class ReasoningLimit:
-    """The position of one answer in its reasoning; a `Rule`. Used by the engine's thread alone."""
+    """Position of one answer in its reasoning; a `Rule`. Used only by the engine's thread."""
 
     def __init__(self, budget: ReasoningBudget) -> None:
         self._budget = budget
@@ -46,7 +46,7 @@ class ReasoningLimit:
         return allowed
 
     def forced(self) -> list[int]:
-        """Return the rest of the end mark where only that may come; else none."""
+        """Return the rest of the end marker once it is forced; else an empty list."""
         end = self._budget.end
         if self.free:
             return []
@@ -82,7 +82,7 @@ class ReasoningLimit:
 
 
 class BehindReasoning:
-    """A `Rule` that begins at the end of the reasoning opened by the prompt."""
+    """A `Rule` that applies after the end of the reasoning opened by the prompt."""
 
     def __init__(self, limit: ReasoningLimit, grammar: Rule) -> None:
         self._limit, self._grammar = limit, grammar

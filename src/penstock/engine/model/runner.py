@@ -1,6 +1,6 @@
-"""One forward pass of the model over cached parts, tails and states.
+"""Forward passes of the model over cached spans, tails and states.
 
-Lives in the thread that owns the arrays; nothing here knows requests, trees or limits.
+Used by the thread that owns the arrays; independent of requests, the prefix tree and limits.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ from penstock.models.layer_seams import attach, decoding, without_logits
 
 SCALES_SEED = "penstock scales"
 SCALES_CHUNKS = 4
-"""Number of chunks, read far apart: RoPE turns a constant of the keys from one channel into another
-and back."""
+"""Number of calibration chunks at distant positions, because RoPE moves constants between
+channels."""
 SCALES_POSITIONS = 256
-"""Positions over which they are spread where a model does not say for how many it is made."""
+"""Range of calibration positions if the model's context length is unknown."""
 SCALES_CHUNK = 64
-"""Most tokens of such a chunk."""
+"""Maximum tokens of a calibration chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """Keys, values and states that a chunk of a prompt has left, evaluated."""
+    """KV and states after a prefill chunk, evaluated."""
 
     segment: Segment
-    """Keys and values of its tokens."""
+    """KV of the chunk's tokens."""
     states: States
-    """States of the recurrent layers after its last token, in buffers of just their size."""
+    """States of the recurrent layers after the last token, in buffers of exact size."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
-    """Logits and states of a decode step, not computed yet."""
+    """Logits and states of a decode step, not evaluated yet."""
 
     logits: mx.array
-    """Logits behind each new token, (rows, width, vocabulary)."""
+    """Logits after each new token, (rows, width, vocabulary)."""
     recurrent_states: list[RecurrentState]
-    """States of the recurrent layers behind the token, one a row."""
+    """States of the recurrent layers after the tokens, one per row."""
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays to evaluate beside the tails before the next step begins."""
+        """Return the arrays to evaluate, besides the tails, before the next step."""
         states_by_id: dict[int, States] = {
             id(recurrent_state.states): recurrent_state.states
             for recurrent_state in self.recurrent_states
@@ -85,18 +85,18 @@ class DecodeOutput:
 
 
 class Runner:
-    """A model and the ways to run it on parts, tails and states.
+    """Runs a model on cached spans, tails and states.
 
     Args:
-        model: mlx-lm's; its weights are evaluated here.
-        device: back end that computes.
-        max_kv_size: tokens a sequence sees at most, the kept ones among them.
-        keep: first tokens that are always seen.
-        ranks: number of processes among which the model was divided.
+        model: mlx-lm model, whose weights are evaluated here.
+        device: device that computes.
+        max_kv_size: maximum number of tokens that a sequence attends to, including the kept ones.
+        keep: number of leading tokens that are never dropped.
+        ranks: number of processes that share the model.
 
     Raises:
-        ModelError: the model has layers that are not made of keys and values, or computes
-            something else on parts than on its own caches.
+        ModelError: the model has unsupported layers, or computes different results on spans than on
+            its own caches.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class Runner:
             ]
         self.distinct_windows = list(dict.fromkeys(self.attention_windows))
         self.step_token_bytes = step_token_bytes(model)
-        """Bytes that a token takes in the widest layer, about."""
+        """Approximate activation bytes of one token in the widest layer."""
 
     def take_forms(self, segment: Segment, states: Sequence[States]) -> None:
-        """Take the forms of keys, values and states from a segment and the states of two rows."""
+        """Store the forms of KV and states, from a segment and the states of two rows."""
         self.shapes = tuple(
             LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
             for keys, values in segment.layers
@@ -154,12 +154,12 @@ class Runner:
         self.state_form = StateForm.of(states[-1])
 
     def weight_bytes(self) -> int:
-        """Return the bytes of the model's weights, counted now."""
+        """Return the bytes of the model's weights, recounted."""
         return weight_bytes(self.model)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV in all layers."""
+        """KV bytes of one token in all layers."""
         return token_bytes(self.shapes)
 
     @property
@@ -169,37 +169,37 @@ class Runner:
 
     @property
     def held_token_bytes(self) -> int:
-        """Bytes of one token's KV in all layers, and of the index of its keys."""
+        """KV and index bytes of one token in all layers."""
         return self.token_bytes + self.index_token_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one token's KV in the largest layer."""
+        """KV bytes of one token in the largest layer."""
         return max((shape.nbytes for shape in self.shapes), default=0)
 
     @property
     def context_tokens(self) -> int | None:
-        """Tokens of a prompt and its answer that the model is made for; None if it does not say."""
+        """Context length of the model in tokens; None if unknown."""
         return positions(self.model)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some layers keep a state, which is true at one position alone."""
+        """Whether some layers have recurrent states, each valid at a single position."""
         return bool(self.layout.state_sizes)
 
     @property
     def takes_several(self) -> bool:
-        """Whether a decode step can read several tokens of a row.
+        """Whether a decode step can process several tokens per row.
 
-        Joined keys are masked for one token.
+        Joined keys are masked for a single token.
         """
         return self.fitness.way == "shared"
 
     @property
     def keeps(self) -> list[str]:
-        """Facts, in words, that must be equal on all ranks for them to decide the same.
+        """Return descriptions of facts that must agree on all ranks.
 
-        They are the bytes of a token and of a sequence, the windows, and the way to read.
+        These are the bytes of a token and of a sequence, the windows, and the attention path.
         """
         return [
             f"{self.token_bytes} bytes a token, {self.state_bytes} of states",
@@ -211,25 +211,25 @@ class Runner:
 
     @property
     def divided(self) -> str:
-        """Words for a division of the model among ranks; empty if it is by heads."""
+        """Description of how the model is split over ranks; empty if by heads."""
         return " by layers" if seam.is_stage(self.model) else ""
 
     @property
     def drops(self) -> bool:
-        """Whether a sequence longer than the window drops tokens.
+        """Whether sequences longer than the window drop tokens.
 
-        A model that takes the count of its kept tokens for the position keeps all of them.
+        Models that derive positions from the number of cached tokens keep them all.
         """
         return not self.layout.compresses and not self.fitness.whole
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's states, at most; loose rows are not among them."""
+        """Maximum bytes of one sequence's states, without loose rows."""
         return self._state_bytes
 
     @property
     def selectable_layers(self) -> frozenset[int]:
-        """Numbers of the layers that can read a choice of their tokens: those that see all."""
+        """Layers that support selective attention: those with full attention."""
         windows = enumerate(self.layout.attention_windows)
         return frozenset(number for number, window in windows if window.window is None)
 
@@ -238,7 +238,7 @@ class Runner:
         return self.selection.index.indexed(segment, start, self.device)
 
     def nearest(self, position: int) -> int:
-        """Return the first position beyond the kept ones that any layer sees from `position`."""
+        """Return the first position, after the kept ones, that any layer sees from `position`."""
         return min(
             (attention_window.starts_at(position) for attention_window in self.distinct_windows),
             default=0,
@@ -251,15 +251,15 @@ class Runner:
         tails: Tails,
         recurrent_states: Sequence[RecurrentState | None] = (),
     ) -> DecodeOutput:
-        """Read the new tokens of each row; nothing is computed yet.
+        """Run a decode step over the new tokens of each row; nothing is evaluated yet.
 
-        The tails' buffers must be evaluated with the output.
+        Evaluate the tails' buffers together with the output.
 
         Args:
-            tokens: of each row, all of one length; one token unless `takes_several`.
-            rows: in the order of `in_order`, with room for the tokens in their tails.
-            tails: the pool.
-            recurrent_states: of the rows, if the model is recurrent.
+            tokens: new tokens of each row, equally many; one unless `takes_several`.
+            rows: rows in the order of `in_order`, with free columns in their tails.
+            tails: tail pool.
+            recurrent_states: states of the rows, if the model is recurrent.
         """
         tails.ready()
         if self.fitness.way == "joined":
@@ -269,10 +269,10 @@ class Runner:
                     tokens, rows, recurrent_states or [None] * len(rows), strict=True
                 )
             ]
-            own = self.layout.compresses
+            compresses = self.layout.compresses
             return DecodeOutput(
                 mx.concatenate([logits for logits, _ in outputs])[:, None],
-                [RecurrentState(states, own=own) for _, states in outputs],
+                [RecurrentState(states, own=compresses) for _, states in outputs],
             )
         step = DecodeStep.of(
             self.device,
@@ -301,7 +301,7 @@ class Runner:
         position: int,
         recurrent_state: RecurrentState | None = None,
     ) -> PrefillOutput:
-        """Read tokens of one sequence behind its parts and states."""
+        """Prefill tokens of one sequence after its spans and states."""
         return self.chunk(tokens, parts, position, recurrent_state, self.fitness.way)
 
     def read(
@@ -312,14 +312,14 @@ class Runner:
         recurrent_state: RecurrentState | None = None,
         reads: Sequence[ChunkReads] | None = None,
     ) -> tuple[mx.array, PrefillOutput]:
-        """Read as `prefill` does; also return the logits after each token, (n, vocabulary).
+        """Prefill tokens, and also return the logits after each, (n, vocabulary).
 
         Args:
-            tokens: of one sequence.
-            parts: KV of those before it.
-            position: of the first token.
-            recurrent_state: that of the recurrent layers.
-            reads: readers, one a layer, in place of the plain ones.
+            tokens: tokens of one sequence.
+            parts: spans with the KV of the tokens before.
+            position: position of the first token.
+            recurrent_state: states before the tokens.
+            reads: readers, one per layer, that replace the default ones.
         """
         readers = reads or self._chunk_reads(parts, position, self.fitness.way, read_whole=True)
         caches, kept = self.layout.caches(readers, _row(recurrent_state), position)
@@ -328,13 +328,13 @@ class Runner:
         return logits, self._left(readers, kept, len(tokens), position)
 
     def key_scales(self, piece_tokens: int = SCALES_CHUNK) -> tuple[Scales, ...]:
-        """Return the best scales for the channels of each layer's keys (`codecs.scales`).
+        """Return the best scales for the key channels of each layer (`codecs.scales`).
 
-        They follow from the sizes of keys and queries in a fixed run of tokens. A model with an
-        attention of its own has none: its queries are not seen.
+        Computed from the magnitudes of keys and queries on a fixed sequence of tokens. Empty for
+        models that compute attention themselves, because their queries are not accessible.
 
         Args:
-            piece_tokens: most tokens that are read at once.
+            piece_tokens: maximum number of tokens computed at once.
         """
         if self.fitness.way == "joined":
             return ()
@@ -353,18 +353,18 @@ class Runner:
         piece_tokens: int,
         squares: Sequence[Squares] = (),
     ) -> list[Segment]:
-        """Read a run of tokens with nothing in front, piece by piece; return the pieces' KV.
+        """Prefill a sequence without cached tokens, piece by piece; return the segments.
 
         Args:
-            tokens: the run.
-            position: of its first token.
-            piece_tokens: most tokens that are read at once.
-            squares: sums of each layer, to which keys and queries are added.
+            tokens: tokens of the sequence.
+            position: position of the first token.
+            piece_tokens: maximum number of tokens computed at once.
+            squares: accumulators per layer for channel scales.
         """
         spans: list[KVSpan] = []
         recurrent_state = self.fresh_state()
-        for at in range(0, len(tokens), piece_tokens):
-            piece, start = tokens[at : at + piece_tokens], position + at
+        for offset in range(0, len(tokens), piece_tokens):
+            piece, start = tokens[offset : offset + piece_tokens], position + offset
             output = self.chunk(piece, spans, start, recurrent_state, self.fitness.way, squares)
             spans.append(KVSpan(output.segment, start, len(piece)))
             recurrent_state = RecurrentState(output.states)
@@ -379,9 +379,9 @@ class Runner:
         way: Way,
         squares: Sequence[Squares] = (),
     ) -> PrefillOutput:
-        """Read tokens of one sequence in this way; `prefill` takes the way that was found right.
+        """Prefill tokens of one sequence on a given attention path; `prefill` uses the tested one.
 
-        Keys and queries are added to the `squares` of their layer, where there are any.
+        Keys and queries are added to the accumulators in `squares`, if any.
         """
         reads = self._chunk_reads(parts, position, way)
         for cache, into in zip(reads, squares, strict=bool(squares)):
@@ -396,7 +396,7 @@ class Runner:
     def _chunk_reads(
         self, parts: Sequence[KVSpan], position: int, way: Way, *, read_whole: bool = False
     ) -> Sequence[ChunkReads | JoinedReads | RowReads]:
-        """Return one reader a layer; `read_whole` where the logits are read, too."""
+        """Return one reader per layer; `read_whole` if all logits are needed."""
         if way == "joined":
             return self._joined_reads(parts, position, None)
         # What the last layer attends to is read by the logits alone, or by states behind it.
@@ -416,7 +416,7 @@ class Runner:
         tokens: int,
         position: int,
     ) -> PrefillOutput:
-        """Return the KV and the states that a chunk of `tokens` tokens has left, evaluated."""
+        """Return the KV and states after a chunk of `tokens` tokens, evaluated."""
         layers, states = [], seam.states_of(kept)
         for cache in reads:
             if isinstance(cache, RowReads):
@@ -443,7 +443,7 @@ class Runner:
     def decode_joined(
         self, token: int, row: DecodeRow, tails: Tails, recurrent_state: RecurrentState | None
     ) -> tuple[mx.array, States]:
-        """Read one token of a row over joined keys and values; return its logits and states."""
+        """Decode one token of a row over joined KV; return its logits and states."""
         reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
         caches, kept = self.layout.caches(reads, _row(recurrent_state), row.position)
         logits = self.last_logits([[token]], caches)
@@ -455,7 +455,7 @@ class Runner:
         return logits, copied(seam.states_of(kept))
 
     def fresh_state(self) -> RecurrentState:
-        """Return the first states of the recurrent layers: zeros, made for one step."""
+        """Return the initial states of the recurrent layers: zeros, for one step."""
         zeros = {name: mx.zeros(shape, dtype) for name, shape, dtype in self.state_form.arrays}
         return RecurrentState(self.state_form.states(zeros))
 

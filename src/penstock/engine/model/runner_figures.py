@@ -1,4 +1,4 @@
-"""Figures of the model that a runner runs."""
+"""Conversion of a runner's model to `ModelFigures`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.engine.model.runner import Runner
 
 
 def figures_of(runner: Runner) -> ModelFigures:
-    """Return the figures of a runner's model as they are now, with the choice that is set."""
+    """Return the figures of a runner's model, with its current selective attention."""
     return ModelFigures(
         shapes=runner.shapes,
         heads=runner.heads,

@@ -1,4 +1,4 @@
-"""From logits to tokens: grammar, bias, penalties, filters and seeded draws, row by row.
+"""Sampling: grammar masks, logit bias, penalties, filters and seeded draws, row by row.
 
 The filters are mlx-lm's (`mlx_lm.sample_utils`), in its order; the draws are not: each has a
 key of its own, made from the seed, the choice and the token's number. No generator is shared,
@@ -53,30 +53,30 @@ class SampledToken:
 
 
 class Rule(Protocol):
-    """A grammar, or a budget for reasoning, that an answer follows, and its position in it."""
+    """A constraint on an answer, such as a grammar or a reasoning budget, and its position."""
 
     @property
     def free(self) -> bool:
         """Whether any token may come next."""
 
     def allowed(self, size: int) -> npt.NDArray[np.bool_]:
-        """Return which of the first `size` tokens may come next, (size,)."""
+        """Return a mask of the allowed next tokens, (size,)."""
 
     def accept(self, token: int) -> bool:
         """Advance by a token; return whether it completes the answer."""
 
     def forced(self) -> list[int]:
-        """Return the tokens that the rule expects next, a guess; none where it has a choice."""
+        """Return the only tokens that may come next; empty if there is a choice."""
 
     def allowed_tokens(self, tokens: Sequence[int]) -> int:
-        """Return how many first ones of some tokens may follow each other."""
+        """Return the number of leading tokens of a proposal that are allowed."""
 
     def copy(self) -> Rule:
-        """Return another answer at the same position."""
+        """Return a copy at the same position."""
 
 
 class NoRule:
-    """Rule of an answer that may have any tokens, and ends with none of them."""
+    """Rule without constraints."""
 
     free = True
 
@@ -100,16 +100,16 @@ NO_RULE = NoRule()
 
 
 class TokenSampler:
-    """Chooses the tokens of one answer; owned by the thread that computes the logits.
+    """Samples the tokens of one answer; owned by the thread that computes the logits.
 
     Args:
-        sampling: How to choose; without a seed one is drawn here. Choices that share a seed get
-            `Sampling.with_seed()` of the request.
-        prompt_tokens: The whole prompt, however much of it came from a cache.
-        choice: Number of the answer; it goes into the draws.
-        vocabulary_size: Tokens of the model; a `logit_bias` beyond it is refused here, or by
-            `choose` where this is None.
-        constraint: The grammar of the answer; each committed token goes to its `accept`.
+        sampling: sampling parameters; without a seed, one is drawn here. Choices of a request share
+            the seed of `Sampling.with_seed()`.
+        prompt_tokens: all tokens of the prompt, cached or not.
+        choice: index of the answer; part of the random key.
+        vocabulary_size: vocabulary of the model, to check `logit_bias` here; None to check it in
+            `choose`.
+        constraint: constraint of the answer; `accept` is called with each committed token.
     """
 
     def __init__(
@@ -131,24 +131,24 @@ class TokenSampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the largest logit decides."""
+        """Whether sampling is plain argmax."""
         return self.sampling.plain and self.constraint.free
 
     def choose(self, logits: mx.array, generated: Sequence[int]) -> SampledToken:
-        """Choose the token that follows `generated`, from logits (vocabulary,) of any float type.
+        """Sample the token after `generated`, from logits (vocabulary,) of any float dtype.
 
-        From call to call `generated` only grows, or is cut short.
+        From call to call `generated` only grows, or is truncated.
 
         Raises:
             SettingError: `logit_bias` names a token beyond the logits.
-            PenstockError: No logit is finite.
+            PenstockError: no logit is finite.
         """
         draft = self._draft(logits, generated)
         mx.eval(draft.arrays)
         return self._read(draft, logits, generated)
 
     def ahead(self) -> TokenSampler:
-        """Return a sampler at the same position, which may advance while this one stays."""
+        """Return a copy at the same position, which can advance independently."""
         sampler = shallow_copy(self)
         sampler.constraint = self.constraint.copy()
         return sampler
@@ -185,7 +185,7 @@ class TokenSampler:
         return mx.where(mx.array(self.constraint.allowed(logits.size)), logits, -math.inf)
 
     def _draft(self, logits: mx.array, generated: Sequence[int], *, sure: bool = False) -> _Draft:
-        """Prepare the choice without computing it; `sure` is slow and always right."""
+        """Prepare sampling without evaluating it; `sure` is slower but always exact."""
         sampling = self.sampling
         raw = logits.astype(mx.float32)
         scores = self.penalized(self._allowed(raw), generated)
@@ -207,7 +207,7 @@ class TokenSampler:
         return draft
 
     def _read(self, draft: _Draft, logits: mx.array, generated: Sequence[int]) -> SampledToken:
-        """Read a computed draft; repeat it with `sure` if top-p needs more tokens."""
+        """Read an evaluated draft; repeat it with `sure` if top-p needs more tokens."""
         if draft.enough is not None and not draft.enough.item():
             draft = self._draft(logits, generated, sure=True)
             mx.eval(draft.arrays)
@@ -220,13 +220,13 @@ class TokenSampler:
 
 
 def greedy_only(samplers: Sequence[TokenSampler]) -> bool:
-    """Return whether `likeliest` of the logits decides all of these rows."""
+    """Return whether `likeliest` alone samples all of these rows."""
     return all(sampler.plain for sampler in samplers)
 
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """The largest logit of each row and its index, perhaps not computed yet."""
+    """Largest logit of each row and its index, perhaps not evaluated yet."""
 
     tokens: mx.array
     """(B,) uint32."""
@@ -234,7 +234,7 @@ class Likeliest:
     """(B,) float32."""
 
     def read(self) -> list[SampledToken | Exception]:
-        """Return the rows' tokens, or an error without a finite logit; one `mx.eval` for all."""
+        """Return the token of each row, or an error if no logit is finite; calls `mx.eval` once."""
         mx.eval(self.tokens, self.values)
         return [
             SampledToken(token) if math.isfinite(value) else _no_finite_logit(value)
@@ -243,7 +243,7 @@ class Likeliest:
 
 
 def likeliest(logits: mx.array) -> Likeliest:
-    """Prepare the greedy choice of every row, to be computed together with other arrays.
+    """Prepare greedy sampling of all rows, to be evaluated together with other arrays.
 
     logits: (B, vocabulary). `mx.eval(best.tokens, best.values, ...)`, then `best.read()`.
     """
@@ -255,10 +255,9 @@ def likeliest(logits: mx.array) -> Likeliest:
 def sample_all(
     logits: mx.array, samplers: Sequence[TokenSampler], generated: Sequence[Sequence[int]]
 ) -> list[SampledToken | Exception]:
-    """Choose a token for every row of logits (B, vocabulary); an error of one row takes its place.
+    """Sample a token for every row of logits (B, vocabulary); a row's error takes its place.
 
-    Rows that are `plain` cost one argmax and one `mx.eval` for all of them. An error of
-    computing the logits is the step's, and raised.
+    Plain rows cost a single argmax and `mx.eval`. Errors in computing the logits are raised.
     """
     if logits.shape[0] != len(samplers):
         raise ValueError(f"logits of {logits.shape[0]} rows for {len(samplers)} choosers")
@@ -300,10 +299,10 @@ def without_frames(error: Exception) -> Exception:
 
 
 def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """Keep the fewest likeliest tokens with `top_p` of the probability; -inf elsewhere.
+    """Keep the smallest set of top tokens with probability `top_p`; set the others to -inf.
 
-    logprobs: (..., vocabulary), or scores with the largest near 0. Tokens as likely as the last
-    kept one stay too.
+    logprobs: (..., vocabulary), or scores with the largest near 0. Ties with the last kept token
+    are kept too.
     """
     ascending = mx.sort(logprobs, axis=-1)
     probs = mx.exp(ascending.astype(mx.float32))
@@ -313,7 +312,7 @@ def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
 
 
 def apply_min_p(logprobs: mx.array, min_p: float) -> mx.array:
-    """Keep tokens of at least `min_p` times the likeliest one's probability; -inf elsewhere.
+    """Keep tokens with at least `min_p` times the top probability; set the others to -inf.
 
     logprobs: (..., vocabulary), or scores with the largest near 0. min_p: above 0.
     """
@@ -322,7 +321,7 @@ def apply_min_p(logprobs: mx.array, min_p: float) -> mx.array:
 
 
 def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
-    """Keep the `top_k` likeliest tokens; -inf elsewhere. logprobs: (..., more than top_k)."""
+    """Keep the `top_k` most probable tokens; set others to -inf. logprobs: (..., over top_k)."""
     others = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)[..., top_k:]
     least = mx.array(-math.inf, logprobs.dtype)
     return mx.put_along_axis(logprobs, others, least, axis=-1)
@@ -348,7 +347,7 @@ def _filtered(
 
 
 def _nucleus(logprobs: mx.array, top_p: float, tokens: int) -> tuple[mx.array, mx.array]:
-    """Apply `apply_top_p` to the `tokens` likeliest; return whether they are enough."""
+    """Apply `apply_top_p` to the top `tokens` only; also return whether they were enough."""
     ascending = mx.sort(mx.topk(logprobs, tokens))
     above = mx.cumsum(mx.exp(ascending), reverse=True, inclusive=False)
     dropped = above >= top_p * mx.exp(logprobs).sum()
@@ -363,13 +362,13 @@ def _at_least(logprobs: mx.array, ascending: mx.array, dropped: mx.array) -> mx.
 
 @dataclass(slots=True)
 class _Draft:
-    """A row's choice before it is computed."""
+    """Sampling of a row, not evaluated yet."""
 
     token: mx.array
     value: mx.array
-    """The token's logit."""
+    """Logit of the token."""
     enough: mx.array | None = None
-    """Whether top-p ended among the tokens looked at."""
+    """Whether top-p ended among the tokens considered."""
     logprob: mx.array | None = None
     top_tokens: mx.array | None = None
     top_logprobs: mx.array | None = None
@@ -387,7 +386,7 @@ class _Draft:
         return [array for array in every if array is not None]
 
     def top(self) -> tuple[tuple[int, float], ...]:
-        """Return the likeliest tokens in order, equally likely ones by number."""
+        """Return the top tokens in order; ties are ordered by id."""
         if self.top_tokens is None or self.top_logprobs is None:
             return ()
         pairs = zip(_numbers(self.top_tokens), _numbers(self.top_logprobs), strict=True)

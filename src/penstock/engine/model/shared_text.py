@@ -1,8 +1,8 @@
-"""Text of many sequences, proposed to others that wrote the same. Pure: no arrays of MLX.
+"""Prompt-lookup speculation across sequences of one tenant. Pure: no MLX arrays.
 
-    propose ──> the sequence's new tokens into its page ──> continuation elsewhere
+    propose ──> append the sequence's new tokens to its page ──> continuation elsewhere
 
-A tenant's sequences only see text of the same tenant.
+Sequences never see text of another tenant.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from penstock.engine.model.proposals import (
 )
 
 SHARED_TEXT_TOKENS = 131_072
-"""Most recent tokens kept of all sequences together."""
+"""Number of most recent tokens kept over all sequences."""
 PAGE_TOKENS = 256
-"""Tokens of a page, filled by one sequence."""
+"""Number of tokens in a page, which one sequence fills."""
 PAGE_BYTES = 4 * PAGE_TOKENS + 4 * 8
 """Bytes of a page with its links."""
 NONE = -1
-"""Number of no token, no place and no sequence."""
+"""Marker for no token, no position and no sequence."""
 
 
 class SharedText:
-    """The last tokens of all sequences, in pages, of which the oldest is reused."""
+    """Ring of pages with the most recent tokens of all sequences."""
 
     def __init__(self, tokens: int = SHARED_TEXT_TOKENS) -> None:
         self._pages = tokens // PAGE_TOKENS
@@ -69,7 +69,7 @@ class SharedText:
             done += count
 
     def find(self, writer: TextWriter, last: Sequence[int], limit: int) -> Proposal:
-        """Return the newest continuation of the longest agreement with `last` in others' text."""
+        """Return the newest continuation of the longest match with `last` in other sequences."""
         ends = self._others(writer, np.flatnonzero(self._tokens == last[-1]))
         places, agreement = ends, 1
         for token in reversed(last[:-1]):
@@ -86,7 +86,7 @@ class SharedText:
     # ---- parts
 
     def _others(self, writer: TextWriter, places: TextPlaces) -> TextPlaces:
-        """Return the places with a next token in text of the tenant's other sequences."""
+        """Return the positions with a next token in the tenant's other sequences."""
         pages = places // PAGE_TOKENS
         places = places[
             (self._tenants[pages] == writer.tenant) & (self._writers[pages] != writer.id)
@@ -106,13 +106,13 @@ class SharedText:
         return tokens
 
     def _moved(self, places: TextPlaces, by: int) -> TextPlaces:
-        """Return the places one token forward or back; `NONE` where there is none."""
+        """Return the positions shifted by one token; `NONE` past either end."""
         pages, moved = places // PAGE_TOKENS, places + by
         beyond = (self._behind if by > 0 else self._before)[pages]
         return np.where(moved // PAGE_TOKENS == pages, moved, beyond)
 
     def _turn(self, writer: TextWriter, previous: int) -> None:
-        """Give a sequence the oldest page, after its previous one."""
+        """Give a sequence the oldest page, linked to its previous one."""
         page, self._next = self._next, (self._next + 1) % self._pages
         start = page * PAGE_TOKENS
         # Pages beside it in its old text end there now.
@@ -132,7 +132,7 @@ class SharedText:
 
 
 class TextWriter:
-    """Position of one sequence in the shared text; `id` from 0, `tenant` is a number."""
+    """Write position of one sequence in the shared text; `id` from 0, `tenant` is a number."""
 
     __slots__ = ("id", "page", "tenant", "used")
 
@@ -141,13 +141,13 @@ class TextWriter:
         self.tenant = tenant
         self.page = NONE
         self.used = 0
-        """Tokens written to the page."""
+        """Number of tokens in the current page."""
 
 
 class SharedProposer:
-    """Proposes other sequences' continuation of the same tokens, within the tenant of `root`.
+    """Proposes continuations from other sequences of the same tenant, given by `root`.
 
-    The first `known_tokens` were computed, and added, by an earlier sequence.
+    The first `known_tokens` were added by an earlier sequence.
     """
 
     def __init__(

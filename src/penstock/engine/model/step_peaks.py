@@ -1,8 +1,8 @@
-"""Bytes of the largest steps of a model, measured once in the life of a process.
+"""Peak memory of a model's largest steps, measured once per process.
 
-The lag of MLX's threads behind their caller differs from run to run, and the peak of one and the
-same step with it, by some percent. So measurements are kept: an engine that is opened again asks
-for the same bytes as the first, on the same model and on one that was loaded again.
+The peak of the same step varies by some percent from run to run, with the lag of MLX's threads. So
+measurements are cached: a second engine reserves the same bytes as the first, on the same model or
+on one loaded again.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import Any, Protocol
 from mlx.utils import tree_flatten
 
 MOST_FORMS = 1_000
-"""Most peaks that are kept; of more, those measured first go."""
+"""Maximum number of cached measurements; the oldest are dropped."""
 
 REMEMBERED_SECONDS = 0.5
 """Seconds of measuring from which the peaks are written for the next process."""
 
 _measured: dict[Hashable, StepPeaks] = {}
-"""Peaks by the form of a model and the way in which it was run."""
+"""Measurements by form of the model and run settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """Most bytes of steps beside weights and tails, and the seconds of a prefill."""
+    """Peak bytes of steps, without weights and tails, and the prefill time."""
 
     prefill: int
-    """Bytes of a chunk at the start of a prompt."""
+    """Bytes of the first chunk of a prompt."""
     decode: int
     """Bytes of a decode step."""
     sample: int
-    """Bytes of choosing a token for each sequence."""
+    """Bytes of sampling a token for each sequence."""
     far: int
-    """Bytes of a chunk far into a prompt; 0 where it takes no more than the first."""
+    """Bytes of a chunk far into a prompt; 0 if it needs no more than the first."""
     far_tokens: int
-    """Tokens of the prompt in front of that chunk."""
+    """Context length of that chunk in tokens."""
     token_seconds: float
-    """Seconds per token of a chunk at the start of a prompt."""
+    """Seconds per token of the first chunk of a prompt."""
     measured_tokens: int
-    """Tokens of the chunk that was measured; `prefill` is that of a whole one."""
+    """Number of tokens in the measured chunk; `prefill` is scaled to a whole one."""
 
 
 class PeaksFile(Protocol):
@@ -66,8 +66,8 @@ def measured_once(
     Measure them otherwise.
 
     Args:
-        model: mlx-lm's. Other settings, or weights of other shapes or dtypes make another form.
-        run_as: everything else on which a step's peak depends.
+        model: mlx-lm model; its form is its settings and the shapes and dtypes of its weights.
+        run_as: everything else on which the peaks depend.
         measure: runs the steps.
         open_file: opens the file of other processes' peaks by their identity; None without one.
     """

@@ -1,4 +1,4 @@
-"""Trials of a step in reserved bytes: small ones tell what larger ones take, and how long."""
+"""Trial runs of a step within reserved bytes, extrapolated to larger steps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import mlx.core as mx
 logger = logging.getLogger(__name__)
 
 Reserve: TypeAlias = Callable[[int], AbstractContextManager[object]]
-"""Reserves bytes until a `with` block is left."""
+"""Function that reserves bytes for the duration of a `with` block."""
 
 ROUNDS = 12
-"""Most measurements of a step; the largest counts."""
+"""Maximum measurements of a step; the largest counts."""
 RANK_ROUNDS = 3
-"""Measurements of a step of several ranks, which all run it equally often."""
+"""Measurements of a step with several ranks, which must all run it equally often."""
 ROUNDS_SECONDS = 0.1
-"""Seconds of measuring after which a step is not measured again."""
+"""Seconds of measuring after which a step is not repeated."""
 TRIAL_TOKENS = 8
-"""Tokens of the chunk that tells how long a whole one would take, and how many bytes."""
+"""Tokens of the first trial chunk, from which time and bytes of a whole one are estimated."""
 TRIAL_SECONDS = 1.0
-"""Seconds that it may take to be read twice: the first time MLX makes its kernels."""
+"""Time limit for two runs of the trial chunk in seconds; MLX compiles kernels in the first."""
 MOST_SECONDS = 5.0
 """Most seconds that a step may be expected to take and still be measured. A slower one is reckoned
 from a shorter one, in proportion: its bytes grow no faster than its tokens, but for the scores."""
@@ -36,7 +36,7 @@ LEAST_SECONDS = 0.5
 SECOND_WEIGHT_BYTES = 5_000_000_000
 """Bytes of weights that are loaded in about ten seconds: a second of measuring is a tenth of it."""
 SLACK = 1.10
-"""Factor from the bytes of a measured step to the bytes that are reserved for it."""
+"""Ratio of reserved to measured bytes of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,17 @@ class MeasuredStep:
     """A step that was run."""
 
     size: int
-    """Tokens or rows of it."""
+    """Number of tokens or rows."""
     nbytes: int
     seconds: float
 
     def scaled(self, size: int) -> int:
-        """Return the bytes of a larger step, in proportion."""
+        """Return the bytes extrapolated linearly to a larger step."""
         return -(-self.nbytes * size // self.size)
 
 
 class StepTrials:
-    """Runs steps in reserved bytes, and not for long: small ones tell what larger ones take.
+    """Runs steps within reserved bytes and limited time, starting with small ones.
 
     Args:
         reserve: reserves bytes.
@@ -89,17 +89,17 @@ class StepTrials:
         beside: int = 0,
         scores: Callable[[int], int] = lambda size: 0,
     ) -> MeasuredStep:
-        """Measure a step of `size` tokens or rows, or of as many as there is time for.
+        """Measure a step of `size` tokens or rows, or the largest that the time allows.
 
         Args:
-            run: runs a step of a size.
-            size: the size that is asked for.
-            unit_bytes: bytes that a token or row takes, about.
-            beside: bytes that every step takes beside that; they are left out of the result.
-            scores: bytes that do not grow in proportion, by the size; 0 by default.
+            run: runs a step of a given size.
+            size: requested size.
+            unit_bytes: approximate bytes per token or row.
+            beside: constant bytes of every step, excluded from the result.
+            scores: bytes that do not grow linearly, by size; 0 by default.
 
         Raises:
-            LedgerFull, NeverFits: there is no room for the next larger step.
+            LedgerFull, NeverFits: no memory for the next larger step.
         """
         if not self._alone:
             taken, seconds = peak_of(lambda: run(size), float("inf"), RANK_ROUNDS)
@@ -179,11 +179,10 @@ def _fitting(reached: int, seconds: float, size: int, left: float) -> int:
 def peak_of(
     run: Callable[[], object], limit_seconds: float = ROUNDS_SECONDS, rounds: int = ROUNDS
 ) -> tuple[int, float]:
-    """Return the most bytes and the least seconds that `run` takes after any other work.
+    """Return the peak bytes and the shortest time of `run` over several rounds.
 
-    MLX hands a cached buffer out again even if it is larger than the request, so its cache is off
-    meanwhile. The lag of MLX's threads behind their caller differs by some percent from run to run,
-    so a quick step is run again.
+    MLX's cache is disabled meanwhile, because it reuses buffers larger than requested. The peak
+    varies by some percent with the lag of MLX's threads, so a fast step is repeated.
     """
     kept = mx.set_cache_limit(0)
     mx.clear_cache()

@@ -1,4 +1,4 @@
-"""From tokens to text that is certain: whole characters, cut before the first stop string."""
+"""Incremental detokenization: complete characters, cut before the first stop string."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """mlx-lm's streaming detokenizer, a copy for each answer."""
+    """Interface of mlx-lm's streaming detokenizers; each answer has its own copy."""
 
     def add_token(self, token: int) -> None:
         """Add one token."""
 
     def finalize(self) -> None:
-        """Stop waiting for the rest of a character."""
+        """Flush an incomplete character."""
 
     def reset(self) -> None:
-        """Begin another text, in buffers of its own."""
+        """Start a new text, in new buffers."""
 
     @property
     def text(self) -> str:
-        """All whole characters."""
+        """All complete characters."""
 
     @property
     def last_segment(self) -> str:
-        """Whole characters since the last read."""
+        """Complete characters since the last read."""
 
 
 class NoText:
@@ -50,20 +50,20 @@ class NoText:
 
 
 class TextStream:
-    """The text of one answer in pieces, each as soon as it is certain.
+    """Text of one answer, emitted in pieces as soon as they are final.
 
-    The stop string completed first ends the text, of several the longest; the text is cut where it
-    begins. The division into tokens makes no difference. A possible start of a stop string is held
-    back until it is decided. Linear in the text.
+    The stop string completed first ends the text, the longest one on a tie; the text is cut before
+    it. The result does not depend on how the text is split into tokens. A possible start of a stop
+    string is held back until decided. Linear in the length of the text.
 
     Args:
-        detokenizer: this answer's own.
-        stop: strings that end the text.
-        before: last tokens in front of the text: with them its first space is emitted, which
-            mlx-lm's detokenizers drop at the start of a text.
-        keep_stop: whether the text keeps the stop string that ends it.
-        min_tokens: first tokens that no stop string can end.
-        silent: tokens that add nothing to the text.
+        detokenizer: detokenizer of this answer.
+        stop: stop strings.
+        before: last tokens of the prompt, to emit a leading space, which mlx-lm's detokenizers drop
+            at the start of a text.
+        keep_stop: whether the text includes the stop string.
+        min_tokens: number of leading tokens that stop strings cannot end.
+        silent: tokens without text.
     """
 
     __slots__ = (
@@ -85,22 +85,22 @@ class TextStream:
         self._keep_stop = keep_stop
         self._silent = silent
         self._early_tokens = min_tokens + 1
-        """Tokens before a stop string may count, the one that completes it included."""
+        """Number of leading tokens that cannot complete a stop string."""
         self._known = 0
-        """Characters of `before` that the detokenizer has not emitted yet."""
+        """Characters of `before` not yet emitted by the detokenizer."""
         self._begin_behind(before)
         self._stops = _Stops(stop) if stop else None
         self._state = _ROOT
         self._held = ""
         self.stopped: str | None = None
-        """The stop string that ended the text."""
+        """Stop string that ended the text."""
 
     @property
     def may_stop(self) -> bool:
         return self._stops is not None
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that is certain with it. Empty after a stop."""
+        """Add a token; return the text that is now final. Empty after a stop."""
         if self.stopped is not None:
             return ""
         self._early_tokens = max(0, self._early_tokens - 1)
@@ -121,7 +121,7 @@ class TextStream:
         return text + pending
 
     def _begin_behind(self, before: Sequence[int]) -> None:
-        """Let the detokenizer read the tokens in front of the text, which are not emitted."""
+        """Feed the prompt's last tokens to the detokenizer without emitting them."""
         if not before:
             return
         for token in before:
@@ -139,7 +139,7 @@ class TextStream:
         return piece[known:]
 
     def _certain(self, piece: str) -> str:
-        """Add text; return the part in which no stop string can begin any more."""
+        """Add text; return the part in which no stop string can start."""
         if self._stops is None:
             return piece
         for end, char in enumerate(piece, 1):
@@ -159,9 +159,9 @@ _ROOT = 0
 
 
 class _Stops:
-    """Finds several strings in one pass over the text (Aho and Corasick 1975).
+    """Finds several strings in one pass (Aho and Corasick 1975).
 
-    A state is the longest suffix of the text so far that begins one of the strings.
+    A state is the longest suffix of the text that is a prefix of one of the strings.
     """
 
     __slots__ = ("_fallback", "_next", "depth", "found")
@@ -170,9 +170,9 @@ class _Stops:
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [_ROOT]
         self.depth = [0]
-        """Characters of the state."""
+        """Length of each state in characters."""
         self.found: list[str | None] = [None]
-        """The longest string that the state ends with."""
+        """Longest string that ends at each state."""
         for stop in stops:
             self._add(stop)
         self._link()
@@ -197,7 +197,7 @@ class _Stops:
         self.found[state] = stop
 
     def _link(self) -> None:
-        """Set where each state continues when a character does not fit, shallow ones first."""
+        """Set the failure links of all states, shallow ones first."""
         waiting = deque(self._next[_ROOT].values())
         while waiting:
             state = waiting.popleft()

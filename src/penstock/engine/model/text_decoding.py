@@ -1,4 +1,4 @@
-"""Ways from an answer's tokens to its text: by a tokenizer, or without one."""
+"""Detokenization of answers, with a tokenizer or without one."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from penstock.engine.request import Request
 from penstock.models.byte_level import detokenizer_of
 
 TEXT_BEFORE_TOKENS = 16
-"""Last tokens of a prompt that are read for a text that goes on with it."""
+"""Number of last prompt tokens read for a continuation of the prompt's text."""
 
 
 class TokensOnly:
-    """Answers of an engine without a tokenizer: tokens, and no text."""
+    """Answers of an engine without a tokenizer: tokens without text."""
 
     ends: frozenset[int] = frozenset()
     """Tokens that end an answer."""
 
     def grammars(self, vocabulary_size: int, limit_bytes: int) -> Grammars | NoGrammars:
-        """Return the compiled grammars of an engine under a memory limit."""
+        """Create the cache of compiled grammars, under a memory limit."""
         return NoGrammars()
 
     def stream(self, request: Request) -> TextStream:
-        """Return the text of a new answer."""
+        """Create the text stream of a new answer."""
         return TextStream(NoText())
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, empty without a tokenizer."""
+        """Return the text of tokens; empty without a tokenizer."""
         return ""
 
 
 class TextDecoding(TokensOnly):
-    """Text of answers by mlx-lm's wrapper of a tokenizer."""
+    """Answers with text, by mlx-lm's tokenizer wrapper."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -60,7 +60,7 @@ class TextDecoding(TokensOnly):
 
     @cached_property
     def _detokenizer(self) -> Detokenizer:
-        """Made by mlx-lm from the whole vocabulary, which takes long; copies share its tables."""
+        """Detokenizer whose tables are built from the whole vocabulary, once; copies share them."""
         detokenizer: Detokenizer = detokenizer_of(self._tokenizer)
         return detokenizer
 
@@ -71,5 +71,5 @@ class TextDecoding(TokensOnly):
 
 
 def text_of(tokenizer: Any) -> TokensOnly:
-    """Return the way to text by mlx-lm's wrapper of a tokenizer, which may be None."""
+    """Return the text decoding for mlx-lm's tokenizer wrapper; None gives tokens only."""
     return TokensOnly() if tokenizer is None else TextDecoding(tokenizer)

@@ -1,9 +1,9 @@
-"""Process that tries grammars out; started by `grammar_trials`, it imports nothing of penstock.
+"""Subprocess for trial compilations of grammars; imports nothing of penstock.
 
-    a line of JSON: grammar and limits ──> a fork with limits compiles it ──> a line: what it took
+    line of JSON: grammar and limits ──> compiled in a fork with limits ──> line: bytes and time
 
-Each fork may use so much processor time and memory, and ends; this process stays small. It ends
-when its input closes, so at the latest with the process that started it.
+Only the forks use much memory. The process ends when its input closes, at the latest when
+`grammar_trials`, which started it, ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 LINE_BYTES = 1_000
-"""Most bytes of an error's text, so that a pipe takes it at once."""
+"""Maximum length of an error text in bytes, so that writing it to a pipe is atomic."""
 
 
 class Bytes:
-    """Tokenizer with a token for each byte, and a special one."""
+    """Tokenizer with one token per byte, and a special one."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -31,12 +31,12 @@ class Bytes:
     tokens = (*(bytes([byte]) for byte in range(256)), b"<|special|>")
 
     def __call__(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
+        """Return the UTF-8 bytes of a text."""
         return list(text.encode())
 
 
 def main(lines: Iterable[str]) -> None:
-    """Try each grammar of the lines, and write a line for it."""
+    """Try the grammar of each line, and write a line with the result."""
     from llguidance import LLTokenizer, TokenizerWrapper  # its place is in the arguments
 
     tokenizer = LLTokenizer(TokenizerWrapper(Bytes()), slices=[])
@@ -48,7 +48,7 @@ def main(lines: Iterable[str]) -> None:
 def _forked(
     tokenizer: Any, grammar: str, limits: dict[str, Any], seconds: float, nbytes: int
 ) -> dict[str, Any]:
-    """Return the error of a grammar, if any, its bytes, and its fork's time and signal."""
+    """Compile a grammar in a fork; return its error, if any, memory, time and signal."""
     reading, writing = os.pipe()
     fork = os.fork()
     if fork == 0:
@@ -72,19 +72,19 @@ def _forked(
 
 
 def _limit(seconds: float, nbytes: int) -> None:
-    """Let a signal end this process after `seconds` of work, and bound its further memory."""
+    """Limit this process to `seconds` of processor time and `nbytes` more memory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     # Without Linux's figures, and where the limit is not kept, the bytes are compared at the end.
     with suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + nbytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        address_space = pages * resource.getpagesize() + nbytes
+        resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
 
 
 def _error(tokenizer: Any, grammar: str, limits: dict[str, Any]) -> str:
-    """Return why a grammar is invalid or cannot begin; empty if it can."""
+    """Return why a grammar is invalid or matches nothing; empty if it is fine."""
     from llguidance import LLMatcher, LLParserLimits
 
     bounds = LLParserLimits(**limits)

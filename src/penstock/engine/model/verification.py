@@ -1,8 +1,8 @@
-"""Checks of proposed tokens: those that the sampler chooses itself are accepted.
+"""Verification of proposed tokens: the prefix that the sampler would generate is accepted.
 
-The choice after n accepted tokens is the one that the sampler makes of the same logits without
-proposals: its draw depends on seed, answer and position alone. So the distribution is the model's,
-and a seeded answer is the same.
+A draw depends only on seed, choice and position. So the sampler chooses the same token from the
+same logits with and without proposals: the distribution is the model's, and seeded answers are
+reproducible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def verified_greedy(
 ) -> list[list[SampledToken] | Exception]:
     """Return each row's tokens up to the first that was not proposed.
 
-    `chosen` has the token after each new one, row by row, one more a row than the longest proposal.
+    `chosen` has the argmax after each new token, row by row: one more per row than the longest
+    proposal.
     """
     width = 1 + max(map(len, proposals))
     return [
@@ -48,9 +49,9 @@ def verified(
     samplers: Sequence[TokenSampler],
     generated: Sequence[Sequence[int]],
 ) -> list[list[SampledToken] | Exception]:
-    """Choose each row's tokens up to the first that was not proposed.
+    """Sample each row's tokens up to the first that was not proposed.
 
-    logits: (rows, width, vocabulary), computed.
+    logits: (rows, width, vocabulary), evaluated.
     """
     first = sample_all(logits[:, 0], samplers, generated)
     rows: list[list[SampledToken] | Exception] = []
@@ -69,7 +70,7 @@ def _go_on(
     sampler: TokenSampler,
     generated: Sequence[int],
 ) -> list[SampledToken]:
-    """Choose further tokens as long as the last one was proposed."""
+    """Sample further tokens as long as the last one matches the proposal."""
     ahead = sampler.ahead() if proposal else sampler
     for index, proposed in enumerate(proposal):
         if tokens[index].token != proposed:

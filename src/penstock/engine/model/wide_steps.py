@@ -1,4 +1,4 @@
-"""Trial of a decode step of several tokens a row, before an engine speculates with a model."""
+"""Self-test of decode steps with several tokens per row, before speculation is used."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 def reads_several(runner: Runner) -> bool:
-    """Tell whether two rows of three new tokens have the logits of two prompts.
+    """Return whether two rows of three new tokens get the same logits as two prompts.
 
-    A model's own code may be made for one token a row; a wrong result is logged.
+    A model's own code may assume one token per row; a mismatch is logged.
     """
     if not runner.takes_several:
         return False
@@ -32,7 +32,7 @@ def reads_several(runner: Runner) -> bool:
 
 
 def _difference(runner: Runner) -> str:
-    """Return by how much the logits differ, in words; empty if they are right."""
+    """Return the deviation of the logits as text; empty if within tolerance."""
     half = len(PROBE) // 2
     tokens = PROBE[:half], PROBE[half:]
     rows = [DecodeRow((), 0, slot, 0) for slot in range(len(tokens))]

@@ -1,1 +1,1 @@
-"""Retention of prefixes: window layers and the codecs of nodes."""
+"""Retentions: state that layers resume from besides plain KV, one module per kind."""

@@ -1,4 +1,4 @@
-"""Retention of layers that compress: rows for every few tokens, beside a short window."""
+"""Retention of compressed layers: one row for every few tokens, beside a short window."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from penstock.kv.states import RecurrentState
 
 
 class CompressedRows(Retention):
-    """Keeps the rows of compressing layers in whole blocks.
+    """Keeps the rows of compressed layers in whole blocks.
 
     Args:
-        rows: of the layers, by their number.
+        rows: row specifications by layer number.
     """
 
     def __init__(self, rows: Mapping[int, Rows]) -> None:
@@ -22,14 +22,14 @@ class CompressedRows(Retention):
 
     @property
     def ends_blocks(self) -> bool:
-        """Whether each block is committed alone: its rows are complete at its end."""
+        """Whether each block is committed alone, because its rows are complete only at its end."""
         return True
 
     @property
     def resumes_inside(self) -> bool:
-        """Whether a sequence can resume inside a block: its last rows would be missing."""
+        """False: inside a block, the last rows would be missing."""
         return False
 
     def completed(self, segment: Segment, state: RecurrentState) -> tuple[Segment, RecurrentState]:
-        """Move the rows that were kept beside a block, until it was full, into its segment."""
+        """Move the loose rows of a full block from the states into its segment."""
         return completed(segment, state, self._rows)

@@ -1,4 +1,4 @@
-"""Retention of the index by which decode steps choose tokens: beside the keys of each segment."""
+"""Retention of the key index, from which decode steps select the tokens to attend to."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class KeyIndexing(Retention):
-    """Indexes the keys of segments. Not thread-safe: the engine's thread.
+    """Indexes the keys of segments. Not thread-safe: owned by the engine's thread.
 
     Args:
-        index: of the engine's choice.
-        prefixes: of the engine.
-        token_bytes: bytes of the index of one token in all layers.
-        ops: encode the index.
+        index: builds the index.
+        prefixes: prefix tree of the engine.
+        token_bytes: index bytes of one token in all layers.
+        ops: array operations that encode the index.
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class KeyIndexing(Retention):
         self._ops = ops
 
     def computed(self, segment: Segment, start: int) -> Segment:
-        """Return a segment with its index."""
+        """Return a segment with its key index."""
         return self._index.indexed(segment, start, self._ops)
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return a segment with its index; one that was encoded has lost that of its keys."""
+        """Return a segment with its key index; encoding a segment drops it."""
         return self._index.indexed(segment, start, self._ops)
 
     def attached(self, path: Path) -> None:
-        """Index the keys of nodes that came without: from a tier, or before there was an index.
+        """Index the keys of nodes without an index, for instance nodes read from a tier.
 
-        A node for whose index there is no room is read whole.
+        A node whose index does not fit into memory is attended to in full.
         """
         for node in path:
             if self._index.complete(node.segment):

@@ -1,4 +1,4 @@
-"""Retention of recurrent layers: checkpoints of their states at boundaries between blocks."""
+"""Retention of recurrent layers: checkpoints of their states at block boundaries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class RecurrentStates(Retention):
-    """Keeps and evicts checkpoints of a tree. Not thread-safe: the engine's thread.
+    """Captures and evicts checkpoints of a tree. Not thread-safe: owned by the engine's thread.
 
     Args:
-        prefixes: of the engine.
-        state_bytes: of one sequence's states.
-        spacing_tokens: between two checkpoints that stay near a path's end.
+        prefixes: prefix tree of the engine.
+        state_bytes: bytes of one sequence's states.
+        spacing_tokens: distance between two checkpoints kept near the end of a path.
     """
 
     def __init__(
@@ -29,19 +29,19 @@ class RecurrentStates(Retention):
 
     @property
     def ends_blocks(self) -> bool:
-        """Whether each block is committed alone: states are captured at its end."""
+        """Whether each block is committed alone, because states are captured at its end."""
         return True
 
     def resume(self, path: Path, limit: int) -> int:
-        """Return the position of the deepest checkpoint of a path, up to a limit, or 0."""
+        """Return the position of the deepest checkpoint of a path, up to a limit; 0 without one."""
         return marks.resume(path, limit)[0]
 
     def state(self, path: Path, position: int) -> RecurrentState | None:
-        """Return the states at a position that `resume` returned; None at the beginning."""
+        """Return the states at a position returned by `resume`; None at position 0."""
         return marks.resume(path, position)[1]
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
-        """Return the end of a sequence with its states; None without room, or finite states."""
+        """Return a partial block with its states; None if memory is full or states not finite."""
         if state is None or not self._prefixes.make_room(self._state_bytes):
             return None
         states = state.owned()
@@ -50,7 +50,7 @@ class RecurrentStates(Retention):
         return segment.checkpointed([Checkpoint(segment.tokens, states, turn_end=True)])
 
     def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> None:
-        """Keep states under a boundary of a path; see `Checkpoints.capture`."""
+        """Checkpoint states at a boundary of a path; see `Checkpoints.capture`."""
         self.checkpoints.capture(path, position, state, turn_end=turn_end)
 
     def end_turn(self, path: Path, position: int) -> int:

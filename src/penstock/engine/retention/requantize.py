@@ -1,22 +1,21 @@
-"""Choice of the blocks that are encoded in fewer bits, and of the time.
+"""Quantization of cached blocks: which blocks are encoded, and when.
 
     at-rest   finish  ──> changed ──> nodes without a reader  ──> between two steps one is encoded
                                       and takes the raw one's place
     active    commit    ──> committed: a whole block is encoded before it becomes part of a path
 
-The first tokens of prompts and unfinished blocks stay in full precision; coded blocks are never
+The first tokens of prompts and partial blocks stay in full precision. Coded blocks are never
 dequantized again.
 
-At rest a node is due once some path through it is `least_tokens` long, answers included. Sequences
-that stay shorter are raw as a whole, but for blocks that they share with a longer one. Raw blocks
-of short paths are not written to cold tiers, whose blocks are coded. So a short prompt reads the
-same numbers before and after a restart.
+At rest, a node is encoded once a path through it has `least_tokens` tokens, generated ones
+included. Shorter sequences stay raw, except for blocks shared with a longer one. Cold tiers store
+only coded blocks, so raw blocks of short paths are not written, and a short prompt reads the same
+values before and after a restart.
 
-At rest an answer reads its own tokens in full precision, and reads codes of blocks that an earlier
-answer left behind. With `active` a token reads its own block raw. From the first coded block on, it
-reads every whole block in front of its own as codes. So the numbers that it reads are a function of
-its position and the settings, and not of the cache. A prompt is then read block by block, and a hit
-ends where the block of the last token begins.
+At rest, an answer attends to its own tokens in full precision, and to the codes of cached blocks.
+With `active`, a token attends to its own block raw and to all earlier blocks, from the first coded
+one on, as codes. The values then depend only on positions and settings, not on cache hits. Prompts
+are prefilled block by block, and a cache hit ends before the block of the prompt's last token.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class Requantizer(Retention):
-    """Holds nodes as a rule says. Not thread-safe: the engine's thread.
+    """Quantizes nodes by a rule. Not thread-safe: owned by the engine's thread.
 
     Args:
-        rule: which tokens and layers are held in which codecs.
-        prefixes: of the engine.
-        shapes: of one token in each layer.
-        limits: the engine's settings.
-        ops: compute codes.
+        rule: codec for each range of tokens and each layer.
+        prefixes: prefix tree of the engine.
+        shapes: KV shape of one token in each layer.
+        limits: settings of the engine.
+        ops: array operations of the codecs.
 
     Raises:
-        LedgerFull: there is no room for the codes that are made meanwhile.
-        SettingError: the scheme cannot hold this model's heads, or is not read as it lies.
+        LedgerFull: no memory for the codes being computed.
+        SettingError: the scheme does not support this model's head size or its joined KV.
     """
 
     def __init__(
@@ -65,22 +64,22 @@ class Requantizer(Retention):
         self._ops = ops
         self._token_bits, left = rule.token_bits(shapes)
         self.token_bytes = (self._token_bits + left) / 8
-        """Bytes of one token's KV in all layers, encoded by the rule."""
+        """KV bytes per token over all layers, encoded by the rule."""
         self._form = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
         self._prefixes = prefixes
         self._first = rule.first_tokens
         self._least = rule.least_tokens
         self._begins_long: set[int] = set()
-        """Ids of nodes that end in front of `least_tokens`, but have a longer path through them."""
+        """Ids of nodes that end before `least_tokens` but are part of a longer path."""
         self.active = limits.kv_cache_quantize_when == "active"
-        """Whether blocks are encoded as soon as they are whole."""
+        """Whether blocks are encoded as soon as they are complete."""
         self._due: deque[ref[Node[Segment]]] = deque()
-        """Nodes that the tree alone holds: one that is evicted meanwhile takes no memory."""
+        """Weak references to nodes to encode; the tree owns them."""
         self._looked = True
         self._left: set[int] = set()
         """Ids of nodes of which a part had to stay raw."""
         self._awaited: set[int] = set()
-        """Ids of nodes that preempted answers will read again."""
+        """Ids of nodes that preempted sequences will read again."""
         block = BlockFormat.of(shapes).nbytes(prefixes.block_size) if self.active else 0
         self._buffers = prefixes.ledger.reserve(
             Kind.BUFFERS, piece_bytes(shapes, ops.lanes) + block
@@ -93,36 +92,36 @@ class Requantizer(Retention):
 
     @property
     def codec_name(self) -> str:
-        """Codec of the rule."""
+        """Name of the rule's codec."""
         return self.rule.scheme.name
 
     def coded_token_bytes(self, nbytes: float) -> float:
-        """Return the bytes of a token's KV, encoded by the rule."""
+        """Return the encoded bytes of one token's KV."""
         return self.token_bytes
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether prompts are read block by block: with `active`."""
+        """Whether prompts are prefilled block by block; True with `active`."""
         return self.active
 
     @property
     def ends_blocks(self) -> bool:
-        """Whether each block is committed alone: with `active`, as codes."""
+        """Whether each block is committed alone, as codes; True with `active`."""
         return self.active
 
     def changed(self) -> None:
-        """Note that nodes have come, or are no longer read."""
+        """Note that nodes were added, or are no longer read."""
         self._looked = False
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return a whole block in the form that all tokens behind it read: with `active`, coded.
+        """Return a whole block in the form that later tokens attend to: coded with `active`.
 
         Args:
-            segment: the block, in full precision; not changed.
-            start: its position.
+            segment: the block in full precision; not changed.
+            start: position of the block.
 
         Raises:
-            MemoryError, RuntimeError: MLX found no room.
+            MemoryError, RuntimeError: MLX is out of memory.
         """
         if not self.active or start < self._first:
             return segment
@@ -130,15 +129,15 @@ class Requantizer(Retention):
         return replace(self.rule.encoded(segment, self._ops), index=())
 
     def exchange_one(self, awaited: Iterable[Path]) -> Node[Segment] | None:
-        """Encode one node that is due and return it; None without one.
+        """Encode one node and return it; None if no node is due.
 
-        None, too, without room for both its forms: it is tried again at the next step.
+        Also None if memory cannot hold both forms; the next step tries again.
 
         Args:
-            awaited: paths of answers that were preempted, which read them again.
+            awaited: paths of preempted sequences, which will read them again.
 
         Raises:
-            MemoryError, RuntimeError: MLX found no room; the node stays as it is.
+            MemoryError, RuntimeError: MLX is out of memory; the node is unchanged.
         """
         if not self._looked:
             self._look(awaited)
@@ -153,13 +152,13 @@ class Requantizer(Retention):
         return None
 
     def release(self) -> None:
-        """Release the bytes that were set aside."""
+        """Release the bytes set aside for encoding."""
         self._buffers.release()
 
     # ---- parts
 
     def _look(self, awaited: Iterable[Path]) -> None:
-        """Find the nodes that are due, each before those below it."""
+        """Find the nodes to encode, parents before children."""
         self._looked = True
         self._awaited = {node.id for path in awaited for node in path}
         self._begins_long = self._find_beginnings()
@@ -167,7 +166,7 @@ class Requantizer(Retention):
         self._left &= {node.id for node in self._prefixes.tree}
 
     def _find_beginnings(self) -> set[int]:
-        """Return the nodes, by their ids, in front of those that hold token `least_tokens`."""
+        """Return the ids of the nodes before those that contain token `least_tokens`."""
         long = (node for node in self._prefixes.tree if node.start < self._least <= node.end)
         return {above.id for node in long for above in upwards(node.parent)}
 
@@ -181,7 +180,7 @@ class Requantizer(Retention):
         return not self._form.holds(node.segment)
 
     def _exchange(self, node: Node[Segment]) -> bool:
-        """Cut off the first tokens, which stay raw, and encode the rest; False without room."""
+        """Split off the tokens that stay raw, and encode the rest; False if out of memory."""
         blocks = (self._first - node.start) // self._prefixes.block_size
         try:
             if blocks > 0 and not self._prefixes.cut(node, blocks):
@@ -199,5 +198,5 @@ class Requantizer(Retention):
         return self.rule.encoded(segment, self._ops)
 
     def _bytes_of(self, node: Node[Segment]) -> int:
-        """Return the most bytes that a node's new form takes."""
+        """Return the maximum bytes of a node in its new form."""
         return len(node.tokens) * self._token_bits // 8

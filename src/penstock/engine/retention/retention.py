@@ -1,4 +1,4 @@
-"""`Retention`: one kind of state that layers resume from, beside plain keys and values."""
+"""`Retention`: interface of a kind of state that layers resume from besides plain KV."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from penstock.prefix.node import Node
 from penstock.prefix.pin import Pin
 
 Path: TypeAlias = Sequence[Node[Segment]]
-"""Nodes of the prefix tree, from the root on."""
+"""Nodes of the prefix tree, starting at the root."""
 PathReader: TypeAlias = tuple[Path, int]
-"""Path of a running sequence, and the number of its first tokens that the sequence reads."""
+"""Path of a running sequence, and the number of leading tokens that it reads."""
 
 
 class RunningPath(Protocol):
-    """KV of a running sequence, whose first tokens are those of a path of the tree."""
+    """KV of a running sequence with a path in the prefix tree."""
 
     @property
     def pin(self) -> Pin[Segment] | None:
-        """The pinned path; None without one."""
+        """Pinned path; None without one."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """First tokens of the path that the sequence reads."""
+        """Number of cached tokens that the sequence reads."""
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """Hashes of its whole blocks."""
+        """Hashes of the sequence's whole blocks."""
 
     def note_again(self, first: int) -> None:
-        """Have the cached blocks from the `first` on written to the tiers that lack them."""
+        """Queue cached blocks from index `first` on again, for tiers that lack them."""
 
 
 class Retention:
     """One kind of state that layers resume from: windows, recurrent states, codecs, an index.
 
-    An engine holds a tuple of them and asks each in turn. A new kind is a subclass that overrides
-    what it needs: every method here is right for layers with plain keys and values. Not
-    thread-safe: the engine's thread.
+    An engine has a tuple of retentions and calls each in turn. A new kind is a subclass that
+    overrides only what it needs: the defaults suit layers with plain KV. Not thread-safe: owned by
+    the engine's thread.
     """
 
     @property
@@ -50,12 +50,12 @@ class Retention:
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether prompts are read block by block, since a block is read in another form."""
+        """Whether prompts are prefilled block by block, as finished blocks are read as codes."""
         return False
 
     @property
     def ends_blocks(self) -> bool:
-        """Whether each block is committed alone while decoding, for work at its end."""
+        """Whether each block is committed alone during decoding, to run code at its end."""
         return False
 
     @property
@@ -65,16 +65,16 @@ class Retention:
 
     @property
     def spills(self) -> bool:
-        """Whether keys and values of running sequences leave memory."""
+        """Whether KV of running sequences can be spilled to a cold tier."""
         return False
 
     @property
     def codec_name(self) -> str | None:
-        """Codec in which blocks are held; None if they stay as they are."""
+        """Codec of cached blocks; None if they stay raw."""
         return None
 
     def coded_token_bytes(self, nbytes: float) -> float:
-        """Return the bytes of a token's KV in the tree, of as many bytes as it was computed."""
+        """Return the bytes of one token's KV in the tree, given its raw bytes."""
         return nbytes
 
     # ---- a path
@@ -88,82 +88,82 @@ class Retention:
         return self.complete(path, limit)
 
     def state(self, path: Path, position: int) -> RecurrentState | None:
-        """Return the states of recurrent layers at a position that `resume` returned."""
+        """Return the states of recurrent layers at a position returned by `resume`."""
         return None
 
     def attached(self, path: Path) -> None:
-        """Prepare a path that a sequence reads from now on."""
+        """Prepare a path that a sequence starts to read."""
 
     def check(self, path: Path, read: int, position: int) -> None:
-        """Check that a path has what a sequence reads.
+        """Check that a path has the state that a sequence needs.
 
         Args:
-            path: of the sequence.
-            read: first tokens of the path that it reads.
-            position: its next token.
+            path: path of the sequence.
+            read: number of leading tokens that it reads.
+            position: position of its next token.
 
         Raises:
-            AssertionError: something is missing.
+            AssertionError: state is missing.
         """
 
     # ---- new tokens
 
     def computed(self, segment: Segment, start: int) -> Segment:
-        """Return computed KV with what is kept beside it."""
+        """Return a computed segment with the data that this retention keeps beside its KV."""
         return segment
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return whole blocks in the form in which later tokens read them.
+        """Return whole blocks in the form that later tokens attend to.
 
         Raises:
-            MemoryError, RuntimeError: MLX found no room.
+            MemoryError, RuntimeError: MLX is out of memory.
         """
         return segment
 
     def completed(self, segment: Segment, state: RecurrentState) -> tuple[Segment, RecurrentState]:
-        """Move what states hold for a block that is full into its segment; return both."""
+        """Move the loose rows of a full block from the states into its segment; return both."""
         return segment, state
 
     def fill(
         self, pin: Pin[Segment], block_hashes: Sequence[bytes], segment: Segment, start: int
     ) -> bool:
-        """Copy KV from whole blocks to the nodes of the tree that lack it; False without room.
+        """Copy KV of whole blocks into nodes of the tree that lack it; False if out of memory.
 
         Args:
-            pin: the pin of a sequence that reads its path up to `start`; without room it is
-                shortened to what the sequence reads.
-            block_hashes: hashes of the sequence's blocks.
-            segment: blocks from `start` on, computed again or read from a tier.
+            pin: pin of a sequence that reads its path up to `start`; shortened to what the sequence
+                reads if out of memory.
+            block_hashes: block hashes of the sequence.
+            segment: blocks from `start` on, recomputed or read from a tier.
             start: position of the segment.
         """
         return True
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
-        """Return the end of a sequence with what is needed to resume behind it.
+        """Return the end of a sequence with the state needed to resume there.
 
-        None if there is no way to resume there, or no room for it.
+        None if it cannot be resumed, or if out of memory.
         """
         return segment
 
     # ---- events
 
     def changed(self) -> None:
-        """Note that nodes have come, or are no longer read."""
+        """Notify that nodes were added, or are no longer read."""
 
     def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> None:
-        """Keep a sequence's recurrent states at a boundary of its path, if there is room."""
+        """Checkpoint the recurrent states of a sequence at a boundary, if memory allows."""
 
     def end_prompt(self, path: Path, position: int) -> None:
         """Retain the position where a prompt ends."""
 
     def end_turn(self, path: Path, position: int) -> int:
-        """Retain the states with which a conversation goes on; return their position, or 0."""
+        """Retain the states from which a conversation continues; return their position, or 0."""
         return 0
 
     # ---- between two steps
 
     def exchange_one(self, awaited: Iterable[Path]) -> Node[Segment] | None:
-        """Hold one node in another form and return it; None if none is due.
+        """Change one node to another form, such as codes, and return it; None if none is due.
 
         Args:
             awaited: paths of answers that were preempted, which read them again.
@@ -174,19 +174,19 @@ class Retention:
         return None
 
     def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:
-        """Let KV leave memory that lies far behind the end of all its readers.
+        """Spill KV that lies far before the end of all its readers.
 
         Args:
-            readers: the running sequences.
-            wait: whether to wait until it is written.
+            readers: running sequences.
+            wait: whether to wait for pending writes.
         """
 
     def lost_nodes(self, places: Collection[int]) -> list[Node[Segment]]:
-        """Return the nodes that hold some of the given spilled blocks."""
+        """Return the nodes that contain any of the given spilled blocks."""
         return []
 
     def drop_lost(self, places: Collection[int]) -> None:
-        """Evict the nodes that hold some lost blocks; none is read any more."""
+        """Evict the unpinned nodes that contain any of the given lost blocks."""
 
     def release(self) -> None:
-        """Give back the bytes that were set aside."""
+        """Release the bytes set aside."""

@@ -1,10 +1,10 @@
-"""Retention of full-attention layers: keys and values far behind a sequence's end leave memory.
+"""Spilling of full-attention layers: KV far before the end of a sequence leaves memory.
 
-    commit ──> written to a tier, as all blocks are ──> behind the active tokens of all readers?
-           ──> `spill`: the node keeps its index, and of keys and values checksums and places
-    lost   ──> `drop_lost`: those nodes leave the tree; their tokens are computed again
+    commit ──> blocks are written to a tier ──> outside the active tokens of all readers?
+           ──> `spill`: the node keeps its index, and checksums and places of its KV
+        lost   ──> `drop_lost`: the nodes are evicted, and their tokens recomputed
 
-A node is spilled whole, once the records of all of its tokens are in a tier.
+A node is spilled as a whole, once the records of all of its tokens are in a tier.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 
 WRITE_SECONDS = 30.0
-"""Longest wait for a tier to write the KV that has to leave memory."""
+"""Maximum wait for a tier to write KV to spill, in seconds."""
 PAUSE_SECONDS = 30.0
-"""Seconds after a loss in which nothing is spilled that memory has room for."""
+"""Seconds after a loss during which KV is spilled only if memory is needed."""
 RETAIN_FROM = 64
-"""Records that are not in use by any node, from which on they are looked for."""
+"""Minimum number of records before unused ones are looked for."""
 
 
 class Spilling(Retention):
-    """Spills nodes to cold tiers. Not thread-safe: the engine's thread.
+    """Spills nodes to cold tiers. Not thread-safe: owned by the engine's thread.
 
     Args:
         blocks: places of spilled blocks, and their reader.
-        prefixes: of the engine.
-        tiers: of the engine.
-        selection: its layers are spilled, because they read a choice of long sequences.
-        spans: which blocks make a record.
-        active_tokens: last tokens of a sequence that stay in memory.
-        clock: seconds.
+        prefixes: prefix tree of the engine.
+        tiers: cold tiers of the engine.
+        selection: selective attention, whose layers are spilled.
+        spans: blocks of each record.
+        active_tokens: number of last tokens of a sequence that stay in memory.
+        clock: time in seconds.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Spilling(Retention):
         self._clock = clock
         self._paused_until = -np.inf
         self._records = 0
-        """Records with a place after those without a node were forgotten."""
+        """Number of records with a place after the last clean-up."""
 
     # ---- questions
 
@@ -86,38 +86,37 @@ class Spilling(Retention):
 
     @property
     def spilled_tokens(self) -> int:
-        """Tokens of the tree whose keys and values are in a tier alone. O(nodes)."""
+        """Number of tokens of the tree whose KV is only in a tier. O(nodes)."""
         return sum(len(node.tokens) for node in self._prefixes.tree if is_spilled(node.segment))
 
     def stats(self) -> SpillStats:
-        """Return the figures as they are now. O(nodes)."""
+        """Return the current statistics. O(nodes)."""
         spilled = self.spilled_tokens
         counts = replace(self.blocks.counts)
         return SpillStats(self._prefixes.tree.tokens - spilled, spilled, counts)
 
     @property
     def spills(self) -> bool:
-        """Whether keys and values of running sequences leave memory."""
         return True
 
     # ---- acts
 
     def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:
-        """Spill written nodes far behind all their readers; wait for the others if told to."""
+        """Spill written nodes far before the end of all readers; `wait` writes the rest first."""
         if wait:
             self.wait(readers)
         else:
             self.work(readers)
 
     def work(self, readers: Iterable[RunningPath], *, urgent: bool = False) -> bool:
-        """Spill written nodes that lie behind the active tokens of all their readers.
+        """Spill written nodes outside the active tokens of all their readers.
 
         Args:
             readers: paths of the running sequences.
-            urgent: whether memory is needed, so that there is no pause after a loss.
+            urgent: whether memory is needed, so that the pause after a loss is skipped.
 
         Returns:
-            Whether nodes that are due remain, since no tier has them yet.
+            Whether nodes remain to spill because no tier has them yet.
         """
         paths = [path for path in readers if path.pin is not None]
         if not urgent and self._clock() < self._paused_until:
@@ -133,11 +132,11 @@ class Spilling(Retention):
             for node in (path.pin.path if path.pin is not None else ())
             if node.end <= ends[node.id] and self._can_leave(node)
         ]
-        held = self.blocks.held({key for _, records in due for key in records.values()})
+        known = self.blocks.held({key for _, records in due for key in records.values()})
         waiting, lost_blocks = False, set[int]()
         for node, records in due:
             if self._can_leave(node):  # not yet for another path
-                ready = bool(records) and held.issuperset(records.values())
+                ready = bool(records) and known.issuperset(records.values())
                 try:
                     waiting = not (ready and self._spill(node, records)) or waiting
                 except SpilledLost as error:  # records have other numbers: write them again
@@ -151,7 +150,7 @@ class Spilling(Retention):
         return waiting
 
     def wait(self, readers: Iterable[RunningPath]) -> bool:
-        """Have the tiers write the KV that is due, wait, and spill it; False if they did not."""
+        """Let the tiers write the KV to spill, then spill it; False if that took too long."""
         paths = list(readers)
         until = time.monotonic() + WRITE_SECONDS
         for attempt in ("noted", "noted again"):
@@ -167,7 +166,7 @@ class Spilling(Retention):
         return False
 
     def drop_lost(self, places: Collection[int]) -> None:
-        """Evict the nodes that hold some lost blocks, and all below them; none is read any more."""
+        """Evict the unpinned nodes that contain lost blocks, and their descendants."""
         self._paused_until = self._clock() + PAUSE_SECONDS
         self.blocks.forget(places)
         for node in self.lost_nodes(places):
@@ -175,18 +174,18 @@ class Spilling(Retention):
                 self._prefixes.drop(node)
 
     def lost_nodes(self, places: Collection[int]) -> list[Node[Segment]]:
-        """Return the nodes that hold some of the given blocks."""
+        """Return the nodes that contain any of the given blocks."""
         lost = set(places)
         return [n for n in self._prefixes.tree if not lost.isdisjoint(places_of(n.segment))]
 
     def release(self) -> None:
-        """Give back the bytes that were set aside."""
+        """Release the bytes set aside."""
         self.blocks.release()
 
     # ---- parts
 
     def _note_again(self, path: RunningPath) -> None:
-        """Have the cached blocks of a path written again, behind the first spilled ones."""
+        """Queue the cached blocks of a path after the first spilled ones to be written again."""
         nodes = path.pin.path if path.pin is not None else ()
         start = next((node.start for node in nodes if not is_spilled(node.segment)), None)
         if start is not None:
@@ -199,10 +198,10 @@ class Spilling(Retention):
         return not (node.partial or is_spilled(segment)) and self._is_indexed(segment)
 
     def _spill(self, node: Node[Segment], records: Mapping[int, bytes]) -> bool:
-        """Spill a node that is in a tier; False without room for the places, or for both forms.
+        """Spill a node whose blocks are in a tier; False if out of memory.
 
         Raises:
-            SpilledLost: records of a coded node have other numbers.
+            SpilledLost: records differ from the codes of the node.
         """
         places = self._places(node, records)
         if places is None:
@@ -214,9 +213,9 @@ class Spilling(Retention):
         return self._prefixes.exchange(node, lambda held: self._spilled(held, places), nbytes)
 
     def _records_of(self, node: Node[Segment], block_hashes: Sequence[bytes]) -> dict[int, bytes]:
-        """Return the records that have a node's blocks, by the first of these in each.
+        """Return the records that contain a node's blocks, by the first block of each.
 
-        None of them if the chain ends inside the last one.
+        Empty if the chain ends inside the last record.
         """
         size, records = self._prefixes.block_size, {}
         first, stop = node.start // size, node.end // size
@@ -229,7 +228,7 @@ class Spilling(Retention):
         return records
 
     def _places(self, node: Node[Segment], records: Mapping[int, bytes]) -> Numbers | None:
-        """Return the places of a node's blocks; None without room for them."""
+        """Return the places of a node's blocks; None if out of memory."""
         size, places = self._prefixes.block_size, []
         for first, key in records.items():
             place = self.blocks.place(key)
@@ -242,7 +241,7 @@ class Spilling(Retention):
         return np.concatenate(places).astype(np.int32)
 
     def _spilled(self, segment: Segment, places: Numbers) -> Segment:
-        """Return a segment of whose chosen layers only checksums and places are in memory."""
+        """Return a segment whose selected layers keep only checksums and places in memory."""
         layers: list[Layer] = list(segment.layers)
         for number in self._layers:
             keys, values = segment.layers[number]
@@ -252,51 +251,51 @@ class Spilling(Retention):
             )
         return replace(segment, layers=tuple(layers))
 
-    def _side(self, held: Side, layer: int, side: int, places: Numbers) -> Coded:
-        if isinstance(held, mx.array):
-            return Spilled(self.blocks, layer, side, held.dtype).spilled(held, places)
-        assert isinstance(held, Coded)
+    def _side(self, values: Side, layer: int, side: int, places: Numbers) -> Coded:
+        if isinstance(values, mx.array):
+            return Spilled(self.blocks, layer, side, values.dtype).spilled(values, places)
+        assert isinstance(values, Coded)
         parts = []
-        for start in range(0, held.tokens, PIECE_TOKENS):
-            stop = min(start + PIECE_TOKENS, held.tokens)
-            own = places[start // BLOCK_TOKENS : stop // BLOCK_TOKENS]
-            parts.append(self._resting(held.take(start, stop), layer, side, own))
+        for start in range(0, values.tokens, PIECE_TOKENS):
+            stop = min(start + PIECE_TOKENS, values.tokens)
+            piece_places = places[start // BLOCK_TOKENS : stop // BLOCK_TOKENS]
+            parts.append(self._resting(values.take(start, stop), layer, side, piece_places))
         return parts[0].join(*parts[1:]) if len(parts) > 1 else parts[0]
 
-    def _resting(self, held: Coded, layer: int, side: int, places: Numbers) -> Coded:
-        """Spill codes; of each block the tier has the numbers before coding, or those decoded.
+    def _resting(self, coded: Coded, layer: int, side: int, places: Numbers) -> Coded:
+        """Spill codes. The tier has each block either as encoded from or as decoded to its records.
 
         Raises:
-            SpilledLost: it has other ones.
+            SpilledLost: a record matches neither.
         """
         there, ops = self.blocks.as_recorded(layer, side, places), self.blocks.ops
-        encoded = held.codec.encode(there, ops).parts
-        resting = _equal_blocks(encoded, held.parts, len(places))
-        decoded = [held.dequantize(ops).astype(there.dtype)]
+        encoded = coded.codec.encode(there, ops).parts
+        resting = _equal_blocks(encoded, coded.parts, len(places))
+        decoded = [coded.dequantize(ops).astype(there.dtype)]
         lost = places[~(resting | _equal_blocks(decoded, [there], len(places)))]
         if len(lost):
             raise SpilledLost(tuple(lost.tolist()))
-        codec = Spilled(self.blocks, layer, side, there.dtype, rest=held.codec)
+        codec = Spilled(self.blocks, layer, side, there.dtype, rest=coded.codec)
         return codec.spilled(there, places | np.where(resting, AT_REST, 0))
 
     def _retain(self) -> None:
-        """Forget the places of records that no node has any more, now and then."""
+        """Forget the places of records that no node uses, once they have doubled."""
         if self.blocks.records < 2 * self._records + RETAIN_FROM:
             return
-        held = set()
+        used = set()
         for node in self._prefixes.tree:
-            held |= places_of(node.segment)
-        self.blocks.retain(held)
+            used |= places_of(node.segment)
+        self.blocks.retain(used)
         self._records = self.blocks.records
 
 
 def is_spilled(segment: Segment) -> bool:
-    """Tell whether some keys and values of a segment are in a tier alone."""
+    """Return whether part of a segment's KV is only in a tier."""
     return _spilled_side(segment) is not None
 
 
 def places_of(segment: Segment) -> set[int]:
-    """Return the places of a segment's blocks that are in a tier alone."""
+    """Return the places of a segment's blocks that are only in a tier."""
     side = _spilled_side(segment)
     return set() if side is None else set((np.array(side.parts[1])[0, 0] & ~AT_REST).tolist())
 
@@ -308,7 +307,7 @@ def _is_coded(side: Side) -> bool:
 def _equal_blocks(
     left_parts: Sequence[mx.array], right_parts: Sequence[mx.array], blocks: int
 ) -> NDArray[np.bool_]:
-    """Return in which blocks the parts of two sides are equal for all heads, (blocks,)."""
+    """Compare two sides block by block over all heads; return booleans, (blocks,)."""
     equal = np.ones(blocks, np.bool_)
     for left, right in zip(left_parts, right_parts, strict=True):
         same = (left == right).reshape(left.shape[1], blocks, -1)

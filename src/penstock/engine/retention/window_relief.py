@@ -1,4 +1,4 @@
-"""Frees bytes of sliding-window layers for `Prefixes`, which knows neither sequences nor tiers."""
+"""Adapter through which `Prefixes` frees KV of sliding-window layers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.prefix.node import Node
 
 
 class WindowRelief:
-    """Relieves windows, for the running sequences of an engine. See `prefix.beside.Relief`.
+    """Frees KV of windows, given the running sequences. See `prefix.beside.Relief`.
 
     Args:
-        windows: of the engine's tree.
-        readers: lists the running sequences.
-        waiting: lists the ids of nodes with blocks that wait to be written. None of them where
-            other ranks hold the same tree, because each writes at a pace of its own.
+        windows: window retention of the engine's tree.
+        readers: returns the running sequences.
+        waiting: returns the ids of nodes with blocks still to be written. Empty with several ranks,
+            whose tiers write at different speeds.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class WindowRelief:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that `relieve` frees of nodes that are read, at least."""
+        """Lower bound of the bytes that `relieve` frees from pinned nodes."""
         return self._windows.pinned_bytes(self._readers())
 
     def is_useless(self, node: Node[Segment]) -> bool:
-        """Tell whether no sequence reads a node, and none can resume in it or behind it."""
+        """Return whether no sequence reads a node, and none can resume in or after it."""
         return self._windows.is_useless(node)

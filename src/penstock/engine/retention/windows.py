@@ -1,13 +1,13 @@
-"""Retention of sliding-window layers: which tokens of a node keep their keys and values there.
+"""Retention of sliding-window layers: drops the KV of nodes outside every retained window.
 
-    bytes are short ──> relieve: least recently used nodes drop KV that no retained position needs
-    match           ──> resume: back to the deepest position at which all windows are complete
-    prefilled again ──> fill: KV that was computed once more takes its place in the nodes
+    memory is short ──> relieve: least recently used nodes drop KV that no retained position needs
+        match           ──> resume: the deepest position at which all windows are complete
+        prefilled again ──> fill: recomputed KV is copied back into the nodes
 
 To resume at a position, a sliding-window layer needs only the `window` tokens before it. Retained
 positions are the ends of branches, the forks between them, held prefixes, and the positions of
-running sequences. The ends of the newest turns are retained, too, as long as that frees enough. A
-node keeps its block hashes, and its other layers stay shared, as if nothing was dropped.
+running sequences. The ends of the newest turns are retained as well, as long as the rest frees
+enough. A node keeps its block hashes, and its other layers stay shared.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
 
 TURN_ENDS = 2
-"""Newest ends of turns of a branch that are retained; with recurrent layers also of answers."""
+"""Number of newest turn ends per branch that are retained; with recurrent layers also answers'
+ends."""
 
 Droppable = dict[int, dict[int, int]]
-"""First tokens that can be dropped: by node id, then by layer."""
+"""Number of leading tokens to drop, by node id and layer."""
 
 
 class Windows(Retention):
-    """Drops and refills the KV of sliding-window layers. Not thread-safe: the engine's thread.
+    """Drops and refills KV of sliding-window layers. Not thread-safe: owned by the engine's thread.
 
     Args:
-        prefixes: of the engine.
-        windows: see `windows_of`; not empty.
-        shapes: of one token in each layer.
-        marks_prompts: whether the ends of prompts are retained. With recurrent layers a checkpoint
-            says that a turn ends.
+        prefixes: prefix tree of the engine.
+        windows: window of each layer, from `windows_of`; not empty.
+        shapes: KV shape of one token in each layer.
+        marks_prompts: whether the ends of prompts are retained; with recurrent layers, checkpoints
+            mark the ends of turns instead.
 
     Raises:
-        LedgerFull: there is no room for the copy of one layer's window.
+        LedgerFull: no memory for the copy of one layer's window.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Windows(Retention):
         self._marks_prompts = marks_prompts
         self.windows = dict(windows)
         self._layers: dict[int, list[int]] = {}
-        """Layers by their window."""
+        """Layer numbers by window."""
         for layer, tokens in windows.items():
             self._layers.setdefault(tokens, []).append(layer)
         self._prefixes = prefixes
@@ -81,25 +82,25 @@ class Windows(Retention):
     # ---- questions
 
     def complete(self, path: Path, limit: int) -> int:
-        """Return the deepest position of a path, up to a limit, at which every window is whole."""
+        """Return the deepest position, up to a limit, at which every window is complete."""
         return resume(path, limit, self.windows)
 
     def is_useless(self, node: Node[Segment]) -> bool:
-        """Tell whether no sequence reads a node, and none can resume in it or behind it."""
+        """Return whether no sequence reads a node, and none can resume in or after it."""
         if node.children or node.pins or not node.segment.missing:
             return False
         return self.resume(node.path(), node.end) <= node.start
 
     def check(self, path: Path, read: int, position: int) -> None:
-        """Check that every layer holds the tokens that a sequence sees.
+        """Check that every layer has the tokens that a sequence sees.
 
         Args:
-            path: of the sequence.
-            read: first tokens of the path that it reads.
-            position: its next token.
+            path: path of the sequence.
+            read: number of leading tokens that it reads.
+            position: position of its next token.
 
         Raises:
-            AssertionError: a layer lacks one of them.
+            AssertionError: a layer lacks a token.
         """
         for node in path:
             for layer, gone in enumerate(node.segment.missing):
@@ -110,10 +111,10 @@ class Windows(Retention):
                     )
 
     def droppable(self, readers: Iterable[PathReader], *, turns: bool) -> Droppable:
-        """Return the first tokens that no retained position needs. O(nodes).
+        """Return the leading tokens of nodes that no retained position needs. O(nodes).
 
         Args:
-            readers: the running sequences.
+            readers: running sequences.
             turns: whether the ends of turns are retained.
         """
         nearest = self._nearest(readers, turns=turns)
@@ -123,11 +124,11 @@ class Windows(Retention):
         return {node_id: layers for node_id, layers in droppable.items() if layers}
 
     def _droppable_of(self, node: Node[Segment], nearest: float) -> dict[int, int]:
-        """Return how many first tokens of a node each layer can drop.
+        """Return the number of leading tokens of a node that each layer can drop.
 
         Args:
-            node: of the tree.
-            nearest: the first retained position in the node or behind it.
+            node: node of the tree.
+            nearest: first retained position in or after the node.
         """
         missing, size = node.segment.missing, self._prefixes.block_size
         droppable: dict[int, int] = {}
@@ -140,10 +141,10 @@ class Windows(Retention):
         return droppable
 
     def pinned_bytes(self, readers: Iterable[PathReader]) -> int:
-        """Return the bytes that `relieve` frees of nodes that are read, at least. O(nodes).
+        """Return a lower bound of the bytes that `relieve` frees from pinned nodes. O(nodes).
 
         Args:
-            readers: the running sequences.
+            readers: running sequences.
         """
         droppable, nbytes = self.droppable(readers, turns=False), 0
         for node in self._prefixes.tree:
@@ -156,19 +157,19 @@ class Windows(Retention):
     # ---- acts
 
     def end_prompt(self, path: Path, position: int) -> None:
-        """Retain the position where a prompt ends, until a later one ends on the same branch.
+        """Retain the position where a prompt ends, until a later prompt ends on the same branch.
 
-        The next turn may leave out some of the answer, or ask for another one.
+        The next turn may omit part of the answer, or regenerate it.
         """
         if not self._marks_prompts:
             return
         forks = [number for number, node in enumerate(path, 1) if len(node.children) > 1]
         shared = max(forks, default=0)
         for number, node in enumerate(path):
-            before, at = node.segment.checkpoints, position - node.start
-            after = [mark for mark in before if number < shared or mark.at == at]
-            if 0 < at <= len(node.tokens) and all(mark.at != at for mark in after):
-                after.append(Checkpoint(at, (), turn_end=True))
+            before, offset = node.segment.checkpoints, position - node.start
+            after = [mark for mark in before if number < shared or mark.at == offset]
+            if 0 < offset <= len(node.tokens) and all(mark.at != offset for mark in after):
+                after.append(Checkpoint(offset, (), turn_end=True))
             if [mark.at for mark in before] != sorted(mark.at for mark in after):
                 # The new segment holds the same arrays.
                 self._prefixes.tree.exchange(node, node.segment.checkpointed(after))
@@ -178,16 +179,16 @@ class Windows(Retention):
     ) -> int:
         """Drop KV that no retained position needs, until `nbytes` are free.
 
-        Least recently used nodes come first. The ends of turns inside a branch are retained as long
-        as the rest frees enough.
+        Drops from the least recently used nodes first, and before the ends of turns as long as that
+        frees enough.
 
         Args:
-            nbytes: to be freed.
-            readers: the running sequences.
-            waiting: ids of nodes with blocks that wait to be written; they come last.
+            nbytes: bytes to free.
+            readers: running sequences.
+            waiting: ids of nodes with blocks still to be written, which come last.
 
         Returns:
-            Bytes freed; less than asked if nothing is left to drop.
+            Bytes freed; less than `nbytes` if nothing is left to drop.
         """
         before, reading = self._prefixes.nbytes, list(readers)
         try:
@@ -203,7 +204,7 @@ class Windows(Retention):
     def _in_order(
         self, readers: Iterable[PathReader], waiting: Collection[int], *, turns: bool
     ) -> Iterator[tuple[Node[Segment], int, int]]:
-        """Yield node, layer and count of first tokens to drop, the least valuable first."""
+        """Yield node, layer and number of leading tokens to drop, least valuable first."""
 
         def order(node: Node[Segment]) -> tuple[bool, float, int]:
             return node.id in waiting, node.last_used_seconds, node.start
@@ -217,16 +218,16 @@ class Windows(Retention):
     def fill(
         self, pin: Pin[Segment], block_hashes: Sequence[bytes], segment: Segment, start: int
     ) -> bool:
-        """Copy a segment's KV to the nodes that hold its tokens and lack some layers of them.
+        """Copy KV of a segment into the nodes that contain its tokens but lack some layers.
 
         Args:
-            pin: the pin of a sequence that reads its path up to `start`.
-            block_hashes: hashes of the sequence's blocks.
-            segment: the blocks from `start` on, computed again or read from a tier.
-            start: position of the segment, between two blocks.
+            pin: pin of a sequence that reads its path up to `start`.
+            block_hashes: block hashes of the sequence.
+            segment: blocks from `start` on, recomputed or read from a tier.
+            start: position of the segment, a block boundary.
 
         Returns:
-            False if there is no room; the pin is then shortened to what its sequence reads.
+            False if out of memory; the pin is then shortened to what its sequence reads.
         """
         prefixes, size = self._prefixes, self._prefixes.block_size
         chain = block_hashes[: (start + segment.tokens) // size]
@@ -247,13 +248,13 @@ class Windows(Retention):
     # ---- parts
 
     def _nearest(self, readers: Iterable[PathReader], *, turns: bool) -> dict[int, float]:
-        """Return the first retained position in every node or behind it, by node id."""
+        """Return the first retained position in or after every node, by node id."""
         nodes = sorted(self._prefixes.tree, key=lambda node: node.start, reverse=True)
         nearest = {node.id: _retained(node) for node in nodes}
         for node in nodes:
             if turns and not node.children:
-                for above, at in islice(_turn_ends(node), TURN_ENDS):
-                    nearest[above.id] = min(nearest[above.id], at)
+                for above, position in islice(_turn_ends(node), TURN_ENDS):
+                    nearest[above.id] = min(nearest[above.id], position)
         for path, read in readers:
             for node in path:
                 if node.start < read <= node.end:
@@ -264,13 +265,13 @@ class Windows(Retention):
         return nearest
 
     def _drop(self, node: Node[Segment], layer: int, count: int) -> None:
-        """Drop a layer's first tokens, if there is room for a copy of the others."""
+        """Drop the leading tokens of a layer, if there is memory for a copy of the others."""
         _, stays = _sizes(node, layer, count)
         more = max(0, stays - self._copy.nbytes)
         self._prefixes.exchange(node, lambda segment: segment.thinned({layer: count}), more)
 
     def _fill(self, node: Node[Segment], segment: Segment, start: int, end: int) -> bool:
-        """Fill the tokens start..end-1 of a node, cut out of it; return False without room."""
+        """Fill tokens `start..end - 1` of a node, split off from it; False if out of memory."""
         size = self._prefixes.block_size
         if node.start < start and not self._prefixes.cut(node, (start - node.start) // size):
             return False
@@ -284,20 +285,20 @@ class Windows(Retention):
             return True
         layers = zip(segment.layers, missing, strict=True)
         nbytes = sum(col.nbytes(*layer) for layer, gone in layers if gone)
-        at = node.start - start
+        offset = node.start - start
         return self._prefixes.exchange(
             node,
-            lambda short: short.filled(segment, at),
+            lambda short: short.filled(segment, offset),
             nbytes * len(node.tokens) // segment.tokens,
         )
 
 
 def windows_of(attention_windows: Sequence[AttentionWindow], max_kv_tokens: int) -> dict[int, int]:
-    """Return the windows in tokens of the layers that see less than a path may hold, by layer.
+    """Return the window sizes of layers that see less than a whole path, by layer number.
 
     Args:
-        attention_windows: of all layers; those that also see the first tokens are not counted.
-        max_kv_tokens: the longest path.
+        attention_windows: windows of all layers; those that keep leading tokens are ignored.
+        max_kv_tokens: maximum length of a path.
     """
     return {
         layer: attention_window.window
@@ -309,15 +310,14 @@ def windows_of(attention_windows: Sequence[AttentionWindow], max_kv_tokens: int)
 
 
 def resume(path: Path, max_kv_tokens: int, windows: Mapping[int, int]) -> int:
-    """Return the deepest position of a path before which every layer holds its window.
+    """Return the deepest position of a path before which every layer has its window.
 
-    A node can lack only its first tokens, so the search goes from the start of one node with
-    missing tokens to the start of another.
+    Only leading tokens of a node can be missing, so only the starts of incomplete nodes are tried.
 
     Args:
         path: nodes from the root.
-        max_kv_tokens: the deepest position that is asked for.
-        windows: see `windows_of`.
+        max_kv_tokens: upper bound of the position.
+        windows: window sizes by layer, from `windows_of`.
     """
     position = max_kv_tokens
     for node in reversed(path):
@@ -331,7 +331,7 @@ def resume(path: Path, max_kv_tokens: int, windows: Mapping[int, int]) -> int:
 
 
 def _retained(node: Node[Segment]) -> float:
-    """Return the first position of a node that is retained even if no sequence runs."""
+    """Return the first position of a node that is retained even without running sequences."""
     if node.held_until_seconds is not None:
         return node.start
     whole = sum(not child.partial for child in node.children.values())
@@ -339,7 +339,7 @@ def _retained(node: Node[Segment]) -> float:
 
 
 def _turn_ends(leaf: Node[Segment]) -> Iterator[tuple[Node[Segment], int]]:
-    """Yield node and position of the ends of turns of a branch, the newest first."""
+    """Yield node and position of the ends of turns on a branch, newest first."""
     for node in upwards(leaf):
         for checkpoint in reversed(node.segment.checkpoints):
             if checkpoint.turn_end:
@@ -347,13 +347,13 @@ def _turn_ends(leaf: Node[Segment]) -> Iterator[tuple[Node[Segment], int]]:
 
 
 def _sizes(node: Node[Segment], layer: int, count: int) -> tuple[int, int]:
-    """Return the bytes that a layer holds of its first `count` tokens, and of the others."""
+    """Return the bytes of a layer's first `count` tokens, and of the rest."""
     gone = node.segment.missing[layer] if node.segment.missing else 0
-    held = col.nbytes(*node.segment.layers[layer])
-    stays = held * (len(node.tokens) - count) // (len(node.tokens) - gone)
-    return held - stays, stays
+    nbytes = col.nbytes(*node.segment.layers[layer])
+    stays = nbytes * (len(node.tokens) - count) // (len(node.tokens) - gone)
+    return nbytes - stays, stays
 
 
 def _short(path: Path, start: int) -> list[Node[Segment]]:
-    """Return the nodes of a path in which a layer lacks a token behind `start`."""
+    """Return the nodes of a path in which a layer lacks a token after `start`."""
     return [node for node in path if node.start + max(node.segment.missing, default=-inf) > start]

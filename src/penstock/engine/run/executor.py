@@ -1,10 +1,10 @@
-"""Passes of the model over sequences: the middle one of the three calls of a step.
+"""Forward passes of a step, the second of its three calls.
 
-    decode   ──> a token of each running sequence is computed and chosen
-    prefill  ──> a chunk of a prompt is computed
+    decode ──> compute and sample a token for each running sequence
+        prefill ──> compute a chunk of a prompt
 
-Nothing that counts is changed here: the columns that a pass wrote lie behind the visible ends until
-it is postprocessed. A pass that fails is handed on with its error.
+A pass has no visible effect: it writes past each sequence's committed length, which only
+postprocessing advances. An error is returned with the pass, not raised.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from penstock.kv.states import RecurrentState
 
 @dataclass(frozen=True, slots=True)
 class DecodePass:
-    """The next tokens of each of some sequences, or the error of the pass."""
+    """New tokens of the decoded sequences, or the error of the pass."""
 
     sequences: list[Sequence]
     choices: list[list[SampledToken] | Exception]
-    """Tokens of each sequence, at least one, or the error for which none could be chosen."""
+    """Sampled tokens of each sequence, at least one, or the error that prevented sampling."""
     states: list[RecurrentState | None]
-    """Recurrent states behind the token, one a sequence; None without recurrent layers."""
+    """Recurrent states of each sequence after its tokens; None without recurrent layers."""
     error: Exception | None = None
 
 
 @dataclass(slots=True)
 class PrefillPass:
-    """The next tokens of one sequence's prompt, or the error of the pass."""
+    """KV of the next tokens of one prompt, or the error of the pass."""
 
     sequence: Sequence
     tokens: int
     started_seconds: float
     """Start of the pass, in seconds of `time.perf_counter`."""
     captures: bool = False
-    """Whether the states behind the tokens are kept."""
+    """Whether to checkpoint the states after the pass."""
     chunk: PrefillOutput | None = None
     scores: Scores | None = None
-    """Scores of the prompt's tokens behind those of the pass, if they are asked for."""
+    """Log-probabilities of the prompt tokens that follow each position; None if not requested."""
     error: Exception | None = None
 
     def take(self) -> PrefillOutput:
-        """Hand the arrays over: the pass does not keep them alive afterwards."""
+        """Return the arrays and drop the pass's references to them."""
         assert self.chunk is not None
         chunk, self.chunk = self.chunk, None
         return chunk
@@ -75,14 +75,14 @@ StepOutput: TypeAlias = Iterator[DecodePass | PrefillPass]
 
 
 class ModelExecutor:
-    """Runs the model over an engine's sequences. Not thread-safe: the engine's thread.
+    """Runs the model over the engine's sequences. Not thread-safe: owned by the engine's thread.
 
     Args:
-        runner: of the model.
-        stores: of keys and values; their cold nodes are evicted when MLX is out of memory.
-        group: the processes that run the same passes over the other parts of the model.
-        speculator: proposes tokens that a decode pass checks.
-        logits_tokens: most tokens of a prompt whose logits are computed together.
+        runner: runs the model.
+        stores: KV stores; cold nodes are evicted when MLX runs out of memory.
+        group: processes that run the same passes over the other shards of the model.
+        speculator: proposes tokens for decode passes to verify.
+        logits_tokens: maximum number of prompt tokens whose logits are computed together.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class ModelExecutor:
         self._speculator = speculator
 
     def run(self, plan: StepPlan[Sequence], meanwhile: Callable[[], object]) -> StepOutput:
-        """Yield the passes of a step; each is computed when the one before it was taken.
+        """Yield the passes of a step; each is computed after the previous one was consumed.
 
-        So a decoded token counts before a prompt's chunk begins, and a chunk reads the codes of the
-        block in front of it. The arrays of two passes are never held together.
+        So decoded tokens are postprocessed before the prefill chunk starts, and a chunk can read
+        the codes of the block before it. The arrays of two passes are never alive together.
 
         Args:
-            plan: of the step.
-            meanwhile: called while a decode pass computes.
+            plan: plan of the step.
+            meanwhile: callback to run while a decode pass computes.
         """
         if plan.decode:
             yield self._decode(list(plan.decode), meanwhile)
@@ -120,7 +120,7 @@ class ModelExecutor:
     # ---- decoding
 
     def _decode(self, sequences: list[Sequence], meanwhile: Callable[[], object]) -> DecodePass:
-        """Compute and choose the next tokens of each sequence: those proposed that are right."""
+        """Compute and sample the next tokens of each sequence, verifying its proposed tokens."""
         rows = [sequence.row() for sequence in sequences]
         order = in_order(rows)
         sequences, rows = [sequences[i] for i in order], [rows[i] for i in order]
@@ -169,7 +169,7 @@ class ModelExecutor:
         return DecodePass(sequences, chosen, states)
 
     def _recurrent_states(self, sequences: list[Sequence]) -> list[RecurrentState | None]:
-        """Return the states of recurrent layers of each sequence; nothing without such layers."""
+        """Return the recurrent states of each sequence; empty without recurrent layers."""
         return [s.kv.recurrent_state for s in sequences] if self._runner.is_recurrent else []
 
     def _states_behind(
@@ -180,9 +180,9 @@ class ModelExecutor:
         rows: list[DecodeRow],
         before: list[RecurrentState | None],
     ) -> list[RecurrentState | None]:
-        """Return each row's states of recurrent layers behind its accepted tokens.
+        """Return each row's recurrent states after its accepted tokens.
 
-        A state that has seen more cannot be taken back: those tokens are read again, from the
+        States cannot be rolled back: after a rejection, the accepted tokens are recomputed from the
         state before the step.
         """
         states: list[RecurrentState | None] = list(decoded.recurrent_states)
@@ -205,9 +205,9 @@ class ModelExecutor:
     # ---- prefilling
 
     def _prefill(self, sequence: Sequence, tokens: int) -> Iterator[PrefillPass]:
-        """Yield the passes over the next tokens of a prompt.
+        """Yield the passes over the next `tokens` tokens of a prompt.
 
-        A model that takes a prompt as mlx-lm cuts it reads up to the next cut.
+        For a model that needs mlx-lm's chunks, ends at the next chunk boundary instead.
         """
         for stop in self._stops(sequence, tokens):
             # A decode pass that ran out of memory preempts, and a chunk that fails ends it.
@@ -216,13 +216,13 @@ class ModelExecutor:
                 yield self._read(sequence, end - sequence.position, captures=end == stop)
 
     def _pass_end(self, sequence: Sequence, stop: int) -> int:
-        """Return the position at which a pass over a prompt ends that may go on up to `stop`."""
-        size, start, most = self._stores.block_size, sequence.position, stop
+        """Return the position, up to `stop`, at which the next pass over a prompt ends."""
+        size, start, length = self._stores.block_size, sequence.position, stop
         if self._stores.by_block:
-            most = size
+            length = size
         elif sequence.reads_logits and not self._runner.fitness.whole:
-            most = self._logits_tokens
-        return min(stop, start // size * size + most)
+            length = self._logits_tokens
+        return min(stop, start // size * size + length)
 
     def _stops(self, sequence: Sequence, tokens: int) -> list[int]:
         """Return the positions, in order, at which a pass over a prompt must end."""
@@ -232,12 +232,12 @@ class ModelExecutor:
         end = start + tokens
         if not self._runner.is_recurrent:
             return [end]
-        # The ends of its last whole block, and of the tree at its admission.
-        wanted = {sequence.kv.last_boundary, sequence.kv.matched_tokens}
-        return [*sorted(stop for stop in wanted if start < stop < end), end]
+        # Ends of its last whole block, and of the cached path at admission.
+        boundaries = {sequence.kv.last_boundary, sequence.kv.matched_tokens}
+        return [*sorted(stop for stop in boundaries if start < stop < end), end]
 
     def _read(self, sequence: Sequence, count: int, *, captures: bool) -> PrefillPass:
-        """Compute the next `count` tokens of a prompt together."""
+        """Compute the next `count` tokens of a prompt in one pass."""
         start, state = sequence.position, sequence.kv.recurrent_state
         tokens = sequence.tokens[start : start + count]
         started = time.perf_counter()
@@ -258,7 +258,7 @@ class ModelExecutor:
     def _compute(
         self, sequence: Sequence, tokens: list[int], start: int, state: RecurrentState | None
     ) -> tuple[PrefillOutput, Scores | None]:
-        """Compute tokens of a prompt, and the scores of those behind them if they are wanted."""
+        """Compute prompt tokens, and the log-probabilities of their successors if requested."""
         spans, logprobs = sequence.kv.spans(), sequence.kv.prompt_logprobs
         end = start + len(tokens)
         if logprobs is None or end <= logprobs.read_positions:
@@ -267,12 +267,12 @@ class ModelExecutor:
         return chunk, score(logits, logprobs.targets(start, end), logprobs.top)
 
     def _shrink_after(self, error: Exception) -> bool:
-        """Make room for a second try after MLX ran out of memory; tell whether that was it."""
+        """Free memory for a retry if MLX ran out of memory; return whether it did."""
         return self._stores.shrink_after(error)
 
 
 def _evaluate(meanwhile: Callable[[], object], *arrays: mx.array) -> None:
-    """Compute arrays, and do something else at the same time."""
+    """Evaluate arrays while running a callback."""
     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
     try:
         meanwhile()
@@ -281,7 +281,7 @@ def _evaluate(meanwhile: Callable[[], object], *arrays: mx.array) -> None:
 
 
 def _unruled(samplers: list[TokenSampler], proposals: list[list[int]]) -> bool:
-    """Tell whether no row with a rule has a proposal, behind which the rule may forbid tokens."""
+    """Return whether no row with a rule has proposed tokens."""
     pairs = zip(samplers, proposals, strict=True)
     return not any(proposal and sampler.constraint is not NO_RULE for sampler, proposal in pairs)
 
@@ -296,7 +296,7 @@ def _listed(chosen: list[SampledToken | Exception]) -> list[list[SampledToken] |
 
 
 def step_error(doing: str, error: Exception) -> PenstockError:
-    """Return the error with which an answer ends because of one in a step, without its frames."""
+    """Return the error for an answer that failed in a step, without stack frames."""
     if isinstance(error, PenstockError):
         without_frames(error)  # they would keep the step's arrays
         return error

@@ -1,7 +1,7 @@
-"""Check that the largest steps that the settings ask for fit, before they take memory.
+"""Check at startup that the largest steps allowed by the settings fit into memory.
 
-Small steps are run in reserved bytes; a line through the last two predicts the one that is asked
-for. A step is doubled as long as the next one fits, from a few tokens to a few times a usual one.
+Small steps are run within reserved bytes, doubling in size while the next one should fit.
+The largest step is extrapolated from the last two.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from penstock.ledger import Kind, Ledger
 from penstock.memory.sizes import format_bytes
 
 SMALL_BATCH = 8
-"""Sequences of a usual step."""
+"""Batch size that is assumed to fit."""
 FIRST = 4
-"""Tokens or sequences of the first step that is run."""
+"""Tokens or sequences of the first trial step."""
 DOUBLINGS = 3
-"""Most doublings of a step beyond two usual ones; its bytes grow in a line from there on."""
+"""Maximum doublings beyond twice the usual size; from there on memory grows linearly."""
 
 
 def check_largest_steps(
     ledger: Ledger, limits: EngineSettings, runner: Runner, group: ProcessGroup, columns: int
 ) -> None:
-    """Refuse a batch or a chunk that cannot fit beside the weights; the usual ones are not tried.
+    """Raise if a batch or chunk cannot fit beside the weights; default sizes are not checked.
 
     Args:
-        ledger: the ledger; the weights are counted in it.
-        limits: the engine's settings.
-        runner: runs its model.
-        group: the ranks; the one that takes most counts.
+        ledger: ledger that includes the weights.
+        limits: settings of the engine.
+        runner: runs the model.
+        group: ranks; the one that needs most memory counts.
         columns: columns of a tail.
 
     Raises:
-        StepTooLarge: one cannot fit; the error has the bytes that it would take.
+        StepTooLarge: a step cannot fit; the error has the bytes needed.
     """
     free, reserve = ledger.free_bytes, partial(ledger.reserve, Kind.BUFFERS)
     sequences, tokens = limits.max_batch_size, limits.step_tokens
@@ -70,13 +70,13 @@ def check_largest_steps(
         _check(setting, tokens, int(SLACK * step), ledger)
 
 
-def _check(setting: str, asked: int, needed: int, ledger: Ledger) -> None:
+def _check(setting: str, value: int, needed: int, ledger: Ledger) -> None:
     limit, free = ledger.limit_bytes, ledger.free_bytes
     if needed <= free:
         return
     flag = f"--{setting.replace('_', '-')}"
     raise StepTooLarge(
-        f"{setting} ({flag}) of {asked:,} needs about {format_bytes(needed)} for one step; the "
+        f"{setting} ({flag}) of {value:,} needs about {format_bytes(needed)} for one step; the "
         f"limit of {format_bytes(limit)} leaves {format_bytes(free)} beside the weights. Lower "
         f"{flag}, or raise --memory-limit",
         needed,
@@ -86,13 +86,13 @@ def _check(setting: str, asked: int, needed: int, ledger: Ledger) -> None:
 
 
 class SizedTrial:
-    """Runs of a step of growing size, each in the bytes that it is expected to take.
+    """Measures steps of growing size, each within the bytes that it is expected to take.
 
     Args:
-        run: runs a step of a size.
-        unit_bytes: bytes that a token or sequence takes, about.
+        run: runs a step of a given size.
+        unit_bytes: approximate bytes per token or sequence.
         reserve: reserves bytes.
-        group: the ranks; the one that takes most counts.
+        group: ranks; the one that needs most memory counts.
     """
 
     def __init__(
@@ -107,44 +107,44 @@ class SizedTrial:
         self._reserve = reserve
         self._group = group
 
-    def needed(self, small: int, asked: int, free_bytes: int) -> int:
-        """Return the bytes of a step of `asked` tokens or sequences; only steps that fit are run.
+    def needed(self, small: int, target: int, free_bytes: int) -> int:
+        """Return the bytes of a step of `target` tokens or sequences, running only steps that fit.
 
         Args:
-            small: the size from twice which on the line through two sizes is believed.
-            asked: the size in question; more than `small`.
-            free_bytes: bytes that a step may take.
+            small: size from twice which on linear extrapolation is trusted.
+            target: size to estimate; larger than `small`.
+            free_bytes: bytes available for a step.
         """
         size, less, taken = min(FIRST, small), 0, 0
         expected = self._unit_bytes * size
         while expected <= free_bytes:
             less, taken = taken, self._taken(size, expected)
-            if size == asked:
+            if size == target:
                 return taken
             if size >= small << DOUBLINGS + 1:
-                return _line(size, less, taken, asked)
-            following = min(2 * size, asked)
-            # Bytes that grow in a line, beside a constant; or bytes that grow with a power.
+                return _line(size, less, taken, target)
+            following = min(2 * size, target)
+            # Linear growth beside a constant, or a power law.
             power = taken * (taken / max(1, less)) ** log2(following / size)
             if size >= 2 * small:
-                line = _line(size, less, taken, asked)
-                if max(line, power) > free_bytes or asked <= 2 * size:
+                line = _line(size, less, taken, target)
+                if max(line, power) > free_bytes or target <= 2 * size:
                     return max(line, int(power))
             expected = int(SLACK * (power if less else taken * following / size))
             size = following
-        return max(expected, expected * asked // size)
+        return max(expected, expected * target // size)
 
     def _taken(self, size: int, expected: int) -> int:
-        """Return the bytes that a step takes."""
+        """Return the peak bytes of a step."""
         with self._reserve(expected):
             if size <= FIRST:
-                self._run(size)  # the first time, something else may be made
+                self._run(size)  # the first run may allocate caches
             return max(1, self._group.most(_peak(partial(self._run, size))))
 
 
-def _line(size: int, less: int, taken: int, asked: int) -> int:
-    """Return the bytes of a size on the line through those of a size and of its half."""
-    return taken + (taken - less) * (asked - size) * 2 // size
+def _line(size: int, less: int, taken: int, target: int) -> int:
+    """Extrapolate bytes linearly from those of a size and of its half."""
+    return taken + (taken - less) * (target - size) * 2 // size
 
 
 def _decode(runner: Runner, columns: int, width: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Measurement of the largest steps of an engine, which run once, without content."""
+"""Memory and time of an engine's largest steps, measured once on blank input."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from penstock.kv.tails import Tails
 logger = logging.getLogger(__name__)
 
 FAR_TOKENS = 4_096
-"""Tokens in front of the chunk that is measured where layers compress: as many as give all the rows
-that are ever picked for a token."""
+"""Context length of the calibration chunk for compressed layers: enough rows to fill the top-k."""
 LOGIT_COPIES = 4
-"""Copies of a row's logits, as float32, while a token is chosen with all settings, about."""
+"""Approximate number of float32 copies of a row's logits while sampling with all settings."""
 EVERYTHING = Sampling(
     temperature=1.0,
     top_p=0.9,
@@ -44,16 +43,16 @@ EVERYTHING = Sampling(
     logprobs=True,
     top_logprobs=20,
 )
-"""Settings with which sampling takes most memory."""
+"""Sampling settings that use the most memory."""
 
 
 def no_reservation(nbytes: int) -> AbstractContextManager[object]:
-    """Reserve nothing."""
+    """Return a context manager that reserves nothing."""
     return nullcontext()
 
 
 def no_bound() -> float:
-    """Return that any number of bytes could be reserved."""
+    """Return infinity: no limit on reservations."""
     return inf
 
 
@@ -64,21 +63,21 @@ def step_peaks(
     reserve: Reserve = no_reservation,
     free: Callable[[], float] = no_bound,
 ) -> StepPeaks:
-    """Return the bytes that the largest steps take beside their result.
+    """Return the peak bytes of the largest steps, without their results.
 
     They run once, unless an engine with the same limits was made on a model of this form before,
     in this process or, where measuring takes long, in another one.
     The tails may have allocated their memory afterwards.
 
     Args:
-        runner: of the model.
-        limits: fitted to the model.
-        tails: the pool, reserved.
-        reserve: reserves the bytes that a step is expected to take, before it runs.
+        runner: runs the model.
+        limits: settings of the engine, adapted to the model.
+        tails: tail pool, reserved.
+        reserve: reserves the expected bytes of a step before it runs.
         free: returns the bytes that could be reserved.
 
     Raises:
-        LedgerFull, NeverFits: there is no room for a step, or for one that would tell.
+        LedgerFull, NeverFits: no memory for a step, or for a smaller one to extrapolate from.
     """
     run_as = (
         *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),
@@ -101,7 +100,7 @@ def run_steps(
     reserve: Reserve = no_reservation,
     free: Callable[[], float] = no_bound,
 ) -> StepPeaks:
-    """Run the largest steps without content, or smaller ones where they take too long."""
+    """Run the largest steps on blank input, or smaller ones if they would take too long."""
     width, slots = limits.speculative_tokens + 1, limits.max_batch_size
     figures = figures_of(runner)
     # The bytes of states, and of compressed rows, do not grow in proportion.
@@ -139,7 +138,7 @@ def run_steps(
 
 
 def prefill(runner: Runner, count: int) -> None:
-    """Prefill a chunk of `count` tokens with the id 0."""
+    """Prefill a chunk of `count` tokens with id 0."""
     runner.prefill([0] * count, (), 0)
 
 
@@ -152,7 +151,7 @@ def decode(runner: Runner, tails: Tails, width: int, count: int) -> None:
 
 
 def sample(runner: Runner, count: int) -> None:
-    """Sample a token for each of `count` sequences, from random logits."""
+    """Sample a token for each of `count` sequences from random logits."""
     logits = mx.random.normal((count, runner.vocabulary_size), key=mx.random.key(0))
     samplers = [TokenSampler(EVERYTHING, (0,), choice) for choice in range(count)]
     sample_all(logits, samplers, [()] * count)

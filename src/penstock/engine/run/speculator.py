@@ -1,10 +1,10 @@
-"""Speculation of an engine: the tokens that a decode step checks, and their outcome.
+"""Speculative decoding: propose tokens for a decode step to verify.
 
-    propose ──> a proposal a sequence, as far as its rule allows ──> all as long as pays
-    draft   ──> tokens of a draft model, where they pay with what it costs to choose them
-    judge   ──> time of the step, tokens that were right
+    propose ──> a proposal per sequence, as far as its rule allows ──> cut to the best width
+        draft   ──> tokens of a draft model, if they pay for the time of drafting
+        judge   ──> record the step time and the accepted tokens
 
-A failure here is a missing proposal, which is counted; no answer depends on one.
+An error here only costs a proposal and is counted; answers do not depend on proposals.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ logger = logging.getLogger(__name__)
 
 
 class Speculator:
-    """Proposes tokens for an engine's sequences. Not thread-safe: the engine's thread.
+    """Proposes tokens for an engine's sequences. Not thread-safe: owned by the engine's thread.
 
     Args:
-        stores: of keys and values; proposals end with their tails and blocks.
-        most: proposed tokens of a sequence in a step; 0 is none.
-        draft: a draft model, or none.
+        stores: KV stores; proposals end with tails and blocks.
+        limit: maximum proposed tokens per sequence and step; 0 for none.
+        draft: draft model, or None.
     """
 
-    def __init__(self, stores: KVStores, most: int, draft: Draft | NoDraft) -> None:
-        self.most = most
+    def __init__(self, stores: KVStores, limit: int, draft: Draft | NoDraft) -> None:
+        self.most = limit
         self._stores = stores
         self._counters = stores.counters
         self._block_size = stores.block_size
         self._costs = StepCosts()
-        self._shared = SharedText() if most else SharedText(0)
+        self._shared = SharedText() if limit else SharedText(0)
         self._draft = draft
         self._draft_share = RunningMean(FIRST_SHARE)
-        """Share of drafted tokens that were right, of all sequences."""
+        """Share of drafted tokens that were accepted, over all sequences."""
         self._undrafted = 0
-        """Steps since a drafted token was checked."""
+        """Number of steps since a drafted token was verified."""
 
     def forget(self) -> None:
-        """Forget the text of sequences."""
+        """Forget the text of all sequences."""
         self._shared.clear()
 
     def propose(self, sequences: Items[Sequence]) -> list[Proposal]:
-        """Return the tokens to check for each sequence in the next step."""
+        """Return the tokens of each sequence to verify in the next step."""
         checked = nothing = [NOTHING] * len(sequences)
         if not self.most:
             return nothing
@@ -86,13 +86,13 @@ class Speculator:
         accepted: Items[int | None],
         seconds: float,
     ) -> None:
-        """Count the proposals that were right, and learn of them and of the step's time.
+        """Record the accepted tokens and the time of a step.
 
         Args:
-            sequences: of the step.
-            proposals: of each.
-            accepted: how many first tokens of each were right; None for a row that failed.
-            seconds: of the step.
+            sequences: sequences of the step.
+            proposals: proposal of each sequence.
+            accepted: number of accepted tokens of each; None for a failed row.
+            seconds: duration of the step.
         """
         if not self.most:
             return
@@ -133,8 +133,8 @@ class Speculator:
                 [saved * sequences[i].missing_tokens for i in wanting],
             )
             wanting = [i for i, is_ready in zip(wanting, ready, strict=True) if is_ready]
-            most = [min(width, rooms[i]) for i in wanting]
-            drafts = self._timed([sequences[i] for i in wanting], most)
+            limits = [min(width, rooms[i]) for i in wanting]
+            drafts = self._timed([sequences[i] for i in wanting], limits)
             return _merged(sequences, proposals, dict(zip(wanting, drafts, strict=True)))
         # A boundary, as in `propose`.
         except Exception:  # noqa: BLE001
@@ -142,10 +142,10 @@ class Speculator:
             self._draft.drop()
             return proposals
 
-    def _timed(self, sequences: list[Sequence], most: list[int]) -> list[list[int]]:
-        """Return the tokens of the draft model, and note the time of one of its passes."""
+    def _timed(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """Return the draft model's tokens, and record the time of a pass."""
         started = time.perf_counter()
-        drafts = self._draft.draft(sequences, most)
+        drafts = self._draft.draft(sequences, limits)
         if longest := max(map(len, drafts), default=0):
             seconds = time.perf_counter() - started
             self._costs.add_draft(len(sequences), seconds / longest)
@@ -159,7 +159,7 @@ class Speculator:
             self._draft_share.add(value)
 
     def _retry(self, sequences: Items[Sequence]) -> None:
-        """Expect something of the draft model again, after many steps without it."""
+        """Assume the draft model's initial acceptance rate again after many steps without it."""
         self._undrafted += 1
         if self._undrafted > FORGET_STEPS:
             self._undrafted = 0
@@ -168,28 +168,27 @@ class Speculator:
                 sequence.speculation.expect(DRAFTED, self._draft_share.value)
 
     def _proposal(self, sequence: Sequence) -> Proposal:
-        """Return a sequence's proposal; none where it fails."""
+        """Return a sequence's proposal; an empty one if an error occurs."""
         try:
-            most, speculation = self._room(sequence), sequence.speculation
+            limit, speculation = self._room(sequence), sequence.speculation
             if not speculation.proposers:
                 speculation.proposers = self._proposers(sequence)
                 speculation.expect(DRAFTED, self._draft_share.value)
-            proposal = speculation.propose(sequence.kv.tokens, most)
-            if len(proposal.tokens) > most:
-                proposal = Proposal(proposal.tokens[:most], proposal.agreement)
-            return _allowed(sequence.sampler.constraint, proposal, most)
+            proposal = speculation.propose(sequence.kv.tokens, limit)
+            if len(proposal.tokens) > limit:
+                proposal = Proposal(proposal.tokens[:limit], proposal.agreement)
+            return _allowed(sequence.sampler.constraint, proposal, limit)
         # A boundary, as in `propose`.
         except Exception:  # noqa: BLE001
             self._note_fault()
             return NOTHING
 
     def _note_fault(self) -> None:
-        """Count a proposal that failed; the step goes on without."""
         logger.warning("proposing tokens failed; the step goes on without them", exc_info=True)
         self._counters.failed_proposals += 1
 
     def _room(self, sequence: Sequence) -> int:
-        """Return the most tokens that can be proposed; they end with the tail and the block."""
+        """Return the maximum tokens to propose; a proposal ends with the tail and the block."""
         kv = sequence.kv
         position = kv.position
         room = min(
@@ -201,7 +200,7 @@ class Speculator:
         return max(0, min(self.most, room - 1))
 
     def _proposers(self, sequence: Sequence) -> list[Proposer]:
-        """Return the proposers of a sequence; the first of those with the same agreement counts."""
+        """Return the proposers of a sequence, in order of preference."""
         request = sequence.request
         root = self._stores.prefixes.root(request.salt)
         shared = SharedProposer(self._shared, sequence.id, root, sequence.kv.matched_tokens)
@@ -219,7 +218,7 @@ def _expected(sequences: Items[Sequence], proposals: Items[Proposal]) -> list[tu
 
 
 def _wants(sequence: Sequence, proposal: Proposal) -> bool:
-    """Tell whether a draft model is expected to be right more often than a proposal."""
+    """Return whether drafted tokens are expected to be accepted more often than a proposal."""
     speculation = sequence.speculation
     better = speculation.share(DRAFTED) > speculation.share(proposal.agreement)
     return better or not proposal.tokens
@@ -228,7 +227,7 @@ def _wants(sequence: Sequence, proposal: Proposal) -> bool:
 def _merged(
     sequences: Items[Sequence], proposals: Items[Proposal], drafts: dict[int, list[int]]
 ) -> list[Proposal]:
-    """Return proposals with drafted tokens in the place of some, as far as rules allow them."""
+    """Return the proposals, with drafted tokens replacing some, as far as rules allow."""
     return [
         _allowed(sequences[i].sampler.constraint, Proposal(drafts[i], DRAFTED), len(drafts[i]))
         if drafts.get(i)
@@ -237,8 +236,8 @@ def _merged(
     ]
 
 
-def _allowed(rule: Rule, proposal: Proposal, most: int) -> Proposal:
-    """Return a proposal as far as the answer's rule allows it; tokens that it forces come first."""
-    if forced := rule.forced()[:most]:
+def _allowed(rule: Rule, proposal: Proposal, limit: int) -> Proposal:
+    """Return the part of a proposal that a rule allows; forced tokens come first."""
+    if forced := rule.forced()[:limit]:
         return Proposal(forced, LONGEST_NGRAM)
     return Proposal(proposal.tokens[: rule.allowed_tokens(proposal.tokens)], proposal.agreement)
