@@ -1,1 +1,1 @@
-"""Keys and values: segments, tails, codecs, and attention over them where they lie."""
+"""Keys and values: segments, tails, recurrent states and codecs."""

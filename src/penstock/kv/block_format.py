@@ -1,6 +1,6 @@
-"""The format of a chain's blocks: the first ones raw, the later ones quantized by a scheme.
+"""Storage format of the blocks of a chain: the first ones raw, later ones quantized.
 
-The format is known before the blocks exist, so that files can be read straight into it.
+The format is known in advance, so that files can be read directly into buffers of that format.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ArrayFormat:
         return self.heads * self.codec.token_bits(self.dim)
 
     def arrays(self, tokens: int) -> list[tuple[tuple[int, ...], mx.Dtype]]:
-        """Return the shapes and dtypes of the arrays of `tokens` tokens, a multiple of the span."""
+        """Return the shapes and dtypes of arrays for `tokens` tokens, a multiple of the span."""
         if self.codec is None:
             return [((1, self.heads, tokens, self.dim), self.dtype)]
         span = self.codec.span
@@ -57,13 +57,13 @@ class ArrayFormat:
         return (side.codec.form if isinstance(side, Coded) else None) == self.codec
 
     def decoded(self, side: Side, ops: CodeOps) -> Side:
-        """Return a side in the model's dtype; codes are dequantized."""
+        """Return a side in the model's dtype, dequantizing codes."""
         return side.dequantize(ops).astype(self.dtype) if isinstance(side, Coded) else side
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Format of all layers: keys and values of each."""
+    """Format of the keys and values of all layers."""
 
     layers: tuple[tuple[ArrayFormat, ArrayFormat], ...]
 
@@ -74,7 +74,7 @@ class BlockFormat:
         scheme: Scheme | None = None,
         raw_layers: Collection[int] = (),
     ) -> BlockFormat:
-        """Return the format of a model's layers; `raw_layers` and all without a scheme are raw."""
+        """Return the format of a model's layers; raw without a scheme, and for `raw_layers`."""
 
         def layer(number: int, shape: LayerShape) -> tuple[ArrayFormat, ArrayFormat]:
             keys, values = None, None
@@ -92,7 +92,7 @@ class BlockFormat:
         return tokens * sum(side.token_bits for layer in self.layers for side in layer) // 8
 
     def blank(self, tokens: int) -> Segment:
-        """Return a segment of `tokens` tokens that are all zeros; not evaluated."""
+        """Return a segment of `tokens` zero tokens; not evaluated."""
 
         def side(form: ArrayFormat) -> Side:
             return form.side([mx.zeros(shape, dtype) for shape, dtype in form.arrays(tokens)])
@@ -101,7 +101,7 @@ class BlockFormat:
         return Segment(layers, length=tokens)
 
     def decoded(self, segment: Segment, ops: CodeOps) -> Segment:
-        """Return a segment with raw sides for coded ones, not evaluated."""
+        """Return a segment with all codes dequantized; not evaluated."""
         layers = (
             (keys_of.decoded(keys, ops), values_of.decoded(values, ops))
             for (keys_of, values_of), (keys, values) in zip(
@@ -119,14 +119,14 @@ class BlockFormat:
 
 
 class BlockFormats:
-    """Format of each block of a chain; without a rule all stay raw.
+    """Formats of the blocks of a chain; without a rule all blocks stay raw.
 
     Args:
-        shapes: of one token in each layer.
-        block_size: tokens.
-        rule: which blocks are coded.
-        ops: compute codes.
-        decodes: whether blocks that are coded in memory are decoded to be raw here.
+        shapes: KV shape of one token in each layer.
+        block_size: tokens per block.
+        rule: selects the blocks to encode.
+        ops: array operations of the codecs.
+        decodes: whether blocks coded in memory are dequantized where the format is raw.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class BlockFormats:
 
     @property
     def spans(self) -> Spans:
-        """Blocks that make a record of a cold tier together: all of one format."""
+        """Blocks per record of a cold tier: all blocks of a record have the same format."""
         return Spans(record_blocks(self.block_size), self._first)
 
     @property
@@ -177,12 +177,12 @@ class BlockFormats:
 
     @property
     def converted_record_bytes(self) -> int:
-        """KV of an encoded, or decoded, record in bytes; 0 without a codec."""
+        """KV bytes of an encoded or decoded record; 0 without a codec."""
         tokens = self.spans.blocks * self.block_size
         return 0 if self.rule.is_raw and not self._decodes else self._coded.nbytes(tokens)
 
     def held(self, segment: Segment, block: int) -> Segment | None:
-        """Convert a block to its format; None if a number is too large for float16."""
+        """Convert a block to its format; None if a value is too large for float16."""
         sides = [side for layer in segment.layers for side in layer]
         if segment.missing or any(map(is_spilled, sides)):
             return None

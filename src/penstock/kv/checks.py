@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns the valid value, or raises an error that names it."""
+"""Argument validation: return the valid value, or raise an error that names the argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import SettingError, WrongType
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """Return `value` as an int of at least `least`; NumPy's integers count, bools do not."""
+    """Return `value` as an int of at least `least`; accepts NumPy integers, not bools."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -26,7 +26,7 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def loaded_model(where: str, model: object) -> None:
-    """Raise SettingError if a name, a path or the tuple of `load` stands in place of a model."""
+    """Raise SettingError if a name, a path or the tuple of `load` was passed as a model."""
     if isinstance(model, str | Path):
         remedy = f"model, tokenizer = penstock.load({str(model)!r})"
     elif isinstance(model, tuple):
@@ -41,12 +41,12 @@ def loaded_model(where: str, model: object) -> None:
 
 
 def positive(name: str, value: object) -> int:
-    """Return `value` as an integer of at least 1."""
+    """Return `value` as an int of at least 1."""
     return whole(name, value, 1)
 
 
 def window(max_size: object, keep: object) -> tuple[int, int]:
-    """Return the two sizes of a bounded window: 0 <= keep < max_size."""
+    """Return the validated sizes of a bounded window: 0 <= keep < max_size."""
     size, kept = positive("max_size", max_size), whole("keep", keep, 0)
     if kept >= size:
         raise SettingError(f"keep must lie in 0..{size - 1} for max_size {size}, not {kept}")
@@ -54,7 +54,7 @@ def window(max_size: object, keep: object) -> tuple[int, int]:
 
 
 def ints(values: Any) -> list[int]:
-    """Return whole numbers, given as an array or a sequence, as a list."""
+    """Return integers, given as an array or a sequence, as a list."""
     listed: Any = values.tolist() if isinstance(values, mx.array) else values
     return list(listed)
 
@@ -67,7 +67,7 @@ def counts(name: str, values: Any) -> list[int]:
 
 
 def chosen_rows(indices: Any, count: int) -> list[int]:
-    """Return the rows to keep of `count`: at least one, none out of range."""
+    """Return the row indices to keep of `count` rows: at least one, none out of range."""
     rows = counts("batch_indices", indices)
     if not rows:
         raise SettingError("batch_indices is empty; drop the cache in place of its last row")

@@ -1,6 +1,6 @@
-"""Encode and dequantize keys and values piece by piece, in all lanes.
+"""Encode and dequantize KV piece by piece, in parallel lanes.
 
-Memory beside the result: one piece of each lane.
+Working memory: one piece per lane.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from penstock.kv.columns import Side
 
 _Part = TypeVar("_Part")
 PIECE_TOKENS = 128
-"""Tokens encoded or dequantized together in each lane by the codec of most memory; others take more
-tokens in the same memory."""
+"""Tokens per piece for the codec that needs most memory; others use larger pieces in the same
+memory."""
 PIECE_STEP = 64
-"""A multiple of every codec's span."""
+"""Granularity of pieces: a multiple of every codec's span."""
 
 
 def placed(parts: Sequence[Side], count: int, dtype: mx.Dtype, ops: CodeOps) -> Side:
@@ -67,7 +67,7 @@ def dequantized(
 
 @dataclass(frozen=True, slots=True)
 class CodeBuffers:
-    """Buffers for the codes of one side, written in place; nothing else refers to them."""
+    """Buffers for the codes of one side, written in place; they have no other reference."""
 
     codec: Codec
     parts: list[mx.array]
@@ -83,7 +83,7 @@ class CodeBuffers:
 
 
 def code_buffers(number: int, side: Side, codec: Codec | None, ops: CodeOps) -> CodeBuffers | None:
-    """Return buffers for the codes of one side, in a lane of its own; None if it stays raw."""
+    """Return buffers for the codes of one side, on a lane of its own; None if it stays raw."""
     if codec is None or not isinstance(side, mx.array):
         return None
     batch, heads, tokens, dim = side.shape
@@ -99,8 +99,8 @@ def code_buffers(number: int, side: Side, codec: Codec | None, ops: CodeOps) -> 
 def encode(layer: tuple[Side, Side], into: Sequence[CodeBuffers | None], ops: CodeOps) -> None:
     """Encode into the buffers, piece by piece in all lanes.
 
-    In each lane a piece begins when the arrays of the last one are freed, and its graph is built
-    before. The last pieces may still be computed.
+    A lane starts a piece when the arrays of the previous one are freed; its graph is built before.
+    The last pieces may still be running on return.
     """
     sides, pieces = {}, []
     for number, (side, buffers) in enumerate(zip(layer, into, strict=True)):
@@ -122,15 +122,15 @@ def encode(layer: tuple[Side, Side], into: Sequence[CodeBuffers | None], ops: Co
 
 
 def _piece_tokens(codec: Codec) -> int:
-    """Return how many tokens are encoded together within the memory of the largest codec."""
+    """Return the tokens per piece that use as much memory as the largest codec does."""
     tokens = int(PIECE_TOKENS * Codec.buffers / codec.buffers)
     return tokens - tokens % PIECE_STEP
 
 
 def _cuts(shape: Sequence[int], codec: Codec) -> list[Cut]:
-    """Return the (heads, tokens) of the pieces of (1, heads, tokens, dim).
+    """Return (heads, tokens) of the pieces of (1, heads, tokens, dim).
 
-    A piece has as many numbers, at most, as `_piece_tokens` of all heads, and as few heads as
+    A piece has at most as many values as `_piece_tokens` tokens of all heads, and as few heads as
     possible, so that its tokens are contiguous.
     """
     _, heads, tokens, _ = shape

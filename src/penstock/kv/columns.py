@@ -1,4 +1,4 @@
-"""The token axis of a layer's KV: allocate, write, take, join.
+"""Operations along the token axis of a layer's KV: allocate, write, slice, join.
 
 A *side* is the keys of a cache, or its values. It is one array (batch, kv_heads, columns,
 head_dim), or the (codes, scales, biases) triple of `mx.quantize`, each with the same first three
@@ -20,7 +20,7 @@ TOKEN_AXIS = 2
 
 
 def each(function: Callable[..., mx.array], *sides: Side) -> Side:
-    """Apply `function` to the array of each side, or to their arrays part by part."""
+    """Apply `function` to the arrays of each side, component by component."""
     first = sides[0]
     if isinstance(first, mx.array):
         return function(*sides)
@@ -31,7 +31,7 @@ def each(function: Callable[..., mx.array], *sides: Side) -> Side:
 
 
 def arrays(*sides: Side | None) -> list[mx.array]:
-    """List the arrays of the sides."""
+    """Return the arrays of sides in a list."""
     flat: list[mx.array] = []
     for side in sides:
         if isinstance(side, mx.array):
@@ -51,12 +51,11 @@ def columns(side: Side | None) -> int:
 
 
 def nbytes(*sides: Side | None) -> int:
-    """Return the bytes of the sides."""
     return sum(part.nbytes for part in arrays(*sides))
 
 
 def take(side: Side, start: int, stop: int) -> Side:
-    """Return columns start..stop-1 as a view: O(1), and it keeps the whole buffer alive."""
+    """Return columns `start..stop - 1` as a view. O(1), but it keeps the whole buffer alive."""
     if isinstance(side, mx.array):
         return side[:, :, start:stop]  # a third quicker than side[..., start:stop, :]
     if isinstance(side, Coded):
@@ -65,12 +64,12 @@ def take(side: Side, start: int, stop: int) -> Side:
 
 
 def join(*sides: Side) -> Side:
-    """Return a copy of all sides' columns, in order."""
+    """Return a concatenated copy of sides."""
     return each(lambda *parts: mx.concatenate(list(parts), axis=TOKEN_AXIS), *sides)
 
 
 def copied(side: Side) -> Side:
-    """Copy a side into buffers of exactly its size, which `mx.contiguous` does not promise."""
+    """Copy a side into buffers of exact size, which `mx.contiguous` does not guarantee."""
     # Of one array alone MLX would return that array.
     return each(lambda part: mx.concatenate([part, part[:, :, :0]], axis=TOKEN_AXIS), side)
 
@@ -87,9 +86,9 @@ def blank(like: Side, count: int, rows: int | None = None) -> Side:
 
 
 def write(side: Side, column: int, new: Side, row: int | None = None, head: int = 0) -> Side:
-    """Write `new` from `column` and `head` on, into all rows or from `row` on; return the side.
+    """Write `new` at `column` and `head`, into all rows or from `row` on; return the side.
 
-    In place, if there is no other reference to the buffer when it is evaluated; do not use `side`
+    In place if the buffer has no other reference when it is evaluated; do not use `side`
     afterwards.
     """
     if isinstance(side, Coded):
@@ -111,7 +110,7 @@ def write(side: Side, column: int, new: Side, row: int | None = None, head: int 
 
 
 def scatter(side: Side, slots: Sequence[int], new: Side) -> Side:
-    """Return `side` with row i's one new column written at `slots[i]`, in place if possible."""
+    """Return `side` with one new column of row i written at `slots[i]`, in place if possible."""
     rows, where = mx.arange(len(slots)), mx.array(list(slots))
 
     def put(part: mx.array, add: mx.array) -> mx.array:
@@ -122,10 +121,10 @@ def scatter(side: Side, slots: Sequence[int], new: Side) -> Side:
 
 
 def resized(side: Side, count: int, used: int) -> Side:
-    """Copy the first `used` columns into a new buffer of `count`.
+    """Copy the first `used` columns into a new buffer of `count` columns.
 
-    Evaluated, so that the old buffer is free as soon as the caller drops it; left lazy, the old
-    buffers of all layers would be alive together.
+    Evaluated, so that the old buffer is freed when the caller drops it. Lazily, the old buffers of
+    all layers would be alive at once.
     """
     fresh = blank(side, count)
     if used:
@@ -135,12 +134,12 @@ def resized(side: Side, count: int, used: int) -> Side:
 
 
 def rows_of(side: Side, start: int, stop: int) -> Side:
-    """Return rows start..stop-1 as a view."""
+    """Return rows `start..stop - 1` as a view."""
     return each(lambda part: part[start:stop], side)
 
 
 def picked(side: Side, rows: Sequence[int], start: int, stop: int) -> Side:
-    """Copy columns start..stop-1 of the given rows, in that order; evaluated."""
+    """Copy columns `start..stop - 1` of the given rows, in that order; evaluated."""
     chosen = mx.array(list(rows))
     fresh = each(lambda part: part[chosen], take(side, start, stop))
     mx.eval(arrays(fresh))
@@ -157,7 +156,7 @@ def laid(parts: Sequence[tuple[int, int, Side]], rows: int, count: int) -> Side:
 
 
 def spread(column: int, parts: Sequence[Side]) -> list[tuple[int, Side]]:
-    """Pair consecutive parts with the column each starts in, the first with `column`."""
+    """Pair consecutive parts with their start columns; the first starts at `column`."""
     placed = []
     for part in parts:
         placed.append((column, part))
@@ -166,7 +165,7 @@ def spread(column: int, parts: Sequence[Side]) -> list[tuple[int, Side]]:
 
 
 def between(parts: Sequence[Side], start: int, stop: int) -> Side:
-    """Return columns start..stop-1 of consecutive parts: a view of one, or a copy of several."""
+    """Return columns `start..stop - 1` of consecutive parts: a view of one or copy of several."""
     ranges = [
         take(part, max(start - column, 0), min(stop - column, columns(part)))
         for column, part in spread(0, parts)

@@ -1,14 +1,14 @@
-"""Layers that keep one row for every few tokens, stored as columns of tokens.
+"""Compressed layers: one row for every few tokens, stored in columns of tokens.
 
-DeepSeek 4.1 pools `ratio` tokens into one row, beside a short window. A row is cut into `ratio`
-shares, so that segments, blocks, files and the ledger only know tokens:
+DeepSeek 4.1 pools `ratio` tokens into one row, beside a short window. A row is split into `ratio`
+shares, one per token, so that segments, blocks, files and the ledger only handle tokens:
 
     tokens    0    1    2    3  |  4    5    6    7  |  8    9
     columns  [   the first row ] [  the second row  ] [ nothing  ]      segments
     states                                              8, 9            an open group
 
-Rows pooled while tokens are decoded stay in the states until the block is full: the columns of
-their first tokens were passed on before the row was known.
+Rows pooled during decode stay loose in the states until the block is full, because the columns of
+their first tokens were stored before the row was complete.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from penstock.kv.states import LayerState, RecurrentState
 from penstock.kv.tails import LayerShape
 
 POINTS = ("window", "pending_kv", "pending_gate")
-"""Arrays of such a layer that are valid at one position, by the model's names: its window, and keys
-and gates of the open group. Its state has loose rows behind them."""
+"""State arrays of such a layer, by the model's names: its window, and keys and gates of the open
+group. Loose rows follow them in the state."""
 ROWS = ("compress_kv", "index_k")
-"""Arrays that grow by a row when a group is full."""
+"""State arrays that grow by a row per complete group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows that a layer keeps for every `ratio` tokens, and where."""
+    """Layout of the rows that a layer stores for every `ratio` tokens."""
 
     name: str
     ratio: int
     width: int
-    """Numbers of a row."""
+    """Size of a row."""
     dtype: mx.Dtype
     state: int
     place: int
-    """Index, in the layer's state, of its loose rows: those in no column yet."""
+    """Index of the loose rows in the layer's state."""
 
     @property
     def shape(self) -> LayerShape:
-        """One token's columns: a share of the row's first half, and of its second one."""
+        """Shape of one token's columns: a share of each half of the row."""
         share = -(-self.width // (2 * self.ratio))
         return LayerShape(1, share, share, self.dtype)
 
     def columns(self, rows: mx.array | None, tokens: int) -> tuple[mx.array, mx.array]:
-        """Cut rows, (1, n, width), into columns, (1, 1, tokens, share) a side, zero-padded."""
+        """Split rows, (1, n, width), into columns, (1, 1, tokens, share) a side, zero-padded."""
         share = self.shape.key_dim
         if rows is None:
             nothing = mx.zeros((1, 1, tokens, share), self.dtype)
@@ -72,14 +72,14 @@ class Rows:
 
 
 class RowReads:
-    """Rows of one layer in one sequence's step, behind the parts it reads."""
+    """Rows of one layer in one step of a sequence, after those in its spans."""
 
     def __init__(
         self, rows: Rows, layer: int, parts: Sequence[KVSpan], position: int, *, chunk: bool
     ) -> None:
-        """Wrap the rows of a step; with `chunk` they go into columns of their own.
+        """Wrap the rows of a step; with `chunk` they are stored in columns of their own.
 
-        That needs a first token that begins a group. Otherwise the rows are loose, and kept in the
+        This requires that the first token starts a group. Otherwise the rows stay loose in the
         state.
         """
         self.rows = rows
@@ -90,7 +90,7 @@ class RowReads:
         self._made: mx.array | None = None
 
     def every(self, loose: mx.array | None) -> mx.array | None:
-        """Return all rows, (1, n, width): those in the columns, and the loose ones behind them."""
+        """Return all rows, (1, n, width): those in columns, followed by the loose ones."""
         stop = (self._count - _length(loose)) * self.rows.ratio
         sides: tuple[list[mx.array], list[mx.array]] = ([], [])
         for part in self._parts:
@@ -106,7 +106,7 @@ class RowReads:
         return joined if loose is None else mx.concatenate([joined, loose], axis=1)
 
     def leave(self, every: mx.array | None, loose: mx.array | None) -> mx.array | None:
-        """Store all rows after the step; return those in no column now."""
+        """Store all rows after the step; return those not in columns."""
         if every is None:
             return None
         new = every[:, self._count - _length(loose) :]
@@ -123,10 +123,10 @@ class RowReads:
 
 
 class CompressedReads:
-    """One layer of one sequence's step, with the attributes of DeepSeek 4.1's own cache."""
+    """One layer of one step of a sequence, with the interface of DeepSeek 4.1's own cache."""
 
     def __init__(self, window_tokens: int, *inner: Any) -> None:
-        """Wrap `inner`: `RowReads` for each of the layer's `ROWS`, and a cache with its state."""
+        """Wrap `inner`: `RowReads` for each of the layer's `ROWS`, then a cache with its state."""
         *self._reads, kept = inner
         self.window_size = window_tokens
         self.offset = 0
@@ -155,7 +155,7 @@ class CompressedReads:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """A layer's cache before a step, made of `Rows` and a cache for its state."""
+    """Cache of a compressed layer before a step: `Rows` and a cache for its state."""
 
     window_tokens: int
     caches: tuple[Any, ...]

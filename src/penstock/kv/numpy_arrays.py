@@ -1,4 +1,4 @@
-"""NumPy arrays of keys, values and their places, by the type of their elements."""
+"""Type aliases of NumPy arrays of KV and block places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rule of quantization: which tokens and layers are coded, and how many bytes that takes."""
+"""Quantization rule: which tokens and layers are encoded, and their size."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 
 FORMAT = 2
-"""Version of the codes, increased when a codec makes other bits of the same numbers."""
+"""Version of the codes, increased whenever a codec produces different bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRule:
-    """Which tokens and layers are quantized, and by which scheme."""
+    """Selects the tokens and layers to quantize, and their scheme."""
 
     scheme: Scheme
     first_tokens: int
-    """First tokens of every prompt that stay raw: whole blocks."""
+    """Number of leading tokens of every prompt that stay raw, in whole blocks."""
     raw_layers: frozenset[int]
-    """Numbers of layers that stay raw."""
+    """Layers that stay raw."""
     least_tokens: int = 0
-    """Tokens below which a prompt stays raw."""
+    """Prompts with fewer tokens stay raw."""
 
     @staticmethod
     def block_size(codec: str | None, every: int = 1) -> int:
-        """Return the default tokens of a block: a multiple of `every` and of the codec's span."""
+        """Return the default block size: a multiple of `every` and of the codec's span."""
         spans = [every]
         if isinstance(codec, str):
             with suppress(ValueError):  # `of` says what is wrong with the name
@@ -56,11 +56,14 @@ class QuantizationRule:
         """Return the rule of the settings, or raise SettingError.
 
         Args:
-            codec: the name of a scheme, or None.
-            block_size: tokens; blocks are encoded whole.
-            first_tokens: first tokens that stay raw, rounded up to whole blocks.
-            skip_layers: numbers of layers that stay raw.
-            least_tokens: shorter prompts stay raw, too.
+            codec: name of a scheme, or None.
+            block_size: tokens per block, which is encoded as a whole.
+            first_tokens: number of leading tokens that stay raw, rounded up to whole blocks.
+            skip_layers: layers that stay raw.
+            least_tokens: shorter prompts stay raw as well.
+
+        Raises:
+            SettingError: a setting is invalid.
         """
         for name, tokens in (
             ("kv_cache_min_quantize_tokens", least_tokens),
@@ -102,14 +105,14 @@ class QuantizationRule:
 
     @property
     def identity(self) -> str:
-        """Key that is equal where prompts have the same bits."""
+        """Key that is equal for rules that produce the same bits."""
         layers = ",".join(map(str, sorted(self.raw_layers)))
         scales = f":{digest(self.scheme.scales)}" if self.scheme.scales else ""
         tokens = f"{self.first_tokens}:{self.least_tokens}"
         return f"{FORMAT}:{self.scheme.name}:{layers}:{tokens}{scales}"
 
     def token_bits(self, shapes: Sequence[LayerShape]) -> tuple[int, int]:
-        """Return one token's bits in all coded layers, and raw ones; or raise SettingError."""
+        """Return the bits of one token in coded layers, and raw. Raises SettingError."""
         if unknown := sorted(self.raw_layers - set(range(len(shapes)))):
             raise SettingError(
                 f"kv_cache_skip_layers {unknown}: the model's layers with keys and values, counted "

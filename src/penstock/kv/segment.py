@@ -1,4 +1,4 @@
-"""Immutable runs of keys and values, all layers, cut out of caches and turned into caches again."""
+"""Immutable KV of consecutive tokens in all layers, cut from caches and read by attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.kv.states import Checkpoint
 
 _Value = TypeVar("_Value")
 _Codecs: TypeAlias = tuple[Codec | None, Codec | None]
-"""Codecs of keys and values; None is raw."""
+"""Codec of keys and codec of values; None is raw."""
 Layer: TypeAlias = tuple[Side, Side]
 """Keys and values of one layer."""
 
@@ -28,21 +28,21 @@ Layer: TypeAlias = tuple[Side, Side]
 class Segment:
     """KV of consecutive tokens: per layer keys and values, (1, kv_heads, tokens, width).
 
-    Buffers of exactly their size, evaluated; `split` and `join` copy, so that dropping a segment
-    frees all of its bytes. Checkpoints are shared.
+    Buffers have exact size and are evaluated. `split` and `join` copy, so dropping a segment frees
+    all of its bytes. Checkpoints are shared.
     """
 
     layers: tuple[Layer, ...]
-    """Layers with keys and values, in the model's order."""
+    """Keys and values of each layer, in the model's order."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """States of the recurrent layers, by the position where they were captured."""
+    """States of the recurrent layers, by the position at which they were captured."""
     length: int = 0
-    """Number of tokens in a model of recurrent layers only, which has no keys to count."""
+    """Number of tokens if the model has only recurrent layers, so that no KV tells it."""
     missing: tuple[int, ...] = ()
-    """Number of first tokens that each layer lacks; empty if every layer is complete."""
+    """Number of leading tokens that each layer lacks; empty if every layer is complete."""
     index: tuple[Coded | None, ...] = ()
-    """Index of each layer's keys, see `key_index`; None for a layer without one. Empty if no layer
-    has one."""
+    """Index of each layer's keys, see `key_index`; None for a layer without one, empty if none has
+    one."""
     _derived: dict[object, Any] | None = field(default=None, init=False, compare=False, repr=False)
 
     @classmethod
@@ -51,7 +51,7 @@ class Segment:
 
     @classmethod
     def views(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
-        """Return views of columns start..stop-1, to be encoded or copied at once."""
+        """Return views of columns `start..stop - 1`, to be encoded or copied immediately."""
         return cls(
             tuple(
                 (col.take(keys, start, stop), col.take(values, start, stop))
@@ -61,7 +61,7 @@ class Segment:
         )
 
     def owned(self, *, coded: bool = False) -> Segment:
-        """Copy the sides that may be views: the raw ones, or with `coded` all; evaluated."""
+        """Copy sides that may be views: raw ones, or with `coded` all; evaluated."""
 
         def own(side: Side) -> Side:
             return side if isinstance(side, Coded) and not coded else col.copied(side)
@@ -82,17 +82,17 @@ class Segment:
         return col.columns(self.layers[0][0]) + (self.missing[0] if self.missing else 0)
 
     def columns(self, layer: int, start: int, stop: int) -> tuple[int, int]:
-        """Return the columns of a layer with the tokens start..stop-1, none of them missing."""
+        """Return the columns of a layer for the tokens `start..stop - 1`, none of them missing."""
         gone = self.missing[layer] if self.missing else 0
         if start < gone and start < stop:
             raise AssertionError(f"layer {layer} does not hold its first {gone} tokens any more")
         return start - gone, stop - gone
 
     def derived(self, compute: Callable[[Segment], _Value]) -> _Value:
-        """Return `compute(self)`, computed once in the life of the segment.
+        """Return `compute(self)`, computed once and cached in the segment.
 
-        For what a device needs to read it, as addresses of its arrays. The value must not refer
-        to the segment, which would keep it alive.
+        For data that a device needs to read it, such as addresses of its arrays. The value must not
+        refer to the segment, which would create a cycle.
         """
         if self._derived is None:
             object.__setattr__(self, "_derived", {})
@@ -119,7 +119,7 @@ class Segment:
         return sum(checkpoint.nbytes for checkpoint in self.checkpoints)
 
     def checkpointed(self, checkpoints: Iterable[Checkpoint]) -> Segment:
-        """Return it with other checkpoints, at different positions; KV is shared."""
+        """Return this segment with other checkpoints, at distinct positions; KV is shared."""
         ordered = tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.at))
         places = [checkpoint.at for checkpoint in ordered]
         inside = not places or 0 < places[0] <= places[-1] <= self.tokens
@@ -128,14 +128,14 @@ class Segment:
         return replace(self, checkpoints=ordered)
 
     def encoded(self, scheme: Scheme, ops: CodeOps, raw_layers: Collection[int] = ()) -> Segment:
-        """Encode it by a scheme, some tokens of one layer at a time; evaluated.
+        """Encode by a scheme, some tokens of one layer at a time; evaluated.
 
-        A side that is coded already, or has numbers too large for a codec's scales, stays the same,
-        and is shared with this segment, as are those of `raw_layers`. A spilled one is read as the
-        codec decodes it from now on.
+        A side is shared unchanged if it is already coded, if a value is too large for the codec's
+        scales, or if it is in `raw_layers`. A spilled side is read from now on as the codec decodes
+        it.
 
         Raises:
-            ValueError: the tokens, or the size of a head, do not fit a codec.
+            ValueError: the number of tokens or the head size does not fit a codec.
         """
         codecs: list[_Codecs] = [
             (None, None) if number in raw_layers else (codecs_of.keys, codecs_of.values)
@@ -174,12 +174,12 @@ class Segment:
         )
 
     def is_finite(self) -> bool:
-        """Return whether every number is finite.
+        """Return whether all values are finite.
 
-        A sequence that shares a segment with a NaN, even masked, gets NaN: weights of 0 x infinity.
+        A NaN in a shared segment spreads even if masked, because 0 x NaN is NaN.
 
-        Looks at sums first, a fraction of the work: they are not finite if one of the summands is
-        not. A sum may also overflow; only then is every number looked at.
+        Checks sums first, at a fraction of the cost: they are finite only if all summands are. A
+        sum may also overflow, so only then all values are checked.
         """
         parts = [part for layer in self.layers for part in col.arrays(*layer)]
         return _all_finite([_sums(part) for part in parts]) or _all_finite(parts)
@@ -188,7 +188,7 @@ class Segment:
         return self._copy(0, at_tokens), self._copy(at_tokens, self.tokens)
 
     def part(self, start: int, stop: int) -> Segment:
-        """Return views of the tokens start..stop-1, without checkpoints; copy them at once."""
+        """Return views of tokens `start..stop - 1`, without checkpoints; copy them immediately."""
         index = tuple(layer_index and layer_index.take(start, stop) for layer_index in self.index)
         if not self.missing:
             return replace(Segment.views(self.layers, start, stop), index=index)
@@ -207,10 +207,10 @@ class Segment:
         )
 
     def thinned(self, gone: Mapping[int, int]) -> Segment:
-        """Drop the first tokens of some layers: `gone` has their number by layer.
+        """Drop leading tokens of some layers; `gone` maps layers to numbers of tokens.
 
-        The numbers are multiples of the span of the layers' codecs. Copies the rest of those
-        layers, evaluated. Shares the other layers, and the checkpoints.
+        The numbers are multiples of the span of the layer's codecs. Copies the rest of those
+        layers, evaluated; shares the other layers and the checkpoints.
         """
         layers, missing = list(self.layers), list(self.missing or [0] * len(self.layers))
         for layer, count in gone.items():
@@ -224,7 +224,7 @@ class Segment:
     def filled(self, source: Segment, start: int) -> Segment:
         """Fill the incomplete layers from `source`, whose token `start` is this segment's first.
 
-        Copies those layers, evaluated. Shares the other layers, and the checkpoints.
+        Copies those layers, evaluated; shares the other layers and the checkpoints.
         """
         complete = source.part(start, start + self.tokens)
         if complete.missing or complete.tokens != self.tokens:
@@ -239,9 +239,9 @@ class Segment:
         return replace(self, missing=())._with(layers, self.index)
 
     def joins(self, other: Segment) -> bool:
-        """Return whether all sides have equal formats, and joining leaves no hole.
+        """Return whether the formats of all sides match, and joining leaves no gap.
 
-        Where the other segment lacks first tokens of a layer, this one must lack all of that layer.
+        If the other segment lacks leading tokens of a layer, this one must lack all of that layer.
         """
         return self._forms() == other._forms() and all(
             not gone or not col.columns(layer[0])
@@ -255,7 +255,7 @@ class Segment:
         return [side.codec if isinstance(side, Coded) else type(side) for side in everything]
 
     def join(self, *others: Segment) -> Segment:
-        """Return a copy of this segment's tokens and then the others', see `joins`; evaluated."""
+        """Return a concatenated copy of this and other segments, see `joins`; evaluated."""
         segments = (self, *others)
         missing: Sequence[int] = ()
         if any(segment.missing for segment in segments):
@@ -280,7 +280,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class KVSpan:
-    """The first `columns` columns of a segment, which begin at position `start`."""
+    """The first `columns` columns of a segment, starting at position `start`."""
 
     segment: Segment
     start: int
@@ -292,7 +292,7 @@ class KVSpan:
 
 
 ColumnRange = tuple[Segment, int, int]
-"""Columns start..stop-1 of a segment."""
+"""Columns `start..stop - 1` of a segment."""
 
 
 def _if_any(missing: Sequence[int]) -> tuple[int, ...]:
@@ -326,7 +326,7 @@ def _is_finite(number: int, side: Coded, ops: CodeOps) -> mx.array:
 
 
 def _sums(array: mx.array) -> mx.array:
-    """Sum (..., tokens, width) over the tokens; over the width where the dtype would overflow."""
+    """Sum (..., tokens, width) over the tokens; over the width if the dtype would overflow."""
     return array.sum(axis=-1 if array.dtype == mx.float16 else col.TOKEN_AXIS).reshape(-1)
 
 
@@ -337,5 +337,5 @@ def _all_finite(arrays: Sequence[mx.array]) -> bool:
 
 
 def bytes_per_token(layers: Sequence[Layer]) -> int:
-    """Return the bytes of one token of these layers in a segment."""
+    """Return the bytes of one token of layers in a segment."""
     return sum(part.nbytes // part.shape[2] for layer in layers for part in col.arrays(*layer))

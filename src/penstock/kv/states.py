@@ -1,7 +1,7 @@
-"""States of recurrent layers: a few arrays that stand for all tokens of a sequence.
+"""States of recurrent layers: a few arrays that summarize all tokens of a sequence.
 
-A state is valid at one position only. It cannot be cut, joined or rolled back, only kept beside the
-position at which it was captured.
+A state is valid at a single position. It cannot be split, joined or rolled back, only stored with
+the position at which it was captured.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 LayerState: TypeAlias = "tuple[mx.array | None, ...]"
-"""Arrays, (rows, ...), of one layer; None stands for an array the layer never wrote."""
+"""Arrays of one layer, (rows, ...); None for an array that the layer never wrote."""
 States: TypeAlias = tuple[LayerState, ...]
 """States of all recurrent layers, in the model's order."""
 
 
 def arrays(states: Iterable[Iterable[mx.array | None]]) -> list[mx.array]:
-    """List the arrays of states."""
+    """Return the arrays of states in a list."""
     return [array for state in states for array in state if array is not None]
 
 
 def nbytes(states: Sequence[LayerState]) -> int:
-    """Return the bytes of states."""
     return sum(array.nbytes for array in arrays(states))
 
 
 def copied(states: Sequence[LayerState], row: int | None = None) -> States:
-    """Copy states, all rows or one, into buffers of exactly their size; evaluated."""
+    """Copy states, all rows or one, into buffers of exact size; evaluated."""
 
     def own(array: mx.array | None) -> mx.array | None:
         if array is None:
@@ -46,8 +45,8 @@ def copied(states: Sequence[LayerState], row: int | None = None) -> States:
 def unpinned(states: Sequence[LayerState]) -> States:
     """Return states with copies of the small arrays; not evaluated.
 
-    A convolution leaves its last inputs as a view, which keeps all of them alive. The large arrays
-    are a step's own results, and views of nothing.
+    A convolution returns its last inputs as a view, which keeps the whole input alive. Large arrays
+    are results of the step, not views.
     """
     small = nbytes(states) // 4
 
@@ -61,32 +60,33 @@ def unpinned(states: Sequence[LayerState]) -> States:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """States at exactly one boundary between blocks."""
+    """States at a block boundary."""
 
     at: int
-    """Tokens of the segment in front of the boundary; at least 1."""
+    """Number of the segment's tokens before the boundary; at least 1."""
     states: States
     turn_end: bool = False
-    """Whether a prompt, or an answer, ended in the next block: where a conversation resumes."""
+    """Whether a prompt or an answer ended in the next block, so that a conversation resumes
+    here."""
 
     @property
     def nbytes(self) -> int:
         return nbytes(self.states)
 
     def moved(self, by: int) -> Checkpoint:
-        """Return it for a segment that begins `by` tokens earlier."""
+        """Return this checkpoint for a segment that starts `by` tokens earlier."""
         return Checkpoint(self.at + by, self.states, self.turn_end)
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """A running sequence's states: one row of those that the last step left."""
+    """States of a running sequence: one row of the last step's output."""
 
     states: States
     """States of all rows of that step."""
     row: int = 0
     own: bool = False
-    """Whether the row is the only one, in buffers of exactly its size."""
+    """Whether this is the only row, in buffers of exact size."""
 
     def row_states(self) -> States:
         if self.own:
@@ -101,7 +101,7 @@ class RecurrentState:
 
 
 def stacked(sequences: Sequence[RecurrentState]) -> States:
-    """Return sequences' states as rows; no copy if they are all rows of the last step."""
+    """Stack the states of sequences as rows; no copy if they are the rows of the last step."""
     first = sequences[0].states
     if all(
         sequence.states is first and sequence.row == row for row, sequence in enumerate(sequences)
@@ -125,7 +125,7 @@ def stacked(sequences: Sequence[RecurrentState]) -> States:
 
 
 def blank(states: Sequence[LayerState]) -> States:
-    """Return zeros of the shapes of states."""
+    """Return zeros of the same shapes as states."""
     return tuple(
         tuple(None if array is None else mx.zeros_like(array) for array in state)
         for state in states
@@ -133,23 +133,23 @@ def blank(states: Sequence[LayerState]) -> States:
 
 
 def before(checkpoints: Sequence[Checkpoint], position: int) -> Iterator[Checkpoint]:
-    """Yield the checkpoints up to a position, the deepest first."""
+    """Yield the checkpoints up to a position, deepest first."""
     return (checkpoint for checkpoint in reversed(checkpoints) if checkpoint.at <= position)
 
 
 def is_finite(states: Sequence[LayerState]) -> bool:
-    """Return whether every number is finite."""
+    """Return whether all values are finite."""
     checks = [mx.isfinite(array).all() for array in arrays(states)]
     return not checks or bool(mx.stack(checks).all())
 
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """Shape and dtype of each array of one sequence's states, by its name."""
+    """Shape and dtype of each array of one sequence's states, by name."""
 
     arrays: tuple[tuple[str, tuple[int, ...], mx.Dtype], ...]
     sizes: tuple[int, ...]
-    """Number of arrays of each layer, None included."""
+    """Number of arrays of each layer, including None."""
 
     @classmethod
     def of(cls, states: States) -> StateForm:
@@ -174,7 +174,7 @@ NO_STATES = StateForm((), ())
 
 
 def named(states: States) -> Iterator[tuple[str, mx.array]]:
-    """Yield the arrays of states with their names: `3.0`, `3.1` of the fourth layer with states."""
+    """Yield arrays of states with their names: `3.0` and `3.1` for the fourth layer with states."""
     for layer, state in enumerate(states):
         for place, array in enumerate(state):
             if array is not None:
@@ -182,17 +182,17 @@ def named(states: States) -> Iterator[tuple[str, mx.array]]:
 
 
 Place: TypeAlias = "int | tuple[Callable[..., Any], tuple[Place, ...]]"
-"""Place of a cache: its number among the caches with keys and values, or ~ its number among the
-caches with a state. A cache made of others has its constructor, and their places."""
+"""Index of a cache among those with KV, or the complement (~) of its index among those with a
+state. A cache made of several is its constructor and the places of its parts."""
 
 
 def keeps_state(cache: Any) -> bool:
-    """Return whether a cache of mlx-lm's protocol keeps a state in place of tokens."""
+    """Return whether a cache of mlx-lm's protocol has a state instead of tokens."""
     return isinstance(getattr(cache, "cache", None), list)
 
 
 def taken_apart(caches: Sequence[Any]) -> tuple[list[Any], list[Any], tuple[Place, ...]]:
-    """Return the caches with keys and values, those with states, and how to put them together."""
+    """Split caches into those with KV and those with states; also return how to recombine them."""
     kept: list[Any] = []
     states: list[Any] = []
     return kept, states, tuple(_place(cache, kept, states) for cache in caches)

@@ -1,9 +1,9 @@
-"""The pool of tails: the last few tokens of every running sequence, in one buffer a side.
+"""Tail pool: the last few tokens of every running sequence, one buffer per layer and side.
 
-All memory is allocated at once, before the first step that writes, and a slot belongs to a sequence
-while it runs. A step can write one token of many sequences at once, and layers may have heads of
-different sizes. A full tail is copied out, exactly as long as it is, and begins anew.
-`KVCacheManager` is the same pool with long slots, as a library class.
+All memory is allocated at once, before the first step that writes, and each running sequence owns a
+slot. A step can write one token of many sequences in one operation. Head sizes may differ by layer.
+A full tail is copied to a segment and starts over. `KVCacheManager` is the same pool with long
+slots, as a library class.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock.kv.code_pieces import PIECE_TOKENS
 from penstock.kv.segment import Segment
 
 PIECE_BUFFERS = 10
-"""Arrays of float32 that are alive together while a piece of one side is encoded; measured: 8."""
+"""Number of float32 arrays alive at once while a piece of one side is encoded; measured: 8."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape of one token in one layer."""
+    """KV shape of one token in one layer."""
 
     kv_heads: int
     key_dim: int
@@ -33,7 +33,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> LayerShape:
-        """Return the shape of keys and values (batch, kv_heads, tokens, dim)."""
+        """Return the shape of keys and values, (batch, kv_heads, tokens, dim)."""
         return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
     @property
@@ -42,21 +42,21 @@ class LayerShape:
 
 
 def token_bytes(shapes: Sequence[LayerShape]) -> int:
-    """Return the bytes of one token's KV in all layers."""
+    """Return the KV bytes of one token in all layers."""
     return sum(shape.nbytes for shape in shapes)
 
 
 def piece_bytes(shapes: Sequence[LayerShape], lanes: int) -> int:
-    """Return the most bytes taken while each lane encodes or dequantizes a piece of a side."""
+    """Return the maximum bytes while each lane encodes or dequantizes a piece of a side."""
     numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
     return lanes * PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS
 
 
 class Tails:
-    """Keys and values of up to `slots` sequences, `columns` tokens each, all layers.
+    """KV of up to `slots` sequences with `columns` tokens each, in all layers.
 
-    Not thread-safe: one owner, the thread that runs the model. The columns that a step writes are
-    visible when its graph is evaluated. The caller knows which columns are valid, so an abandoned
+    Not thread-safe: owned by the thread that runs the model. The columns that a step writes become
+    visible when its graph is evaluated. The caller tracks which columns are valid, so an abandoned
     step has no effect.
     """
 
@@ -65,9 +65,9 @@ class Tails:
     ) -> None:
         self.slots = slots
         self.columns = columns
-        """Columns that a sequence fills."""
+        """Number of columns in a slot."""
         self.spare = spare
-        """Columns behind them, written by steps of several tokens and never read."""
+        """Number of additional columns, written by steps of several tokens and never read."""
         self.shapes = tuple(shapes)
         self._free = list(reversed(range(slots)))
         self.drop()
@@ -77,12 +77,12 @@ class Tails:
         self._values: list[mx.array] = []
 
     def ready(self) -> None:
-        """Allocate all memory unless that is done, before a step that writes."""
+        """Allocate all memory, if not done yet, before a step that writes."""
         if not self._keys:
             self.renew()
 
     def renew(self) -> None:
-        """Allocate all memory anew, zeroed: after a step whose writes cannot be evaluated."""
+        """Allocate all memory again, zeroed, after a step whose writes could not be evaluated."""
         columns = self.columns + self.spare
 
         def zeros(shape: LayerShape, dim: int) -> mx.array:
@@ -95,7 +95,7 @@ class Tails:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated now: all of the pool's, or none before the first step."""
+        """Bytes allocated: those of the whole pool, or 0 before the first step."""
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
     @property
@@ -107,13 +107,13 @@ class Tails:
         return len(self._free)
 
     def take_slot(self) -> int:
-        """Claim a slot, or raise PoolFull; nothing is allocated."""
+        """Take a free slot, or raise PoolFull; allocates nothing."""
         if not self._free:
             raise PoolFull(self.slots)
         return self._free.pop()
 
     def wipe(self, slot: int) -> None:
-        """Zero a slot. Hidden columns are weighed with 0, and 0 x infinity is not a number."""
+        """Zero a slot. Masked columns have weight 0, but 0 x infinity is NaN."""
         for buffers in (self._keys, self._values):
             for layer in range(len(buffers)):  # no other name holds a buffer while it is written
                 shape, dtype = buffers[layer].shape, buffers[layer].dtype
@@ -143,7 +143,7 @@ class Tails:
     def write(
         self, layer: int, slots: mx.array, columns: mx.array, keys: mx.array, values: mx.array
     ) -> None:
-        """Write row i of keys and values, (b, kv_heads, n, dim), from (slots[i], columns[i]) on."""
+        """Write row i of keys and values, (b, kv_heads, n, dim), at (slots[i], columns[i])."""
         places = columns[:, None] + mx.arange(keys.shape[2])
         for buffers, new in ((self._keys, keys), (self._values, values)):
             buffer = buffers[layer]
@@ -152,7 +152,7 @@ class Tails:
     def write_block(
         self, layer: int, slot: int, column: int, keys: mx.array, values: mx.array
     ) -> None:
-        """Write rows (b, kv_heads, n, dim) from one column and `slot` on: far quicker."""
+        """Write rows (b, kv_heads, n, dim) at one column, from `slot` on; faster than `write`."""
         self._keys[layer] = _written(self._keys[layer], slot, column, keys)
         self._values[layer] = _written(self._values[layer], slot, column, values)
 
@@ -167,7 +167,7 @@ class Tails:
     def read_block(
         self, layer: int, slot: int, count: int, columns: int
     ) -> tuple[mx.array, mx.array]:
-        """Return the first columns of neighboring slots as views, (b, kv_heads, columns, dim)."""
+        """Return the first columns of adjacent slots as views, (b, kv_heads, columns, dim)."""
         rows = slice(slot, slot + count)
         return self._keys[layer][rows, :, :columns], self._values[layer][rows, :, :columns]
 
@@ -175,7 +175,7 @@ class Tails:
         return [*self._keys, *self._values]
 
     def cut(self, slot: int, stop: int, behind: Segment | None = None) -> Segment:
-        """Copy the first `stop` columns of a slot, after a segment if given; evaluated."""
+        """Copy the first `stop` columns of a slot, appended to a segment if given; evaluated."""
         tail = tuple(self.read_block(i, slot, 1, stop) for i in range(len(self.shapes)))
         if behind is None:
             return Segment.cut(tail, 0, stop)

@@ -1,1 +1,1 @@
-"""Codecs: keys and values in fewer bits, and their products without dequantizing."""
+"""Codecs: KV in fewer bits, and attention products on codes."""

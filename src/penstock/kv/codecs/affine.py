@@ -1,4 +1,4 @@
-"""Neighbors of a vector share a scale and an offset, as in `mx.quantize`; rotated first or not."""
+"""Group quantization with scale and offset, as in `mx.quantize`, with optional rotation."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from penstock.kv.codecs.scales import Scaled, divided, multiplied
 BITS = (2, 3, 4, 5, 6, 8)
 _NAME = re.compile(r"(affine|rot)?([2-8])(?:g(32|64|128))?")
 GRID_CUTS = 2
-"""Pieces whose scales and offsets are computed together, with 8 bits."""
+"""Number of pieces whose scales and offsets are computed together, with 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Affine(Scaled):
-    """`group_size` neighbors share a scale and an offset: bits + 32 / group_size bits a number.
+    """Codec with a scale and an offset per `group_size` values: bits + 32 / group_size per value.
 
     Scales and offsets are float16. Parts: codes, scales, offsets.
     """
@@ -70,7 +70,7 @@ class Affine(Scaled):
 
     @property
     def takes_scales(self) -> bool:
-        """Whether keys are rotated; else it is `mx.quantize`."""
+        """Whether channel scales improve its keys: if they are rotated."""
         return self.rotated
 
     def encode(self, x: mx.array, ops: CodeOps) -> Coded:

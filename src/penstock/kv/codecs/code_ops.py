@@ -1,4 +1,4 @@
-"""Operations on codes: the reference in MLX's operations."""
+"""Operations on codes: reference implementation in MLX operations."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import mlx.core as mx
 from penstock.kv.codecs.wide_codes import multiply
 
 SIGNS_AT_ONCE = 2**18
-"""Codes of one bit that become floats together: 1 MiB."""
+"""Number of 1-bit codes converted to floats at a time: 1 MiB."""
 
 
 class CodeOps:
-    """Operations that codecs need, in MLX's operations; a device may override them."""
+    """Operations used by codecs, in MLX operations; devices may override them."""
 
     lanes: int = 1
-    """Streams that work is divided between."""
+    """Number of parallel streams."""
 
     def lane(self, number: int | None) -> AbstractContextManager[None]:
-        """Put computations in this context on a lane, by its number; None: on neither."""
+        """Run the computations of a `with` block on a lane, by index; None for no lane."""
         return nullcontext()
 
     def settle(self, number: int) -> None:
-        """Wait until everything this thread has put into a lane is computed."""
+        """Wait until all work that this thread queued on a lane has finished."""
         with self.lane(number):
             mx.synchronize()
 
@@ -32,13 +32,13 @@ class CodeOps:
         return groups.min(axis=-1).astype(mx.float32), groups.max(axis=-1).astype(mx.float32)
 
     def as_float32(self, x: mx.array) -> mx.array:
-        """Return x as float32; numbers that are not finite may become finite."""
+        """Return x as float32; non-finite values may become finite."""
         return x.astype(mx.float32)
 
     def dequantize_codes(
         self, codes: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int
     ) -> mx.array:
-        """Return the numbers of codes (..., rows, words), float32, as `mx.dequantize` does."""
+        """Dequantize codes (..., rows, words) to float32, like `mx.dequantize`."""
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 
@@ -53,7 +53,7 @@ class CodeOps:
         group_size: int,
         bits: int,
     ) -> mx.array:
-        """Multiply by codes as `mx.quantized_matmul` does, in the quickest precision."""
+        """Multiply by codes like `mx.quantized_matmul`, in the fastest precision."""
         return mx.quantized_matmul(
             x,
             codes,
@@ -65,9 +65,9 @@ class CodeOps:
         )
 
     def multiply_signs(self, x: mx.array, codes: mx.array, levels: mx.array) -> mx.array:
-        """Multiply x (heads, m, n) by signs (heads, rows, n / 32) of sizes `levels` (heads, rows).
+        """Multiply x (heads, m, n) by signs (heads, rows, n / 32) scaled by `levels` (heads, rows).
 
-        A bit a number, 1 is plus. Returns (heads, m, rows), float32. MLX has no kernel for it.
+        One bit per value; 1 is plus. Returns (heads, m, rows), float32. MLX has no kernel for it.
         """
         steps, x = 2 * mx.expand_dims(levels, -1), x.astype(mx.float32)
         parts = x, codes, steps, -steps / 2

@@ -1,9 +1,8 @@
-"""A codec stores one side of a layer, its keys or its values, in fewer bits than the model's.
+"""Interface of codecs, which store the keys or the values of a layer in fewer bits.
 
-Codes are read without dequantizing. `score` and `mix` are the two products of attention.
-`mx.quantized_matmul` makes them of the codes wherever the form allows it, so that no back end needs
-a kernel of its own. Scales are float16 for any dtype of the model: in a float32 model they would
-otherwise be most of the cost.
+Attention reads codes without dequantizing them: `score` and `mix` are its two products, computed by
+`mx.quantized_matmul` where the format allows it, so that devices need no kernels of their own.
+Scales are float16 for any dtype of the model: float32 ones would outweigh the codes.
 """
 
 from __future__ import annotations
@@ -19,79 +18,79 @@ from penstock.kv.codecs.code_ops import CodeOps
 
 TOKEN_AXIS = 2
 GROUP_SIZES = (128, 64, 32)
-"""Neighbors that can share a scale in `mx.quantized_matmul`."""
+"""Group sizes that `mx.quantized_matmul` supports."""
 ROUNDING = 2.0**-11
-"""Largest relative rounding error of a number in float16."""
+"""Maximum relative rounding error of float16."""
 SMALLEST = 2.0**-24
-"""Smallest positive number of float16."""
+"""Smallest positive float16 number."""
 INFINITY = 0x7C00
 """Bits of infinity in float16, without the sign."""
 Cut: TypeAlias = tuple[slice, slice]
-"""A range of heads, and of their tokens."""
+"""Range of heads, and range of tokens."""
 Put: TypeAlias = Callable[[int, mx.array, int, int], None]
-"""Takes the number of a part, an array of it, and its first head and first column there."""
+"""Callback with the index of a part, an array, and its first head and column in the part."""
 Scales: TypeAlias = tuple[bytes, ...]
-"""Scales of the channels of each head of keys, see `codecs.scales`; empty means 1 everywhere."""
+"""Scales of the key channels of each head, see `codecs.scales`; empty means 1 everywhere."""
 
 
 class Codec(ABC):
-    """A form of numbers in fewer bits. Two equal codecs encode a vector to the same bits."""
+    """A format with fewer bits. Equal codecs encode a vector to the same bits."""
 
     span: ClassVar[int] = 1
-    """Tokens encoded together; a run of tokens to encode, or to cut, is a multiple."""
+    """Number of tokens encoded together; ranges to encode or cut are multiples of it."""
 
     buffers: ClassVar[float] = 8
-    """Largest number of float32 arrays alive together while encoding or dequantizing; measured."""
+    """Maximum number of float32 arrays alive while encoding or dequantizing; measured."""
 
     FORMS: ClassVar[str] = ""
 
     @classmethod
     def parse(cls, word: str, *, keys: bool) -> Self | None:
-        """Return the codec named by a word of settings, for keys or for values; else None."""
+        """Return the codec of a name in settings, for keys or values; None for other names."""
         return None
 
     @property
     def of_values(self) -> str | None:
-        """Codec of the values where only this one is named; None is this one."""
+        """Name of the codec for values if only this one is set; None for the same codec."""
         return None
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Name in settings; with the head size its whole identity."""
+        """Name in settings; identifies the codec together with the head size."""
 
     @abstractmethod
     def token_bits(self, dim: int) -> int:
-        """Return the bits of one token of one head; ValueError if the size does not fit."""
+        """Return the bits per token and head; raises ValueError for unsupported head sizes."""
 
     @property
     def takes_scales(self) -> bool:
-        """Whether scales of the channels improve its keys."""
+        """Whether channel scales improve its keys."""
         return False
 
     def scaled(self, scales: Scales) -> Codec:
-        """Return the codec for keys of such scales; itself if it takes none."""
+        """Return the codec with scales for keys; itself if it uses none."""
         return self
 
     def of_heads(self, start: int, stop: int) -> Codec:
-        """Return the reader of the heads start..stop-1."""
+        """Return the codec for the heads `start..stop - 1`."""
         return self
 
     @property
     def form(self) -> Codec | None:
-        """Codec whose decoded numbers are read; None for numbers as they were computed."""
+        """Codec whose decoded values are read; None for values as computed."""
         return self
 
     def at_rest(self, coded: Coded, codec: Codec) -> Coded:
-        """Return a side whose numbers are read as another codec decodes them; itself if coded."""
+        """Return a side whose values are read as decoded by another codec; unchanged if coded."""
         return coded
 
     @abstractmethod
     def encode(self, x: mx.array, ops: CodeOps) -> Coded:
-        """Encode (batch, heads, tokens, dim), in any floating type."""
+        """Encode (batch, heads, tokens, dim) of any float dtype."""
 
     def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put, ops: CodeOps) -> Iterator[None]:
-        """Encode to the bits of `encode`, one cut per yield; the pieces are not computed yet."""
+        """Encode to the same bits as `encode`, one cut per yield; pieces are not evaluated yet."""
         for heads, tokens in cuts:
             coded = self.of_heads(heads.start, heads.stop).encode(x[:, heads, tokens], ops)
             for number, part in enumerate(coded.parts):
@@ -101,14 +100,14 @@ class Codec(ABC):
 
     @abstractmethod
     def dequantize(self, coded: Coded, ops: CodeOps) -> mx.array:
-        """Return (batch, heads, tokens, dim) float32: the input of `encode`, but for its error."""
+        """Return (batch, heads, tokens, dim) float32, the input of `encode` with its error."""
 
     def transform_query(self, queries: mx.array) -> mx.array:
         """Transform queries (heads, m, dim) for products with the codes of keys."""
         return queries
 
     def inverse_transform(self, mixed: mx.array, dim: int) -> mx.array:
-        """Transform a mix of codes, or the sum of several, to values (heads, m, dim)."""
+        """Transform sums of weighted codes back to values, (heads, m, dim)."""
         return mixed
 
     @abstractmethod
@@ -122,7 +121,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """One side of some tokens, encoded.
+    """Encoded keys or values of some tokens.
 
     Every part has tokens, or spans of them, on axis 2: (batch, heads, tokens / span, ...).
     """
@@ -140,7 +139,7 @@ class Coded:
         return sum(part.nbytes for part in self.parts)
 
     def take(self, start: int, stop: int) -> Coded:
-        """Return the tokens start..stop-1 as a view; both are multiples of the codec's span."""
+        """Return the tokens `start..stop - 1` as a view; both are multiples of the codec's span."""
         span = self.codec.span
         if start % span or stop % span:
             raise ValueError(f"{self.codec.name} is cut every {span} tokens, not at {start, stop}")
@@ -152,7 +151,7 @@ class Coded:
         return Coded(self.codec.of_heads(start, stop), parts, self.dim)
 
     def join(self, *others: Coded) -> Coded:
-        """Return a copy of this side's tokens and then the others', which have the same codec."""
+        """Return a concatenated copy of sides with the same codec."""
         runs = zip(self.parts, *(other.parts for other in others), strict=True)
         return Coded(
             self.codec,
@@ -161,17 +160,17 @@ class Coded:
         )
 
     def after(self, earlier: mx.array) -> Coded:
-        """Return the same side, read only after `earlier` is computed.
+        """Return this side with a dependency on `earlier`.
 
-        Reading sides in order bounds how much is dequantized at a time.
+        Reading sides in order limits how much is dequantized at a time.
         """
         codes, *others = self.parts
         return Coded(self.codec, (*mx.depends([codes], [earlier]), *others), self.dim)
 
     def is_finite(self) -> mx.array:
-        """Return whether all scales are finite, a boolean: one too large for float16 is not.
+        """Return whether all scales are finite, a bool array; False on overflow of float16.
 
-        Nothing is allocated for it: read as integers, infinity and NaN are beyond all others.
+        Allocates nothing: as integers, infinity and NaN are larger than all finite values.
         """
         finite = mx.array(True)
         for part in self.parts:
@@ -193,7 +192,7 @@ class Coded:
 
 
 def largest_group(dim: int) -> int:
-    """Return the largest group of neighbors that can share a scale, or raise ValueError."""
+    """Return the largest supported group size for a head size; raises ValueError if none fits."""
     for size in GROUP_SIZES:
         if dim % size == 0:
             return size
@@ -203,11 +202,10 @@ def largest_group(dim: int) -> int:
 def quantized(
     x: mx.array, group_size: int, bits: int, ops: CodeOps
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return codes, and float16 scales and offsets, of (..., n) in any floating type.
+    """Quantize (..., n) of any float dtype; return codes, and float16 scales and offsets.
 
-    MLX quantizes float32 quicker than float16 on a CPU. At 8 bits steps are so small that the
-    rounding of scales counts, an eighth of the squared error. So codes are made for the rounded
-    scales, on every device.
+    MLX quantizes float32 faster than float16 on a CPU. With 8 bits, rounding the scales adds an
+    eighth of the squared error, so codes are computed for the rounded scales on every device.
     """
     if bits == 8:
         return _bytes(x, group_size, ops)
@@ -216,24 +214,24 @@ def quantized(
 
 
 def _bytes(x: mx.array, group_size: int, ops: CodeOps) -> tuple[mx.array, mx.array, mx.array]:
-    """Return (..., n) in codes of 8 bits, three times as quickly as `mx.quantize` on a CPU."""
+    """Quantize (..., n) to 8 bits, three times faster than `mx.quantize` on a CPU."""
     scales, offsets, grid = Grid.of(x, group_size, ops)
     return grid.codes(x, ops), scales, offsets
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Factor and offset of 8-bit codes of numbers (..., n): (..., n / group), float32 each."""
+    """Scales and offsets of 8-bit codes, (..., n / group) float32 each."""
 
     per_step: mx.array
     zero: mx.array
-    """Code of zero, plus half a step: codes are truncated, not rounded."""
+    """Code of zero plus half a step: codes are truncated, not rounded."""
 
     @classmethod
     def of(cls, x: mx.array, group_size: int, ops: CodeOps) -> tuple[mx.array, mx.array, Grid]:
-        """Return float16 scales and offsets, and the factors of their codes.
+        """Return float16 scales and offsets, and the grid of their codes.
 
-        Offsets are rounded down and scales up, so that no code is out of its range.
+        Offsets are rounded down and scales up, so that no code is out of range.
         """
         *rows, n = x.shape
         smallest, largest = ops.extremes(x.reshape(*rows, n // group_size, group_size))
@@ -247,7 +245,7 @@ class Grid:
         return Grid(self.per_step[:, heads, tokens], self.zero[:, heads, tokens])
 
     def codes(self, x: mx.array, ops: CodeOps) -> mx.array:
-        """Return the codes of the numbers, (..., n / 4) uint32."""
+        """Return the codes of values, (..., n / 4) uint32."""
         groups = ops.as_float32(x).reshape(*self.zero.shape, -1)
         steps = groups * mx.expand_dims(self.per_step, -1) + mx.expand_dims(self.zero, -1)
         return steps.astype(mx.uint8).reshape(x.shape).view(mx.uint32)
@@ -256,7 +254,7 @@ class Grid:
 def pack(codes: mx.array, bits: int) -> mx.array:
     """Pack codes (..., n) below 2^bits as `mx.quantize` does: (..., n * bits / 32) uint32.
 
-    One stream of bits, the lowest first; n is a multiple of 32.
+    A single bit stream, lowest bits first; n is a multiple of 32.
     """
     *rows, n = codes.shape
     codes = codes.astype(mx.uint32).reshape(*rows, n // 32, 32)

@@ -1,7 +1,7 @@
-"""Keys by channel: `SPAN` tokens of one channel share a scale and an offset (KIVI).
+"""Per-channel quantization of keys: `SPAN` tokens of a channel share scale and offset (KIVI).
 
-A channel that is large, or far from zero, in all tokens costs nothing: the codes tell how it
-changes along them (Liu et al. 2024, "KIVI"). Spans are laid out (dim, tokens), so that
+A channel that is large, or far from zero, in all tokens costs no precision: the codes only describe
+how it varies over tokens (Liu et al. 2024, "KIVI"). Spans are laid out (dim, tokens), so that
 `mx.quantized_matmul` reads them directly.
 """
 
@@ -23,7 +23,7 @@ _NAME = re.compile(r"kivi([2-8])")
 
 @dataclass(frozen=True, slots=True)
 class Kivi(Codec):
-    """bits + 32 / 64 bits a number. Parts by span: codes (dim, words), scales (dim,), offsets."""
+    """Codec with bits + 0.5 bits per value. Parts: codes (dim, words), scales (dim,), offsets."""
 
     FORMS: ClassVar[str] = "kivi2 to kivi6, kivi8"
     span: ClassVar[int] = SPAN
@@ -33,7 +33,7 @@ class Kivi(Codec):
 
     @classmethod
     def parse(cls, word: str, *, keys: bool) -> Self | None:
-        """Return the codec of a word; ValueError for values, whose channels are not large."""
+        """Return the codec of a name; raises ValueError for values, which lack large channels."""
         match = _NAME.fullmatch(word)
         if match is None or int(match[1]) not in BITS:
             return None

@@ -1,4 +1,4 @@
-"""Names of codecs in settings: `affine4`, `k8v4`, `kivi4/turbo3.5`."""
+"""Codec names in settings: `affine4`, `k8v4`, `kivi4/turbo3.5`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from penstock.kv.codecs.turbo import Turbo
 
 RAW = "raw"
 AUTO = {"auto2.5x": "kivi6/turbo6", "auto3.5x": "kivi5/turbo3", "auto5x": "kivi3/turbo2.5"}
-"""Codecs of least KL on a real model (docs/real.md) for this compression of float16. That is for
-heads of a multiple of 64; docs/codecs.md has the codecs for heads of 80, 96 and 112."""
+"""Codecs with the lowest KL divergence on a real model (docs/real.md) at this compression of
+float16. Valid for head sizes that are a multiple of 64; see docs/codecs.md for 80, 96 and 112."""
 CODECS: tuple[type[Codec], ...] = (Affine, Turbo, Kivi)
-"""All codecs; a further one is a file beside them and a name here."""
+"""All codecs; a new one is a file in this folder and an entry here."""
 FORMS = "; ".join(
     [
         RAW,
@@ -28,11 +28,7 @@ _PAIR = re.compile(r"k([2-8])v([2-8])(g(?:32|64|128))?")
 
 
 def parse_scheme(text: str) -> Scheme:
-    """Return the codecs that a setting names, or raise ValueError with the list of all.
-
-    >>> [parse_scheme(text).name for text in ("k8v4", "4", "auto3.5x")]
-    ['rot8/rot4', 'affine4', 'kivi5/turbo3']
-    """
+    """Return the scheme named by a setting; raises ValueError with the list of all names."""
     word = text.strip().lower()
     word = AUTO.get(word, word)
     if pair := _PAIR.fullmatch(word):

@@ -1,7 +1,7 @@
-"""Random signs and a Hadamard transform: an orthonormal matrix that spreads large numbers.
+"""Random signs and a Hadamard transform: an orthonormal matrix that spreads outliers.
 
-Every coordinate of a rotated vector is a sum of all, and so about normally distributed, for any
-vector. Rotation preserves products of vectors.
+Every coordinate of a rotated vector is a signed sum of all coordinates, so it is approximately
+normal for any vector. Rotation preserves inner products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SEED = 0
 
 
 def rotate(x: mx.array, width: int | None = None) -> mx.array:
-    """Rotate (..., dim), in float32, into (..., width), over which later errors are spread."""
+    """Rotate (..., dim) in float32 into (..., width); padding spreads later errors."""
     x = x.astype(mx.float32)
     *rows, dim = x.shape
     if width is not None and width > dim:
@@ -32,9 +32,9 @@ def rotate_back(x: mx.array, dim: int | None = None) -> mx.array:
 
 
 def _transform(x: mx.array) -> mx.array:
-    """Transform a head in parts of the largest possible power of two: its own inverse.
+    """Transform a head in parts of the largest possible power of two; self-inverse.
 
-    MLX also knows transforms of 12, 20 and 28 times a power of two, which are not symmetric.
+    MLX's transforms of 12, 20 and 28 times a power of two are not symmetric.
     """
     *rows, dim = x.shape
     size = dim & -dim

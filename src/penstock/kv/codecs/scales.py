@@ -1,14 +1,15 @@
-"""Scale factors of the key channels: codes are divided by them, queries multiplied.
+"""Channel scales: keys are divided by them before encoding, and queries multiplied.
 
-So every score stays equal.
+Scores do not change.
 
-A rotation spreads the error over all channels. Keys and queries have root mean squares k and q in a
-channel of scale s. The error of a score grows as the sum of k^2 / s^2 over the channels, times the
-sum of s^2 q^2. The product is least where s^2 = k / q (Cauchy and Schwarz).
+A rotation spreads the quantization error over all channels. With root mean squares k of keys and q
+of queries in a channel of scale s, the squared error of a score grows with the sum of k^2 / s^2
+over the channels, times the sum of s^2 q^2. The product is minimal for s^2 = k / q
+(Cauchy-Schwarz).
 
-Only channels that are large in every token get a scale. A small difference may be the model's, or
-may come from the tokens that were measured: scales for all channels were measured to lose answers.
-Scales are powers of two, with which nothing is rounded.
+Only channels that are large in every token get a scale; small differences may only reflect the
+tokens measured, and scaling all channels was found to lose accuracy. Scales are powers of two, so
+scaling is exact.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ import xxhash
 from penstock.kv.codecs.coded import Codec, Scales
 
 FROM = 2
-"""Least exponent of a scale: keys 8 times as large, for queries of one size."""
+"""Minimum exponent of a scale: keys 8 times as large, at equal queries."""
 MOST = 16
 LEAST = 1e-30
-"""Smallest mean square of a channel that counts."""
+"""Minimum mean square of a channel to be scaled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled(Codec):
-    """A codec whose keys may have scales, which are part of its identity."""
+    """A codec with optional key scales, which are part of its identity."""
 
     scales: Scales = field(default=(), repr=False)
 
@@ -50,12 +51,12 @@ class Scaled(Codec):
 
 
 def divided(x: mx.array, scales: Scales) -> mx.array:
-    """Divide keys (batch, heads, tokens, dim) by their scales, in float32, before encoding."""
+    """Divide keys (batch, heads, tokens, dim) by their scales, in float32."""
     return x.astype(mx.float32) / _factors(scales) if scales else x
 
 
 def multiplied(x: mx.array, scales: Scales) -> mx.array:
-    """Multiply queries (heads, m, dim), or dequantized keys (batch, heads, tokens, dim)."""
+    """Multiply queries (heads, m, dim) or keys (batch, heads, tokens, dim) by their scales."""
     return x.astype(mx.float32) * _factors(scales) if scales else x
 
 
@@ -70,7 +71,7 @@ def _powers(scales: Scales) -> npt.NDArray[np.float32]:
 
 
 class Squares:
-    """Mean squares of keys and queries, by head and channel."""
+    """Accumulators of the mean squares of keys and queries, by head and channel."""
 
     def __init__(self) -> None:
         self._keys: mx.array | None = None
@@ -88,7 +89,7 @@ class Squares:
         self._keys, self._queries = sums
 
     def scales(self) -> Scales:
-        """Return the scales of channels that are large beside their head's median, perhaps none."""
+        """Return scales for the channels that are large compared with their head's median."""
         if self._keys is None or self._queries is None:
             return ()
         keys, queries = (np.array(sums, np.float64) for sums in (self._keys, self._queries))
@@ -104,7 +105,7 @@ class Squares:
 
 
 def digest(layers: Sequence[Scales]) -> str:
-    """Return a key of all scales."""
+    """Return a hash of all scales."""
     hashed = xxhash.xxh3_128()
     for scales in layers:
         for head in (len(scales).to_bytes(8, "little"), *scales):

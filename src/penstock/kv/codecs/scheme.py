@@ -1,4 +1,4 @@
-"""Codecs of keys and of values, as a setting pairs them."""
+"""Quantization schemes: a codec for keys and one for values."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from penstock.kv.codecs.coded import Codec, Scales
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Codecs of keys and of values; None is raw."""
+    """Codec of keys and codec of values; None is raw."""
 
     name: str
     keys: Codec | None
     values: Codec | None
     scales: tuple[Scales, ...] = ()
-    """Scales of the keys' channels, by layer; empty means 1 everywhere."""
+    """Scales of the key channels by layer; empty means 1 everywhere."""
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         return tuple(codec for codec in (self.keys, self.values) if codec is not None)
 
     def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> Scheme:
-        """Return this scheme with scales from `measure`, if the codec of the keys uses any."""
+        """Return this scheme with scales from `measure`, if the codec of keys uses them."""
         if self.keys is None or not self.keys.takes_scales:
             return self
         scales = measure()
@@ -36,13 +36,13 @@ class Scheme:
         return replace(self, keys=self.keys.scaled(self.scales[number]), scales=())
 
     def token_bits(self, key_dim: int, value_dim: int, dtype_bits: int) -> int:
-        """Return the bits of one token of one head, both sides; raise ValueError as codecs do."""
+        """Return the bits per token and head, both sides. Raises ValueError as codecs do."""
         sides = ((self.keys, key_dim), (self.values, value_dim))
         return sum(
             dim * dtype_bits if codec is None else codec.token_bits(dim) for codec, dim in sides
         )
 
     def ratio(self, key_dim: int, value_dim: int, dtype_bits: int = 16) -> float:
-        """Return the compression ratio over raw numbers of `dtype_bits` bits."""
+        """Return the compression ratio over raw values of `dtype_bits` bits."""
         raw_bits = (key_dim + value_dim) * dtype_bits
         return float(Fraction(raw_bits, self.token_bits(key_dim, value_dim, dtype_bits)))

@@ -1,7 +1,7 @@
-"""Keys or values in a cold tier: memory holds a checksum and a place for each block.
+"""Keys or values in a cold tier; memory has only a checksum and a place per block.
 
-A spilled side is cut, joined and shared like codes. Its reader fetches the blocks and compares each
-with its checksum, so that it gets the original numbers to the bit.
+A spilled side is split, joined and shared like codes. Its reader fetches the blocks and verifies
+their checksums, so that it gets exactly the original bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.kv.codecs.code_ops import CodeOps
 from penstock.kv.codecs.coded import Codec, Coded
 
 AT_REST = 1 << 30
-"""Flag of the place of a block whose tier has other numbers than are read: those that a codec at
-rest decodes from its codes of them."""
+"""Flag in a block's place if the tier stores other values than are read: the originals of values
+that a codec at rest decodes."""
 BLOCK_TOKENS = 16
-"""Tokens read, and checked, together: those chosen together."""
+"""Number of tokens read, verified and selected together."""
 ENTRY_BYTES = 300
 """Python overhead of one requested block, in bytes."""
 PIECE_TOKENS = 640
-"""Largest number of tokens of a side read together where all of them are read."""
+"""Maximum tokens of a side read at once if all of them are read."""
 Numbers = NDArray[np.int32]
 Checksums = NDArray[np.uint64]
 RawBlocks = NDArray[np.uint8]
@@ -92,12 +92,12 @@ class BlockPairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPairs:
-    """Where pairs of blocks lie in memory, until the next ones are requested."""
+    """Locations of pairs of blocks in memory, valid until the next request."""
 
     memory: Sequence[RawBlocks]
-    """Bytes of keys and then values of a pair in each row, (rows, bytes)."""
+    """Bytes of each pair's keys and then values, (rows, bytes)."""
     rows: Sequence[NDArray[np.int64]]
-    """Row of each pair, list by list; counted through all of the memory, (pairs,) each."""
+    """Row of each pair, (pairs,) per list; rows are numbered over all of the memory."""
     key_bytes: int
 
     def addresses(self, number: int) -> NDArray[np.int64]:
@@ -131,16 +131,16 @@ class BlockReader(ABC):
 
 
 class BlockCache(BlockReader):
-    """Reads blocks, and keeps those in memory that the next step may need again."""
+    """Reads blocks, and caches those that the next step may need again."""
 
     @abstractmethod
     def hold(self, lists: Sequence[BlockPairs]) -> HeldPairs:
-        """Load all lists' blocks of one layer into memory in one request, or raise SpilledLost."""
+        """Load the blocks of all lists of one layer in a single request, or raise SpilledLost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spilled(Codec):
-    """Codec of a side that lies in a tier: its checksums, and the blocks' places."""
+    """Codec of a side in a cold tier: its checksums, and the places of the blocks."""
 
     reader: BlockReader
     layer: int
@@ -149,13 +149,13 @@ class Spilled(Codec):
     dtype: mx.Dtype
     first_head: int = 0
     rest: Codec | None = None
-    """Codec at rest whose decoded numbers are read; None for numbers as they were computed."""
+    """Codec at rest whose decoded values are read; None for values as computed."""
 
     span: ClassVar[int] = BLOCK_TOKENS
     block_bytes: ClassVar[int] = 12
-    """Bytes of a block's checksum and place, for each head."""
+    """Bytes of a block's checksum and place, per head."""
     buffers: ClassVar[float] = 1.6
-    """Size that lets `PIECE_TOKENS` be dequantized together; it counts no array."""
+    """Value chosen so that `PIECE_TOKENS` are dequantized together; does not count arrays."""
 
     @property
     def name(self) -> str:
@@ -185,7 +185,7 @@ class Spilled(Codec):
     def spilled(self, x: mx.array, places: Numbers) -> Coded:
         """Return the part of (1, heads, tokens, dim) that stays in memory, evaluated.
 
-        `tokens` is a multiple of `BLOCK_TOKENS`; `places` are those of the blocks, (blocks,).
+        `tokens` is a multiple of `BLOCK_TOKENS`; `places` has the place of each block, (blocks,).
         """
         _, heads, tokens, dim = x.shape
         blocks = tokens // BLOCK_TOKENS
@@ -201,7 +201,7 @@ class Spilled(Codec):
 
     @property
     def cache(self) -> BlockCache:
-        """The reader, which caches blocks, as that of all segments of a tree does."""
+        """The reader as the block cache that all segments of a tree share."""
         assert isinstance(self.reader, BlockCache)
         return self.reader
 
@@ -220,14 +220,14 @@ class Spilled(Codec):
         return self.blocks(coded, heads, columns + np.int32(first))
 
     def numbers(self, coded: Coded, raw: RawBlocks) -> NDArray[np.float32] | mx.array:
-        """Return the numbers of a run of blocks, (heads, tokens, dim); NumPy's if float32."""
+        """Return the values of a run of blocks, (heads, tokens, dim); a NumPy array if float32."""
         heads = coded.parts[0].shape[1]
         if self.dtype == mx.float32:
             return raw.view(np.float32).reshape(heads, -1, coded.dim)
         return mx.array(raw.reshape(-1)).view(self.dtype).reshape(heads, -1, coded.dim)
 
     def wide(self, coded: Coded, raw: RawBlocks) -> mx.array:
-        """Return the numbers of all blocks, (1, heads, tokens, dim), from their bytes."""
+        """Return the values of all blocks, (1, heads, tokens, dim), from their bytes."""
         return mx.array(self.numbers(coded, raw))[None]
 
     def dequantize(self, coded: Coded, ops: CodeOps) -> mx.array:
@@ -243,5 +243,5 @@ class Spilled(Codec):
 
 
 def is_spilled(side: object) -> TypeGuard[Coded]:
-    """Return whether keys or values lie in a tier."""
+    """Return whether keys or values are in a cold tier."""
     return isinstance(side, Coded) and isinstance(side.codec, Spilled)

@@ -1,11 +1,10 @@
-"""Rotated vectors, each with its own length, on one grid for all coordinates (TurboQuant).
+"""Rotated vectors with one scale each, on a uniform grid (TurboQuant).
 
-A rotated vector's coordinates are about normal with the same variance, so that one grid fits all
-and a vector needs one number beside its codes (Zandieh et al. 2025, "TurboQuant", the form that
-minimizes the squared error). The grid is even, so that `mx.quantized_matmul` reads the codes
-directly. Its step is the best one for normal numbers (Max 1960, "Quantizing for minimum
-distortion"). At 1 or 2 bits it is as good as the best uneven grid, at 3 bits 8 % worse, at 4 bits
-21 %.
+The coordinates of a rotated vector are approximately normal with equal variance, so one grid fits
+all, and a vector needs one scale besides its codes (Zandieh et al. 2025, "TurboQuant", the form
+with least squared error). The grid is uniform, so that `mx.quantized_matmul` reads the codes
+directly. Its step is optimal for normal values (Max 1960, "Quantizing for minimum distortion"). At
+1 or 2 bits it is as good as the best non-uniform grid, at 3 bits 8 % worse, at 4 bits 21 %.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
 STEPS = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
-"""Distance between two levels, in standard deviations, by bits; 1 bit is the sign."""
+"""Distance between two levels, in standard deviations, by number of bits; 1 bit is the sign."""
 
 _NAME = re.compile(r"turbo([1-8])(\.5)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Turbo(Scaled):
-    """One float16 scale a vector, and `bits` for each rotated number.
+    """Codec with one float16 scale per vector, and `bits` per rotated value.
 
-    With `half`, the first half of the rotated numbers has one bit more. Parts: codes (two arrays
+    With `half`, the first half of the rotated values has one more bit. Parts: codes (two arrays
     with `half`), scales.
 
-    `unbiased` chooses the scale for keys: products with the vector itself are right on average.
-    For values it is the one of least squared error.
+    With `unbiased`, for keys, the scale makes products with the vector itself exact on average.
+    Otherwise, for values, it minimizes the squared error.
     """
 
     FORMS: ClassVar[str] = "turbo2, turbo2.5, ..., turbo6, turbo8"
@@ -166,15 +165,15 @@ class Turbo(Scaled):
 
 
 def padded(dim: int) -> int:
-    """Return the size of a rotated head: whole groups of the smallest size."""
+    """Return the size of a rotated head, padded to the smallest group size."""
     return -(-dim // GROUP_SIZES[-1]) * GROUP_SIZES[-1]
 
 
 def fitted(z: mx.array, levels: mx.array, *, unbiased: bool) -> mx.array:
-    """Return the factor of each vector's levels, (...) float16.
+    """Return the scale of each vector's levels, (...) float16.
 
-    Unbiased: <z, z'> = <z, z>, so |z|^2 / <z, levels>; else of least error, <z, levels> /
-    |levels|^2. A vector of zeros has the scale 0.
+    Unbiased: <z, z'> = <z, z>, so |z|^2 / <z, levels>. Otherwise least squares: <z, levels> /
+    |levels|^2. The scale of a zero vector is 0.
     """
     along = mx.sum(z * levels, axis=-1)
     over, under = (

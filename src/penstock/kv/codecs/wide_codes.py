@@ -1,7 +1,7 @@
-"""Codes as floats, in place of MLX's own kernels for codes on the CPU.
+"""Products with codes converted to floats, instead of MLX's quantized kernels on the CPU.
 
-There MLX reads every code again for each row of the product. With several rows codes become floats
-once, which BLAS multiplies: 3 to 8 times quicker for 32 rows.
+On the CPU, MLX decodes every code again for each row of the product. With several rows it is faster
+to convert the codes once and use BLAS: 3 to 8 times for 32 rows.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from math import gcd
 import mlx.core as mx
 
 ALONG_FROM = {1: 1, 2: 3, 3: 3, 4: 2, 5: 4, 6: 3, 8: 1}
-"""Rows from which a product along codes of so many bits is quicker with floats. MLX has no
-kernel for 1 bit."""
+"""Minimum rows from which a product along codes is faster with floats, by bits. MLX has no 1-bit
+kernel."""
 ACROSS_FROM = {1: 1, 2: 3, 3: 3, 4: 5, 5: 3, 6: 5, 8: 5}
-"""Rows from which a product across codes of so many bits is quicker with floats."""
+"""Minimum rows from which a product across codes is faster with floats, by bits."""
 BUFFERS = 5
-"""Floats alive at a time, as a multiple of the floats multiplied together; 4.4 measured, with MLX
-working several operations ahead."""
+"""Floats alive at once, relative to the floats multiplied together; 4.4 measured, because MLX works
+several operations ahead."""
 
 
 def is_quicker(rows: int, bits: int, *, transpose: bool) -> bool:
-    """Return whether a product of `rows` rows with codes is quicker with floats."""
+    """Return whether a product of `rows` rows with codes is faster with floats."""
     return rows >= (ALONG_FROM if transpose else ACROSS_FROM)[bits]
 
 
@@ -36,7 +36,7 @@ def multiply(
     bits: int,
     at_once: int,
 ) -> mx.array:
-    """Multiply float32 by codes as `mx.quantized_matmul` does, up to `at_once` codes together."""
+    """Multiply float32 by codes like `mx.quantized_matmul`, decoding `at_once` codes at a time."""
     biases = biases + scales * 2 ** (bits - 1)  # of codes about zero, see `_WideCodes`
     products: list[mx.array] = []
     by_span = codes.ndim > 3  # tokens are in spans, with a product each
@@ -71,16 +71,16 @@ def dequantize(
 
 @dataclass(frozen=True, slots=True)
 class _WideCodes:
-    """Codes multiplied as floats; scales and offsets apply to the products.
+    """Codes multiplied as floats; scales and offsets are applied to the products.
 
-    Half their range is subtracted from all codes: adding a product and an offset of the opposite
-    sign and about its size would lose digits.
+    Half the range is subtracted from all codes first. Otherwise adding a product and an offset of
+    similar size and opposite sign would lose digits.
     """
 
     codes: mx.array
     """(..., rows, words)"""
     scales: mx.array
-    """(..., rows, groups), as the offsets."""
+    """Shape (..., rows, groups), like the offsets."""
     biases: mx.array
     bits: int
 
@@ -102,7 +102,7 @@ class _WideCodes:
         return total
 
     def across(self, x: mx.array) -> mx.array:
-        """Return the rows' sum, weighed by x (..., m, rows): (..., m, n)."""
+        """Return the sum of rows weighted by x (..., m, rows): (..., m, n)."""
         products = []
         for group in range(self.scales.shape[-1]):
             weights = x * self.scales[..., None, :, group]
@@ -112,7 +112,7 @@ class _WideCodes:
         return products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)
 
     def _floats(self, group: int) -> list[mx.array]:
-        """Return the planes of one group, about zero."""
+        """Return the planes of one group, centered on zero."""
         width = self.codes.shape[-1] // self.scales.shape[-1]
         codes = self.codes[..., group * width : (group + 1) * width]
         half = 2 ** (self.bits - 1)
@@ -122,9 +122,9 @@ class _WideCodes:
 
 
 def planes(codes: mx.array, bits: int) -> list[mx.array]:
-    """Return codes (..., words) as uint8, (..., codes): number i of k has the codes i, i + k, ...
+    """Return codes (..., words) as uint8 planes: plane i of k has the codes i, i + k, ...
 
-    They lie as `pack` lays them, the lowest bits first, in two bytes at most.
+    Expects the bit order of `pack`, with each code in at most two bytes.
     """
     raw = codes.view(mx.uint8)
     common = gcd(8, bits)
