@@ -1,1 +1,1 @@
-"""Attention over keys and values that lie in segments and tails."""
+"""Attention over the KV in segments and tails."""

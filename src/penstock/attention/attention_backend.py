@@ -1,4 +1,4 @@
-"""The interface of what attends on a device, and a decode step as it sees it."""
+"""Interface of attention backends, and the description of a decode step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.kv.tails import Tails
 
 
 class AttentionWays(Protocol):
-    """Ways to attend that are tried before plain operations."""
+    """Optimized ways to attend, tried before plain operations."""
 
     def attend(
         self,
@@ -33,19 +33,19 @@ class AttentionWays(Protocol):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Attend as `AttentionBackend.decode` does; None where plain operations are to do it."""
+        """Attend like `AttentionBackend.decode`; None to fall back to plain operations."""
 
     def nbytes(self, tokens: int, width: int) -> int:
-        """Return an upper bound of the bytes that a sequence adds to a step in any way.
+        """Return an upper bound of the bytes that a sequence adds to a step.
 
         Args:
-            tokens: columns that it reads.
-            width: new tokens of a row.
+            tokens: number of columns that it reads.
+            width: number of new tokens per row.
         """
 
 
 class PlainOperations:
-    """Plain operations as the only way to attend; their memory is that of the scores."""
+    """Attention with plain operations only; their memory is that of the scores."""
 
     def attend(
         self,
@@ -56,26 +56,26 @@ class PlainOperations:
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Leave it to the back end."""
+        """Return None: plain operations do it."""
         return None
 
     def nbytes(self, tokens: int, width: int) -> int:
-        """Return 0: nothing is taken beside the scores."""
+        """Return 0: no memory besides the scores."""
         return 0
 
 
 class AttentionBackend(AttentionOps, ABC):
-    """Attention over keys and values on one kind of device, and the bytes that it needs."""
+    """Attention on one kind of device, and its memory needs."""
 
     facts: DeviceFacts = DeviceFacts()
-    """Kind of the device, as far as others decide by it."""
+    """Properties of the device that other modules depend on."""
     scores_at_once: int = 2**19
-    """Scores that are computed at a time, at most; 2 MiB in float32."""
+    """Maximum number of scores computed at a time; 2 MiB in float32."""
 
     @property
     @abstractmethod
     def memory(self) -> AttentionMemory:
-        """Bytes that its work takes."""
+        """Working memory of attention."""
 
     @abstractmethod
     def decode(
@@ -87,18 +87,18 @@ class AttentionBackend(AttentionOps, ABC):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Attend in one layer of a step, whose new tokens are in the tails already.
+        """Attend in one layer of a decode step, whose new tokens are already in the tails.
 
         Args:
-            step: the rows, and how they read.
-            layer: number of the layer.
-            window: columns that a query of the layer sees.
-            queries: (b, heads, n, d), as the model has them.
-            scale: factor of the model's scores.
-            sinks: scores without a value, as the model has them, (heads,).
+            step: rows of the step, and how they read.
+            layer: index of the layer.
+            window: attention window of the layer.
+            queries: queries of the model, (b, heads, n, d).
+            scale: scale of the model's scores.
+            sinks: attention sinks of the model, (heads,).
 
         Returns:
-            (b, heads, n, value_dim), of the queries' type.
+            Array (b, heads, n, value_dim) of the queries' dtype.
         """
 
     @abstractmethod
@@ -115,34 +115,35 @@ class AttentionBackend(AttentionOps, ABC):
         sinks: mx.array | None = None,
         eager: bool = False,
     ) -> mx.array:
-        """Let a prefill chunk read contiguous keys, its own at the end.
+        """Attend in a prefill chunk to contiguous keys, of which the last are its own.
 
         Args:
-            queries: (1, heads, n, d), at the positions start .. start + n - 1.
-            keys: (1, kv_heads, m, d); the last n are the chunk's own.
+            queries: (1, heads, n, d), at positions start .. start + n - 1.
+            keys: (1, kv_heads, m, d); the last n are the chunk's.
             values: (1, kv_heads, m, value_dim).
-            columns: (m,) positions of the keys if they are not 0 .. m - 1.
+            columns: positions of the keys, (m,); None if they are 0 .. m - 1.
             start: position of the first query.
-            scale: factor of the model's scores.
-            attention_window: which columns are seen.
-            sinks: (heads,) as the model has them, in base e.
-            eager: slices are computed now; left to MLX, the scores of many are alive together.
+            scale: scale of the model's scores.
+            attention_window: attention window of the layer.
+            sinks: attention sinks of the model, (heads,), in base e.
+            eager: whether to evaluate slices immediately; lazily, MLX keeps many slices of scores
+                alive.
 
         Returns:
-            (1, heads, n, value_dim).
+            Array (1, heads, n, value_dim).
         """
 
     @abstractmethod
     def piece_reads(self, stacked: Sequence[mx.array]) -> AbstractContextManager[PieceReads]:
-        """Let groups of queries read pieces of keys and values in this context.
+        """Let query groups attend to KV piece by piece in a `with` block.
 
         Args:
-            stacked: see `PieceReads`.
+            stacked: query groups, see `PieceReads`.
         """
 
     @abstractmethod
     def choice_reader(self, selection: Selection, key_dim: int, value_dim: int) -> ChoiceReader:
-        """Return what lets rows choose, for keys and values of this size."""
+        """Return a reader for selective attention with keys and values of this size."""
 
     @abstractmethod
     def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
@@ -150,49 +151,49 @@ class AttentionBackend(AttentionOps, ABC):
 
     @abstractmethod
     def decoding(self, rows: int, width: int, tokens: int) -> AbstractContextManager[None]:
-        """Prepare the device for a decode step, which is computed in this context.
+        """Prepare the device for a decode step that runs in a `with` block.
 
         Args:
-            rows: of the step.
-            width: new tokens of each.
-            tokens: that the first row's parts have.
+            rows: number of rows.
+            width: number of new tokens per row.
+            tokens: number of tokens in the first row's parts.
         """
 
     @abstractmethod
     def reads_together(self, rows: int, width: int, tokens: int) -> bool:
-        """Tell whether the rows of a step are read together, parts that they share once.
+        """Return whether the rows of a step are processed together, reading shared spans once.
 
-        If not, one row is read in one product.
+        If not, a single row is read in one product.
 
         Args:
-            rows: of the step.
-            width: new tokens of each.
-            tokens: that the first row's parts have.
+            rows: number of rows.
+            width: number of new tokens per row.
+            tokens: number of tokens in the first row's parts.
         """
 
 
 @dataclass(slots=True)
 class DecodeStep:
-    """One decode step over rows in order: the data that all its layers share."""
+    """One decode step over rows in order: the data shared by all layers."""
 
     device: AttentionBackend
     rows: Sequence[DecodeRow]
     width: int
-    """New tokens of each row."""
+    """Number of new tokens per row."""
     size: tuple[int, int, int]
-    """Rows, new tokens of each, and tokens that the first row's parts have."""
+    """Number of rows, of new tokens per row, and of tokens in the first row's parts."""
     tails: Tails
     slots: mx.array
     columns: mx.array
     """Columns of the rows' first new tokens in their slots, (b,)."""
     offset: mx.array | int
     aligned: bool
-    """Whether all rows write to the same column of neighboring slots: one block."""
+    """Whether all rows write to the same column of adjacent slots: a single block."""
     neighbors: bool
-    """Whether the rows' slots are one slice of the pool."""
+    """Whether the rows' slots form one slice of the pool."""
     layouts: dict[AttentionWindow, AttentionPlan]
     ways: AttentionWays
-    """Choice between kernels, fused attention and plain operations."""
+    """Optimized ways to attend: kernels or fused attention."""
     kernel_plans: dict[Hashable, Any]
     selection: Selection
     """Choice of the tokens that long rows read."""
@@ -203,7 +204,7 @@ class DecodeStep:
     """Most tokens that a row reads at once of which some may be in a tier; `ALL_TOKENS` where none
     is there."""
     memory: StepMemory = field(default_factory=StepMemory)
-    """Copies, and places of tokens, that all layers share for rows that choose."""
+    """Copies and block locations shared by all layers for rows with selective attention."""
 
     @classmethod
     def of(
@@ -216,7 +217,7 @@ class DecodeStep:
         selection: Selection = READ_ALL,
         most_joined: int = ALL_TOKENS,
     ) -> DecodeStep:
-        """Prepare a step of `width` new tokens a row; nothing is computed yet."""
+        """Prepare a step with `width` new tokens per row; nothing is evaluated yet."""
         positions = [row.position for row in rows]
         neighbors = all(row.slot == rows[0].slot + i for i, row in enumerate(rows))
         return cls(
@@ -239,7 +240,7 @@ class DecodeStep:
         )
 
     def layout(self, attention_window: AttentionWindow) -> AttentionPlan:
-        """Return how the rows read under this window."""
+        """Return the attention plan of a window."""
         if attention_window not in self.layouts:
             plan = plan_attention(self.rows, attention_window, self.width)
             self.layouts[attention_window] = plan
@@ -247,7 +248,7 @@ class DecodeStep:
 
     @property
     def new_tokens(self) -> Sequence[DecodeRow]:
-        """New tokens of all rows, row by row, each as a row of its own: it makes its own choice."""
+        """New tokens of all rows, each as a row of its own with its own selection."""
         if self.width == 1:
             return self.rows
         return [row.ahead(count) for row in self.rows for count in range(self.width)]
@@ -271,9 +272,9 @@ class DecodeStep:
         return self.most_joined < ALL_TOKENS and any(self.is_apart(r, layer) for r in self.rows)
 
     def is_apart(self, row: DecodeRow, layer: int) -> bool:
-        """Tell whether a row that does not choose must be computed before others read.
+        """Return whether a row without selection must be processed before the others.
 
-        The KV that it reads is in a tier, or may be.
+        True if the KV that it reads may be in a tier.
         """
         if self.most_joined == ALL_TOKENS or not row.parts or layer not in self.selection.layers:
             return False

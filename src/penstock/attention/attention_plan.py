@@ -1,6 +1,6 @@
-"""Plan of a decode step's attention: shared spans are grouped, so that each is read once.
+"""Attention plan of a decode step: groups rows by shared spans, so that each is read once.
 
-Computed once a step for each attention window, from positions alone; all layers use it.
+Computed once per step and attention window, from positions only, and used by all layers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.segment import ColumnRange, KVSpan
 
 APART = 2_048
-"""Columns by which the ends of two rows in a segment may differ, if both read it together."""
+"""Maximum distance between the ends of two rows in a segment that they read together."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One sequence of a decode step: its spans, and the place of its new token.
+    """One row of a decode step: the spans of a sequence, and the position of its new token.
 
-    The parts cover the positions in front of the tail; the tail's `tail` tokens end in front of
+    The parts cover the positions before the tail, and the tail's `tail` tokens those before
     `position`, which is the new token's.
     """
 
@@ -31,17 +31,18 @@ class DecodeRow:
     slot: int
     tail: int
     whole: bool = False
-    """Whether it reads all tokens where others read a choice: its step follows a prompt."""
+    """Whether to read all tokens even with selective attention: true in the step after a
+    prefill."""
     proposed: int = 0
-    """New tokens behind the first that are checked; what a step has behind those is not read."""
+    """Number of proposed tokens to verify; columns of the step after those are ignored."""
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of its parts; a window sees fewer."""
+        """Number of tokens in its parts; a window may see fewer."""
         return sum(part.columns for part in self.parts)
 
     def ahead(self, count: int) -> DecodeRow:
-        """Return the row of the token after `count` new ones, which are in the tail by then."""
+        """Return the row of the token after `count` new ones, which are then in the tail."""
         if not count:
             return self
         position, tail = self.position + count, self.tail + count
@@ -50,31 +51,31 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class SharedRead:
-    """Consecutive pieces that the rows first..last-1 read together, and which of them is seen."""
+    """Consecutive spans read together by the rows `first..last - 1`, with a mask."""
 
     first: int
     last: int
     pieces: tuple[ColumnRange, ...]
     seen: mx.array | None
-    """(rows, width, columns) booleans; None if every row sees all of it."""
+    """Visible columns, (rows, width, columns) bool; None if every row sees all."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How the rows of a step read their parts, for one window: the same in all of its layers."""
+    """Spans read by the rows of a step under one window; the same for all of its layers."""
 
     levels: tuple[tuple[SharedRead, ...], ...]
-    """Units of a level are in order and have no row in common."""
+    """Shared reads by depth; those of a level are in order and have no row in common."""
     tail_seen: mx.array | None
-    """(b, width, columns) booleans; None if every row sees all columns."""
+    """Visible tail columns, (b, width, columns) bool; None if every row sees all."""
     tail_columns: int
-    """Columns of the longest tail, the new tokens among them."""
+    """Columns of the longest tail, including the new tokens."""
 
 
 def in_order(rows: Sequence[DecodeRow]) -> list[int]:
-    """Return the rows' indices in an order in which those that share parts are neighbors.
+    """Return the rows' indices in an order that makes rows with shared spans adjacent.
 
-    Beyond that they are in the order of their slots, which often makes one slice of them.
+    Ties are broken by slot, so that the slots often form one slice.
     """
     if len(rows) == 1:
         return [0]
@@ -89,12 +90,12 @@ def in_order(rows: Sequence[DecodeRow]) -> list[int]:
 def plan_attention(
     rows: Sequence[DecodeRow], attention_window: AttentionWindow, width: int = 1
 ) -> AttentionPlan:
-    """Group the parts of rows in order (see `in_order`), so that a shared one is read once.
+    """Group the spans of rows (see `in_order`), so that shared ones are read once.
 
     Args:
-        rows: the sequences.
-        attention_window: window of the layers that the plan is for.
-        width: new tokens of each row.
+        rows: rows of the step, in order.
+        attention_window: window of the layers.
+        width: number of new tokens per row.
     """
     levels: list[list[SharedRead]] = []
     _descend(rows, 0, len(rows), 0, 0, attention_window, width, levels)
@@ -113,10 +114,10 @@ def _descend(
     width: int,
     levels: list[list[SharedRead]],
 ) -> None:
-    """Lay out the rows first..last-1, which share their first `depth` parts, from `level` on.
+    """Plan the rows `first..last - 1`, which share their first `depth` parts, from `level` on.
 
-    Not a function within a function: one that calls itself keeps its references alive, here the
-    segments, until the garbage collector comes by.
+    Not a nested function: a recursive closure would keep the segments alive until the next garbage
+    collection.
     """
     start = first
     for _, group in groupby(range(first, last), lambda i: _key_at(rows[i], depth)):
@@ -139,9 +140,9 @@ def _descend(
 
 
 def _key(part: KVSpan) -> tuple[int, int]:
-    """Return a key that is equal for parts read together: one segment, ends close by.
+    """Return a key that is equal for spans read together: same segment, ends close to each other.
 
-    Rows that see less are scored against all columns the others see.
+    Rows that see less are scored against all columns, and masked.
     """
     return id(part.segment), (part.columns - 1) // APART
 
@@ -159,7 +160,7 @@ def _shared_read(
     attention_window: AttentionWindow,
     width: int,
 ) -> SharedRead | None:
-    """Return the reads of these rows' parts depth..end-1; None if they see none of them."""
+    """Return the shared read of parts `depth..end - 1`; None if no row sees them."""
     members = rows[first:last]
     nearest = min(attention_window.starts_at(row.position) for row in members)
     pieces: list[ColumnRange] = []
@@ -178,15 +179,16 @@ def _shared_read(
     )
     seen = None
     if not whole:
-        at = mx.concatenate([mx.arange(start, stop) for start, stop in columns])
+        span_columns = mx.concatenate([mx.arange(start, stop) for start, stop in columns])
         positions = _positions(members, width)
-        seen = attention_window.mask(positions.reshape(-1), at).reshape(*positions.shape, -1)
-        seen = seen & (at < mx.array(ends)[:, None, None])
+        seen = attention_window.mask(positions.reshape(-1), span_columns)
+        seen = seen.reshape(*positions.shape, -1)
+        seen = seen & (span_columns < mx.array(ends)[:, None, None])
     return SharedRead(first, last, tuple(pieces), seen)
 
 
 def visible_ranges(part: KVSpan, nearest: int, keep: int) -> list[tuple[int, int]]:
-    """Return the positions of a part that are seen by a window from `nearest` on and a keep."""
+    """Return the ranges of a part that are visible from `nearest` on, or among the first `keep`."""
     if nearest <= max(keep, part.start):
         return [(part.start, part.end)]
     spans = [(part.start, min(part.end, keep)), (max(part.start, nearest), part.end)]
@@ -209,9 +211,9 @@ def _tail_seen(
     ):
         return None
     starts = mx.array([row.position - row.tail for row in rows])
-    at = (starts[:, None] + mx.arange(columns))[:, None]
+    key = (starts[:, None] + mx.arange(columns))[:, None]
     positions = _positions(rows, width)[:, :, None]
-    seen = at <= positions
+    seen = key <= positions
     if attention_window.window is not None:
-        seen = seen & ((at > positions - attention_window.window) | (at < attention_window.keep))
+        seen = seen & ((key > positions - attention_window.window) | (key < attention_window.keep))
     return seen

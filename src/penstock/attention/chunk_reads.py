@@ -1,4 +1,4 @@
-"""Caches that a model gets for a chunk of a prompt: they read spans, and keep its columns."""
+"""Cache objects passed to the model for a prefill chunk: attend to spans, keep the new KV."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.kv.segment import KVSpan
 
 
 class ChunkReads(Reads):
-    """One layer of a prefill chunk of one sequence, behind the parts it reads.
+    """Cache of one layer for a prefill chunk of one sequence.
 
-    The chunk's own keys and values are kept here, in buffers of just their size, and become a
-    segment when the step is done.
+    Keeps the chunk's keys and values in buffers of exact size, which become a segment after the
+    step.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ChunkReads(Reads):
         last: bool = False,
         most_joined: int = span_attention.ALL_TOKENS,
     ) -> None:
-        """Prepare to read the parts.
+        """Initialize the cache of a layer.
 
         Args:
             layer: number of the layer.
@@ -53,10 +53,10 @@ class ChunkReads(Reads):
         self.offset: int = position
         self.values: mx.array | None = None
         self.squares: Squares | None = None
-        """Sums of squares of the tokens read, where their size is wanted; else None."""
+        """Accumulator for channel scales; None outside calibration."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Keep the chunk's tokens, (1, kv_heads, n, dim), and return them."""
+        """Keep the chunk's keys and values, (1, kv_heads, n, dim), and return them."""
         self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
         # All of the layers before is computed with them: what they had joined is let go.
         mx.eval(self.keys, self.values)
@@ -72,16 +72,16 @@ class ChunkReads(Reads):
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attend as the model's own attention would: (1, heads, n, d) -> (1, heads, n, dim)."""
+        """Attend as the model's own attention does: (1, heads, n, d) -> (1, heads, n, dim)."""
         attention_window = self.check_given(keys, values, mask)
         if self.squares is not None:
             self.squares.add(keys, queries)
         if self._streams(attention_window):
             assert self.keys is not None and self.values is not None
-            own = self.keys, self.values
-            asked = span_attention.in_base_2(queries, scale)
+            new = self.keys, self.values
+            queries_base_2 = span_attention.in_base_2(queries, scale)
             sunk = None if sinks is None else sinks * LOG2_E
-            result = attend_streamed(asked, own, self.parts, self.layer, self.device, sunk)
+            result = attend_streamed(queries_base_2, new, self.parts, self.layer, self.device, sunk)
             return result.astype(queries.dtype)
         all_keys, all_values, columns = self.joined(attention_window)
         return self.device.prefill(
@@ -106,20 +106,20 @@ class ChunkReads(Reads):
     def joined(
         self, attention_window: AttentionWindow
     ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Join the visible columns with the chunk: one layer, for as long as it is read.
+        """Concatenate the visible columns with the chunk's.
 
         Returns:
-            Keys, values (1, kv_heads, m, dim), and the positions (m,) of the columns, None if
-            they are 0 .. m - 1.
+            Keys and values (1, kv_heads, m, dim), and the positions of the columns, (m,), None if
+                they are 0 .. m - 1.
         """
         assert self.keys is not None and self.values is not None
-        own = self.keys, self.values
+        new = self.keys, self.values
         return join_parts(
             self.parts,
             self.layer,
             attention_window,
             self.offset,
-            own,
+            new,
             self.device,
             lazily=self.last,
         )

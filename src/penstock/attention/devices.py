@@ -1,8 +1,7 @@
-"""The back end of this process: all that is computed in another way on a CPU than on a GPU.
+"""Attention backend of this process: the operations that differ between CPU and GPU.
 
-It is chosen once, from MLX's device, when it is first asked for. No other module asks for the
-device or its memory. Both back ends run on every device and give the same numbers, to rounding:
-tests run the GPU's on a CPU.
+It is chosen by MLX's default device at first use. No other module queries the device or its memory.
+Both backends run on every device with equal results, up to rounding: tests run the GPU's on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def current() -> AttentionBackend:
-    """Return the back end of this process: that of MLX's device when it is first asked for."""
+    """Return the backend of this process, chosen by MLX's default device at the first call."""
     global _chosen
     if _chosen is None:
         _chosen = _of_cpu() if mx.default_device() == mx.cpu else _of_gpu()
@@ -37,7 +36,7 @@ def _of_gpu() -> AttentionBackend:
 
 
 def _of_cpu() -> AttentionBackend:
-    """Return the plug-in's back end, or the reference, whose numbers are the same."""
+    """Return the CPU plug-in's backend, or the reference, which computes the same values."""
     backend = extension("cpu")
     if backend is None:
         logger.warning("no CPU plug-in is installed: MLX computes attention alone, slower")
@@ -48,7 +47,7 @@ def _of_cpu() -> AttentionBackend:
 
 @contextmanager
 def using(backend: AttentionBackend) -> Iterator[AttentionBackend]:
-    """Let the process compute with this back end meanwhile, on any device."""
+    """Use another backend in a `with` block, on any device."""
     global _chosen
     before, _chosen = _chosen, backend
     try:
@@ -58,15 +57,15 @@ def using(backend: AttentionBackend) -> Iterator[AttentionBackend]:
 
 
 def default_stream() -> mx.Stream:
-    """Return the stream that MLX computes on here, of its device."""
+    """Return MLX's default stream on its default device."""
     return mx.default_stream(mx.default_device())
 
 
 def device_name() -> str:
-    """Return MLX's name of its device."""
+    """Return the name of MLX's default device."""
     return str(mx.device_info()["device_name"])
 
 
 def machine_memory() -> MachineMemory:
-    """Read the machine's memory, with the bytes that MLX's device recommends."""
+    """Return the machine's memory, and the bytes recommended for MLX's device."""
     return read_machine_memory(mx.device_info())

@@ -1,7 +1,6 @@
-"""Contiguous keys and values: visible columns of a sequence's spans, joined for one layer.
+"""Contiguous KV for models with attention of their own: visible columns joined per layer.
 
-A model whose attention does not go through `Reads.attend` is handed the joined ones: a copy, of
-one layer at a time.
+A model whose attention does not call `Reads.attend` gets a joined copy, one layer at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SideData: TypeAlias = mx.array | Coded
 def read_sides(
     pieces: Sequence[ColumnRange], layer: int, ops: CodeOps
 ) -> tuple[list[SideData], list[SideData]]:
-    """Return keys and values of the pieces, (kv_heads, columns, dim) each, or coded."""
+    """Return the keys and values of column ranges, (kv_heads, columns, dim) each, or coded."""
     sides: tuple[list[SideData], list[SideData]] = ([], [])
     for segment, start, stop in pieces:
         if segment.missing:
@@ -41,7 +40,7 @@ def read_sides(
 
 
 def _held(side: Side, start: int, stop: int, ops: CodeOps) -> SideData:
-    """Return columns of a segment's side as attention reads them."""
+    """Return columns of a segment's side in the form that attention reads."""
     if isinstance(side, Coded):
         if start == 0 and stop == side.tokens:
             return side
@@ -57,7 +56,7 @@ def _held(side: Side, start: int, stop: int, ops: CodeOps) -> SideData:
 
 
 def _as_arrays(sides: Sequence[SideData], dtype: mx.Dtype, ops: CodeOps) -> list[mx.array]:
-    """Return the side as arrays (1, kv_heads, columns, dim)."""
+    """Return sides as arrays (1, kv_heads, columns, dim)."""
     return [
         (side.dequantize(ops) if isinstance(side, Coded) else side[None]).astype(dtype)
         for side in sides
@@ -69,15 +68,15 @@ def join_parts(
     layer: int,
     attention_window: AttentionWindow,
     position: int,
-    own: tuple[mx.array, mx.array],
+    new: tuple[mx.array, mx.array],
     ops: CodeOps,
     *,
     lazily: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Join the columns of the parts that a query at `position` sees with `own` ones behind.
+    """Concatenate the columns visible from `position` with those of new tokens.
 
-    Codes are dequantized some tokens at a time, evaluated, so that little more is taken than is
-    made; or `lazily`, all at once if it is read at all.
+    Codes are dequantized in pieces and evaluated, to limit working memory; or `lazily`, all at once
+    if the result is used at all.
     """
     nearest = attention_window.starts_at(position)
     pieces: list[ColumnRange] = []
@@ -86,19 +85,19 @@ def join_parts(
         for start, stop in visible_ranges(part, nearest, attention_window.keep):
             pieces += _aligned(part.segment, layer, start - part.start, stop - part.start)
             spans.append((start, stop))
-    keys, values = own
+    keys, values = new
     if not pieces:
         begins = parts[-1].end if parts else position
         return keys, values, _positions([(begins, begins + keys.shape[2])])
     behind = parts[-1].end
     spans.append((behind, behind + keys.shape[2]))
     before = read_sides(pieces, layer, ops)
-    joined = [_join(*sides, ops, lazily=lazily) for sides in zip(before, own, strict=True)]
+    joined = [_join(*sides, ops, lazily=lazily) for sides in zip(before, new, strict=True)]
     return joined[0], joined[1], _positions(spans)
 
 
 def _aligned(segment: Segment, layer: int, start: int, stop: int) -> list[ColumnRange]:
-    """Return the columns as pieces of which the longest begins and ends where codes can be cut."""
+    """Split columns into ranges, of which the longest is aligned to the codecs' spans."""
     coded = (side for side in segment.layers[layer] if isinstance(side, Coded))
     span = max((side.codec.span for side in coded), default=1)
     first = min(stop, -(-start // span) * span)
@@ -107,29 +106,29 @@ def _aligned(segment: Segment, layer: int, start: int, stop: int) -> list[Column
     return [(segment, begin, end) for begin, end in cuts if begin < end]
 
 
-def _join(before: Sequence[SideData], own: mx.array, ops: CodeOps, *, lazily: bool) -> mx.array:
-    """Join the cached columns with `own`, (1, kv_heads, columns, dim)."""
+def _join(before: Sequence[SideData], new: mx.array, ops: CodeOps, *, lazily: bool) -> mx.array:
+    """Concatenate the cached columns with `new`, (1, kv_heads, columns, dim)."""
     if lazily or not any(isinstance(side, Coded) for side in before):
-        return mx.concatenate([*_as_arrays(before, own.dtype, ops), own], axis=2)
-    wide = (s if isinstance(s, Coded) else s[None].astype(own.dtype) for s in before)
-    sides = [*wide, own]
-    placed = [(0, at, side) for at, side in col.spread(0, sides)]
-    return dequantized(placed, 1, sum(map(col.columns, sides)), own.dtype, ops)
+        return mx.concatenate([*_as_arrays(before, new.dtype, ops), new], axis=2)
+    cached = (s if isinstance(s, Coded) else s[None].astype(new.dtype) for s in before)
+    sides = [*cached, new]
+    placed = [(0, start, side) for start, side in col.spread(0, sides)]
+    return dequantized(placed, 1, sum(map(col.columns, sides)), new.dtype, ops)
 
 
 def _positions(spans: Sequence[tuple[int, int]]) -> mx.array | None:
-    """Return the positions of the spans' columns, None if they are 0 .. m - 1."""
+    """Return the positions of the spans' columns; None if they are 0 .. m - 1."""
     if spans[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(spans)):
         return None
     return mx.concatenate([mx.arange(start, stop) for start, stop in spans])
 
 
 class JoinedReads:
-    """One layer of one sequence's step, joined: for models that need contiguous KV.
+    """Cache of one layer and sequence with joined KV, for models that need it contiguous.
 
-    The protocol of mlx-lm's plain cache; masks are arrays or "causal", as mlx-lm's are. Models
-    with sparse attention also read and replace `keys` and `values`, here the new tokens' alone,
-    to have them computed.
+    Implements the protocol of mlx-lm's plain cache; masks are arrays or "causal". Models with
+    sparse attention also read and replace `keys` and `values`, here of the new tokens only, to have
+    them evaluated.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class JoinedReads:
         ops: CodeOps,
         tail: tuple[Tails, int, int] | None = None,
     ) -> None:
-        """`tail` is (tails, slot, tokens in it) in a decode step, None in a prefill chunk."""
+        """Initialize the cache; `tail` is (tails, slot, tokens) for decode, None for prefill."""
         self.layer = layer
         self.attention_window = attention_window
         self.parts = parts
@@ -152,7 +151,7 @@ class JoinedReads:
         self.values: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Keep the new tokens and return all that is seen, they included."""
+        """Store the new tokens, and return the KV of all visible ones."""
         if self.tail is None:
             self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
             mx.eval(self.keys, self.values)  # as in ChunkReads: one layer at a time
@@ -164,37 +163,37 @@ class JoinedReads:
 
     @property
     def start_position(self) -> int:
-        """Position of the first column, as models with chunked attention ask for it."""
+        """Position of the first column, as chunked attention expects it."""
         used = 0 if self.tail is None else self.tail[2]
         return min(
             self.attention_window.starts_at(self.offset), self.offset - used
         )  # a tail is read whole
 
     def maybe_trim_front(self) -> None:
-        """Drop nothing: columns that are not visible are not joined."""
+        """Do nothing: invisible columns are never joined."""
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the last result of `update_and_fetch`; later layers of some models read it."""
+        """Return the last result of `update_and_fetch`, which later layers of some models reuse."""
         if self.tail is not None:
             tails, slot, used = self.tail
-            own = tails.read_block(self.layer, slot, 1, used + 1)
+            new = tails.read_block(self.layer, slot, 1, used + 1)
         else:
             assert self.keys is not None and self.values is not None
-            own = self.keys, self.values
+            new = self.keys, self.values
         # Lazily: a layer whose output is unread is never computed, and rows are computed together.
         return join_parts(
-            self.parts, self.layer, self.attention_window, self.offset, own, self.ops, lazily=True
+            self.parts, self.layer, self.attention_window, self.offset, new, self.ops, lazily=True
         )[:2]
 
     @property
     def state(self) -> tuple[mx.array, mx.array, int]:
-        """Keys, values and offset, as of mlx-lm's plain cache."""
+        """Keys, values and offset, like mlx-lm's plain cache."""
         return (*self.keys_and_values(), self.offset)
 
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Return the mask of the new tokens over the columns that `update_and_fetch` returns."""
+        """Return the mask of the new tokens over the columns returned by `update_and_fetch`."""
         attention_window = self.attention_window.within(window_size)
         used = 0 if self.tail is None else self.tail[2]
         begins = self.offset - used
@@ -211,9 +210,9 @@ class JoinedReads:
             for s in visible_ranges(part, nearest, self.attention_window.keep)
         ]
         spans.append((begins, self.offset + n))
-        at = mx.concatenate([mx.arange(start, stop) for start, stop in spans])
-        return attention_window.mask(mx.arange(self.offset, self.offset + n), at)
+        positions = mx.concatenate([mx.arange(start, stop) for start, stop in spans])
+        return attention_window.mask(mx.arange(self.offset, self.offset + n), positions)
 
     def empty(self) -> bool:
-        """Tell whether nothing is in front of the new tokens."""
+        """Return whether there are no tokens before the new ones."""
         return self.offset == 0

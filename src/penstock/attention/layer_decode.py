@@ -1,4 +1,4 @@
-"""Attention of a layer of a decode step, by MLX's operations: the reference for every device."""
+"""Attention of one layer in a decode step with MLX's operations: the reference for all devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.attention.streamed_reads import attend_streamed
 
 @dataclass(frozen=True, slots=True)
 class LayerDecode:
-    """One layer of a decode step: its rows read their spans and their tails."""
+    """Attention of one layer in a decode step: rows attend to their spans and tails."""
 
     device: AttentionBackend
     step: DecodeStep
@@ -39,8 +39,8 @@ class LayerDecode:
         sunk = None if sinks is None else sinks.astype(mx.float32) * span_attention.LOG2_E
         in_base_2 = span_attention.in_base_2(queries, scale)
         if by_row:
-            asked = queries.astype(mx.float32) * scale
-            result = self._by_row(in_base_2, asked, choosing, sunk)
+            scaled = queries.astype(mx.float32) * scale
+            result = self._by_row(in_base_2, scaled, choosing, sunk)
         elif self.device.reads_together(*step.size):
             result = self.together(in_base_2, step.layout(self.window), sunk)
         else:
@@ -50,17 +50,17 @@ class LayerDecode:
     def _by_row(
         self,
         queries: mx.array,
-        asked: mx.array,
+        scaled: mx.array,
         numbers: Sequence[int],
         sinks: mx.array | None,
     ) -> mx.array:
-        """Let each row read by itself: the choices of its new tokens, or all of its parts.
+        """Process each row separately, with selective attention or with all of its parts.
 
         Args:
-            queries: of all rows, in base 2.
-            asked: the same in base e, float32.
-            numbers: new tokens that choose.
-            sinks: in base 2.
+            queries: queries of all rows, in base 2.
+            scaled: queries in base e, float32.
+            numbers: indices of the new tokens with selective attention.
+            sinks: attention sinks in base 2.
         """
         step, width = self.step, self.step.width
         chosen: dict[int, mx.array | SelectedKV] = {}
@@ -68,20 +68,25 @@ class LayerDecode:
             shape = step.tails.shapes[self.layer]
             reader = self.device.choice_reader(step.selection, shape.key_dim, shape.value_dim)
             if width > 1:
-                asked = asked.swapaxes(1, 2).reshape(-1, asked.shape[1], 1, asked.shape[3])
-            given = reader, step.new_tokens, numbers, asked
-            chosen = choose(*given, self.layer, step.tails, sinks, step.memory)
+                scaled = scaled.swapaxes(1, 2).reshape(-1, scaled.shape[1], 1, scaled.shape[3])
+            arguments = reader, step.new_tokens, numbers, scaled
+            chosen = choose(*arguments, self.layer, step.tails, sinks, step.memory)
         results = []
         for number, row in enumerate(step.rows):
-            own, first = queries[number : number + 1], number * width
+            mine, first = queries[number : number + 1], number * width
             if chosen.keys().isdisjoint(range(first, first + width)):
-                results.append(self._whole(own, row, sinks))
+                results.append(self._whole(mine, row, sinks))
                 continue
             tokens = [
-                self._token(own[:, :, at : at + 1], row.ahead(at), chosen.get(first + at), sinks)
-                for at in range(min(width, 1 + row.proposed))
+                self._token(
+                    mine[:, :, i : i + 1],
+                    row.ahead(i),
+                    chosen.get(first + i),
+                    sinks,
+                )
+                for i in range(min(width, 1 + row.proposed))
             ]
-            tokens += [mx.zeros_like(tokens[0])] * (width - len(tokens))  # nobody reads these
+            tokens += [mx.zeros_like(tokens[0])] * (width - len(tokens))  # ignored columns
             results.append(tokens[0] if width == 1 else mx.concatenate(tokens, axis=2))
         return results[0] if len(results) == 1 else mx.concatenate(results)
 
@@ -92,7 +97,7 @@ class LayerDecode:
         choice: mx.array | SelectedKV | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Read the choice of one new token, or all parts of its row; return attention as it is."""
+        """Return the output of one new token, from its selection or from all parts of its row."""
         if isinstance(choice, mx.array):
             return choice
         if choice is None:
@@ -101,8 +106,8 @@ class LayerDecode:
             read_sides(p, self.layer, self.device) for p in (choice.first, choice.recent)
         )
         keys, values = (
-            [*first[side], held, *recent[side]]
-            for side, held in enumerate((choice.keys, choice.values))
+            [*first[side], selected, *recent[side]]
+            for side, selected in enumerate((choice.keys, choice.values))
         )
         return self._parts(queries, row, (keys, values), row.tail + 1, None, sinks, choice.rest)
 
@@ -112,16 +117,16 @@ class LayerDecode:
         row: DecodeRow,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Read all parts of a row beside rows that choose, or from a tier."""
+        """Attend to all parts of a row separately, for instance to spilled ones."""
         apart = self.step.is_apart(row, self.layer)
         if apart and self.step.streams(row, self.window):
-            own = self.step.tails.read_block(self.layer, row.slot, 1, row.tail + queries.shape[2])
-            return attend_streamed(queries, own, row.parts, self.layer, self.device, sinks)
+            tail = self.step.tails.read_block(self.layer, row.slot, 1, row.tail + queries.shape[2])
+            return attend_streamed(queries, tail, row.parts, self.layer, self.device, sinks)
         if apart and self.window.sees_all(row.position):
             row = whole(row, self.layer)
         layout = plan_attention([row], self.window, queries.shape[2])
         result = self._alone(queries, row, layout, sinks)
-        if apart:  # what was read for it is let go
+        if apart:  # frees the spilled KV that was read
             mx.eval(result)
         return result
 
@@ -132,7 +137,7 @@ class LayerDecode:
         layout: AttentionPlan,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Read all parts of a row and its tail."""
+        """Attend to all parts of a single row and to its tail."""
         columns = layout.tail_columns
         shared_reads = [shared for level in layout.levels for shared in level]
         pieces = [piece for shared in shared_reads for piece in shared.pieces]
@@ -150,7 +155,7 @@ class LayerDecode:
         sinks: mx.array | None,
         rest: Partial | None = None,
     ) -> mx.array:
-        """Read parts and the tail of a row under one softmax, with the rest of its tokens."""
+        """Attend to parts and tail of a row under one softmax, with the rest of its tokens."""
         keys, values = sides
         heads, width = queries.shape[1:3]
         tail = self.step.tails.read_block(self.layer, row.slot, 1, columns)
@@ -169,7 +174,7 @@ class LayerDecode:
     def together(
         self, queries: mx.array, layout: AttentionPlan, sinks: mx.array | None
     ) -> mx.array:
-        """Read shared parts once, own ones row by row, and all tails in one product."""
+        """Attend to shared parts once, to others row by row, and to all tails in one product."""
         b, heads = queries.shape[:2]
         tails, columns = self.step.tails, layout.tail_columns
         if self.step.neighbors:
@@ -183,7 +188,7 @@ class LayerDecode:
         stacked = span_attention.grouped(queries, kv_heads)
         partials = [self._tail_partial(queries, tail_keys, tail_values, layout)]
         before = [partials[0].mixed] * self.device.lanes
-        """Last result of each lane by now; codes of the next read are read after it."""
+        """Last result of each lane so far; codes of the next read are decoded after it."""
         for level in layout.levels:
             parts_read: list[Partial] = []
             row = 0
@@ -236,37 +241,37 @@ class LayerDecode:
 def _seen_alone(
     shared_reads: Sequence[SharedRead], layout: AttentionPlan, tail: int, width: int
 ) -> mx.array | None:
-    """Return (width, columns) booleans over the columns read and the tail's, if any is hidden."""
+    """Return a (width, columns) mask of the columns read and the tail; None if all are visible."""
     if layout.tail_seen is None and all(shared.seen is None for shared in shared_reads):
         return None
     masks = []
     for shared in shared_reads:
         count = sum(stop - start for _, start, stop in shared.pieces)
         masks.append(mx.ones((width, count), mx.bool_) if shared.seen is None else shared.seen[0])
-    own = layout.tail_seen
-    masks.append(mx.ones((width, tail), mx.bool_) if own is None else own[0])
+    tail_mask = layout.tail_seen
+    masks.append(mx.ones((width, tail), mx.bool_) if tail_mask is None else tail_mask[0])
     return mx.concatenate(masks, axis=-1)
 
 
 def _for_stacked(seen: mx.array, r: int) -> mx.array:
-    """Return booleans of rows (b, width, columns) as those of stacked queries, (1, b*r, columns).
+    """Convert row masks (b, width, columns) to stacked queries, (1, b*r, columns).
 
-    The r stacked queries of a row are its heads of one key head, each with all new tokens.
+    The r stacked queries of a row are its query heads of one KV head, each with all new tokens.
     """
     b, width, columns = seen.shape
-    wide = mx.broadcast_to(seen[:, None], (b, r // width, width, columns))
-    return wide.reshape(1, b * r, columns)
+    expanded = mx.broadcast_to(seen[:, None], (b, r // width, width, columns))
+    return expanded.reshape(1, b * r, columns)
 
 
 def _sunk(sinks: mx.array, kv_heads: int, b: int, width: int) -> mx.array:
-    """Return the sinks of all heads as those of stacked queries, (kv_heads, rows, 1)."""
+    """Convert the sinks of all heads to stacked queries, (kv_heads, rows, 1)."""
     by_head = sinks.reshape(kv_heads, 1, -1, 1)
-    wide = mx.broadcast_to(by_head, (kv_heads, b, by_head.shape[2], width))
-    return wide.reshape(kv_heads, -1, 1)
+    expanded = mx.broadcast_to(by_head, (kv_heads, b, by_head.shape[2], width))
+    return expanded.reshape(kv_heads, -1, 1)
 
 
 def _nothing(stacked: mx.array, rows: int, values: mx.array) -> Partial:
-    """Return the contribution of rows that read nothing."""
+    """Return the partial result of rows that read nothing."""
     kv_heads = stacked.shape[0]
     top = mx.full((kv_heads, rows, 1), MASKED, mx.float32)
     zero = mx.zeros((kv_heads, rows, 1))

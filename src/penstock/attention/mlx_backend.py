@@ -1,4 +1,4 @@
-"""Attention by MLX's own operations: the back end of Metal and CUDA, and of any device."""
+"""Attention with MLX's operations: backend of Metal and CUDA, reference for all devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.attention.span_attention import AttentionWindow
 
 
 class MLXBackend(AttentionBackend):
-    """Attention by MLX's operations on spans as they lie, with the same numbers on any device."""
+    """Attention with MLX's operations on spans in place; results are equal on all devices."""
 
     @property
     def memory(self) -> AttentionMemory:
@@ -52,7 +52,7 @@ class MLXBackend(AttentionBackend):
         sinks: mx.array | None = None,
         eager: bool = False,
     ) -> mx.array:
-        """See `AttentionBackend`; nothing is computed yet."""
+        """See `AttentionBackend`; nothing is evaluated yet."""
         n, m = queries.shape[2], keys.shape[2]
         mask: mx.array | str = "causal"
         if columns is not None or not attention_window.sees_all(start + n - 1):
@@ -74,7 +74,7 @@ class MLXBackend(AttentionBackend):
         return x @ weights.T
 
     def decoding(self, rows: int, width: int, tokens: int) -> AbstractContextManager[None]:
-        """Return an empty context: nothing needs to be prepared."""
+        """Return an empty context: no preparation is needed."""
         return nullcontext()
 
     def reads_together(self, rows: int, width: int, tokens: int) -> bool:
@@ -83,22 +83,22 @@ class MLXBackend(AttentionBackend):
 
 
 class KernelCaller(Protocol):
-    """Takes calls of our own kernels in place of a GPU."""
+    """Runs our kernels in place of a GPU."""
 
     @property
     def target(self) -> str:
-        """Language of the kernels' text that it takes."""
+        """Kernel language that it accepts."""
 
     def __call__(self, call: Any, /) -> Sequence[mx.array]:
-        """Compute one `kernels.attend.KernelCall`."""
+        """Run one `kernels.attend.KernelCall`."""
 
 
 @dataclass(frozen=True)
 class GPUBackend(MLXBackend):
-    """Metal and CUDA: MLX's own kernels, which fuse attention and read codes as they lie."""
+    """Backend of Metal and CUDA, with MLX's fused attention and quantized kernels."""
 
     facts: DeviceFacts = field(default_factory=DeviceFacts)
     kernel_language: str | None = None
-    """Language of kernels on this device, "metal" or "cuda"; None where none are compiled."""
+    """Kernel language of this device, "metal" or "cuda"; None if kernels cannot be compiled."""
     call_kernel: KernelCaller | None = None
-    """Takes calls of our own kernels in place of the GPU, in tests."""
+    """Replacement for the GPU that runs our kernels in tests."""

@@ -1,4 +1,4 @@
-"""Operations of attention, as a device computes them: the reference in MLX's operations."""
+"""Primitive operations of attention: the reference in MLX's operations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _Result = TypeVar("_Result")
 
 
 class AttentionOps(CodeOps):
-    """Operations that attention needs, in MLX's operations; a device may override them."""
+    """Primitive operations of attention, in MLX's operations; devices may override them."""
 
     uses_numpy: bool = False
-    """Whether NumPy reads arrays where they lie, and computes some things quicker than MLX."""
+    """Whether NumPy can read arrays in place, and is faster than MLX for some operations."""
     independent_products: bool = False
-    """Whether `best_by_block` gives queries that are stacked the same bits as each alone."""
+    """Whether `best_by_block` rounds stacked queries exactly like single ones."""
 
     def attend_decode(
         self,
@@ -34,14 +34,14 @@ class AttentionOps(CodeOps):
         seen: mx.array | None = None,
         after: mx.array | None = None,
     ) -> Partial:
-        """Let stacked queries (kv_heads, m, d) read consecutive parts, under one softmax.
+        """Let stacked queries (kv_heads, m, d) attend to consecutive parts under one softmax.
 
         Args:
-            stacked: see `span_attention.grouped`.
-            keys: (kv_heads, n_i, d) each, or coded.
-            values: (kv_heads, n_i, value_dim) each, or coded.
-            seen: booleans that broadcast to (kv_heads, m, sum n_i); None sees everything.
-            after: array that must be computed before codes are read.
+            stacked: queries, see `span_attention.grouped`.
+            keys: keys of the parts, (kv_heads, n_i, d) each, or coded.
+            values: values of the parts, (kv_heads, n_i, value_dim) each, or coded.
+            seen: mask that broadcasts to (kv_heads, m, sum n_i); None sees all columns.
+            after: array that must be evaluated before codes are read.
         """
         return span_attention.attend(stacked, keys, values, seen, after, self)
 
@@ -50,7 +50,7 @@ class AttentionOps(CodeOps):
         return queries @ keys.swapaxes(-1, -2)
 
     def exp2(self, x: mx.array) -> mx.array:
-        """Return 2^x for x <= 0; below -126 it is about 0."""
+        """Return 2^x for x <= 0; below -126 the result is approximately 0."""
         return mx.power(2.0, x)
 
     def best_by_block(self, x: Floats, codes: mx.array, sizes: mx.array, block: int) -> Floats:
@@ -60,18 +60,18 @@ class AttentionOps(CodeOps):
 
         Args:
             x: (heads, m, n).
-            codes: (heads, rows, n / 32), whole blocks.
+            codes: (heads, rows, n / 32), in whole blocks.
             sizes: (heads, rows), float16.
-            block: rows of a block.
+            block: number of rows per block.
 
         Returns:
-            (heads, m, rows / block); not finite where a size of the block is not.
+            Array (heads, m, rows / block); not finite where a size in the block is not.
         """
         products = self.multiply_signs(mx.array(x), codes, sizes.astype(mx.float32))
         return np.array(products.reshape(*products.shape[:2], -1, block).max(axis=-1))
 
     def index_codes(self, codec: Codec, side: mx.array) -> Coded:
-        """Encode keys or values for an index, (batch, heads, tokens, dim)."""
+        """Encode keys or values (batch, heads, tokens, dim) for the index."""
         return codec.encode(side, self)
 
     def divide(
@@ -80,12 +80,12 @@ class AttentionOps(CodeOps):
         tasks: Sequence[_Task],
         meanwhile: Callable[[], object] | None = None,
     ) -> list[_Result]:
-        """Call a function for each of some tasks, on as many threads as there are lanes.
+        """Map a function over tasks, on one thread per lane.
 
         Args:
             function: may run in another thread, and must not use MLX then.
-            tasks: what it is called with.
-            meanwhile: called once in this thread, while others begin.
+            tasks: arguments of the calls.
+            meanwhile: callback to run once in this thread while others start.
         """
         if meanwhile is not None:
             meanwhile()

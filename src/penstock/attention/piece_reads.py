@@ -1,7 +1,7 @@
-"""Groups of queries that read pieces of keys and values, one piece after the other.
+"""Attention of query groups to KV in consecutive pieces.
 
-Results over the pieces are merged by the maximum and the sum of the softmax, so that only one
-piece need be in memory.
+Results over the pieces are merged by running maximum and sum of the softmax, so only one piece has
+to be in memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Arrays: TypeAlias = Sequence[HostSide]
 
 
 class PieceReads:
-    """Reads pieces with MLX's operations.
+    """Attends to pieces with MLX's operations.
 
     Args:
-        ops: compute.
-        stacked: groups of queries in base 2, (kv_heads, rows, d) each, see `grouped`.
+        ops: array operations of attention.
+        stacked: query groups in base 2, (kv_heads, rows, d) each, see `grouped`.
     """
 
     def __init__(self, ops: AttentionOps, stacked: Sequence[mx.array]) -> None:
@@ -41,26 +41,26 @@ class PieceReads:
         seen: Mapping[int, Booleans | None],
         meanwhile: Callable[[], object] | None = None,
     ) -> None:
-        """Let groups read a piece; computed at once.
+        """Attend to a piece; evaluated on return.
 
         Args:
-            keys: consecutive parts of it, (kv_heads, columns, d) each.
-            values: (kv_heads, columns, value_dim) each.
-            seen: which columns each group sees that reads the piece, (rows, columns); None is all.
-            meanwhile: called once, while a lane begins.
+            keys: consecutive parts of the piece, (kv_heads, columns, d) each.
+            values: values of the same parts, (kv_heads, columns, value_dim) each.
+            seen: mask of each group that reads the piece, (rows, columns); None for all columns.
+            meanwhile: callback to run once while a lane is busy.
         """
         if meanwhile is not None:
             meanwhile()
         for number, columns in seen.items():
             mask = None if columns is None else mx.array(columns)
-            asked = self._stacked[number]
-            wide = [[mx.array(side) for side in own] for own in (keys, values)]
-            part = span_attention.attend(asked, wide[0], wide[1], mask, None, self._ops)
-            held = self._read.get(number)
-            both = part if held is None else span_attention.together(held, part)
+            stacked, ops = self._stacked[number], self._ops
+            sides = [[mx.array(part) for part in parts] for parts in (keys, values)]
+            result = span_attention.attend(stacked, sides[0], sides[1], mask, None, ops)
+            before = self._read.get(number)
+            both = result if before is None else span_attention.together(before, result)
             mx.eval(both.top, both.total, both.mixed)
             self._read[number] = both
 
     def result(self, number: int) -> Partial:
-        """Return what a group has read."""
+        """Return the partial result of a group."""
         return self._read[number]

@@ -1,8 +1,8 @@
-"""Caches that a model gets for one step: they write to tails, and read spans.
+"""Cache objects passed to the model for one step: write to tails, attend to spans.
 
-There is one object a layer, alive for one forward pass. It speaks mlx-lm's cache protocol as far as
-a model's attention needs it (`offset`, `update_and_fetch`, `make_mask`). `update_and_fetch` returns
-the new tokens' keys and values alone, and `attend` reads all others where they lie.
+There is one object per layer and forward pass. It implements the part of mlx-lm's cache protocol
+that attention needs (`offset`, `update_and_fetch`, `make_mask`). `update_and_fetch` returns only
+the keys and values of the new tokens; `attend` reads the others in place.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from penstock.attention.span_attention import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class MaskRequest:
-    """Stand-in for a mask: the model hands it on to attention, which knows the visible tokens.
+    """Mask placeholder: the model passes it to attention, which computes visibility itself.
 
-    A model that does anything else with it fails at once, and is then served joined KV.
+    A model that uses it in any other way fails its self-test, and gets joined KV instead.
     """
 
     window: int | None
 
 
 class Reads:
-    """One layer of one step, read where it lies; the seam recognizes it by its class."""
+    """Cache of one layer for one step, read in place; patched attention recognizes its class."""
 
     offset: mx.array | int
     keys: mx.array | None = None
-    """Keys of the new tokens. A model whose next layers are on another process replaces them by an
-    equal array, so that the array it sends is computed with them."""
+    """Keys of the new tokens. A pipeline-parallel model replaces them by an equal array that
+    depends on the array it sends, so that both are evaluated."""
 
     def __init__(self, layer: int, attention_window: AttentionWindow) -> None:
         self.layer = layer
@@ -43,7 +43,7 @@ class Reads:
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> MaskRequest:
-        """Return the stand-in for a mask that `attend` takes."""
+        """Return the mask placeholder for `attend`."""
         if return_array:
             raise TypeError("this model computes with masks; it needs joined keys and values")
         return MaskRequest(window_size)
@@ -57,7 +57,7 @@ class Reads:
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim).
+        """Attend as the model's own attention does: (b, heads, n, d) -> (b, heads, n, dim).
 
         Raises:
             TypeError: keys, values or mask did not come from this object.
@@ -74,7 +74,7 @@ class Reads:
 
 
 class DecodeReads(Reads):
-    """Cache of one layer in a decode step: each row adds tokens to its tail, usually one."""
+    """Cache of one layer in a decode step, which appends to each row's tail, usually one token."""
 
     def __init__(self, step: DecodeStep, layer: int, attention_window: AttentionWindow) -> None:
         super().__init__(layer, attention_window)
@@ -82,7 +82,7 @@ class DecodeReads(Reads):
         self.offset = step.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the rows' tokens, (b, kv_heads, width, dim), behind their tails; return them."""
+        """Write the rows' tokens, (b, kv_heads, width, dim), after their tails; return them."""
         step = self.step
         if step.aligned:
             first = step.rows[0]
@@ -102,7 +102,7 @@ class DecodeReads(Reads):
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim)."""
+        """Attend as the model's own attention does: (b, heads, n, d) -> (b, heads, n, dim)."""
         window = self.check_given(keys, values, mask)
         return self.step.device.decode(self.step, self.layer, window, queries, scale, sinks)
 
@@ -110,7 +110,7 @@ class DecodeReads(Reads):
 def decode_reads(
     step: DecodeStep, attention_windows: Sequence[AttentionWindow]
 ) -> list[DecodeReads]:
-    """Return the caches that the model gets for a decode step, one for each layer."""
+    """Return the caches for a decode step, one per layer."""
     return [
         DecodeReads(step, layer, attention_window)
         for layer, attention_window in enumerate(attention_windows)

@@ -1,13 +1,13 @@
-"""Attention over parts that lie where they were written: exact, without joining them first.
+"""Exact attention over non-contiguous parts, without joining them first.
 
-The keys and values that a sequence reads lie in parts: segments of the prefix tree, its own run,
-its tail. Each part scores the queries by itself, and the partial results are merged by the
-running maximum and sum of the softmax (Milakov & Gimelshein 2018, "Online normalizer calculation
-for softmax"). The queries of all sequences that read the same part meet its keys in one matrix
-product, so that a shared prefix is read once a step (Juravsky et al. 2024, "Hydragen").
+The KV of a sequence consists of parts: segments of the prefix tree, own spans and the tail. Each
+part is scored separately, and the partial results are merged by running maximum and sum of the
+softmax (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"). The queries of all
+sequences that read the same part are stacked into one matrix product, so a shared prefix is read
+once per step (Juravsky et al. 2024, "Hydragen").
 
-All of it is in base 2: scores are scaled by log2(e) as well, and 2^x takes the place of e^x.
-Operations that a device does in its own way, 2^x among them, are in `AttentionOps`.
+Everything is in base 2: scores are scaled by log2(e), and 2^x replaces e^x. Operations that devices
+implement differently, such as 2^x, are in `AttentionOps`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ALL_TOKENS = 2**62
 """More tokens than any sequence has."""
 LOG2_E = log2(2.718281828459045)
 MASKED = -1e30
-"""The score of a column that is not seen; finite, so that no difference of two is NaN."""
+"""Score of a masked column; finite, so that no difference of two scores is NaN."""
 
 
 class Arithmetic(Protocol):
-    """Operations that a device computes in its own way; `AttentionOps` has them."""
+    """Operations that devices implement differently; see `AttentionOps`."""
 
     def exp2(self, x: mx.array) -> mx.array:
         """Return 2^x for x <= 0."""
@@ -37,41 +37,41 @@ class Arithmetic(Protocol):
 
 
 class CodedReader(Protocol):
-    """Reader of codes: the part of a codec that attention needs."""
+    """The part of a codec that attention uses."""
 
     def transform_query(self, queries: mx.array, /) -> mx.array:
-        """Return queries (heads, m, dim) as they meet the codes of keys."""
+        """Transform queries (heads, m, dim) for products with the codes of keys."""
 
     def inverse_transform(self, mixed: mx.array, dim: int, /) -> mx.array:
-        """Return a mix of codes as values (heads, m, dim)."""
+        """Transform a weighted sum of codes back to values (heads, m, dim)."""
 
     def score(self, queries: mx.array, coded: Any, ops: Any, /) -> mx.array:
         """Multiply transformed queries with keys: (heads, m, tokens)."""
 
     def mix(self, weights: mx.array, coded: Any, ops: Any, /) -> mx.array:
-        """Mix values by weights (heads, m, tokens)."""
+        """Return the sum of values weighted by (heads, m, tokens)."""
 
 
 class CodedSide(Protocol):
-    """Keys or values that are coded, as attention sees them."""
+    """Encoded keys or values, as attention uses them."""
 
     @property
     def codec(self) -> CodedReader:
-        """Reader of the codes."""
+        """Codec of the codes."""
 
     @property
     def dim(self) -> int:
-        """Numbers of a head."""
+        """Head size."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
 
     def of_heads(self, start: int, stop: int) -> CodedSide:
-        """Return the heads start..stop-1 as a view."""
+        """Return the heads `start..stop - 1` as a view."""
 
     def after(self, earlier: mx.array) -> CodedSide:
-        """Return the same, not read before `earlier` is computed."""
+        """Return this side with a dependency on `earlier`."""
 
 
 KVData: TypeAlias = mx.array | CodedSide
@@ -82,33 +82,32 @@ KVData: TypeAlias = mx.array | CodedSide
 class AttentionWindow:
     """Visible columns of a query at `position`: the last `window` and the first `keep`.
 
-    Columns behind the query are never visible.
-
-    `window` counts the query's own column; None sees everything in front.
+    Columns after the query are never visible. `window` includes the query's own column; None means
+    all columns before.
     """
 
     window: int | None = None
     keep: int = 0
 
     def starts_at(self, position: int) -> int:
-        """Return the first column that is seen beyond the kept ones."""
+        """Return the first visible column after the kept ones."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
     def sees_all(self, position: int) -> bool:
-        """Tell whether a query at `position` sees every column in front of it."""
+        """Return whether a query at `position` sees every column before it."""
         return self.starts_at(position) <= self.keep
 
     def within(self, window: int | None) -> AttentionWindow:
-        """Return this window, narrowed by the window of a mask that the model asked for.
+        """Return this window narrowed by the window of a mask that the model requests.
 
-        A narrower window hides the kept tokens, too, as in the rings of `penstock.kv`.
+        A narrower window also hides the kept tokens, as in rotating caches.
         """
         if window is None or (self.window is not None and self.window <= window):
             return self
         return AttentionWindow(window)
 
     def mask(self, queries: mx.array, columns: mx.array) -> mx.array:
-        """Return the mask of positions (n,) over columns (m,): (n, m) booleans, true if seen."""
+        """Return the mask of positions (n,) over columns (m,): (n, m) bool, True if visible."""
         q, c = queries[:, None], columns[None]
         seen = c <= q
         if self.window is not None:
@@ -119,10 +118,10 @@ class AttentionWindow:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Attention over some of the columns, unnormalized, in float32.
+    """Unnormalized attention over some of the columns, in float32.
 
-    top: (..., 1), the largest score; total: (..., 1), the sum of 2^(score - top);
-    mixed: (..., value_dim), the values weighted by the same.
+    top: (..., 1), the largest score; total: (..., 1), the sum of 2^(score - top); mixed: (...,
+    value_dim), the sum of the values with these weights.
     """
 
     top: mx.array
@@ -131,14 +130,14 @@ class Partial:
 
 
 def in_base_2(queries: mx.array, scale: float) -> mx.array:
-    """Scale queries so that `score` makes exponents of 2 of them."""
+    """Scale queries so that `score` returns exponents of 2."""
     return queries * (scale * LOG2_E if queries.dtype == mx.float32 else scale)
 
 
 def grouped(queries: mx.array, kv_heads: int) -> mx.array:
-    """Stack the queries that meet the same key head: (b, heads, n, d) -> (kv_heads, b*r*n, d).
+    """Stack the queries of each KV head: (b, heads, n, d) -> (kv_heads, b*r*n, d).
 
-    r = heads / kv_heads: mlx-lm's models let r consecutive heads share one key head.
+    r = heads / kv_heads: in mlx-lm's models, r consecutive heads share a KV head.
     """
     b, heads, n, d = queries.shape
     r = heads // kv_heads
@@ -155,7 +154,7 @@ def ungrouped(stacked: mx.array, b: int, heads: int) -> mx.array:
 
 
 def weigh(scores: mx.array, device: Arithmetic) -> tuple[mx.array, mx.array, mx.array]:
-    """Turn scores (..., n) into their maximum, weights 2^(score - maximum), and the sum of those.
+    """Convert scores (..., n) to their maximum, weights 2^(score - maximum), and the weights' sum.
 
     The sum is a matrix product with ones: four times as fast as a reduction on the CPU.
     """
@@ -165,7 +164,7 @@ def weigh(scores: mx.array, device: Arithmetic) -> tuple[mx.array, mx.array, mx.
 
 
 def _largest(scores: mx.array) -> mx.array:
-    """Return the maximum over the last axis, (..., 1); down columns it is twice as fast."""
+    """Return the maximum over the last axis, (..., 1); reducing columns is twice as fast."""
     *rows, n = scores.shape
     if n >= 1024 and n % 64 == 0:
         scores = mx.max(scores.reshape(*rows, n // 64, 64), axis=-2)
@@ -180,8 +179,8 @@ def score(
 ) -> mx.array:
     """Score queries (..., m, d) against keys (..., n_i, d): (..., m, sum n_i), float32, base 2.
 
-    In half precision the matrix product is the last that is rounded; the softmax is not. Codes
-    are read one part after the other, and after `after`.
+    In half precision only the matrix product is rounded, not the softmax. Codes are read one part
+    at a time, and after `after`.
     """
     products: list[mx.array] = []
     codec, queries = None, stacked
@@ -205,10 +204,10 @@ def score(
 def mix(
     weights: mx.array, total: mx.array, parts: Sequence[KVData], device: Arithmetic
 ) -> mx.array:
-    """Mix values (..., n_i, d) by float32 weights (..., m, sum n_i): (..., m, d), float32.
+    """Sum values (..., n_i, d) with float32 weights (..., m, sum n_i): (..., m, d), float32.
 
-    total: the weights' sums. Weights of float16 values are divided by them for the product,
-    which would overflow otherwise.
+    total: sums of the weights. For float16 values, weights are normalized before the product, which
+    would overflow otherwise.
     """
     sums: list[mx.array] = []
     codec, mixed, dim = None, None, 0
@@ -233,7 +232,7 @@ def mix(
 
 
 def columns(side: KVData) -> int:
-    """Return how many columns a side has."""
+    """Return the number of columns of a side."""
     return side.shape[-2] if isinstance(side, mx.array) else side.tokens
 
 
@@ -246,13 +245,13 @@ def _mix(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
 
 
 def mostly_coded(sides: Sequence[KVData]) -> bool:
-    """Tell whether more than half of the columns are coded."""
+    """Return whether more than half of the columns are coded."""
     coded = sum(side.tokens for side in sides if not isinstance(side, mx.array))
     return coded > 0 and 2 * coded > sum(map(columns, sides))
 
 
 def of_heads(sides: Sequence[KVData], start: int, stop: int) -> list[KVData]:
-    """Return the key heads start..stop-1 of each side."""
+    """Return the KV heads `start..stop - 1` of each side."""
     return [
         side[start:stop] if isinstance(side, mx.array) else side.of_heads(start, stop)
         for side in sides
@@ -267,7 +266,7 @@ def attend(
     after: mx.array | None,
     device: Arithmetic,
 ) -> Partial:
-    """Let stacked queries read consecutive parts, see `AttentionOps.attend_decode`."""
+    """Let stacked queries attend to consecutive parts, see `AttentionOps.attend_decode`."""
     scores = score(stacked, keys, device, after)
     if seen is not None:
         scores = mx.where(seen, scores, MASKED)
@@ -276,11 +275,12 @@ def attend(
 
 
 def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
-    """Merge partial results over disjoint columns into the attention's result, float32.
+    """Merge partial results over disjoint columns into the attention output, float32.
 
     Args:
-        sinks: scores in base 2 that take part in the softmax and have no value, of a shape that
-            broadcasts to (..., 1); gpt-oss has one a head.
+        parts: partial results.
+        sinks: scores in base 2 that take part in the softmax without a value, broadcastable to
+            (..., 1); gpt-oss has one per head.
     """
     if len(parts) == 1 and sinks is None:
         return parts[0].mixed / parts[0].total
@@ -297,17 +297,18 @@ def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
     return mixed / total
 
 
-def together(one: Partial, other: Partial) -> Partial:
-    """Return the partial result over the columns of both."""
-    top = mx.maximum(one.top, other.top)
-    mine, theirs = mx.power(2.0, one.top - top), mx.power(2.0, other.top - top)
-    total = mine * one.total + theirs * other.total
-    return Partial(top, total, mine * one.mixed + theirs * other.mixed)
+def together(left: Partial, right: Partial) -> Partial:
+    """Merge two partial results over disjoint columns."""
+    top = mx.maximum(left.top, right.top)
+    left_factor, right_factor = mx.power(2.0, left.top - top), mx.power(2.0, right.top - top)
+    total = left_factor * left.total + right_factor * right.total
+    return Partial(top, total, left_factor * left.mixed + right_factor * right.mixed)
 
 
 def seen_by_chunk(
     attention_window: AttentionWindow, start: int, n: int, m: int, columns: mx.array | None
 ) -> mx.array:
-    """Return (n, m) booleans for queries from `start` on, the last of which owns column m - 1."""
-    at = mx.arange(start + n - m, start + n) if columns is None else columns
-    return attention_window.mask(mx.arange(start, start + n), at)
+    """Return the mask of queries from `start` on, (n, m) bool; the last query owns column m - 1."""
+    if columns is None:
+        columns = mx.arange(start + n - m, start + n)
+    return attention_window.mask(mx.arange(start, start + n), columns)

@@ -1,7 +1,7 @@
-"""Attention of tokens far into a prompt, which read the tokens before them piece by piece.
+"""Streamed attention for chunks far into a prompt: reads the context piece by piece.
 
-The columns are never joined. Results over the pieces are merged by the maximum and the sum of the
-softmax. So only one piece of the keys and values in a cold tier is in memory at a time.
+Results over the pieces are merged by running maximum and sum of the softmax, as in flash attention.
+So only one piece of KV from a cold tier is in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ Sides: TypeAlias = tuple[mx.array, mx.array]
 
 def attend_streamed(
     queries: mx.array,
-    own: Sides,
+    new: Sides,
     parts: Sequence[KVSpan],
     layer: int,
     device: AttentionBackend,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend to all columns of the parts and to own ones: (1, heads, n, value_dim), float32.
+    """Attend to all cached columns and to the new ones: (1, heads, n, value_dim), float32.
 
     Args:
-        queries: of the last of the own tokens, in base 2, (1, heads, n, dim).
-        own: keys and values of the tokens behind the parts, (1, kv_heads, tokens, dim).
-        parts: spans in front of them, each of which is seen whole.
-        layer: number of the layer.
-        device: computes.
-        sinks: scores of the heads without a value, in base 2, (heads,).
+        queries: queries of the last `n` new tokens, in base 2, (1, heads, n, dim).
+        new: keys and values of the new tokens, (1, kv_heads, tokens, dim) each.
+        parts: spans before them, all visible.
+        layer: index of the layer.
+        device: backend that computes attention.
+        sinks: attention sinks of the heads, in base 2, (heads,).
     """
     heads, n = queries.shape[1:3]
-    kv_heads, tokens = own[0].shape[1:3]
-    # As many queries as have the scores that any chunk computes at a time.
+    kv_heads, tokens = new[0].shape[1:3]
+    # As many queries as fit into the scores computed at a time.
     step = max(1, device.scores_at_once // (heads * STREAMED_TOKENS))
     count = -(-n // step)
     step = -(-n // (count + count % 2)) if count > 1 else n  # an even number, for two lanes
-    groups = [slice(at, min(at + step, n)) for at in range(0, n, step)]
+    groups = [slice(begin, min(begin + step, n)) for begin in range(0, n, step)]
     stacked = [span_attention.grouped(queries[:, :, group], kv_heads) for group in groups]
     sunk = None if sinks is None else sinks.reshape(kv_heads, -1, 1, 1)
     with device.piece_reads(stacked) as reads:
@@ -61,13 +61,13 @@ def attend_streamed(
         while queue:
             piece = queue.popleft()
             reads.read(*piece, every, lambda: queue.extend(islice(pieces, 1)))
-        for at in range(0, tokens, STREAMED_TOKENS):
-            keys, values = (side.squeeze(0)[:, at : at + STREAMED_TOKENS] for side in own)
+        for start in range(0, tokens, STREAMED_TOKENS):
+            keys, values = (side.squeeze(0)[:, start : start + STREAMED_TOKENS] for side in new)
             seen = {}
             for number, group in enumerate(groups):
                 positions = np.arange(group.start, group.stop) + tokens - n
-                if at <= positions[-1]:
-                    columns = np.arange(at, at + keys.shape[1])
+                if start <= positions[-1]:
+                    columns = np.arange(start, start + keys.shape[1])
                     seen[number] = np.tile(columns <= positions[:, None], (heads // kv_heads, 1))
             reads.read([keys], [values], seen)
         results = [
@@ -77,7 +77,7 @@ def attend_streamed(
 
 
 def _merged(read: Partial, heads_each: int, sunk: mx.array | None) -> mx.array:
-    """Return the attention of a group, (1, heads, n, value_dim), float32."""
+    """Return the attention output of a group, (1, heads, n, value_dim), float32."""
     parts = (read.top, read.total, read.mixed)
     kv_heads, rows = read.top.shape[:2]
     shape = kv_heads, heads_each, rows // heads_each

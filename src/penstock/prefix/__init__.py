@@ -1,10 +1,10 @@
-"""Index of computed prompts by prefix, without arrays or threads.
+"""Prefix cache: index of computed prompts by prefix, without arrays or threads.
 
     tokens --hash_blocks--> chain of keys --PrefixTree.match--> path of nodes
 
-`block_hashes` names, `tree` holds and finds, `policy` gives worth, `eviction` finds the least.
-`prefixes` keeps the tree inside a ledger and shares it among sequences, `divergence` explains
-why a prompt is not found further.
+`block_hashes` hashes blocks, `tree` stores and looks up nodes, `policy` rates them, and `eviction`
+orders them. `prefixes` bounds the tree by a ledger and shares it among sequences, and `divergence`
+explains why a prompt matches no further.
 """
 
 from penstock.prefix.block_hashes import as_tokens, hash_blocks, root_hash

@@ -1,4 +1,4 @@
-"""What lies beside a prefix tree in its ledger: memory that it can take back before and after."""
+"""Memory outside the prefix tree but in its ledger, which the tree can reclaim."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from penstock.prefix.node import Node, S
 
 
 class Yielding(Protocol):
-    """Memory beside the tree that can be given back to it."""
+    """Memory outside the tree that the tree can reclaim."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes in use."""
 
     def shrink(self, nbytes: int) -> int:
         """Free `nbytes`, or everything if there is less; return the bytes freed."""
 
 
 class Relief(Protocol[S]):
-    """Frees bytes of nodes that stay."""
+    """Frees parts of nodes without evicting them."""
 
     def relieve(self, nbytes: int) -> int:
         """Free `nbytes`, or as many as possible; return the bytes freed.
@@ -30,14 +30,14 @@ class Relief(Protocol[S]):
 
     @property
     def pinned_bytes(self) -> int:
-        """Lower bound of the bytes it can free of pinned nodes."""
+        """Lower bound of the bytes that can be freed from pinned nodes."""
 
     def is_useless(self, node: Node[S]) -> bool:
-        """Return whether an unpinned leaf has become useless."""
+        """Return whether an unpinned leaf is useless to any sequence."""
 
 
 class NoRelief:
-    """Frees nothing of nodes that stay."""
+    """A relief that frees nothing."""
 
     pinned_bytes = 0
 
@@ -49,33 +49,33 @@ class NoRelief:
 
 
 class Beside(Generic[S]):
-    """Parts beside a tree: memory given back to it, and listeners to evictions.
+    """Reclaimable memory beside a tree, and listeners to its evictions.
 
-    The tree is made first, with this object; parts that need the tree join it afterwards.
+    Created before the tree; parts that need the tree register afterwards.
     """
 
     def __init__(self) -> None:
         self.first: list[Yielding] = []
-        """Shrunk in order before the relief is asked."""
+        """Shrunk in order, before the relief."""
         self.relief: Relief[S] = NoRelief()
-        """Asked before a node is evicted."""
+        """Called before a node is evicted."""
         self.last: list[Yielding] = []
-        """Shrunk in order when no node is left to evict."""
+        """Shrunk in order, after all unpinned nodes have been evicted."""
         self.evicting: list[Callable[[Node[S]], object]] = []
-        """Called with a node before it is evicted; they change nothing in the tree."""
+        """Callbacks with a node before it is evicted; they must not change the tree."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the parts can give back."""
+        """Bytes that the parts can free."""
         return sum(part.nbytes for part in (*self.first, *self.last))
 
     def free_first(self, nbytes: int) -> int:
-        """Free up to `nbytes` for which no node is evicted, and return the bytes freed."""
+        """Free up to `nbytes` before evicting nodes; return the bytes freed."""
         freed = _shrunk(self.first, nbytes)
         return freed + (self.relief.relieve(nbytes - freed) if freed < nbytes else 0)
 
     def free_last(self, nbytes: int) -> int:
-        """Free up to `nbytes` after all nodes were evicted, and return the bytes freed."""
+        """Free up to `nbytes` after all unpinned nodes were evicted; return the bytes freed."""
         return _shrunk(self.last, nbytes)
 
     def clear(self) -> None:

@@ -1,11 +1,11 @@
-"""Checkpoints of recurrent models at boundaries between blocks: where sequences can resume.
+"""Checkpoints of recurrent states at block boundaries, from which sequences can resume.
 
     prefill ──> a chunk ends at a boundary ──> capture ──┐
     decode  ──> a block is full ────────────> capture ──┴──> thin: ever wider into the past
     match   ──> the deepest checkpoint of the path: tokens behind it are computed again
 
-A state belongs to exactly the boundary at which it was captured, is owned by the node there and
-evicted with it. It is shared without a copy: a sequence that resumes from it computes new arrays.
+A state is valid at exactly one boundary, is owned by the node there and evicted with it. It is
+shared without a copy: a sequence that resumes from it computes new arrays.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 
 SHARE = 0.25
-"""Largest bytes of a path's checkpoints, as a share of its KV."""
+"""Maximum bytes of a path's checkpoints, relative to its KV."""
 TURN_ENDS = 2
-"""Newest ends of turns of a path that always keep their checkpoint."""
+"""Number of newest turn ends of a path that always keep their checkpoint."""
 LEAST = 4
-"""Checkpoints that a path may have however little its keys and values are."""
+"""Minimum number of checkpoints allowed per path, however small its KV."""
 NEAR = 4
-"""Spacings from a path's end within which every boundary may keep one; beyond, ever fewer do."""
+"""Distance from a path's end, in spacings, within which every boundary may keep a checkpoint."""
 
 Path = Sequence[Node[Segment]]
 
 
 class Checkpoints:
-    """Captures and evicts the checkpoints of a tree. Not thread-safe: the engine's thread.
+    """Captures and evicts the checkpoints of a tree. Not thread-safe: owned by the engine's thread.
 
-    Near a path's end they are `spacing_tokens` apart; by default a span of blocks.
+    Near the end of a path they are `spacing_tokens` apart; by default a span of blocks.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Checkpoints:
         self._spacing_tokens = spacing_tokens or span_tokens(prefixes.block_size)
 
     def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> bool:
-        """Store a sequence's states after `position` tokens; return whether they are stored.
+        """Store the states after `position` tokens; return whether they are stored.
 
         `turn_end` is whether a prompt ends in the next block.
         """
@@ -85,7 +85,7 @@ class Checkpoints:
         return 0
 
     def thin(self, path: Path, tip: int) -> None:
-        """Evict checkpoints of a path that are closer together than `retained` wants."""
+        """Evict checkpoints of a path that are closer together than `retained` allows."""
         filed = [(node, checkpoint) for node in path for checkpoint in node.segment.checkpoints]
         places = [node.start + checkpoint.at for node, checkpoint in filed]
         # Where branches part, every one of them begins.
@@ -132,18 +132,18 @@ def retained(
     fixed: Collection[int] = (),
     limit: int | None = None,
 ) -> set[int]:
-    """Select the checkpoints of a path to keep: ever fewer into the past.
+    """Select the checkpoints of a path to keep, increasingly sparse towards the start.
 
     At a distance of d spacings from the end, checkpoints at multiples of 2^k spacings stay, with
-    2^k at most d / NEAR. So an evicted place is never needed again, however far the path grows.
-    If more than `limit` are left, distances count twice, four times ...
+    2^k at most d / NEAR. So a dropped place is never needed again as the path grows. If more than
+    `limit` are left, distances count twice, four times ...
 
     Args:
-        places: of the checkpoints, in tokens.
-        tip: the path's end, in tokens.
-        spacing_tokens: between two that stay near the end.
-        fixed: places that always stay, as the path's last one does.
-        limit: how many others may stay.
+        places: positions of the checkpoints, in tokens.
+        tip: end of the path, in tokens.
+        spacing_tokens: distance between two near the end.
+        fixed: positions that always stay, like the path's last one.
+        limit: maximum number of others.
     """
     last = max((place for place in places if place <= tip), default=None)
     always = {place for place in places if place in fixed or place == last or place > tip}
@@ -160,5 +160,5 @@ def retained(
 
 
 def _spacing(tokens: int, least_tokens: int) -> int:
-    """Return the tokens between two checkpoints at this distance from the end."""
+    """Return the distance between two checkpoints this far from the end."""
     return least_tokens << max(0, (tokens // (NEAR * least_tokens)).bit_length() - 1)

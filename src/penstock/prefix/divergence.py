@@ -55,8 +55,8 @@ def tokens_held_at(
 ) -> TokenArray:
     """Return the tokens of the nearest cached prompt from a position on.
 
-    `tokens` is the prompt that differs there, with the hashes of its whole blocks. Only prompts of
-    this salt are looked at.
+    `tokens` is the prompt that differs there, with the hashes of its whole blocks. Only prompts
+    with this salt are considered.
     """
     match, values = prefixes.match(block_hashes), as_tokens(tokens)
     rest, common = values[match.tokens :], position - match.tokens
@@ -78,9 +78,9 @@ def _nearest(
 
 
 def _continuations(prefixes: Prefixes[S], match: Match[S], root: bytes) -> list[TokenArray]:
-    """Return the tokens that follow the match in the tree, one array a branch.
+    """Return the tokens that follow the match in the tree, one array per branch.
 
-    Only those of this root: another tenant's tokens are never shown.
+    Only those under this root: another tenant's tokens are never revealed.
     """
     size = prefixes.block_size
     if match.ends_inside:

@@ -1,4 +1,4 @@
-"""Order of eviction: a queue that finds the node worth least, in O(log n), as worths change."""
+"""Eviction order: a queue that finds the node of least worth in O(log n) as worths change."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from penstock.prefix.node import Node, S
 from penstock.prefix.policy import Policy
 
 HELD_WORTH = 2.0**30
-"""Worth that a hold adds to a node: more than any use, and small enough that the worths of two
-held nodes still differ after a second."""
+"""Worth added to held nodes: more than any use, and small enough that the worths of two held nodes
+still differ after a second."""
 ROUNDING = 1e-6
-"""Difference of two worths of one node that counts as rounding."""
+"""Difference of two worths of one node that counts as rounding error."""
 
 
 class EvictionQueue:
-    """A heap of ids by worth. An id whose worth has risen is put back when it surfaces.
+    """Heap of ids by worth. An id whose worth has risen is requeued when it surfaces.
 
-    It holds numbers only: it keeps no removed node alive.
+    Stores only numbers, so it keeps no removed node alive.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class EvictionQueue:
             heapify(self._heap)
 
     def first(self, worth_of: Callable[[int], float | None]) -> int | None:
-        """Return the id worth least, leaving it queued; None if nothing is queued.
+        """Return the id of least worth, leaving it queued; None if the queue is empty.
 
-        `worth_of` returns the present worth of an id, or None if it must not be evicted now; then
-        it leaves the queue until it is offered again.
+        `worth_of` returns the current worth of an id, or None if it must not be evicted now; it
+        then leaves the queue until it is offered again.
         """
         while self._heap:
             worth, item = self._heap[0]
@@ -70,7 +70,7 @@ class EvictionQueue:
 
 
 class EvictionOrder(Generic[S]):
-    """Order in which a tree's nodes are evicted: leaves without pins, the least worth first."""
+    """Order in which nodes are evicted: leaves without pins, least worth first."""
 
     def __init__(self, policy: Policy, nodes: Mapping[int, Node[S]]) -> None:
         self.policy = policy
@@ -95,13 +95,13 @@ class EvictionOrder(Generic[S]):
         self._holds.drop(node.id)
 
     def hold(self, node: Node[S], until_seconds: float) -> None:
-        """Evict a node after all that are not held, until `until_seconds`; keep a later end."""
+        """Evict a node after all others until `until_seconds`, or until a later existing end."""
         until = node.held_until_seconds
         node.held_until_seconds = until_seconds if until is None else max(until, until_seconds)
         self._holds.offer(node.id, node.held_until_seconds)
 
     def expire(self, now_seconds: float) -> None:
-        """Release the holds that have ended; those nodes get their worth without a hold."""
+        """End the holds that have expired, restoring the nodes' own worth."""
         while (node_id := self._holds.first(self._held_until)) is not None:
             node = self._nodes[node_id]
             if node.held_until_seconds is None or node.held_until_seconds > now_seconds:
@@ -111,7 +111,7 @@ class EvictionOrder(Generic[S]):
             self.offer(node)
 
     def check(self, node: Node[S]) -> None:
-        """Raise AssertionError if a node will be evicted too late, or held for ever."""
+        """Raise AssertionError if a node would be evicted too late, or be held forever."""
         queued = self._queue.queued(node.id)
         if _evictable(node) and queued is None:
             raise AssertionError(f"{node} will never be evicted")

@@ -1,4 +1,4 @@
-"""Explanation of a lookup: how far a prompt matched, why no further, and what to change."""
+"""Explanation of a cache look-up: how far a prompt matched, and why no further."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Eviction(NamedTuple):
 
 
 class EvictionLog:
-    """Log of the last `most` evicted blocks: when and why."""
+    """Log of the last `capacity` evicted blocks: time and cause."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, capacity: int) -> None:
+        self.most = capacity
         self._by_key: OrderedDict[bytes, Eviction] = OrderedDict()  # in order of evicting
 
     @property
@@ -52,7 +52,7 @@ class EvictionLog:
 
     @property
     def forgets(self) -> bool:
-        """Whether the log is full, so that older evictions may be forgotten."""
+        """Whether the log is full, so that older evictions are forgotten."""
         return len(self._by_key) >= self.most
 
     def find(self, key: bytes) -> Eviction | None:
@@ -61,32 +61,33 @@ class EvictionLog:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Length of the match of a prompt, and the reason why it is no longer."""
+    """Length of a prompt's match, and the reason why it is no longer."""
 
     prompt_tokens: int
     held_tokens: int
-    """Tokens of the cached whole blocks, and of the partial block that continues them."""
+    """Number of tokens in the cached whole blocks and the partial block after them."""
     diverges_at: int | None
     """Index of the first token that differs from the nearest cached prompt."""
     held_token: int | None
-    """Token at that place in the cached prompt."""
+    """Token at that position in the cached prompt."""
     given_token: int | None
     reason: str
     evicted_seconds_ago: float | None = None
-    """Seconds since the next block was evicted; None if that is not remembered."""
+    """Seconds since the next block was evicted; None if unknown."""
     evicted_for: Why | None = None
     held_text: str | None = None
-    """Text of `held_token`, where a tokenizer is at hand."""
+    """Text of `held_token`, if a tokenizer is available."""
     given_text: str | None = None
     reusable_tokens: int | None = None
-    """Length of the cached prefix that can be reused, in tokens: up to the last boundary where
-    every recurrent layer has a checkpoint and every window is complete, and up to the last
-    token's block if blocks are quantized when full. None if all but the last token can be
-    reused, in a model without recurrent layers."""
+    """Length of the cached prefix that can be reused: up to the last boundary where every recurrent
+    layer has a checkpoint and every window is complete, and before the last token's block if full
+    blocks are quantized. None if all but the last token can be reused, and the model has no
+    recurrent layers."""
     tier_tokens: int | None = None
-    """Cached tokens on the cold tiers; None if not asked for, or without a tier."""
+    """Cached tokens in the cold tiers; None if not requested, or without a tier."""
     volatile: str | None = None
-    """Kind of the text that changes at `diverges_at`, as "date" or "counter"; None if unknown."""
+    """Kind of the text that changes at `diverges_at`, such as "date" or "counter"; None if
+    unknown."""
     volatile_held: str | None = None
     """Volatile text of the cached prompt."""
     volatile_given: str | None = None

@@ -10,7 +10,7 @@ from penstock.prefix.block_hashes import TokenArray
 
 
 class TreeSegment(Protocol):
-    """An immutable run of whole blocks' KV, as the tree sees it.
+    """Interface of a segment in the tree: immutable KV of consecutive whole blocks.
 
     The results of `split` and `join` share no memory with their sources, so that dropping a segment
     frees all of its bytes.
@@ -26,20 +26,20 @@ class TreeSegment(Protocol):
 
     @property
     def checkpoint_nbytes(self) -> int:
-        """The part of `nbytes` that is checkpoints, which the ledger counts as their own kind."""
+        """Bytes of checkpoints among `nbytes`, which the ledger counts separately."""
 
     @property
     def key_index_nbytes(self) -> int:
-        """The part of `nbytes` that is the index of keys, which the ledger also counts apart."""
+        """Bytes of the key index among `nbytes`, which the ledger counts separately."""
 
     def split(self, at_tokens: int) -> tuple[Self, Self]:
-        """Return the first `at_tokens` tokens, and the others."""
+        """Return the first `at_tokens` tokens, and the rest."""
 
     def join(self, *others: Self) -> Self:
-        """Return one segment of this one's tokens and then the others'."""
+        """Return a concatenated copy of this and other segments."""
 
     def joins(self, other: Self) -> bool:
-        """Return whether it can be joined with another: whether both have the same format."""
+        """Return whether another segment has the same format, so that it can be joined."""
 
 
 S = TypeVar("S", bound=TreeSegment)
@@ -51,37 +51,37 @@ BLOCK_BYTES = 57
 
 
 def index_bytes(blocks: int, block_size: int, nodes: int = 1) -> int:
-    """Return the bytes of Python objects for these blocks and nodes, without segments."""
+    """Return the bytes of Python objects for blocks and nodes, without segments."""
     return NODE_BYTES * nodes + (BLOCK_BYTES + 4 * block_size) * blocks
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class Node(Generic[S]):
-    """A run of whole blocks behind its parent's, or a partial block. Changed by the tree alone."""
+    """Node of whole blocks after its parent's, or a partial block. Changed only by the tree."""
 
     id: int
-    """Number of the node, never used twice in one tree."""
+    """Number of the node, unique within a tree."""
     parent: Node[S] | None
     block_hashes: tuple[bytes, ...]
-    """A hash a block. The parent finds this node under the first one."""
+    """Hash of each block. The parent finds this node by the first one."""
     tokens: TokenArray
     segment: S
     start: int
-    """Tokens in front of this node's."""
+    """Number of tokens before this node's."""
     children: dict[bytes, Node[S]] = field(default_factory=dict)
     pins: int = 0
-    """Pins on this node or on one below it."""
+    """Number of pins on this node or its descendants."""
     hits: int = 0
-    """Reads since it was inserted."""
+    """Number of reads since it was inserted."""
     last_used_seconds: float
     heat: float
     """Sum of the decayed uses, as the policy computes it."""
     held_until_seconds: float | None = None
-    """End of its hold on the tree's clock: until then it is evicted last. None without a hold."""
+    """End of its hold on the tree's clock; it is evicted last until then. None without a hold."""
     held_bytes: int = 0
     """Bytes of segment and index, as the tree counts them."""
     partial: bool = False
-    """Whether it is the first tokens of one block: the end of a sequence, always a leaf."""
+    """Whether it is a partial block: the end of a sequence, always a leaf."""
 
     @property
     def end(self) -> int:
@@ -93,7 +93,7 @@ class Node(Generic[S]):
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of a copy of its keys and values; checkpoints are shared."""
+        """Bytes of a copy of its KV; checkpoints are shared."""
         return self.segment.nbytes - self.segment.checkpoint_nbytes
 
     def path(self) -> tuple[Node[S], ...]:
@@ -105,23 +105,23 @@ class Node(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Snapshot of a node: numbers, and no array."""
+    """Snapshot of a node, without arrays."""
 
     id: int
     parent: int | None
-    """None for a node at the beginning of prompts."""
+    """Id of the parent; None below the root."""
     start: int
-    """Tokens in front of this node's."""
+    """Number of tokens before this node's."""
     end: int
     nbytes: int
     """Bytes of its segment and of its entry in the index."""
     pins: int
     hits: int
     idle_seconds: float
-    """Seconds since the last read, or since the insert."""
+    """Seconds since the last read, or since the insertion."""
     held_seconds: float
     tokens: tuple[int, ...]
-    """The first `VIEW_TOKENS`."""
+    """The first `VIEW_TOKENS` tokens."""
 
 
 VIEW_TOKENS = 32
@@ -145,7 +145,7 @@ def view(node: Node[S], now_seconds: float) -> NodeView:
 
 
 def upwards(node: Node[S] | None) -> Iterator[Node[S]]:
-    """Yield the node, its parent, and so on."""
+    """Yield the node and its ancestors."""
     while node is not None:
         yield node
         node = node.parent
@@ -158,11 +158,11 @@ class Match(Generic[S]):
     path: tuple[Node[S], ...]
     """Nodes of which at least the first block matched."""
     tokens: int
-    """Tokens matched, whole blocks."""
+    """Number of matched tokens, in whole blocks."""
     blocks_in_last: int
     """Blocks of the last node that matched; 0 if there is none."""
 
     @property
     def ends_inside(self) -> bool:
-        """Whether the last node continues differently, or further, than the prompt."""
+        """Whether the last node continues differently from the prompt, or further."""
         return bool(self.path) and self.blocks_in_last < len(self.path[-1].block_hashes)

@@ -1,4 +1,4 @@
-"""Claim of a reader on a path of the prefix tree."""
+"""References of readers to paths of the prefix tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.prefix.node import Node, S
 
 
 class Pinned(Protocol[S]):
-    """Keeper of the pins: the tree."""
+    """Owner of pins: the tree."""
 
     def extend(self, pin: Pin[S], child: Node[S], now_seconds: float | None) -> None:
         """Move a pin to a child of its node."""
@@ -17,13 +17,13 @@ class Pinned(Protocol[S]):
         """Move a pin up to a node of its path."""
 
     def unpin(self, pin: Pin[S]) -> None:
-        """Forget a pin."""
+        """Remove a pin."""
 
 
 class Pin(Generic[S]):
-    """A reference that keeps a node and its path from eviction, until released.
+    """Reference that keeps a node and its path from eviction until released.
 
-    The path may be split and its nodes merged meanwhile: read it again in every step.
+    Nodes of the path may be split and merged meanwhile: read `path` again in every step.
     """
 
     __slots__ = ("_tree", "node")
@@ -31,18 +31,18 @@ class Pin(Generic[S]):
     def __init__(self, tree: Pinned[S], node: Node[S] | None) -> None:
         self._tree = tree
         self.node = node
-        """The deepest node of the path; None while the path is empty, and once released."""
+        """Deepest node of the path; None while the path is empty, and once released."""
 
     @property
     def path(self) -> tuple[Node[S], ...]:
-        """The nodes from the root to the pinned one, as they are now."""
+        """Current nodes from the root to the pinned one."""
         return () if self.node is None else self.node.path()
 
     def extend(self, child: Node[S], now_seconds: float | None = None) -> None:
-        """Pin a child of the pinned node as well.
+        """Extend the pin to a child of the pinned node.
 
-        With a time it is a read of a block that another sequence committed, and counts as a use.
-        Without one it is the sequence's own block, whose insertion was counted.
+        With a time, counts a use, for blocks that other sequences committed. Without one it is the
+        sequence's own block, whose insertion was counted.
         """
         self._tree.extend(self, child, now_seconds)
 

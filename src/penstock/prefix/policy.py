@@ -1,7 +1,7 @@
-"""Worth of a node: prefill seconds that it will save, for each byte that it holds.
+"""Worth of a node: expected prefill seconds saved, per byte.
 
-A node has saved its prefill at each use. The number of uses to come is estimated from the past
-uses. Each counts half as much after every half life:
+Each use of a node saves its prefill. The number of future uses is estimated from past ones, which
+lose half of their weight after every half life:
 
     uses(t)  =  sum over uses at t_i of 2 ^ -((t - t_i) / half life)
     value(t) =  uses(t) x prefill seconds / bytes
@@ -12,8 +12,8 @@ of its value without the common factor, which never has to be brought up to date
     heat  =  log2 sum 2 ^ (t_i / half life)
     worth =  heat + log2(prefill seconds / bytes)
 
-A short half life is least-recently-used, an endless one least-frequently-used (LRFU, Lee et
-al. 2001). Two things are added, both measured (docs/prefix.md):
+A short half life approaches LRU, an infinite one LFU (LRFU, Lee et al. 2001). There are two
+extensions, both measured (docs/prefix.md):
 
 - The heat of nodes that were evicted is remembered for a while, so that a prompt that returns
   a little too late is known at its second visit. Small caches need this most.
@@ -34,24 +34,24 @@ REMEMBERED_NODES = 16_384
 REMEMBERED_BYTES = 200
 """Python overhead of one remembered node, in bytes: 150 to 190 by tracemalloc."""
 MOST_ADDED = 4.0
-"""Half lives by which earlier uses can prolong a node's stay, in the smallest cache."""
+"""Maximum half lives by which earlier uses prolong a node's stay, in the smallest cache."""
 IDLE_HALF_LIVES = 2.0
-"""Half lives of idleness from which on the last use alone decides."""
+"""Half lives of idleness from which on only the last use counts."""
 SMOOTHING_NODES = 256
 """Number of evicted nodes over which their idle time is averaged."""
 COLD = -inf
-"""Heat of a node that was never used."""
+"""Heat of a node without uses."""
 
 
 class Policy(Protocol):
-    """Orders nodes by worth; the least goes first. Owned by one tree; no clock of its own.
+    """Orders nodes for eviction, least worth first. Owned by one tree; reads no clock.
 
-    Worth changes at a use of the node, at a split and at a merge, and at no other time.
+    The worth of a node changes only at a use, a split or a merge.
     """
 
     @property
     def nbytes(self) -> int:
-        """Upper bound of the policy's own bytes, to be counted once."""
+        """Upper bound of the policy's own bytes, counted once."""
 
     def used(self, heat: float, now_seconds: float) -> float:
         """Return the heat after one more use."""
@@ -66,14 +66,14 @@ class Policy(Protocol):
         """Remember the heat of an evicted node, whose first block is `key`."""
 
     def recall(self, key: bytes) -> float:
-        """Return the heat a node had when it was evicted, or COLD, and forget it."""
+        """Return the heat of a node at its eviction, or COLD, and forget it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds to prefill: per_token x n + per_token_pair x n^2 / 2 for the first n tokens.
+    """Prefill time of the first n tokens: per_token x n + per_token_pair x n^2 / 2 seconds.
 
-    The second part is attention. Only the ratio of the two changes any decision.
+    The second term is attention. Only the ratio of the two affects decisions.
     """
 
     per_token: float = 1.0
@@ -84,7 +84,7 @@ class PrefillCost:
 
 
 class HalfLife:
-    """The policy of this module."""
+    """Policy with exponentially decaying uses; see the module's docstring."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class HalfLife:
 
     @property
     def most_added(self) -> float:
-        """Half lives by which earlier uses can prolong a stay: fewer, the longer nodes lie idle."""
+        """Half lives by which earlier uses prolong a stay; fewer, the longer nodes are idle."""
         idle = self._idle_seconds / self.half_life_seconds
         return MOST_ADDED * max(0.0, 1 - idle / IDLE_HALF_LIVES)
 

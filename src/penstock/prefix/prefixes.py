@@ -1,9 +1,9 @@
-"""`Prefixes`: the tree of computed KV, inside a ledger that it may share with others.
+"""`Prefixes`: the prefix cache, a tree of computed KV within a memory ledger.
 
     tokens --keys--> chain --match--> path --pin--> read; follow others --insert--> commit
 
-Every act makes room first: it evicts the nodes worth least, pinned ones never. An act without
-room is refused, and changes nothing.
+Insertions make room first by evicting the unpinned nodes of least worth. An insertion that still
+does not fit is refused, and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 MAX_MERGE_TOKENS = 2_048
 BYTES_PER_REMEMBERED = 20_000
-"""Bytes of the limit for each evicted node, and block, remembered in 500 bytes."""
+"""Bytes of the memory limit per evicted node or block that is remembered, in 500 bytes."""
 REMEMBERED_MATCHES = 64
-"""Matches remembered while the tree stays the same, so that none is looked up twice."""
+"""Number of cached match results, valid while the tree is unchanged."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class PrefixCounts:
 
     hits: int = 0
     fetched_tokens: int = 0
-    """Tokens read from the cache: prefill saved."""
+    """Tokens read from the cache instead of being prefilled."""
     stored_tokens: int = 0
     refused: int = 0
     evicted_nodes: int = 0
@@ -50,7 +50,7 @@ class PrefixCounts:
 
 
 def remembered_nodes(limit_bytes: int) -> int:
-    """Return how many evicted nodes 2.5 % of a limit can remember, at most 16,384."""
+    """Return the number of evicted nodes to remember in 2.5 % of a limit, at most 16,384."""
     return min(REMEMBERED_NODES, limit_bytes // BYTES_PER_REMEMBERED)
 
 
@@ -59,33 +59,33 @@ class InsertResult:
     """Result of `insert`."""
 
     blocks_readable: int
-    """Whole blocks of the chain, from its start, that can be read below the pin."""
+    """Number of whole blocks of the chain that can be read below the pin."""
     new_tokens: int
-    """Tokens that were not in the tree before."""
+    """Number of tokens that were not in the tree before."""
     refused: str | None = None
-    """Why nothing was inserted for lack of room. None if all was known before."""
+    """Reason why nothing was inserted if memory is full; None if all blocks were known."""
 
 
 class Prefixes(Generic[S]):
-    """KV by prefix. Not thread-safe: one owner, the thread with the arrays.
+    """Prefix cache. Not thread-safe: owned by the thread that owns the arrays.
 
     Args:
-        ledger: the account; the tree has its lines `NODES`, `KEY_INDEX`, `CHECKPOINTS` and `INDEX`,
-            and copies made while it is split and merged count as `BUFFERS`.
-        block_size: tokens of a block, the unit of identity.
-        fingerprint: identity of everything but the tokens that KV depends on.
-        clock: seconds, for recency.
-        cost: of a prefill, for the order of eviction.
-        remembered: how many of the nodes, and blocks, that were evicted are remembered; by
-            default `remembered_nodes` of the limit.
-        max_merge_tokens: nodes are not merged to more than this,
-        max_merge_bytes: unless they take no more than this together, and are not much longer; see
-            `PrefixTree`.
-        span_tokens: a node is merged with a longer parent, too, if both are no more than this.
-        beside: parts that give memory back, and listeners; none by default.
+        ledger: memory ledger; the tree uses `NODES`, `KEY_INDEX`, `CHECKPOINTS` and `INDEX`, and
+            `BUFFERS` for copies during splits and merges.
+        block_size: number of tokens per block.
+        fingerprint: identity of everything besides tokens that KV depends on.
+        clock: time in seconds, for recency.
+        cost: cost of a prefill, for the eviction order.
+        remembered: number of evicted nodes and blocks to remember; by default
+            `remembered_nodes` of the limit.
+        max_merge_tokens: maximum tokens of a merged node,
+        max_merge_bytes: or its maximum bytes, if it is not much longer; see `PrefixTree`.
+        span_tokens: a node up to this length is also merged with a longer parent, if both
+            together are no longer than this.
+        beside: reclaimable memory and listeners; none by default.
 
     Raises:
-        LedgerFull, NeverFits: not even the empty index fits.
+        LedgerFull, NeverFits: the empty index does not fit.
 
     >>> prefixes = Prefixes(Ledger(1_000_000), block_size=64)
     >>> prefixes.find(range(200)).tokens
@@ -135,7 +135,7 @@ class Prefixes(Generic[S]):
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of the index with an empty tree: the memory of evictions."""
+        """Bytes of the index with an empty tree: the log of evictions."""
         return self.tree.policy.nbytes + self.evictions.nbytes
 
     @property
@@ -145,13 +145,13 @@ class Prefixes(Generic[S]):
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes that evicting all unpinned nodes would free, and those beside the tree."""
+        """Bytes freed by evicting all unpinned nodes and shrinking the parts beside the tree."""
         tree = self.tree
         return tree.nbytes + tree.index_bytes - tree.pinned_bytes + self._beside.nbytes
 
     @property
     def pinned_relief_bytes(self) -> int:
-        """Lower bound of the bytes that can be freed of pinned nodes. O(nodes)."""
+        """Lower bound of the bytes that can be freed from pinned nodes. O(nodes)."""
         return self._beside.relief.pinned_bytes
 
     def index_bytes(self, blocks: int) -> int:
@@ -160,7 +160,7 @@ class Prefixes(Generic[S]):
     def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
         """Return the longest cached prefix of a chain. Valid until the tree changes.
 
-        Repeated until then it looks nothing up: a chain's last hash names all of it.
+        The result is cached until then, by the last hash of the chain.
         """
         if not block_hashes:
             return self.tree.match(block_hashes)
@@ -174,7 +174,7 @@ class Prefixes(Generic[S]):
     def block_hashes(
         self, tokens: Tokens, salt: str = "", *, after: bytes | None = None
     ) -> list[bytes]:
-        """Hash the whole blocks of a tenant's prompt, or of tokens `after` a hash of its chain."""
+        """Hash the whole blocks of a tenant's prompt, or of the tokens `after` a block hash."""
         return hash_blocks(tokens, self.block_size, self.root(salt) if after is None else after)
 
     def root(self, salt: str) -> bytes:
@@ -202,10 +202,10 @@ class Prefixes(Generic[S]):
         return self.ledger.reserve(kind, nbytes)
 
     def shrink(self, nbytes: int, why: Why = "pressure") -> int:
-        """Evict the nodes worth least until `nbytes` are free, or no node is left to evict.
+        """Evict the nodes of least worth until `nbytes` are free, or no node is left to evict.
 
-        First drops parts of nodes that no sequence needs, if a retention policy is set. Returns the
-        bytes freed, index included.
+        First drops parts of nodes that no sequence needs, if a relief is set. Returns the bytes
+        freed, index included.
         """
         self.tree.order.expire(self.clock())
         freed = self._beside.free_first(nbytes)
@@ -218,7 +218,7 @@ class Prefixes(Generic[S]):
         return freed + self._beside.free_last(nbytes - freed)
 
     def drop(self, node: Node[S], why: Why = "lost") -> None:
-        """Evict a node whose data is unusable, and all below it but pinned ones."""
+        """Evict a node whose data is unusable and its descendants, except pinned ones."""
         below = [node]
         for above in below:
             below.extend(above.children.values())
@@ -227,7 +227,7 @@ class Prefixes(Generic[S]):
                 self._evict(last, why)
 
     def clear(self) -> None:
-        """Evict all unpinned nodes, and free everything beside the tree."""
+        """Evict all unpinned nodes, and free the reclaimable memory beside the tree."""
         while (node := self.tree.victim()) is not None:
             self._evict(node, "cleared")
         self._beside.clear()
@@ -241,27 +241,27 @@ class Prefixes(Generic[S]):
     # ---- reading
 
     def pin(self, match: Match[S]) -> Pin[S]:
-        """Pin the nodes of a match until released, and count the use. Nothing is split.
+        """Pin the nodes of a match until released, and count a use. Nothing is split.
 
-        The match may end inside its last node: the sequence remembers how many blocks of the path
-        are its own (`blocks_done`).
+        The match may end inside its last node; the sequence tracks how many blocks of the path it
+        reads (`blocks_done`).
         """
         return self.tree.pin(match.path[-1] if match.path else None, self.clock())
 
     def follow(self, pin: Pin[S], block_hashes: Sequence[bytes], blocks_done: int) -> int:
-        """Extend a pin along blocks of the chain that other sequences committed.
+        """Extend a pin along blocks of the chain that other sequences have committed.
 
-        Releases this sequence's own copies of them. Returns the whole blocks that can be read
-        now, at least `blocks_done`, those of the path that it reads already.
+        Returns the number of whole blocks that can be read now, at least `blocks_done`, the number
+        that the sequence reads already. The caller can then free its own copies.
         """
         match = self._match_at_least(block_hashes, blocks_done)
         self._lead(pin, match.path)
         return match.tokens // self.block_size
 
     def hold(self, pin: Pin[S], tokens: int, seconds: float) -> None:
-        """Hold the nodes that begin within the first `tokens` of a path for `seconds`.
+        """Evict the nodes that start within the first `tokens` of a path last, for `seconds`.
 
-        They are evicted only when nothing else can be: a preference, unlike the pin.
+        A preference: unlike pinned nodes, they are evicted if nothing else can be.
         """
         until = self.clock() + seconds
         for node in pin.path:
@@ -359,20 +359,20 @@ class Prefixes(Generic[S]):
         return self.tree.match_partial(match.path[-1] if match.path else None, root, tokens)
 
     def use_partial(self, leaf: Node[S]) -> None:
-        """Count a read of a partial block, which its reader copies or takes over."""
+        """Count a read of a partial block."""
         self.tree.pin(leaf, self.clock()).release()
 
     def drop_partial(self, leaf: Node[S]) -> None:
-        """Drop a partial block once its only reader has moved past it."""
+        """Drop a partial block whose only reader has moved past it."""
         if leaf in self.tree and leaf.hits <= 1:
             self.tree.remove(leaf)
             self._settle()
 
     def split(self, pin: Pin[S], match: Match[S]) -> bool:
-        """Make a pinned path end where its match does, splitting the last node if needed.
+        """Truncate a pinned path to its match, splitting the last node if needed.
 
-        `insert` does it by itself; call it before if the copy should not exist beside a segment.
-        Returns False, changing nothing, if there is no room for the copy.
+        `insert` does this itself; call it earlier to avoid having the copy beside a segment.
+        Returns False, changing nothing, if memory is full.
         """
         if not match.ends_inside:
             return True
@@ -384,12 +384,12 @@ class Prefixes(Generic[S]):
         return True
 
     def tidy(self, last: Pin[S] | Node[S] | None) -> int:
-        """Merge the small nodes of a path and return by how many it has fewer.
+        """Merge the small nodes of a path; return the reduction in their number.
 
         A node is merged with its parent if the parent is not longer, as in a binary counter, or if
-        both are a span at most. So a sequence that commits block by block has each token copied
-        O(log) times beyond its span, and leaves a path of few nodes. Nodes that are merged together
-        are copied once. There must be room for the copy; nothing is evicted for it.
+        both together are at most a span. So a sequence that commits block by block copies each
+        token O(log) times beyond its span. Nodes merged together are copied once. The copy needs
+        free memory; nothing is evicted for it.
         """
         node = last.node if isinstance(last, Pin) else last
         merged = 0
@@ -402,7 +402,7 @@ class Prefixes(Generic[S]):
         return merged
 
     def cut(self, node: Node[S], blocks: int) -> bool:
-        """Split off a node's first `blocks` blocks; False without free memory for the copy."""
+        """Split off the first `blocks` blocks of a node; False without free memory for the copy."""
         if node.copy_bytes + node.index_bytes > self.ledger.free_bytes:
             return False
         with self._copying(node.copy_bytes, node.index_bytes):
@@ -410,10 +410,10 @@ class Prefixes(Generic[S]):
         return True
 
     def exchange(self, node: Node[S], make: Callable[[S], S], nbytes: int) -> bool:
-        """Replace a node's KV by another format; sequences read it from the next step on.
+        """Replace a node's KV by another format, which sequences read from the next step on.
 
-        `make` converts it, in buffers that the caller counts, to at most `nbytes`. Returns False if
-        there is no room for both formats; nothing is evicted for it.
+        `make` converts it into at most `nbytes`; its working memory is counted by the caller.
+        Returns False if memory cannot hold both formats; nothing is evicted for it.
         """
         if nbytes > self.ledger.free_bytes:
             return False
@@ -452,7 +452,7 @@ class Prefixes(Generic[S]):
 
     @contextmanager
     def _copying(self, nbytes: int, index_bytes: int) -> Iterator[None]:
-        """Reserve a copy of nodes while it is made, and update the totals afterwards."""
+        """Reserve the copies of nodes while they are made, and update the totals afterwards."""
         with self.ledger.reserve(Kind.BUFFERS, nbytes + index_bytes):
             try:
                 yield
@@ -464,7 +464,7 @@ class Prefixes(Generic[S]):
         for evicting in self._beside.evicting:
             evicting(node)
         before = self.nbytes
-        logger.debug("a node of %d tokens is evicted (%s)", len(node.tokens), why)
+        logger.debug("evicting a node of %d tokens (%s)", len(node.tokens), why)
         self.evictions.note(node.block_hashes, self.clock(), why)
         self.counts.evicted_nodes += 1
         self.counts.evicted_bytes += self.tree.remove(node).nbytes
@@ -480,7 +480,7 @@ class Prefixes(Generic[S]):
         self._index.resize(self.tree.index_bytes + self.fixed_bytes)
 
     def _forget_matches(self) -> None:
-        """Forget matches of the old tree, which would keep evicted nodes alive."""
+        """Clear the cached matches, which would keep evicted nodes alive."""
         self._matches.clear()
         self._matches_version = self.tree.version
 
@@ -514,7 +514,7 @@ class Prefixes(Generic[S]):
         return match
 
     def _end_at(self, pin: Pin[S], blocks: int) -> bool:
-        """Shorten a pinned path to its first blocks; False without room for a copy."""
+        """Shorten a pinned path to its first blocks; False if memory for a copy is missing."""
         node, end = pin.node, blocks * self.block_size
         while node is not None and node.start >= end:
             node = node.parent
@@ -525,7 +525,7 @@ class Prefixes(Generic[S]):
         return self.split(pin, inside)
 
     def _lead(self, pin: Pin[S], path: Sequence[Node[S]]) -> None:
-        """Move a pin to the end of `path`; nodes new to it count as used now."""
+        """Move a pin to the end of `path`, and count a use of nodes new to it."""
         pinned = set(pin.path)
         shared = [node for node in path if node in pinned]
         pin.withdraw(shared[-1] if shared else None)
@@ -541,7 +541,7 @@ class Prefixes(Generic[S]):
         segment: S,
         paid: Reservation,
     ) -> None:
-        """Insert below the pinned node, whose room was made, and pin the new node."""
+        """Insert below the pinned node, whose memory is reserved, and pin the new node."""
         self._index.resize(self._index.nbytes + self.index_bytes(len(block_hashes)))
         try:
             pin.extend(self.tree.insert(pin.node, block_hashes, values, segment, self.clock()))

@@ -1,4 +1,4 @@
-"""Radix tree of computed prefixes: questions are pure, acts are named.
+"""Radix tree of computed prefixes.
 
 A path from the root spells a prompt. Block hashes are chained (see `block_hashes`): two paths that
 agree in one block hash agree in all blocks before it. So a lookup compares one hash a node, and
@@ -25,21 +25,21 @@ from penstock.prefix.tree_shape import check_shape
 from penstock.prefix.tree_totals import TreeTotals
 
 LONGER = 4
-"""Factor on `max_merge_tokens` for nodes of few bytes."""
+"""Factor on `max_merge_tokens` for nodes with few bytes."""
 
 
 class PrefixTree(Generic[S]):
-    """Nodes by prefix, each with a segment. Not thread-safe: one owner, the arrays' thread.
+    """Radix tree of segments. Not thread-safe: owned by the thread that owns the arrays.
 
-    The tree counts bytes but knows no limit: the caller of `insert` makes room first, by removing
-    `victim()` until there is enough.
+    The tree counts bytes but has no limit: the caller of `insert` makes room first by removing
+    `victim()` repeatedly.
 
     Args:
-        block_size: tokens of a block.
-        policy: orders evictions, a `HalfLife` by default. Not shared with another tree.
-        max_merge_tokens: nodes are not merged to more than this,
-        max_merge_bytes: unless they take no more than this together, without their checkpoints,
-            and are no more than `LONGER` times as long.
+        block_size: number of tokens per block.
+        policy: orders evictions, a `HalfLife` by default; not shared between trees.
+        max_merge_tokens: maximum tokens of a merged node,
+        max_merge_bytes: or its maximum bytes without checkpoints, if it is at most `LONGER` times
+            as long.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PrefixTree(Generic[S]):
         self.totals = TreeTotals()
         self._next_id = 0
         self.version = 0
-        """Number of changes so far: a match is valid as long as this stays the same."""
+        """Number of changes so far; a match is valid as long as it stays the same."""
 
     # ---- questions
 
@@ -136,10 +136,10 @@ class PrefixTree(Generic[S]):
         return views
 
     def can_merge(self, node: Node[S], last: Node[S] | None = None) -> bool:
-        """Return whether the nodes from `node` down to `last` have equal readers, and are small.
+        """Return whether the nodes from `node` down to `last` are small and have the same readers.
 
-        All pins of `node` must be pins of its child, too, since a merge leaves the last one. A node
-        with a hold is not merged with one without. `last` is its only child by default.
+        All pins of `node` must also be pins of its child, since only those remain after a merge.
+        Held nodes are not merged with others. `last` is its only child by default.
         """
         run = self._run(node, last)
         return len(run) > 1 and self._is_small(run) and all(map(_inseparable, run, run[1:]))
@@ -154,7 +154,7 @@ class PrefixTree(Generic[S]):
     # ---- acts
 
     def pin(self, node: Node[S] | None, now_seconds: float) -> Pin[S]:
-        """Add a reference to a path, None for an empty one; counts a use of each of its nodes."""
+        """Pin a path, None for an empty one; counts a use of each of its nodes."""
         if node is not None:
             self._check_known(node)
         for above in upwards(node):
@@ -174,8 +174,8 @@ class PrefixTree(Generic[S]):
     ) -> Node[S]:
         """Add a node below `parent` (None is the root) and return it; the tokens are copied.
 
-        The hashes are of the new blocks alone, the first of which must be new: match first, and
-        split where it ends.
+        `block_hashes` has only the new blocks, the first of which must not exist: match first, and
+        split there.
         """
         siblings = self._children(parent)
         values = as_tokens(tokens).copy()
@@ -201,10 +201,10 @@ class PrefixTree(Generic[S]):
         return self._insert(parent, (key,), values, segment, now_seconds, partial=True)
 
     def split(self, node: Node[S], blocks: int) -> Node[S]:
-        """Split `node` behind its first `blocks` blocks and return the new node with these.
+        """Split `node` after its first `blocks` blocks, and return the new node with these.
 
-        `node` itself becomes its child and keeps the rest, its children and its pins' ends, so a
-        pin on it still ends the same path.
+        `node` becomes its child and keeps the rest, its children and its pins, so that a pin on it
+        still ends the same path.
         """
         self._check_known(node)
         if not 0 < blocks < len(node.block_hashes):
@@ -232,10 +232,10 @@ class PrefixTree(Generic[S]):
         return head
 
     def merge(self, node: Node[S], last: Node[S] | None = None) -> Node[S]:
-        """Merge `node` and the nodes below it, down to `last`, and return the one that remains.
+        """Merge `node` and its descendants down to `last`, and return the remaining node.
 
-        That is `last`, its only child by default, extended upwards. Every token is copied once.
-        Pins that pass through all of them stay where they are.
+        That is `last`, the only child by default, extended upwards. Every token is copied once.
+        Pins through all of the nodes are unchanged.
         """
         self._check_known(node)
         if not self.can_merge(node, last):
@@ -307,7 +307,7 @@ class PrefixTree(Generic[S]):
     # ---- parts of acts
 
     def _run(self, node: Node[S], last: Node[S] | None) -> list[Node[S]]:
-        """Return the nodes from `node` down to `last`, or to its only child; else `node` alone."""
+        """Return the nodes from `node` down to `last`, or to its only child; else only `node`."""
         if last is None:
             last = next(iter(node.children.values())) if len(node.children) == 1 else node
         run = []
@@ -416,7 +416,7 @@ class PrefixTree(Generic[S]):
 
 
 def _common(node_hashes: Sequence[bytes], block_hashes: Sequence[bytes], start: int) -> int:
-    """Return how many of a node's keys the chain has from `start` on; at least 1."""
+    """Return how many of a node's keys match the chain from `start` on; at least 1."""
     limit = min(len(node_hashes), len(block_hashes) - start)
     if node_hashes[limit - 1] == block_hashes[start + limit - 1]:
         return limit

@@ -1,4 +1,4 @@
-"""Check that nodes form a tree, and that position, tokens, keys and segment of each agree."""
+"""Consistency check: nodes form a tree, with matching positions, tokens, hashes and segments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.prefix.node import Node, S
 
 
 def check_shape(tops: dict[bytes, Node[S]], block_size: int) -> set[int]:
-    """Check every reachable node, and return their ids; `tops` are those without a parent."""
+    """Check every reachable node, and return their ids; `tops` are the nodes below the root."""
     reached: set[int] = set()
     families: list[tuple[Node[S] | None, dict[bytes, Node[S]]]] = [(None, tops)]
     while families:

@@ -19,16 +19,16 @@ class TreeTotals:
     checkpoint_bytes: int = 0
     """Bytes of checkpoints among `nbytes`."""
     key_index_bytes: int = 0
-    """Bytes of the index of keys among `nbytes`."""
+    """Bytes of key indexes among `nbytes`."""
     index_bytes: int = 0
     """Python overhead of the nodes beside their segments; see also `policy.nbytes`."""
     pinned_bytes: int = 0
     """Bytes of segments and index of pinned nodes."""
     partial_sizes: Counter[int] = field(default_factory=Counter)
-    """Number of partial blocks, by their tokens."""
+    """Number of partial blocks, by length in tokens."""
 
     def count(self, node: Node[S], sign: int = 1) -> None:
-        """Add a node, or subtract it; its bytes must not change in between."""
+        """Add or subtract a node, whose bytes must not change in between."""
         nbytes, index_bytes = node.segment.nbytes, node.index_bytes
         node.held_bytes = nbytes + index_bytes
         self.tokens += sign * len(node.tokens)

@@ -1,4 +1,4 @@
-"""Names for text that changes from prompt to prompt: dates, counters, ids, remaining tokens."""
+"""Classification of text that changes from prompt to prompt: dates, counters, random ids."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("counter", r"(?<![\w.])\d[\d,]*(?![\w.]*[A-Za-z])"),
     ("random id", r"\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{5,}\b"),
 )
-"""Kinds of volatile text, with patterns; the first that fits both texts counts."""
+"""Kinds of volatile text, with patterns; the first that matches both texts is used."""
 
 
 class Volatile(NamedTuple):
-    """The first place at which two prompts differ: its kind, and its text in each."""
+    """First difference of two prompts: its kind, and the text in each."""
 
     kind: str
     held: str
@@ -49,6 +49,6 @@ def name_volatile(held: str, given: str) -> Volatile | None:
 
 
 def _around(pattern: str, text: str, index: int) -> str | None:
-    """Return the match of a pattern that begins at or before a place, and reaches it."""
+    """Return the match of a pattern that contains an index, or ends there."""
     matches = re.finditer(pattern, text)
     return next((m.group() for m in matches if m.start() <= index <= m.end()), None)

@@ -1,1 +1,1 @@
-"""Choice of the tokens that a decode step reads of a long sequence."""
+"""Selective attention: decode steps of long sequences read only some tokens."""

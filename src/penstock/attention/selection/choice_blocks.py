@@ -1,16 +1,16 @@
-"""Blocks of tokens, of which a decode step reads a choice."""
+"""Blocks of tokens, the unit of selection in selective attention."""
 
 from __future__ import annotations
 
 BLOCK_TOKENS = 16
-"""Tokens that are chosen together."""
+"""Number of tokens selected together."""
 FIRST_BLOCKS = 1
-"""First blocks, which are always read: many heads rest on them."""
+"""Number of leading blocks that are always read, because many heads attend to them."""
 HALF_NOISE = 0.0518
-"""Half of the variance of a score, over the squares of its query and of its key's size.
+"""Half of a score's error variance, relative to the squares of its query and its key's norm.
 
-A code of two bits adds to normal numbers of variance 1 an error of 0.1331, and their size is then
-1 / 0.8825: 0.1331 * 0.8825^2 / 2. e^noise is 1 on average once half of its variance is taken off.
+2-bit codes add an error of variance 0.1331 to standard normal values, whose size is then 1 /
+0.8825: 0.1331 * 0.8825^2 / 2. With half of its variance subtracted, e^noise is 1 on average.
 """
 CHOSEN = 1e30
-"""Score of a block with a key too large for the index: above all others."""
+"""Score of a block with a key too large for the index: larger than all others."""

@@ -1,9 +1,8 @@
-"""Index of keys: the rotated key in two bits a number, by which tokens worth reading are found.
+"""Key index: rotated keys in 2 bits per value, to find the tokens worth attending to.
 
-Two bits keep 88 % of the variance of normal numbers, where their signs keep 64 %. That ranks blocks
-by their best token nearly as the keys do, at a twenty-eighth of the bytes that keys and values take
-in float32. With values in two bits, too, tokens that are not worth reading exactly can be read from
-the index; see `rest_reads`.
+2 bits explain 88 % of the variance of normal values; signs alone explain 64 %. This ranks blocks by
+their best token nearly as exact keys do, with 1/28 of the bytes of float32 KV. With values in 2
+bits as well, tokens that were not selected can be read approximately; see `rest_reads`.
 """
 
 from __future__ import annotations
@@ -27,34 +26,34 @@ from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 
 BITS = 2
-"""Bits of a number. Each stands for a sign: code - 1.5 is a half and a one, plus or minus."""
+"""Bits per value. Each bit stands for a sign: code - 1.5 is a half and a one, plus or minus."""
 PIECE_TOKENS = 256
-"""Tokens of one layer that are indexed together."""
+"""Number of tokens of one layer that are indexed together."""
 READ_TOKENS = 4_096
-"""Tokens whose values are read from an index together, where compiled loops do not read it."""
+"""Number of tokens whose values are read from an index at a time, without compiled loops."""
 READ_BUFFERS = 6
-"""Arrays of their scores that are alive together."""
+"""Number of score arrays alive at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyIndex:
-    """The rule by which keys are indexed."""
+    """Settings of the key index."""
 
     layers: frozenset[int]
-    """Numbers of the layers whose keys have an index."""
+    """Layers whose keys are indexed."""
     with_values: bool = False
-    """Whether it has the values, too, in as many bits: the third and fourth part of an index."""
+    """Whether values are indexed too, in as many bits: the third and fourth part of an index."""
     centers: Mapping[int, KeyCenters] = field(default_factory=dict, compare=False)
-    """Vectors that are taken off the keys of a layer before; nothing where there are none."""
+    """Vectors to subtract from the keys of a layer first; empty for none."""
     codec: Codec = field(default_factory=lambda: Turbo(BITS))
     value_codec: Codec = field(default_factory=lambda: Turbo(BITS, unbiased=False))
 
     def signs(self, key_dim: int) -> int:
-        """Return how many signs a token's key has, each with a weight of a power of two."""
+        """Return the number of signs per key of a token, each with a power of two as weight."""
         return BITS * padded(key_dim)
 
     def token_bytes(self, shapes: Sequence[LayerShape]) -> int:
-        """Return the bytes of one token's index in all layers."""
+        """Return the index bytes of one token in all layers."""
         return sum(self._layer_bytes(shapes[layer]) for layer in self.layers)
 
     def _layer_bytes(self, shape: LayerShape) -> int:
@@ -64,7 +63,7 @@ class KeyIndex:
         return shape.kv_heads * bits // 8
 
     def piece_bytes(self, shapes: Sequence[LayerShape]) -> int:
-        """Return the most bytes that are taken while one layer is indexed, a side at a time."""
+        """Return the maximum working memory for indexing one layer, one side at a time."""
         sides = [(shapes[n].kv_heads, shapes[n].key_dim) for n in self.layers]
         if self.with_values:
             sides += [(shapes[n].kv_heads, shapes[n].value_dim) for n in self.layers]
@@ -73,18 +72,23 @@ class KeyIndex:
 
     def table_bytes(self, tokens: int) -> int:
         """Return the bytes of the tables that rotate centers, for sequences of `tokens` tokens."""
-        used = [one.rotation for layer, one in self.centers.items() if layer in self.layers]
-        return sum(one.table_bytes(tokens) for one in {id(one): one for one in used}.values())
+        used = [
+            rotation.rotation for layer, rotation in self.centers.items() if layer in self.layers
+        ]
+        return sum(
+            rotation.table_bytes(tokens)
+            for rotation in {id(rotation): rotation for rotation in used}.values()
+        )
 
     def read_bytes(
         self, shapes: Sequence[LayerShape], heads: int, code_bytes: Callable[[int], int]
     ) -> int:
-        """Return the most bytes that are taken while values are read from an index.
+        """Return the maximum working memory for reading values from an index.
 
         Args:
-            shapes: shapes of the layers' keys and values.
-            heads: query heads of the model.
-            code_bytes: returns the bytes that a product takes, by its number of codes.
+            shapes: KV shapes of the layers.
+            heads: number of query heads.
+            code_bytes: returns the working memory of a product by its number of codes.
         """
         if not self.with_values:
             return 0
@@ -95,18 +99,18 @@ class KeyIndex:
         return codes + READ_BUFFERS * mx.float32.size * READ_TOKENS * heads
 
     def complete(self, segment: Segment) -> bool:
-        """Tell whether a segment has all of its index."""
+        """Return whether a segment is completely indexed."""
         return bool(segment.index) and all(segment.index[n] is not None for n in self.layers)
 
     def indexed(self, segment: Segment, start: int, ops: AttentionOps) -> Segment:
-        """Return a segment with its index, evaluated; keys and values are shared.
+        """Return a segment with its index, evaluated; KV is shared.
 
-        Keys that are held in a codec are indexed as the codes stand for them.
+        Coded keys are indexed as they decode.
 
         Args:
-            segment: without an index in some layers, or without any.
+            segment: segment with an incomplete index or none.
             start: position of its first token.
-            ops: encode the index.
+            ops: encodes the index.
         """
         if not self.layers or self.complete(segment) or not segment.tokens:
             return segment
@@ -117,29 +121,30 @@ class KeyIndex:
         return replace(segment, index=tuple(index))
 
     def transform_query(self, queries: Floats) -> Floats:
-        """Return queries (kv_heads, m, dim) as `best_by_block` takes them: (kv_heads, m, n).
+        """Transform queries (kv_heads, m, dim) for `best_by_block`: (kv_heads, m, n).
 
-        One row's at a time: how a product rounds depends on its shape, and so would the choice.
+        For one row at a time, because rounding depends on the shape of a product and could change
+        the selection.
         """
         return queries @ _rotation(self.codec, queries.shape[-1])
 
     def inverse_transform(self, mixed: Floats, dim: int) -> Floats:
-        """Return mixes of the index's values (kv_heads, m, n) as values, (kv_heads, m, dim)."""
+        """Transform sums of indexed values (kv_heads, m, n) back to (kv_heads, m, dim)."""
         return mixed @ _back_rotation(self.value_codec, mixed.shape[-1], dim)
 
     def best_by_block(
         self, x: Floats, parts: Iterable[tuple[Coded, int, int]], block: int, ops: AttentionOps
     ) -> Floats:
-        """Return the largest score of each block of tokens; see `AttentionOps.best_by_block`.
+        """Return the largest score in each block of tokens; see `AttentionOps.best_by_block`.
 
         Args:
-            x: queries as `transform_query` returns them, (kv_heads, m, n).
-            parts: pieces of an index, and their columns start..stop-1; whole blocks together.
-            block: tokens of a block.
-            ops: score them.
+            x: queries from `transform_query`, (kv_heads, m, n).
+            parts: pieces of an index with their columns start..stop - 1; whole blocks in total.
+            block: number of tokens per block.
+            ops: scores the pieces.
 
         Returns:
-            (kv_heads, m, blocks).
+            Array (kv_heads, m, blocks).
         """
         pieces = [
             [part[0, :, start:stop] for part in coded.parts[:2]] for coded, start, stop in parts
@@ -160,14 +165,14 @@ class KeyIndex:
         *,
         loop: CenterLoop | None = None,
     ) -> Floats | None:
-        """Return what the index of a layer leaves out of scores, (heads, m, blocks).
+        """Return the part of the scores that a layer's index leaves out, (heads, m, blocks).
 
         Args:
-            layer: number of the layer.
-            queries: of some key heads, (heads, m, dim).
-            heads: numbers of these.
-            first: number of the first block.
-            stop: number of the block behind the last.
+            layer: index of the layer.
+            queries: queries of some KV heads, (heads, m, dim).
+            heads: indices of these heads.
+            first: index of the first block.
+            stop: index after the last block.
             loop: see `Rotation.sums`.
         """
         centers = self.centers.get(layer)
@@ -176,16 +181,16 @@ class KeyIndex:
         return centers.scores(queries, heads, first, stop, loop=loop)
 
     def of(self, keys: Side, values: Side, layer: int, start: int, ops: AttentionOps) -> Coded:
-        """Return the index of one layer's tokens, some of them at a time; evaluated.
+        """Index the tokens of one layer in pieces; evaluated.
 
-        It is the keys' codes and sizes, and with `with_values` those of the values.
+        The index has codes and sizes of the keys, and with `with_values` those of the values.
 
         Args:
-            keys: of consecutive tokens.
-            values: of the same.
-            layer: number of the layer.
-            start: position of the first of them.
-            ops: encode it.
+            keys: keys of consecutive tokens.
+            values: values of the same tokens.
+            layer: index of the layer.
+            start: position of the first token.
+            ops: encodes the index.
         """
         index = _encoded(self.codec, keys, ops, self.centers.get(layer), start)
         if not self.with_values:
@@ -209,23 +214,25 @@ def _encoded(
     centers: KeyCenters | None = None,
     position: int = 0,
 ) -> Coded:
-    """Encode one side from a position on, some tokens at a time; evaluated."""
+    """Encode one side from a position on, in pieces; evaluated."""
     tokens, pieces = col.columns(side), []
     for start in range(0, tokens, PIECE_TOKENS):
         piece = col.take(side, start, min(start + PIECE_TOKENS, tokens))
-        wide = piece.dequantize(ops) if isinstance(piece, Coded) else piece
-        assert isinstance(wide, mx.array)
+        numbers = piece.dequantize(ops) if isinstance(piece, Coded) else piece
+        assert isinstance(numbers, mx.array)
         if centers is not None:
-            at = position + start
-            wide = wide.astype(mx.float32) - mx.array(centers.at(at, at + wide.shape[2]))
-        pieces.append(ops.index_codes(codec, wide))
+            first = position + start
+            numbers = numbers.astype(mx.float32) - mx.array(
+                centers.at(first, first + numbers.shape[2])
+            )
+        pieces.append(ops.index_codes(codec, numbers))
         mx.eval(pieces[-1].parts)
     return pieces[0] if len(pieces) == 1 else _joined(pieces)
 
 
 @cache
 def _rotation(codec: Codec, dim: int) -> Floats:
-    """Return the matrix by which queries meet an index, (dim, signs of a token)."""
+    """Return the matrix that transforms queries, (dim, signs of a token)."""
     rotation = np.array(codec.transform_query(mx.eye(dim)[None])[0])
     weights = STEPS[BITS] * 2.0 ** np.arange(-1, BITS - 1)  # of a number's bits, the lowest first
     return np.kron(rotation, weights).astype(np.float32)
@@ -233,7 +240,7 @@ def _rotation(codec: Codec, dim: int) -> Floats:
 
 @cache
 def _back_rotation(codec: Codec, width: int, dim: int) -> Floats:
-    """Return the matrix that turns an index's values back, (width, dim)."""
+    """Return the matrix that transforms an index's values back, (width, dim)."""
     return np.array(codec.inverse_transform(mx.eye(width)[None], dim)[0])
 
 

@@ -1,8 +1,8 @@
-"""Tokens that a row did not choose, read from an index that has their keys and values.
+"""Approximate attention to the tokens that were not selected, from an index with values.
 
-They are read in two bits a number, and so roughly, where the best blocks are read exactly. That
-beats not to read them: most of what a choice leaves out is a little of everything. The result is
-one term more of the softmax of what is read exactly, a logarithm of its weight and a value.
+They are read in 2 bits per value, the selected blocks exactly. This is better than ignoring them,
+because their many small weights add up. The result is an additional term in the softmax of the
+exact attention: the logarithm of its weight, and a value.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from penstock.kv.numpy_arrays import Floats
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """One additional term of each query's softmax, besides the tokens that are read."""
+    """Additional term in each query's softmax, besides the tokens that are read."""
 
     scores: Floats
-    """Logarithms of their weights, (heads, m)."""
+    """Logarithms of the weights, (heads, m)."""
     values: Floats | None = None
-    """Values that have these weights, (heads, m, value_dim); None for zeros."""
+    """Values with these weights, (heads, m, value_dim); None for zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Attention to the tokens that some key heads of a row did not choose."""
+    """Attention to the tokens that some KV heads of a row did not select."""
 
     sums: Scores
-    """Logarithms of the sums of their weights, (kv_heads, m); -inf where there are none."""
+    """Logarithms of the sums of the weights, (kv_heads, m); -inf if there are no tokens."""
     mean: Scores
-    """Their values' mean by these weights, (kv_heads, m, value_dim)."""
+    """Means of the values with these weights, (kv_heads, m, value_dim)."""
 
     def sinks(self, sinks: Scores | None) -> Sinks:
-        """Return the rest as sinks of a softmax, merged with the model's own sinks."""
+        """Return the rest as a softmax term, merged with the model's attention sinks."""
         if sinks is None:
             return Sinks(self.sums, self.mean)
         both = np.logaddexp(sinks, self.sums)
@@ -59,7 +59,7 @@ class Rest:
 
 
 def joined(parts: Sequence[Rest]) -> Rest:
-    """Concatenate parts along the key heads, in order."""
+    """Concatenate parts along the KV heads, in order."""
     sums, means = zip(*((part.sums, part.mean) for part in parts), strict=True)
     return Rest(np.concatenate(sums), np.concatenate(means))
 
@@ -72,15 +72,15 @@ def read(
     layer: int,
     ops: AttentionOps,
 ) -> Rest:
-    """Read the rest with MLX's operations, some thousand tokens at a time.
+    """Attend to the rest with MLX's operations, some thousand tokens at a time.
 
     Args:
-        selection: its index has values.
-        row: whose tokens are read.
+        selection: selective attention with indexed values.
+        row: row of the decode step.
         queries: (kv_heads, m, dim), scaled so that e^score is a weight.
-        blocks: numbers of the blocks chosen, (kv_heads, blocks).
-        layer: number of the layer.
-        ops: read the index.
+        blocks: indices of the selected blocks, (kv_heads, blocks).
+        layer: index of the layer.
+        ops: reads the index.
     """
     asked, index = mx.array(queries), selection.index
     dim = _dim(row.parts[0].segment.layers[layer][1])
@@ -119,7 +119,7 @@ def _pieces(selection: Selection, row: DecodeRow, layer: int) -> list[tuple[Code
 
 
 def _hidden(selection: Selection, row: DecodeRow, blocks: Numbers) -> npt.NDArray[np.bool_]:
-    """Return whether each candidate token is read exactly, (kv_heads, tokens) booleans."""
+    """Return which candidate tokens are read exactly, (kv_heads, tokens) bool."""
     count = (selection.recent_start(row.position) - FIRST_TOKENS) // BLOCK_TOKENS
     hidden = np.zeros((len(blocks), count), np.bool_)
     np.put_along_axis(hidden, blocks - FIRST_TOKENS // BLOCK_TOKENS, True, axis=1)
@@ -127,7 +127,7 @@ def _hidden(selection: Selection, row: DecodeRow, blocks: Numbers) -> npt.NDArra
 
 
 def _dim(side: Side) -> int:
-    """Return the numbers of a head."""
+    """Return the head size."""
     if isinstance(side, Coded):
         return side.dim
     assert isinstance(side, mx.array)
@@ -135,6 +135,6 @@ def _dim(side: Side) -> int:
 
 
 def squares_of(queries: Scores) -> Scores:
-    """Return the sum of the squares of each query's numbers, (kv_heads, m)."""
+    """Return the squared norm of each query, (kv_heads, m)."""
     squares: Scores = np.square(queries).sum(axis=-1)
     return squares

@@ -1,4 +1,4 @@
-"""How the layers of a model turn keys by their position, found by turning unit vectors."""
+"""Rotation of keys by position (RoPE), determined by applying a model's module to unit vectors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
 from penstock.kv.numpy_arrays import Floats
 
 TABLE_BLOCKS = 1_024
-"""Blocks of one table of turns."""
+"""Number of blocks per table of cosines and sines."""
 CenterLoop: TypeAlias = Callable[..., None]
-"""A compiled loop for `Rotation.sums`."""
+"""Compiled loop for `Rotation.sums`."""
 ROPE_NAMES = "rope", "rotary_emb"
-"""Names of the module that turns the keys of a layer."""
+"""Attribute names of the RoPE module in a layer."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Rotation:
-    """How keys are rotated by their position: number i of a key turns with one other.
+    """Rotation of keys by position, in pairs of channels.
 
-    Make it with `shared`, so that all that turn alike share its tables.
+    Create it with `shared`, so that equal rotations share their tables.
 
     k'[i] = k[i] * cos(p * angles[i]) + k[partners[i]] * sin(p * angles[i]) at the position p.
     """
@@ -36,17 +36,17 @@ class Rotation:
     partners: npt.NDArray[np.int64]
     _tables: dict[int, Floats] = field(default_factory=dict, init=False, repr=False)
     _places: tuple[npt.NDArray[np.int64], ...] = field(init=False, repr=False)
-    """Numbers that turn, each pair once; their partners; and those that do not turn."""
+    """First channel of each rotated pair, its partners, and the channels that are not rotated."""
 
     def __post_init__(self) -> None:
         turning, numbers = self.angles != 0, np.arange(len(self.angles))
-        one = np.flatnonzero(turning & (self.partners > numbers))
-        places = one, self.partners[one], np.flatnonzero(~turning)
+        firsts = np.flatnonzero(turning & (self.partners > numbers))
+        places = firsts, self.partners[firsts], np.flatnonzero(~turning)
         object.__setattr__(self, "_places", places)
 
     @classmethod
     def shared(cls, angles: npt.NDArray[np.float64], partners: npt.NDArray[np.int64]) -> Rotation:
-        """Return the rotation with these angles and partners: the one in use, or a new one."""
+        """Return the existing rotation with these angles and partners, or a new one."""
         key = angles.tobytes() + partners.tobytes()
         known = _in_use.get(key)
         if known is None:
@@ -55,12 +55,12 @@ class Rotation:
 
     @classmethod
     def none(cls, dim: int) -> Rotation:
-        """Return the rotation of keys that do not turn."""
+        """Return the identity rotation."""
         return cls.shared(np.zeros(dim), np.arange(dim))
 
     @classmethod
     def of(cls, matrix: Floats) -> Rotation:
-        """Derive a rotation from the matrix that turns keys by one position: keys @ matrix."""
+        """Derive a rotation from the matrix that rotates keys by one position: keys @ matrix."""
         others = np.abs(matrix) * (1 - np.eye(len(matrix)))
         partners = others.argmax(axis=0)
         sines = matrix[partners, np.arange(len(matrix))]
@@ -80,7 +80,7 @@ class Rotation:
         return turned
 
     def of_blocks(self, first: int, stop: int) -> tuple[Floats, Floats]:
-        """Return mean cosines and sines of the positions in blocks, (blocks, dim) each."""
+        """Return the mean cosines and sines over the positions of blocks, (blocks, dim) each."""
         return _mean_turns(self.angles, first, stop)
 
     def sums(
@@ -92,53 +92,59 @@ class Rotation:
         *,
         loop: CenterLoop | None = None,
     ) -> Floats:
-        """Return the products of queries with vectors that are turned to each block.
+        """Return the products of queries with vectors rotated to each block.
 
-        Two numbers that turn with each other have one cosine, and opposite sines: they share a row
-        of the tables, which are kept for all blocks up to there.
+        The channels of a pair have the same cosine and opposite sines, so they share a row of the
+        tables, which are cached for all blocks.
 
         Args:
             queries: (kv_heads, m, dim).
-            vectors: not turned, (kv_heads, dim).
-            first: number of the first block.
-            stop: number of the block behind the last.
-            loop: compiled, in the place of NumPy: it lets Python's lock go.
+            vectors: unrotated vectors, (kv_heads, dim).
+            first: index of the first block.
+            stop: index after the last block.
+            loop: compiled loop used instead of NumPy; it releases the GIL.
 
         Returns:
-            (kv_heads, m, blocks).
+            Array (kv_heads, m, blocks).
         """
         sums = np.empty((*queries.shape[:2], stop - first), np.float32)
         if loop is not None:
             for run in self._runs(first, stop):
                 loop(queries, vectors, *self._places, *run, sums)
             return sums
-        one, other, still = self._places
+        a, b, still = self._places
         along = queries * vectors[:, None]
         across = queries * vectors[:, None, self.partners]
         factors = np.concatenate(
-            [along[..., one] + along[..., other], across[..., one] - across[..., other]], axis=-1
+            [
+                along[..., a] + along[..., b],
+                across[..., a] - across[..., b],
+            ],
+            axis=-1,
         )
-        for table, start, at, count in self._runs(first, stop):
+        for table, start, offset, count in self._runs(first, stop):
             # One head's at a time: how a product rounds depends on its shape.
-            np.matmul(factors, table[:, start : start + count], out=sums[..., at : at + count])
+            np.matmul(
+                factors, table[:, start : start + count], out=sums[..., offset : offset + count]
+            )
         sums += along[..., still].sum(axis=-1, keepdims=True)
         return sums
 
     def _runs(self, first: int, stop: int) -> Iterator[tuple[Floats, int, int, int]]:
-        """Yield tables, and of each the first column, the place of its sums, and their number."""
-        at = first
-        while at < stop:
-            number, start = divmod(at, TABLE_BLOCKS)
-            count = min(TABLE_BLOCKS - start, stop - at)
+        """Yield tables with their first column, the offset of their sums, and their number."""
+        block = first
+        while block < stop:
+            number, start = divmod(block, TABLE_BLOCKS)
+            count = min(TABLE_BLOCKS - start, stop - block)
             if number not in self._tables:  # two threads may make the same one
                 blocks = number * TABLE_BLOCKS, (number + 1) * TABLE_BLOCKS
                 turns = _mean_turns(self.angles[self._places[0]], *blocks)
                 self._tables[number] = np.ascontiguousarray(np.hstack(turns).T)
-            yield self._tables[number], start, at - first, count
-            at += count
+            yield self._tables[number], start, block - first, count
+            block += count
 
     def table_bytes(self, tokens: int) -> int:
-        """Return the most bytes of the tables for `tokens` tokens, and of two being computed."""
+        """Return the maximum bytes of tables for `tokens` tokens, with two under construction."""
         tables = -(-tokens // (BLOCK_TOKENS * TABLE_BLOCKS))
         numbers = TABLE_BLOCKS * 2 * len(self._places[0])
         return (4 * tables + 4 * 8) * numbers
@@ -157,10 +163,9 @@ def _mean_turns(angles: npt.NDArray[np.float64], first: int, stop: int) -> tuple
 
 
 def rotations(model: Any, dims: Sequence[int]) -> list[Rotation]:
-    """Return how each layer turns keys of these sizes; layers that turn them alike share one.
+    """Return the rotation of each layer for keys of these sizes; equal rotations are shared.
 
-    A layer of which that is not found has keys that do not turn. That costs an index some
-    precision, and nothing else.
+    A layer without a known RoPE module gets the identity, which only makes its index less precise.
     """
     turning = _turning(model)
     if len(turning) != len(dims):  # layers with states have no keys, and mostly nothing that turns
@@ -171,7 +176,7 @@ def rotations(model: Any, dims: Sequence[int]) -> list[Rotation]:
 
 
 def rotation_of(rope: Any, dim: int) -> Rotation:
-    """Return how a module of a model turns keys of a size; None turns nothing."""
+    """Return the rotation that a module applies to keys of a size; the identity for None."""
     if not dim:
         return Rotation.none(0)
     try:
@@ -183,7 +188,7 @@ def rotation_of(rope: Any, dim: int) -> Rotation:
 
 
 def _turning(model: Any) -> list[Any]:
-    """Return what turns keys in each layer, None for a layer that has nothing of the kind."""
+    """Return the RoPE module of each layer; None for a layer without one."""
     return [next(_ropes(layer), None) for layer in getattr(model, "layers", ())]
 
 

@@ -1,7 +1,7 @@
-"""Attention of a row to the blocks that it chose: by NumPy, or by MLX's operations on codes.
+"""Attention of a row to its selected blocks, by NumPy or by MLX's operations on codes.
 
-A choice waits for the queries anyway. From then on MLX's operations take longer than their work on
-a CPU: 1,024 tokens chosen of 8,192 take 0.6 ms in a layer by compiled loops, and 1.3 ms by MLX's.
+Selection has to wait for the queries anyway, and small MLX operations have much overhead on a CPU:
+selecting 1,024 of 8,192 tokens takes 0.6 ms per layer with compiled loops, and 1.3 ms with MLX.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from penstock.kv.segment import KVSpan
 from penstock.kv.tails import Tails
 
 Scratch: TypeAlias = dict[int, Scores]
-"""Memory for the copies of keys and of values, by side; fresh pages take longer than copying."""
+"""Buffers for the copies of keys and values, by side; fresh pages take longer than copying."""
 ALONE = 2**17
-"""Multiplications of a product that NumPy's BLAS does without threads, which would wait."""
+"""Maximum multiplications of a product that NumPy's BLAS runs without threads."""
 
 
 class ChoiceReader:
-    """Lets rows choose the blocks that they read, by NumPy and MLX's operations.
+    """Selects the blocks that rows read, by NumPy and MLX's operations.
 
     Args:
-        selection: how much is read.
-        ops: compute it.
+        selection: number of tokens to read.
+        ops: array operations of attention.
     """
 
     def __init__(self, selection: Selection, ops: AttentionOps) -> None:
@@ -58,29 +58,29 @@ class ChoiceReader:
         self.ops = ops
 
     def prepare(self) -> None:
-        """Compile the loops that will be used, which would delay a step by seconds."""
+        """Compile the loops in advance, which would otherwise delay a step by seconds."""
 
     def read(self, asked: Sequence[Asked], memory: StepMemory) -> dict[int, Scores]:
-        """Let rows choose and read at once, where that is quicker than one after the other.
+        """Select and read for several rows at once, where that is faster than one after the other.
 
         Args:
-            asked: rows whose numbers are all float32.
-            memory: of the step.
+            asked: rows with float32 KV.
+            memory: memory shared by the layers of the step.
 
         Returns:
-            Attention by the number of the row, (kv_heads, m, value_dim).
+            Attention output by index of the row, (kv_heads, m, value_dim).
         """
         return {}
 
     def blocks(self, asked: Sequence[Asked], memory: StepMemory) -> list[Numbers]:
-        """Choose blocks for rows, (kv_heads, blocks) each."""
+        """Select blocks for rows, (kv_heads, blocks) each."""
         if not asked:
             return []
         rows, queries = [one.row for one in asked], [one.queries for one in asked]
         return best_blocks(self.selection, rows, queries, asked[0].layer, self.ops)
 
     def rest(self, asked: Asked, blocks: Numbers, memory: StepMemory) -> Rest | None:
-        """Read the tokens that a row did not choose, if they are to be read."""
+        """Read the tokens that a row did not select, if the index has values."""
         if not self.selection.index.with_values:
             return None
         row, queries, layer = asked.row, asked.queries, asked.layer
@@ -97,92 +97,92 @@ def choose(
     sinks: mx.array | None = None,
     memory: StepMemory | None = None,
 ) -> dict[int, mx.array | SelectedKV]:
-    """Choose the blocks that rows read in a layer, and let them read those where that is quicker.
+    """Select the blocks that rows read in a layer, and read them at once where that is faster.
 
     Args:
-        reader: chooses.
-        rows: of the step, one for each new token.
-        numbers: those of them that choose.
-        queries: of all rows, (b, heads, 1, dim), float32, scaled so that e^score is a weight.
-        layer: number of the layer.
-        tails: the pool, with the new tokens.
+        reader: selects the blocks.
+        rows: rows of the step, one per new token.
+        numbers: indices of the rows with selective attention.
+        queries: queries of all rows, (b, heads, 1, dim), float32, scaled so that e^score is a
+            weight.
+        layer: index of the layer.
+        tails: tail pool, with the new tokens.
         sinks: see `span_attention.merged`, (heads,).
-        memory: of the step.
+        memory: memory shared by the layers of the step.
 
     Returns:
-        By the number of the row, its attention, (1, heads, 1, value_dim), or the KV that it is to
-        read.
+        By index of the row: its attention output, (1, heads, 1, value_dim), or the KV to read.
     """
     heads, kv_heads = queries.shape[1], tails.shapes[layer].kv_heads
     choosing = [rows[number] for number in numbers]
-    own = [tails.read_block(layer, row.slot, 1, row.tail + 1) for row in choosing]
-    mx.eval(queries, own)
+    row_tails = [tails.read_block(layer, row.slot, 1, row.tail + 1) for row in choosing]
+    mx.eval(queries, row_tails)
     by_row = np.asarray(queries).reshape(len(rows), kv_heads, heads // kv_heads, -1)
     below: Scores | None = None
     if sinks is not None:
         below = np.array(sinks / LOG2_E).reshape(kv_heads, -1)
     memory = StepMemory() if memory is None else memory
-    asked = [
+    selecting = [
         Asked(row, number, by_row[number], layer, _on_host(tail, reader.ops), below)
-        for number, row, tail in zip(numbers, choosing, own, strict=True)
+        for number, row, tail in zip(numbers, choosing, row_tails, strict=True)
     ]
     chosen: dict[int, mx.array | SelectedKV] = {}
-    readable = [one for one in asked if one.is_readable]
+    readable = [query for query in selecting if query.is_readable]
     for number, mixed in reader.read(readable, memory).items():
         chosen[number] = mx.array(mixed.reshape(1, heads, 1, -1))
-    apart = [one for one in asked if one.number not in chosen]
+    apart = [query for query in selecting if query.number not in chosen]
     blocks = reader.blocks(apart, memory)
-    there = loaded(reader.selection, [one.row for one in apart], blocks, layer)
-    for one, row, wanted in zip(apart, there, blocks, strict=True):
-        rest = reader.rest(one, wanted, memory)
-        one = replace(one, row=row)
-        if one.is_readable:
-            mixed = attend(reader, one, wanted, rest, memory.scratch)
-            chosen[one.number] = mx.array(mixed.reshape(1, heads, 1, -1))
+    there = loaded(reader.selection, [query.row for query in apart], blocks, layer)
+    for query, row, row_blocks in zip(apart, there, blocks, strict=True):
+        rest = reader.rest(query, row_blocks, memory)
+        query = replace(query, row=row)
+        if query.is_readable:
+            mixed = attend(reader, query, row_blocks, rest, memory.scratch)
+            chosen[query.number] = mx.array(mixed.reshape(1, heads, 1, -1))
         else:
-            choice = gather(reader.selection, row, wanted, layer, reader.ops)
-            chosen[one.number] = choice if rest is None else replace(choice, rest=rest.partial())
+            choice = gather(reader.selection, row, row_blocks, layer, reader.ops)
+            chosen[query.number] = choice if rest is None else replace(choice, rest=rest.partial())
     return chosen
 
 
 @dataclass(slots=True)
 class StepMemory:
-    """What the layers of one step hand on to each other."""
+    """Memory shared by the layers of one step."""
 
     scratch: Scratch = field(default_factory=dict)
-    """Memory for the copies of one row and layer after the other."""
+    """Buffers for copies, reused by each row and layer."""
     spans: dict[int, tuple[Integers, Integers]] = field(default_factory=dict)
-    """Places of each row's spans, for a reader that keeps them."""
+    """Locations of each row's spans, cached by compiled loops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A row that reads its choice in one layer."""
+    """A row with selective attention in one layer."""
 
     row: DecodeRow
     number: int
-    """Place of the row in the step."""
+    """Index of the row in the step."""
     queries: Scores
-    """(kv_heads, m, dim), scaled so that e^score is a weight."""
+    """Array (kv_heads, m, dim), scaled so that e^score is a weight."""
     layer: int
     tail: Sequence[Scores]
-    """Keys and values of the tail, the new token among them, (kv_heads, tokens, dim) each; none if
-    NumPy is not to read them."""
+    """Keys and values of the tail, including the new token, (kv_heads, tokens, dim) each; empty if
+    NumPy cannot read them."""
     sinks: Scores | None
     """See `span_attention.merged`, in base e, (kv_heads, m)."""
 
     @property
     def is_readable(self) -> bool:
-        """Whether loops or NumPy are to read it: all of its numbers are float32, as computed."""
+        """Whether compiled loops or NumPy can read it: all of its KV is unquantized float32."""
         sides = (side for part in self.row.parts for side in part.segment.layers[self.layer])
         return bool(self.tail) and all(map(_is_float32, sides))
 
     def all_sinks(self, rest: Rest | None, heads: slice = slice(None)) -> Sinks | None:
-        """Return the sinks of some key heads: the model's, merged with the rest if it is read."""
-        own = None if self.sinks is None else self.sinks[heads]
+        """Return the attention sinks of some KV heads, merged with the rest if there is one."""
+        sinks = None if self.sinks is None else self.sinks[heads]
         if rest is not None:
-            return rest.sinks(own)
-        return None if own is None else Sinks(own)
+            return rest.sinks(sinks)
+        return None if sinks is None else Sinks(sinks)
 
 
 def attend_alone(
@@ -193,28 +193,28 @@ def attend_alone(
     tail: Sequence[mx.array],
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Let one row of one layer read its choice, (1, heads, 1, dim) -> (1, heads, 1, value_dim).
+    """Select and read for one row and layer, (1, heads, 1, dim) -> (1, heads, 1, value_dim).
 
     Args:
-        reader: chooses.
-        row: its parts have that layer alone.
-        queries: as the model has them.
-        scale: factor of the model's scores.
+        reader: selects the blocks.
+        row: row whose parts have only this layer.
+        queries: queries of the model.
+        scale: scale of the model's scores.
         tail: keys and values of the tail, (1, kv_heads, tokens, dim) each.
-        sinks: as the model has them, (heads,).
+        sinks: attention sinks of the model, (heads,).
     """
     heads, kv_heads = queries.shape[1], tail[0].shape[1]
-    asked = span_attention.grouped(queries.astype(mx.float32) * scale, kv_heads)
-    mx.eval(asked, *tail)
+    scaled = span_attention.grouped(queries.astype(mx.float32) * scale, kv_heads)
+    mx.eval(scaled, *tail)
     below = None if sinks is None else np.array(sinks.astype(mx.float32)).reshape(kv_heads, -1)
-    one = Asked(row, 0, np.asarray(asked), 0, _on_host(tail, reader.ops), below)
-    if one.is_readable:
-        for read in reader.read([one], StepMemory()).values():
+    query = Asked(row, 0, np.asarray(scaled), 0, _on_host(tail, reader.ops), below)
+    if query.is_readable:
+        for read in reader.read([query], StepMemory()).values():
             return mx.array(read.reshape(1, heads, 1, -1))
-    (blocks,) = reader.blocks([one], StepMemory())
-    rest = reader.rest(one, blocks, StepMemory())
-    if one.is_readable:
-        return mx.array(attend(reader, one, blocks, rest).reshape(1, heads, 1, -1))
+    (blocks,) = reader.blocks([query], StepMemory())
+    rest = reader.rest(query, blocks, StepMemory())
+    if query.is_readable:
+        return mx.array(attend(reader, query, blocks, rest).reshape(1, heads, 1, -1))
     choice = gather(reader.selection, row, blocks, 0, reader.ops)
     first, recent = (read_sides(pieces, 0, reader.ops) for pieces in (choice.first, choice.recent))
     keys, values = (
@@ -230,13 +230,13 @@ def attend_alone(
 
 
 def _on_host(tail: Sequence[mx.array], ops: AttentionOps) -> list[Scores]:
-    """Return a tail's sides as NumPy arrays; empty where NumPy does not read them."""
+    """Return a tail's sides as NumPy arrays; empty if NumPy cannot read them."""
     by_numpy = ops.uses_numpy and tail[0].dtype == mx.float32
     return [_held(side) for side in tail] if by_numpy else []
 
 
 def _is_float32(side: Side) -> bool:
-    """Tell whether a side's numbers are float32, and there as they were computed."""
+    """Return whether a side is unquantized float32."""
     if isinstance(side, Coded):
         return isinstance(side.codec, Spilled) and side.codec.dtype == mx.float32
     return isinstance(side, mx.array) and side.dtype == mx.float32
@@ -249,17 +249,17 @@ def attend(
     rest: Rest | None = None,
     scratch: Scratch | None = None,
 ) -> Scores:
-    """Let a row read the first tokens, the blocks chosen, and the recent ones, copied together.
+    """Attend to the first, the selected and the recent tokens of a row, gathered.
 
     Args:
-        reader: chose.
+        reader: reader that selected the blocks.
         asked: the row.
-        blocks: numbers of the blocks that each key head reads, (kv_heads, blocks).
-        rest: what else takes part, if it does.
-        scratch: copies of the row before, which those of this one replace.
+        blocks: indices of the blocks that each KV head reads, (kv_heads, blocks).
+        rest: additional attention to the other tokens; None to ignore them.
+        scratch: buffers to reuse; overwritten.
 
     Returns:
-        (kv_heads, m, value_dim).
+        Array (kv_heads, m, value_dim).
     """
     copies = {} if scratch is None else scratch
     keys, values = (_joined(reader, asked, blocks, side, copies) for side in (0, 1))
@@ -281,7 +281,7 @@ def attend(
 def _joined(
     reader: ChoiceReader, asked: Asked, blocks: Numbers, side: int, scratch: Scratch
 ) -> Scores:
-    """Copy all that a row reads of one side together, (kv_heads, tokens, dim)."""
+    """Gather all tokens that a row reads of one side, (kv_heads, tokens, dim)."""
     row, layer, tail = asked.row, asked.layer, asked.tail[side]
     stop = reader.selection.recent_start(row.position)
     chosen = np.concatenate([np.zeros((len(blocks), 1), np.int64), blocks], axis=1)
@@ -300,7 +300,7 @@ def _joined(
 
 
 def _empty(scratch: Scratch, side: int, shape: tuple[int, int, int]) -> Scores:
-    """Return an array in the scratch memory of a side, which grows if it must."""
+    """Return an array in the reusable buffer of a side, which grows as needed."""
     size = prod(shape)
     if side not in scratch or scratch[side].size < size:
         scratch[side] = np.empty(size, np.float32)
@@ -308,22 +308,22 @@ def _empty(scratch: Scratch, side: int, shape: tuple[int, int, int]) -> Scores:
 
 
 def _held(side: object) -> Scores:
-    held: Scores = np.asarray(side)[0]
-    return held
+    array: Scores = np.asarray(side)[0]
+    return array
 
 
 def _columns(side: Side, first: int, last: int, ops: AttentionOps) -> Scores:
-    """Return columns first..last-1 of a side, (kv_heads, columns, dim)."""
+    """Return columns `first..last - 1` of a side, (kv_heads, columns, dim)."""
     if not isinstance(side, Coded):
         return _held(side)[:, first:last]
     span = side.codec.span
     begin = first // span * span
-    wide = side.take(begin, -(-last // span) * span).dequantize(ops)
-    return _held(wide)[:, first - begin : last - begin]
+    numbers = side.take(begin, -(-last // span) * span).dequantize(ops)
+    return _held(numbers)[:, first - begin : last - begin]
 
 
 def _gather(into: Scores, spans: Sequence[tuple[KVSpan, Side]], blocks: Numbers) -> None:
-    """Copy each key head's blocks; see `selection.gather`."""
+    """Copy each KV head's blocks; see `selection.gather`."""
     heads, _, dim = into.shape
     grain = gcd(BLOCK_TOKENS, *(span.start for span, _ in spans))
     per_block = BLOCK_TOKENS // grain
@@ -344,7 +344,7 @@ def _gather(into: Scores, spans: Sequence[tuple[KVSpan, Side]], blocks: Numbers)
 
 
 def _gather_loaded(into: Scores, span: KVSpan, side: Coded, blocks: Numbers) -> None:
-    """Copy each key head's blocks of a side that was loaded."""
+    """Copy each KV head's blocks of a loaded side."""
     codec, own = side.codec, blocks - span.start // BLOCK_TOKENS
     assert isinstance(codec, Spilled)
     heads, at = np.nonzero((own >= 0) & (own < span.columns // BLOCK_TOKENS))
@@ -355,7 +355,7 @@ def _gather_loaded(into: Scores, span: KVSpan, side: Coded, blocks: Numbers) -> 
 
 
 def _by_columns(queries: Scores, keys: Scores) -> Scores:
-    """Multiply queries with keys, (kv_heads, m, tokens), in products without threads."""
+    """Multiply queries with keys, (kv_heads, m, tokens), without starting threads."""
     heads, m, dim = queries.shape
     tokens, step = keys.shape[1], max(1, ALONE // (m * dim))
     scores = np.empty((heads, m, tokens), np.float32)
@@ -366,7 +366,7 @@ def _by_columns(queries: Scores, keys: Scores) -> Scores:
 
 
 def _mixed(weights: Scores, values: Scores) -> Scores:
-    """Mix values by weights, (kv_heads, m, dim), in products without threads."""
+    """Sum values with weights, (kv_heads, m, dim), without starting threads."""
     (_, m, tokens), dim = weights.shape, values.shape[2]
     step = max(1, ALONE // (m * dim))
     mixed = weights[..., :step] @ values[:, :step]

@@ -1,12 +1,12 @@
-"""Choice of tokens that a decode step reads of a long sequence: first, recent, best blocks.
+"""Selective attention: the first, the recent and the best-scoring blocks of long sequences.
 
-Each key head reads its own blocks. An index of the keys (`key_index`) scores every token between
-the first and the recent ones. A block counts as its best token, after a softmax over the blocks,
-for that query of the key head that wants it most. The blocks chosen are copied together and read
-exactly, beside the first and the recent tokens, which are read where they lie.
+Each KV head selects its own blocks. An index of the keys (`key_index`) scores every token between
+the first and the recent ones. A block's score is that of its best token, after a softmax over the
+blocks, for the query of the KV head that scores it highest. The selected blocks are gathered and
+read exactly, together with the first and the recent tokens, which are read in place.
 
-The choice is a function of the tokens and the position alone. It does not depend on where segments
-begin, on the cache, or on the other rows of a step.
+The selection depends only on the tokens and the position, not on segment boundaries, cache hits or
+other rows of the step.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from penstock.kv.columns import Side
 from penstock.kv.segment import ColumnRange, KVSpan
 
 FIRST_TOKENS = FIRST_BLOCKS * BLOCK_TOKENS
-"""First tokens, which are always read: many heads rest on them."""
+"""Number of leading tokens that are always read, because many heads attend to them."""
 LEAST_TOKENS = 128
-"""Fewest tokens to read: the first, the recent ones, and a few blocks."""
+"""Minimum number of tokens to read: the first, the recent ones, and a few blocks."""
 LEAST_RECENT_TOKENS = 33
-"""Fewest recent tokens, which are always read: the longest tail and the new token."""
+"""Minimum number of recent tokens, which are always read: the longest tail and the new token."""
 RECENT_SHARE = 4
-"""The recent tokens are this part of all that are read."""
+"""Divisor of all tokens to read that gives the number of recent ones."""
 Numbers = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How many tokens a decode step reads, and in which layers."""
+    """Number of tokens that a decode step reads, and the layers with selective attention."""
 
     tokens: int
-    """Tokens that each key head reads, all parts together; at least `LEAST_TOKENS`."""
+    """Number of tokens that each KV head reads in total; at least `LEAST_TOKENS`."""
     index: KeyIndex
-    """Rule of the index; its layers are those that read a choice."""
+    """Key index; its layers use selective attention."""
     compiled: bool = True
-    """Whether compiled loops choose and read where there are any."""
+    """Whether to use compiled loops for selection and reading, where available."""
 
     @property
     def layers(self) -> frozenset[int]:
@@ -58,19 +58,19 @@ class Selection:
         return self.index.layers
 
     def recent_start(self, position: int) -> int:
-        """Return the first of the recent tokens of a query at `position`."""
+        """Return the position of the first recent token for a query at `position`."""
         recent = max(LEAST_RECENT_TOKENS, self.tokens // RECENT_SHARE)
         return max(0, position + 1 - recent) // BLOCK_TOKENS * BLOCK_TOKENS
 
     def blocks(self, position: int) -> int:
-        """Return how many blocks are chosen for a query at `position`."""
+        """Return the number of blocks to select for a query at `position`."""
         recent = position + 1 - self.recent_start(position)
         return (self.tokens - FIRST_TOKENS - recent) // BLOCK_TOKENS
 
     def applies(self, row: DecodeRow) -> bool:
-        """Tell whether a row reads a choice of its tokens in layers with an index, not all of them.
+        """Return whether a row uses selective attention in indexed layers.
 
-        It reads all if it is to, if they are no more than `tokens`, or if some have no index.
+        It reads all tokens if it asks to, if they are at most `tokens`, or if some have no index.
         """
         if row.whole or row.position < self.tokens:
             return False
@@ -85,10 +85,10 @@ class Selection:
         layer: int,
         ops: AttentionOps,
     ) -> list[Scores]:
-        """Return each row's scores of the blocks to choose from, (kv_heads, m, blocks).
+        """Return each row's scores of the selectable blocks, (kv_heads, m, blocks).
 
-        A block has the score of its best token; it is not finite if a key of it is too large for
-        the index.
+        A block has the score of its best token; not finite if one of its keys is too large for the
+        index.
         """
         parts = [list(self.indexed(row, layer)) for row in rows]
         count = _common(parts) if ops.independent_products else 0
@@ -105,9 +105,9 @@ class Selection:
             sides, rest = together[number : number + 1], parts[number][count:]
             if rest:
                 sides.append(self.index.best_by_block(query, rest, BLOCK_TOKENS, ops))
-            own = sides[0] if len(sides) == 1 else np.concatenate(sides, axis=-1)
+            row_scores = sides[0] if len(sides) == 1 else np.concatenate(sides, axis=-1)
             beside = self.center_scores(rows[number], queries[number], layer)
-            scores.append(own if beside is None else own + beside)
+            scores.append(row_scores if beside is None else row_scores + beside)
         return scores
 
     def center_scores(
@@ -119,12 +119,12 @@ class Selection:
         *,
         loop: CenterLoop | None = None,
     ) -> Scores | None:
-        """Return what the index leaves out of the scores of some key heads; see `KeyIndex`."""
+        """Return the part of the scores that the index leaves out; see `KeyIndex`."""
         blocks = FIRST_BLOCKS, self.recent_start(row.position) // BLOCK_TOKENS
         return self.index.center_scores(layer, query[heads], heads, *blocks, loop=loop)
 
     def indexed(self, row: DecodeRow, layer: int) -> Iterator[tuple[Coded, int, int]]:
-        """Yield the index of the tokens to choose from, and its columns, in order."""
+        """Yield the index of the selectable tokens and its columns, in order."""
         for segment, start, stop in pieces(
             row.parts, FIRST_TOKENS, self.recent_start(row.position)
         ):
@@ -147,20 +147,20 @@ class SelectedKV:
     """Blocks that one row reads in one layer."""
 
     first: list[ColumnRange]
-    """Pieces of the first tokens."""
+    """Column ranges of the first tokens."""
     recent: list[ColumnRange]
-    """Pieces of the recent tokens in front of the tail."""
+    """Column ranges of the recent tokens before the tail."""
     keys: mx.array
-    """Keys of the blocks chosen, (kv_heads, tokens, dim)."""
+    """Keys of the selected blocks, (kv_heads, tokens, dim)."""
     values: mx.array
     rest: Partial | None = None
-    """Attention to what was not chosen, if that is read."""
+    """Attention to the tokens that were not selected; None if those are ignored."""
 
 
 def _common(rows: Sequence[Sequence[tuple[Coded, int, int]]]) -> int:
-    """Return how many first pieces, whole blocks together, all of several rows have in common.
+    """Return the number of leading pieces, in whole blocks, that all of several rows share.
 
-    With signs each query's scores are sums of its own integers, and do not depend on other queries.
+    With signs, scores are sums of integers and do not depend on other stacked queries.
     """
     count, tokens, whole = 0, 0, 0
     for same in zip(*rows, strict=False) if len(rows) > 1 else ():
@@ -173,13 +173,13 @@ def _common(rows: Sequence[Sequence[tuple[Coded, int, int]]]) -> int:
 
 
 def halves(count: int) -> list[slice]:
-    """Return slices that divide `count` heads in two halves; one slice for a single head."""
+    """Split `count` heads into two slices; one slice for a single head."""
     cut = count // 2
     return [slice(0, cut), slice(cut, count)] if cut else [slice(0, count)]
 
 
 def pieces(parts: Sequence[KVSpan], start: int, stop: int) -> list[ColumnRange]:
-    """Return the columns of the positions start..stop-1."""
+    """Return the columns of the positions `start..stop - 1`."""
     cuts = ((part, max(start, part.start), min(stop, part.end)) for part in parts)
     return [(p.segment, a - p.start, b - p.start) for p, a, b in cuts if a < b]
 
@@ -191,14 +191,14 @@ def best_blocks(
     layer: int,
     ops: AttentionOps,
 ) -> list[Numbers]:
-    """Choose blocks for rows to read in a layer: their numbers, in order, (kv_heads, blocks).
+    """Select the blocks that rows read in a layer; return sorted indices, (kv_heads, blocks).
 
     Args:
-        selection: how much is read.
-        rows: those to which it applies.
-        queries: of each row, (kv_heads, m, dim), scaled so that e^score is a weight.
-        layer: number of the layer.
-        ops: score the index.
+        selection: number of tokens to read.
+        rows: rows with selective attention.
+        queries: queries of each row, (kv_heads, m, dim), scaled so that e^score is a weight.
+        layer: index of the layer.
+        ops: scores the index.
     """
     best = []
     for row, scores in zip(rows, selection.score_blocks(rows, queries, layer, ops), strict=True):
@@ -209,18 +209,18 @@ def best_blocks(
 
 
 def _wanted(scores: Scores) -> Scores:
-    """Return how much each block is wanted, (kv_heads, blocks), by its scores."""
+    """Return the priority of each block, (kv_heads, blocks), from its scores."""
     best = np.where(np.isfinite(scores), scores, np.float32(CHOSEN))
     top = best.max(axis=-1, keepdims=True)
     total = np.log(np.exp(best - top).sum(axis=-1, keepdims=True))
-    wanted: Scores = (best - (top + total)).max(axis=1)
-    return wanted
+    priority: Scores = (best - (top + total)).max(axis=1)
+    return priority
 
 
 def gather(
     selection: Selection, row: DecodeRow, blocks: Numbers, layer: int, ops: AttentionOps
 ) -> SelectedKV:
-    """Gather the blocks that a row reads in one layer; they are not copied yet."""
+    """Gather the blocks that a row reads in one layer; not evaluated yet."""
     stop = selection.recent_start(row.position)
     first = pieces(row.parts, 0, FIRST_TOKENS)
     recent = pieces(row.parts, stop, row.position - row.tail)
@@ -233,9 +233,9 @@ def gather(
 
 
 def _gather(sides: Sequence[tuple[KVSpan, Side]], blocks: Numbers, ops: AttentionOps) -> mx.array:
-    """Copy each key head's blocks together, (kv_heads, tokens, dim).
+    """Gather the blocks of each KV head, (kv_heads, tokens, dim).
 
-    Rows are as many tokens as divide the blocks, and the places at which segments begin.
+    The granularity is the largest number of tokens that divides blocks and segment boundaries.
     """
     heads = blocks.shape[0]
     grain = gcd(BLOCK_TOKENS, *(span.start for span, _ in sides))
@@ -264,7 +264,7 @@ def _rows(
     grain: int,
     ops: AttentionOps,
 ) -> mx.array:
-    """Return the grains of one segment that are wanted, head by head, (rows, grain * dim)."""
+    """Return the selected grains of one segment, head by head, (rows, grain * dim)."""
     if isinstance(side, Coded):
         return mx.concatenate(list(_dequantized(side, grains, inside, start, grain, ops)))
     assert isinstance(side, mx.array)
@@ -283,15 +283,15 @@ def _dequantized(
     grain: int,
     ops: AttentionOps,
 ) -> Iterator[mx.array]:
-    """Yield the wanted grains of each head, dequantized."""
+    """Yield the selected grains of each head, dequantized."""
     span = side.codec.span
     for head in range(grains.shape[0]):
-        wanted = (grains[head, inside[head]] * grain - start)[:, None] + np.arange(grain)
-        if not wanted.size:
+        selected = (grains[head, inside[head]] * grain - start)[:, None] + np.arange(grain)
+        if not selected.size:
             continue
-        runs, at = np.unique(wanted // span, return_inverse=True)
+        runs, places = np.unique(selected // span, return_inverse=True)
         parts = tuple(part[:, head : head + 1][:, :, mx.array(runs)] for part in side.parts)
         codec = side.codec.of_heads(head, head + 1)
-        wide = Coded(codec, parts, side.dim).dequantize(ops).reshape(len(runs) * span, side.dim)
-        columns = at.reshape(wanted.shape) * span + wanted % span
-        yield wide[mx.array(columns.reshape(-1))].reshape(wanted.shape[0], -1)
+        numbers = Coded(codec, parts, side.dim).dequantize(ops).reshape(len(runs) * span, side.dim)
+        columns = places.reshape(selected.shape) * span + selected % span
+        yield numbers[mx.array(columns.reshape(-1))].reshape(selected.shape[0], -1)

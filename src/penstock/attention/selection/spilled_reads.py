@@ -1,9 +1,8 @@
-"""Keys and values that rows of a step read, and that lie in a cold tier: one request a layer.
+"""Reads of spilled KV in a decode step: one request per layer.
 
-All that the rows choose of a layer's spilled sides is fetched together. Compiled loops read it
-where the cache of blocks has it. Without them these rows are read as others are, but their spilled
-sides are read from copies of those bytes. A row that reads all of its tokens has a request of its
-own, and they are arrays then.
+All spilled blocks that the rows selected in a layer are fetched together. Compiled loops read them
+in the block cache. Otherwise the rows are processed like others, reading copies of the blocks. A
+row that reads all of its tokens makes a request of its own, which returns arrays.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SIDES = (0, 1)
 
 
 class LoadedBlocks(BlockReader):
-    """Blocks of a row that were read.
+    """Blocks of a row that have been read.
 
     Args:
         lists: blocks of each side.
@@ -63,24 +62,24 @@ class LoadedBlocks(BlockReader):
 
 
 def _keys(of: BlockList) -> Numbers:
-    """Return a number for each block of a side."""
+    """Return a unique number for each block of a side."""
     return (of.heads.astype(np.int64) << 32) + of.places
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Blocks that some key heads read: first, chosen and recent ones, and where they lie."""
+    """Blocks read by some KV heads, first and recent ones included, and their locations."""
 
     first_head: int
     places: npt.NDArray[np.int32]
     """Place of each block in the tiers, -1 for one in memory, (heads, blocks)."""
     checksums: npt.NDArray[np.uint64]
-    """Checksums of its keys and its values, if it has a place, (heads, blocks, 2)."""
+    """Checksums of each spilled block's keys and values, (heads, blocks, 2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SpilledSides:
-    """Keys and values of a span in one layer, which are spilled."""
+    """Spilled keys and values of a span in one layer."""
 
     span: KVSpan
     keys: Coded
@@ -88,20 +87,20 @@ class _SpilledSides:
 
     @property
     def codecs(self) -> tuple[Spilled, Spilled]:
-        """How both are held."""
+        """Codecs of keys and values."""
         keys, values = self.keys.codec, self.values.codec
         assert isinstance(keys, Spilled) and isinstance(values, Spilled)
         return keys, values
 
     def pairs(self, read: npt.NDArray[np.bool_]) -> BlockPairs:
-        """List those blocks of each head that are read, (kv_heads, blocks)."""
+        """Return the pairs of blocks that each head reads, given a mask (kv_heads, blocks)."""
         heads, columns = (at.astype(np.int32) for at in np.nonzero(read))
         sides = zip(self.codecs, (self.keys, self.values), strict=True)
         return BlockPairs.of(*(codec.blocks(side, heads, columns) for codec, side in sides))
 
 
 def _spilled(row: DecodeRow, layer: int) -> Iterator[_SpilledSides]:
-    """Yield what a row has of a layer in a tier."""
+    """Yield the spilled spans of a row in a layer."""
     for span in row.parts:
         keys, values = span.segment.layers[layer]
         if not (isinstance(keys, Coded) and isinstance(values, Coded)):
@@ -113,13 +112,13 @@ def _spilled(row: DecodeRow, layer: int) -> Iterator[_SpilledSides]:
 def loaded(
     selection: Selection, rows: Sequence[DecodeRow], blocks: Sequence[Numbers], layer: int
 ) -> list[DecodeRow]:
-    """Read all that rows need of a layer and that is in a tier; return the rows that have it.
+    """Read the spilled KV that rows need in a layer; return rows that contain it.
 
     Args:
-        selection: how much is read.
-        rows: those that choose.
-        blocks: numbers of the blocks that each key head of a row reads, (kv_heads, blocks).
-        layer: number of the layer.
+        selection: number of tokens to read.
+        rows: rows with selective attention.
+        blocks: indices of the blocks read by each KV head of a row, (kv_heads, blocks).
+        layer: index of the layer.
 
     Raises:
         SpilledLost: see `BlockReader`.
@@ -143,7 +142,7 @@ def loaded(
 def _read(
     selection: Selection, row: DecodeRow, span: KVSpan, chosen: Numbers
 ) -> npt.NDArray[np.bool_]:
-    """Tell which blocks of a span are read by each key head: first ones, chosen and recent ones."""
+    """Return a mask of the blocks of a span that each KV head reads."""
     begin, count = span.start // BLOCK_TOKENS, -(-span.columns // BLOCK_TOKENS)
     read = np.zeros((len(chosen), count), np.bool_)
     heads, at = np.nonzero((chosen >= begin) & (chosen < begin + count))
@@ -157,17 +156,17 @@ def _read(
 def held_for(
     rows: Sequence[DecodeRow], located: Sequence[Located], layer: int
 ) -> Iterator[list[Integers]]:
-    """Have all in memory that compiled loops are to read of a layer in this context; tell where.
+    """Load the spilled blocks for compiled loops in a `with` block, and yield their addresses.
 
-    The addresses keep nothing. What the cache has no room for is let go behind the context.
+    The addresses keep nothing alive. Blocks beyond the cache's capacity are freed at the end.
 
     Args:
-        rows: of which some parts are spilled.
-        located: blocks that some key heads of them read, in any order.
-        layer: number of the layer.
+        rows: rows with spilled parts.
+        located: blocks read by some of their KV heads, in any order.
+        layer: index of the layer.
 
     Yields:
-        Addresses as `ChoiceLoops.attend` takes them. They hold until the next layer asks.
+        Addresses for `ChoiceLoops.attend`, valid until the next layer's request.
 
     Raises:
         SpilledLost: see `BlockReader`.
@@ -194,9 +193,9 @@ def held_for(
 
 
 def whole(row: DecodeRow, layer: int) -> DecodeRow:
-    """Read all of a row that is in a tier of a layer, in one request; return the row with it.
+    """Read all spilled KV of a row in a layer in one request; return the row with it.
 
-    Its next step reads these blocks again, unless this is the step of a first token.
+    The next step reads these blocks again, unless this step is the one after a prefill.
 
     Raises:
         SpilledLost: see `BlockReader`.
@@ -219,7 +218,7 @@ def whole(row: DecodeRow, layer: int) -> DecodeRow:
 
 
 def _with(row: DecodeRow, layer: int, change: Callable[[Coded, Spilled], Side]) -> DecodeRow:
-    """Return a row whose spilled sides of a layer are others, keys and values span by span."""
+    """Return a row whose spilled sides in a layer are replaced, keys and values of each span."""
 
     def changed(side: Side) -> Side:
         if not (isinstance(side, Coded) and isinstance(side.codec, Spilled)):
@@ -236,16 +235,16 @@ def _with(row: DecodeRow, layer: int, change: Callable[[Coded, Spilled], Side]) 
 
 
 def _by(reader: LoadedBlocks) -> Callable[[Coded, Spilled], Side]:
-    """Return a function that lets another reader read a spilled side."""
+    """Return a function that makes a spilled side use another reader."""
     return lambda side, codec: replace(side, codec=replace(codec, reader=reader))
 
 
 def wide_sides(
     ranges: Sequence[ColumnRange], layer: int, ops: CodeOps
 ) -> tuple[list[HostSide], list[HostSide]]:
-    """Return keys and values of consecutive columns as numbers, (kv_heads, columns, dim) each.
+    """Return keys and values of consecutive columns, dequantized, (kv_heads, columns, dim) each.
 
-    Spilled ones are read in one request, and are NumPy's if they are float32.
+    Spilled ones are read in one request, and are NumPy arrays if float32.
     """
     wanted, spilled = [], []
     sides: tuple[list[HostSide], list[HostSide]] = ([], [])

@@ -47,7 +47,7 @@ class State(Enum):
     RUNNING = "running"
     """Placed; decodes one token per step."""
     PREEMPTED = "preempted"
-    """Without place and bytes; waits to be admitted again."""
+    """Preempted: its place and bytes are released; waits to be admitted again."""
     DONE = "done"
     """Removed from the scheduler."""
 
