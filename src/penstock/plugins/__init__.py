@@ -1,1 +1,1 @@
-"""Parts that are found by entry points, and that no other part imports."""
+"""Plug-ins, loaded by entry points; no other module imports them."""

@@ -1,1 +1,1 @@
-"""Attention on a CPU: NumPy, and loops that Numba compiles."""
+"""Attention on a CPU with NumPy and loops compiled by Numba."""

@@ -1,4 +1,4 @@
-"""The loop of attention to chosen blocks where they lie, compiled; see `choice_loops`."""
+"""Compiled attention to selected blocks in place; see `choice_loops`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.attention.selection.choice_blocks import BLOCK_TOKENS, FIRST_BLOCK
 from penstock.plugins.cpu.compiled import FOUR, SUMS, exp_loop, pointer
 
 PLACES = 6
-"""Row of a span's addresses that has those of its blocks' places; zero if they are in memory."""
+"""Row of a span's addresses that contains its blocks' places; zero if they are in memory."""
 
 
 @cache
 def _list_loop() -> Any:
-    """Return the loop that lists the blocks that a head reads: first, chosen and recent ones."""
+    """Compile the list of blocks that a head reads: first, selected and recent ones."""
     from numba import njit
 
     first = FIRST_BLOCKS
@@ -34,9 +34,9 @@ def _list_loop() -> Any:
 
 @cache
 def locate_loop() -> Any:
-    """Return the loop that finds the places and checksums of blocks that are spilled.
+    """Compile the lookup of places and checksums of spilled blocks.
 
-    The place of one in memory is -1.
+    The place of a block in memory is -1.
     """
     from numba import carray, njit
 
@@ -69,10 +69,10 @@ def locate_loop() -> Any:
 
 @cache
 def _runs_loop(key_dim: int, value_dim: int) -> Any:
-    """Return the loop that finds where the tokens of blocks lie: runs of one span.
+    """Compile the lookup of the tokens of blocks, as runs within one span.
 
-    A run is the addresses of its keys and of its values, its column among all tokens read, and its
-    tokens. Those of a block that is spilled are given.
+    A run has the addresses of its keys and values, its column among all tokens read, and its
+    length. Those of spilled blocks are given.
     """
     from numba import njit
 
@@ -105,7 +105,7 @@ def _runs_loop(key_dim: int, value_dim: int) -> Any:
 
 @cache
 def _score_loop(key_dim: int) -> Any:
-    """Return the loop that multiplies queries with keys of this size, four queries at a time."""
+    """Compile the products of queries with keys of this size, four queries at a time."""
     from numba import carray, float32, njit
 
     address_of, together = pointer(), FOUR
@@ -138,7 +138,7 @@ def _score_loop(key_dim: int) -> Any:
 
 @cache
 def mix_loop(value_dim: int) -> Any:
-    """Return the loop that mixes values of this size."""
+    """Compile the sum of weighted values of this size."""
     from numba import carray, njit
 
     address_of = pointer()
@@ -167,7 +167,7 @@ def mix_loop(value_dim: int) -> Any:
 
 @cache
 def attend_loop(key_dim: int, value_dim: int) -> Any:
-    """Return the loop of attention to first, chosen and recent tokens of these sizes."""
+    """Compile attention to first, selected and recent tokens of these sizes."""
     from numba import njit
 
     list_all, find, exp = _list_loop(), _runs_loop(key_dim, value_dim), exp_loop()

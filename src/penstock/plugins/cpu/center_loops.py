@@ -1,4 +1,4 @@
-"""The loop that multiplies queries with what keys have in common, compiled; see `key_centers`."""
+"""Compiled products of queries with key centers; see `key_centers`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.plugins.cpu.compiled import FOUR
 
 @cache
 def _factor_loop() -> Any:
-    """Return the loop that makes the factors of one query: of cosines, and of sines behind them."""
+    """Compile the factors of one query: cosines, then sines."""
     from numba import float32, njit
 
     @njit(nogil=True)
@@ -32,7 +32,7 @@ def _factor_loop() -> Any:
 
 @cache
 def _turn_loop() -> Any:
-    """Return the loop that adds up the blocks' turns for four queries, two rows at a time."""
+    """Compile the sums of the blocks' rotations for four queries, two rows at a time."""
     from numba import njit
 
     @njit(nogil=True, fastmath={"contract"})
@@ -55,9 +55,9 @@ def _turn_loop() -> Any:
 
 @cache
 def center_loop() -> Any:
-    """Return the loop that scores blocks by one table of turns; see `Rotation.sums`.
+    """Compile the scores of blocks by one table of rotations; see `Rotation.sums`.
 
-    The sum of a block is added in one order, whatever else is summed.
+    The sum of a block has a fixed order.
     """
     from numba import njit
 

@@ -1,9 +1,9 @@
-"""Loops over an index and over chosen blocks where they lie, compiled for the CPU by Numba.
+"""Loops for selective attention on KV in place, compiled for the CPU by Numba.
 
-They take addresses: a sequence has many segments, and a call for each would take longer than its
-work. Whoever calls keeps the arrays alive meanwhile. NumPy does the same in several passes where
-Numba is not installed (the extra `cpu` brings it). The sums of an index are equal to the bit, and
-so is the choice, but for blocks that are wanted equally up to rounding.
+They take addresses, because a call per segment would cost more than its work. Callers must keep the
+arrays alive. Without Numba (extra `cpu`), NumPy does the same in several passes. Sums over the
+index are bit-identical, and so is the selection, except between blocks with equal scores up to
+rounding.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from penstock.plugins.cpu.sign_products import LEVELS_BELOW, MOST_ALONE, units_o
 
 Addresses: TypeAlias = Integers
 INDEX_PARTS = 4
-"""Parts of an index, at most: codes and sizes of keys, and of values."""
+"""Maximum parts of an index: codes and sizes of keys, and of values."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanTable:
-    """Where one layer of consecutive tokens lies, in several spans."""
+    """Locations of one layer of consecutive tokens, in several spans."""
 
     starts: Addresses
-    """Position of the first token of each span, and of the token behind the last, (spans + 1,)."""
+    """Position of the first token of each span, and the end of the last, (spans + 1,)."""
     sides: Addresses
-    """Addresses of each span's keys and values, or their checksums if they are spilled; of its
-    index's parts, and of the places of what is spilled, see `side_addresses`: (spans, 7, 2)."""
+    """Addresses of each span's keys and values, or of their checksums if spilled; of the parts of
+    its index; and of the places of spilled blocks, see `side_addresses`: (spans, 7, 2)."""
 
     @property
     def is_spilled(self) -> bool:
-        """Whether keys and values of some tokens are in a tier."""
+        """Whether any KV is spilled."""
         return bool(self.sides[:, PLACES, 0].any())
 
     def read_blocks(self, chosen: Addresses, recent: int) -> int:
-        """Return how many blocks a head reads: first, chosen and recent ones."""
+        """Return the number of blocks that a head reads: first, selected and recent ones."""
         last = (int(self.starts[-1]) - 1) // BLOCK_TOKENS
         return FIRST_BLOCKS + int(chosen.shape[1]) + last + 1 - recent
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceLoops:
-    """The loops for keys of one size; all let Python's lock go."""
+    """Loops for keys of one size; all release the GIL."""
 
     signs: int
-    """Signs that the index has of a token."""
+    """Number of signs per token in the index."""
     key_dim: int
     value_dim: int
     _choose: Any
@@ -72,7 +72,7 @@ class ChoiceLoops:
     _rest: Any
 
     def compile(self) -> None:
-        """Compile all loops now, not in a step: some seconds, and 200 MB for the compiler."""
+        """Compile all loops in advance: takes some seconds, and 200 MB for the compiler."""
         held = [
             np.zeros((1, 2 * BLOCK_TOKENS, width), kind)
             for width, kind in (
@@ -104,15 +104,15 @@ class ChoiceLoops:
         first_head: int = 0,
         centers: Floats | None = None,
     ) -> Addresses:
-        """Choose the best blocks of each head: their numbers, in order, (heads, count).
+        """Select the best blocks of each head; return sorted indices, (heads, count).
 
         Args:
-            x: queries as `KeyIndex.transform_query` returns them, (heads, m, signs).
-            spans: tokens whose index lies there.
-            stop: number of the block behind those to choose from; the first are always read.
-            count: blocks that are chosen.
-            first_head: number of the first of the heads.
-            centers: what the index leaves out of the scores of each block, (heads, m, blocks).
+            x: queries from `KeyIndex.transform_query`, (heads, m, signs).
+            spans: locations of the indexed tokens.
+            stop: index after the last selectable block; the first ones are always read.
+            count: number of blocks to select.
+            first_head: index of the first of the heads.
+            centers: parts of the block scores that the index leaves out, (heads, m, blocks).
         """
         chosen, beside = np.empty((len(x), count), np.int64), _centers(x, stop, centers)
         where = spans.sides, spans.starts, first_head, stop
@@ -122,7 +122,7 @@ class ChoiceLoops:
     def locate(
         self, spans: SpanTable, blocks: Addresses, recent: int, first_head: int = 0
     ) -> Located:
-        """Find the blocks that `attend` reads, and that are spilled; see there."""
+        """Find the spilled blocks among those that `attend` reads."""
         shape = len(blocks), spans.read_blocks(blocks, recent)
         located = Located(first_head, np.empty(shape, np.int32), np.empty((*shape, 2), np.uint64))
         given = spans.sides, spans.starts, first_head, blocks, recent
@@ -139,17 +139,17 @@ class ChoiceLoops:
         first_head: int = 0,
         spilled: Addresses | None = None,
     ) -> Floats:
-        """Read the first tokens, blocks, and recent tokens: (heads, m, value_dim).
+        """Attend to the first, the selected and the recent blocks: (heads, m, value_dim).
 
         Args:
             queries: (heads, m, key_dim), scaled so that e^score is a weight.
-            spans: float32; the last one is the tail, with the new token.
-            blocks: numbers of the blocks that each head reads, in order, (heads, n).
-            recent: number of the first block whose tokens are recent.
-            sinks: what takes part in the softmax besides.
-            first_head: number of the first of the heads.
-            spilled: addresses of the keys and values of blocks that are spilled, in the order of
-                `locate`, (heads, blocks, 2). Whoever has them there keeps them.
+            spans: float32 spans; the last one is the tail, with the new token.
+            blocks: sorted indices of the blocks that each head reads, (heads, n).
+            recent: index of the first block with recent tokens.
+            sinks: additional terms of the softmax.
+            first_head: index of the first of the heads.
+            spilled: addresses of the keys and values of spilled blocks, in the order of `locate`,
+                (heads, blocks, 2); the caller keeps them alive.
         """
         heads, m, _ = queries.shape
         if spilled is None:
@@ -173,20 +173,20 @@ class ChoiceLoops:
         first_head: int = 0,
         centers: Floats | None = None,
     ) -> tuple[Floats, Floats]:
-        """Read all blocks that were not chosen from the index, which has values.
+        """Attend to all unselected blocks by the index, which has values.
 
         Args:
             x: see `choose`.
-            squares: sum of the squares of each query's numbers, (heads, m).
+            squares: squared norm of each query, (heads, m).
             spans: see `choose`.
             stop: see `choose`.
-            blocks: numbers of the blocks that are not read, in order, (heads, n).
-            first_head: number of the first of the heads.
+            blocks: sorted indices of the blocks to skip, (heads, n).
+            first_head: index of the first of the heads.
             centers: see `choose`.
 
         Returns:
-            The logarithm of the sum of their weights, (heads, m), and their mean by these weights,
-            rotated as the values of the index are, (heads, m, n).
+            Logarithm of the sum of the weights, (heads, m), and the weighted mean of the values,
+                rotated as in the index, (heads, m, n).
         """
         heads, m, _ = x.shape
         tops, totals = np.full((heads, m), -np.inf, np.float32), np.zeros((heads, m), np.float32)
@@ -201,7 +201,7 @@ class ChoiceLoops:
 
 
 def _centers(x: Floats, stop: int, centers: Floats | None) -> Floats:
-    """Return what is added to the scores of blocks."""
+    """Return the terms added to the scores of blocks."""
     if centers is not None:
         return centers
     return np.zeros((*x.shape[:2], stop - FIRST_BLOCKS), np.float32)
@@ -211,11 +211,11 @@ _NOWHERE = np.zeros(2, np.int64)
 
 
 def side_addresses(array: npt.NDArray[Any] | None) -> Addresses:
-    """Return the address of an array's first token, and the bytes from one head to the next.
+    """Return the address of an array's first token, and the bytes between heads.
 
     Args:
-        array: (kv_heads, tokens, numbers); a head's tokens lie in order, without gaps. None where
-            there is none. Whoever reads it there keeps it alive.
+        array: (kv_heads, tokens, numbers) with contiguous tokens per head, or None; the caller
+            keeps it alive.
     """
     if array is None:
         return _NOWHERE
@@ -223,11 +223,11 @@ def side_addresses(array: npt.NDArray[Any] | None) -> Addresses:
 
 
 def segment_addresses(segment: Segment) -> Addresses:
-    """Return where compiled loops find each layer's float32 keys and values, and its index.
+    """Return the addresses of each layer's float32 keys and values, and of its index.
 
-    Addresses of keys, values, the parts of the index, and the places of what is spilled,
-    (layers, 7, 2), see `side_addresses`; zeros for what is not there, or held in another form.
-    Spilled keys and values have those of their checksums. They are valid as long as the segment is.
+    Addresses of keys, values, the parts of the index, and the places of spilled blocks, (layers, 7,
+    2), see `side_addresses`; zeros if missing, or in another format. Spilled sides have the
+    addresses of their checksums. Valid as long as the segment.
     """
     index = segment.index or (None,) * len(segment.layers)
     layers = [
@@ -256,7 +256,7 @@ def _index_addresses(coded: Coded | None) -> list[Addresses]:
 def choice_loops(
     signs: int, key_dim: int, value_dim: int, *, with_values: bool = False
 ) -> ChoiceLoops | None:
-    """Return the loops for keys and values of a size; None where Numba cannot be imported."""
+    """Return the loops for keys and values of a size; None without Numba."""
     if not has_numba():
         return None
     words = signs // 32

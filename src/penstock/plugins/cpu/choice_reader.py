@@ -1,4 +1,4 @@
-"""Attention of rows to the blocks that they chose, by compiled loops."""
+"""Selective attention of rows by compiled loops."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from penstock.plugins.cpu.choice_loops import (
 
 
 class LoopReader(ChoiceReader):
-    """Lets rows choose by compiled loops, and read at once what is float32.
+    """Selects and reads blocks by compiled loops, if KV is float32.
 
     Args:
-        selection: how much is read.
-        ops: divide the work between threads.
-        loops: for keys and values of this size.
+        selection: number of tokens to read.
+        ops: distributes the work over threads.
+        loops: loops for keys and values of this size.
     """
 
     def __init__(self, selection: Selection, ops: AttentionOps, loops: ChoiceLoops) -> None:
@@ -38,11 +38,11 @@ class LoopReader(ChoiceReader):
         self.loops = loops
 
     def prepare(self) -> None:
-        """See `ChoiceReader`: some seconds, and 200 MB for the compiler."""
+        """See `ChoiceReader`; takes some seconds, and 200 MB for the compiler."""
         self.loops.compile()
 
     def read(self, asked: Sequence[Asked], memory: StepMemory) -> dict[int, Floats]:
-        """See `ChoiceReader`: one row in each lane, or half of a single one's heads."""
+        """See `ChoiceReader`; one row per lane, or half of the heads of a single row."""
         if not asked:
             return {}
         spans = [_table(one, memory) for one in asked]
@@ -89,13 +89,13 @@ class LoopReader(ChoiceReader):
         return _IndexQuery.of(self.selection, asked, _table(asked, memory), heads)
 
     def _choose(self, query: _IndexQuery) -> Integers:
-        """Choose blocks with some key heads, (kv_heads, blocks)."""
+        """Select blocks for some KV heads, (kv_heads, blocks)."""
         count = self.selection.blocks(query.asked.row.position)
         where = query.x, query.spans, query.stop, count
         return self.loops.choose(*where, query.heads.start, query.centers)
 
     def _rest_of(self, query: _IndexQuery, blocks: Integers) -> Rest | None:
-        """Read what some key heads did not choose, if it is to be read."""
+        """Read the unselected tokens of some KV heads, if the index has values."""
         index = self.selection.index
         if not index.with_values:
             return None
@@ -106,7 +106,7 @@ class LoopReader(ChoiceReader):
 
 
 def _table(asked: Asked, memory: StepMemory) -> SpanTable:
-    """Return where one layer of a row lies, its tail last."""
+    """Return the locations of one layer of a row, its tail last."""
     row = asked.row
     if asked.number not in memory.spans:
         ends = [*(part.start for part in row.parts), row.position - row.tail, row.position + 1]
@@ -124,18 +124,18 @@ def _table(asked: Asked, memory: StepMemory) -> SpanTable:
 
 @dataclass(frozen=True, slots=True)
 class _IndexQuery:
-    """Queries of some key heads of a row, ready to score the index of its keys."""
+    """Queries of some KV heads of a row, ready to score the key index."""
 
     asked: Asked
     heads: slice
     x: Floats
-    """Queries as `ChoiceLoops.choose` takes them."""
+    """Queries as expected by `ChoiceLoops.choose`."""
     spans: SpanTable
-    """Places of the row's tokens."""
+    """Locations of the row's tokens."""
     stop: int
-    """Number of the first block whose tokens are recent."""
+    """Index of the first block with recent tokens."""
     centers: Floats | None
-    """Parts of the scores of each block that the index leaves out, (heads, m, blocks)."""
+    """Parts of the block scores that the index leaves out, (heads, m, blocks)."""
 
     @classmethod
     def of(cls, selection: Selection, asked: Asked, spans: SpanTable, heads: slice) -> _IndexQuery:
@@ -148,15 +148,15 @@ class _IndexQuery:
 
 @dataclass(frozen=True, slots=True)
 class _ChosenBlocks:
-    """Blocks that some key heads of a row have chosen, for compiled loops to read."""
+    """Blocks selected by some KV heads of a row."""
 
     query: _IndexQuery
     blocks: Integers
-    """(kv_heads, blocks)."""
+    """Array (kv_heads, blocks)."""
     sinks: Sinks | None
 
     def located(self, loops: ChoiceLoops) -> Located:
-        """Find the blocks that it reads, and that are spilled."""
+        """Find the spilled blocks among those it reads."""
         query = self.query
         return loops.locate(query.spans, self.blocks, query.stop, query.heads.start)
 

@@ -1,4 +1,4 @@
-"""The loop that chooses blocks by an index of their keys, compiled; see `choice_loops`."""
+"""Compiled selection of blocks by the key index; see `choice_loops`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.plugins.cpu.sign_products import HIDDEN, LANE_BITS, LANES, LEVELS,
 
 @cache
 def fill_loop() -> Any:
-    """Return the loop that fills the tables of one head's queries; see `sign_products`."""
+    """Compile the construction of the tables for one head's queries; see `sign_products`."""
     from numba import int64, njit
 
     lanes = LANES
@@ -45,7 +45,7 @@ def fill_loop() -> Any:
 
 @cache
 def sum_loop(words: int) -> Any:
-    """Return the loop that sums one token's signs, by the table of four queries."""
+    """Compile the sum of one token's signs, by the table of four queries."""
     from numba import int64, njit, uint32
 
     @njit(nogil=True)
@@ -66,7 +66,7 @@ def sum_loop(words: int) -> Any:
 
 @cache
 def _level_loop(words: int) -> Any:
-    """Return the loop that sums some tokens of a block, each as far as its size says."""
+    """Compile the sums of some tokens of a block, each weighted by its size."""
     from numba import int64, njit
 
     sum_up, hidden, last = sum_loop(words), int(HIDDEN), len(LEVELS_BELOW) - 1
@@ -82,7 +82,7 @@ def _level_loop(words: int) -> Any:
 
 @cache
 def _best_loop(words: int) -> Any:
-    """Return the loop over an index of `words` words per token, for one head."""
+    """Compile the scores over an index with `words` words per token, for one head."""
     from numba import carray, njit, uint16
 
     address_of, level = pointer(), _level_loop(words)
@@ -129,7 +129,7 @@ def _best_loop(words: int) -> Any:
 
 @cache
 def _select_loop() -> Any:
-    """Return the loop that finds the smallest of some numbers, which are not negative."""
+    """Compile the selection of the smallest of non-negative numbers."""
     from numba import int32, njit
 
     @njit(nogil=True)
@@ -159,7 +159,7 @@ def _select_loop() -> Any:
 
 @cache
 def choose_loop(words: int) -> Any:
-    """Return the loop that chooses blocks by an index of `words` words per token."""
+    """Compile the selection of blocks by an index with `words` words per token."""
     from numba import float32, njit
 
     fill, best, exp, select = fill_loop(), _best_loop(words), exp_loop(), _select_loop()

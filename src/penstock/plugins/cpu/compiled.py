@@ -1,6 +1,6 @@
-"""What all loops that Numba compiles for the CPU have in common.
+"""Common parts of the loops that Numba compiles for the CPU.
 
-The extra `cpu` brings Numba. Where it is not installed, NumPy does the same in several passes.
+Numba is part of the extra `cpu`. Without it, NumPy does the same in several passes.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 SUMS = {"reassoc", "contract"}
-"""Liberties of the compiler: sums in any order, and products added without rounding."""
+"""Fast-math flags: sums in any order, and fused multiply-add."""
 FOUR = 4
-"""Queries that a loop takes together. Its body has a sum for each: they cannot be more or fewer."""
+"""Number of queries that a loop processes together; fixed, because its body is unrolled."""
 
 
 @cache
 def has_numba() -> bool:
-    """Return whether Numba can be imported; if not, the reason is logged."""
+    """Return whether Numba can be imported; if not, log the reason."""
     try:
         import numba  # noqa: F401
     except ImportError as error:  # it is not there, or does not go with this NumPy
-        logger.info("choices are read by NumPy, not by compiled loops: %s", error)
+        logger.info("selective attention uses NumPy, not compiled loops: %s", error)
         return False
     return True
 
 
 @cache
 def pointer() -> Any:
-    """Return a function for loops that takes a number for an address."""
+    """Return a function for compiled loops that converts an integer to a pointer."""
     from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
@@ -49,7 +49,7 @@ def pointer() -> Any:
 
 @cache
 def half_bits_loop() -> Any:
-    """Return the loop that writes float16 where float32 has its bits: 2^112 times too small."""
+    """Compile the conversion of float16 bits to float32 position: 2^112 times too small."""
     from numba import int32, njit
 
     @njit(nogil=True)
@@ -62,11 +62,10 @@ def half_bits_loop() -> Any:
 
 @cache
 def exp_loop() -> Any:
-    """Return the loop that replaces numbers by their exponentials, and returns the sum.
+    """Compile `exp(x - max)` in place, returning the sum.
 
-    They are taken less a number that none of them exceeds, so that no exponential is above 1.
-    In a form that the compiler can vectorize: a power of two by its bits, and a polynomial
-    (Taylor's, up to x^6) for the rest of at most half a bit.
+    Vectorizable: a power of two from the exponent bits, times a Taylor polynomial up to x^6 for the
+    remainder of at most half a bit.
     """
     from numba import float32, int32, njit
 

@@ -38,34 +38,34 @@ from penstock.plugins.cpu.index_codes import index_codes
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 LANES_FROM = 2**16
-"""Scores from which it pays to divide them between two streams."""
+"""Minimum scores from which dividing them between two streams pays."""
 CODED_LANES_FROM = 2**12
-"""The same where most columns read are coded: MLX multiplies codes on one core alone."""
+"""The same if most columns are coded: MLX multiplies codes on a single core."""
 CODED_LANES_ROWS = 4
-"""Most rows whose codes MLX multiplies; for more rows codes become floats, and BLAS has them."""
+"""Maximum rows whose codes MLX multiplies; for more, codes are converted to floats for BLAS."""
 MANY_KEYS = 256
-"""Fewest keys by which few queries are multiplied quicker from the right."""
+"""Minimum number of keys from which a few queries are faster as the right factor."""
 UNPACKED_RESULTS = 1200
-"""Results up to which OpenBLAS copies nothing if it has such kernels."""
+"""Maximum results for which OpenBLAS avoids copies, if it has such kernels."""
 PIECES = (256, 192, 128, 96, 64, 48, 32)
 CHUNK_FACTOR = 4
-"""Times as many scores of a chunk as of a decode step, at a time: 8 MiB in float32."""
+"""Ratio of scores computed at a time in a chunk to those in a decode step: 8 MiB in float32."""
 CHUNK_BUFFERS = 2
-"""Arrays of float32 that are alive together while a chunk's scores are masked."""
+"""Number of float32 arrays alive at once while a chunk's scores are masked."""
 HALF_CHUNK_BUFFERS = 3
-"""The same where products and weights are of half precision."""
+"""The same if products and weights are in half precision."""
 WEIGHTS_LANES_FROM = 2**20
-"""Weights from which it pays to divide them between two streams that both call threads of BLAS."""
+"""Minimum weights from which two streams that both call multi-threaded BLAS pay."""
 ONE_THREAD_LANES_FROM = 2**18
-"""The same where BLAS multiplies on one thread."""
+"""The same if BLAS uses one thread."""
 WIDE_ROW = 8
-"""New tokens from which lanes read and multiply one row more quickly than all threads of BLAS."""
+"""Minimum new tokens from which lanes process a single row faster than multi-threaded BLAS."""
 LONG_ROW = 4_096
-"""Tokens in front of a single row from which lanes read them more quickly."""
+"""Minimum context length from which lanes process a single row faster."""
 INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
-"""Signed and unsigned integer types, by the bytes of a number."""
+"""Signed and unsigned integer types, by number of bytes."""
 HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
-"""Whether MLX computes with it on this processor; on others it takes it for two bytes."""
+"""Whether MLX computes with float16 on this processor; on others it is only storage."""
 
 # 2^f for f in -0.5..0.5, the minimax polynomial of degree 5 with 2^0 = 1: relative error 1.1e-7.
 _EXP2 = (1.0, 0.69314685, 0.240222347, 0.0555088523, 0.00967192603, 0.00132244622)
@@ -73,7 +73,7 @@ _ROUND = 1.5 * 2**23  # adding it leaves the nearest integer in the low bits of 
 
 
 def _piece(rows: int, m: int, n: int) -> int:
-    """Return how many of m weights of n numbers are multiplied at a time; 0: all of them.
+    """Return the number of rows of an (m, n) weight matrix multiplied at a time; 0 for all.
 
     As many as OpenBLAS 0.3.21 multiplies without a copy, if they divide m.
     """
@@ -84,12 +84,12 @@ def _piece(rows: int, m: int, n: int) -> int:
 
 
 class _Lane(threading.local):
-    """A thread's second stream and second thread; streams cannot be shared between threads."""
+    """Second stream and second thread of a thread; streams cannot be shared between threads."""
 
     stream: mx.Stream | None = None
     taken = False
     one_thread = False
-    """Whether BLAS multiplies on one thread for this one meanwhile."""
+    """Whether BLAS is currently limited to one thread."""
     thread: cpu_rows.SecondThread | None = None
 
 
@@ -102,14 +102,14 @@ def _cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class CPUMemory(AttentionMemory):
-    """Bytes that attention takes on a CPU."""
+    """Working memory of attention on a CPU."""
 
     codes_at_once: int = 2**18
-    """Codes that become floats together."""
+    """Number of codes converted to floats at a time."""
 
     @property
     def chunk_scores(self) -> int:
-        """Return more than on a GPU: the weights are computed in the scores' buffer."""
+        """Return more than on a GPU, because weights overwrite the scores' buffer."""
         return CHUNK_FACTOR * self.scores_at_once
 
     def chunk_score_bytes(self, dtype: mx.Dtype) -> int:
@@ -128,7 +128,7 @@ class CPUMemory(AttentionMemory):
 
 @dataclass(frozen=True)
 class CPUBackend(MLXBackend):
-    """MLX's CPU back end on two cores, the lanes; BLAS replaces its slow kernels."""
+    """MLX's CPU backend on two cores, the lanes, with BLAS in place of slow kernels."""
 
     lanes: int = field(default_factory=lambda: min(2, _cores()))
     facts = DeviceFacts(on_heap=True, slow_half=True, fuses_attention=False)
@@ -136,9 +136,9 @@ class CPUBackend(MLXBackend):
     independent_products = True
     scores_at_once: int = MLXBackend.scores_at_once
     codes_at_once: int = 2**18
-    """Codes that become floats together: 1 MiB."""
+    """Number of codes converted to floats at a time: 1 MiB."""
     polynomial_from: int = 2**16
-    """Elements from which 14 quick passes beat a slow one."""
+    """Minimum elements from which 14 fast passes beat a slow one."""
 
     @property
     def memory(self) -> CPUMemory:
@@ -158,7 +158,7 @@ class CPUBackend(MLXBackend):
         sinks: mx.array | None = None,
         eager: bool = False,
     ) -> mx.array:
-        """See `AttentionBackend`: in slices of as many queries as have `memory.chunk_scores`."""
+        """See `AttentionBackend`; in slices of queries with `memory.chunk_scores` scores."""
         heads, n, m = queries.shape[1], queries.shape[2], keys.shape[2]
         nearest = ordered_attention.gapless(attention_window, start + n - 1)
         if sinks is None and nearest is not None and ordered_attention.keeps_order():
@@ -231,10 +231,10 @@ class CPUBackend(MLXBackend):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """See `AttentionBackend`; a row alone is computed while Python builds the next layers.
+        """See `AttentionBackend`; a single row is computed while Python builds the next layers.
 
-        It would wait for Python in a third of its step. Lanes keep both cores busy; BLAS must be
-        on one thread first.
+        Otherwise it would wait for Python for a third of the step. Lanes keep both cores busy; BLAS
+        must be limited to one thread first.
         """
         if sinks is None and ordered_attention.keeps_order():
             ordered = ordered_attention.attend_step(step, layer, window, queries, scale)
@@ -248,7 +248,7 @@ class CPUBackend(MLXBackend):
 
     @contextmanager
     def piece_reads(self, stacked: Sequence[mx.array]) -> Iterator[PieceReads]:
-        """See `AttentionBackend`: in lanes, unless BLAS keeps more cores busy."""
+        """See `AttentionBackend`; in lanes, unless BLAS keeps more cores busy."""
         divided = _cores() <= self.lanes
         with self.one_thread_of_blas() if divided else nullcontext():
             yield CPUPieceReads(self, stacked, divided=divided)
@@ -261,7 +261,7 @@ class CPUBackend(MLXBackend):
         seen: mx.array | None = None,
         after: mx.array | None = None,
     ) -> Partial:
-        """See `AttentionOps`; large reads are divided between the lanes by heads."""
+        """See `AttentionOps`; large reads are split over the lanes by heads."""
         kv_heads, rows, _ = stacked.shape
         count = kv_heads * rows * sum(map(span_attention.columns, keys))
         coded = span_attention.mostly_coded(keys)
@@ -294,16 +294,16 @@ class CPUBackend(MLXBackend):
         tails: RowTails,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Let several rows read parts and tails at once, in float32; None for other types.
+        """Attend with several rows to parts and tails at once, in float32; None for other dtypes.
 
         Args:
             queries: (rows, heads, width, d), in base 2.
-            reads: no two of them have a column of one row in common.
-            tails: of the rows.
+            reads: shared reads, without a common column of the same row.
+            tails: tails of the rows.
             sinks: (heads,), in base 2.
 
         Returns:
-            (rows, heads, width, value_dim), computed.
+            Array (rows, heads, width, value_dim), evaluated.
         """
         if tails.keys.dtype != mx.float32 or queries.dtype != mx.float32:
             return None
@@ -326,9 +326,9 @@ class CPUBackend(MLXBackend):
         return _second.thread if self.lanes > 1 else None
 
     def multiply_keys(self, queries: mx.array, keys: mx.array) -> mx.array:
-        """See `AttentionBackend`: for few queries with the keys on the left, transposed afterwards.
+        """See `AttentionBackend`; with few queries, keys are the left factor.
 
-        BLAS copies its left side to pack it, which for few rows takes longer than the product.
+        BLAS packs a copy of its left factor, which for few rows takes longer than the product.
         """
         few = queries.shape[-2] <= cpu_rows.FEW_QUERIES and keys.shape[-2] >= MANY_KEYS
         if not few or keys.dtype != mx.float32:
@@ -337,7 +337,7 @@ class CPUBackend(MLXBackend):
         return mx.contiguous(products.swapaxes(-1, -2))
 
     def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
-        """See `AttentionBackend`: few rows in pieces that BLAS multiplies in place."""
+        """See `AttentionBackend`; few rows are multiplied in pieces, without copies by BLAS."""
         (m, n), rows = weights.shape, x.size // x.shape[-1]
         piece = _piece(rows, m, n) if multiplies_unpacked() else 0
         if not piece or x.dtype != mx.float32 or weights.dtype != mx.float32:
@@ -346,7 +346,7 @@ class CPUBackend(MLXBackend):
         return self._in_pieces(x.reshape(rows, n), pieces).reshape(*x.shape[:-1], m)
 
     def _in_pieces(self, x: mx.array, pieces: mx.array) -> mx.array:
-        """Return the products (rows, m) with the pieces, much of them in both lanes."""
+        """Return the products (rows, m) with the pieces, on both lanes if they are large."""
         least = ONE_THREAD_LANES_FROM if _second.one_thread else WEIGHTS_LANES_FROM
         if pieces.size < least or self.lanes == 1 or len(pieces) == 1:
             return (x @ pieces).swapaxes(0, 1)
@@ -367,7 +367,7 @@ class CPUBackend(MLXBackend):
         group_size: int,
         bits: int,
     ) -> mx.array:
-        """See `CodeOps`: in float32, 60 to 150 times quicker than float16 here (MLX 0.32.4)."""
+        """See `CodeOps`; in float32, 60 to 150 times faster than float16 here (MLX 0.32.4)."""
         x, scales, biases = (part.astype(mx.float32) for part in (x, scales, biases))
         if wide_codes.is_quicker(x.shape[-2], bits, transpose=transpose):
             parts = x, codes, scales, biases
@@ -385,18 +385,18 @@ class CPUBackend(MLXBackend):
         return wide_codes.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 
     def best_by_block(self, x: Floats, codes: mx.array, sizes: mx.array, block: int) -> Floats:
-        """See `AttentionBackend`: from tables of sums, without the products themselves."""
+        """See `AttentionBackend`; from tables of sums, without computing products."""
         octets = codes.view(mx.uint8)
         mx.eval(octets, sizes)
         return sign_products.best_by_block(x, np.asarray(octets), np.asarray(sizes), block)
 
     def index_codes(self, codec: Codec, side: mx.array) -> Coded:
-        """See `AttentionOps`: by NumPy."""
+        """See `AttentionOps`; by NumPy."""
         assert isinstance(codec, Turbo)
         return index_codes(codec, side)
 
     def choice_reader(self, selection: Selection, key_dim: int, value_dim: int) -> ChoiceReader:
-        """See `AttentionBackend`: by compiled loops where Numba can be imported."""
+        """See `AttentionBackend`; by compiled loops if Numba is available."""
         signs, with_values = selection.index.signs(key_dim), selection.index.with_values
         loops = None
         if selection.compiled:
@@ -408,7 +408,7 @@ class CPUBackend(MLXBackend):
     def exp2(self, x: mx.array) -> mx.array:
         """Compute 2 ** x by a polynomial; see `AttentionBackend`.
 
-        `mx.exp` takes 8.9 ns an element here, `mx.power` 3.1, and the polynomial 1.6 (1 M scores,
+        `mx.exp` takes 8.9 ns per element here, `mx.power` 3.1, and the polynomial 1.6 (1 M scores,
         MLX 0.32.4, one core).
         """
         if x.size < self.polynomial_from or x.dtype != mx.float32:
@@ -423,11 +423,11 @@ class CPUBackend(MLXBackend):
         return (power.view(mx.int32) + exponent).view(mx.float32)
 
     def extremes(self, groups: mx.array) -> tuple[mx.array, mx.array]:
-        """Find extremes by the bits, read as integers; see `AttentionBackend`.
+        """Find extremes on the bits, read as integers; see `AttentionBackend`.
 
-        MLX finds the extremes of integers four times as quickly. The bits of positive numbers, read
-        as integers, are in the order of the numbers. The bits of negative numbers are in the
-        opposite order. Read without a sign, they lie behind all positive ones.
+        MLX finds extremes of integers four times as fast. The bits of positive floats are ordered
+        like the floats, those of negative floats inversely and, as unsigned integers, after all
+        positive ones.
         """
         if groups.dtype.size not in INTEGERS:
             return MLXBackend.extremes(self, groups)
@@ -442,8 +442,8 @@ class CPUBackend(MLXBackend):
     def as_float32(self, x: mx.array) -> mx.array:
         """Convert float16 by its bits; see `AttentionBackend`.
 
-        A processor without float16 does so three times as quickly as MLX. Sign and exponent move
-        to where float32 has them, which counts exponents from 112 more.
+        Three times as fast as MLX on a processor without float16. Sign and exponent are shifted to
+        their float32 positions, where the exponent bias is 112 larger.
         """
         if x.dtype != mx.float16 or HAS_FLOAT16:
             return x.astype(mx.float32)
@@ -452,7 +452,7 @@ class CPUBackend(MLXBackend):
 
     @contextmanager
     def lane(self, number: int | None) -> Iterator[None]:
-        """See `AttentionBackend`: by the number's parity. A lane within a lane stays in it."""
+        """See `AttentionBackend`; by the parity of the index. Nested lanes stay in the outer."""
         if number is None or _second.taken or self.lanes == 1:
             yield
             return
@@ -469,13 +469,13 @@ class CPUBackend(MLXBackend):
             _second.taken = False
 
     def decoding(self, rows: int, width: int, tokens: int) -> AbstractContextManager[None]:
-        """See `AttentionBackend`: BLAS is on one thread where lanes share the cores with it."""
+        """See `AttentionBackend`; limits BLAS to one thread while lanes share the cores with it."""
         divided = self.reads_together(rows, width, tokens)
         return self.one_thread_of_blas() if divided else nullcontext()
 
     @contextmanager
     def one_thread_of_blas(self) -> Iterator[None]:
-        """Let BLAS multiply on one thread in this context, where lanes share the cores with it."""
+        """Limit BLAS to one thread in a `with` block, while lanes share the cores with it."""
         before, _second.one_thread = _second.one_thread, True
         try:
             with one_thread():
@@ -484,11 +484,11 @@ class CPUBackend(MLXBackend):
             _second.one_thread = before
 
     def reads_together(self, rows: int, width: int, tokens: int) -> bool:
-        """Return whether there are several rows, many new tokens, or many tokens to read.
+        """Return whether there are several rows, many new tokens, or a long context.
 
-        SmolLM2 behind 1,500 tokens, ms of a step in lanes and with all threads of BLAS: 5 new
-        tokens 88 and 87; 9: 98 and 136; 17: 122 and 197. One new token of it behind 4,096: 59 and
-        59; 6,000: 65 and 71; 8,000: 79 and 100 (OpenBLAS 0.3.21, two cores).
+        SmolLM2 after 1,500 tokens, ms per step in lanes and with multi-threaded BLAS: 5 new tokens
+        88 and 87; 9: 98 and 136; 17: 122 and 197. One new token after 4,096: 59 and 59; 6,000: 65
+        and 71; 8,000: 79 and 100 (OpenBLAS 0.3.21, two cores).
         """
         return rows > 1 or (self.lanes > 1 and (width >= WIDE_ROW or tokens >= LONG_ROW))
 
@@ -498,7 +498,7 @@ class CPUBackend(MLXBackend):
         tasks: Sequence[_Task],
         meanwhile: Callable[[], object] | None = None,
     ) -> list[_Result]:
-        """See `AttentionBackend`: a second thread and this one take one task after the other."""
+        """See `AttentionBackend`; a second thread and this one take the tasks in turn."""
         other = self._second_thread()
         if other is None or len(tasks) < (2 if meanwhile is None else 1):
             return MLXBackend.divide(self, function, tasks, meanwhile)
@@ -520,7 +520,7 @@ class CPUBackend(MLXBackend):
 
 
 def _of_slots(tails: RowTails) -> cpu_rows.ColumnArrays:
-    """Return the rows' tails, (b, kv_heads, columns, dim) each: views of neighboring slots."""
+    """Return the rows' tails, (b, kv_heads, columns, dim) each: views of adjacent slots."""
     first, count = tails.slots[0], len(tails.slots)
     neighbors = list(tails.slots) == list(range(first, first + count))
     rows = slice(first, first + count) if neighbors else list(tails.slots)
@@ -541,9 +541,9 @@ def _part(read: RowsRead, group: int, width: int) -> cpu_rows.RowsPart:
 
 
 def _seen_by_row(seen: mx.array | None, group: int) -> Booleans | None:
-    """Return booleans (b, width, columns) as those of each row's stacked queries.
+    """Convert a mask (b, width, columns) to each row's stacked queries.
 
-    (b, 1, group * width, columns): a key head has `group` heads, each with all new tokens.
+    (b, 1, group * width, columns): a KV head has `group` query heads, each with all new tokens.
     """
     if seen is None:
         return None
@@ -551,13 +551,13 @@ def _seen_by_row(seen: mx.array | None, group: int) -> Booleans | None:
 
 
 def _stacked(by_row: Floats) -> Floats:
-    """Return (b, kv_heads, r, d) as `grouped` has them: (kv_heads, b * r, d), a copy."""
+    """Copy (b, kv_heads, r, d) to the layout of `grouped`: (kv_heads, b * r, d)."""
     b, kv_heads, r, d = by_row.shape
     return np.ascontiguousarray(by_row.swapaxes(0, 1)).reshape(kv_heads, b * r, d)
 
 
 def _sunk(sinks: Floats, kv_heads: int, b: int, width: int) -> Floats:
-    """Return the sinks of all heads as those of stacked queries, (kv_heads, b * r, 1)."""
+    """Convert the sinks of all heads to stacked queries, (kv_heads, b * r, 1)."""
     by_head = sinks.reshape(kv_heads, 1, -1, 1)
     wide = np.broadcast_to(by_head, (kv_heads, b, by_head.shape[2], width))
     return wide.reshape(kv_heads, -1, 1)

@@ -1,4 +1,4 @@
-"""Attention of a layer of a decode step on the CPU: several rows at once, by NumPy."""
+"""Attention of one layer in a decode step on the CPU: several rows at once, by NumPy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from penstock.attention.layer_decode import LayerDecode
 
 @dataclass(frozen=True, slots=True)
 class RowsRead:
-    """Columns that the rows first..last-1 of a decode step read together."""
+    """Columns that the rows `first..last - 1` of a decode step read together."""
 
     first: int
     last: int
     pieces: Sequence[tuple[mx.array, mx.array, int, int]]
-    """Keys and values (1, kv_heads, n, dim) of segments, and the columns start..stop-1 of them."""
+    """Keys and values (1, kv_heads, n, dim) of segments, and the columns `start..stop - 1` to
+    read."""
     seen: mx.array | None
-    """(rows, width, columns) booleans; None if every row sees all of it."""
+    """Mask, (rows, width, columns) bool; None if every row sees all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +30,25 @@ class RowTails:
     """Tails of the rows of a decode step, in the buffers of all slots."""
 
     keys: mx.array
-    """(slots, kv_heads, columns, dim)."""
+    """Shape (slots, kv_heads, columns, dim)."""
     values: mx.array
     slots: Sequence[int]
     """Slots of the rows."""
     columns: int
-    """Columns of the longest, the new tokens among them."""
+    """Columns of the longest tail, including the new tokens."""
     seen: mx.array | None
-    """(rows, width, columns) booleans; None if every row sees all of it."""
+    """Mask, (rows, width, columns) bool; None if every row sees all of it."""
 
 
 RowsAttention: TypeAlias = Callable[
     [mx.array, Sequence[RowsRead], RowTails, mx.array | None], mx.array | None
 ]
-"""Attention of several rows at once; None where it is to be part by part."""
+"""Attention of several rows at once; None to attend part by part."""
 
 
 @dataclass(frozen=True, slots=True)
 class CPULayerDecode(LayerDecode):
-    """One layer of a decode step, whose rows are read together where all is float32."""
+    """One layer of a decode step, whose rows are processed together if all KV is float32."""
 
     attend_rows: RowsAttention
 
@@ -66,7 +67,7 @@ class CPULayerDecode(LayerDecode):
         return LayerDecode.together(self, queries, layout, sinks)
 
     def _uncoded(self, layout: AttentionPlan) -> list[RowsRead] | None:
-        """Return all reads of a plan in this layer; None if some of them are in codes."""
+        """Return all shared reads of a plan in this layer; None if some are coded."""
         reads = []
         for shared in (shared for level in layout.levels for shared in level):
             pieces = []

@@ -1,4 +1,4 @@
-"""Groups of queries that read pieces of keys and values, by NumPy on a CPU."""
+"""Attention of query groups to KV in pieces on the CPU, by NumPy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from penstock.plugins.cpu.cpu_rows import Sums
 
 
 class CPUPieceReads(PieceReads):
-    """Reads pieces with NumPy.
+    """Attends to pieces with NumPy.
 
     Args:
-        ops: compute.
-        stacked: see `PieceReads`.
-        divided: whether each lane takes half of the groups, or of the key heads of a single one.
+        ops: array operations of attention.
+        stacked: query groups, see `PieceReads`.
+        divided: whether each lane processes half of the groups, or of the KV heads of a single one.
     """
 
     def __init__(self, ops: AttentionOps, stacked: Sequence[mx.array], *, divided: bool) -> None:
@@ -73,7 +73,7 @@ class CPUPieceReads(PieceReads):
 
 
 def _joined(ops: AttentionOps, sides: Arrays) -> Floats:
-    """Copy consecutive parts together as float32: short products are slow ones."""
+    """Concatenate consecutive parts as float32, because short products are slow."""
     wide = [ops.as_float32(s) if isinstance(s, mx.array) else s for s in sides]
     mx.eval([side for side in wide if isinstance(side, mx.array)])
     held = [np.asarray(side) for side in wide]

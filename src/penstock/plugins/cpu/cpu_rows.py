@@ -1,7 +1,7 @@
-"""Attention of several rows' decode step on the CPU, by NumPy, where MLX's arrays lie.
+"""Decode attention of several rows on the CPU, by NumPy on MLX's arrays in place.
 
-Each row reads parts of its own, which are small. MLX takes some thirty operations a part and
-layer for them, and their dispatch was more than half of a step of eight rows; NumPy takes ten.
+The unshared parts of rows are small. MLX needs some thirty operations per part and layer, and their
+dispatch took more than half of a step with eight rows; NumPy needs ten.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ ColumnArrays: TypeAlias = tuple[Floats, Floats]
 
 _QUIET = np.errstate(all="ignore")  # what a model makes of numbers that are not finite is its own
 FEW_QUERIES, MANY_KEYS = 32, 64
-"""Most queries that are quicker from the right, up to 6 times (64 take twice as long), and the
-fewest keys for which that holds in NumPy."""
+"""Maximum queries that are faster as the right factor, up to 6 times (64 take twice as long), and
+the minimum number of keys for which that holds in NumPy."""
 UNPACKED_PRODUCTS = 10**6
-"""Single products up to which OpenBLAS copies nothing if it has such kernels."""
+"""Maximum multiplications for which OpenBLAS avoids copies, if it has such kernels."""
 DIVIDED_FROM = 2**15
-"""Scores of all parts from which a second thread takes half of them."""
+"""Minimum scores over all parts from which a second thread computes half of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsPart:
-    """Columns that neighboring rows read under one softmax."""
+    """Columns that adjacent rows read under one softmax."""
 
     rows: slice
     """Rows of the stacked queries (kv_heads, m, d)."""
     pieces: Sequence[ColumnArrays]
-    """(kv_heads, n_i, dim) each."""
+    """Keys and values of the pieces, (kv_heads, n_i, dim) each."""
     seen: Booleans | None
-    """Visible columns, broadcastable to (kv_heads, rows, sum n_i); None sees everything."""
+    """Mask that broadcasts to (kv_heads, rows, sum n_i); None sees all columns."""
 
     @property
     def columns(self) -> int:
@@ -51,13 +51,13 @@ class RowsPart:
 
     @property
     def scores(self) -> int:
-        """Number of scores of a key head."""
+        """Number of scores per KV head."""
         return int(self.rows.stop - self.rows.start) * self.columns
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Attention over some of the columns, unnormalized: `attention.Partial` in NumPy's arrays."""
+    """Unnormalized attention over some columns: `attention.Partial` with NumPy arrays."""
 
     top: Floats
     total: Floats
@@ -65,7 +65,7 @@ class Sums:
 
     @_QUIET
     def add(self, rows: slice, other: Sums) -> None:
-        """Add the sums of these rows, (kv_heads, m, ...), over other columns."""
+        """Add the sums of some rows over other columns, (kv_heads, m, ...)."""
         top, total, mixed = self.top[:, rows], self.total[:, rows], self.mixed[:, rows]
         both = np.maximum(top, other.top)
         share, more = np.exp2(top - both), np.exp2(other.top - both)
@@ -89,9 +89,9 @@ _Task: TypeAlias = "tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]"
 
 
 class SecondThread:
-    """A thread that computes beside its owner, until the owner lets it go.
+    """A helper thread, until its owner stops it.
 
-    A daemon, unlike those of `concurrent.futures`: Python does not wait for it at its end.
+    A daemon, unlike those of `concurrent.futures`: Python does not wait for it on exit.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class SecondThread:
         self._tasks.put(None)
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Let the thread call a function; nothing of the call is held behind its result."""
+        """Call a function in the thread; no reference to the call outlives its result."""
         future: Future[Any] = Future()
         self._tasks.put((future, function, args))
         return future
@@ -121,7 +121,7 @@ def _compute(tasks: SimpleQueue[_Task | None]) -> None:
 
 @_QUIET
 def sums(queries: Floats, pieces: Sequence[ColumnArrays], seen: Booleans | None) -> Sums:
-    """Let queries (..., m, d), in base 2, read pieces under one softmax."""
+    """Attend with queries (..., m, d), in base 2, to pieces under one softmax."""
     columns = sum(keys.shape[-2] for keys, _ in pieces)
     scores = np.empty((*queries.shape[:-1], columns), np.float32)
     start = 0
@@ -145,10 +145,10 @@ def sums(queries: Floats, pieces: Sequence[ColumnArrays], seen: Booleans | None)
 
 
 def _score(queries: Floats, keys: Floats, scores: Floats) -> None:
-    """Write the products (..., m, n) of queries and keys: few queries with the keys on the left.
+    """Write the products (..., m, n) of queries and keys; few queries are the right factor.
 
-    With AVX-512 OpenBLAS copies nothing to pack it if the right side is small and lies in order:
-    four queries and 2,016 keys take a quarter of the time. With other kernels nothing is gained.
+    With AVX-512, OpenBLAS does not pack if the right factor is small and contiguous: four queries
+    and 2,016 keys take a quarter of the time. Other kernels do not benefit.
     """
     (m, d), n = queries.shape[-2:], keys.shape[-2]
     if m == 1 or m > FEW_QUERIES or n < MANY_KEYS or not multiplies_unpacked():
@@ -164,13 +164,13 @@ def _score(queries: Floats, keys: Floats, scores: Floats) -> None:
 def add_parts(
     into: Sums, queries: Floats, parts: Sequence[RowsPart], other: SecondThread | None
 ) -> None:
-    """Add the sums over the parts of stacked queries' rows to the sums over their tails.
+    """Add the sums over the parts of rows to the sums over their tails.
 
     Args:
-        into: (kv_heads, m, ...), written to.
+        into: (kv_heads, m, ...), modified in place.
         queries: (kv_heads, m, d), in base 2.
-        parts: of the rows.
-        other: a second thread, for half of the work where that is much.
+        parts: parts of the rows.
+        other: second thread, for half of the work if there is much.
     """
     mine, theirs = (list(parts), []) if other is None else _divided(parts, queries.shape[0])
     task = other.submit(_sums_of_all, queries, theirs) if other is not None and theirs else None
@@ -186,7 +186,7 @@ def _sums_of_all(queries: Floats, parts: Sequence[RowsPart]) -> list[Sums]:
 
 
 def _divided(parts: Sequence[RowsPart], kv_heads: int) -> tuple[list[RowsPart], list[RowsPart]]:
-    """Divide parts into two lists of about the same work; little work is left in the first."""
+    """Split parts into two lists with about equal work; little work stays in the first."""
     scores = [kv_heads * part.scores for part in parts]
     if sum(scores) < DIVIDED_FROM:
         return list(parts), []
@@ -206,7 +206,7 @@ def _divided(parts: Sequence[RowsPart], kv_heads: int) -> tuple[list[RowsPart], 
 
 
 def _cut(part: RowsPart, at: int) -> tuple[RowsPart | None, RowsPart | None]:
-    """Return the first `at` columns of a part, and the others; None for none."""
+    """Return the first `at` columns of a part, and the rest; None if empty."""
     if at in (0, part.columns):
         return (None, part) if at == 0 else (part, None)
     pieces: tuple[list[ColumnArrays], list[ColumnArrays]] = ([], [])

@@ -1,8 +1,8 @@
-"""Weights of a softmax on the CPU, made of scores in place, with NumPy.
+"""In-place softmax weights on the CPU, with NumPy.
 
-NumPy's 2^x takes 0.2 ns a number on a CPU with AVX-512, and no memory; but 4 ns where it is zero,
-and 32 ns below 2^-126. MLX's exponential takes 12 ns. A polynomial in MLX takes 2.4 to 15 ns,
-because each of its passes makes an array (one core, MLX 0.32.4, NumPy 2.4).
+NumPy's 2^x takes 0.2 ns per value with AVX-512, without extra memory; but 4 ns if the result is
+zero, and 32 ns below 2^-126. MLX's exponential takes 12 ns. A polynomial in MLX takes 2.4 to 15 ns,
+because each pass allocates an array (one core, MLX 0.32.4, NumPy 2.4).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy.typing as npt
 from penstock.attention.span_attention import MASKED
 
 SQUARE = 64
-"""Queries whose own columns are masked one by one; later columns are masked together."""
+"""Queries whose own columns are masked individually; later columns are masked together."""
 LATER = np.triu(np.ones((SQUARE, SQUARE), np.bool_), 1)
 """Mask of the columns after each query's own, for `SQUARE` queries."""
 LOWEST = np.float32(-126)
 LEAST = np.exp2(LOWEST)
-"""2^`LOWEST`: smaller powers are slow, so lower entries get this one, which is subtracted."""
+"""2^`LOWEST`: smaller powers are slow to compute, so they are clamped to this and subtracted."""
 
 
 def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.array, mx.array]:
-    """Turn scores (..., n, m) into weights, as `attention.weigh` does; they are evaluated.
+    """Convert scores (..., n, m) to weights in place, like `attention.weigh`; evaluated.
 
-    The weights take the place of the scores in their buffer, so no other array may share it.
+    The weights overwrite the scores' buffer, so no other array may share it.
 
     Args:
         scores: float32, in base 2.
-        causal: the last n columns belong to the n queries, and none sees a column after its own.
+        causal: whether the last n columns belong to the n queries, with a causal mask.
 
     Returns:
         Maximum (..., n, 1), weights 2^(score - maximum), and their sum (..., n, 1).
@@ -50,7 +50,7 @@ def weigh_in_place(scores: mx.array, *, causal: bool) -> tuple[mx.array, mx.arra
 
 
 def exp2_in_place(x: npt.NDArray[np.float32]) -> None:
-    """Replace x by 2^x in place; entries below `LOWEST` become 0."""
+    """Compute 2^x in place; values below `LOWEST` give 0."""
     far = x.size > 0 and x.min() < LOWEST
     if far:
         np.maximum(x, LOWEST, out=x)
@@ -60,7 +60,7 @@ def exp2_in_place(x: npt.NDArray[np.float32]) -> None:
 
 
 def _mask_later(scores: npt.NDArray[np.float32]) -> None:
-    """Mask columns behind each query, in squares: one mask for all would be their square."""
+    """Mask columns after each query, in squares; a single mask would be quadratic in memory."""
     n, m = scores.shape[-2:]
     for start in range(0, n, SQUARE):
         stop = min(start + SQUARE, n)

@@ -1,8 +1,8 @@
-"""Graphs that ONNX Runtime computes: written as ONNX's messages, run on NumPy arrays.
+"""Graphs for ONNX Runtime: serialized as ONNX messages, run on NumPy arrays.
 
-Weights are handed over beside the message, not within it: a session of 32 MB of codes then holds 40
-MB, and not 72. All sessions of a process compute on one pool of threads, which sleep when they have
-no work. Without an arena of its own a session holds nothing of the rows that it has computed.
+Weights are passed outside of the message: a session with 32 MB of codes then takes 40 MB instead of
+72. All sessions of a process share a thread pool, whose threads sleep when idle. Memory arenas are
+disabled, so that a session keeps no memory of past runs.
 
 The numbers of fields are those of https://github.com/onnx/onnx/blob/main/onnx/onnx.proto.
 """
@@ -21,18 +21,18 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 IR_VERSION = 10
 OPERATORS = (("", 21), ("com.microsoft", 1))
-"""Sets of operators that graphs take, with their versions."""
+"""Operator sets of the graphs, with their versions."""
 MICROSOFT = "com.microsoft"
 EXTERNAL = 1
 TYPES = {"float32": 1, "uint8": 2, "int64": 7}
-"""ONNX's numbers of element types."""
+"""ONNX's element types."""
 INLINE_BYTES = 1024
-"""Largest array that is part of a message, such as a shape."""
+"""Maximum size of an array that is part of a message, such as a shape."""
 
 
 @cache
 def runtime() -> Any:
-    """Import ONNX Runtime, and start the one pool of threads of all sessions.
+    """Import ONNX Runtime, and start the thread pool shared by all sessions.
 
     Raises:
         ImportError: it is not installed.
@@ -45,22 +45,22 @@ def runtime() -> Any:
 
 
 def cores() -> int:
-    """Return the number of processors that this process may run on."""
+    """Return the number of processors available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Graph:
-    """Nodes and weights of a graph in the making; `session` makes it ready to run."""
+    """Builder of a graph with nodes and weights; `session` makes it executable."""
 
     def __init__(self) -> None:
         self._nodes: list[bytes] = []
         self._weights: dict[str, Array] = {}
         self._count = 0
         self.row_multiple = 1
-        """Number of which a multiple of rows must be computed; see `row_multiple`."""
+        """The number of rows must be a multiple of this; see `row_multiple`."""
 
     def weight(self, array: Array) -> str:
-        """Add an array that the graph holds; return its name."""
+        """Add a weight array; return its name."""
         name = self._name("w")
         self._weights[name] = np.ascontiguousarray(array)
         return name
@@ -68,7 +68,7 @@ class Graph:
     def node(
         self, operator: str, *inputs: str, domain: str = "", outputs: int = 1, **attributes: Any
     ) -> Any:
-        """Add an operator; return the name of its output, or the names of several."""
+        """Add an operator; return the name of its output, or a list of names."""
         names = [self._name(operator) for _ in range(outputs)]
         fields = [*(_text(1, name) for name in inputs), *(_text(2, name) for name in names)]
         fields.append(_text(4, operator))
@@ -79,11 +79,11 @@ class Graph:
         return names[0] if outputs == 1 else names
 
     def session(self, inputs: dict[str, int], outputs: dict[str, int]) -> RowSession:
-        """Return what computes the graph, whose inputs and outputs are rows of float32.
+        """Return an executable session; inputs and outputs are float32 rows.
 
         Args:
-            inputs: numbers of a row, by name.
-            outputs: the same.
+            inputs: row size of each input.
+            outputs: row size of each output.
         """
         external = {k: v for k, v in self._weights.items() if v.nbytes > INLINE_BYTES}
         graph = [_message(1, node) for node in self._nodes]
@@ -113,7 +113,7 @@ class Graph:
 
 
 class RowSession:
-    """A graph that is ready to run on any number of rows."""
+    """A graph that can be run on any number of rows."""
 
     def __init__(
         self,
@@ -127,11 +127,11 @@ class RowSession:
         self._inputs = inputs
         self._outputs = outputs
         self.weight_bytes = weight_bytes
-        """Bytes of the arrays that the graph holds."""
+        """Bytes of the weights."""
         self.row_multiple = row_multiple
 
     def run(self, *rows: Array) -> list[Array]:
-        """Return the outputs of rows: (n, width) of float32 each."""
+        """Run the graph on rows, (n, width) float32 each; return its outputs."""
         outputs: list[Array] = self._session.run(
             self._outputs, dict(zip(self._inputs, rows, strict=True))
         )
@@ -184,7 +184,7 @@ def _tensor(name: str, array: Array) -> bytes:
 
 
 def _rows(name: str, width: int) -> bytes:
-    """Return the form of an input or an output: any number of rows of float32."""
+    """Return the type of an input or output: any number of float32 rows."""
     shape = _message(1, _text(2, "rows")) + _message(1, _number(1, width))
     kind = _number(1, TYPES["float32"]) + _message(2, shape)
     return _text(1, name) + _message(2, _message(1, kind))

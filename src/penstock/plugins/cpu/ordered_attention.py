@@ -1,9 +1,9 @@
-"""Attention whose bits depend neither on a batch nor on where a sequence's KV is cut.
+"""Batch-invariant attention: results do not depend on the batch or on segment boundaries.
 
-A row reads all columns that it sees under one softmax, in their order, by one compiled loop: alone
-or beside others, in a chunk or in a decode step, from spans that others share or from one buffer.
-BLAS adds up in an order that follows from shapes. Where activations are rounded to 8 bits behind
-it, a difference in the last bit becomes one of a two-hundredth of a number.
+Each row attends to its visible columns in order, under one softmax, by the same compiled loop: in
+any batch, in prefill and decode, from shared spans or from one buffer. In BLAS the order of
+summation depends on shapes; where activations are then rounded to 8 bits, a difference in the last
+bit grows to one of 0.5 %.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from penstock.plugins.cpu.onnx_graph import cores
 from penstock.plugins.cpu.ordered_loops import ordered_loop
 
 DIVIDED_FROM = 2**14
-"""Scores from which a second thread computes half of them."""
+"""Minimum scores from which a second thread computes half of them."""
 
 
 _StepPlan: TypeAlias = tuple[Integers, Integers, list[int], list[int], AttentionWindow]
-"""Spans of all layers, where rows begin, positions, slots, and the window of a layer."""
+"""Spans of all layers, start index of each row, positions, slots, and the layers' window."""
 
 
 class _Order(threading.local):
@@ -44,7 +44,7 @@ _order = _Order()
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Let the CPU's back end attend in order in this thread meanwhile."""
+    """Make the CPU backend attend in order in this thread, in a `with` block."""
     _order.kept = True
     try:
         yield
@@ -53,12 +53,12 @@ def in_order() -> Iterator[None]:
 
 
 def keeps_order() -> bool:
-    """Return whether attention is to be in order; never without Numba."""
+    """Return whether attention keeps a fixed order; always False without Numba."""
     return _order.kept and has_numba()
 
 
 def gapless(window: AttentionWindow, position: int) -> AttentionWindow | None:
-    """Return a window without kept columns that sees the same up to a position; None without."""
+    """Return an equivalent window without kept columns up to a position; None if there is none."""
     if window.sees_all(position):
         return AttentionWindow()
     return None if window.keep else window
@@ -73,15 +73,15 @@ def attend_buffer(
     window: AttentionWindow = AttentionWindow(),  # noqa: B008
     soft_cap: float = 0.0,
 ) -> mx.array | None:
-    """Attend causally to one buffer; None where it is not float32, or Numba is missing.
+    """Attend causally to one buffer; None if it is not float32, or without Numba.
 
     Args:
         queries: (b, heads, n, d), of the last n columns.
         keys: (b, kv_heads, m, d).
         values: (b, kv_heads, m, value_dim).
-        scale: factor of the scores.
-        window: the nearest columns that a query sees; it keeps no others.
-        soft_cap: scores stay within it; 0 for no cap.
+        scale: scale of the scores.
+        window: attention window, without kept columns.
+        soft_cap: logit soft-capping; 0 for none.
     """
     if not has_numba() or not {queries.dtype, keys.dtype, values.dtype} <= {mx.float32}:
         return None
@@ -102,7 +102,7 @@ def attend_buffer(
 def attend_step(
     step: DecodeStep, layer: int, window: AttentionWindow, queries: mx.array, scale: float
 ) -> mx.array | None:
-    """Attend in a decode step as `AttentionBackend.decode` does; None where rows choose or drop."""
+    """Attend like `AttentionBackend.decode`; None with selective attention or dropped tokens."""
     plan = None if queries.dtype != mx.float32 else _plan_of(step, layer, window)
     if plan is None:
         return None
@@ -118,17 +118,17 @@ def decode_rows(
     new: Sequence[Floats],
     scale: float,
 ) -> Floats | None:
-    """Write rows behind their tails, and attend; None where `attend_step` does, nothing written.
+    """Write rows after their tails, and attend; None, with nothing written, as in `attend_step`.
 
     Args:
-        step: of the rows.
-        layer: number of the layer.
-        window: of the layer.
+        step: decode step.
+        layer: index of the layer.
+        window: attention window of the layer.
         new: queries, keys and values of all new tokens, (rows x width, heads, dim) each.
-        scale: factor of the scores.
+        scale: scale of the scores.
 
     Returns:
-        The mix of values, (rows x width, heads, value_dim).
+        Attention output, (rows x width, heads, value_dim).
     """
     plan = _plan_of(step, layer, window)
     if plan is None:
@@ -144,7 +144,7 @@ def decode_rows(
 
 
 def _plan_of(step: DecodeStep, layer: int, window: AttentionWindow) -> _StepPlan | None:
-    """Return how a layer of a step is read in order; None if it is not."""
+    """Return the plan of a layer's ordered reads; None if it is not read in order."""
     if step.choosing(layer, window) or step.has_apart(layer):
         return None
     if not {side.dtype for side in step.tails.layer(layer)} <= {mx.float32}:
@@ -158,14 +158,14 @@ def _plan_of(step: DecodeStep, layer: int, window: AttentionWindow) -> _StepPlan
 
 
 def _tails(step: DecodeStep, layer: int) -> list[Floats]:
-    """Return views of the buffers of all tails, (slots, kv_heads, columns, dim)."""
+    """Return views of the tails' buffers, (slots, kv_heads, columns, dim)."""
     return [np.asarray(side) for side in step.tails.layer(layer)]
 
 
 def _attend_tails(
     step: DecodeStep, layer: int, plan: _StepPlan, rows: Floats, tails: Sequence[Floats]
 ) -> Floats:
-    """Attend with scaled rows of queries to their spans and tails."""
+    """Attend with scaled query rows to their spans and tails."""
     spans, firsts, positions, slots, window = plan
     own = spans[layer]
     own[firsts[1:] - 1, :4] = [
@@ -177,15 +177,15 @@ def _attend_tails(
 
 
 def _seen(positions: Sequence[int], window: AttentionWindow) -> Integers:
-    """Return the columns that queries at these positions see, (n, 2): the first and the end."""
+    """Return the columns visible from these positions, (n, 2): first and end."""
     return np.array([(window.starts_at(position), position + 1) for position in positions])
 
 
 def _plan(step: DecodeStep) -> tuple[Integers, Integers, list[int], list[int]] | None:
-    """Return the spans of all layers, (layers, spans, 5), where rows begin, positions and slots.
+    """Return spans of all layers, (layers, spans, 5), rows' start indices, positions and slots.
 
-    The last span of a row is its tail, whose addresses are each layer's own. None if some span is
-    in codes, spilled, or incomplete.
+    The last span of a row is its tail, whose addresses differ by layer. None if a span is coded,
+    spilled or incomplete.
     """
     spans: list[Integers] = []
     firsts: list[int] = [0]
@@ -220,7 +220,7 @@ def _as_queries(mixed: Floats, queries: mx.array) -> mx.array:
 
 
 def _with_whole_heads(side: Floats) -> Floats:
-    """Return (b, heads, m, d) whose heads are without gaps, copied if they must be."""
+    """Return (b, heads, m, d) with contiguous heads, copied if needed."""
     gapless = (side.shape[-1] * side.itemsize, side.itemsize)
     return side if side.strides[-2:] == gapless else np.ascontiguousarray(side)
 
@@ -235,7 +235,7 @@ def _attend(
     width: int,
     value_dim: int,
 ) -> Floats:
-    """Run the loop, by two threads if there is enough to do."""
+    """Run the loop, on two threads if there is enough work."""
     rows, heads, _ = queries.shape
     mixed = np.empty((rows, heads, value_dim), np.float32)
     shared = queries, kv_heads, spans, firsts, seen, width

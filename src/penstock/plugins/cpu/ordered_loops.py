@@ -1,4 +1,4 @@
-"""The loop of attention in an order of its own, compiled; see `ordered_attention`."""
+"""Compiled attention with a fixed summation order; see `ordered_attention`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from penstock.plugins.cpu.compiled import SUMS, exp_loop, pointer
 
 IN_ORDER = {"contract"}
-"""Liberties of the compiler where sums are in order: products added without rounding."""
+"""Fast-math flags that keep the order of sums: fused multiply-add only."""
 
 
 @cache
 def _score_loop(key_dim: int) -> Any:
-    """Return the loop that multiplies one query with keys: a key's sum is the same anywhere."""
+    """Compile the products of one query with keys, with a fixed order of summation."""
     from numba import carray, float32, njit
 
     address_of = pointer()
@@ -34,7 +34,7 @@ def _score_loop(key_dim: int) -> Any:
 
 @cache
 def _mix_loop(value_dim: int) -> Any:
-    """Return the loop that adds weighted values, one token after the other."""
+    """Compile the sum of weighted values, token by token."""
     from numba import carray, njit
 
     address_of = pointer()
@@ -59,18 +59,18 @@ def _mix_loop(value_dim: int) -> Any:
 
 @cache
 def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> Any:
-    """Return the loop of attention for keys and values of these sizes.
+    """Compile attention for keys and values of these sizes.
 
-    Its arguments are queries (rows, heads, key_dim), with the scale in them; the number of key
-    heads; spans (spans, 5), the address of their first key, the bytes to the next head's, the same
-    of their values, and their tokens; the first span of each sequence, and the end; the columns
-    that each row sees, (rows, 2), the first and the end; rows of a sequence; the first item of rows
-    x heads, and the distance of the next; and the result (rows, heads, value_dim).
+    The loop's arguments are queries (rows, heads, key_dim), already scaled; the number of KV heads;
+    spans (spans, 5): address of the first key, bytes between heads, the same of the values, and
+    number of tokens; the index of each sequence's first span, and the end; visible columns of each
+    row, (rows, 2), first and end; rows per sequence; the first item of rows x heads, and the
+    stride; and the result (rows, heads, value_dim).
 
     Args:
-        key_dim: numbers of a key.
-        value_dim: numbers of a value.
-        soft_cap: scores stay within it, as soft_cap x tanh(score / soft_cap); 0 for no cap.
+        key_dim: size of a key.
+        value_dim: size of a value.
+        soft_cap: logit soft-capping, soft_cap x tanh(score / soft_cap); 0 for none.
     """
     from numba import float32, njit
 

@@ -1,7 +1,7 @@
-"""Decoder layers as two graphs, before and behind attention, over weights in codes.
+"""Decoder layers over quantized weights as two graphs, before and after attention.
 
-The layers are mlx-lm's; they are recognized by their class, and computed as its code computes them.
-Rope, the cache and attention between the graphs are the model's and the engine's own.
+mlx-lm's layers are recognized by their class and computed like its code does. RoPE, the cache and
+attention run between the graphs.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ ATTENTION = "scaled_dot_product_attention"
 O_PROJ, DOWN = "o_proj", "down_proj"
 NORMS = ("q_norm", "k_norm")
 EXACT_SIDES = (4,)
-"""Bits with which queries, keys and values are always of rows in float32.
+"""Bit widths for which queries, keys and values are always computed from float32 rows.
 
-Their rounding costs most: the KL of SmolLM2's next token is 0.0026 without it, 0.0040 with it. Of
-eight bits the operator has no quick way.
+Rounding costs most there: the KL divergence of SmolLM2's next token is 0.0026 without it, 0.0040
+with it. The operator has no fast float32 path for 8 bits.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
-    """How mlx-lm computes the decoder layers of a class."""
+    """Structure of mlx-lm's decoder layers of a class."""
 
     before: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Linear layers in front of attention; one of all three sides is fused."""
+    """Linear layers before attention; a single name is a fused layer."""
     raising: tuple[str, ...] = ("gate_proj", "up_proj")
-    """Linear layers of the gate and what it lets through; one of both is fused."""
+    """Linear layers of gate and up projection; a single name is a fused layer."""
     activation: str = "silu"
-    """Activation of the gate: `silu`, or the approximation `gelu`."""
+    """Activation of the gate: `silu`, or approximate `gelu`."""
     mlp_norm: str = "post_attention_layernorm"
-    """Norm in front of the gated part."""
+    """Norm before the MLP."""
     mixed_norm: str | None = None
-    """Norm of what attention adds; None without one."""
+    """Norm of the attention output; None without one."""
     lowered_norm: str | None = None
-    """Norm of what the gated part adds; None without one."""
+    """Norm of the MLP output; None without one."""
     from_one: bool = False
     """Whether norms multiply by 1 + weight."""
 
@@ -80,19 +80,19 @@ FORMS = {
     "mlx_lm.models.gemma2.TransformerBlock": GEMMA,
     "mlx_lm.models.gemma3_text.TransformerBlock": GEMMA,
 }
-"""Forms of layers, by their class."""
+"""Structures of layers, by class."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedProjection:
-    """Weights in codes and bias of a linear layer."""
+    """Quantized weights and bias of a linear layer."""
 
     matrix: PackedCodes
     bias: Array | None
 
     @classmethod
     def of(cls, module: nn.Module) -> PackedProjection | None:
-        """Return those of a module of MLX; None if it has no codes that are packed."""
+        """Return the weights of an MLX module; None if they cannot be packed."""
         matrix = packed_codes(module)
         if matrix is None:
             return None
@@ -101,12 +101,12 @@ class PackedProjection:
 
 
 def form_of(module: nn.Module) -> DecoderForm | None:
-    """Return the form of a decoder layer; None if the module is none of a known form."""
+    """Return the structure of a decoder layer; None if its class is unknown."""
     return FORMS.get(f"{type(module).__module__}.{type(module).__name__}")
 
 
 def packed_layer(layer: nn.Module, *, exact: bool) -> PackedDecoderLayer | None:
-    """Return the packed replacement of a decoder layer; None if its form is unknown or not coded.
+    """Return the packed replacement of a decoder layer; None if unknown or not quantized.
 
     It takes over the layer's attention, without the weights.
     """
@@ -123,7 +123,7 @@ def packed_layer(layer: nn.Module, *, exact: bool) -> PackedDecoderLayer | None:
 
 
 class PackedDecoderLayer(PackedModule):
-    """A decoder layer; what is in front of its attention and behind it is computed when called."""
+    """Decoder layer whose parts before and after attention are computed when called."""
 
     def __init__(
         self,
@@ -133,13 +133,13 @@ class PackedDecoderLayer(PackedModule):
         *,
         exact: bool,
     ) -> None:
-        """Make the graphs.
+        """Build the graphs.
 
         Args:
-            layer: of mlx-lm.
-            form: of the layer.
+            layer: layer of mlx-lm.
+            form: structure of the layer.
             projections: those before attention, of its output, of gate and up, and down.
-            exact: whether rows stay in float32.
+            exact: whether activations stay in float32.
         """
         super().__init__([projection.matrix for projection in projections], exact=exact)
         for name, value in vars(layer).items():  # such as `use_sliding`, which the model reads
@@ -163,7 +163,7 @@ class PackedDecoderLayer(PackedModule):
         self.self_attn = attention
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """Compute the layer of (b, n, width), as the layer of mlx-lm does."""
+        """Compute the layer of (b, n, width) like mlx-lm's layer."""
         b, n, _ = x.shape
         rows = rows_of(x)
         offset = 0 if cache is None else cache.offset
@@ -193,12 +193,12 @@ class PackedDecoderLayer(PackedModule):
         return self._finished(rows_of(result.transpose(0, 2, 1, 3)), rows, x)
 
     def _finished(self, mixed: Floats, rows: Floats, x: mx.array) -> mx.array:
-        """Compute what is behind attention, of its result and of the layer's rows."""
+        """Compute the part after attention, from its output and the layer's input."""
         (result,) = run_rows(self._behind, mixed.reshape(len(rows), -1), rows)
         return mx.array(result).reshape(x.shape)
 
     def _decoded(self, sides: Sequence[Floats], mask: Any, cache: Any) -> Floats | None:
-        """Append and attend on the step's own memory; None where MLX's arrays are needed."""
+        """Append and attend on the step's own memory; None if MLX arrays are needed."""
         if not isinstance(cache, DecodeReads) or not isinstance(mask, MaskRequest):
             return None
         if not has_numba() or self._soft_cap:
@@ -207,7 +207,7 @@ class PackedDecoderLayer(PackedModule):
         return decode_rows(cache.step, cache.layer, window, sides, self.self_attn.scale)
 
     def _attend(self, queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any) -> mx.array:
-        """Attend in order, so that rounded rows have the same bits in any batch and chunk."""
+        """Attend with a fixed summation order, so that results do not depend on batch or chunk."""
         scale, soft_cap = self.self_attn.scale, self._soft_cap
         mixed: mx.array | None = None
         if isinstance(keys, mx.array) and not isinstance(cache, Reads):
@@ -224,7 +224,7 @@ class PackedDecoderLayer(PackedModule):
 
 
 def _is_causal(mask: Any, n: int, m: int) -> bool:
-    """Tell whether the last n of m columns see all in front of them under a mask."""
+    """Return whether a mask is causal for the last n of m columns."""
     if mask is None or isinstance(mask, str):
         return n == 1 or mask is not None
     if mask.dtype != mx.bool_ or mask.size != n * m:
@@ -235,7 +235,7 @@ def _is_causal(mask: Any, n: int, m: int) -> bool:
 def _attend_capped(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, soft_cap: float
 ) -> mx.array:
-    """Attend as Gemma 2 does, with (b, heads, n, d): scores stay within a cap."""
+    """Attend with logit soft-capping as in Gemma 2, (b, heads, n, d)."""
     b, heads, n, dim = queries.shape
     grouped = (queries * scale).reshape(b, keys.shape[1], -1, n, dim)
     keys, values = mx.expand_dims(keys, 2), mx.expand_dims(values, 2)
@@ -252,7 +252,7 @@ def _attend_capped(
 
 
 class LayerGraphs:
-    """The two graphs of a decoder layer in the making."""
+    """Builder of the two graphs of a decoder layer."""
 
     def __init__(self, layer: nn.Module, form: DecoderForm, *, exact: bool) -> None:
         self._layer = layer
@@ -260,7 +260,7 @@ class LayerGraphs:
         self._exact = exact
 
     def before(self, projections: Sequence[PackedProjection], heads: Sequence[int]) -> RowSession:
-        """Return the norm and the products in front of attention: queries, keys and values."""
+        """Return the graph before attention: norm, and projections to queries, keys and values."""
         graph, attention = Graph(), self._layer.self_attn
         width = projections[0].matrix.columns
         normed = self._norm(graph, "x", self._layer.input_layernorm)
@@ -284,7 +284,7 @@ class LayerGraphs:
         raising: Sequence[PackedProjection],
         down: PackedProjection,
     ) -> RowSession:
-        """Return what is computed of the mix of values and the layer's rows."""
+        """Return the graph after attention, from its output and the layer's input."""
         graph, layer, form, exact = Graph(), self._layer, self._form, self._exact
         width, hidden_width = down.matrix.rows, down.matrix.columns
         (mixed,) = add_projections(graph, "mixed", {}, (output,), exact=exact)

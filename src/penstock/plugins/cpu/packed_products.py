@@ -1,12 +1,12 @@
-"""Products with weights in 4 or 8 bits, as they lie: `MatMulNBits` of ONNX Runtime.
+"""Products with packed 4- or 8-bit weights, by ONNX Runtime's `MatMulNBits`.
 
-The operator is quick for codes around a middle alone: 8 of 16, or 128 of 256. Affine codes are more
-than that, number = scale x (code - middle) + offset. So the products are those of the middle's
-codes, and the sums of each row's blocks times the offsets: exact, at a thirty-second of the work.
+The operator is fast only for symmetric codes, with a zero point of 8 or 128. Affine codes have an
+offset: value = scale x (code - middle) + offset. So the product is that of the symmetric codes,
+plus the sums of each row's blocks times the offsets: exact, with 1/32 of additional work.
 
-Rows are rounded to 8 bits a block, as llama.cpp does; `exact` leaves them in float32. A row's
-result does not depend on the rows beside it. On some processors a row alone, or the last one of an
-odd number, is added up in another order: rows are computed in pairs there (`row_multiple`).
+Activations are rounded to 8 bits per block, as in llama.cpp; `exact` keeps them in float32. A row's
+result does not depend on other rows. On some processors a single row, or the last of an odd number,
+is summed in another order; there, rows are computed in pairs (`row_multiple`).
 """
 
 from __future__ import annotations
@@ -27,55 +27,55 @@ from penstock.plugins.cpu.onnx_graph import MICROSOFT, Array, Graph, RowSession
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 ROUNDED, EXACT = 4, 1
-"""Levels of the operator: rows in 8 bits, and in float32."""
+"""Accuracy levels of the operator: activations in 8 bits, and in float32."""
 BLOCKS = (16, 32, 64, 128, 256)
-"""Numbers of a row that have one scale, as the operator knows them."""
+"""Block sizes of scales that the operator supports."""
 WIDER = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}
-"""Bits that codes of so many bits lie in."""
+"""Stored width of codes, by bits."""
 ALIGNMENT = 64
-"""Bytes at a multiple of which the runtime puts its own arrays, too."""
+"""Alignment in bytes that the runtime uses for its own arrays."""
 MULTIPLES = (1, 2, 4, 8)
 """Numbers of rows that may have to be computed together."""
 ACTIVATIONS = 2
-"""Products of a row that a graph holds at a time, as a multiple of their size."""
+"""Number of products of a row alive at once in a graph."""
 CODES_AT_ONCE = 1 << 22
-"""Codes that are unpacked at a time."""
+"""Number of codes unpacked at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCodes:
-    """A matrix in codes: number = scale x (code - middle) + offset, with one of both a block."""
+    """Quantized matrix: value = scale x (code - middle) + offset, both of them per block."""
 
     codes: Array
-    """Codes as bytes, the lower half of a byte first, (rows, blocks, block x bits / 8)."""
+    """Codes as bytes, low nibble first, (rows, blocks, block x bits / 8)."""
     scales: Floats
     """Scales, (rows, blocks)."""
     offsets: Floats | None
-    """Offsets, (rows, blocks); None where all are 0."""
+    """Offsets, (rows, blocks); None if all are 0."""
     bits: int
     """Width of a code, 4 or 8."""
     block: int
-    """Numbers that have one scale."""
+    """Number of values that share a scale."""
 
     @property
     def rows(self) -> int:
-        """Rows of the matrix: numbers of a product."""
+        """Number of rows of the matrix: size of a product."""
         return len(self.codes)
 
     @property
     def columns(self) -> int:
-        """Columns of the matrix: numbers that are multiplied."""
+        """Number of columns of the matrix: size of an input row."""
         return int(self.codes.shape[1]) * self.block
 
     def digest(self) -> str:
-        """Return a name of the numbers, to the bit."""
+        """Return a hash of the exact values."""
         hashed = xxhash.xxh3_128()
         for array in (self.codes, self.scales, self.offsets):
             hashed.update(b"" if array is None else array.tobytes())
         return str(hashed.hexdigest())
 
     def halves(self) -> tuple[PackedCodes, PackedCodes]:
-        """Return two matrices of 4 bits whose sum is this one of 8."""
+        """Return two matrices of 4 bits whose sum is this one of 8 bits."""
         high, low = self.codes >> 4, self.codes & 15
         middle = 8 * self.scales
         offsets = middle if self.offsets is None else self.offsets + middle
@@ -86,9 +86,9 @@ class PackedCodes:
 
 
 def packed_codes(module: nn.Module) -> PackedCodes | None:
-    """Return the codes of a linear layer or an embedding of MLX; None if the operator has no form.
+    """Return the codes of a linear layer or embedding of MLX; None if the operator cannot use them.
 
-    Bits that the operator does not have become codes of more bits, around the same middle.
+    Unsupported widths are converted to wider codes with the same zero point.
     """
     if "scales" not in module or module.get("biases") is None or module.mode != "affine":
         return None
@@ -112,7 +112,7 @@ def _floats(array: mx.array) -> Floats:
 
 
 def _widened(weight: mx.array, bits: int, wider: int, rows: int, blocks: int, block: int) -> Array:
-    """Return codes in more bits, moved so that their middle is that of the wider ones."""
+    """Return codes in more bits, shifted to the zero point of the wider ones."""
     out = np.empty((rows, blocks, block * wider // 8), np.uint8)
     step = max(1, CODES_AT_ONCE // (blocks * block))
     for first in range(0, rows, step):
@@ -126,7 +126,7 @@ def _widened(weight: mx.array, bits: int, wider: int, rows: int, blocks: int, bl
 
 
 def _in_bytes(codes: Array, bits: int) -> Array:
-    """Return codes of a byte each in `bits`."""
+    """Pack codes of one byte each into `bits` bits."""
     return codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
 
 
@@ -139,11 +139,11 @@ def add_product(
     """Add the product of rows with a matrix to a graph; return the name of the result.
 
     Args:
-        graph: to add to.
+        graph: graph to extend.
         x: name of the rows.
-        sums: names of the sums of the rows' blocks, by the block; those that lack are added.
-        matrix: codes.
-        exact: whether rows stay in float32.
+        sums: names of the sums of the rows' blocks, by block size; missing ones are added.
+        matrix: quantized matrix.
+        exact: whether activations stay in float32.
     """
     multiple = row_multiple(matrix.bits, matrix.block, exact)
     graph.row_multiple = max(graph.row_multiple, multiple)
@@ -175,9 +175,9 @@ def _add_product(
 def add_products(
     graph: Graph, x: str, sums: dict[int, str], matrices: Sequence[PackedCodes], *, exact: bool
 ) -> list[str]:
-    """Add the products of the same rows with several matrices, in one if they are of one form.
+    """Add products of the same rows with several matrices, as one if their formats agree.
 
-    Args and result are those of `add_product`.
+    For arguments and result see `add_product`.
     """
     whole = _stacked(matrices)
     if whole is None:
@@ -189,14 +189,14 @@ def add_products(
 
 
 def add_split(graph: Graph, x: str, widths: Sequence[int]) -> list[str]:
-    """Add the division of rows into parts of these widths to a graph; return the parts' names."""
+    """Add the split of rows into parts of these widths to a graph; return the parts' names."""
     sizes = graph.weight(np.array(widths, np.int64))
     parts: list[str] = graph.node("Split", x, sizes, outputs=len(widths), axis=1)
     return parts
 
 
 def _stacked(matrices: Sequence[PackedCodes]) -> PackedCodes | None:
-    """Return the matrices below each other; None if they are of different forms."""
+    """Concatenate matrices along rows; None if their formats differ."""
     if len({(matrix.bits, matrix.block) for matrix in matrices}) > 1:
         return None
     offsets = []
@@ -213,10 +213,10 @@ def _stacked(matrices: Sequence[PackedCodes]) -> PackedCodes | None:
 
 @cache
 def row_multiple(bits: int, block: int, exact: bool) -> int:
-    """Return a number of which any multiple of rows has the same bits in each row; tried at once.
+    """Return the number of rows to pad to so that each row has the same bits; determined by a test.
 
-    For rows in float32 it is 2, and for rounded ones with AVX2 and 4 bits, or with AVX-512 and
-    blocks of 64.
+    2 for rows in float32, and for rounded ones with AVX2 and 4 bits, or with AVX-512 and blocks of
+    64.
     """
     columns, rows = 5 * block, MULTIPLES[-1] * 3
     draw = np.random.default_rng(0)
@@ -241,7 +241,7 @@ def row_multiple(bits: int, block: int, exact: bool) -> int:
 
 
 def run_rows(session: RowSession, *inputs: Array) -> list[Array]:
-    """Run a session with products on rows; no result depends on their number."""
+    """Run a session on rows so that no result depends on their number."""
     rows = len(inputs[0])
     padded = -(-rows // session.row_multiple) * session.row_multiple
     whole = session.run(*(_aligned(x, padded) for x in inputs))
@@ -249,9 +249,9 @@ def run_rows(session: RowSession, *inputs: Array) -> list[Array]:
 
 
 def _aligned(x: Array, rows: int) -> Array:
-    """Return rows at a multiple of 64 bytes, the last one repeated up to a number of rows.
+    """Return aligned rows, padded to a number of rows by repeating the last one.
 
-    Where sums begin at another place within a vector, they are added up in another order.
+    Otherwise sums would start at another offset within a vector, and be computed in another order.
     """
     if len(x) == rows and x.__array_interface__["data"][0] % ALIGNMENT == 0:
         return x
@@ -266,12 +266,12 @@ def _aligned(x: Array, rows: int) -> Array:
 
 
 class PackedModule(nn.Module):
-    """A module whose weights lie in sessions, outside of MLX's arrays."""
+    """Module whose weights are in ONNX sessions, outside MLX's arrays."""
 
     packed_bytes = 0
     """Bytes of the weights in its sessions."""
     packed_row_bytes = 0
-    """Bytes of a row's activations in its sessions; 0 where only rows with logits are computed."""
+    """Bytes of a row's activations in its sessions; 0 if only rows with logits are computed."""
 
     def __init__(self, matrices: Sequence[PackedCodes], *, exact: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -285,7 +285,7 @@ class PackedModule(nn.Module):
 
 
 class PackedLinear(PackedModule):
-    """A linear layer with weights in codes; its rows are computed when it is called."""
+    """Linear layer with quantized weights, computed when called."""
 
     def __init__(self, matrix: PackedCodes, bias: mx.array | None, *, exact: bool) -> None:
         super().__init__([matrix], exact=exact)
@@ -295,13 +295,13 @@ class PackedLinear(PackedModule):
         self.packed_bytes = self._product.weight_bytes
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Multiply (..., n) by the weights, to (..., m), and add the bias."""
+        """Multiply (..., n) by the weights, giving (..., m), and add the bias."""
         products = multiplied(self._product, x)
         return products + self["bias"] if "bias" in self else products
 
 
 class PackedHead(PackedLinear):
-    """The last layer of a model; where logits are not read, they are not computed."""
+    """Output layer of a model; logits are computed only where they are needed."""
 
     def __init__(self, matrix: PackedCodes, bias: mx.array | None, *, exact: bool) -> None:
         super().__init__(matrix, bias, exact=exact)
@@ -313,7 +313,7 @@ class PackedHead(PackedLinear):
 
 
 class PackedEmbedding(PackedModule):
-    """An embedding whose weights are those of the last layer, too: for its rows they lie twice."""
+    """Embedding tied to the output layer; its weights are stored twice."""
 
     def __init__(self, codes: nn.QuantizedEmbedding, matrix: PackedCodes, *, exact: bool) -> None:
         super().__init__([matrix], exact=exact)
@@ -323,7 +323,7 @@ class PackedEmbedding(PackedModule):
         self.packed_bytes = self._product.weight_bytes
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Return the rows (..., n) of tokens."""
+        """Return the embeddings (..., n) of tokens."""
         rows: mx.array = self.codes(tokens)
         return rows
 
@@ -335,7 +335,7 @@ class PackedEmbedding(PackedModule):
 
 
 def no_logits(x: mx.array, width: int) -> mx.array:
-    """Return a placeholder for logits that nothing reads; it is not evaluated."""
+    """Return a placeholder for unused logits; it is not evaluated."""
     return mx.zeros((*x.shape[:-1], width))
 
 
@@ -348,11 +348,11 @@ def product_session(matrix: PackedCodes, *, exact: bool) -> RowSession:
 
 
 def multiplied(session: RowSession, x: mx.array) -> mx.array:
-    """Run a session with one input and one output on an array's rows, now."""
+    """Run a session with one input and one output on an array's rows, immediately."""
     (products,) = run_rows(session, rows_of(x))
     return mx.array(products).reshape(*x.shape[:-1], products.shape[-1])
 
 
 def rows_of(x: mx.array) -> Floats:
-    """Return the rows of an array (..., n) as (rows, n), computed, and copied if they must be."""
+    """Return an array (..., n) as rows (rows, n), evaluated, and copied if needed."""
     return np.ascontiguousarray(np.asarray(x.astype(mx.float32)).reshape(-1, x.shape[-1]))

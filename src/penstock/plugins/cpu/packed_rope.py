@@ -1,6 +1,6 @@
-"""Rotary positions on NumPy's arrays: a layer of a step then waits for no array of MLX.
+"""RoPE on NumPy arrays, so that a layer does not wait for MLX.
 
-The angles are MLX's own: a module of mlx-lm rotates a row of ones and zeros once for each position.
+Angles are taken from MLX, by applying the model's module to ones and zeros once per position.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ ROTATING = frozenset(
         "mlx_lm.models.rope_utils.YarnRoPE",
     }
 )
-"""Classes that rotate pairs of numbers by angles that follow from the position alone."""
+"""Classes that rotate pairs of values by angles that depend only on the position."""
 LEAVING = "mlx_lm.models.smollm3.NoPE"
-"""Class that rotates nothing."""
+"""Class that does not rotate."""
 BLOCK = 256
-"""Positions whose angles are computed together."""
+"""Number of positions whose angles are computed together."""
 MOST_BLOCKS = 64
-"""Blocks of angles that are kept: 8 MB with 256 numbers a head."""
+"""Maximum cached blocks of angles: 8 MB with a head size of 256."""
 
 
 class RotaryPositions:
-    """Rotation of the heads of rows by their positions, as a module of mlx-lm computes it."""
+    """RoPE of rows of heads, equivalent to a module of mlx-lm."""
 
     def __init__(self, rope: nn.Module, pairs: int, *, neighbors: bool) -> None:
-        """Prepare to rotate.
+        """Initialize the rotation.
 
         Args:
-            rope: module that gives the angles.
-            pairs: rotated pairs of numbers of a head, 0 for none.
-            neighbors: whether a pair are neighbors, or else numbers of two halves.
+            rope: module that defines the angles.
+            pairs: number of rotated pairs per head; 0 for none.
+            neighbors: whether a pair is adjacent, instead of split between the halves.
         """
         self._rope = rope
         self._pairs = pairs
@@ -50,7 +50,7 @@ class RotaryPositions:
 
     @classmethod
     def of(cls, rope: nn.Module) -> RotaryPositions | None:
-        """Return that of a module; None if it is of an unknown class."""
+        """Return the RoPE of a module; None if its class is unknown."""
         name = f"{type(rope).__module__}.{type(rope).__name__}"
         if name == LEAVING:
             return cls(rope, 0, neighbors=False)
@@ -71,7 +71,7 @@ class RotaryPositions:
         return angles
 
     def rotated(self, sides: Sequence[Floats], positions: Integers) -> list[Floats]:
-        """Return sides of rows (n, heads, dim), each rotated by the rows' positions (n,)."""
+        """Return sides (n, heads, dim), rotated by the rows' positions (n,)."""
         if not self._pairs:
             return list(sides)
         cosines, sines = self.angles(positions)
@@ -86,7 +86,7 @@ class RotaryPositions:
         return turned
 
     def _parts(self) -> tuple[slice, slice]:
-        """Return the places of the first and of the second number of each pair."""
+        """Return slices of the first and of the second value of each pair."""
         pairs = self._pairs
         if self._neighbors:
             return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)

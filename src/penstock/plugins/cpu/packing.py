@@ -1,4 +1,4 @@
-"""Packed weights of a whole model, module by module; see `penstock.models.weight_packer`."""
+"""Packing of all quantized weights of a model; see `penstock.models.weight_packer`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.plugins.cpu.packed_products import (
 
 
 def takes(module: nn.Module) -> bool:
-    """See `WeightPacker`: affine codes of linear layers and embeddings."""
+    """See `WeightPacker`; affine codes of linear layers and embeddings."""
     return (
         isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
         and module.mode == "affine"
@@ -51,12 +51,12 @@ def packing(module: nn.Module) -> Packing | None:
 
 
 def keeps_order() -> bool:
-    """See `WeightPacker`: the loop is compiled by Numba."""
+    """See `WeightPacker`; True if Numba is available."""
     return has_numba()
 
 
 def pack(model: nn.Module, *, exact: bool) -> None:
-    """See `WeightPacker`: decoder layers of known forms as two graphs, others layer by layer."""
+    """See `WeightPacker`; decoder layers of known classes as two graphs, others one by one."""
     for name in _names(model, lambda module: form_of(module) is not None):
         layer = packed_layer(_at(model, name), exact=exact)
         if layer is not None:
@@ -70,7 +70,7 @@ def pack(model: nn.Module, *, exact: bool) -> None:
 
 
 def _packed(name: str, module: Any, *, has_head: bool, exact: bool) -> nn.Module | None:
-    """Return the packed replacement of a module; None if the module stays."""
+    """Return the packed replacement of a module; None to keep the module."""
     matrix = packed_codes(module)
     if matrix is None:
         return None
@@ -81,7 +81,7 @@ def _packed(name: str, module: Any, *, has_head: bool, exact: bool) -> nn.Module
 
 
 def _names(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[str]:
-    """Return the names of modules; none of these is held, so that replaced ones are freed."""
+    """Return the names of modules; keeps no references, so that replaced modules are freed."""
     modules: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
     return [name for name, module in modules if wanted(module)]
 

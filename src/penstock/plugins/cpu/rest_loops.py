@@ -1,7 +1,7 @@
-"""The loop that reads blocks that were not chosen from their index, compiled; see `choice_loops`.
+"""Compiled loop for approximate attention to unselected blocks; see `choice_loops`.
 
-Keys of the index meet the queries as in `choosing_loops`, by tables of sums. Its values are widened
-a few tokens at a time, and mixed as exact ones are.
+Keys of the index are scored as in `choosing_loops`, by tables of sums. Its values are converted to
+floats a few tokens at a time, and summed like exact ones.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from penstock.plugins.cpu.compiled import exp_loop, half_bits_loop, pointer
 from penstock.plugins.cpu.sign_products import HIDDEN, LANE_BITS, LANES
 
 BLOCKS_AT_ONCE = 64
-"""Blocks whose weights are held at a time."""
+"""Number of blocks whose weights are in memory at a time."""
 CODES = 16
-"""Codes of two bits in a word."""
+"""Number of 2-bit codes per word."""
 
 
 @cache
 def _widen_loop(words: int) -> Any:
-    """Return the loop that makes numbers of the codes of some tokens; their sizes are left out."""
+    """Compile the conversion of the codes of some tokens to floats, without their sizes."""
     from numba import carray, njit, uint32
 
     address_of = pointer()
@@ -52,7 +52,7 @@ def _widen_loop(words: int) -> Any:
 
 @cache
 def _lane_loops(words: int) -> tuple[Any, Any]:
-    """Return the loops that sum tokens' signs for four queries, and take one query's sums out."""
+    """Compile the sums of tokens' signs for four queries, and extraction of one query's sums."""
     from numba import float32, njit
 
     sum_up, hidden = sum_loop(words), int(HIDDEN)
@@ -73,13 +73,12 @@ def _lane_loops(words: int) -> tuple[Any, Any]:
 
 @cache
 def _meet_loop(words: int, value_words: int) -> Any:
-    """Return the loop in which queries meet the keys of blocks that were not chosen.
+    """Compile the scoring of unselected blocks by the index.
 
-    It takes as many blocks as the arrays have room for. Of each token it writes the sums of all
-    queries, and the bits of the sizes of its key and of its value. Of each run of tokens it writes
-    the address of the values' codes, its first column, and its tokens; of each block its number.
-
-    `place` is the next block, how many of the chosen ones are in front of it, and its span.
+    Processes as many blocks as the arrays have room for. Writes for each token the sums of all
+    queries, and the bits of the sizes of its key and value; for each run of tokens the address of
+    the values' codes, its first column and its length; and for each block its index. `place` is the
+    next block, the number of selected blocks before it, and its span.
     """
     from numba import carray, njit
 
@@ -126,7 +125,7 @@ def _meet_loop(words: int, value_words: int) -> Any:
 
 @cache
 def rest_loop(words: int, value_words: int) -> Any:
-    """Return the loop that reads what was not chosen, by the words of a token's key and value."""
+    """Compile attention to unselected blocks, by the words of a token's key and value."""
     from numba import float32, njit
 
     fill, exp, mix = fill_loop(), exp_loop(), mix_loop(CODES * value_words)

@@ -1,4 +1,4 @@
-"""Products with signs, an index of keys in one bit a number, from tables on the CPU."""
+"""Products with sign vectors on the CPU, from lookup tables."""
 
 from __future__ import annotations
 
@@ -12,44 +12,43 @@ from penstock.kv.numpy_arrays import Floats
 Octets: TypeAlias = npt.NDArray[np.uint8]
 Sums: TypeAlias = npt.NDArray[np.int64]
 Halves: TypeAlias = npt.NDArray[np.uint16]
-"""Sums of one lane, or the bits of float16."""
+"""Sums of one lane, or bits of float16."""
 
 LANES = 4
-"""Queries of a key head whose sums lie side by side in one word of 64 bits."""
+"""Number of queries of a KV head whose sums are packed into one 64-bit word."""
 LANE_BITS = 16
 LEVELS = 31
-"""A row's size is this part of the largest in its block, or less."""
+"""Number of levels for a row's size relative to the largest in its block."""
 MOST = 2 ** (LANE_BITS - 1) // LEVELS
-"""Largest sum of a row's numbers: multiplied by the levels it stays in its lane."""
+"""Maximum sum of a row's values that stays in its lane when multiplied by the levels."""
 MOST_ALONE = 2 ** (LANE_BITS - 1) - 1
-"""The same where they are not multiplied."""
+"""Maximum sum without multiplication by levels."""
 HIDDEN = np.int64(-(2**63) + 2**47 + 2**31 + 2**15)
-"""Half of the range of every lane, added so that lanes are compared as unsigned numbers."""
+"""Half of every lane's range, added so that lanes compare as unsigned integers."""
 STEP = 8
-"""Difference of two float16, read as integers, up to which their levels are equal."""
+"""Difference of two float16, read as integers, up to which they have the same level."""
 LEVELS_BELOW = np.rint(LEVELS * 2.0 ** (-(np.arange(1024) * STEP + STEP / 2) / 1024)).astype(
     np.int64
 )
-"""Level of a size, by its distance below the largest; float16 grow about as powers of two do."""
+"""Level of a size, by its distance below the largest; float16 bits grow like logarithms."""
 BLOCKS_AT_ONCE = 1_024
-"""Blocks of a head that are computed together, so that their numbers stay in the CPU's cache."""
+"""Blocks of a head processed together, so that they fit into the CPU's cache."""
 
 
 def best_by_block(x: Floats, codes: Octets, sizes: npt.NDArray[np.float16], block: int) -> Floats:
-    """Return the largest product of each block of rows, whose numbers are signs of one size.
+    """Return the largest product of each block of rows, which are sign vectors with a size.
 
-    The numbers of four queries become integers side by side in a word. Their sums for the 256
-    values of an octet become a table. A row is then read as n / 8 octets, for all four queries in
-    one addition.
+    The values of four queries become integers packed into a word. Their sums for all 256 values of
+    an octet are tabulated. A row is then n / 8 lookups, each adding for all four queries.
 
     Args:
         x: queries, (heads, m, n).
-        codes: (heads, rows, n / 8), a bit a number; 1 is plus. Whole blocks of rows.
-        sizes: of each row, (heads, rows), not negative.
-        block: rows of a block.
+        codes: (heads, rows, n / 8), one bit per value; 1 is plus; whole blocks.
+        sizes: size of each row, (heads, rows), not negative.
+        block: number of rows per block.
 
     Returns:
-        (heads, m, rows / block); not finite for a block with a size that is not.
+        Array (heads, m, rows / block); not finite for a block with a size that is not.
     """
     heads, m, _ = x.shape
     whole, units = _packed(x)
@@ -68,12 +67,12 @@ def best_by_block(x: Floats, codes: Octets, sizes: npt.NDArray[np.float16], bloc
 
 
 def products(best: Floats, largest: Halves, units: Floats) -> Floats:
-    """Return products from the best sums of blocks, half of a lane's range higher.
+    """Return products from the blocks' best sums, which are offset by half of a lane's range.
 
     Args:
-        best: whole numbers, (heads, m, blocks).
+        best: integers, (heads, m, blocks).
         largest: bits of each block's largest size, (heads, blocks).
-        units: (heads, m, 1).
+        units: units of the integers, (heads, m, 1).
     """
     with np.errstate(invalid="ignore", over="ignore"):
         steps = largest.view(np.float16).astype(np.float32) / LEVELS
@@ -82,11 +81,11 @@ def products(best: Floats, largest: Halves, units: Floats) -> Floats:
 
 
 def units_of(x: Floats, most: int = MOST) -> Floats:
-    """Return the unit of each query's whole numbers, (heads, m, 1).
+    """Return the unit of each query's integers, (heads, m, 1).
 
     Args:
         x: (heads, m, n).
-        most: largest sum of a row's numbers.
+        most: maximum sum of a row's values.
     """
     total = np.abs(x).sum(axis=-1, keepdims=True)
     # Rounded, each number may be half a unit more.
@@ -95,13 +94,13 @@ def units_of(x: Floats, most: int = MOST) -> Floats:
 
 
 def _packed(x: Floats) -> tuple[Sums, Floats]:
-    """Return queries as whole numbers, four in a word, and their units.
+    """Return queries as integers, four per word, and their units.
 
     Args:
         x: (heads, m, n).
 
     Returns:
-        (heads, words, n / 8, 8), and (heads, m, 1).
+        Arrays (heads, words, n / 8, 8) and (heads, m, 1).
     """
     heads, m, n = x.shape
     words = -(-m // LANES)
@@ -114,7 +113,7 @@ def _packed(x: Floats) -> tuple[Sums, Floats]:
 
 
 def _tables(octets: Sums) -> Sums:
-    """Return the sums of all values of octets, (heads, words, n / 8, 256)."""
+    """Return the sums for all values of octets, (heads, words, n / 8, 256)."""
     tables = np.empty((*octets.shape[:-1], 256), np.int64)
     tables[..., 0] = -octets.sum(axis=-1)
     for bit in range(8):
@@ -124,7 +123,7 @@ def _tables(octets: Sums) -> Sums:
 
 
 def _levels(sizes: npt.NDArray[np.float16], block: int) -> tuple[Sums, Halves]:
-    """Return levels of rows, (block, blocks), and the bits of each block's largest size."""
+    """Return the levels of rows, (block, blocks), and the bits of each block's largest size."""
     bits = sizes.view(np.uint16).reshape(-1, block).T
     largest = bits.max(axis=0)
     below = np.minimum((largest - bits) // STEP, len(LEVELS_BELOW) - 1)
@@ -132,14 +131,14 @@ def _levels(sizes: npt.NDArray[np.float16], block: int) -> tuple[Sums, Halves]:
 
 
 def _by_place(codes: Octets, block: int) -> Octets:
-    """Return codes in order of their places in the block, (block, blocks, octets)."""
+    """Return codes ordered by their position in the block, (block, blocks, octets)."""
     rows, octets = codes.shape
     row = codes.view(np.dtype((np.void, octets))).reshape(rows // block, block)
     return np.ascontiguousarray(row.T).view(np.uint8).reshape(block, -1, octets)
 
 
 def _largest(tables: Sums, octets: Octets, levels: Sums) -> Halves:
-    """Return the largest of each block's rows, half of the lane's range higher, (m, blocks)."""
+    """Return the largest sum of each block's rows, offset by half of the range, (m, blocks)."""
     tops = []
     more = np.empty(levels.shape, np.int64)
     for table in tables:

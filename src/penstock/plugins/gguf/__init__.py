@@ -1,1 +1,1 @@
-"""Models in GGUF files: header, config, weights and tokenizer in mlx-lm's form."""
+"""GGUF files: header, config, weights and tokenizer converted for mlx-lm."""

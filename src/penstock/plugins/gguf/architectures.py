@@ -1,4 +1,4 @@
-"""Architectures of GGUF files: mlx-lm's config and names of weights for each.
+"""Conversion of GGUF architectures to mlx-lm's configs and weight names.
 
 A new architecture is a function from a header to the special values of its config, and a line in
 `ARCHITECTURES`. Keys and names are those of
@@ -51,30 +51,30 @@ _EXPERTS = {
 }
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that go into the config; the model has none of these names."""
+"""Tensors that become part of the config; the model has no such weights."""
 _PARTLY_ROTARY = ("phi3",)
-"""Architectures that may rotate a part of a head's numbers."""
+"""Architectures that may rotate only part of a head."""
 _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.(\w+)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Config and tensor names of one architecture, as mlx-lm wants them."""
+    """Config and tensor names of one architecture for mlx-lm."""
 
     model_type: str
-    """The name of mlx-lm's module."""
+    """Name of mlx-lm's module."""
     special: Callable[[Header, str], Config]
-    """Function of the header for the part of the config only this architecture has."""
+    """Function that returns the architecture-specific part of the config."""
     names: Mapping[str, str] = field(default_factory=lambda: _COMMON)
-    """Names of mlx-lm's modules within a layer, by the file's."""
+    """Names of mlx-lm's modules within a layer, by name in the file."""
     interleaved: bool = False
     """Whether the rows of queries and keys are in RoPE's interleaved order."""
     norm_offset: float = 0.0
-    """Number that the file adds to the weights of norms, and mlx-lm adds itself."""
+    """Offset that the file includes in the weights of norms, and mlx-lm adds itself."""
 
 
 def architecture(header: Header) -> Architecture:
-    """Return the architecture of a file, or raise ModelError that lists the supported ones."""
+    """Return the architecture of a file. Raises ModelError with the list of supported ones."""
     name = header.get("general.architecture", str)
     if name not in ARCHITECTURES:
         raise ModelError(
@@ -87,7 +87,7 @@ def architecture(header: Header) -> Architecture:
 
 
 def config(header: Header) -> Config:
-    """Return a config as mlx-lm's loader and `penstock plan` read it, or raise ModelError."""
+    """Return the config for mlx-lm's loader and `penstock plan`. Raises ModelError."""
     kind, prefix = architecture(header), str(header.metadata["general.architecture"])
     heads = header.integer(f"{prefix}.attention.head_count")
     hidden = header.integer(f"{prefix}.embedding_length")
@@ -132,7 +132,7 @@ def config(header: Header) -> Config:
 
 
 def _check_sizes(header: Header, config: Config) -> None:
-    """Raise ModelError where the config contradicts a tensor's size: it decides about memory."""
+    """Raise ModelError if the config contradicts the size of a tensor, as memory depends on it."""
     for name, claimed, actual in _claims(header, config):
         if claimed != actual:
             raise ModelError(
@@ -141,7 +141,7 @@ def _check_sizes(header: Header, config: Config) -> None:
 
 
 def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
-    """Yield the name of each size, its value in the config, and that in the tensors."""
+    """Yield the name of each size, its value in the config, and its value in the tensors."""
     layers = {int(match[1]) for name in header.tensors if (match := _BLOCK.fullmatch(name))}
     yield "layers", config["num_hidden_layers"], max(layers, default=-1) + 1
     rows, columns = header.tensors["token_embd.weight"].shape
@@ -163,11 +163,7 @@ def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
 
 
 def module_of(kind: Architecture, tensor: str) -> str | None:
-    """Return the name in mlx-lm's model of a tensor of the file; None for one it lacks.
-
-    >>> module_of(ARCHITECTURES["llama"], "blk.3.attn_q.weight")
-    'model.layers.3.self_attn.q_proj.weight'
-    """
+    """Return the name in mlx-lm's model of a tensor; None if the model has no such weight."""
     match = _BLOCK.fullmatch(tensor)
     if match is not None:
         name = kind.names.get(match[2])
@@ -177,7 +173,7 @@ def module_of(kind: Architecture, tensor: str) -> str | None:
 
 
 def end_tokens(header: Header) -> list[int]:
-    """Return the tokens that end an answer, by the metadata and by their text, like llama.cpp."""
+    """Return the tokens that end an answer, by metadata and by text, like llama.cpp."""
     texts = header.get("tokenizer.ggml.tokens", list, [])
     named = [
         header.integer(f"tokenizer.ggml.{key}_token_id")
@@ -199,7 +195,7 @@ def _end_marks(texts: frozenset[str]) -> frozenset[str]:
 
 
 CONTROL = 3
-"""Type of a token that is a mark, not text."""
+"""Type of control tokens, which are not text."""
 END_MARKS = frozenset(
     (
         *(
@@ -218,11 +214,11 @@ END_MARKS = frozenset(
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     )
 )
-"""Texts of marks that end an answer: of a turn, of a text, and between files of code."""
+"""Texts of tokens that end an answer: end of turn, of text, and separators of code files."""
 
 
 def _vocabulary(header: Header) -> int:
-    """Return the rows of the embedding: more than there are tokens, in some files."""
+    """Return the number of rows of the embedding, which may exceed the number of tokens."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{header.name} has no tensor token_embd.weight of two dimensions")
@@ -230,7 +226,7 @@ def _vocabulary(header: Header) -> int:
 
 
 def _rope_scaling(header: Header, prefix: str) -> Config | None:
-    """Return the scaling of positions; None without one. Raises ModelError if not supported."""
+    """Return the RoPE scaling; None without one. Raises ModelError if unsupported."""
     kind = header.get(f"{prefix}.rope.scaling.type", str, "linear")
     old = header.number(f"{prefix}.rope.scale_linear", 0.0)
     factor = header.number(f"{prefix}.rope.scaling.factor", old) or 1.0
@@ -275,7 +271,7 @@ def _factors(header: Header, name: str) -> list[float]:
 
 
 def _llama(header: Header, prefix: str) -> Config:
-    """Return Llama 3's scaling, which the file has as one factor for each frequency."""
+    """Return Llama 3's RoPE scaling, which the file stores as one factor per frequency."""
     config: Config = {"rope_traditional": False}
     if "rope_freqs.weight" not in header.tensors:
         return config
@@ -297,7 +293,7 @@ def _llama(header: Header, prefix: str) -> Config:
 def llama3_factors(theta: float, scaling: Mapping[str, Any], count: int) -> list[float]:
     """Return the factors by which Llama 3 divides each frequency (Meta's `apply_scaling`).
 
-    `theta` is the base of the frequencies, `count` half of the head's numbers.
+    `theta` is the base of the frequencies, `count` half of the head size.
     """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = [
@@ -325,7 +321,7 @@ def _qwen3moe(header: Header, prefix: str) -> Config:
 
 
 def _query_scale(header: Header, prefix: str, large: int) -> int:
-    """Return Gemma's scale of queries, which depends on the size of the model."""
+    """Return Gemma's query scale, which depends on the model size."""
     head = header.integer(f"{prefix}.attention.key_length")
     if header.integer(f"{prefix}.block_count") != large:
         return head
@@ -376,7 +372,7 @@ def _phi3(header: Header, prefix: str) -> Config:
 
 
 def _check_attention_factor(header: Header, prefix: str, ratio: float) -> None:
-    """Raise ModelError where the file's factor of attention differs from mlx-lm's."""
+    """Raise ModelError if the file's attention factor differs from mlx-lm's."""
     key = f"{prefix}.rope.scaling.attn_factor"
     original = header.integer(f"{prefix}.rope.scaling.original_context_length", 0)
     computed = 1.0
@@ -396,4 +392,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA, norm_offset=1.0),
     "phi3": Architecture("phi3", _phi3, _PHI),
 }
-"""Supported architectures by the name in the file; llama includes Mistral and SmolLM."""
+"""Supported architectures by name in the file; llama includes Mistral and SmolLM."""

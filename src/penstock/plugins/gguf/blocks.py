@@ -1,4 +1,4 @@
-"""Numbers of a GGUF tensor for MLX: dense, or codes with a scale and a bias a group.
+"""Conversion of GGUF tensors for MLX: dense values, or codes with group scales and biases.
 
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are affine in groups of 32, which is one of MLX's own
 forms: the codes are repacked without loss. Q2_K, Q3_K and Q6_K have groups of 16; the package
@@ -24,12 +24,12 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class AffineCodes:
-    """A quantized matrix in MLX's affine form: number = code x scale + bias."""
+    """Quantized matrix in MLX's affine format: value = code x scale + bias."""
 
     weight: mx.array
-    """Codes as uint32, rows x packed columns."""
+    """Codes as uint32, (rows, packed columns)."""
     scales: mx.array
-    """Scales in float32, rows x groups; the file's are float16, or products of two."""
+    """Scales in float32, (rows, groups); the file's are float16, or products of two."""
     biases: mx.array
     bits: int
 
@@ -43,7 +43,7 @@ class AffineCodes:
 
 
 def read(tensor: TensorInfo, *, wide: bool = False) -> mx.array | AffineCodes:
-    """Read one tensor; `wide` ones become float32 anyway, so that they are not rounded to codes."""
+    """Read one tensor; with `wide`, tensors to be dequantized anyway are read as float32."""
     raw = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.nbytes,))
     form, bits = tensor.form.name, tensor.form.bits
     if form == "BF16":
@@ -65,7 +65,7 @@ def read(tensor: TensorInfo, *, wide: bool = False) -> mx.array | AffineCodes:
 
 
 def nearest_error(tensor: TensorInfo) -> float:
-    """Return the root mean square error of MLX's nearest codes, relative to the numbers."""
+    """Return the RMS error of MLX's nearest codes, relative to the values."""
     exact, nearest = read(tensor, wide=True), read(tensor)
     if not isinstance(exact, mx.array) or not isinstance(nearest, AffineCodes):
         return 0.0
@@ -77,7 +77,7 @@ _DENSE = {"F32": "<f4", "F16": "<f2"}
 
 
 def _packed(codes: Bytes, bits: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Pack codes (blocks, 32) as `mx.quantize` does: a stream of bits, the lowest first."""
+    """Pack codes (blocks, 32) as `mx.quantize` does: a bit stream, lowest bits first."""
     if bits == 8:
         stream = codes
     elif bits == 4:
@@ -89,12 +89,12 @@ def _packed(codes: Bytes, bits: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 
 def _half(raw: Bytes) -> Floats:
-    """Return the float16 numbers in some columns of blocks as float32."""
+    """Return float16 values in some columns of blocks as float32."""
     return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
 
 
 def _nibbles(raw: Bytes) -> Bytes:
-    """Return the codes of 16 bytes: the low halves first, then the high ones."""
+    """Return the codes of 16 bytes: low nibbles first, then high ones."""
     return np.concatenate([raw & 15, raw >> 4], axis=-1)
 
 
@@ -128,7 +128,7 @@ def _q8_0(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
 
 
 def _k_scales(raw: Bytes) -> tuple[Floats, Floats]:
-    """Return the eight scales and biases of 256 numbers: 6 bits each, times two of float16."""
+    """Return the eight scales and biases of 256 values: 6 bits each, times two float16 factors."""
     low, mid, high = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     least = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
@@ -136,7 +136,7 @@ def _k_scales(raw: Bytes) -> tuple[Floats, Floats]:
 
 
 def _k_nibbles(raw: Bytes) -> Bytes:
-    """Return 256 codes of four runs of 32 bytes: each run's low halves, then its high ones."""
+    """Return 256 codes of four runs of 32 bytes: low nibbles of each run, then high ones."""
     runs = raw.reshape(-1, 4, 32)
     return np.stack([runs & 15, runs >> 4], axis=2).reshape(-1, 8, GROUP)
 

@@ -1,4 +1,4 @@
-"""A GGUF file as a model: the plug-in's entry point."""
+"""Entry point of the plug-in: opens GGUF files as models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GGUFFile:
-    """A GGUF file; see `ModelFile`. Raises ModelError for one that is no model."""
+    """A GGUF file; see `ModelFile`. Raises ModelError for unsupported files."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self._path, self._header = path, header
@@ -62,5 +62,5 @@ class GGUFFile:
 
 
 def open_gguf(path: Path) -> GGUFFile | None:
-    """Return a GGUF file, its header read; None if it is none."""
+    """Open a GGUF file and read its header; None if the path is not a GGUF file."""
     return GGUFFile(path, read_header(path)) if is_gguf(path) else None

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and the places of its tensors; no weights are read.
+"""GGUF headers: metadata and tensor locations, without reading weights.
 
 The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
 little-endian. Every length and count is checked against the bytes left in the file before memory is
@@ -26,11 +26,11 @@ from penstock.regular_files import open_regular
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 MAX_METADATA_BYTES = 256 << 20
-"""Largest metadata, in bytes; a vocabulary of 262,144 tokens takes 15 MB."""
+"""Maximum size of the metadata in bytes; a vocabulary of 262,144 tokens takes 15 MB."""
 MAX_KEYS = 65_536
-"""Largest number of metadata keys; files have about 40."""
+"""Maximum number of metadata keys; files have about 40."""
 MAX_TENSORS = 65_536
-"""Largest number of tensors; the largest models have about 2,000."""
+"""Maximum number of tensors; the largest models have about 2,000."""
 MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
@@ -42,19 +42,19 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Storage of a tensor's numbers: blocks of some numbers in some bytes."""
+    """Storage format of a tensor: blocks with a fixed number of values and bytes."""
 
     name: str
     numbers: int
     block_bytes: int
     bits: int | None = None
-    """Bits of MLX's codes for it; None for numbers that stay the same."""
+    """Bits of the corresponding MLX codes; None for formats that are not quantized in MLX."""
     is_exact: bool = True
-    """Whether MLX represents the same numbers."""
+    """Whether MLX represents the values exactly."""
 
 
 GROUP = 32
-"""Numbers that share a scale and a bias in MLX's codes."""
+"""Group size of MLX's codes."""
 FORMS = {
     0: Form("F32", 1, 4),
     1: Form("F16", 1, 2),
@@ -70,20 +70,20 @@ FORMS = {
     14: Form("Q6_K", 256, 210, 8, is_exact=False),
     30: Form("BF16", 1, 2),
 }
-"""Supported forms by their number in the file."""
+"""Supported formats by number in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Place, shape and form of one tensor."""
+    """Location, shape and format of one tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """Rows first, as in MLX: the reverse of the order in the file."""
+    """Rows first, as in MLX; reversed compared with the file."""
     form: Form
     file: Path
     offset: int
-    """First byte of the numbers in the file."""
+    """Offset of the data in the file, in bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -92,34 +92,34 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Metadata and tensors of a model in one GGUF file, or in all of its parts."""
+    """Metadata and tensors of a model in one GGUF file or in several parts."""
 
     name: str
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo] = field(repr=False)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Return a value of the metadata, or `default`; raise ModelError for another kind."""
+        """Return a metadata value, or `default`; raises ModelError for another type."""
         value = self.metadata.get(key, default)
         if value is None or isinstance(value, kind):
             return value
         raise ModelError(f"{self.name}: {key} is of type {type(value).__name__}")
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a count of the metadata, or `default`; raise ModelError without a valid one."""
+        """Return a non-negative integer, or `default`; raises ModelError if missing or invalid."""
         value = self.get(key, (int, np.ndarray), default)
         if isinstance(value, np.ndarray):  # one a layer: equal ones are one number
             if value.dtype.kind not in "iu" or len(set(value.tolist())) != 1:
-                raise ModelError(f"{self.name}: {key} is no whole number, the same in each layer")
+                raise ModelError(f"{self.name}: {key} is not one integer for all layers")
             value = int(value[0])
         if value is None:
             raise ModelError(f"{self.name}: the metadata has no {key}")
         if isinstance(value, bool) or value < 0:
-            raise ModelError(f"{self.name}: {key} is {value}, which is no count")
+            raise ModelError(f"{self.name}: {key} is {value}, which is not a count")
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number of the metadata; raise ModelError without it and a default."""
+        """Return a finite number, or `default`; raises ModelError if missing or invalid."""
         value = self.get(key, (int, float), default)
         if value is None or not np.isfinite(value):
             raise ModelError(f"{self.name}: the metadata has no finite {key}")
@@ -133,9 +133,10 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def read_header(path: str | Path) -> Header:
-    """Read the header of a GGUF file, or of all parts from `NAME-00001-of-0000N.gguf` on.
+    """Read the header of a GGUF file, or of all parts starting with `NAME-00001-of-0000N.gguf`.
 
-    Raises ModelError: no GGUF file, a missing part, an unknown form, or a damaged header.
+    Raises:
+        ModelError: not a GGUF file, a missing part, an unknown format, or a damaged header.
     """
     first = Path(path).expanduser()
     files = _parts(first)
@@ -144,7 +145,7 @@ def read_header(path: str | Path) -> Header:
     for header in headers:
         for tensor in header.tensors.values():
             if tensor.name in tensors:
-                raise ModelError(f"{tensor.file.name}: tensor {tensor.name} is there twice")
+                raise ModelError(f"{tensor.file.name}: tensor {tensor.name} occurs twice")
             tensors[tensor.name] = tensor
     counted = headers[0].get("split.tensors.count", int)
     if counted is not None and counted != len(tensors):
@@ -171,7 +172,7 @@ def _read_file(file: Path) -> Header:
     try:
         with open_regular(file) as stream:
             if stream.read(4) != MAGIC:
-                raise ModelError(f"{file.name} is no GGUF file: it does not begin with GGUF")
+                raise ModelError(f"{file.name} is not a GGUF file: it does not start with GGUF")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as raw:
                 return _Cursor(raw, file).header()
     except (OSError, ValueError) as error:
@@ -179,7 +180,7 @@ def _read_file(file: Path) -> Header:
 
 
 class _Cursor:
-    """Reads a header from front to back; never past the end of the file."""
+    """Sequential reader of a header that never reads past the end of the file."""
 
     def __init__(self, raw: mmap.mmap, file: Path) -> None:
         self.raw, self.file = raw, file
@@ -196,7 +197,7 @@ class _Cursor:
         for _ in range(keys):
             key = self.string()
             if key in metadata:
-                raise self.damage(f"the key {key[:64]!r} is there twice")
+                raise self.damage(f"the key {key[:64]!r} occurs twice")
             metadata[key] = self.value(self.scalar("<I"))
         infos = [self.tensor() for _ in range(tensors)]
         return Header(self.file.name, metadata, self.placed(infos, metadata))
@@ -216,11 +217,11 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def string(self) -> str:
-        """Return the next text; bytes that are not UTF-8 are kept as surrogates."""
+        """Return the next string; bytes that are not UTF-8 are kept as surrogates."""
         return self.take(self.scalar("<Q")).decode("utf-8", "surrogateescape")
 
     def value(self, kind: int) -> Any:
-        """Return the next value: a number, a text, a list of texts or an array of numbers."""
+        """Return the next value: a number, a string, a list of strings or an array of numbers."""
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
@@ -241,7 +242,7 @@ class _Cursor:
         return np.frombuffer(self.take(count * dtype.itemsize), dtype)
 
     def tensor(self) -> TensorInfo:
-        """Return the next tensor; its offset still counts from the first tensor's byte."""
+        """Return the next tensor; its offset is relative to the first tensor's data."""
         name = self.string()
         dimensions = self.scalar("<I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
@@ -274,7 +275,7 @@ class _Cursor:
         for tensor in moved[-1:]:
             if tensor.offset + tensor.nbytes > len(self.raw):
                 raise ModelError(
-                    f"{self.file.name} is cut off: its header tells of "
+                    f"{self.file.name} is truncated: its header describes "
                     f"{counted(tensor.offset + tensor.nbytes, 'byte')}, the file "
                     f"has {len(self.raw):,}; "
                     f"download it again"

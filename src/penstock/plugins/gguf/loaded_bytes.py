@@ -1,4 +1,4 @@
-"""Bytes of a GGUF file's weights once loaded; nothing here needs MLX."""
+"""Memory of a GGUF file's weights once loaded; does not need MLX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 def activation_dtype(header: Header) -> str:
-    """Return the dtype in which a model computes: float16 beside codes, or the largest matrix's."""
+    """Return the dtype of activations: float16 with codes, else that of the largest matrix."""
     if any(tensor.form.bits for tensor in held(header)):
         return "float16"
     largest = max(held(header), key=lambda tensor: tensor.nbytes)
@@ -24,7 +24,7 @@ def activation_dtype(header: Header) -> str:
 
 
 def native_bytes(header: Header) -> int:
-    """Return the bytes of the weights where codes stay codes."""
+    """Return the bytes of the weights if codes stay codes."""
     return sum(sum(_bytes(tensor, activation_dtype(header))) for tensor in held(header))
 
 
@@ -36,8 +36,8 @@ def wide_bytes(header: Header) -> int:
 def packed_bytes(header: Header) -> int | None:
     """Return the bytes of the weights where codes are multiplied as they lie; None without codes.
 
-    Beside 4 or 8 bits a number has a scale and, but for codes around a middle, an offset in float32
-    a group. Embeddings lie as MLX's codes; those that are the last layer, too, lie twice.
+    Values have 4 or 8 bits, a float32 scale per group, and an offset per group unless codes are
+    symmetric. Embeddings are stored as MLX's codes, and twice if they are also the output layer.
     """
     total, has_codes = 0, False
     for tensor in held(header):
@@ -61,7 +61,7 @@ def held(header: Header) -> list[TensorInfo]:
 
 
 def bytes_by_kind(header: Header, *, wide: bool) -> dict[str, int]:
-    """Sum the bytes of weights as `memory.read_model_spec` takes them; `wide` is all in float32."""
+    """Sum the bytes of weights by kind, for `memory.read_model_spec`; `wide` for float32."""
     dtype = "float32" if wide else activation_dtype(header)
     sums: Counter[str] = Counter()
     for tensor in held(header):

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as the files of a model folder: tokenizer.json and its config.
+"""Conversion of a GGUF file's tokenizer to tokenizer.json and tokenizer_config.json.
 
 Two kinds are supported: byte-level BPE (`gpt2` in the metadata: GPT-2, Llama 3, Qwen, SmolLM) and
 SentencePiece's BPE with scores (`llama`: Llama 2, Mistral, Gemma, Phi 3). The metadata names the
@@ -31,11 +31,11 @@ from penstock.plugins.gguf.header import Header
 from penstock.plurals import counted
 
 USER_DEFINED, BYTE = 4, 6
-"""Types of tokens: text that is always one token; one byte."""
+"""Types of tokens: text that is always a single token; a single byte."""
 LONGEST_PIECE = 1_024
-"""Most characters of a piece of SentencePiece; trained ones have 16 or 32."""
+"""Maximum characters of a SentencePiece piece; trained ones have 16 or 32."""
 MOST_CHARACTERS = 16_000_000
-"""Most characters of all its pieces; the largest vocabularies have two million."""
+"""Maximum characters of all pieces together; the largest vocabularies have two million."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDINGS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -81,11 +81,11 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "minicpm5": (r"\p{N}{1,3}", _MINICPM5),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGIT),
 }
-"""Patterns that split a text before BPE, in turn, by their name in the metadata."""
+"""Patterns that split a text before BPE, applied in turn, by name in the metadata."""
 _BEGIN = frozenset((*_LLAMA3_NAMES, "tekken"))
-"""Names of the rules by which texts begin with a token."""
+"""Names of pre-tokenizers whose texts start with a BOS token."""
 _WHOLE_WORDS = _BEGIN | {"minicpm5"}
-"""Names of the rules by which a word in the vocabulary is one token, with or without merges."""
+"""Names of pre-tokenizers that keep words in the vocabulary whole, ignoring merges."""
 
 
 def write_tokenizer(header: Header, folder: Path) -> None:
@@ -109,14 +109,14 @@ def write_tokenizer(header: Header, folder: Path) -> None:
 
 
 def _begins(header: Header) -> bool:
-    """Return whether texts begin with a token where the file does not say."""
+    """Return whether texts start with a BOS token if the file does not say."""
     if header.get("tokenizer.ggml.model", str) == "llama":
         return True
     return str(header.get("tokenizer.ggml.pre", str, "default")) in _BEGIN
 
 
 def _texts(header: Header) -> list[str]:
-    """Return the vocabulary, repeated texts replaced: they cannot be told from the first."""
+    """Return the vocabulary with duplicate texts replaced, because they would be ambiguous."""
     texts = header.get("tokenizer.ggml.tokens", list)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ModelError(f"{header.name} has no vocabulary of texts")
@@ -157,7 +157,7 @@ _KEEPS_BLANKS = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 
 def _swallows_blanks(header: Header) -> bool:
-    """Return whether blanks after marks are ignored, as in Phi 3, known by its name alone."""
+    """Return whether whitespace after special tokens is ignored, as in Phi 3, detected by name."""
     name = str(header.get("general.name", str, "")).lower()
     return any(sign in name for sign in ("phi-3", "phi3"))
 
@@ -238,10 +238,10 @@ def _sentence_piece(header: Header, texts: Sequence[str]) -> Tokenizer:
 def _merges(
     texts: Sequence[str], scores: Sequence[float], normal: Sequence[bool]
 ) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that make a piece, in the order in which they are merged.
+    """Return all pairs of pieces that form a piece, in merge order.
 
-    SentencePiece merges the neighbors whose piece has the best score, and of equal scores the
-    left-most. A fixed order cannot express that, so the order of the vocabulary stands for it.
+    SentencePiece merges the adjacent pair with the best score, the left-most on a tie. A fixed
+    order cannot express this, so vocabulary order is used instead.
     """
     ranks = {text: token for token, text in enumerate(texts)}
     merges = [

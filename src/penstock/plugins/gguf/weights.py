@@ -1,4 +1,4 @@
-"""The weights of a GGUF file under mlx-lm's names, tensor by tensor."""
+"""Weights of a GGUF file under mlx-lm's names, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Weight: TypeAlias = mx.array | blocks.AffineCodes
 
 NORM = "norm.weight"
 MEASURED_TENSORS = 2
-"""Tensors of a form whose error is measured."""
+"""Number of tensors per format whose error is measured."""
 
 
 def write_folder(header: Header, folder: Path, *, wide: bool, dtype: str) -> None:
     """Write a model folder for mlx-lm's loaders, without weights.
 
-    `wide` makes dense matrices; all numbers that are no codes have the `dtype`.
+    `wide` gives dense matrices; unquantized values have the `dtype`.
     """
     config = architectures.config(header)
     config["torch_dtype"] = dtype
@@ -39,10 +39,10 @@ def write_folder(header: Header, folder: Path, *, wide: bool, dtype: str) -> Non
 
 
 def weights(header: Header, *, wide: bool, dtype: str) -> Iterator[tuple[str, mx.array]]:
-    """Yield the weights by mlx-lm's names, evaluated; one tensor of the file is held at a time.
+    """Yield the weights by mlx-lm's names, evaluated; only one tensor is in memory at a time.
 
-    With `wide` codes become numbers. All numbers, those beside codes (scales, norms, biases) among
-    them, get the `dtype`.
+    With `wide`, codes are dequantized. All unquantized values (scales, norms and biases too) get
+    the `dtype`.
     """
     kind = architectures.architecture(header)
     config = architectures.config(header)
@@ -75,7 +75,7 @@ def weights(header: Header, *, wide: bool, dtype: str) -> Iterator[tuple[str, mx
 
 
 def nearest_errors(header: Header) -> dict[str, float]:
-    """Return the largest relative error of MLX's nearest codes in a few tensors, by form."""
+    """Return the largest relative error of MLX's nearest codes in a few tensors, by format."""
     errors: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for tensor in header.tensors.values():
@@ -87,7 +87,7 @@ def nearest_errors(header: Header) -> dict[str, float]:
 
 
 def _quantization(header: Header) -> dict[str, Any]:
-    """Return mlx-lm's `quantization`: the bits of each quantized module; empty without any."""
+    """Return mlx-lm's `quantization` config of each quantized module; empty without any."""
     kind = architectures.architecture(header)
     forms = {
         str(architectures.module_of(kind, tensor.name)).removesuffix(".weight"): bits
@@ -103,8 +103,8 @@ def _quantization(header: Header) -> dict[str, Any]:
 def _straightened(value: Weight, heads: int) -> Weight:
     """Return rows of queries or keys in the order of Hugging Face's models.
 
-    The file has each head's rows as the pairs that RoPE rotates; there the first halves of all
-    pairs come first.
+    The file interleaves the pairs that RoPE rotates; Hugging Face has the first halves of all pairs
+    first.
     """
     rows = (value.weight if isinstance(value, blocks.AffineCodes) else value).shape[0]
     order = mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -1,1 +1,1 @@
-"""Decode attention in our own kernels: one text for Metal, CUDA and the C++ of the tests."""
+"""Decode attention in custom kernels, from one source for Metal, CUDA and C++ (in tests)."""

@@ -1,4 +1,4 @@
-"""A layer of a decode step by kernels: partial attention over spans, then the merge."""
+"""Attention of one layer in a decode step by kernels: partial results per span, then a merge."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One dispatch of one kernel."""
+    """One dispatch of a kernel."""
 
     text: KernelText
     inputs: list[mx.array]
     template: tuple[tuple[str, Any], ...]
     threadgroups: tuple[int, int, int]
     threads: int
-    """Threads of a threadgroup."""
+    """Number of threads per threadgroup."""
     shapes: tuple[Shape, ...]
     dtypes: tuple[mx.Dtype, ...]
 
 
 class UnknownKernel(Exception):
-    """A kernel that the self-test did not compile."""
+    """A kernel that was not compiled by the self-test."""
 
 
 Run: TypeAlias = Callable[[KernelCall], Sequence[mx.array]]
 
 
 class DeviceKernels:
-    """Kernels compiled by MLX for its GPU, each at its first call."""
+    """Kernels that MLX compiles for its GPU, each at its first call."""
 
     def __init__(self, language: str) -> None:
         self._language = language
@@ -92,14 +92,14 @@ class LayerStep:
     layout: AttentionPlan
     layer: int
     tails: Layer
-    """Buffers of all slots, (slots, kv_heads, columns, dim), with the new tokens."""
+    """Buffers of all slots, (slots, kv_heads, columns, dim), including the new tokens."""
     scale: float
     sinks: mx.array | None
-    """(heads,) float32, in base 2."""
+    """Attention sinks, (heads,) float32, in base 2."""
 
 
 def device_kernels(device: AttentionBackend) -> KernelAttention | None:
-    """Return the kernels of a back end's device; None without any."""
+    """Return the kernels for a backend's device; None without any."""
     if not isinstance(device, GPUBackend):
         return None
     call, language = device.call_kernel, device.kernel_language
@@ -109,7 +109,7 @@ def device_kernels(device: AttentionBackend) -> KernelAttention | None:
 
 
 class KernelAttention:
-    """Attention of decode steps by kernels in "metal", "cuda", or "lockstep" in tests."""
+    """Decode attention by kernels in "metal", "cuda", or "lockstep" in tests."""
 
     def __init__(self, run: Run, target: str) -> None:
         self._call = run
@@ -117,9 +117,9 @@ class KernelAttention:
         self.known: set[Hashable] = set()
         """Kernels called so far."""
         self.threadgroups = THREADGROUPS
-        """Threadgroups that keep the device busy."""
+        """Number of threadgroups that keeps the device busy."""
         self.only_known = False
-        """Whether only those are called: one that does not compile would end its step."""
+        """Whether to call only known kernels, because a compile error would end the step."""
 
     def attend(
         self,
@@ -127,9 +127,9 @@ class KernelAttention:
         plans: dict[Hashable, list[Dispatch]],
         most_bytes: int | None = None,
     ) -> mx.array | None:
-        """Attend as `Reads.attend` does: (b, heads, width, value_dim), by the step's `plans`.
+        """Attend like `Reads.attend`: (b, heads, width, value_dim), by the step's `plans`.
 
-        None where no kernel reads a part, one is unknown, or partial results exceed `most_bytes`.
+        None if no kernel supports a part, one is unknown, or partial results exceed `most_bytes`.
         """
         keys, values = of.tails
         assert isinstance(keys, mx.array) and isinstance(values, mx.array)
@@ -160,7 +160,7 @@ class KernelAttention:
         return self._call(call)
 
     def _finished(self, of: LayerStep, planned: Dispatch) -> mx.array:
-        """Read one form, and merge its partial results into the attention's."""
+        """Read one format, and merge its partial results into the output."""
         b, heads, width, _ = of.queries.shape
         partials = self._partials(of, planned, of.queries)
         shape = b, heads, width, planned.form.values.dim
@@ -170,7 +170,7 @@ class KernelAttention:
         return result
 
     def _merged(self, of: LayerStep, planned: Sequence[Dispatch]) -> mx.array:
-        """Read several forms, and merge their results by plain operations."""
+        """Read several formats, and merge their results by plain operations."""
         parts = [self._part(of, dispatch) for dispatch in planned]
         b, heads, width, _ = of.queries.shape
         sunk = None
@@ -182,7 +182,7 @@ class KernelAttention:
         return result.astype(of.queries.dtype)
 
     def _part(self, of: LayerStep, planned: Dispatch) -> Partial:
-        """Return the results of the rows for one form, (kv_heads, b * repeats * width, ...)."""
+        """Return the rows' partial results for one format, (kv_heads, b * repeats * width, ...)."""
         keys, values = planned.sides(of.layer, of.tails)[0]
         b, heads = of.queries.shape[:2]
         queries, kv_heads = of.queries, of.reading.kv_heads

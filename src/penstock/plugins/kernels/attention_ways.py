@@ -1,4 +1,4 @@
-"""Choice of the ways to attend for a model: tried once, on its device."""
+"""Selection of the ways to attend for a model, by a self-test on its device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def layer_forms(runner: Runner) -> list[AttentionForm]:
-    """Return the forms of the layers that read keys and values in place."""
+    """Return the attention shapes of the layers that read KV in place."""
     if runner.fitness.way != "shared" or runner.layout.compresses:
         return []
     forms = (
@@ -33,7 +33,7 @@ def layer_forms(runner: Runner) -> list[AttentionForm]:
 def try_ways(
     runner: Runner, rows: int, codec: str | None = None, seconds: float | None = None
 ) -> WayChoice | None:
-    """Compare the ways to attend on this device; None where there is only one."""
+    """Compare the ways to attend on this device; None if there is only one."""
     seconds = selftest.SECONDS if seconds is None else seconds
     kernels, layers = device_kernels(runner.device), layer_forms(runner)
     if kernels is None or not layers:
@@ -43,7 +43,7 @@ def try_ways(
 
 
 def chosen_ways(runner: Runner, limits: EngineSettings, ledger: Ledger) -> AttentionWays:
-    """Return the ways for an engine."""
+    """Return the ways to attend for an engine."""
     if kernels_off(limits) or device_kernels(runner.device) is None:
         return PlainOperations()
     rows = limits.max_batch_size
@@ -52,19 +52,19 @@ def chosen_ways(runner: Runner, limits: EngineSettings, ledger: Ledger) -> Atten
             codec = limits.kv_cache_quantization
             choice = try_ways(runner, rows, codec, selftest.SECONDS)
     except LedgerFull:
-        logger.warning("attention kernels are off: no memory for their self-test")
+        logger.warning("attention kernels are disabled: not enough memory for their self-test")
         return PlainOperations()
     if choice is None:
         return PlainOperations()
     if choice.why_off is not None:
-        logger.warning("attention kernels are off: %s", choice.why_off)
+        logger.warning("attention kernels are disabled: %s", choice.why_off)
     elif choice.unread:
         unread = "; ".join(choice.unread)
-        logger.warning("no attention kernel reads %s: plain operations do", unread)
+        logger.warning("no attention kernel supports %s; using plain operations", unread)
     if choice.is_cut_short and choice.why_off is None:
         logger.warning(
-            "the self-test of attention did not finish in %g s: plain operations compute the "
-            "steps that it did not try",
+            "the self-test of attention did not finish in %g s: plain operations compute "
+            "untested steps",
             selftest.SECONDS,
         )
     return choice.ways

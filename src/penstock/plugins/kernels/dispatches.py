@@ -1,4 +1,4 @@
-"""Reads of a decode step as the integers that a kernel takes, and their arrays."""
+"""Plan of a decode step's reads as integer arrays for the kernels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from penstock.plugins.kernels.kernel_text import most_spans
 from penstock.plugins.kernels.span_forms import LEAST_NUMBERS, SpanForm, form_of
 
 FAR = 2**30
-"""Limit that no column reaches."""
+"""Limit larger than any column."""
 SPLITS = (32, 64, 128, 256, 512, 1_024)
-"""Columns of a task."""
+"""Possible numbers of columns per task."""
 SIMDGROUPS = 8
-"""Most simdgroups of a threadgroup: a lane has up to 168 registers on an H100, as nvrtc compiles
-it, and a multiprocessor 65,536."""
+"""Maximum simdgroups per threadgroup: a lane has up to 168 registers on an H100, as compiled by
+nvrtc, and a multiprocessor has 65,536."""
 THREADGROUPS = 512
-"""Threadgroups that keep a GPU busy; columns are split until there are as many, if possible."""
+"""Number of threadgroups that keeps a GPU busy; columns are split until there are as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Geometry:
     rows: int
     """Rows of a simdgroup, whose queries and results are in its registers."""
     lanes: int
-    """Lanes that share a column."""
+    """Number of lanes that share a column."""
     simdgroups: int
-    """Simdgroups of a threadgroup; with more than one, columns are staged."""
+    """Number of simdgroups per threadgroup; with more than one, columns are staged."""
 
     @classmethod
     def of(cls, form: SpanForm, stacked: int) -> Geometry:
@@ -53,10 +53,10 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Columns c of a span that a row's first new token sees.
+    """Columns c of a span that are visible to a row's first new token.
 
-    They are < end and < last, and < keep or >= low. `last` and `low` are one more for each
-    token behind it.
+    These have c < end and c < last, and c < keep or c >= low. For each following token `last` and
+    `low` increase by one.
     """
 
     end: int
@@ -67,13 +67,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Columns first..stop-1 of a span, read by the rows from `row` on, each with its limits."""
+    """Columns `first..stop - 1` of a span, read by the rows from `row` on, each with its limits."""
 
     span: int
     base: int
-    """Column 0 of head 0 in the arrays, counted in columns."""
+    """Index of column 0 of head 0 in the arrays, in columns."""
     head_stride: int
-    """Columns from a head to the next."""
+    """Distance between heads in columns."""
     first: int
     stop: int
     row: int
@@ -82,17 +82,17 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """One kernel call over spans of one form, and the merge behind it."""
+    """One kernel call over spans of one format, and the merge after it."""
 
     form: SpanForm
     segments: tuple[Segment | None, ...]
-    """Segments of the spans; None is the tails."""
+    """Segments of the spans; None for the tails."""
     geometry: Geometry
     plan: mx.array
     lists: mx.array
     tasks: int
     partials: int
-    """Rows of all tasks together: the partial results of a key head."""
+    """Number of rows over all tasks: partial results per KV head."""
     most_stacked: int
 
     @property
@@ -115,7 +115,7 @@ class StepReading:
     width: int
     kv_heads: int
     repeats: int
-    """Query heads that share a key head."""
+    """Number of query heads per KV head."""
 
     @property
     def per_row(self) -> int:
@@ -130,23 +130,24 @@ class StepReading:
 
 
 def partial_bytes(heads: int, dim: int, width: int, tokens: int, parts: int) -> int:
-    """Return an upper bound of a row's results, partial and merged, in bytes.
+    """Return an upper bound of the bytes of a row's partial and merged results.
 
-    Each of the `parts` spans of `tokens` columns ends with a task; `width` are its new tokens.
+    Each of the `parts` spans, of `tokens` columns in total, ends with a task; `width` is the number
+    of new tokens.
     """
     tasks = -(-tokens // SPLITS[0]) + 2 * parts
     return heads * width * (tasks + parts) * (padded(dim) + 2) * mx.float32.size
 
 
 def limits_of(row: DecodeRow, start: int, end: int, window: AttentionWindow) -> Limits:
-    """Return the columns that a row sees of a span at position `start` with `end` columns."""
+    """Return the columns visible to a row in a span at position `start` with `end` columns."""
     low = -FAR if window.window is None else row.position - window.window + 1 - start
     keep = window.keep - start if window.window is not None else 0
     return Limits(end, row.position + 1 - start, max(low, -FAR), keep)
 
 
 def signature(layout: AttentionPlan, layer: int, dtype: mx.Dtype) -> Hashable:
-    """Return a key common to layers of one plan; None if no kernel reads all of it."""
+    """Return a key shared by layers with the same plan; None if kernels cannot read all of it."""
     parts = []
     for segment in segments_of(layout):
         form = form_of(segment.layers[layer], dtype)
@@ -158,7 +159,7 @@ def signature(layout: AttentionPlan, layer: int, dtype: mx.Dtype) -> Hashable:
 
 
 def segments_of(layout: AttentionPlan) -> Iterator[Segment]:
-    """Yield the segment of each piece that is read."""
+    """Yield the segment of each piece."""
     for level in layout.levels:
         for shared in level:
             for segment, _, _ in shared.pieces:
@@ -172,7 +173,7 @@ def dispatches(
     tails: tuple[SpanForm, int],
     threadgroups: int = THREADGROUPS,
 ) -> list[Dispatch]:
-    """Plan the kernel calls of a layer: one for each form, or each dozen of its spans."""
+    """Plan the kernel calls of a layer: one per format, or per dozen spans of it."""
     by_form: dict[SpanForm, dict[int, list[Range]]] = {}
     segments: dict[int, Segment] = {}
     for level in layout.levels:
@@ -267,7 +268,7 @@ def _dispatch(
 def _split(
     form: SpanForm, ranges: Sequence[tuple[int, Range]], kv_heads: int, threadgroups: int
 ) -> int:
-    """Return the columns of a task: the most that make enough threadgroups."""
+    """Return the columns per task: the maximum with enough threadgroups."""
     splits = [split for split in SPLITS if split % form.span == 0]
     for split in reversed(splits):
         count = sum(-(-(ranged.stop - ranged.first) // split) for _, ranged in ranges)
@@ -277,7 +278,7 @@ def _split(
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Return where each row's list begins, where the last ends, and the lists."""
+    """Return the offset of each row's list, the end of the last, and the lists."""
     ends = len(lists) + 1 + np.cumsum([0, *map(len, lists)])
     items = [item for entries in lists for item in entries]
     padding = [0] * LEAST_NUMBERS  # MLX has arrays of fewer numbers in another address space

@@ -1,4 +1,4 @@
-"""The text of each kernel: bodies, macros and the lines that depend on the form of a span."""
+"""Source text of the kernels: bodies, macros and code generated from the format of a span."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.plugins.kernels.span_forms import TILE_COLUMNS, ArrayKind, SideFor
 
 FOLDER = Path(__file__).parent
 MOST_BUFFERS = 24
-"""Buffers of all spans of a dispatch; with queries, plan, numbers and three results 30 of the 31
-that Metal takes."""
+"""Maximum buffers for the spans of a dispatch; with queries, plan, numbers and three results 30 of
+the 31 that Metal allows."""
 SPANS = (4, 12)
-"""Numbers of spans with a kernel; a dispatch of fewer repeats its first. The last is the most, or
-fewer where a span has more than two arrays."""
+"""Numbers of spans for which kernels are compiled; a dispatch with fewer repeats its first. The
+last is the maximum, or less if a span has more than two arrays."""
 TILE_BYTES = 16_384
-"""Threadgroup memory of a tile; a threadgroup of Metal has 32 KiB."""
+"""Threadgroup memory of a tile; Metal allows 32 KiB per threadgroup."""
 COLUMNS = 4
 """Columns that a lane reads between two updates of the running maximum, as in constants.h."""
 METAL_PROLOGUE = """  const uint3 group_ = threadgroup_position_in_grid;
@@ -56,18 +56,18 @@ class KernelText:
 
 
 def most_spans(form: SpanForm) -> int:
-    """Return how many spans of this form a dispatch reads."""
+    """Return the maximum number of spans with this format per dispatch."""
     return min(SPANS[-1], MOST_BUFFERS // form.arrays)
 
 
 def padded_spans(form: SpanForm, spans: int) -> int:
-    """Round `spans` up to a number that kernels are compiled for: few are compiled."""
+    """Round `spans` up to a number for which kernels are compiled."""
     return next(count for count in (*SPANS[:-1], most_spans(form)) if count >= spans)
 
 
 @cache
 def partial_text(target: str, form: SpanForm, spans: int, *, staged: bool) -> KernelText:
-    """Return the kernel for reading up to `spans` spans of a form."""
+    """Return the kernel for reading up to `spans` spans of a format."""
     sides = (("k", "KEY", form.keys), ("v", "VALUE", form.values))
     pick = "".join(_pick(letter, side, spans, target) for letter, _, side in sides)
     read = _read(FOLDER / "staged.h" if staged else FOLDER / "direct.h", sides, target)
@@ -91,7 +91,7 @@ def partial_text(target: str, form: SpanForm, spans: int, *, staged: bool) -> Ke
 
 @cache
 def merge_text(target: str, *, finished: bool) -> KernelText:
-    """Return the kernel that merges a row's partial results, into a result or a partial one."""
+    """Return the kernel that merges a row's partial results into a final or a partial result."""
     source = _body("merge.h", target).replace(
         "    WRITE_MERGED\n", _file("finished.h" if finished else "unfinished.h")
     )
@@ -103,19 +103,19 @@ def merge_text(target: str, *, finished: bool) -> KernelText:
 
 @cache
 def header(target: str) -> str:
-    """Return the text in front of a kernel; tests have their own macros, loads and stores."""
+    """Return the text before a kernel; tests provide their own macros, loads and stores."""
     target_files = () if target == "lockstep" else (f"{target}.h", "lane.h")
     names = ("constants.h", *target_files, "body.h")
     return "".join(map(_file, names))
 
 
 def tile_step(lanes: int) -> int:
-    """Return how many columns a simdgroup reads together."""
+    """Return the number of columns that a simdgroup reads together."""
     return COLUMNS * 32 // lanes
 
 
 def tile_columns(form: SpanForm, step: int) -> int:
-    """Return how many columns are staged at a time: a power of two, at least `step`."""
+    """Return the number of columns staged at a time: a power of two, at least `step`."""
     columns = step if form.span == 1 else TILE_COLUMNS
     while columns < 64 and 2 * columns * form.column_bytes <= TILE_BYTES:
         columns *= 2
@@ -140,7 +140,7 @@ def _types(side: SideForm, target: str) -> list[str]:
 
 
 def _pick(letter: str, side: SideForm, spans: int, target: str) -> str:
-    """Choose the arrays of the task's span, from its head's column 0 on."""
+    """Select the arrays of the task's span, starting at its head's column 0."""
     lines = []
     names = _names(letter, side)
     for name, kind in zip(names, _types(side, target), strict=True):
@@ -206,7 +206,7 @@ def _tiles(letter: str, side: SideForm, target: str) -> str:
 
 
 def _stage(letter: str, word: str, side: SideForm) -> str:
-    """Copy a side's columns start..stop-1 to its tiles, all of a tile if words hold several."""
+    """Copy columns `start..stop - 1` of a side to its tile; all of a tile if words are shared."""
     lines = []
     for name, array in zip(_names(letter, side), side.arrays, strict=True):
         line = ROW_STAGE

@@ -1,4 +1,4 @@
-"""The self-test of the kernels on a device: numbers first, then which way is quickest."""
+"""Self-test of the kernels on a device: correctness first, then which way is fastest."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ from penstock.plugins.kernels.ways import AttentionForm, AttentionWay, Situation
 logger = logging.getLogger(__name__)
 Numbers: TypeAlias = npt.NDArray[np.float32]
 SECONDS = 0.3
-"""Time for all of it; compilation, once for each kernel, comes on top."""
+"""Time limit in seconds, not counting compilation, which happens once per kernel."""
 COMPARED_SHARE = 0.5
-"""Largest share of it for comparing numbers; steps are timed in the rest."""
+"""Maximum share of the time for comparing results; the rest is for timing."""
 TOKENS = 2_048
-"""Tokens of the longest measured sequence."""
+"""Tokens of the longest timed sequence."""
 CHECKED_TOKENS = 192
-"""Tokens of a sequence whose numbers are compared."""
+"""Tokens of a sequence whose results are compared."""
 BLOCK = 64
-"""A multiple of the span of any codec."""
+"""Multiple of every codec's span."""
 PARTS = 8
-"""Parts of a sequence measured with many."""
+"""Number of parts of a sequence timed with many parts."""
 MANY_PARTS = 16
-"""Parts of a sequence of several dispatches."""
+"""Number of parts of a sequence that needs several dispatches."""
 TAIL = 6
 """Tokens in a row's tail."""
 AT_ONCE = 4
-"""Layers of a measured step: one by one, waiting for the device would be most of the time."""
+"""Layers per timed step; with one, waiting for the device would dominate."""
 SHARE = 0.9
-"""Largest share of plain operations' time at which another way replaces them."""
+"""Maximum time relative to plain operations at which another way replaces them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of a layer's attention, by way; failed ways are missing."""
+    """Milliseconds per layer of attention, by way; without the ways that failed."""
 
     layer: AttentionForm
     situation: Situation
     milliseconds: dict[AttentionWay, float]
     chosen: AttentionWay
     coded: bool = False
-    """Whether codes are read, beside the tails."""
+    """Whether codes are read, besides tails."""
 
     @property
     def step(self) -> str:
@@ -73,15 +73,15 @@ class WayChoice:
     ways: Ways
     timings: list[Timing] = field(default_factory=list)
     why_off: str | None = None
-    """Why the kernels are not used; None if they are."""
+    """Reason why kernels are off; None if they are on."""
     unread: list[str] = field(default_factory=list)
-    """Layers and codecs that no kernel reads, where others are read."""
+    """Layers and codecs that no kernel supports, if others are supported."""
     is_cut_short: bool = False
-    """Whether the time was over before all was tried: the rest takes plain operations."""
+    """Whether time ran out; untested steps then use plain operations."""
 
 
 class TimeBudget:
-    """Time of a self-test, without that of compilers."""
+    """Time limit of a self-test, not counting compilation."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self.clock, self._seconds, self._began = clock, seconds, clock()
@@ -108,10 +108,10 @@ def choose(
     tokens: int = TOKENS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> WayChoice:
-    """Compare the ways on random steps, and take the quickest with right numbers.
+    """Compare the ways on random steps, and choose the fastest with correct results.
 
-    Kernels are limited to the tried ones afterwards. No step begins after `seconds`, compilers left
-    out. With a scheme, codes are tried beside raw numbers.
+    Afterwards only tested kernels are used. No step starts after `seconds`, not counting
+    compilation. With a scheme, codes are tested as well as raw values.
     """
     choice = WayChoice(Ways(kernels))
     if kernels is None:
@@ -160,7 +160,7 @@ def _compare_all(
     choice: WayChoice,
     budget: TimeBudget,
 ) -> None:
-    """Compare every form, noting those no kernel reads; turn the kernels off if one is wrong."""
+    """Compare results for every format, and disable the kernels if one is wrong."""
     read = list(forms)
     try:
         for number, step in enumerate(_compared_steps(rows)):
@@ -199,7 +199,7 @@ def _compare(
     seed: int,
     budget: TimeBudget,
 ) -> bool:
-    """Return whether the kernels read a step of a form; raise ValueError for wrong numbers."""
+    """Return whether the kernels support a step; raise ValueError for wrong results."""
     (layer, scheme), (situation, count, parts) = form, step
     trial = TrialStep.random(layer, situation, count, CHECKED_TOKENS, scheme, seed, parts)
     windows = (AttentionWindow(), AttentionWindow(CHECKED_TOKENS // 2, 8))
@@ -242,7 +242,7 @@ def _time(
     tokens: int,
     budget: TimeBudget,
 ) -> Timing | None:
-    """Time the ways to attend to a step; None if the time ends before all were."""
+    """Time the ways to attend in a step; None if time runs out."""
     if budget.is_over:
         return None
     count = 1 if situation.is_alone else rows
@@ -272,14 +272,14 @@ def _seconds(trial: TrialStep, ways: Ways, clock: Callable[[], float]) -> float:
     began = clock()
     results = trial.run_layers(AT_ONCE, ways, AttentionWindow(), sinks=False)
     if any(result is None for result in results):
-        raise ValueError("this way does not serve the step")
+        raise ValueError("this way does not support the step")
     mx.eval(results)
     return clock() - began
 
 
 @dataclass(frozen=True, slots=True)
 class TrialStep:
-    """A random decode step of one layer."""
+    """Random decode step of one layer."""
 
     layer: AttentionForm
     rows: list[DecodeRow]
@@ -299,7 +299,7 @@ class TrialStep:
         seed: int,
         parts: int = PARTS,
     ) -> TrialStep:
-        """Make sequences of up to `tokens` tokens; ragged ones have a fraction each."""
+        """Create random sequences of up to `tokens` tokens; ragged ones differ in length."""
         keys = iter(mx.random.split(mx.random.key(seed), 8 + 2 * 16 * (rows + 2)))
 
         def normal(*shape: int) -> mx.array:
@@ -358,7 +358,7 @@ class TrialStep:
     def run_layers(
         self, count: int, ways: Ways, window: AttentionWindow, *, sinks: bool
     ) -> list[mx.array | None]:
-        """Return the attention of `count` equal layers of one step, planned once as an engine's."""
+        """Return the attention of `count` equal layers of one step with a common plan."""
         step = DecodeStep.of(devices.current(), self.rows, self.tails, ways=ways)
         (reads,) = decode_reads(step, [window])
         layer_sinks = self.sinks if sinks else None
@@ -375,7 +375,7 @@ class TrialStep:
     def error(
         self, result: mx.array, window: AttentionWindow, *, sinks: bool
     ) -> tuple[float, float]:
-        """Return the deviation of a result from the host's, and the tolerance for rounding."""
+        """Return the deviation of a result from the reference, and the tolerance for rounding."""
         largest = off = 0.0
         answers = _host(result)
         for i, row in enumerate(self.rows):
@@ -388,7 +388,7 @@ class TrialStep:
     def _expected(
         self, i: int, row: DecodeRow, window: AttentionWindow, *, sinks: bool
     ) -> tuple[Numbers, float]:
-        """Return a row's attention, (heads, dim), and its largest value."""
+        """Return a row's reference attention, (heads, dim), and its largest value."""
         sides: list[Numbers] = []
         for number in (0, 1):
             parts = [part.segment.layers[0][number] for part in row.parts]

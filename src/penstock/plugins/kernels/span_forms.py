@@ -1,4 +1,4 @@
-"""Layouts of a span's keys and values that kernels read."""
+"""Formats of a span's keys and values that the kernels support."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from penstock.kv.codecs.turbo import Turbo, padded
 from penstock.kv.columns import Side
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
-"""Head sizes of the kernels."""
+"""Supported head sizes."""
 BITS = (2, 3, 4, 5, 6, 8)
-"""Widths of codes of the kernels."""
+"""Supported code widths in bits."""
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 LEAST_NUMBERS = 8
-"""Numbers of the smallest array for kernels: MLX has shorter ones in another address space."""
+"""Minimum array size for kernels, because MLX puts smaller ones in another address space."""
 MOST_COLUMNS = 2**30
-"""Most columns of all heads of an array: their indices are 32 bits wide."""
+"""Maximum columns of an array over all heads, because indices have 32 bits."""
 MOST_NUMBERS = 2**31 - 1
-"""Most numbers of a head in an array, for the same reason."""
+"""Maximum values per head of an array, for the same reason."""
 TILE_COLUMNS = 32
-"""Least columns of a tile of a codec by channel: whole words of each channel."""
+"""Minimum columns of a tile for a per-channel codec: whole words of each channel."""
 MOST_TILE_BYTES = 24_576
-"""Threadgroup memory of such a tile, of the 32 KiB that a threadgroup of Metal has."""
+"""Threadgroup memory of such a tile, of the 32 KiB that Metal allows."""
 
 
 class ArrayKind(Enum):
-    """Numbers that an array holds."""
+    """Content of an array."""
 
     OWN = "the model's"
     CODES = "32 bits of codes"
@@ -48,7 +48,7 @@ class HeldArray:
     """Suffix of its name among a kernel's arguments, after the side's."""
     kind: ArrayKind
     count: int
-    """Numbers of a head in the columns encoded together."""
+    """Number of values per head in the columns encoded together."""
 
     def nbytes(self, dtype: mx.Dtype) -> int:
         sizes = {
@@ -61,18 +61,19 @@ class HeldArray:
 
 @dataclass(frozen=True, slots=True)
 class SideForm:
-    """Keys or values of a span: raw, or in codes."""
+    """Format of the keys or values of a span: raw, or codes."""
 
     dim: int
-    """Numbers of a column, with those added by a codec."""
+    """Size of a column, including padding by a codec."""
     bits: int = 0
-    """Bits of a code; 0 for raw numbers."""
+    """Bits per code; 0 for raw values."""
     group: int = 0
-    """Neighbors with a scale and an offset in common; 0: one scale a column."""
+    """Group size of scales and offsets; 0 for one scale per column."""
     half: bool = False
-    """Whether the first half of a column has one bit more."""
+    """Whether the first half of a column has one more bit."""
     span: int = 1
-    """Columns encoded together; with more than one, each channel has its own scale and offset."""
+    """Number of columns encoded together; if more than one, each channel has its own scale and
+    offset."""
 
     @property
     def arrays(self) -> tuple[HeldArray, ...]:
@@ -123,12 +124,12 @@ class SideForm:
 
 @dataclass(frozen=True, slots=True)
 class SpanForm:
-    """Keys and values of a span."""
+    """Format of the keys and values of a span."""
 
     keys: SideForm
     values: SideForm
     dtype: mx.Dtype
-    """Dtype of raw numbers."""
+    """Dtype of raw values."""
 
     @property
     def arrays(self) -> int:
@@ -148,7 +149,7 @@ class SpanForm:
 
 
 def form_of(sides: Sequence[Side], dtype: mx.Dtype) -> SpanForm | None:
-    """Return the form of keys and values; None if no kernel reads it."""
+    """Return the format of keys and values; None if no kernel supports it."""
     keys, values = map(SideForm.of, sides)
     if keys is None or values is None:
         return None

@@ -1,4 +1,4 @@
-"""Ways to attend in a decode step on a GPU, and the choice between them."""
+"""Ways to attend in decode steps on a GPU, and the choice between them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from penstock.plugins.kernels.attend import KernelAttention, LayerStep
 from penstock.plugins.kernels.dispatches import StepReading, partial_bytes, segments_of
 
 LEAST_PART = 64
-"""Least tokens of a part on average; a step of shorter ones takes plain operations, because the
-ledger did not count so many partial results."""
+"""Minimum average tokens per part. Steps with shorter parts use plain operations, because the
+ledger does not count so many partial results."""
 JOINED = 2
-"""Copies of a layer's keys and values while they are joined: raw, and dequantized."""
+"""Number of copies of a layer's KV while it is joined: raw, and dequantized."""
 logger = logging.getLogger(__name__)
 
 
 class AttentionWay(Enum):
-    """An implementation of a decode step's attention."""
+    """Implementation of decode attention."""
 
     PLAIN = "plain"
     """MLX's operations on the parts in place."""
     KERNEL = "kernel"
-    """The kernels of this package."""
+    """Kernels of this package."""
     FUSED = "fused"
-    """MLX's fused attention, over joined parts."""
+    """MLX's fused attention on joined parts."""
 
 
 class Situation(Enum):
-    """Shape of a step's reads, as far as it decides which way is quickest."""
+    """Shape of a step's reads, as far as the fastest way depends on it."""
 
     ONE_PART = "one row, one part"
     PARTS = "one row, many parts"
@@ -81,12 +81,12 @@ StepForm: TypeAlias = tuple[AttentionForm, Situation, bool]
 
 @dataclass(slots=True)
 class Ways:
-    """The way of each form of a step; plain where nothing else is quicker."""
+    """The way for each kind of step; plain unless another is faster."""
 
     kernels: KernelAttention | None = None
     table: Mapping[StepForm, AttentionWay] = field(default_factory=dict)
     always: AttentionWay | None = None
-    """Way for everything during a trial."""
+    """Way for everything during a self-test."""
 
     def nbytes(self, tokens: int, width: int) -> int:
         largest = 0
@@ -135,7 +135,7 @@ class Ways:
         except Exception as error:
             if self.always is not None:
                 raise
-            logger.warning("attention kernels are off: %s", error)
+            logger.warning("attention kernels are disabled: %s", error)
             self.kernels = None
             return None
 
@@ -159,7 +159,7 @@ def _counted_bytes(form: AttentionForm, reading: StepReading) -> int:
 
 
 def reads_codes(layout: AttentionPlan, layer: int) -> bool:
-    """Return whether a layer reads some coded parts."""
+    """Return whether a layer reads any coded parts."""
     sides = (side for segment in segments_of(layout) for side in segment.layers[layer])
     return any(isinstance(side, Coded) for side in sides)
 
@@ -172,7 +172,7 @@ def _fused(
     scale: float,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Join the columns that each row sees, and call MLX's own attention."""
+    """Join the columns visible to each row, and call MLX's own attention."""
     done = []
     for i, row in enumerate(step.rows):
         keys, values, columns = join_parts(

@@ -1,4 +1,4 @@
-"""Door and replicas as one application of Ray Serve, and its life."""
+"""Lifecycle of door and replicas as one Ray Serve application."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NAME = "penstock"
 START_SECONDS = 600.0
 HEALTH_SECONDS = 2.0
 HUNG_SECONDS = 10.0
-"""Timeout of a health check; Ray replaces a replica after three failures in a row."""
+"""Timeout of a health check; Ray replaces a replica after three consecutive failures."""
 RAY_TRIES = 3
 """Attempts to start Ray: its processes have 30 s each, which a busy machine can exceed."""
 WATCH_SECONDS = 0.5
@@ -105,11 +105,11 @@ def application(served: Served, fleet: Fleet) -> serve.Application:
 
 @contextmanager
 def running(served: Served, fleet: Fleet) -> Iterator[str]:
-    """Serve until the context is left, then drain; yields the URL.
+    """Serve in a `with` block, then drain; yields the URL.
 
-    With `RAY_ADDRESS` it joins a running Ray, of which only this application is ended, and a Serve
-    that runs there listens where it did. RayFailed: the replicas did not become ready, or Serve can
-    be reached from elsewhere without a key.
+    With `RAY_ADDRESS`, joins a running Ray, of which only this application is stopped; a running
+    Serve keeps its address. Raises RayFailed if the replicas do not become ready, or if Serve is
+    reachable from other machines without a key.
     """
     settings = served.settings
     owned = not ray.is_initialized()
@@ -157,7 +157,7 @@ def _drain(seconds: float) -> None:
 
 
 def read_keys_again(settings: ServerSettings) -> None:
-    """Read the file of keys again and send it to the door; a faulty file changes nothing."""
+    """Reload the key file and send it to the door; an invalid file changes nothing."""
     if settings.keys is not None:
         answers = serve.get_app_handle(NAME).broadcast("set_keys", read_keys(settings.keys))
         answers.results(timeout_s=GOODBYE_SECONDS)

@@ -1,4 +1,4 @@
-"""`penstock serve --ray`: start the replicas, and serve until told to stop."""
+"""Command `penstock serve --ray`: start the replicas, and serve until stopped."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class Door:
             return b"".join(await self._keys(hint)), hint.cache_key
         # A boundary: a hint may fail, an answer may not.
         except Exception as error:
-            logger.error("prompt could not be read: %s", type(error).__name__)
+            logger.error("reading a prompt failed: %s", type(error).__name__)
             logger.debug("traceback of the error above", exc_info=error)
             return b"", None
 

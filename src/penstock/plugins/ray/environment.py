@@ -1,4 +1,4 @@
-"""Environment variables of Ray, which it reads when it is imported: this file imports no Ray."""
+"""Environment variables that Ray reads on import; this module does not import Ray."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 from pathlib import Path
 
 TOKEN_FILE = Path.home() / ".ray" / "auth_token"
-"""Ray's token file, made by `ray.init()` for every Ray of this user."""
+"""Ray's token file, created by `ray.init()` for all Ray clusters of this user."""
 START_SECONDS = "120"
 REGISTER_SECONDS = "600"
-"""Seconds that a replica's process has to begin. After Ray's 60 another is started in its place; on
-a busy machine that one is as slow, and a replica that was killed never comes back."""
+"""Seconds for a replica's process to start. After Ray's default of 60 a second one would be
+started, which on a busy machine is as slow, and a killed replica would never come back."""
 NICENESS = "0"
-"""Priority of replicas. At Ray's 15 they starve beside other programs, and are ejected."""
+"""Priority of replicas. With Ray's 15 other programs starve them, and they are ejected."""
 
 
 def prepare_environment() -> None:
-    """Set defaults: no usage reports, a longer start, normal priority, token authentication.
+    """Set defaults: no usage statistics, longer start, normal priority, token authentication.
 
-    With a token, `ray start` admits only clients that show it. Ray itself shows it to a Ray that it
-    finds, but not to one named by `RAY_ADDRESS`.
+    With a token, Ray only admits clients that present it. Ray presents it automatically to a
+    cluster it finds itself, but not to one named by `RAY_ADDRESS`.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", START_SECONDS)

@@ -1,4 +1,4 @@
-"""`/metrics` of a fleet: each replica's own with its label, and the door's."""
+"""Metrics of a fleet: those of each replica with a label, and those of the door."""
 
 from __future__ import annotations
 
@@ -56,12 +56,7 @@ class FleetMetrics(Collector):
 
 
 def labeled(texts: dict[str, str]) -> Iterator[Metric]:
-    r"""Join the metrics of replicas, in Prometheus' text format, under the label `replica`.
-
-    >>> (metric,) = labeled({"a": "x 1\n", "b": "x 2\n"})
-    >>> [(sample.labels, sample.value) for sample in metric.samples]
-    [({'replica': 'a'}, 1.0), ({'replica': 'b'}, 2.0)]
-    """
+    r"""Join the metrics of replicas, in Prometheus' text format, with the label `replica`."""
     families: dict[str, Metric] = {}
     for replica, text in sorted(texts.items()):
         for family in text_string_to_metric_families(text):

@@ -1,4 +1,4 @@
-"""Forwarding of one request: retried on another replica until the body has begun.
+"""Forwarding of a request, retried on another replica until the response body has begun.
 
 waits, status held back ──replica fails──> tried elsewhere, its client sees nothing of it
 body has begun          ──replica fails──> a stream ends with an error event, others are cut
@@ -25,9 +25,9 @@ from penstock.server.sse import data
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 4
-"""Attempts per request, so that a request that crashes replicas does not crash all of them."""
+"""Maximum attempts per request, so that a crashing request does not crash all replicas."""
 PAUSE_SECONDS = 0.2
-"""Pause before the second attempt; each further one waits that much longer."""
+"""Pause before the second attempt in seconds; it grows by as much for each further one."""
 COMMENT = b":"
 """Prefix of an SSE comment, which keeps a stream alive."""
 
@@ -37,7 +37,7 @@ class _Failed(Exception):
 
 
 class Passing:
-    """A forwarded request and its answer; silence of `silence_seconds` is a failure."""
+    """A forwarded request and its answer; `silence_seconds` without data is a failure."""
 
     def __init__(self, replicas: DeploymentHandle, scope: Scope, silence_seconds: float) -> None:
         self.tokens = 0
@@ -112,7 +112,7 @@ class Passing:
             if leaving.done() and self._begun:  # the replica may answer again
                 await asyncio.wait(tasks[:-1], return_when=asyncio.FIRST_COMPLETED)
             if not passing.done():
-                raise _Failed("the server stops" if stopped.done() else "it does not answer")
+                raise _Failed("the server is stopping" if stopped.done() else "it does not respond")
             passing.result()
         except BackPressureError:
             raise
@@ -136,7 +136,7 @@ class Passing:
                 self.tokens += message["tokens"]
             elif message["type"] == "http.response.start":
                 if self._started and message["status"] != 200:
-                    raise TimeoutError("the second replica refuses what the first one began")
+                    raise TimeoutError("the second replica rejected what the first had accepted")
                 self._start = message
             else:
                 await self._send_body(message, send)

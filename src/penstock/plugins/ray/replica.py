@@ -1,4 +1,4 @@
-"""One engine and its whole server without a socket: Ray passes requests in and answers out."""
+"""One engine with its whole server, without sockets: Ray passes requests and answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.server.service import Service
 T = TypeVar("T")
 
 USED = "penstock.used"
-"""Type of an answer's last message: tokens of the prompt and the answer."""
+"""Type of an answer's last message: number of prompt and generated tokens."""
 OPERATOR = KeyHolder(ApiKey(name="", sha256="0" * 64, admin=True))
 GONE_SECONDS = 5.0
 """Seconds for a request to end after its client disconnected."""
@@ -34,7 +34,7 @@ GONE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Settings from which each replica makes its engine."""
+    """Settings of the replicas."""
 
     model: str
     """Folder or Hugging Face name."""
@@ -82,7 +82,7 @@ class Replica:
         cache_key: str | None = None,
         attempt: str = "",
     ) -> AsyncIterator[Message]:
-        """Answer a request in ASGI messages; leaving early cancels it. The rest is for routing."""
+        """Yield the answer to a request as ASGI messages; closing the iterator cancels it."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._service.watch())
         messages: asyncio.Queue[Message | None] = asyncio.Queue()

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 BLOCKS = "penstock_blocks"
 METRICS = "penstock_metrics"
 LEAST_BLOCKS = 1.0
-"""Least load of an open request, even with a cached prompt: decoding takes time, too."""
+"""Minimum load of an open request, even with a cached prompt, since decoding takes time too."""
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types we could follow
@@ -98,7 +98,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
         if name in self._heard:
             self._heard[name] = time.monotonic()
         if fleet_state().is_ejected(name):
-            logger.warning("replica %s answers again", name)
+            logger.warning("replica %s is responding again", name)
             fleet_state().readmit(name)
             if name in self._there:
                 self._join(name)
@@ -130,7 +130,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Record the prompt in the replica's expected cache, and its missing blocks as load."""
+        """Record the prompt in the replica's expected cache, and its uncached blocks as load."""
         name, block_hashes = _name(replica_id), prompt_of(pending_request).block_hashes
         known_blocks = self._ours.known(block_hashes).get(name, 0)
         attempt = pending_request.kwargs.get("attempt", "")

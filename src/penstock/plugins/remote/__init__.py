@@ -1,4 +1,4 @@
-"""The remote tier: blocks in a store shared by several servers."""
+"""Remote tier: blocks in a store shared by several servers."""
 
 from penstock.plugins.remote.object_urls import check_url, open_objects, shown
 from penstock.plugins.remote.objects import Objects

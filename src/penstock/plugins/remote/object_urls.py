@@ -1,6 +1,6 @@
-"""URLs of object stores: their kinds, their faults, and how to open them.
+"""URLs of object stores: validation, and opening the store.
 
-A further kind of store is one more file, its schemes in `PACKAGES` and its line in `open_objects`.
+A new kind of store is a module, its schemes in `PACKAGES`, and a line in `open_objects`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ PACKAGES = {
     **dict.fromkeys(("redis", "rediss", "unix"), "redis"),
     **dict.fromkeys(("s3", "gs", "az", "file"), "obstore"),
 }
-"""Package of the client of a store, by its scheme."""
+"""Package of the client library, by URL scheme."""
 
 
 def open_objects(
     url: str, *, ttl_seconds: int, timeout_seconds: float, put_seconds: float
 ) -> Objects:
-    """Open the store of a URL, without a request to it; errors as of `check_url`, and OSError.
+    """Open the store of a URL, without connecting; raises like `check_url`, and OSError.
 
-    Values live `ttl_seconds` after their last use, where the store supports it.
+    Values expire `ttl_seconds` after their last use, if the store supports it.
     """
     check_url(url)
     seconds = {"timeout_seconds": timeout_seconds, "put_seconds": put_seconds}
@@ -39,7 +39,7 @@ def open_objects(
 
 
 def check_url(url: str) -> None:
-    """Raise SettingError if a URL names no store, without repeating possible secrets."""
+    """Raise SettingError for an unsupported URL, without repeating possible secrets."""
     problem = _problem(url)
     if problem is not None:
         raise SettingError(f"remote_cache (--remote-cache): {problem}")
@@ -90,10 +90,6 @@ _EXAMPLES = {
 
 
 def shown(url: str) -> str:
-    """Return a checked URL without its user, password and options.
-
-    >>> shown("redis://somebody:secret@cache:6379/0?ssl_ca_certs=x")
-    'redis://cache:6379/0'
-    """
+    """Return a checked URL without user, password and options."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

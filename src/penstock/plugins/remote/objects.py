@@ -9,46 +9,42 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 MOST_WORDS = 300
-"""Characters of an error that are shown."""
+"""Maximum characters of an error that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectPiece:
-    """Some bytes of a value."""
+    """Part of a value."""
 
     nbytes: int
-    """Bytes of the whole value."""
+    """Size of the whole value in bytes."""
     raw: bytes | memoryview
 
 
 class Objects(Protocol):
-    """Values by name, in a store that others use as well. Any thread may call.
+    """Key-value store shared with others. Thread-safe.
 
-    Every failure is an `OSError` without secrets, and comes in bounded time.
+    Every failure is an `OSError` without secrets, raised within bounded time.
     """
 
     def get(self, name: str, offset: int, nbytes: int) -> ObjectPiece | None:
-        """Return up to `nbytes` bytes of a value from `offset` on; None without such a value."""
+        """Return up to `nbytes` bytes of a value from `offset` on; None if it does not exist."""
 
     def put(self, name: str, raw: bytes) -> bool:
-        """Write a value, whole or not at all; False if the store takes none."""
+        """Write a value atomically; False if the store refuses it."""
 
     def has(self, names: Sequence[str]) -> list[bool]:
-        """Return which values are there, and renew those."""
+        """Return which values exist, and renew their expiry."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove values, if they are there and the store is writable."""
+        """Remove values, if they exist and the store is writable."""
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
 
 
 def described(error: BaseException, url: str) -> str:
-    """Return an error's text in one line, without the secrets of a URL.
-
-    >>> described(OSError("no entry for :se%20cret@cache, or se cret"), "redis://:se%20cret@cache")
-    'no entry for :***@cache, or ***'
-    """
+    """Return an error's text in one line, without the secrets of a URL."""
     words = str(error).partition("\n")[0]
     password = urlsplit(url).password
     for secret in filter(None, (password, unquote(password or ""))):

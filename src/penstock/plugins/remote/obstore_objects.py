@@ -1,4 +1,4 @@
-"""Values in a bucket or a folder; the one file that imports `obstore`.
+"""Object store in a bucket or a folder; the only module that imports `obstore`.
 
 Credentials come from the environment, as for the clients of these stores. Values expire by a
 bucket's own lifecycle rules.
@@ -81,7 +81,7 @@ class ObstoreObjects:
                     obstore.delete(self._quick, name)
 
     def close(self) -> None:
-        """Do nothing: there is no connection to close."""
+        """Do nothing: there are no connections."""
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Values in Valkey, Redis or a service with their protocol; the one file that imports `redis`."""
+"""Object store in Valkey, Redis or a compatible service; the only module that imports `redis`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFUSALS = (
     redis.exceptions.ReadOnlyError,
     redis.exceptions.NoPermissionError,
 )
-"""Errors of a store that refuses writes and can still be read."""
+"""Errors of a store that refuses writes but can still be read."""
 UNTOUCHED_SECONDS = 60.0
 """Seconds without renewals after the store refused one."""
 MOST_CONNECTIONS = 4
@@ -87,7 +87,7 @@ class RedisObjects:
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
-        """Turn every error into an OSError, without secrets and frames."""
+        """Convert every error to an OSError without secrets and frames."""
         try:
             yield
         except (redis.TimeoutError, TimeoutError) as error:

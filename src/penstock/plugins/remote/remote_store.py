@@ -1,4 +1,4 @@
-"""Blocks in a store shared by many servers: the files of the SSD tier, each a value.
+"""Blocks in a store shared by many servers; values have the format of the SSD tier's files.
 
     write   is it there? ──no──> one value, whole, for a time ──> known for a while
     read    value ──in pieces──> into its buffers ──> hash, fingerprint, tokens
@@ -36,14 +36,14 @@ from penstock.tiers.record import (
 from penstock.tiers.store import READERS, Store
 
 PIECE_BYTES = 4_000_000
-"""Bytes of a value read at once."""
+"""Number of bytes of a value read at a time."""
 COPIES = 4
-"""Copies of a piece while it arrives: the client's buffer, its answer, and the bytes that was cut
+"""Number of copies of a piece in memory: the client's buffer, its answer, and the bytes it was cut
 from."""
 SEEN_SECONDS = 600.0
-"""Seconds for which a value once seen counts as present, and is not written again."""
+"""Seconds for which a value counts as present after it was seen, and is not written again."""
 SEEN_KEYS = 16_384
-"""Values remembered as present; of more, the oldest are asked for again."""
+"""Number of values remembered as present; the oldest are forgotten."""
 SEEN_KEY_BYTES = 200
 """Python overhead of one remembered hash, in bytes."""
 FULL_SECONDS = 60.0
@@ -51,7 +51,7 @@ FULL_SECONDS = 60.0
 REFUSES = "the store is full, or may only be read; it is read from as before"
 FIRST_PAGE = 8
 MOST_PAGE = 512
-"""Most values per question; the first pages are small, since prompts may be unknown."""
+"""Maximum values per request; first pages are small, since prompts may be unknown."""
 CLOSE_SECONDS = 10.0
 """Seconds that `close` waits for reads."""
 
@@ -60,12 +60,12 @@ T = TypeVar("T")
 
 
 def buffer_bytes(piece_bytes: int) -> int:
-    """Return the memory reserved by a store: pieces that arrive, and names."""
+    """Return the memory reserved by a store for arriving pieces and names."""
     return READERS * COPIES * piece_bytes + SEEN_KEYS * SEEN_KEY_BYTES
 
 
 class RemoteStore(Store):
-    """One model's blocks in a store that other servers use as well; see `Store`.
+    """One model's blocks in a store shared with other servers; see `Store`.
 
     Raises OSError if the store does not answer.
     """
@@ -154,7 +154,7 @@ class RemoteStore(Store):
         return 0
 
     def _there(self, block_hashes: Sequence[bytes]) -> list[bool]:
-        """Return which values are there, without asking for those seen lately."""
+        """Return which values are present, without asking about those seen recently."""
         since = time.monotonic() - self._seen_seconds
         unsure = [key for key in block_hashes if self._seen.get(key, since) <= since]
         if unsure:
@@ -209,7 +209,7 @@ class RemoteStore(Store):
         )
 
     def _timed(self, ask: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
-        """Call, and raise TimeoutError if the answer is late: the next would be, too."""
+        """Call a function, and raise TimeoutError if it was slow: the next call would be, too."""
         began = time.monotonic()
         answer = ask(*arguments, **more)
         took = time.monotonic() - began
@@ -219,7 +219,7 @@ class RemoteStore(Store):
 
 
 class _Value:
-    """The bytes of a value, read one piece at a time; a `Source`."""
+    """Bytes of a value, read one piece at a time; a `Source`."""
 
     def __init__(self, get: Callable[[int], ObjectPiece | None]) -> None:
         self._get = get
@@ -243,7 +243,7 @@ class _Value:
                 offset += len(chunk)
 
     def _from(self, offset: int) -> memoryview:
-        """Return the cached bytes from `offset` on, fetched if there are none."""
+        """Return the cached bytes from `offset` on, fetching them if needed."""
         if not self._at <= offset < self._at + len(self._raw):
             self._fetch(offset)
         return self._raw[offset - self._at :]

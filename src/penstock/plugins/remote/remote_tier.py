@@ -1,4 +1,4 @@
-"""The remote tier's settings, address and store, as the engine uses them."""
+"""Settings, address and store of the remote tier."""
 
 from __future__ import annotations
 
