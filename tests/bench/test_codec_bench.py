@@ -162,7 +162,7 @@ def test_only_layers_with_equal_key_and_value_sizes_are_measured() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--codecs", "q4"], "is no codec; there are raw"),
+        (["--codecs", "q4"], "is not a codec; supported: raw"),
         (["--codecs", ","], "names none"),
         (["--data", "nowhere"], "no such folder; or one of gauss"),
         (["--data", "no/where"], "there is no folder no/where"),

@@ -334,7 +334,7 @@ def test_layer_error_matches_hand_computation() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--codec", "q4"], "--codec: 'q4' is no codec; there are raw"),
+        (["--codec", "q4"], "--codec: 'q4' is not a codec; supported: raw"),
         (["--codec", "kivi4", "--block-size", "32"], "do not divide blocks of 32"),
         (["--text", "nowhere.txt"], "does not exist"),
         (["/nowhere/model"], "there is no folder /nowhere/model"),

@@ -637,7 +637,7 @@ def test_fetching_codes_without_codec_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kv_cache_quantization": "turbo9"}, "'turbo9' is no codec; there are"),
+        ({"kv_cache_quantization": "turbo9"}, "'turbo9' is not a codec; supported:"),
         ({"kv_cache_quantization": "kivi4", "block_size": 48}, "do not divide a block_size of 48"),
         ({"kv_cache_min_quantize_tokens": -1}, "kv_cache_min_quantize_tokens must be at least 0"),
         ({"kv_cache_min_quantize_tokens": 1.5}, "must be a whole number, not 1.5"),

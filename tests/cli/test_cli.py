@@ -209,7 +209,7 @@ def test_bad_blas_setting_is_one_line_warning() -> None:
         (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
         (["generate", "x", "--max-kv-size", "0"], "--max-kv-size"),
         (["generate", "x", "--max-kv-size", "1"], "--max-kv-size 1"),
-        (["generate", "x", "--kv-cache-quantization", "q4"], "'q4' is no codec; there are raw"),
+        (["generate", "x", "--kv-cache-quantization", "q4"], "'q4' is not a codec; supported: raw"),
         (["generate", "x", "--temperature", "nan"], "--temperature"),
         (["generate", "x", "--seed", "-1"], "--seed"),
         (["generate", "x", "--max-kv-size", "64", "--keep-kv-size", "64"], "leaves no room"),

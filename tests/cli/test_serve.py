@@ -188,7 +188,7 @@ def test_vllm_mlx_command_line_works() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--kv-cache-quantization", "q4"), "is no codec; there are raw"),
+        (("--kv-cache-quantization", "q4"), "is not a codec; supported: raw"),
         (("--kv-cache-quantization", "8", "--kv-cache-skip-layers", "2"), "others, are 0 to 1"),
         (("--kv-cache-skip-layers", "one"), "'one' is not a number"),
         (

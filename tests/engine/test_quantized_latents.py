@@ -124,7 +124,7 @@ def test_eight_bits_are_near_full_precision(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v32"])
 def test_indivisible_head_sizes_are_refused_with_reason(family: str) -> None:
-    with pytest.raises(SettingError, match="layer 0: affine8 holds 64 numbers by one scale"):
+    with pytest.raises(SettingError, match="layer 0: affine8 uses groups of 64 values"):
         Core(model(family), **SMALL, kv_cache_quantization="8")
     if family != "deepseek_v2":  # the latent, but not the positions beside it
         with pytest.raises(SettingError, match="which do not divide a head of 8; no group does"):

@@ -74,7 +74,7 @@ def test_lists_and_dicts_are_converted() -> None:
     [
         ({"prompt": []}, "prompt []: Tuple should have at least 1 item"),
         ({}, "prompt is missing"),
-        ({"prompt": "text"}, "prompt 'text': a request takes tokens, and this is text"),
+        ({"prompt": "text"}, "prompt 'text': a request takes tokens, not text"),
         ({"prompt": [3, -1]}, "prompt.1 -1: Input should be greater than or equal to 0"),
         ({"prompt": [1], "max_tokens": -1}, "max_tokens -1: "),
         ({"prompt": [1], "min_tokens": -1}, "min_tokens -1: "),

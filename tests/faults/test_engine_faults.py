@@ -155,7 +155,7 @@ def test_nan_keys_are_not_shared() -> None:
         setup.step()
         setup.model.arm(overflows, only=reads_a_chunk)
         setup.step()
-        assert "without a number at tokens" in str(error_of(first))
+        assert "NaN or infinity at tokens" in str(error_of(first))
         again = setup.ask(prompt)
         setup.drain()
         assert_right(again)

@@ -103,7 +103,7 @@ def test_read_while_other_thread_cancels(engine: Engine) -> None:
 def test_timed_out_wait_leaves_request_running(engine: Engine) -> None:
     handle = ask(engine, max_tokens=300)
     for seconds in (0, 0.001):
-        with pytest.raises(TimeoutError, match="did not end in time"):
+        with pytest.raises(TimeoutError, match="did not finish in time"):
             handle.result(timeout_seconds=seconds)
     assert handle.result(SOON)[0].finish is end_of(handle)
     assert_right(handle)

@@ -167,7 +167,7 @@ def test_spans_are_split_only_at_block_boundaries() -> None:
     ("name", "dim", "words"),
     [
         ("affine4", 80, "no group does, but turbo4 holds it"),
-        ("affine4", 96, "put g32 behind it"),
+        ("affine4", 96, "append g32"),
         ("turbo2.5", 96, "not a multiple of 64; turbo2 and turbo3 hold it"),
         ("kivi4", 81, "no whole bits"),
     ],
@@ -221,7 +221,7 @@ def test_scheme_names_round_trip(text: str, name: str, ratio: float) -> None:
     ],
 )
 def test_unknown_names_list_known_codecs(text: str) -> None:
-    with pytest.raises(ValueError, match="there are raw; affine2"):
+    with pytest.raises(ValueError, match="supported: raw; affine2"):
         parse_scheme(text)
 
 

@@ -334,7 +334,7 @@ def test_invalid_file_error_names_cause(name: str, raw: bytes, words: str, tmp_p
 def test_truncated_file_error_names_missing_bytes(good: bytes, tmp_path: Path) -> None:
     file = tmp_path / "cut.gguf"
     file.write_bytes(good[:-100])
-    with pytest.raises(ModelError, match=r"is cut off: .* bytes, the file has"):
+    with pytest.raises(ModelError, match=r"is truncated: .* bytes, the file has"):
         load_all(file)
 
 

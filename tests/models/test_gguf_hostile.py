@@ -41,11 +41,11 @@ HUGE = GGUFValueType.UINT64
         ("llama.feed_forward_length", 1 << 31, HUGE, "ffn_down, its tensors have 96"),
         ("llama.attention.key_length", 1 << 60, HUGE, "attn_q, its tensors have 64"),
         ("llama.attention.head_count", 1 << 60, HUGE, "are no model"),
-        ("llama.attention.head_count", [float("nan")], GGUFValueType.ARRAY, "no whole number"),
-        ("llama.attention.head_count", [float("inf")], GGUFValueType.ARRAY, "no whole number"),
+        ("llama.attention.head_count", [float("nan")], GGUFValueType.ARRAY, "is not one integer"),
+        ("llama.attention.head_count", [float("inf")], GGUFValueType.ARRAY, "is not one integer"),
         ("llama.attention.head_count_kv", 3, HUGE, "attn_k, its tensors have 32"),
         ("llama.rope.freq_base", 0.0, GGUFValueType.FLOAT32, "a base of 0, are no model"),
-        ("tokenizer.ggml.eos_token_id", -1, GGUFValueType.INT64, "is -1, which is no count"),
+        ("tokenizer.ggml.eos_token_id", -1, GGUFValueType.INT64, "is -1, which is not a count"),
     ],
 )
 def test_size_not_matching_tensors_is_refused(

@@ -161,7 +161,7 @@ def test_wrong_kernels_are_disabled_with_one_line(
     with caplog.at_level(logging.WARNING):
         assert texts(Broken(folder=folder), prompts) == plain
     (line,) = [one.getMessage() for one in caplog.records if "kernels" in one.getMessage()]
-    assert line.startswith("attention kernels are off: a result is off by")
+    assert line.startswith("attention kernels are disabled: a result is off by")
     assert "\n" not in line
 
 
@@ -196,5 +196,6 @@ def test_codec_without_kernel_gives_one_line(
     assert kernels
     (line,) = [one.getMessage() for one in caplog.records if "kernel" in one.getMessage()]
     assert line == (
-        "no attention kernel reads kivi4/raw of 2 heads on 1 of 256, float32: plain operations do"
+        "no attention kernel supports kivi4/raw of 2 heads on 1 of 256, float32; "
+        "using plain operations"
     )

@@ -39,7 +39,7 @@ def _of_cpu() -> AttentionBackend:
     """Return the CPU plug-in's backend, or the reference, which computes the same values."""
     backend = extension("cpu")
     if backend is None:
-        logger.warning("no CPU plug-in is installed: MLX computes attention alone, slower")
+        logger.warning("the CPU plug-in is not installed: attention uses MLX alone and is slower")
         return GPUBackend()
     of_cpu: AttentionBackend = backend()
     return of_cpu

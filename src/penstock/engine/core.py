@@ -190,7 +190,7 @@ class Core(EngineParts):
             SettingError: the model is divided among several processes.
         """
         if self.group.size > 1:
-            raise SettingError("the memory limit of a model on several machines stays as it is")
+            raise SettingError("the memory limit of a model on several machines cannot change")
         self.budget.check_limit(limit_bytes)
         self.admission.fit(limit_bytes)
         self._share_mlx()

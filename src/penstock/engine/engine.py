@@ -469,7 +469,7 @@ def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
         return core.view.explain(first.prompt, first.salt, block_hashes=block_hashes[0])
     # A boundary: an explanation may fail, an answer may not.
     except Exception as error:
-        logger.error("a prompt could not be explained: %s", type(error).__name__)
+        logger.error("explaining a prompt failed: %s", type(error).__name__)
         logger.debug("traceback of the error above", exc_info=error)
         return None
 

@@ -201,7 +201,7 @@ class Handle:
             except queue.Empty:
                 pass
             if until is not None and time.monotonic() >= until:
-                raise TimeoutError("the answer did not end in time")
+                raise TimeoutError("the request did not finish in time")
             if not self._alive() and self._events.empty():
                 raise EngineStopped("the engine was stopped before this request ended")
 
@@ -224,4 +224,4 @@ def notify(handles: Iterable[Handle]) -> None:
         except Exception:
             for handle in its:
                 handle._listener = None
-            logger.exception("the listener of a request has failed and is not called again")
+            logger.exception("the listener of a request failed and is not called again")

@@ -79,7 +79,7 @@ class Intake:
             EngineStopped: the engine is being drained.
         """
         if self.draining:
-            raise EngineStopped("the engine is shutting down and takes no more requests")
+            raise EngineStopped("the engine is shutting down and accepts no more requests")
         request = handle.request
         self.check_tokens(request.prompt)
         self.check_tokens(request.prediction)

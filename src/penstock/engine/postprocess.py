@@ -207,7 +207,7 @@ class Postprocessor:
         chunk, start = computed.take(), sequence.position
         if not self._group.least(chunk.segment.is_finite()):
             raise StepFailed(
-                f"the model computed something without a number at tokens {start} to "
+                f"the model computed NaN or infinity at tokens {start} to "
                 f"{start + computed.tokens} of the prompt, as weights that overflow in "
                 f"float16 do"
             )

@@ -208,7 +208,7 @@ class Request(_RequestSettings):
     def _tokens(cls, given: Any) -> Any:
         if isinstance(given, str):
             raise ValueError(
-                "a request takes tokens, and this is text; engine.generate(text) takes it, or "
+                "a request takes tokens, not text; engine.generate(text) takes it, or "
                 "prompt=tuple(tokenizer.encode(text))"
             )
         return given
@@ -225,9 +225,9 @@ class Request(_RequestSettings):
     @model_validator(mode="after")
     def _grammar_without_reasoning(self) -> Request:
         if self.grammar is not None and self.reasoning is not None and not self.reasoning.inside:
-            raise ValueError("beside a grammar, reasoning must be opened by the prompt")
+            raise ValueError("with a grammar, reasoning must be opened by the prompt")
         if self.min_tokens and self.reasoning is not None:
-            raise ValueError("a request has min_tokens or a budget for reasoning, not both")
+            raise ValueError("min_tokens and a reasoning budget cannot be combined")
         return self
 
     @property

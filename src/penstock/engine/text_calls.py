@@ -33,7 +33,7 @@ def text_request(tokens: Sequence[int], *, goes_on: bool, settings: Mapping[str,
             near = get_close_matches(name, NAMES, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             more = "; engine.submit(Request(...)) takes it" if name in _GIVEN else hint
-            raise SettingError(f"{name} is no setting of an answer{more}")
+            raise SettingError(f"{name} is not a setting of a request{more}")
     chosen = {name: value for name, value in settings.items() if name in Sampling.model_fields}
     rest = {name: value for name, value in settings.items() if name not in chosen}
     if isinstance(rest.get("stop"), str):

@@ -119,9 +119,7 @@ class QuantizationRule:
                 f"without any others, are 0 to {len(shapes) - 1}"
             )
         if not shapes:
-            raise SettingError(
-                f"kv_cache_quantization {self.scheme.name}: the model has no keys and values"
-            )
+            raise SettingError(f"kv_cache_quantization {self.scheme.name}: the model has no KV")
         coded = left = 0
         for number, shape in enumerate(shapes):
             sides = ((self.scheme.keys, shape.key_dim), (self.scheme.values, shape.value_dim))

@@ -85,7 +85,7 @@ class Segment:
         """Return the columns of a layer for the tokens `start..stop - 1`, none of them missing."""
         gone = self.missing[layer] if self.missing else 0
         if start < gone and start < stop:
-            raise AssertionError(f"layer {layer} does not hold its first {gone} tokens any more")
+            raise AssertionError(f"layer {layer} no longer has its first {gone} tokens")
         return start - gone, stop - gone
 
     def derived(self, compute: Callable[[Segment], _Value]) -> _Value:
@@ -260,7 +260,7 @@ class Segment:
         missing: Sequence[int] = ()
         if any(segment.missing for segment in segments):
             if not all(left.joins(right) for left, right in pairwise(segments)):
-                raise ValueError("some layer would have a hole between two segments")
+                raise ValueError("a layer would have a gap between two segments")
             none = (0,) * len(self.layers)
             gone = (segment.missing or none for segment in segments)
             missing = [sum(counts) for counts in zip(*gone, strict=True)]

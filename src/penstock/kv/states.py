@@ -117,7 +117,7 @@ def stacked(sequences: Sequence[RecurrentState]) -> States:
         if not columns:
             return None
         if len(columns) < len(parts):
-            raise ValueError("some of the sequences have a state where others have none")
+            raise ValueError("some sequences have a state and others have none")
         return mx.concatenate(columns)
 
     layers = zip(*(sequence.states for sequence in sequences), strict=True)

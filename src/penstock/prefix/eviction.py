@@ -118,7 +118,7 @@ class EvictionOrder(Generic[S]):
         if _evictable(node) and queued is not None and queued > self.worth(node) + ROUNDING:
             raise AssertionError(f"{node} will be evicted too late")
         if node.held_until_seconds is not None and node.id not in self._holds:
-            raise AssertionError(f"{node} will be held for ever")
+            raise AssertionError(f"{node} will be held forever")
 
     def _held_until(self, node_id: int) -> float | None:
         return self._nodes[node_id].held_until_seconds

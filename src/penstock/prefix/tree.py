@@ -187,7 +187,7 @@ class PrefixTree(Generic[S]):
             )
         if block_hashes[0] in siblings:
             raise ValueError(
-                f"block {block_hashes[0].hex()} is there already; match before you insert"
+                f"block {block_hashes[0].hex()} already exists; match before inserting"
             )
         return self._insert(parent, tuple(block_hashes), values, segment, now_seconds)
 

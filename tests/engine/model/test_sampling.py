@@ -515,7 +515,7 @@ def test_unreadable_logits_fail_step(tmp_path: Path, mixed: bool) -> None:
 
 
 def test_row_count_must_match_samplers() -> None:
-    with pytest.raises(ValueError, match="3 rows for 2 choosers"):
+    with pytest.raises(ValueError, match="3 rows for 2 samplers"):
         sample_all(random_logits(3, 8), [sampler(), sampler()], [[], []])
 
 

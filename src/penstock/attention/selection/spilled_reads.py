@@ -57,7 +57,7 @@ class LoadedBlocks(BlockReader):
         keys, held = _keys(of), self._keys[of.side]
         at = np.searchsorted(held, keys)
         if len(keys) and not np.array_equal(held[np.minimum(at, len(held) - 1)], keys):
-            raise AssertionError("a block is read that was not chosen")
+            raise AssertionError("a block was read that was not selected")
         return self._raw[of.side][self._order[of.side][at]]
 
 

@@ -241,7 +241,7 @@ class Draft:
         with self._ledger.reserve(Kind.BUFFERS, nbytes):
             chunk = self._runner.prefill(kv.tokens[start:end], kv.spans(), start)
             if not chunk.segment.is_finite():
-                raise ArithmeticError("the draft model computed something without a number")
+                raise ArithmeticError("the draft model computed NaN or infinity")
             kv.append_chunk(chunk.segment)
         return end - start
 

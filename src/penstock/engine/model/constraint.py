@@ -68,7 +68,7 @@ def json_schema_grammar(schema: Mapping[str, Any] | None) -> str:
             object_schema, overrides={"whitespace_pattern": WHITESPACE}
         )
     except (ValueError, TypeError) as error:
-        raise SettingError(f"the JSON schema cannot be read: {error}") from None
+        raise SettingError(f"the JSON schema is invalid: {error}") from None
     check_grammar(grammar, "the JSON schema")
     return grammar
 
@@ -296,7 +296,7 @@ class Constraint:
         spent.check()
         allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
         if not allowed.any():
-            raise GrammarFailed("the grammar goes on with no token that the model has")
+            raise GrammarFailed("the grammar allows no token of the model")
         return allowed
 
     def accept(self, token: int) -> bool:
@@ -363,7 +363,7 @@ class _DecodingTokenizer:
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
-            raise TypeError("text alone can be encoded")  # asked once, to find that out
+            raise TypeError("only text can be encoded")  # asked once, to find that out
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _texts(self, size: int) -> Iterable[bytes]:
@@ -394,7 +394,7 @@ def _begin(matcher: LLMatcher) -> None:
         why = _line(first.get_error())
         raise SettingError(
             "the grammar cannot be followed: "
-            + ("nothing can begin it; a reference may lead to itself" if why in EMPTY else why)
+            + ("it matches nothing; a reference may lead to itself" if why in EMPTY else why)
         )
     forced = first.compute_ff_tokens()
     if forced:

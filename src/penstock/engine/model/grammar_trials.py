@@ -162,7 +162,7 @@ class GrammarTrials:
             except BrokenPipeError:
                 pass
             self.close()
-        raise SettingError("grammars cannot be compiled: their process ends at once")
+        raise SettingError("grammars cannot be compiled: the trial process exits at once")
 
 
 def _started() -> subprocess.Popen[str]:

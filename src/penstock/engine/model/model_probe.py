@@ -256,4 +256,4 @@ def _check_fresh(runner: ProbedRunner, tokens: Sequence[int], expected: States) 
     states = runner.chunk(tokens, [], 0, runner.fresh_state(), "shared").states
     for actual, reference in zip(arrays(states), arrays(expected), strict=True):
         if not mx.allclose(actual, reference, rtol=1e-3, atol=1e-5).item():
-            raise ModelError("its recurrent layers do not begin with zeros")
+            raise ModelError("its recurrent layers do not start from zeros")

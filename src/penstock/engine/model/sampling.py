@@ -260,7 +260,7 @@ def sample_all(
     Plain rows cost a single argmax and `mx.eval`. Errors in computing the logits are raised.
     """
     if logits.shape[0] != len(samplers):
-        raise ValueError(f"logits of {logits.shape[0]} rows for {len(samplers)} choosers")
+        raise ValueError(f"logits of {logits.shape[0]} rows for {len(samplers)} samplers")
     best = likeliest(logits)
     if greedy_only(samplers):
         return best.read()

@@ -184,7 +184,7 @@ class _Stops:
 
     def _add(self, stop: str) -> None:
         if not stop:
-            raise ValueError("an empty stop string would end every text before it begins")
+            raise ValueError("a stop string must not be empty")
         state = _ROOT
         for char in stop:
             if char not in self._next[state]:

@@ -184,7 +184,7 @@ class Speculator:
             return NOTHING
 
     def _note_fault(self) -> None:
-        logger.warning("proposing tokens failed; the step goes on without them", exc_info=True)
+        logger.warning("proposing tokens failed; the step continues without them", exc_info=True)
         self._counters.failed_proposals += 1
 
     def _room(self, sequence: Sequence) -> int:

@@ -188,7 +188,7 @@ class SequenceKV:
                 part.check(self.pin.path, self.num_cached_tokens, self.position)
         span_bytes = sum(span.segment.nbytes for span in self.own_spans)
         if self.reservation is None and (span_bytes or self.slot is not None or self.pin):
-            raise AssertionError("a sequence holds KV that was not reserved")
+            raise AssertionError("a sequence has KV that is not reserved")
         if self.reservation is not None and span_bytes > self.reservation.nbytes:
             raise AssertionError(
                 f"a sequence holds {span_bytes} bytes of {self.reservation.nbytes}"

@@ -63,8 +63,8 @@ class Affine(Scaled):
             fitting = [f"g{size}" for size in GROUP_SIZES if dim % size == 0]
             other = f"no group does, but turbo{self.bits} holds it"
             raise ValueError(
-                f"{self.name} holds {self.group_size} numbers by one scale, which do not divide a "
-                f"head of {dim}; {f'put {fitting[0]} behind it' if fitting else other}"
+                f"{self.name} uses groups of {self.group_size} values, which do not divide a "
+                f"head of {dim}; {f'append {fitting[0]}' if fitting else other}"
             )
         return int(dim * (self.bits + Fraction(32, self.group_size)))
 

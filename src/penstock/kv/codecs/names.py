@@ -53,4 +53,4 @@ def _side(word: str, text: str, *, keys: bool) -> Codec | None:
             raise ValueError(f"{text}: {error}") from None
         if codec is not None:
             return codec
-    raise ValueError(f"{text!r} is no codec; there are {FORMS}")
+    raise ValueError(f"{text!r} is not a codec; supported: {FORMS}")
