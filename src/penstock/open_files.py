@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ENOUGH = (65_536, 10_240)
-"""Limits tried in turn where the hard limit is infinite, or more than the system takes (macOS)."""
+"""Limits to try in turn if the hard limit is infinite, or larger than macOS accepts."""
 
 
 @contextmanager

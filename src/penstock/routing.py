@@ -103,7 +103,7 @@ class Routed:
 
     replica: str
     known_blocks: int
-    """Number of the prompt's first blocks that the replica seems to hold."""
+    """Number of the prompt's leading blocks that the replica is expected to have cached."""
 
 
 @dataclass(slots=True)

@@ -428,7 +428,7 @@ def test_full_disk_is_reported_everywhere(
             tier = httpx.get(f"{running.url}/v1/cache/stats", timeout=60).json()["tiers"]["disk"]
         assert ". The disk cache writes no new blocks: the disk of" in why["reason"]
         assert tier["state"] == "on" and "1.00 GB are always left free" in tier["why"]
-    assert sum("writes nothing for now" in line for line in caplog.messages) == 2  # two engines
+    assert sum("pausing writes" in line for line in caplog.messages) == 2  # two engines
 
 
 def test_banner_shows_capacity_and_curl_command() -> None:

@@ -148,7 +148,7 @@ def test_lowered_connection_limit_is_logged(capfd: pytest.CaptureFixture[str]) -
     with process("--max-connections", "5000", files=(1_024, 1_024)) as server:
         server.popen.terminate()
         _, said = server.popen.communicate(timeout=SOON)
-        assert "704 connections instead of --max-connections 5000" in said
+        assert "limiting connections to 704 instead of --max-connections 5000" in said
         assert "1024 files" in said
 
 

@@ -121,8 +121,8 @@ def test_full_disk_is_logged_once_and_still_read(
         assert tier.restore([r.key for r in records[:2]], lambda: targets).result(SOON) == 2
     finally:
         tier.close(SOON)
-    assert [line for line in caplog.messages if "writes nothing for now" in line] == [
-        f"the SSD cache writes nothing for now: {told}"
+    assert [line for line in caplog.messages if "pausing writes" in line] == [
+        f"pausing writes to the SSD cache: {told}"
     ]
 
 

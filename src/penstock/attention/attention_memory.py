@@ -12,7 +12,7 @@ from penstock.kv.codecs.code_ops import SIGNS_AT_ONCE
 SCORE_BUFFERS = 8
 """Number of float32 arrays alive at once while scores become weights: 7.7 at most, measured."""
 HALF_SCORE_BUFFERS = 10
-"""The same for half-precision keys, dequantized and rounded again: 9.5 at most, measured."""
+"""Number of such arrays for half-precision keys, dequantized and rounded: 9.5 at most, measured."""
 FUSED_DIMS = (64, 80, 128)
 """Head sizes for which MLX's attention of a chunk is a single GPU kernel. For others it
 materializes all scores (MLX 0.32, Metal)."""

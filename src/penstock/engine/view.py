@@ -66,7 +66,7 @@ class SpilledBytes:
     active_bytes: int
     """Bytes of the keys and values in memory."""
     tree_bytes: int
-    """Bytes of the prefix tree's index of all tokens."""
+    """Bytes of the prefix tree's index for all tokens."""
     cache_bytes: int
     """Bytes that are set aside for the cache of blocks and for reads, for all sequences."""
 

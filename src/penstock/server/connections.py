@@ -48,8 +48,8 @@ class Connections:
         """Connections over the limit, oldest first."""
         if self.most < settings.max_connections:
             logger.warning(
-                "%d connections instead of --max-connections %d: this process may open %d "
-                "files; raise the limit (ulimit -n)",
+                "limiting connections to %d instead of --max-connections %d: this process may open "
+                "%d files; raise the limit (ulimit -n)",
                 self.most,
                 settings.max_connections,
                 open_files.limit(),

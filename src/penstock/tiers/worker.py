@@ -407,7 +407,7 @@ class ColdTier:
             self._stats.full = full
         if full is not None and not self._warned_full:
             self._warned_full = True
-            logger.warning("the %s writes nothing for now: %s", self._name, full)
+            logger.warning("pausing writes to the %s: %s", self._name, full)
 
     def _write(self, store: Store, record: Record) -> None:
         try:

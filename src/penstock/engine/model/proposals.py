@@ -29,7 +29,7 @@ PLACES_ASKED = 8
 LONG_AGREEMENT = 8
 """Minimum length of a long match, which is accepted more often."""
 RESUMED_FROM = 4
-"""Minimum match before a replaced token for the text after it to be proposed."""
+"""Minimum number of matching tokens before a substituted one for its successors to be proposed."""
 FIRST_SHARE = 0.6
 """Assumed acceptance rate of a new sequence."""
 RETRY_TOKENS = 64

@@ -48,7 +48,7 @@ class Restore:
     """Consecutive blocks of a chain, or the checkpoint behind them, being read from a tier."""
 
     first: int
-    """Blocks before them in the chain."""
+    """Number of blocks before them in the chain."""
     buffer: RestoreBuffer | StateRestoreBuffer
     answer: Future[int]
     """Number of their records that were read, from the first on."""
@@ -157,7 +157,7 @@ class EngineTier:
         return bool(self._state_form.arrays)
 
     def saved_seconds(self, first: int, stop: int) -> float:
-        """Return the seconds saved by reading the blocks first..stop-1; 0 if it is not worth it."""
+        """Return the seconds saved by reading the blocks `first..stop - 1`; 0 if not worthwhile."""
         if stop <= first:
             return 0.0
         ahead = sum(restore.paid.nbytes for restore in self._restores)
@@ -167,9 +167,9 @@ class EngineTier:
         return computed - seconds if WORTH_READING * seconds < computed else 0.0
 
     def patience_seconds(self, first: int, stop: int) -> float:
-        """Return how long to wait for the blocks first..stop-1 before computing them.
+        """Return the seconds to wait for the blocks `first..stop - 1` before computing them.
 
-        Longer than the read should take, and never longer than computing them does.
+        More than the expected read time, and at most the time of computing them.
         """
         expected = self.read_rate.seconds(self._nbytes(first, stop))
         return min(self._prefill_seconds(stop - first), max(LEAST_PATIENCE_SECONDS, 4 * expected))
@@ -260,9 +260,9 @@ class EngineTier:
         return restore.buffer.states() if there else None
 
     def take(self, restore: Restore, reservation: Reservation) -> int:
-        """Return how many blocks of a restore were read, and pass its bytes on.
+        """Return the number of blocks read by a restore, and transfer its reserved bytes.
 
-        Bytes of blocks in the tree are released: the caller reserves them at once.
+        Bytes of blocks already in the tree are released; the caller reserves them at once.
         """
         self._restores.remove(restore)
         restore.paid.pass_on(reservation, restore.own_bytes)

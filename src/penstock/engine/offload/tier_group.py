@@ -83,9 +83,9 @@ class TierLookup:
 
 
 class TierGroup:
-    """The cold tiers of an engine, the nearest first. Not thread-safe: the engine's thread.
+    """Cold tiers of an engine, nearest first. Not thread-safe: owned by the engine's thread.
 
-    `records` are offered to a tier between two steps at most.
+    At most `records` are offered to a tier between two steps.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ def fill_loop() -> Any:
 
 @cache
 def sum_loop(words: int) -> Any:
-    """Compile the sum of one token's signs, by the table of four queries."""
+    """Compile the sum of a token's signs, looked up in the table of four queries."""
     from numba import int64, njit, uint32
 
     @njit(nogil=True)

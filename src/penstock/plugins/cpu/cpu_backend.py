@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 LANES_FROM = 2**16
 """Minimum scores from which dividing them between two streams pays."""
 CODED_LANES_FROM = 2**12
-"""The same if most columns are coded: MLX multiplies codes on a single core."""
+"""Minimum scores for two streams if most columns are coded: MLX uses one core for codes."""
 CODED_LANES_ROWS = 4
 """Maximum rows whose codes MLX multiplies; for more, codes are converted to floats for BLAS."""
 MANY_KEYS = 256
@@ -53,11 +53,11 @@ CHUNK_FACTOR = 4
 CHUNK_BUFFERS = 2
 """Number of float32 arrays alive at once while a chunk's scores are masked."""
 HALF_CHUNK_BUFFERS = 3
-"""The same if products and weights are in half precision."""
+"""Number of float32 arrays alive at once if products and weights are in half precision."""
 WEIGHTS_LANES_FROM = 2**20
 """Minimum weights from which two streams that both call multi-threaded BLAS pay."""
 ONE_THREAD_LANES_FROM = 2**18
-"""The same if BLAS uses one thread."""
+"""Minimum weights from which two streams pay if BLAS uses one thread."""
 WIDE_ROW = 8
 """Minimum new tokens from which lanes process a single row faster than multi-threaded BLAS."""
 LONG_ROW = 4_096

@@ -76,7 +76,7 @@ class AttentionForm:
 
 
 StepForm: TypeAlias = tuple[AttentionForm, Situation, bool]
-"""A layer, the shape of its step's reads, and whether it reads codes."""
+"""Attention shape of a layer, situation of the step, and whether codes are read."""
 
 
 @dataclass(slots=True)

@@ -384,7 +384,7 @@ def new_writer() -> str:
 
 
 def end_writer(name: str) -> None:
-    """End a writer; its unfinished blocks count as left over in all processes."""
+    """Unregister a writer; any process may then remove its unfinished blocks."""
     _writers.discard(name)
 
 
