@@ -333,22 +333,23 @@ class Prefixes(Generic[S]):
         """Add a partial block below the blocks that the sequence reads; None if there is no room.
 
         It is not pinned, and may have been there already. `root` is the hash of the last block,
-        or the root hash. `paid` shrinks by its keys and values; room is made for the
-        checkpoints.
+        or the root hash. `paid` shrinks by its keys and values. Room is made for the checkpoints,
+        and for keys and values beyond `paid`: of a spilled path the index has taken some of it.
         """
         if not self._end_at(pin, blocks_done):
             return None
         known = self.tree.match_partial(pin.node, root, tokens)
         if known is not None and len(known.tokens) == segment.tokens:
             return known
-        if not self.make_room(self.index_bytes(1) + segment.checkpoint_nbytes):
-            return None
         kv_nbytes = segment.nbytes - segment.checkpoint_nbytes
+        unpaid = max(0, kv_nbytes - paid.nbytes)
+        if not self.make_room(self.index_bytes(1) + segment.checkpoint_nbytes + unpaid):
+            return None
         self._index.resize(self._index.nbytes + self.index_bytes(1))
         self._checkpoints.resize(self._checkpoints.nbytes + segment.checkpoint_nbytes)
         try:
             leaf = self.tree.insert_partial(pin.node, root, tokens, segment, self.clock())
-            paid.resize(paid.nbytes - kv_nbytes)
+            paid.resize(paid.nbytes + unpaid - kv_nbytes)
         finally:
             self._settle()
         return leaf

@@ -98,11 +98,17 @@ def test_spilled_tokens_keep_index_and_places_in_memory() -> None:
     # Two nodes of 512, a span of 256 and a record of 320 are on their way out.
     assert of_spilled.in_flight_tokens == 2 * 512 + 256 + 320
     assert of_spilled.spilled_tokens(3_000) == 3_000 - 512 - 1_600
-    tree = 12 * 900 + 188 * (57 + 4 * 16)
-    assert path_bytes(3_000, 16) == of_spilled.path_bytes(3_000) == tree
+    tree = 94 * 900 + 188 * (57 + 4 * 16)  # a node a chunk of 32 tokens, less than a span
+    assert path_bytes(3_000, 16, 512) == 12 * 900 + 188 * (57 + 4 * 16)
+    assert path_bytes(3_000, 16, 32) == of_spilled.path_bytes(3_000) == tree
     assert of_spilled.sequence_bytes(3_000) == 2_112 * 394 + 888 * 269 + tree
-    nodes = 8 * 900 + 125 * (57 + 4 * 16)
+    nodes = 63 * 900 + 125 * (57 + 4 * 16)
     assert of_spilled.next_bytes(2_000) == 1_600 * 394 + 400 * 269 + nodes
+
+
+def test_a_node_has_a_chunk_where_chunks_are_shorter_than_spans() -> None:
+    assert path_bytes(1_024, 16, 64) == 16 * 900 + 64 * (57 + 4 * 16)
+    assert path_bytes(1_024, 16, 24) == path_bytes(1_024, 16, 8) == 64 * 900 + 64 * (57 + 4 * 16)
 
 
 def test_all_tokens_are_reserved_without_spilling() -> None:

@@ -121,8 +121,10 @@ class MemoryEstimator:
 
         Without spilling, the index takes evictable bytes or bytes reserved for KV.
         """
-        spills = self._limits.active_kv_size is not None
-        return path_bytes(max(0, tokens), self._limits.block_size) if spills else 0
+        limits = self._limits
+        if limits.active_kv_size is None:
+            return 0
+        return path_bytes(max(0, tokens), limits.block_size, limits.step_tokens)
 
     @property
     def _most_resident(self) -> int:
@@ -305,9 +307,14 @@ def first_scores_bytes(figures: ModelFigures, memory: AttentionMemory, tokens: i
     return scores * _most_bytes(figures, memory.chunk_score_bytes)
 
 
-def path_bytes(tokens: int, block_size: int) -> int:
-    """Return the index bytes of `tokens` tokens, stored in nodes of `span_tokens` tokens."""
-    blocks, nodes = -(-tokens // block_size), -(-tokens // span_tokens(block_size))
+def path_bytes(tokens: int, block_size: int, chunk_tokens: int) -> int:
+    """Return the bytes of the tree's index of `tokens` tokens that are prefilled in chunks.
+
+    A node has a span of blocks, or a chunk that is shorter, until the whole prompt is read.
+    """
+    chunk = max(block_size, chunk_tokens // block_size * block_size)
+    node_tokens = min(span_tokens(block_size), chunk)
+    blocks, nodes = -(-tokens // block_size), -(-tokens // node_tokens)
     return index_bytes(blocks, block_size, nodes)
 
 
