@@ -4,8 +4,7 @@
                                                                 ▲               │
                                                                 └── summaries ──┘
 
-`door` reads a request's prompt as the server will, and `router` chooses by `penstock.routing`.
-`replica` answers with the whole server of `penstock serve`, and its `hang_watcher` kills it when it
-hangs. `autoscaling` says how many replicas there should be, and `application` puts all together.
-Needs the extra `ray`; nothing else imports it.
+`door` tokenizes prompts as the server will, and `router` chooses a replica by `penstock.routing`.
+`replica` runs the whole server of `penstock serve`, `hang_watcher` kills it when it hangs, and
+`autoscaling` sets the number of replicas. `application` assembles them. Needs the extra `ray`.
 """
