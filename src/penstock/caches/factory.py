@@ -30,6 +30,7 @@ from penstock.errors import SettingError
 from penstock.kv.checks import loaded_model, positive, whole
 from penstock.kv.numpy_arrays import Floats
 from penstock.kv.quantization import QuantizationRule
+from penstock.plurals import counted
 
 
 def make_kv_cache(
@@ -243,7 +244,7 @@ def _kept(keep: int | None, size: int) -> int:
         return default_keep(size)
     if whole("keep", keep, 0) >= size:
         raise SettingError(
-            f"keep {keep} leaves no room in a window of max_kv_size {size} tokens; "
+            f"keep {keep} leaves no room in a window of max_kv_size {counted(size, 'token')}; "
             f"lower the first or raise the second"
         )
     return keep

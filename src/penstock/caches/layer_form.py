@@ -51,7 +51,8 @@ class LayerForm:
         if cache.empty():
             return cls(type(cache), tuple(cache.state[3:]), max_size, *parts)
         if max_size is not None and cache.offset > max_size:
-            return f"the window of {max_size} tokens has wrapped around; its first tokens are gone"
+            window = counted(max_size, "token")
+            return f"the window of {window} has wrapped around; its first tokens are gone"
         if wrong := _miscounted(cache):
             return wrong
         if max_size is None:

@@ -25,6 +25,7 @@ import mlx.core as mx
 from penstock.errors import SequenceOverflow, SettingError, UnknownSequence
 from penstock.kv.checks import positive
 from penstock.kv.tails import LayerShape, Tails, token_bytes
+from penstock.plurals import counted
 
 Layout: TypeAlias = Literal["heads_first", "tokens_first"]
 """Axis that comes first in keys and values: heads, or tokens."""
@@ -100,7 +101,8 @@ class KVCacheManager:
         length = self.max_seq_len if max_len is None else positive("max_len", max_len)
         if length > self.max_seq_len:
             raise SettingError(
-                f"max_len {length} is longer than the pool's slots of {self.max_seq_len} tokens; "
+                f"max_len {length} is longer than the pool's slots of "
+                f"{counted(self.max_seq_len, 'token')}; "
                 "construct the pool with a larger max_seq_len"
             )
         slot = self._slots.take_slot()
@@ -151,9 +153,11 @@ class KVCacheManager:
         k, v = (self._fit(name, side, layout) for name, side in (("k", k), ("v", v)))
         added = k.shape[2]
         if num_tokens is not None and positive("num_tokens", num_tokens) != added:
-            raise ValueError(f"num_tokens is {num_tokens}, but k has {added} tokens: {k.shape}")
+            raise ValueError(
+                f"num_tokens is {num_tokens}, but k has {counted(added, 'token')}: {k.shape}"
+            )
         if v.shape[2] != added:
-            raise ValueError(f"v has {v.shape[2]} tokens, k has {added}")
+            raise ValueError(f"v has {counted(v.shape[2], 'token')}, k has {added:,}")
         self._check_room(seq_id, sequence, added)
         self._slots.write_block(layer_idx, sequence.slot, sequence.length, k, v)
         sequence.pending[layer_idx] = added
@@ -174,7 +178,7 @@ class KVCacheManager:
             if written < n:
                 raise ValueError(
                     f"n is {n}, but layer {layer_idx} of sequence {seq_id} has appended "
-                    f"{written} tokens since the last advance"
+                    f"{counted(written, 'token')} since the last advance"
                 )
         # Evaluated before the end moves, so that a failing step changes nothing
         # and no step's inputs stay alive. Not async_eval: an append to a buffer still in flight

@@ -17,6 +17,7 @@ from penstock import config
 from penstock.blas import Blas
 from penstock.cli.settings_options import Fields, option_of, size_text
 from penstock.errors import SettingError
+from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
@@ -274,4 +275,6 @@ def check_text(what: str, text: str) -> None:
         # and do not encode a byte.
         code = ord(text[error.start])
         shown = f"byte {code - 0xDC00:#04x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"
-        raise SettingError(f"{what} is not UTF-8: {shown} after {error.start} characters") from None
+        raise SettingError(
+            f"{what} is not UTF-8: {shown} after {counted(error.start, 'character')}"
+        ) from None

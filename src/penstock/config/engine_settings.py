@@ -23,6 +23,7 @@ from penstock.config.defaults import (
     default_keep,
 )
 from penstock.config.setting import Setting, Settings, flag_of
+from penstock.plurals import counted
 
 WeightsDtype: TypeAlias = Literal["auto", "native", "float32", "packed", "packed-exact"]
 COLD_TIERS = ("ssd_cache_dir", "remote_cache")
@@ -331,7 +332,8 @@ class EngineSettings(Settings):
         if self.keep is not None and self.keep >= self.max_kv_size:
             raise ValueError(
                 f"keep (--keep-kv-size) {self.keep} leaves no room in a window of max_kv_size "
-                f"(--max-kv-size) {self.max_kv_size} tokens; lower the first or raise the second"
+                f"(--max-kv-size) {counted(self.max_kv_size, 'token')}; lower the first or raise "
+                "the second"
             )
         return self
 

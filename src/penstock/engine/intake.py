@@ -25,6 +25,7 @@ from penstock.engine.schedule.scheduler import Scheduler
 from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.errors import EngineStopped, SettingError
+from penstock.plurals import counted
 
 
 class Intake:
@@ -129,7 +130,9 @@ class Intake:
         size = self.vocabulary_size
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < size:
-                raise SettingError(f"the prompt has token {token}; the model knows {size} tokens")
+                raise SettingError(
+                    f"the prompt has token {token}; the model knows {counted(size, 'token')}"
+                )
 
     def constraint(self, request: Request) -> Rule:
         """Return an answer's rule at the beginning of an answer; any thread may ask.
@@ -161,7 +164,9 @@ class Intake:
             return None
         size, last = self.vocabulary_size, max(request.reasoning.end)
         if last >= size:
-            raise SettingError(f"reasoning.end has token {last}; the model knows {size} tokens")
+            raise SettingError(
+                f"reasoning.end has token {last}; the model knows {counted(size, 'token')}"
+            )
         return ReasoningLimit(request.reasoning)
 
     def _min_tokens(self, request: Request) -> Rule:

@@ -113,7 +113,7 @@ def _reason(
             f"on is new. To reuse more, put text that changes (a date, a name) at the end"
         )
     if length // size == cached // size:
-        return f"all whole blocks of {size} tokens are cached"
+        return f"all whole blocks of {counted(size, 'token')} are cached"
     if len(prefixes.tree) == 0:
         return "the cache is empty: all of this prompt is new"
     doubt = ", or evicted too long ago to be remembered" if prefixes.evictions.forgets else ""

@@ -127,8 +127,9 @@ class Service:
         answers = sum(request.n for request in requests)
         if answers > self.max_queue:
             raise BadRequest(
-                f"{len(requests)} prompts with n answers each are {answers} answers; at most "
-                f"{self.max_queue} may wait (--max-queue): ask for fewer at a time",
+                f"{counted(len(requests), 'prompt')} with n answers each make "
+                f"{counted(answers, 'answer')}; at most {self.max_queue:,} may wait "
+                "(--max-queue): ask for fewer at a time",
                 code="too_many_answers",
                 param="n",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.memory.sizes import format_bytes
+from penstock.plurals import counted
 from penstock.server.problems import BadRequest
 from penstock.server.prompt_memory import HOLD
 
@@ -41,7 +42,8 @@ def hold_scores(prompts: Sequence[Sequence[int]], top: int, copies: int = 1) -> 
     nbytes = tokens * copies * (TOKEN_SCORE_BYTES + top * TOP_SCORE_BYTES)
     if top > MOST_TOP and nbytes > hold.most_free_bytes:
         raise BadRequest(
-            f"prompt_logprobs: all {top} tokens of the vocabulary beside each of {tokens} tokens "
+            f"prompt_logprobs: all {top:,} tokens of the vocabulary beside each of "
+            f"{counted(tokens, 'token')} "
             f"take {format_bytes(nbytes)}; there are {format_bytes(hold.most_free_bytes)} for all "
             f"prompts. Ask for at most {MOST_TOP}, send less, or raise --memory-limit",
             param="prompt_logprobs",
