@@ -163,7 +163,7 @@ def test_join_never_leaves_gap_in_layer(
 
 def test_dropped_tokens_are_filled_from_recomputed() -> None:
     thin = numbered(8, 16).thinned(gone(0, 6)).checkpointed([Checkpoint(4, ())])
-    filled = thin.filled(numbered(4, 20), 4)
+    filled = thin.filled(numbered(4, 23), 4)
     assert held(filled, 8) == tail(8, 0, 0)
     assert filled.missing == ()
     assert filled.checkpoints == thin.checkpoints
@@ -188,6 +188,19 @@ def test_thinned_codes_split_and_join(name: str) -> None:
             assert mx.array_equal(a, b)
     first, rest = coded.split(128)
     assert first.join(rest).nbytes == coded.nbytes == first.nbytes + rest.nbytes
+
+
+@pytest.mark.parametrize("name", ["8", "turbo4"])
+def test_codes_are_dequantized_in_pieces(name: str) -> None:
+    """Beside the result there are pieces of it, and never all of it once more."""
+    side = mx.random.normal((1, 2, 16_384, 64), key=mx.random.key(1))
+    coded = Segment(((side, side),)).encoded(parse_scheme(name), devices.current()).layers[0][0]
+    mx.eval(arrays(coded, coded))
+    del side
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    wide = dequantized([(0, 0, coded)], 1, 16_384, mx.float32, devices.current())
+    assert mx.get_peak_memory() - mx.get_active_memory() < wide.nbytes / 2
 
 
 def test_incomplete_block_is_not_written() -> None:
