@@ -68,3 +68,12 @@ def test_identities_differ_where_formats_differ() -> None:
         )
     ]
     assert len(set(names)) == 4
+
+
+def test_raw_sides_and_layers_are_counted_apart_from_codes() -> None:
+    shapes = [LayerShape(2, 32, 64, mx.float16)] * 3
+    rule = QuantizationRule.of("raw/8", block_size=64, first_tokens=0, skip_layers=[1])
+    coded, raw = rule.token_bits(shapes)
+    assert raw == 2 * (3 * 32 + 64) * 16
+    codec = rule.scheme.values
+    assert codec is not None and coded == 2 * 2 * codec.token_bits(64)
