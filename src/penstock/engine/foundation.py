@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.attention import devices
-from penstock.attention.span_attention import ALL_TOKENS
 from penstock.config import EngineSettings
 from penstock.engine.calibration import Calibration
 from penstock.engine.fixed_memory import reserve_fixed
@@ -68,7 +67,8 @@ def lay_foundation(
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
     limits = fitting(limits, runner, room, ranks=group.size)
     runner.selection = selection(runner, limits, compiled=not kernels_off(limits))
-    runner.most_joined = limits.active_kv_size or ALL_TOKENS
+    if limits.active_kv_size is not None:
+        runner.most_joined = limits.active_kv_size
     kernels = extension("kernels")
     if kernels is not None:
         runner.ways = kernels.chosen_ways(runner, limits, ledger)
