@@ -105,5 +105,5 @@ def test_rows_of_one_step_are_restacked_without_copy() -> None:
 def test_missing_state_cannot_be_stacked() -> None:
     one, other = lives(1, 2)
     without = st.RecurrentState(((None, None),), own=True)
-    with pytest.raises(ValueError, match="some of the sequences have a state"):
+    with pytest.raises(ValueError, match="some sequences have a state and others have none"):
         st.stacked([one, without, other])

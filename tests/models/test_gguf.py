@@ -312,8 +312,8 @@ def test_damaged_header_gives_one_line_error(
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [
-        ("empty", b"", "does not begin with GGUF"),
-        ("foreign", b"PK\x03\x04" + b"\0" * 60, "does not begin with GGUF"),
+        ("empty", b"", "does not start with GGUF"),
+        ("foreign", b"PK\x03\x04" + b"\0" * 60, "does not start with GGUF"),
         ("counts", b"GGUF" + (3).to_bytes(4, "little") + b"\xff" * 16, "more than a model has"),
         ("version", b"GGUF" + (9).to_bytes(4, "little") + b"\0" * 16, "version 9"),
         (

@@ -246,7 +246,7 @@ def test_nan_states_are_not_stored() -> None:
 
 
 def test_codec_without_kv_layers_is_refused() -> None:
-    with pytest.raises(SettingError, match="no keys and values"):
+    with pytest.raises(SettingError, match="the model has no KV"):
         Core(model_of("mamba2"), memory_limit="400MB", kv_cache_quantization="4", **SMALL)
 
 

@@ -579,7 +579,7 @@ def test_check_detects_excess_dropped_block(family: str, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(Windows, "check", lambda *_: None)
         drain(core)
-    with pytest.raises(PenstockError, match="any more"):
+    with pytest.raises(PenstockError, match="no longer has its first"):
         answer(handle)
     core.close()
 

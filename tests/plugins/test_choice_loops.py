@@ -318,7 +318,7 @@ def test_loops_require_numba(
     try:
         with caplog.at_level(logging.INFO):
             assert choice_loops.choice_loops(128, 64, 64) is None
-        assert "read by NumPy" in caplog.text
+        assert "uses NumPy, not compiled loops" in caplog.text
     finally:
         compiled.has_numba.cache_clear()
 

@@ -34,5 +34,5 @@ def test_proposal_is_cut_before_early_eos(proposal: list[int], allowed: int) -> 
 
 
 def test_min_tokens_excludes_reasoning_budget() -> None:
-    with pytest.raises(SettingError, match="not both"):
+    with pytest.raises(SettingError, match="cannot be combined"):
         Request(prompt=(1,), min_tokens=2, reasoning=ReasoningBudget(max_tokens=2, end=(5,)))

@@ -208,7 +208,7 @@ def test_streams_of_one_tokenizer_are_independent(kind: str) -> None:
 
 
 def test_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty stop string"):
+    with pytest.raises(ValueError, match="a stop string must not be empty"):
         TextStream(TOKENIZERS["bpe"].detokenizer, ["a", ""])
 
 

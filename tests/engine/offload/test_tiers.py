@@ -504,7 +504,7 @@ def test_memory_hit_allocates_nothing_and_eviction_is_logged(
         assert before == after
         assert core.view.stats().copied_bytes == copied
         core.prefixes.clear()
-    assert "tokens is evicted" in caplog.text
+    assert "evicting a node of 192 tokens (cleared)" in caplog.text
 
 
 def test_hot_cache_only_disables_tiers(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 from mlx.utils import tree_flatten
 
+SLACK = 1.10
+"""Ratio of reserved to measured bytes of a step."""
+
 MOST_FORMS = 1_000
 """Maximum number of cached measurements; the oldest are dropped."""
 

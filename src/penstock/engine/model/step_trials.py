@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
+from penstock.engine.model.step_peaks import SLACK
+
 logger = logging.getLogger(__name__)
 
 Reserve: TypeAlias = Callable[[int], AbstractContextManager[object]]
@@ -35,8 +37,6 @@ LEAST_SECONDS = 0.5
 """The same of a small model, whose loading takes less than a second."""
 SECOND_WEIGHT_BYTES = 5_000_000_000
 """Bytes of weights that are loaded in about ten seconds: a second of measuring is a tenth of it."""
-SLACK = 1.10
-"""Ratio of reserved to measured bytes of a step."""
 
 
 @dataclass(frozen=True, slots=True)

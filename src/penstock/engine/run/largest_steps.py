@@ -14,7 +14,8 @@ import mlx.core as mx
 
 from penstock.config import MAX_BATCH_SIZE, PREFILL_CHUNK, EngineSettings
 from penstock.engine.model.runner import Runner
-from penstock.engine.model.step_trials import SLACK, Reserve
+from penstock.engine.model.step_peaks import SLACK
+from penstock.engine.model.step_trials import Reserve
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.run.measured_steps import LOGIT_COPIES, decode, prefill, sample
 from penstock.engine.schedule.costs import MASK_BYTES

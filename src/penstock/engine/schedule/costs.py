@@ -13,8 +13,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.engine.model.figures import ModelFigures
 from penstock.engine.model.prompt_logprobs import PIECE_BYTES, PIECE_LOGITS, PromptLogprobs
 from penstock.engine.model.proposals import LEAST_PREDICTION
-from penstock.engine.model.step_peaks import StepPeaks
-from penstock.engine.model.step_trials import SLACK
+from penstock.engine.model.step_peaks import SLACK, StepPeaks
 from penstock.kv.block_spans import SPILLED_MERGE_TOKENS, record_blocks, span_tokens
 from penstock.kv.codecs.names import RAW
 from penstock.kv.codecs.spilled import BLOCK_TOKENS, ENTRY_BYTES, Spilled
