@@ -169,7 +169,7 @@ def test_sign_codec_takes_one_bit() -> None:
     assert coded.nbytes == 4 + 2
     back = Turbo(1).dequantize(coded, devices.current())
     assert back.shape == (1, 1, 1, 32)
-    with pytest.raises(ValueError, match="no codec"):
+    with pytest.raises(ValueError, match="is not a codec"):
         parse_scheme("turbo1")
 
 

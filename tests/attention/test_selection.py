@@ -19,7 +19,7 @@ from penstock.attention.reads import DecodeReads
 from penstock.attention.selection import selection as module
 from penstock.attention.selection.choice_blocks import BLOCK_TOKENS
 from penstock.attention.selection.key_index import KeyIndex
-from penstock.attention.selection.selection import FIRST_TOKENS, Selection
+from penstock.attention.selection.selection import FIRST_TOKENS, READ_ALL, Selection
 from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.names import parse_scheme
@@ -139,7 +139,7 @@ def attend(
         for column in range(row.tail):
             sides = (mx.array(s[None, :, start + column : start + column + 1]) for s in row.sides)
             tails.write_block(0, slot, column, *sides)
-    selection = None if tokens is None else Selection(tokens, INDEX, compiled)
+    selection = READ_ALL if tokens is None else Selection(tokens, INDEX, compiled)
     own = [row.decode_row(slot) for slot, row in enumerate(rows)]
     step = DecodeStep.of(devices.current(), own, tails, selection=selection)
     reads = DecodeReads(step, 0, FAR)

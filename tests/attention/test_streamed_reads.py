@@ -19,7 +19,7 @@ from penstock.attention.piece_reads import PieceReads
 from penstock.attention.reads import MaskRequest, decode_reads
 from penstock.attention.selection.key_index import KeyIndex
 from penstock.attention.selection.selection import Selection
-from penstock.attention.span_attention import AttentionWindow
+from penstock.attention.span_attention import ALL_TOKENS, AttentionWindow
 from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.tails import LayerShape, Tails
 from penstock.plugins.cpu.cpu_backend import CPUBackend
@@ -46,7 +46,7 @@ def scene() -> tuple[list[KVSpan], mx.array, mx.array, mx.array]:
     return parts, queries, keys, values
 
 
-def attended(most_joined: int | None, sinks: mx.array | None = None) -> mx.array:
+def attended(most_joined: int, sinks: mx.array | None = None) -> mx.array:
     parts, queries, keys, values = scene()
     reads = ChunkReads(
         0, AttentionWindow(), parts, sum(BEFORE), devices.current(), most_joined=most_joined
@@ -61,7 +61,7 @@ def test_streamed_chunk_matches_joined(
     scores_at_once: int, sunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sinks = mx.array([0.5, -1.0, 2.0, 0.0]) if sunk else None
-    joined = attended(None, sinks)
+    joined = attended(ALL_TOKENS, sinks)
     monkeypatch.setattr(streamed_reads, "STREAMED_TOKENS", 32)
     monkeypatch.setattr(type(current()), "scores_at_once", scores_at_once)
     streamed = attended(32, sinks)
@@ -81,9 +81,7 @@ def doubling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "read", read)
 
 
-def decoded(
-    most_joined: int | None, count: int, tail: int, sinks: mx.array | None = None
-) -> mx.array:
+def decoded(most_joined: int, count: int, tail: int, sinks: mx.array | None = None) -> mx.array:
     """Return what rows that read all tokens attend to, behind so many tokens of their tails."""
     parts, queries, keys, values = scene()
     tails = Tails(count, tail + 1, [LayerShape(KV_HEADS, DIM, DIM, mx.float32)])
@@ -111,7 +109,7 @@ def test_streamed_decode_row_matches_whole(
     count: int, tail: int, sunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sinks = mx.array([0.5, -1.0, 2.0, 0.0]) if sunk else None
-    whole = decoded(None, count, tail, sinks)
+    whole = decoded(ALL_TOKENS, count, tail, sinks)
     monkeypatch.setattr(streamed_reads, "STREAMED_TOKENS", 4)
     tokens = sum(BEFORE) + tail + 1
     most = product_error(mx.ones((1, tokens)), mx.ones((tokens, 1)))
@@ -123,6 +121,6 @@ def test_streamed_decode_row_matches_whole(
 
 def test_streamed_pieces_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_reads, "STREAMED_TOKENS", 32)
-    joined = attended(None)
+    joined = attended(ALL_TOKENS)
     doubling(monkeypatch)
     assert float(mx.abs(attended(32) - 2 * joined).max()) < 1e-4

@@ -424,7 +424,7 @@ def test_file_with_unknown_codec_is_refused(tmp_path: Path) -> None:
     cache = KINDS["long"]()
     cache.scheme = type(cache.scheme)("turbo99", cache.scheme.keys, cache.scheme.values)
     save_prompt_cache(tmp_path / "it.safetensors", [cache])
-    with pytest.raises(CacheFileError, match="'turbo99' is no codec"):
+    with pytest.raises(CacheFileError, match="'turbo99' is not a codec"):
         load_prompt_cache(tmp_path / "it.safetensors")
 
 
@@ -434,9 +434,9 @@ def test_file_with_unknown_codec_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("codec", "settings", "error", "words"),
     [
-        ("turbo9", {}, SettingError, "'turbo9' is no codec"),
+        ("turbo9", {}, SettingError, "'turbo9' is not a codec"),
         ("raw", {}, SettingError, "raw is no codec; use KVCache"),
-        ("turbo3c", {}, SettingError, "'turbo3c' is no codec"),
+        ("turbo3c", {}, SettingError, "'turbo3c' is not a codec"),
         ("4", {"min_quantize_tokens": -1}, SettingError, "must be at least 0, not -1"),
         ("4", {"max_size": 127}, ValueError, "max_size must be at least 128, not 127"),
         ("4", {"max_size": 128, "keep": 128}, ValueError, r"keep must lie in 0\.\.127, not 128"),

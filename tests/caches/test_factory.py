@@ -175,7 +175,7 @@ def test_raw_disables_codec_and_unknown_codec_is_refused() -> None:
     model = model_of("llama")
     cache = make_kv_cache(model, kv_cache_quantization="raw", kv_bits=8)
     assert kinds(cache) == kinds(make_kv_cache(model, kv_bits=8))
-    with pytest.raises(SettingError, match="'q4' is no codec"):
+    with pytest.raises(SettingError, match="'q4' is not a codec"):
         make_kv_cache(model, kv_cache_quantization="q4")
 
 

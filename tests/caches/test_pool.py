@@ -379,7 +379,7 @@ def test_previous_slot_contents_are_never_visible() -> None:
                 s, 0, numbers_of(2)[0], numbers_of(1)[0], layout="heads_first"
             ),
             ValueError,
-            "v has 1 tokens, k has 2",
+            "v has 1 token, k has 2",
         ),
         (lambda p, s: p.release_sequence(99), UnknownSequence, "99 is not one of the 1 active"),
         (lambda p, s: p.get_seq_len(99), UnknownSequence, "99"),

@@ -89,8 +89,8 @@ def test_codec_applies_while_answer_is_generated(talk: Talk) -> None:
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ({"kv_cache_quantization": "4g128"}, "4g128 holds 128 numbers"),
-        ({"kv_cache_quantization": "q4"}, "'q4' is no codec"),
+        ({"kv_cache_quantization": "4g128"}, "4g128 uses groups of 128 values"),
+        ({"kv_cache_quantization": "q4"}, "'q4' is not a codec"),
         ({"max_kv_size": 64, "keep": 64}, "leaves no room in a window"),
         ({"memory_limit": 9_000_000}, r"9\.00 MB is too small"),
     ],

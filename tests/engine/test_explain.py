@@ -97,7 +97,7 @@ def test_last_block_of_coded_prompt_is_not_reused() -> None:
         ask(core, told)
         explained = core.view.explain(told)
         assert (explained.held_tokens, explained.reusable_tokens) == (64, reusable)
-        assert ("from 48 on are computed again" in explained.reason) == (reusable == 48)
+        assert ("from 48 on are recomputed" in explained.reason) == (reusable == 48)
         assert core.view.explain((*told, 5)).reusable_tokens is None
         core.close()
 
