@@ -4,7 +4,7 @@
                 │ Linux: the kernel sends it SIGTERM when the thread that started it is gone
                 └ elsewhere: a watcher process does, when the parent's end of a pipe closes
 
-As a program it imports nothing of penstock's, so it starts at once.
+As a program it imports nothing from penstock, so it starts fast.
 """
 
 from __future__ import annotations

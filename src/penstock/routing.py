@@ -86,7 +86,7 @@ class RoutedPrompt:
 
     block_hashes: Sequence[bytes]
     cache_key: str | None = None
-    """The client's `prompt_cache_key`, if any."""
+    """The client's `prompt_cache_key`; None without one."""
 
     def identity(self, blocks: int = HASH_BLOCKS) -> bytes:
         """Return the bytes to hash: the cache key, the prompt's first blocks, or none."""
@@ -138,9 +138,10 @@ class Router:
     - `prefix`: a replica that holds the longest prefix; among equals, as with `hash`.
     - `prefix+load`: the replica with the least work: its waiting blocks, plus the blocks of
       this prompt that it would have to compute. Such a block counts `worth` unless many prompts
-      have it. So a conversation stays where it is unless that replica is overloaded, and a system
-      prompt comes to lie wherever it is wanted. Of many replicas that know the same two are drawn,
-      and the one with less work is asked (the power of two choices).
+      have it. So a conversation stays on its replica unless that is overloaded, and a common
+      system prompt spreads to those that need it. Among many replicas with the same number
+      of cached blocks, two are drawn, and the one with less work is chosen (the power of two
+      choices).
 
     Args:
         policy: one of `POLICIES`.
@@ -199,7 +200,7 @@ class Router:
         )
 
     def known(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return the number of a prompt's first blocks that each replica seems to hold, if any."""
+        """Return how many first blocks each replica seems to hold, omitting replicas with none."""
         lengths: dict[str, int] = {}
         for blocks, mask in self._levels(block_hashes):
             for name in self._named(mask):
@@ -317,8 +318,9 @@ class Router:
         self._seeds = np.array([place.seed for place in self._places.values()], np.uint64)
 
     def _levels(self, block_hashes: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Return (blocks known, mask of the replicas that know just these), the most blocks first.
+        """Return pairs of a number of first blocks and a mask of the replicas with exactly these.
 
+        The pair with the most blocks is first.
         Trees hold whole paths, so a replica that lacks a block lacks all later ones.
         """
         levels: list[tuple[int, int]] = []

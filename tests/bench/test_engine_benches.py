@@ -123,7 +123,7 @@ def alone() -> Any:
 # ---- what is leaned on in mlx-lm
 
 
-def test_mlx_lm_accepts_rival_arguments() -> None:
+def test_mlx_lm_signatures_have_parameters_used_by_benchmarks() -> None:
     wanted = {
         BatchGenerator: {
             "completion_batch_size",

@@ -413,7 +413,7 @@ def test_dead_store_is_logged_once_and_not_awaited(
         assert "Connection refused" in str(remote(core).off)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
-    assert told[0].startswith("the remote cache redis://127.0.0.1:1/0 is switched off")
+    assert told[0].startswith("the remote cache redis://127.0.0.1:1/0 failed; switched off")
 
 
 def test_wrong_password_is_reported_without_it(

@@ -665,7 +665,7 @@ def test_invalid_prompt_type_names_valid_ones(
 # ---- responses
 
 
-def test_responses(recall_server: Running, told: Dialogue) -> None:
+def test_response_has_text_status_and_usage(recall_server: Running, told: Dialogue) -> None:
     question = told.questions[0]
     items: Any = told.ask(question)
     with client(recall_server) as api:

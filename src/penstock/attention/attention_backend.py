@@ -201,8 +201,8 @@ class DecodeStep:
     """Numbers of the new tokens that choose, which all layers of a window that have an index
     share."""
     most_joined: int
-    """Most tokens that a row reads at once of which some may be in a tier; `ALL_TOKENS` where none
-    is there."""
+    """Maximum number of tokens that a row reads at once if some may be in a tier; `ALL_TOKENS` if
+    none can be."""
     memory: StepMemory = field(default_factory=StepMemory)
     """Copies and block locations shared by all layers for rows with selective attention."""
 
@@ -248,7 +248,7 @@ class DecodeStep:
 
     @property
     def new_tokens(self) -> Sequence[DecodeRow]:
-        """New tokens of all rows, each as a row of its own with its own selection."""
+        """One row per new token, each with its own selection."""
         if self.width == 1:
             return self.rows
         return [row.ahead(count) for row in self.rows for count in range(self.width)]
@@ -268,7 +268,7 @@ class DecodeStep:
         return self.choosers[attention_window]
 
     def has_apart(self, layer: int) -> bool:
-        """Tell whether some row is apart, see `is_apart`; never where nothing is in a tier."""
+        """Return whether any row is apart, see `is_apart`; False if no KV can be in a tier."""
         return self.most_joined < ALL_TOKENS and any(self.is_apart(r, layer) for r in self.rows)
 
     def is_apart(self, row: DecodeRow, layer: int) -> bool:
@@ -283,5 +283,5 @@ class DecodeStep:
         )
 
     def streams(self, row: DecodeRow, attention_window: AttentionWindow) -> bool:
-        """Tell whether a row that is read apart has too many tokens to be read at once."""
+        """Return whether a row processed by itself is too long to be read at once."""
         return attention_window.sees_all(row.position) and row.parts[-1].end > self.most_joined

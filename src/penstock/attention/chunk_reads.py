@@ -38,12 +38,13 @@ class ChunkReads(Reads):
 
         Args:
             layer: number of the layer.
-            attention_window: of the layer.
-            parts: spans in front of the chunk.
-            position: of its first token.
-            device: computes.
-            last: the output of the layer's attention is never read, so it is never computed.
-            most_joined: most tokens in front of it that are joined, by default any number.
+            attention_window: window of the layer.
+            parts: spans before the chunk.
+            position: position of the chunk's first token.
+            device: back end that computes attention.
+            last: whether the output of the layer's attention is never read, so never computed.
+            most_joined: maximum number of tokens before the chunk that are concatenated with it;
+                by default any number.
         """
         super().__init__(layer, attention_window)
         self.device = device
@@ -97,7 +98,7 @@ class ChunkReads(Reads):
         )
 
     def _streams(self, attention_window: AttentionWindow) -> bool:
-        """Tell whether too much is in front of the chunk to be joined."""
+        """Return whether too many tokens are before the chunk to concatenate them with it."""
         assert self.keys is not None
         if not attention_window.sees_all(self.offset + self.keys.shape[2] - 1):
             return False

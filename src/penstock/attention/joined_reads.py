@@ -73,10 +73,11 @@ def join_parts(
     *,
     lazily: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Concatenate the columns visible from `position` with those of new tokens.
+    """Return keys and values of the visible cached columns and the new ones, and their positions.
 
-    Codes are dequantized in pieces and evaluated, to limit working memory; or `lazily`, all at once
-    if the result is used at all.
+    The positions are None if they are 0 .. m - 1. Codes are dequantized and evaluated piece by
+    piece to limit working memory; with `lazily`, in one unevaluated operation that costs nothing if
+    the result is not used.
     """
     nearest = attention_window.starts_at(position)
     pieces: list[ColumnRange] = []

@@ -259,7 +259,7 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
 
 
 def _add_packed(rows: list[tuple[str, str]], packed: PackedParts) -> None:
-    """Add the rows of a model whose codes are multiplied as they lie."""
+    """Add the rows of a model whose codes are multiplied without dequantizing them first."""
     kinds = (
         ("two graphs a layer", packed.graphs),
         ("product by product", packed.products),

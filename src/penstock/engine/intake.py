@@ -32,13 +32,13 @@ class Intake:
     """Makes sequences of requests. Not thread-safe but for `constraint`: the engine's thread.
 
     Args:
-        text: way from answers' tokens to their text.
-        stores: of keys and values.
-        tiers: of the stores.
-        scheduler: has room in its queue or not.
-        admission: of the sequences.
-        budget: the bytes of the engine.
-        clock: seconds, for deadlines.
+        text: detokenizes answers.
+        stores: KV stores of the engine.
+        tiers: cold tiers of the stores.
+        scheduler: scheduler with the queue.
+        admission: checks whether sequences fit.
+        budget: memory budget of the engine.
+        clock: returns seconds, for deadlines.
     """
 
     def __init__(
@@ -116,9 +116,10 @@ class Intake:
         return (request.client, request.tenant, request.group or self.next_id - choice)
 
     def _restorable(self, block_hashes: Items[bytes], prompt: Items[int]) -> Items[bytes]:
-        """Return the blocks of a prompt that a tier is asked for.
+        """Return the hashes of a prompt's blocks to look up in the cold tiers.
 
-        States behind its last token are of no use: that token is computed.
+        With recurrent layers, blocks must end before the last token: it is always computed, so
+        states after it are of no use.
         """
         if not self._stores.figures.is_recurrent:
             return block_hashes
@@ -148,9 +149,9 @@ class Intake:
         return grammar if limit is None else BehindReasoning(limit, grammar)
 
     def account_grammars(self, reserve: Callable[[int], None], *, alone: bool) -> None:
-        """Have compiled grammars reserve their memory, and evict them where memory is wanted.
+        """Reserve the memory of compiled grammars, and evict them if memory is short.
 
-        Several ranks evict none for that: their bytes must stay equal.
+        With several ranks none is evicted, because reserved bytes must stay equal on all of them.
         """
         self.grammars.reserve = reserve
         if alone:
@@ -177,7 +178,7 @@ class Intake:
         return MinTokens(request.min_tokens, frozenset((*ends, *request.stop_tokens)))
 
     def _prompt_logprobs(self, request: Request) -> PromptLogprobs | None:
-        """Return the place of a prompt's log-probabilities; None if they are not asked for."""
+        """Return an empty collector of a prompt's log-probabilities; None if not requested."""
         if request.prompt_logprobs is None:
             return None
         size = self.vocabulary_size

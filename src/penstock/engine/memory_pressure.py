@@ -104,7 +104,11 @@ def _looked_at(look: Callable[[], Any]) -> Any:
 
 @cache
 def _warn_once(reason: str) -> None:
-    logger.warning("cannot read the machine's memory use (%s); only the limit applies", reason)
+    logger.warning(
+        "cannot read the machine's memory use (%s); only --memory-limit is enforced, other "
+        "processes' memory is not considered",
+        reason,
+    )
 
 
 def give_back() -> None:

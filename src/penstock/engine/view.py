@@ -33,7 +33,7 @@ from penstock.prefix.node import NodeView
 from penstock.prefix.volatile import Volatile, name_volatile
 
 NEAR_TOKENS = 32
-"""Tokens in front of the first difference of two prompts, and behind it, that may tell its kind."""
+"""Number of tokens before and after the first difference of two prompts that show its kind."""
 
 NOT_SHARED = (
     "nothing of this model is shared: its KV of a token depends on how the prompt is cut, so every "

@@ -37,7 +37,7 @@ class Segment:
     checkpoints: tuple[Checkpoint, ...] = ()
     """States of the recurrent layers, by the position at which they were captured."""
     length: int = 0
-    """Number of tokens if the model has only recurrent layers, so that no KV tells it."""
+    """Number of tokens; needed if the model has only recurrent layers, without KV to count."""
     missing: tuple[int, ...] = ()
     """Number of leading tokens that each layer lacks; empty if every layer is complete."""
     index: tuple[Coded | None, ...] = ()

@@ -33,7 +33,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> LayerShape:
-        """Return the shape of keys and values, (batch, kv_heads, tokens, dim)."""
+        """Return the per-token shape of keys and values, (batch, kv_heads, tokens, dim) each."""
         return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
     @property

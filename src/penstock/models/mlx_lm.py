@@ -453,7 +453,7 @@ class ModelLayout:
 
     @property
     def rows(self) -> dict[int, Rows]:
-        """Rows of the layers with keys and values that keep rows, by layer index."""
+        """Layouts of compressed rows, by index among layers with KV; empty if none compresses."""
         return dict(enumerate(self.compression.rows))
 
     def caches(

@@ -1,11 +1,12 @@
-"""Render chat templates in a process of little memory and time.
+"""Render chat templates in a process with limited memory and CPU time.
 
-`template_trial` and `template_renderer` run this file by its path; it imports nothing of
-penstock's, so it starts at once. It ends with `TOO_LARGE` where memory runs out, by a signal where
-time does, and else with 0. An error of the template itself is for the user that sends it messages.
+`template_trial` and `template_renderer` run this file by its path. It imports nothing from
+penstock, so it starts fast. It exits with `TOO_LARGE` if memory runs out, is killed by a signal if
+time does, and else exits with 0. Errors of the template are returned to the caller of a request,
+and ignored in sample conversations.
 
-    CPU_SECONDS MEMORY_BYTES            render a template of standard input with a few talks
-    CPU_SECONDS MEMORY_BYTES requests   render a request a line, and answer each with a line
+    CPU_SECONDS MEMORY_BYTES            render the template on stdin with sample conversations
+    CPU_SECONDS MEMORY_BYTES requests   read one request per line and answer each with one line
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 TOO_LARGE = 3
 LINE_CHARACTERS = 200
-"""Characters of an error's first line that are told."""
+"""Maximum number of characters of an error's first line that are returned."""
 USER = {"role": "user", "content": "Hello"}
 CALL = {
     "id": "call00001",
@@ -151,7 +152,7 @@ def compiled(jinja: Any, source: str) -> Any:
 
 
 def render(source: str, cpu_seconds: float) -> None:
-    """Render every talk as transformers does, ignoring errors of the template."""
+    """Render each sample conversation as transformers does, ignoring errors of the template."""
     jinja = environment()  # to import Jinja where nothing is compiled takes a second of its own
     bound_time(cpu_seconds)
     for tools in (None, [TOOL]):

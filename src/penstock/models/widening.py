@@ -56,7 +56,7 @@ class Widening:
         return self.choice in ("packed", "packed-exact") and self.wide_bytes != self.native_bytes
 
     def _leaves(self, share: float, nbytes: int) -> bool:
-        """Return whether this is a CPU, and weights of so many bytes leave a share of the limit."""
+        """Return whether this is a CPU where weights of `nbytes` leave a `share` of the limit."""
         if not devices.current().facts.slow_half:
             return False
         return self.limit_bytes is None or nbytes <= (1 - share) * self.limit_bytes
@@ -101,7 +101,7 @@ class Widening:
         if self.packs:
             rows = "float32" if self.exact else "8 bits"
             other = "" if self.choice != "auto" else "; --weights-dtype float32 widens them"
-            return f"codes as they lie, multiplied by activations in {rows}{other}"
+            return f"codes multiplied directly, by activations in {rows}{other}"
         if self.choice == "native" or not devices.current().facts.slow_half:
             return None
         return (

@@ -1,7 +1,7 @@
 """Chained hashes of the whole blocks of a prompt: equal hashes mean equal prefixes.
 
 A block hash is computed over the hash before it and the block's own tokens. It stands for the block
-*and* everything in front of it. The chain starts at `root_hash`, which stands for the fingerprint
+*and* everything before it. The chain starts at `root_hash`, which stands for the fingerprint
 of the model and the tenant's salt: these must be equal, too.
 
 Hashes are 128 bits of BLAKE2b and are trusted without comparing tokens. An attacker could try to

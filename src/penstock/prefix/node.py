@@ -26,11 +26,11 @@ class TreeSegment(Protocol):
 
     @property
     def checkpoint_nbytes(self) -> int:
-        """Bytes of checkpoints among `nbytes`, which the ledger counts separately."""
+        """Bytes of checkpoints, included in `nbytes`; the ledger counts them separately."""
 
     @property
     def key_index_nbytes(self) -> int:
-        """Bytes of the key index among `nbytes`, which the ledger counts separately."""
+        """Bytes of the key index, included in `nbytes`; the ledger counts them separately."""
 
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         """Return the first `at_tokens` tokens, and the rest."""

@@ -283,18 +283,17 @@ class Prefixes(Generic[S]):
 
         If others have committed the same blocks meanwhile, their nodes are pinned instead; if
         they committed some of them, the rest is copied out of `segment` and inserted. `paid`,
-        which counts the segment, shrinks by just the bytes that the tree has taken over. So
-        after anything but a refusal the caller drops the segment, and the bytes that `paid`
-        still counts for it. A refusal changes and evicts nothing: the caller keeps and reads the
-        blocks.
+        which counts the segment, shrinks by exactly the bytes that the tree has taken over. Unless
+        refused, the caller then drops the segment, and the bytes that `paid` still counts for it.
+        A refusal changes and evicts nothing: the caller keeps and reads the blocks.
 
         Args:
-            pin: the sequence's.
-            blocks_done: whole blocks of the path that the sequence reads.
-            block_hashes: the sequence's chain, from its first block on.
-            tokens: of the segment's blocks.
-            segment: the blocks behind `blocks_done`; not changed.
-            paid: a reservation that counts the segment's bytes already.
+            pin: pin of the sequence.
+            blocks_done: number of whole blocks of the path that the sequence reads.
+            block_hashes: hashes of the sequence's blocks, from its first one on.
+            tokens: tokens of the segment's blocks.
+            segment: KV of the blocks after the first `blocks_done`; not changed.
+            paid: reservation that already counts the segment's bytes.
         """
         values = as_tokens(tokens)
         blocks = self._blocks_of(segment, values, block_hashes, blocks_done, paid)
@@ -332,9 +331,10 @@ class Prefixes(Generic[S]):
     ) -> Node[S] | None:
         """Add a partial block below the blocks that the sequence reads; None if there is no room.
 
-        It is not pinned, and may have been there already. `root` is the hash of the last block,
-        or the root hash. `paid` shrinks by its keys and values. Room is made for the checkpoints,
-        and for keys and values beyond `paid`: of a spilled path the index has taken some of it.
+        The node is not pinned; if it exists already, it is returned. `root` is the hash of the
+        last block, or the root hash. `paid` shrinks by the keys and values. Room is made for the
+        checkpoints, and for keys and values beyond `paid`: on a spilled path, the key index has
+        taken some of it.
         """
         if not self._end_at(pin, blocks_done):
             return None

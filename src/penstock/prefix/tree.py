@@ -1,9 +1,9 @@
 """Radix tree of computed prefixes.
 
 A path from the root spells a prompt. Block hashes are chained (see `block_hashes`): two paths that
-agree in one block hash agree in all blocks before it. So a lookup compares one hash a node, and
-finds the place where it leaves a node by bisection. Hashing is linear in the prompt, and the rest
-in the nodes passed.
+agree in one block hash agree in all blocks before it. So a lookup compares one hash per
+node, and finds by bisection where the prompt leaves the last one. Hashing is linear in the length
+of the prompt, and the lookup in the number of nodes passed.
 """
 
 from __future__ import annotations
@@ -307,7 +307,10 @@ class PrefixTree(Generic[S]):
     # ---- parts of acts
 
     def _run(self, node: Node[S], last: Node[S] | None) -> list[Node[S]]:
-        """Return the nodes from `node` down to `last`, or to its only child; else only `node`."""
+        """Return the nodes from `node` down to `last`, by default to its only child.
+
+        Return only `node` if `last` is not below it, or if it has no single child.
+        """
         if last is None:
             last = next(iter(node.children.values())) if len(node.children) == 1 else node
         run = []

@@ -173,7 +173,7 @@ def _own(error: PenstockError) -> Problem:
 
 
 def _retry(status: int) -> dict[str, str]:
-    """Return the headers that tell clients when, or not, to retry.
+    """Return the headers that tell clients when to retry, or not to.
 
     >>> _retry(429), _retry(504), _retry(400)
     ({'Retry-After': '2'}, {'x-should-retry': 'false'}, {})

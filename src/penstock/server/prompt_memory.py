@@ -30,8 +30,8 @@ count: a long one may then take all that is free."""
 LEAST_POOL_BYTES = 1_000_000
 MOST_POOL_BYTES = 256_000_000
 CLIENT_SHARE = 3
-"""Most bytes of a client with several requests, as a multiple of those that stay free: alone it
-has three quarters of the pool, and of two each has three sevenths."""
+"""Maximum bytes of a client with several requests, as a multiple of the bytes left free: one client
+gets at most three quarters of the pool, and two get three sevenths each."""
 TOKEN_BYTES = 48
 PIECE_TOKEN_BYTES = 360
 """Tokenizer memory per encoded token, in bytes: 88 to 363 measured (tokenizers 0.22)."""
@@ -46,7 +46,10 @@ GIVE_BACK_SECONDS = 0.2
 
 
 class PromptMemory:
-    """Pool of bytes for prompts. Thread-safe."""
+    """Byte budget for reading and tokenizing requests, and for cached answers; not for KV.
+
+    It is shared fairly among clients. Thread-safe.
+    """
 
     def __init__(self, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes

@@ -119,7 +119,10 @@ class _Arriving:
         self._refusal: ServerError | None = None
 
     def add(self, part: bytes) -> None:
-        """Add a part; TooLarge beyond the byte limit. After a refusal, parts are discarded."""
+        """Add a part; raises TooLarge beyond the byte limit.
+
+        Other errors are kept until the end of the body, and later parts are only counted.
+        """
         if self._refusal is not None:
             self._scan.nbytes += len(part)
         else:

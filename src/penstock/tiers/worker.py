@@ -426,7 +426,7 @@ class ColdTier:
                 self._drop_writes()
         if off is not None and before is None:
             logger.warning(
-                "the %s is switched off, with a retry in %.0f s: %s",
+                "the %s failed; switched off, retrying in %.0f s: %s",
                 self._name,
                 self._retry_seconds,
                 off,

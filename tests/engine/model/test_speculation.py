@@ -519,7 +519,7 @@ def test_excess_proposed_tokens_are_dropped(monkeypatch: pytest.MonkeyPatch) -> 
         assert answers(core) == expected
 
 
-def test_expected_answer_is_proposed_and_counted_in_usage() -> None:
+def test_prediction_is_proposed_and_counted_in_usage() -> None:
     sampling = Sampling(temperature=1.0, seed=4)
     with running("llama") as core:
         plain = Request(prompt=PROMPT[:40], max_tokens=60, ignore_eos=True, sampling=sampling)

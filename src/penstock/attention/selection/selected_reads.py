@@ -178,7 +178,7 @@ class Asked:
         return bool(self.tail) and all(map(_is_float32, sides))
 
     def all_sinks(self, rest: Rest | None, heads: slice = slice(None)) -> Sinks | None:
-        """Return the attention sinks of some KV heads, merged with the rest if there is one."""
+        """Return the attention sinks of some KV heads, merged with `rest` if given."""
         sinks = None if self.sinks is None else self.sinks[heads]
         if rest is not None:
             return rest.sinks(sinks)
@@ -253,7 +253,7 @@ def attend(
 
     Args:
         reader: reader that selected the blocks.
-        asked: the row.
+        asked: row and its queries.
         blocks: indices of the blocks that each KV head reads, (kv_heads, blocks).
         rest: additional attention to the other tokens; None to ignore them.
         scratch: buffers to reuse; overwritten.

@@ -70,7 +70,7 @@ class Selection:
     def applies(self, row: DecodeRow) -> bool:
         """Return whether a row uses selective attention in indexed layers.
 
-        It reads all tokens if it asks to, if they are at most `tokens`, or if some have no index.
+        A row reads all tokens if it is marked `whole`, has at most `tokens`, or lacks index parts.
         """
         if row.whole or row.position < self.tokens:
             return False

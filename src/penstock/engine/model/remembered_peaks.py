@@ -36,7 +36,7 @@ class RememberedPeaks:
     """The file of a model's peaks.
 
     Args:
-        identity: everything on which the peaks depend, beside the machine and the code.
+        identity: text of all that the peaks depend on, besides the machine and the code.
     """
 
     def __init__(self, identity: str) -> None:
@@ -53,7 +53,12 @@ class RememberedPeaks:
         except FileNotFoundError:
             return None
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, RecursionError) as error:
-            logger.debug("measuring steps again: %s", error)
+            logger.debug(
+                "cannot use the step measurements in %s.json (%s: %s); measuring again",
+                self._digest,
+                type(error).__name__,
+                error,
+            )
             return None
 
     def write(self, peaks: StepPeaks) -> None:

@@ -25,7 +25,7 @@ def figures_of(runner: Runner) -> ModelFigures:
 
 
 def _choice(runner: Runner) -> ChoiceFigures:
-    """Return the figures of a runner's choice; those of none where it reads all tokens."""
+    """Return the figures of selective attention; the defaults if a runner reads all tokens."""
     if not runner.selection.layers:
         return ChoiceFigures()
     index, memory = runner.selection.index, runner.device.memory

@@ -321,7 +321,10 @@ def apply_min_p(logprobs: mx.array, min_p: float) -> mx.array:
 
 
 def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
-    """Keep the `top_k` most probable tokens; set others to -inf. logprobs: (..., over top_k)."""
+    """Keep the `top_k` most probable tokens; set others to -inf.
+
+    The last axis of `logprobs` must be longer than `top_k`.
+    """
     others = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)[..., top_k:]
     least = mx.array(-math.inf, logprobs.dtype)
     return mx.put_along_axis(logprobs, others, least, axis=-1)

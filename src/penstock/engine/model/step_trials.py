@@ -31,12 +31,12 @@ TRIAL_TOKENS = 8
 TRIAL_SECONDS = 1.0
 """Time limit for two runs of the trial chunk in seconds; MLX compiles kernels in the first."""
 MOST_SECONDS = 5.0
-"""Most seconds that a step may be expected to take and still be measured. A slower one is reckoned
-from a shorter one, in proportion: its bytes grow no faster than its tokens, but for the scores."""
+"""Maximum expected seconds of a step that is measured. The bytes of a slower step are extrapolated
+from a shorter one, in proportion: they grow no faster than its tokens, except for the scores."""
 LEAST_SECONDS = 0.5
-"""The same of a small model, whose loading takes less than a second."""
+"""The same limit for a small model, whose loading takes less than a second."""
 SECOND_WEIGHT_BYTES = 5_000_000_000
-"""Bytes of weights that are loaded in about ten seconds: a second of measuring is a tenth of it."""
+"""Weight bytes per second of the limit: they load in ten seconds, and measuring takes a tenth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class StepTrials:
     Args:
         reserve: reserves bytes.
         free: returns the bytes that could be reserved.
-        alone: whether this is the only process. Ranks wait for each other within a step: none may
-            run one more than the others, or another one.
-        seconds: that a step may be expected to take and still be measured; see `trial_seconds`.
-        clock: of these seconds. Processor time does not depend on other processes.
+        alone: whether this is the only process. Ranks wait for each other within a step, so
+            all must run the same steps.
+        seconds: maximum expected seconds of a step that is measured; see `trial_seconds`.
+        clock: clock of these seconds. Processor time does not depend on other processes.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StepTrials:
     def _timed(
         self, run: Callable[[], object], limit_seconds: float, rounds: int
     ) -> tuple[int, float, float]:
-        """Return the result of `peak_of`, and the seconds of the last run by the own clock."""
+        """Return the result of `peak_of`, and the last run's seconds on the trials' clock."""
         began = [0.0]
 
         def timed() -> None:
@@ -164,9 +164,9 @@ def _announce(seconds: float) -> None:
 
 
 def _fitting(reached: int, seconds: float, size: int, left: float) -> int:
-    """Return the largest size that can be measured in the seconds left, by those of a step.
+    """Return the largest size that fits in `left` seconds, if `reached` takes `seconds`.
 
-    It is the whole size, or `reached` times a power of two.
+    The result is `size`, or `reached` times a power of two.
     """
     if seconds * size <= left * reached:
         return size

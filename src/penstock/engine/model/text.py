@@ -62,7 +62,7 @@ class TextStream:
         before: last tokens of the prompt, to emit a leading space, which mlx-lm's detokenizers drop
             at the start of a text.
         keep_stop: whether the text includes the stop string.
-        min_tokens: number of leading tokens that stop strings cannot end.
+        min_tokens: number of leading tokens in which no stop string can end the text.
         silent: tokens without text.
     """
 

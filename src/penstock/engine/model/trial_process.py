@@ -1,4 +1,4 @@
-"""Subprocess for trial compilations of grammars; imports nothing of penstock.
+"""Subprocess for trial compilations of grammars; imports nothing from penstock.
 
     line of JSON: grammar and limits ──> compiled in a fork with limits ──> line: bytes and time
 

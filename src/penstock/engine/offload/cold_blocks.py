@@ -225,7 +225,7 @@ class ColdBlocks(BlockCache):
         Args:
             layer: number of the layer.
             side: 0 for keys, 1 for values.
-            places: of the blocks, (blocks,).
+            places: places of the blocks, (blocks,).
 
         Returns:
             (1, heads, tokens, dim).
@@ -272,7 +272,10 @@ class ColdBlocks(BlockCache):
         return read
 
     def _rest(self, of: BlockList, raw: RawBlocks) -> None:
-        """Replace the numbers of resting blocks by those that their codec decodes."""
+        """Quantize and dequantize blocks at rest in place, so that they are read as quantized.
+
+        Blocks with values too large for the codec's scales are left as computed.
+        """
         resting = (of.places & AT_REST) != 0
         codec = self._codecs[of.layer][of.side] if resting.any() else None
         if codec is None:

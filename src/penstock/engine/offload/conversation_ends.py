@@ -74,7 +74,7 @@ class ConversationEnds:
         """Queue an end; it replaces queued ends of its own prefixes unless they were requested.
 
         Returns the ends that are written now: the last replaced one if the last written one is far
-        behind, and the oldest if there are too many. If `answered`, the end in front of the answer
+        behind, and the oldest if there are too many. If `answered`, the end before the answer
         stays, since a template may leave reasoning out of the next prompt.
         """
         chain = tuple(block_hashes)

@@ -58,7 +58,7 @@ class Restore:
     cached_blocks: int = 0
     """Blocks before them that are in the tree and read again, as part of the first record."""
     cached_bytes: int = 0
-    """Bytes of the buffers for these."""
+    """Bytes of the buffers for the `cached_blocks`."""
 
     @property
     def own_bytes(self) -> int:
@@ -79,12 +79,12 @@ class EngineTier:
     """One of an engine's cold tiers. Not thread-safe: the engine's thread.
 
     Args:
-        open_tier: makes the tier, for a number of bytes that may wait in it.
-        prefixes: of the engine.
+        open_tier: opens the tier, given the maximum bytes queued for writing.
+        prefixes: prefix cache of the engine.
         forms: formats of blocks.
         prefill_rate: measured speed of the model.
         in_place: whether files can be read into MLX's arrays.
-        state_form: of the recurrent layers' states; without arrays if the model has none.
+        state_form: format of the recurrent layers' states; without arrays if the model has none.
         buffer_bytes: memory of the store itself, besides blocks being written.
         queue_records: copied records that may wait to be written.
         group: the ranks of the engine; an answer of a tier counts when all have it.

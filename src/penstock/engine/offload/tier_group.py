@@ -313,7 +313,7 @@ def _records_a_step(limits: EngineSettings, spans: Spans) -> int:
 
 
 def _tier_of(store: StoreOpener) -> Callable[[int], ColdTier]:
-    """Return a function that makes a store's tier, for a number of bytes that may wait in it."""
+    """Return a function that opens a store's tier, given the maximum bytes queued for writing."""
     return lambda queue_bytes: ColdTier(
         store.open, queue_bytes=queue_bytes, name=store.name, tombstone=store.tombstone
     )

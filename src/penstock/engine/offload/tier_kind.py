@@ -32,7 +32,7 @@ class StoreOpener:
     buffer_bytes: int = 0
     """Memory of the store in bytes, besides blocks being written."""
     tombstone: Tombstone | None = None
-    """Memory of a deletion across restarts, if any."""
+    """Record of a pending deletion, kept across restarts; None if the store keeps none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Kinds of cold tiers: the setting, the checks, the store and the words of each.
+"""Kinds of cold tiers: the setting, the checks, the store and the texts of each.
 
 A further kind is a store (`tiers.store.Store`) in a file of its own, its settings in `config` with
 its name in `COLD_TIERS` there, and one line in `TIER_KINDS` here; `remote` is found as a plug-in.

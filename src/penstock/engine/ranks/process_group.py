@@ -6,11 +6,11 @@ ledger and cold tier. The cores stay equal: everything a core does follows from 
 time, and a few facts that one process knows. The ranks agree on these facts:
 
     rank 0   enqueue, cancel, clear ──noted──┐
-                                             │  begin: one exchange in front of each step
+                                             │  begin: one exchange before each step
     rank 1   ────────────────────────────────┴─> the same commands, the same time
     ...
     tokens                 rank 0 chooses for all
-    restored blocks        as soon as every rank has them, and as many as the rank with the least
+    restored blocks        once every rank has them, and as many as the rank with the fewest
     memory                 the rank with the least room decides for all
 
 A rank that cannot compute a step ends, and with it the group: the others wait for it in the middle

@@ -77,7 +77,7 @@ class Requantizer(Retention):
         """Weak references to nodes to encode; the tree owns them."""
         self._looked = True
         self._left: set[int] = set()
-        """Ids of nodes of which a part had to stay raw."""
+        """Ids of nodes that could not be encoded completely; not tried again."""
         self._awaited: set[int] = set()
         """Ids of nodes that preempted sequences will read again."""
         block = BlockFormat.of(shapes).nbytes(prefixes.block_size) if self.active else 0

@@ -100,7 +100,10 @@ def run_steps(
     reserve: Reserve = no_reservation,
     free: Callable[[], float] = no_bound,
 ) -> StepPeaks:
-    """Run the largest steps on blank input, or smaller ones if they would take too long."""
+    """Measure the peak memory of the largest steps on blank input.
+
+    Where they would take too long, it is extrapolated from smaller ones.
+    """
     width, slots = limits.speculative_tokens + 1, limits.max_batch_size
     figures = figures_of(runner)
     # The bytes of states, and of compressed rows, do not grow in proportion.
@@ -114,7 +117,7 @@ def run_steps(
     )
     token, logits = runner.step_token_bytes, LOGIT_COPIES * 4 * runner.vocabulary_size
     scores = partial(first_scores_bytes, figures, runner.device.memory)
-    logger.info("measuring a short step")
+    logger.info("measuring the memory of engine steps, starting with a short one")
     read = trials.measure(partial(prefill, runner), limits.step_tokens, token, scores=scores)
     decoded = trials.measure(partial(decode, runner, tails, width), slots, width * (token + logits))
     sampled = trials.measure(partial(sample, runner), slots, logits)

@@ -82,7 +82,10 @@ class Codec(ABC):
         return self
 
     def at_rest(self, coded: Coded, codec: Codec) -> Coded:
-        """Return a side whose values are read as decoded by another codec; unchanged if coded."""
+        """Return `coded` so that values spilled as computed are read as if quantized by `codec`.
+
+        It is returned unchanged if its values are quantized already.
+        """
         return coded
 
     @abstractmethod

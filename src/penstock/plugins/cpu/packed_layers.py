@@ -300,7 +300,7 @@ class LayerGraphs:
         return graph.session(inputs, {result: width})
 
     def _add(self, graph: Graph, x: str, y: str, norm: str | None) -> str:
-        """Add to rows what a part of the layer made of them."""
+        """Add the output `y` of attention or of the MLP to the residual stream `x`."""
         if norm is not None:
             y = self._norm(graph, y, self._layer[norm])
         factor = getattr(self._layer, "residual_multiplier", 1.0)

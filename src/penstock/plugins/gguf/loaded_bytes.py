@@ -24,7 +24,7 @@ def activation_dtype(header: Header) -> str:
 
 
 def native_bytes(header: Header) -> int:
-    """Return the bytes of the weights if codes stay codes."""
+    """Return the bytes of the weights if quantized tensors stay quantized."""
     return sum(sum(_bytes(tensor, activation_dtype(header))) for tensor in held(header))
 
 
@@ -34,10 +34,11 @@ def wide_bytes(header: Header) -> int:
 
 
 def packed_bytes(header: Header) -> int | None:
-    """Return the bytes of the weights where codes are multiplied as they lie; None without codes.
+    """Return the bytes of the weights if codes are multiplied directly; None without codes.
 
-    Values have 4 or 8 bits, a float32 scale per group, and an offset per group unless codes are
-    symmetric. Embeddings are stored as MLX's codes, and twice if they are also the output layer.
+    Codes are not dequantized before products. They have 4 or 8 bits, a float32 scale per group, and
+    an offset per group unless they are symmetric. Embeddings are stored as MLX's codes, and
+    twice if they are also the output layer.
     """
     total, has_codes = 0, False
     for tensor in held(header):

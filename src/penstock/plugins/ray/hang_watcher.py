@@ -5,7 +5,7 @@
 Ray only asks a hung replica to exit, which a stopped process cannot. It would keep its memory, and
 Ray would place no other replica on its CPUs and GPUs.
 
-As a program it imports nothing of penstock's, so it starts at once.
+As a program it imports nothing from penstock, so it starts fast.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Forwarding of a request, retried on another replica until the response body has begun.
 
-waits, status held back ──replica fails──> tried elsewhere, its client sees nothing of it
+waits, status held back ──replica fails──> retried elsewhere, unseen by its client
 body has begun          ──replica fails──> a stream ends with an error event, others are cut
 """
 

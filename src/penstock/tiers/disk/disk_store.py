@@ -244,8 +244,8 @@ class SSDStore(Store):
     ) -> int:
         """Return the number of first blocks of a chain that can be read, and count their use.
 
-        `note_uses` writes the uses to the index, even of blocks read from memory. The system is
-        asked to read the blocks after the `known` first ones ahead.
+        `note_uses` writes the uses to the index, even of blocks read from memory. The
+        operating system is asked to read ahead the blocks after the first `known` ones.
         """
         count = self.held(block_hashes, resumable=resumable)
         ends = [*self.spans.ends(count), count] if count else []
