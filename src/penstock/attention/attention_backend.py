@@ -254,7 +254,7 @@ class DecodeStep:
         return [row.ahead(count) for row in self.rows for count in range(self.width)]
 
     def choosing(self, layer: int, attention_window: AttentionWindow) -> list[int]:
-        """Return the numbers of the new tokens that read a choice in a layer."""
+        """Return the indices of the new tokens with selective attention in a layer."""
         if layer not in self.selection.layers:
             return []
         if attention_window not in self.choosers:

@@ -83,7 +83,7 @@ class MLXBackend(AttentionBackend):
 
 
 class KernelCaller(Protocol):
-    """Runs our kernels in place of a GPU."""
+    """Replacement for the GPU that runs kernels in tests."""
 
     @property
     def target(self) -> str:

@@ -29,7 +29,7 @@ from penstock.plurals import counted
 
 
 class Intake:
-    """Makes sequences of requests. Not thread-safe but for `constraint`: the engine's thread.
+    """Makes sequences of requests. Engine thread only, except for `constraint`.
 
     Args:
         text: detokenizes answers.

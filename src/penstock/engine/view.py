@@ -77,12 +77,12 @@ class EngineView:
     Args:
         limits: settings, fitted to the model.
         count_weights: counts the bytes of the model's weights.
-        stores: of keys and values.
-        tiers: of the stores.
-        scheduler: knows the state of each sequence.
-        admission: has the open sequences.
-        budget: the bytes that are set aside.
-        estimator: bytes that sequences take.
+        stores: KV stores of the engine.
+        tiers: cold tiers of the stores.
+        scheduler: scheduler, with the state of each sequence.
+        admission: admission, with the open sequences.
+        budget: memory budget, with the reserved bytes.
+        estimator: estimates the bytes of sequences.
         decode: returns the text of tokens; empty without a tokenizer.
         draft: the draft model, or none.
     """
@@ -309,10 +309,9 @@ class EngineView:
 
         Args:
             tokens: the prompt.
-            salt: the tenant's.
-            ask_tiers: whether to wait until the cold tiers have said how much they hold.
-            block_hashes: of the prompt's first blocks, if they are known; hashed here if they are
-                not those of all its whole blocks.
+            salt: salt of the tenant.
+            ask_tiers: whether to look the prompt up in the cold tiers, and wait for the result.
+            block_hashes: hashes of all whole blocks of the prompt, if known; else computed.
         """
         if len(block_hashes) != len(tokens) // self._prefixes.block_size:
             block_hashes = self._prefixes.block_hashes(tokens, salt)

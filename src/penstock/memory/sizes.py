@@ -11,7 +11,7 @@ KV_SHARE = 0.25
 """Share of a memory limit for keys, values and buffers: `auto` widens no weights that leave less.
 """
 LEAST_BESIDE_BYTES = 32_000_000
-"""Least bytes beside the weights in a proposed limit."""
+"""Minimum bytes beyond the weights in a proposed memory limit."""
 
 _UNITS = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {"B": 1, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}

@@ -53,10 +53,10 @@ class WeightPacker(Protocol):
         """
 
     def packing(self, module: nn.Module) -> Packing | None:
-        """Tell how a module that `pack` made multiplies; None for any other."""
+        """Return how a module multiplies by its codes; None if `pack` did not make it."""
 
     def keeps_order(self) -> bool:
-        """Tell whether attention between graphs has the same bits in every batch."""
+        """Return whether attention between graphs has the same bits in every batch."""
 
 
 @dataclass(frozen=True, slots=True)

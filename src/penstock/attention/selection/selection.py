@@ -54,7 +54,7 @@ class Selection:
 
     @property
     def layers(self) -> frozenset[int]:
-        """Numbers of the layers that read a choice."""
+        """Indices of the layers with selective attention."""
         return self.index.layers
 
     def recent_start(self, position: int) -> int:

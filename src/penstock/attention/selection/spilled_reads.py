@@ -235,7 +235,7 @@ def _with(row: DecodeRow, layer: int, change: Callable[[Coded, Spilled], Side]) 
 
 
 def _by(reader: LoadedBlocks) -> Callable[[Coded, Spilled], Side]:
-    """Return a function that makes a spilled side use another reader."""
+    """Return a function that replaces the reader of a spilled side."""
     return lambda side, codec: replace(side, codec=replace(codec, reader=reader))
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 """Version of the files."""
 MOST_FILES = 200
-"""Most files that are kept; of more, the oldest are removed."""
+"""Maximum number of files kept; the oldest are removed."""
 MOST_FILE_BYTES = 10_000
 LIBRARIES = ("mlx", "mlx-lm", "numpy")
 

@@ -128,7 +128,7 @@ class Runner:
         self.selection = READ_ALL
         """Choice of the tokens that decode steps read of long sequences; None to read all."""
         self.most_joined = ALL_TOKENS
-        """Most tokens that are read at once for a prompt; more are read piece by piece."""
+        """Maximum number of tokens joined at once during prefill; more are read piece by piece."""
         self.fitness, self.vocabulary_size = try_model(self, modules)
         if self.layout.compresses:  # the probe is shorter than windows and groups
             self._state_bytes = self.layout.compression.state_bytes
@@ -234,7 +234,7 @@ class Runner:
         return frozenset(number for number, window in windows if window.window is None)
 
     def indexed(self, segment: Segment, start: int) -> Segment:
-        """Return a segment with its index, if decode steps choose by one; it begins at `start`."""
+        """Return a segment that starts at `start`, with its key index if decode steps use one."""
         return self.selection.index.indexed(segment, start, self.device)
 
     def nearest(self, position: int) -> int:

@@ -130,7 +130,7 @@ class ColdBlocks(BlockCache):
     # ---- places
 
     def place(self, key: bytes) -> int | None:
-        """Return the place of the first block of a record in a tier; None without room for it."""
+        """Return the place of a record's first block, assigned if new; None if out of memory."""
         number = self._numbers.get(key)
         if number is None:
             try:
@@ -151,14 +151,14 @@ class ColdBlocks(BlockCache):
         self._reserved.resize(self._fixed_bytes + RECORD_BYTES * len(self._keys))
 
     def forget(self, places: Collection[int]) -> None:
-        """Forget lost records: the next spill of them asks the tiers again."""
+        """Forget lost records, so that the next spill looks them up in the tiers again."""
         for number in set(map(self._record, places)):
             key = self._keys.get(number)
             if key is not None:
                 self._numbers.pop(key, None)
 
     def drop(self, places: Collection[int]) -> None:
-        """Have the tiers drop the records of blocks with other numbers than expected."""
+        """Let the tiers drop records as damaged whose blocks differ from what was spilled."""
         keys = {self._keys[number] for number in map(self._record, places)}
         self.forget(places)
         for tier in self._tiers:
@@ -169,7 +169,7 @@ class ColdBlocks(BlockCache):
         return (place & ~AT_REST) // self.record_blocks
 
     def held(self, keys: Collection[bytes]) -> set[bytes]:
-        """Return which records have a place or are in a tier, by one question to each tier."""
+        """Return which records have a place or are in a tier, with one lookup per tier."""
         present, none = {key for key in keys if key in self._numbers}, list[bytes]()
         for tier in self._tiers:
             missing = [key for key in keys if key not in present]

@@ -28,9 +28,9 @@ from penstock.tiers.record import HostArray, Record
 from penstock.tiers.worker import ColdTier
 
 PENDING_HASHES = 16_384
-"""Most block hashes waiting to be written."""
+"""Maximum number of block hashes waiting to be written."""
 PENDING_TURNS = 64
-"""Most checkpoints waiting to be written; the oldest are dropped. As many ends linger."""
+"""Maximum number of checkpoints waiting to be written, and of lingering conversation ends."""
 PENDING_HASH_BYTES = 80
 """Python overhead of one pending block hash."""
 LINGERING_HASH_BYTES = 8
@@ -106,7 +106,7 @@ class TierWriter:
         seen: bool = False,
         ended: bool = False,
     ) -> None:
-        """Note blocks in the tree, from `first` on, that the tier may lack.
+        """Register blocks in the tree, from `first` on, to be written if the tier lacks them.
 
         `seen` ones were requested before. If the conversation `ended`, its last blocks are
         written even as an incomplete record, until there is more of the chain.
@@ -123,7 +123,7 @@ class TierWriter:
             self._linger(block_hashes, root, asked=seen)
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False) -> None:
-        """Note the end of a conversation behind a noted chain.
+        """Register the end of a conversation after a chain passed to `note`.
 
         Its last blocks are written even as an incomplete record, unless it continues soon.
         """
@@ -138,7 +138,7 @@ class TierWriter:
         seen: bool = False,
         answered: bool = False,
     ) -> None:
-        """Note a checkpoint behind a chain, where a conversation resumes; see `note` and `add`.
+        """Register a checkpoint at the end of a chain, where a conversation resumes.
 
         It is written after the blocks, unless the conversation continues soon.
         """
@@ -173,7 +173,7 @@ class TierWriter:
         }
 
     def release_ends(self) -> None:
-        """Let no end linger: noted blocks are written as soon as the tier has room."""
+        """Write all lingering ends as soon as the tier has room, without waiting longer."""
         for end in self._ends.take_all():
             self._release(end)
 
@@ -201,11 +201,11 @@ class TierWriter:
         return len(block_hashes) < self._forms.least_blocks
 
     def _whole(self, block_hashes: Sequence[bytes]) -> int:
-        """Return how many first blocks of a chain make whole records."""
+        """Return the number of a chain's first blocks that fill whole records."""
         return self._spans.start(len(block_hashes))
 
     def _linger(self, block_hashes: Sequence[bytes], root: bytes, *, asked: bool = False) -> None:
-        """Let the last blocks of a chain wait, if they make no whole record."""
+        """Delay writing the last blocks of a chain if they do not fill a record."""
         if self._whole(block_hashes) < len(block_hashes):
             for end in self._ends.add(block_hashes, root, asked=asked):
                 self._release(end)

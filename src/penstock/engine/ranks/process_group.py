@@ -42,7 +42,7 @@ INLINE_BYTES = 1_024
 """Bytes of rank 0's message in the same exchange; the rest follows in a second one."""
 NAME_BYTES = 64
 PENDING, FAILED = -1, -2
-"""Numbers in place of an answer: not there yet, an error."""
+"""Numbers sent instead of a result: not ready yet, or failed."""
 _HEAD = struct.Struct(f"<{NUMBERS + 1}q")
 """Layout of the numbers, and of the digest of the exchange's subject."""
 

@@ -21,9 +21,9 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 GENERATED_WORK = 8
 """Cost of one generated token, in prompt tokens: prefill processes many tokens at a time."""
 TURN_WORK = 256
-"""Minimum work of a turn before a sequence makes way for a request without a place."""
+"""Minimum work of a turn before a sequence is preempted for a request without a place."""
 EARLY_WORK = 64
-"""Minimum work of a turn before a sequence makes way for a short one that needs none of its memory.
+"""Minimum work of a turn before preemption for a short sequence that needs none of its memory.
 
 Little is recomputed afterwards: part of a block, or blocks evicted from a full memory.
 """
