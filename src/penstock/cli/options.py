@@ -38,9 +38,8 @@ WeightsDtype: TypeAlias = Annotated[
         help="Data type of the weights. native: as stored; float32: converted when loaded; "
         "packed: codes of 4 and 8 bits are kept and multiplied by activations in 8 "
         "bits, on a CPU; packed-exact: as packed, with activations in float32; auto: on a "
-        "CPU, where MLX is slow with other types, packed if the weights are quantized and ONNX "
-        "Runtime and Numba are installed, else float32 if a quarter of the memory limit stays "
-        "free.",
+        "CPU, packed if the weights are quantized and ONNX Runtime and Numba are installed. Other "
+        "weights become float32 there if a quarter of the memory limit stays free.",
         envvar="PENSTOCK_WEIGHTS_DTYPE",
     ),
 ]

@@ -42,10 +42,10 @@ def hold_scores(prompts: Sequence[Sequence[int]], top: int, copies: int = 1) -> 
     nbytes = tokens * copies * (TOKEN_SCORE_BYTES + top * TOP_SCORE_BYTES)
     if top > MOST_TOP and nbytes > hold.most_free_bytes:
         raise BadRequest(
-            f"prompt_logprobs: all {top:,} tokens of the vocabulary beside each of "
-            f"{counted(tokens, 'token')} "
-            f"take {format_bytes(nbytes)}; there are {format_bytes(hold.most_free_bytes)} for all "
-            f"prompts. Ask for at most {MOST_TOP}, send less, or raise --memory-limit",
+            f"prompt_logprobs: all {counted(top, 'token')} of the vocabulary beside each "
+            f"of {counted(tokens, 'token')} take {format_bytes(nbytes)}; "
+            f"there are {format_bytes(hold.most_free_bytes)} for all prompts. "
+            f"Ask for at most {MOST_TOP}, send less, or raise --memory-limit",
             param="prompt_logprobs",
         )
     hold.keep(nbytes)
