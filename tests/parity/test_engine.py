@@ -380,7 +380,7 @@ def test_prompt_with_nan_fails_alone() -> None:
                 ill = ask(core, (*BASE[:40], *[bad] * 20), 10)
                 well = ask(core, BASE[:34], 10)
                 drain(core)
-                with pytest.raises(PenstockError, match="number"):
+                with pytest.raises(PenstockError, match="NaN or infinity"):
                     answer(ill)
                 check("llama", well)
     finally:

@@ -216,7 +216,7 @@ def test_minus_one_returns_whole_vocabulary(server: Running, model: Any, path: s
     if len(prompt) > 3:
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == "prompt_logprobs"
-        for number in (f"all {size} tokens", f"of {len(prompt)} tokens", " 8.33 MB "):
+        for number in (f"all {size:,} tokens", f"of {len(prompt)} tokens", " 8.33 MB "):
             assert number in error["message"]
         return
     assert answer.status_code == 200, answer.text

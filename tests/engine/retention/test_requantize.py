@@ -400,7 +400,7 @@ def test_out_of_memory_while_encoding_does_not_change_answers(
     [
         ({"kv_cache_quantization": "q4"}, "is not a codec; supported: raw"),
         ({"kv_cache_quantization": "kivi4", "block_size": 32}, "do not divide a block_size of 32"),
-        ({"kv_cache_quantization": "4g128"}, "layer 0: affine4g128 holds 128"),
+        ({"kv_cache_quantization": "4g128"}, "layer 0: affine4g128 uses groups of 128 values"),
         ({"kv_cache_quantization": "4", "kv_cache_skip_layers": (3,)}, "others, are 0 to 2"),
         ({"kv_cache_quantization": "4", "kv_cache_min_quantize_tokens": -1}, "greater than or"),
     ],
