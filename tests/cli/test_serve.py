@@ -199,7 +199,7 @@ def test_vllm_mlx_command_line_works() -> None:
         (("--host", "0.0.0.0"), "api-key"),
         (("--memory-limit", "0"), "--memory-limit is 0"),
         (("--memory-limit", "much"), "--memory-limit 'much' is not a size"),
-        (("--memory-limit", "1MB", "--port", "0"), "raise it to"),
+        (("--memory-limit", "1MB", "--port", "0"), "about 40MB would be enough"),
         (("--memory-limit", "20MB", "--port", "0"), "weights of 7.03 MB, tails of"),
         (("--memory-threshold", "2"), "--memory-threshold"),
         (("--cors-origin", "https://a.example/"), "https://host"),

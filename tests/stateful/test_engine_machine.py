@@ -384,7 +384,7 @@ def engine_measured_with(limits_of: Callable[[EngineSettings], Any]) -> type[Cor
                 patch.setattr(fixed_memory, "measured_estimator", estimator_of)
                 # What it measures is no other engine's on the same model.
                 patch.setattr(
-                    measured_steps, "measured_once", lambda model, run_as, measure: measure()
+                    measured_steps, "measured_once", lambda model, run_as, measure, files: measure()
                 )
                 super().__init__(*args, **settings)
 
