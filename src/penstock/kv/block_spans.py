@@ -14,23 +14,40 @@ SPILLED_MERGE_TOKENS = 512
 
 
 def span_blocks(block_size: int) -> int:
-    """Return the number of blocks in `SPAN_TOKENS`; at least one."""
+    """Return the number of blocks in `SPAN_TOKENS`; at least one.
+
+    >>> span_blocks(32), span_blocks(48), span_blocks(1024)
+    (8, 5, 1)
+    """
     return max(1, SPAN_TOKENS // block_size)
 
 
 def record_blocks(block_size: int) -> int:
-    """Return the number of blocks in `RECORD_TOKENS`; at least one."""
+    """Return the number of blocks in `RECORD_TOKENS`; at least one.
+
+    >>> record_blocks(32), record_blocks(48), record_blocks(1024)
+    (10, 6, 1)
+    """
     return max(1, RECORD_TOKENS // block_size)
 
 
 def span_tokens(block_size: int) -> int:
-    """Return the number of tokens in a span of blocks."""
+    """Return the number of tokens in a span of blocks.
+
+    >>> span_tokens(32), span_tokens(48), span_tokens(1024)
+    (256, 240, 1024)
+    """
     return block_size * span_blocks(block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Division of a chain's blocks into records."""
+    """Division of a chain's blocks into records.
+
+    >>> spans = Spans(4, cut=6)
+    >>> spans.ends(11), spans.start(7), spans.end(7)
+    ([4, 6, 8], 6, 8)
+    """
 
     blocks: int = 1
     """Number of blocks in a record; records end at its multiples."""

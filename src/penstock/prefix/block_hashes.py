@@ -36,6 +36,9 @@ def root_hash(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
 
     Tenants with different salts share nothing and learn nothing about each other's prompts; the
     empty salt is a tenant of its own.
+
+    >>> root_hash("model", "a") == root_hash("model", "b")
+    False
     """
     hashed = blake2b(digest_size=HASH_BYTES, person=b"penstock root")
     for part in (fingerprint, salt):
@@ -72,6 +75,11 @@ def hash_blocks(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
     """Hash every whole block; the tokens after the last one have no hash.
 
     Pass the last hash as `root` to continue a chain.
+
+    >>> root = root_hash("model")
+    >>> a, b = hash_blocks([1, 2, 3, 4, 5], 2, root)
+    >>> hash_blocks([1, 2, 9, 9], 2, root)[0] == a, hash_blocks([3, 4], 2, a) == [b]
+    (True, True)
     """
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
@@ -88,7 +96,12 @@ def hash_blocks(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
 
 
 def partial_hash(tokens: Tokens, root: bytes) -> bytes:
-    """Hash a partial block; never equal to the hash of a whole block."""
+    """Hash a partial block; never equal to the hash of a whole block.
+
+    >>> root = root_hash("model")
+    >>> partial_hash([1, 2], root) in (partial_hash([1], root), *hash_blocks([1, 2], 2, root))
+    False
+    """
     raw = as_tokens(tokens).astype("<u4", copy=False).tobytes()
     return blake2b(root + raw, digest_size=HASH_BYTES, person=b"penstock partial").digest()
 

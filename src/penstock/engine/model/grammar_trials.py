@@ -77,7 +77,11 @@ class Verdict(NamedTuple):
 
 
 def grammar_limits(grammar: str) -> dict[str, Any]:
-    """Return llguidance's limits for a grammar, as fields of `LLParserLimits`."""
+    """Return llguidance's limits for a grammar, as fields of `LLParserLimits`.
+
+    >>> grammar_limits('start: /[a-z]{12000}/')["max_lexer_states"]
+    16000
+    """
     largest = max(map(int, _COUNT.findall(grammar)), default=0)
     return {
         "max_lexer_states": LEAST_STATES + min(largest, COUNTED_STATES),

@@ -28,7 +28,11 @@ _PAIR = re.compile(r"k([2-8])v([2-8])(g(?:32|64|128))?")
 
 
 def parse_scheme(text: str) -> Scheme:
-    """Return the scheme named by a setting; raises ValueError with the list of all names."""
+    """Return the scheme named by a setting; raises ValueError with the list of all names.
+
+    >>> [parse_scheme(text).name for text in ("k8v4", "4", "auto3.5x")]
+    ['rot8/rot4', 'affine4', 'kivi5/turbo3']
+    """
     word = text.strip().lower()
     word = AUTO.get(word, word)
     if pair := _PAIR.fullmatch(word):

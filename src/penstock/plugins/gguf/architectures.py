@@ -163,7 +163,11 @@ def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
 
 
 def module_of(kind: Architecture, tensor: str) -> str | None:
-    """Return the name in mlx-lm's model of a tensor; None if the model has no such weight."""
+    """Return the name in mlx-lm's model of a tensor; None if the model has no such weight.
+
+    >>> module_of(ARCHITECTURES["llama"], "blk.3.attn_q.weight")
+    'model.layers.3.self_attn.q_proj.weight'
+    """
     match = _BLOCK.fullmatch(tensor)
     if match is not None:
         name = kind.names.get(match[2])

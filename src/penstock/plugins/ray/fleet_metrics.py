@@ -56,7 +56,12 @@ class FleetMetrics(Collector):
 
 
 def labeled(texts: dict[str, str]) -> Iterator[Metric]:
-    r"""Join the metrics of replicas, in Prometheus' text format, with the label `replica`."""
+    r"""Join the metrics of replicas, in Prometheus' text format, with the label `replica`.
+
+    >>> (metric,) = labeled({"a": "x 1\n", "b": "x 2\n"})
+    >>> [(sample.labels, sample.value) for sample in metric.samples]
+    [({'replica': 'a'}, 1.0), ({'replica': 'b'}, 2.0)]
+    """
     families: dict[str, Metric] = {}
     for replica, text in sorted(texts.items()):
         for family in text_string_to_metric_families(text):

@@ -90,6 +90,10 @@ _EXAMPLES = {
 
 
 def shown(url: str) -> str:
-    """Return a checked URL without user, password and options."""
+    """Return a checked URL without user, password and options.
+
+    >>> shown("redis://somebody:secret@cache:6379/0?ssl_ca_certs=x")
+    'redis://cache:6379/0'
+    """
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -44,7 +44,11 @@ class Objects(Protocol):
 
 
 def described(error: BaseException, url: str) -> str:
-    """Return an error's text in one line, without the secrets of a URL."""
+    """Return an error's text in one line, without the secrets of a URL.
+
+    >>> described(OSError("no entry for :se%20cret@cache, or se cret"), "redis://:se%20cret@cache")
+    'no entry for :***@cache, or ***'
+    """
     words = str(error).partition("\n")[0]
     password = urlsplit(url).password
     for secret in filter(None, (password, unquote(password or ""))):
