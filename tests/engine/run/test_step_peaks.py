@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import mlx.core as mx
 import pytest
 from tiny_families import build, uncompiled
 
+from penstock.attention import devices
 from penstock.engine.core import Core
 from penstock.engine.model import step_peaks, step_trials
 from penstock.engine.model.remembered_peaks import MOST_FILES, RememberedPeaks
@@ -62,6 +64,19 @@ def test_other_limits_and_weights_are_measured_separately() -> None:
     assert len(step_peaks._measured) == 4
     asked(build("gemma2"))
     assert len(step_peaks._measured) == 5
+
+
+def test_other_lanes_are_measured_separately() -> None:
+    """Another process may run on fewer cores."""
+    device: Any = devices.current()
+    if not hasattr(device, "lanes"):
+        pytest.skip("this device has no lanes")
+    model = build("llama")
+    step_peaks._measured.clear()
+    for lanes in (1, 2, 1):
+        with devices.using(replace(device, lanes=lanes)):
+            asked(model)
+    assert len(step_peaks._measured) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mamba2"])

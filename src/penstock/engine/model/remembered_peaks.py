@@ -17,7 +17,9 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
-import penstock.regular_files as regular_files
+import mlx.core as mx
+
+from penstock import regular_files
 from penstock.blas import load_blas
 from penstock.engine.model.step_peaks import StepPeaks
 from penstock.user_cache import user_cache
@@ -97,5 +99,6 @@ def _code() -> str:
         f"{file.relative_to(root)} {about.st_size} {about.st_mtime_ns}" for file, about in files
     ]
     blas = load_blas()
-    machine = [platform.node(), platform.machine(), str(os.cpu_count()), str(blas and blas.name)]
+    device = mx.device_info().get("device_name")
+    machine = [platform.node(), str(device), str(os.cpu_count()), str(blas and blas.name)]
     return "\n".join([*machine, *map(version, LIBRARIES), *ours])

@@ -81,7 +81,7 @@ def step_peaks(
     """
     run_as = (
         *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),
-        *(tails.columns, limits.speculative_tokens, type(runner.device), runner.divided),
+        *(tails.columns, limits.speculative_tokens, repr(runner.device), runner.divided),
         *(runner.layout.compresses, limits.attend_tokens, limits.attend_full_layers),
         limits.attend_rest,
         runner.ways.nbytes(1, 1) > 0,
