@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -327,3 +328,16 @@ def test_logits_are_bit_identical_in_any_batch_chunk_and_cache_state(
     with running(disk, model=model) as core:
         assert scored(core, PROMPT) == [alone]
         assert core.view.stats().hit_tokens >= 96
+
+
+def test_loading_other_weights_imports_no_library_of_packed_ones() -> None:
+    program = (
+        "import sys, penstock\n"
+        "from penstock.recall import MODEL_PATH\n"
+        "penstock.load(MODEL_PATH)\n"
+        "print(sorted({'numba', 'onnxruntime'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

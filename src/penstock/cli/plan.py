@@ -460,8 +460,9 @@ def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int)
     sizes = native.weight_bytes or 0, wide.weight_bytes or 0
     if packed == 0:  # no weights are there to be counted: slightly more than needed
         packed = sizes[0] * 5 // 4
-    can_be = packed if can_pack() or weights_dtype != "auto" else None
-    choice = Widening(weights_dtype, *sizes, limit_bytes, can_be)
+    if packed is not None and weights_dtype == "auto" and not can_pack():
+        packed = None
+    choice = Widening(weights_dtype, *sizes, limit_bytes, packed)
     if choice.packs:
         return replace(wide, weight_bytes=choice.loaded_bytes)
     return wide if choice.widens else native

@@ -15,6 +15,7 @@ from typing import Any
 from penstock.errors import ModelError
 from penstock.memory.families import FAMILIES, Config, Family, unknown
 from penstock.memory.model_config import check_config, read_config
+from penstock.memory.sizes import packed_matrix_bytes
 from penstock.memory.spec import DTYPE_BYTES, LayerSpec, ModelSpec
 from penstock.plurals import counted
 from penstock.regular_files import open_regular
@@ -180,12 +181,12 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
         own = common.get(stem)
         bits = int((own if isinstance(own, dict) else common).get("bits", 4))
         numbers = numbers * 32 // bits
-        groups = 2 * 4 * prod(headers[f"{stem}.scales"]["shape"])
-        packed = numbers * (4 if bits <= 4 else 8) // 8 + groups
+        groups = prod(headers[f"{stem}.scales"]["shape"])
+        packed = packed_matrix_bytes(numbers, bits, groups)
         if len(entry["shape"]) > 2:
             packed = 4 * numbers
         elif stem.endswith(_EMBEDDINGS):
-            packed = numbers * bits // 8 + groups + (0 if has_head else packed)
+            packed = numbers * bits // 8 + 2 * 4 * groups + (0 if has_head else packed)
         total += packed
     return total
 

@@ -48,6 +48,17 @@ def round_up(size_bytes: int) -> str:
     return f"{-(-size_bytes // 10**8) / 10}GB"
 
 
+def packed_matrix_bytes(numbers: int, bits: int, groups: int, *, sides: int = 2) -> int:
+    """Return the bytes of a matrix in codes of 4 or 8 bits, as a CPU multiplies it.
+
+    Each group has a scale and, with two sides, an offset in float32.
+
+    >>> packed_matrix_bytes(1_024, 5, 32)
+    1280
+    """
+    return numbers * (4 if bits <= 4 else 8) // 8 + 4 * groups * sides
+
+
 def enough_for(weight_bytes: int) -> str:
     """Return a memory limit that is about enough for some weights, as a flag value.
 

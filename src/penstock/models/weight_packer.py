@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
+from penstock.attention import devices
 from penstock.config import WeightsDtype
 from penstock.errors import ModelError
 from penstock.extensions import extension
@@ -113,6 +114,8 @@ def weight_packer() -> WeightPacker | None:
 
 def can_pack() -> bool:
     """Return whether `auto` may choose packed weights: text does not depend on the batch."""
+    if not devices.current().facts.slow_half:
+        return False
     packer = weight_packer()
     return packer is not None and packer.keeps_order()
 
@@ -120,7 +123,10 @@ def can_pack() -> bool:
 def decision(model: nn.Module, choice: WeightsDtype, limit_bytes: int | None) -> Widening:
     """Decide the dtype of the weights of a loaded model, none of which is evaluated."""
     native, wide = model_bytes(model)
-    packed = _packed_bytes(model, wide) if can_pack() else None
+    modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
+    quantized = any("scales" in module for module in modules)
+    # The plug-in's libraries take 0.2 s to import.
+    packed = _packed_bytes(model, wide) if quantized and can_pack() else None
     return Widening(choice, native, wide, limit_bytes, packed)
 
 

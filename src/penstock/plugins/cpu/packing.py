@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import onnxruntime  # noqa: F401 - where it is not installed, this plug-in is not there
 
+from penstock.memory.sizes import packed_matrix_bytes
 from penstock.models.weight_packer import Packing
 from penstock.plugins.cpu.compiled import has_numba
 from penstock.plugins.cpu.packed_layers import PackedDecoderLayer, form_of, packed_layer
@@ -36,7 +37,7 @@ def takes(module: nn.Module) -> bool:
 def packed_bytes(module: Any, *, tied: bool) -> int:
     """See `WeightPacker`: codes in 4 or 8 bits, a scale and an offset a group, in float32."""
     numbers, groups = module.weight.size * 32 // module.bits, module.scales.size
-    packed: int = numbers * WIDER[module.bits] // 8 + groups * 4 * 2
+    packed = packed_matrix_bytes(numbers, module.bits, groups)
     if not isinstance(module, nn.QuantizedEmbedding):
         return packed
     rows: int = numbers * module.bits // 8 + groups * 4 * 2  # read as MLX's codes

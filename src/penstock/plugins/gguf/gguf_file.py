@@ -45,7 +45,9 @@ class GGUFFile:
         header = self._header
         architectures.config(header)  # refuses what is no model before anything is counted
         native, wide = loaded_bytes.native_bytes(header), loaded_bytes.wide_bytes(header)
-        packed = self.packed_bytes() if can_pack() else None
+        packed = self.packed_bytes()
+        if packed is not None and not can_pack():
+            packed = None
         widening = Widening(weights_dtype, native, wide, limit_bytes, packed)
         widening.check_limit(header.name)
         is_wide = widening.widens

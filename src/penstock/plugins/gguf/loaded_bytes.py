@@ -6,6 +6,7 @@ from collections import Counter
 from math import prod
 
 from penstock.memory.reading import OUTSIDE
+from penstock.memory.sizes import packed_matrix_bytes
 from penstock.plugins.gguf.architectures import ROPE_TENSORS
 from penstock.plugins.gguf.header import GROUP, Header, TensorInfo
 
@@ -52,7 +53,7 @@ def packed_bytes(header: Header) -> int | None:
             if OUTPUT in header.tensors:
                 continue
         sides = 1 if tensor.form.name in _AROUND_A_MIDDLE else 2
-        total += numbers // 8 * (4 if bits <= 4 else 8) + numbers // GROUP * 4 * sides
+        total += packed_matrix_bytes(numbers, bits, numbers // GROUP, sides=sides)
     return total if has_codes else None
 
 
