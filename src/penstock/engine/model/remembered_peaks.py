@@ -17,9 +17,8 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
-import mlx.core as mx
-
 from penstock import regular_files
+from penstock.attention import devices
 from penstock.blas import load_blas
 from penstock.engine.model.step_peaks import StepPeaks
 from penstock.user_cache import user_cache
@@ -99,6 +98,5 @@ def _code() -> str:
         f"{file.relative_to(root)} {about.st_size} {about.st_mtime_ns}" for file, about in files
     ]
     blas = load_blas()
-    device = mx.device_info().get("device_name")
-    machine = [platform.node(), str(device), str(os.cpu_count()), str(blas and blas.name)]
+    machine = [platform.node(), devices.device_name(), str(os.cpu_count()), str(blas and blas.name)]
     return "\n".join([*machine, *map(version, LIBRARIES), *ours])
