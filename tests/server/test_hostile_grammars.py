@@ -103,7 +103,7 @@ def test_expensive_tool_schema_is_not_enforced(recall_server: Running, demanded:
 def test_grammar_trials_per_request_are_bounded(
     recall_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_trials, "REQUEST_SECONDS", 0.15)
+    monkeypatch.setattr(grammar_trials, "REQUEST_SECONDS", 0.05)
     tools = [
         {"type": "function", "function": {**tool(hostile(), strict=True), "name": f"f{i}"}}
         for i in range(40)
