@@ -18,6 +18,7 @@ from penstock.config import WeightsDtype
 from penstock.engine.engine import Engine
 from penstock.engine.model.model_probe import weight_bytes
 from penstock.errors import NeverFits, SettingError
+from penstock.memory.sizes import parse_bytes
 from penstock.models.loading import load_all, load_within
 from penstock.models.widening import Widening, model_bytes
 from penstock.recall import MODEL_PATH
@@ -92,6 +93,15 @@ def test_limit_as_text_bytes_or_default(tmp_path: Path) -> None:
     assert mx.float16 in dtypes(load_within(source, "native").model)
     with pytest.raises(SettingError, match="much"):
         load_within(source, "auto", "much")
+
+
+@on_cpu
+def test_weights_are_packed_in_the_proposed_limit() -> None:
+    sizes = 98_280_000, 538_000_000
+    with pytest.raises(NeverFits) as refused:
+        Widening("auto", *sizes, 60_000_000, 147_000_000).check_limit("SmolLM2")
+    enough = parse_bytes(str(refused.value).partition("about ")[2].split()[0])
+    assert Widening("auto", *sizes, enough, 147_000_000).packs
 
 
 @pytest.mark.parametrize("weights_dtype", ["auto", "native", "float32", "packed"])

@@ -78,12 +78,14 @@ class Widening:
         needed = self.native_bytes if self.packs else self.loaded_bytes
         if self.limit_bytes is None or needed <= self.limit_bytes:
             return
+        packed = self.packed_bytes if self.choice not in ("native", "float32") else None
+        enough = enough_for(max(needed, packed or 0))
         less = ""
         if self.widens and self.native_bytes < needed:
             less = f"; with --weights-dtype native they take {format_bytes(self.native_bytes)}"
         raise NeverFits(
             f"{name}: the weights of {format_bytes(needed)} alone exceed the memory limit of "
-            f"{format_bytes(self.limit_bytes)}; about {enough_for(needed)} would be enough "
+            f"{format_bytes(self.limit_bytes)}; about {enough} would be enough "
             f"(--memory-limit, or memory_limit of an engine){less}; penstock plan shows what fits",
             needed,
             self.limit_bytes,
