@@ -21,6 +21,7 @@ from penstock_bench.cli.all_command import (
     drawing,
     run_all,
 )
+from penstock_bench.report import keep
 
 KERNELS = ("bench", "kernels", "--heads", "4", "--head-size", "64", "--kv-heads", "2")
 SMALL = (*KERNELS, "--tokens", "128", "--rows", "2")
@@ -74,6 +75,15 @@ def test_failed_bench_does_not_stop_others(
     assert "error (exit status 2)\n    no record" in str(ends[1])
     shown = capfd.readouterr().out
     assert all(f"[{number} of 3]" in shown for number in (1, 2, 3))
+
+
+def test_records_of_one_second_have_names_of_their_own(tmp_path: Path) -> None:
+    environment = {"date": "2026-11-28T04:05:06+00:00"}
+    for value in range(3):
+        keep("kernels", {"value": value, "environment": environment}, tmp_path)
+    values = {path.name: json.loads(path.read_text())["value"] for path in tmp_path.iterdir()}
+    stem = "kernels-2026-11-28T040506Z"
+    assert values == {f"{stem}.json": 0, f"{stem}-2.json": 1, f"{stem}-3.json": 2}
 
 
 def test_bench_all_downloads_nothing(

@@ -117,10 +117,18 @@ def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
 
 
 def keep(name: str, record: dict[str, Any], folder: Path) -> None:
-    """Store a record, with its `environment`, in a file of the folder named by its date."""
+    """Store a record, with its `environment`, in a file of the folder named by its date.
+
+    A record of the same second is left as it is: the later one's name ends in -2, -3, and so on.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stamp = record["environment"]["date"].replace(":", "").replace("+0000", "Z")
-    (folder / f"{name}-{stamp}.json").write_text(json.dumps(record) + "\n")
+    path = folder / f"{name}-{stamp}.json"
+    number = 1
+    while path.exists():
+        number += 1
+        path = folder / f"{name}-{stamp}-{number}.json"
+    path.write_text(json.dumps(record) + "\n")
 
 
 def table(report: Report) -> Table:
