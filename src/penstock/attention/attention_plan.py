@@ -94,7 +94,6 @@ def plan_attention(
 
     Args:
         rows: rows of the step, in order.
-        attention_window: window of the layers.
         width: number of new tokens per row.
     """
     levels: list[list[SharedRead]] = []

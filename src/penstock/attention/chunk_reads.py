@@ -37,11 +37,7 @@ class ChunkReads(Reads):
         """Initialize the cache of a layer.
 
         Args:
-            layer: number of the layer.
-            attention_window: window of the layer.
-            parts: spans before the chunk.
             position: position of the chunk's first token.
-            device: back end that computes attention.
             last: whether the output of the layer's attention is never read, so never computed.
             most_joined: maximum number of tokens before the chunk that are concatenated with it;
                 by default any number.

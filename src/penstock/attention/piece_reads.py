@@ -25,7 +25,6 @@ class PieceReads:
     """Attends to pieces with MLX's operations.
 
     Args:
-        ops: array operations of attention.
         stacked: query groups in base 2, (kv_heads, rows, d) each, see `grouped`.
     """
 

@@ -278,7 +278,6 @@ def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
     """Merge partial results over disjoint columns into the attention output, float32.
 
     Args:
-        parts: partial results.
         sinks: scores in base 2 that take part in the softmax without a value, broadcastable to
             (..., 1); gpt-oss has one per head.
     """

@@ -42,8 +42,6 @@ def attend_streamed(
         queries: queries of the last `n` new tokens, in base 2, (1, heads, n, dim).
         new: keys and values of the new tokens, (1, kv_heads, tokens, dim) each.
         parts: spans before them, all visible.
-        layer: index of the layer.
-        device: backend that computes attention.
         sinks: attention sinks of the heads, in base 2, (heads,).
     """
     heads, n = queries.shape[1:3]

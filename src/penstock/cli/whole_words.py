@@ -13,8 +13,6 @@ def print_line(console: Console, line: str, *, indent: int = 0, label: str = "")
     """Print a line; on a terminal, wrap it between words.
 
     Args:
-        console: console to print to.
-        line: text to print.
         indent: indentation of continuation lines.
         label: start of the line that is printed in bold.
     """

@@ -37,10 +37,7 @@ class Calibration:
     """Measurements of the model that an engine makes once, before it accepts requests.
 
     Args:
-        runner: runs the model.
         estimator: estimates the bytes of a step; those of the largest step are reserved.
-        limits: settings, fitted to the model.
-        ledger: accounts for the engine's memory.
     """
 
     def __init__(

@@ -32,12 +32,6 @@ class Intake:
     """Makes sequences of requests. Engine thread only, except for `constraint`.
 
     Args:
-        text: detokenizes answers.
-        stores: KV stores of the engine.
-        tiers: cold tiers of the stores.
-        scheduler: scheduler with the queue.
-        admission: checks whether sequences fit.
-        budget: memory budget of the engine.
         clock: returns seconds, for deadlines.
     """
 

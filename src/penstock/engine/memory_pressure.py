@@ -32,7 +32,6 @@ class MemoryPressure:
 
     Args:
         threshold: share of the machine's memory in use at which eviction starts.
-        prefixes: prefix cache of the engine.
         group: processes of the engine; the one with the largest excess decides.
     """
 

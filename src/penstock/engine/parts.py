@@ -32,12 +32,9 @@ class EngineParts:
     """Connected parts of one engine. Engine thread only.
 
     Args:
-        model: model, as loaded by mlx-lm.
-        tokenizer: mlx-lm's tokenizer wrapper, or None.
         limits: checked settings; `self.limits` holds them fitted to the model.
         group: processes that run the same engine on the other parts of the model.
         fingerprint: identifies everything besides the tokens that KV depends on.
-        draft: draft model and its tokenizer, or its name; None without one.
 
     Raises:
         ModelError: the engine cannot run this model.

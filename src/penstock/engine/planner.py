@@ -19,11 +19,6 @@ class StepPlanner:
     """Updates all sequences and asks the scheduler for a plan. Engine thread only.
 
     Args:
-        scheduler: chooses the sequences of a step.
-        admission: admits and preempts sequences.
-        restoring: restores blocks from the cold tiers.
-        pressure: evicts if the machine is short of memory.
-        prefill_rate: measured prefill speed.
         max_stall_ms: maximum milliseconds of prefill between two decode steps; 0 means no limit,
             even if no sequence decodes.
         whole_blocks: whether each block of a prompt must be computed in a single chunk.

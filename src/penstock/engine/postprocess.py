@@ -34,10 +34,6 @@ class Postprocessor:
     """Commits, emits, requantizes and offloads. Engine thread only.
 
     Args:
-        stores: stores of keys and values.
-        tiers: cold tiers below the stores.
-        scheduler: holds the state of each sequence.
-        admission: finishes, fails and preempts sequences.
         group: processes that run the same step on the other parts of the model.
         prefill_rate: measured prefill speed, updated after each chunk.
         ends: tokens that end an answer.
@@ -82,7 +78,6 @@ class Postprocessor:
         """Commit, emit, requantize and offload; return False if there was nothing to do.
 
         Args:
-            plan: plan of the step.
             output: passes of the step; each is computed after the previous one was committed.
             send_later: whether tokens are sent while the next step computes; an answer's first
                 token is sent at once, and no token waits for a prefill chunk.

@@ -67,7 +67,6 @@ class PrefillRate:
     """Measured prefill speed of a model. It reads no clock.
 
     Args:
-        token_seconds: running mean of the seconds per prompt token.
         chunk_tokens: tokens of the chunk, at the start of a prompt, of the first measurement.
     """
 

@@ -36,12 +36,6 @@ def make_retentions(
 ) -> tuple[Retention, ...]:
     """Create the retentions that the model and the settings need; add further kinds here.
 
-    Args:
-        base: model, settings and ledger.
-        prefixes: prefix cache of the engine.
-        rule: codecs of quantized tokens.
-        tiers: cold tiers, which store spilled KV.
-
     Raises:
         LedgerFull: there is no room for the buffers of a retention.
     """

@@ -32,9 +32,6 @@ def make_scheduling(
     """Create the scheduling parts and connect them to the ledger and the stores.
 
     Args:
-        base: ledger, limits and estimator.
-        stores: stores of keys and values.
-        tiers: cold tiers below the stores.
         draft_bytes: fixed bytes of the draft model, before it reads any tokens.
     """
     limits, prefixes = base.limits, stores.prefixes

@@ -49,7 +49,6 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         engine: engine with a disk tier.
         file: path of the tar file to write; only its owner can read it.
         tokens: tokens of the prompt, or of a conversation with its answers.
-        salt: salt of the tenant.
 
     Raises:
         SettingError: the engine has no disk tier, no block of the prompt is cached, or a token is

@@ -87,10 +87,7 @@ def fitting(
     """Adapt the settings to the model and the number of ranks.
 
     Args:
-        limits: validated settings.
-        runner: runs the model.
         room_bytes: bytes of the memory limit beside the weights, equal on all ranks.
-        ranks: number of ranks.
 
     Raises:
         SettingError: the model or the ranks do not support a setting.
@@ -202,8 +199,6 @@ def identity(
 
     Args:
         model: model whose weights are hashed if a cold tier needs a fingerprint.
-        limits: settings, fitted to the model.
-        runner: runs the model.
         group: processes among which the model is divided.
         fingerprint: caller's fingerprint of the weights; empty to compute it.
         measure_scales: measures the scales of the keys, for codecs that need them.

@@ -26,10 +26,8 @@ def open_stores(
     """Make the tree, and open the cold tiers that the settings name.
 
     Args:
-        base: ledger, runner and pool.
         model: its weights are read if a cold tier needs its name.
         fingerprint: identity of everything but the tokens; empty to have it found.
-        prefill_rate: measures how long a prompt takes.
 
     Raises:
         LedgerFull: there is no room for the empty index, or for blocks that are being written.

@@ -75,16 +75,8 @@ class EngineView:
     """Read-only view of memory, cache and prefix matches. Not thread-safe: see `Engine.ask`.
 
     Args:
-        limits: settings, fitted to the model.
         count_weights: counts the bytes of the model's weights.
-        stores: KV stores of the engine.
-        tiers: cold tiers of the stores.
-        scheduler: scheduler, with the state of each sequence.
-        admission: admission, with the open sequences.
-        budget: memory budget, with the reserved bytes.
-        estimator: estimates the bytes of sequences.
         decode: returns the text of tokens; empty without a tokenizer.
-        draft: the draft model, or none.
     """
 
     def __init__(
@@ -308,8 +300,6 @@ class EngineView:
         """Return how far a prompt would match now, and why no further.
 
         Args:
-            tokens: the prompt.
-            salt: salt of the tenant.
             ask_tiers: whether to look the prompt up in the cold tiers, and wait for the result.
             block_hashes: hashes of all whole blocks of the prompt, if known; else computed.
         """

@@ -125,7 +125,6 @@ class BlockFormats:
         shapes: KV shape of one token in each layer.
         block_size: tokens per block.
         rule: selects the blocks to encode.
-        ops: array operations of the codecs.
         decodes: whether blocks coded in memory are dequantized where the format is raw.
     """
 

@@ -143,7 +143,6 @@ def load_written(
         weights: names and arrays of the weights, evaluated one by one.
         widening: decision about the dtype of the weights.
         path: path of the model, for error messages.
-        name: name of the model.
     """
     try:
         with TemporaryDirectory(prefix="penstock-") as written:
@@ -312,9 +311,7 @@ def rendered_text(
     by itself is trusted, and runs in this process.
 
     Args:
-        tokenizer: The model's tokenizer.
         messages: Messages in OpenAI's format, oldest first.
-        renderer: Renderer of the caller.
         tools: Tools in OpenAI's format.
         answer: Whether to end with the opening of the model's answer.
         gone: Returns whether the text is no longer needed.
@@ -381,7 +378,6 @@ def render(
     """Render a conversation with the model's chat template, and tokenize it.
 
     Args:
-        tokenizer: The model's tokenizer.
         messages: `role` and `content` of each message, oldest first.
         answer: Whether to end with the opening of the model's answer.
         renderer: Renderer to reuse; None starts a process for this conversation.

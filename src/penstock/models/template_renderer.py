@@ -87,8 +87,6 @@ class TemplateRenderer:
         """Return the text of a template.
 
         Args:
-            source: Jinja source of the template.
-            given: variables of the template.
             gone: returns whether the text is no longer needed.
             program: file and name of a function to call instead of a template.
 

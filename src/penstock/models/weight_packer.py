@@ -41,7 +41,6 @@ class WeightPacker(Protocol):
         """Return the most bytes of a module that `takes` accepts, once packed.
 
         Args:
-            module: quantized module.
             tied: whether the embedding is the last layer, too.
         """
 
@@ -49,7 +48,6 @@ class WeightPacker(Protocol):
         """Replace quantized modules one by one; the rest of the model is in float32.
 
         Args:
-            model: model of mlx-lm.
             exact: whether activations stay in float32.
         """
 

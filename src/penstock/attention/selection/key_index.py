@@ -86,8 +86,6 @@ class KeyIndex:
         """Return the maximum working memory for reading values from an index.
 
         Args:
-            shapes: KV shapes of the layers.
-            heads: number of query heads.
             code_bytes: returns the working memory of a product by its number of codes.
         """
         if not self.with_values:
@@ -110,7 +108,6 @@ class KeyIndex:
         Args:
             segment: segment with an incomplete index or none.
             start: position of its first token.
-            ops: encodes the index.
         """
         if not self.layers or self.complete(segment) or not segment.tokens:
             return segment
@@ -141,7 +138,6 @@ class KeyIndex:
             x: queries from `transform_query`, (kv_heads, m, n).
             parts: pieces of an index with their columns start..stop - 1; whole blocks in total.
             block: number of tokens per block.
-            ops: scores the pieces.
 
         Returns:
             Array (kv_heads, m, blocks).
@@ -168,7 +164,6 @@ class KeyIndex:
         """Return the part of the scores that a layer's index leaves out, (heads, m, blocks).
 
         Args:
-            layer: index of the layer.
             queries: queries of some KV heads, (heads, m, dim).
             heads: indices of these heads.
             first: index of the first block.
@@ -186,11 +181,7 @@ class KeyIndex:
         The index has codes and sizes of the keys, and with `with_values` those of the values.
 
         Args:
-            keys: keys of consecutive tokens.
-            values: values of the same tokens.
-            layer: index of the layer.
             start: position of the first token.
-            ops: encodes the index.
         """
         index = _encoded(self.codec, keys, ops, self.centers.get(layer), start)
         if not self.with_values:

@@ -76,11 +76,8 @@ def read(
 
     Args:
         selection: selective attention with indexed values.
-        row: row of the decode step.
         queries: (kv_heads, m, dim), scaled so that e^score is a weight.
         blocks: indices of the selected blocks, (kv_heads, blocks).
-        layer: index of the layer.
-        ops: reads the index.
     """
     asked, index = mx.array(queries), selection.index
     dim = _dim(row.parts[0].segment.layers[layer][1])

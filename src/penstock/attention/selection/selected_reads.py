@@ -46,12 +46,7 @@ ALONE = 2**17
 
 
 class ChoiceReader:
-    """Selects the blocks that rows read, by NumPy and MLX's operations.
-
-    Args:
-        selection: number of tokens to read.
-        ops: array operations of attention.
-    """
+    """Selects the blocks that rows read, by NumPy and MLX's operations."""
 
     def __init__(self, selection: Selection, ops: AttentionOps) -> None:
         self.selection = selection
@@ -100,12 +95,10 @@ def choose(
     """Select the blocks that rows read in a layer, and read them at once where that is faster.
 
     Args:
-        reader: selects the blocks.
         rows: rows of the step, one per new token.
         numbers: indices of the rows with selective attention.
         queries: queries of all rows, (b, heads, 1, dim), float32, scaled so that e^score is a
             weight.
-        layer: index of the layer.
         tails: tail pool, with the new tokens.
         sinks: see `span_attention.merged`, (heads,).
         memory: memory shared by the layers of the step.
@@ -196,9 +189,7 @@ def attend_alone(
     """Select and read for one row and layer, (1, heads, 1, dim) -> (1, heads, 1, value_dim).
 
     Args:
-        reader: selects the blocks.
         row: row whose parts have only this layer.
-        queries: queries of the model.
         scale: scale of the model's scores.
         tail: keys and values of the tail, (1, kv_heads, tokens, dim) each.
         sinks: attention sinks of the model, (heads,).
@@ -252,7 +243,6 @@ def attend(
     """Attend to the first, the selected and the recent tokens of a row, gathered.
 
     Args:
-        reader: reader that selected the blocks.
         asked: row and its queries.
         blocks: indices of the blocks that each KV head reads, (kv_heads, blocks).
         rest: additional attention to the other tokens; None to ignore them.

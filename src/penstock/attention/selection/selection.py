@@ -194,11 +194,8 @@ def best_blocks(
     """Select the blocks that rows read in a layer; return sorted indices, (kv_heads, blocks).
 
     Args:
-        selection: number of tokens to read.
         rows: rows with selective attention.
         queries: queries of each row, (kv_heads, m, dim), scaled so that e^score is a weight.
-        layer: index of the layer.
-        ops: scores the index.
     """
     best = []
     for row, scores in zip(rows, selection.score_blocks(rows, queries, layer, ops), strict=True):

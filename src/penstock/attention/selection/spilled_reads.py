@@ -37,12 +37,7 @@ SIDES = (0, 1)
 
 
 class LoadedBlocks(BlockReader):
-    """Blocks of a row that have been read.
-
-    Args:
-        lists: blocks of each side.
-        raw: their bytes.
-    """
+    """Blocks of a row that have been read."""
 
     def __init__(self, lists: Sequence[BlockList], raw: Sequence[RawBlocks]) -> None:
         self._raw = list(raw)
@@ -115,10 +110,8 @@ def loaded(
     """Read the spilled KV that rows need in a layer; return rows that contain it.
 
     Args:
-        selection: number of tokens to read.
         rows: rows with selective attention.
         blocks: indices of the blocks read by each KV head of a row, (kv_heads, blocks).
-        layer: index of the layer.
 
     Raises:
         SpilledLost: see `BlockReader`.
@@ -163,7 +156,6 @@ def held_for(
     Args:
         rows: rows with spilled parts.
         located: blocks read by some of their KV heads, in any order.
-        layer: index of the layer.
 
     Yields:
         Addresses for `ChoiceLoops.attend`, valid until the next layer's request.

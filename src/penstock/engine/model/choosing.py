@@ -12,8 +12,6 @@ def selection(runner: Runner, limits: EngineSettings, *, compiled: bool) -> Sele
     """Create the token selection of decode steps, without key centers yet.
 
     Args:
-        runner: runs the model.
-        limits: settings of the selection.
         compiled: whether to use compiled loops; see `Selection`.
 
     Returns:

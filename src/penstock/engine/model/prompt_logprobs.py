@@ -78,7 +78,6 @@ class PromptLogprobs:
     finds the prompt in the cache. Iterate to get `PromptToken`s.
 
     Args:
-        tokens: prompt tokens.
         top: number of top tokens per position.
     """
 

@@ -89,7 +89,6 @@ class Runner:
 
     Args:
         model: mlx-lm model, whose weights are evaluated here.
-        device: device that computes.
         max_kv_size: maximum number of tokens that a sequence attends to, including the kept ones.
         keep: number of leading tokens that are never dropped.
         ranks: number of processes that share the model.
@@ -258,7 +257,6 @@ class Runner:
         Args:
             tokens: new tokens of each row, equally many; one unless `takes_several`.
             rows: rows in the order of `in_order`, with free columns in their tails.
-            tails: tail pool.
             recurrent_states: states of the rows, if the model is recurrent.
         """
         tails.ready()
@@ -315,7 +313,6 @@ class Runner:
         """Prefill tokens, and also return the logits after each, (n, vocabulary).
 
         Args:
-            tokens: tokens of one sequence.
             parts: spans with the KV of the tokens before.
             position: position of the first token.
             recurrent_state: states before the tokens.
@@ -356,7 +353,6 @@ class Runner:
         """Prefill a sequence without cached tokens, piece by piece; return the segments.
 
         Args:
-            tokens: tokens of the sequence.
             position: position of the first token.
             piece_tokens: maximum number of tokens computed at once.
             squares: accumulators per layer for channel scales.

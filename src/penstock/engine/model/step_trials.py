@@ -57,7 +57,6 @@ class StepTrials:
     """Runs steps within reserved bytes and limited time, starting with small ones.
 
     Args:
-        reserve: reserves bytes.
         free: returns the bytes that could be reserved.
         alone: whether this is the only process. Ranks wait for each other within a step, so
             all must run the same steps.
@@ -92,8 +91,6 @@ class StepTrials:
         """Measure a step of `size` tokens or rows, or the largest that the time allows.
 
         Args:
-            run: runs a step of a given size.
-            size: requested size.
             unit_bytes: approximate bytes per token or row.
             beside: constant bytes of every step, excluded from the result.
             scores: bytes that do not grow linearly, by size; 0 by default.

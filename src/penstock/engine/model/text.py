@@ -57,8 +57,6 @@ class TextStream:
     string is held back until decided. Linear in the length of the text.
 
     Args:
-        detokenizer: detokenizer of this answer.
-        stop: stop strings.
         before: last tokens of the prompt, to emit a leading space, which mlx-lm's detokenizers drop
             at the start of a text.
         keep_stop: whether the text includes the stop string.

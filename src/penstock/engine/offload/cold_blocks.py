@@ -223,7 +223,6 @@ class ColdBlocks(BlockCache):
         """Return the numbers of all heads in the tiers, unchecked, or raise SpilledLost.
 
         Args:
-            layer: number of the layer.
             side: 0 for keys, 1 for values.
             places: places of the blocks, (blocks,).
 

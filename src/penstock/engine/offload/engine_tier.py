@@ -80,9 +80,7 @@ class EngineTier:
 
     Args:
         open_tier: opens the tier, given the maximum bytes queued for writing.
-        prefixes: prefix cache of the engine.
         forms: formats of blocks.
-        prefill_rate: measured speed of the model.
         in_place: whether files can be read into MLX's arrays.
         state_form: format of the recurrent layers' states; without arrays if the model has none.
         buffer_bytes: memory of the store itself, besides blocks being written.

@@ -16,10 +16,7 @@ class KeyIndexing(Retention):
     """Indexes the keys of segments. Not thread-safe: owned by the engine's thread.
 
     Args:
-        index: builds the index.
-        prefixes: prefix tree of the engine.
         token_bytes: index bytes of one token in all layers.
-        ops: array operations that encode the index.
     """
 
     def __init__(

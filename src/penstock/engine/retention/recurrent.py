@@ -15,7 +15,6 @@ class RecurrentStates(Retention):
     """Captures and evicts checkpoints of a tree. Not thread-safe: owned by the engine's thread.
 
     Args:
-        prefixes: prefix tree of the engine.
         state_bytes: bytes of one sequence's states.
         spacing_tokens: distance between two checkpoints kept near the end of a path.
     """

@@ -41,11 +41,7 @@ class Requantizer(Retention):
     """Quantizes nodes by a rule. Not thread-safe: owned by the engine's thread.
 
     Args:
-        rule: codec for each range of tokens and each layer.
-        prefixes: prefix tree of the engine.
         shapes: KV shape of one token in each layer.
-        limits: settings of the engine.
-        ops: array operations of the codecs.
 
     Raises:
         LedgerFull: no memory for the codes being computed.

@@ -98,7 +98,6 @@ class Retention:
         """Check that a path has the state that a sequence needs.
 
         Args:
-            path: path of the sequence.
             read: number of leading tokens that it reads.
             position: position of its next token.
 
@@ -132,7 +131,6 @@ class Retention:
         Args:
             pin: pin of a sequence that reads its path up to `start`; shortened to what the sequence
                 reads if out of memory.
-            block_hashes: block hashes of the sequence.
             segment: blocks from `start` on, recomputed or read from a tier.
             start: position of the segment.
         """

@@ -45,13 +45,8 @@ class Spilling(Retention):
     """Spills nodes to cold tiers. Not thread-safe: owned by the engine's thread.
 
     Args:
-        blocks: places of spilled blocks, and their reader.
-        prefixes: prefix tree of the engine.
-        tiers: cold tiers of the engine.
-        selection: selective attention, whose layers are spilled.
         spans: blocks of each record.
         active_tokens: number of last tokens of a sequence that stay in memory.
-        clock: time in seconds.
     """
 
     def __init__(

@@ -14,8 +14,6 @@ class WindowRelief:
     """Frees KV of windows, given the running sequences. See `prefix.beside.Relief`.
 
     Args:
-        windows: window retention of the engine's tree.
-        readers: returns the running sequences.
         waiting: returns the ids of nodes with blocks still to be written. Empty with several ranks,
             whose tiers write at different speeds.
     """

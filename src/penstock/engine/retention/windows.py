@@ -39,7 +39,6 @@ class Windows(Retention):
     """Drops and refills KV of sliding-window layers. Not thread-safe: owned by the engine's thread.
 
     Args:
-        prefixes: prefix tree of the engine.
         windows: window of each layer, from `windows_of`; not empty.
         shapes: KV shape of one token in each layer.
         marks_prompts: whether the ends of prompts are retained; with recurrent layers, checkpoints
@@ -95,7 +94,6 @@ class Windows(Retention):
         """Check that every layer has the tokens that a sequence sees.
 
         Args:
-            path: path of the sequence.
             read: number of leading tokens that it reads.
             position: position of its next token.
 
@@ -127,7 +125,6 @@ class Windows(Retention):
         """Return the number of leading tokens of a node that each layer can drop.
 
         Args:
-            node: node of the tree.
             nearest: first retained position in or after the node.
         """
         missing, size = node.segment.missing, self._prefixes.block_size
@@ -183,7 +180,6 @@ class Windows(Retention):
         frees enough.
 
         Args:
-            nbytes: bytes to free.
             readers: running sequences.
             waiting: ids of nodes with blocks still to be written, which come last.
 
@@ -222,7 +218,6 @@ class Windows(Retention):
 
         Args:
             pin: pin of a sequence that reads its path up to `start`.
-            block_hashes: block hashes of the sequence.
             segment: blocks from `start` on, recomputed or read from a tier.
             start: position of the segment, a block boundary.
 
@@ -315,7 +310,6 @@ def resume(path: Path, max_kv_tokens: int, windows: Mapping[int, int]) -> int:
     Only leading tokens of a node can be missing, so only the starts of incomplete nodes are tried.
 
     Args:
-        path: nodes from the root.
         max_kv_tokens: upper bound of the position.
         windows: window sizes by layer, from `windows_of`.
     """

@@ -78,10 +78,8 @@ class ModelExecutor:
     """Runs the model over the engine's sequences. Not thread-safe: owned by the engine's thread.
 
     Args:
-        runner: runs the model.
         stores: KV stores; cold nodes are evicted when MLX runs out of memory.
         group: processes that run the same passes over the other shards of the model.
-        speculator: proposes tokens for decode passes to verify.
         logits_tokens: maximum number of prompt tokens whose logits are computed together.
     """
 
@@ -109,7 +107,6 @@ class ModelExecutor:
         the codes of the block before it. The arrays of two passes are never alive together.
 
         Args:
-            plan: plan of the step.
             meanwhile: callback to run while a decode pass computes.
         """
         if plan.decode:

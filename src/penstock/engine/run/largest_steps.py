@@ -39,8 +39,6 @@ def check_largest_steps(
 
     Args:
         ledger: ledger that includes the weights.
-        limits: settings of the engine.
-        runner: runs the model.
         group: ranks; the one that needs most memory counts.
         columns: columns of a tail.
 
@@ -90,9 +88,7 @@ class SizedTrial:
     """Measures steps of growing size, each within the bytes that it is expected to take.
 
     Args:
-        run: runs a step of a given size.
         unit_bytes: approximate bytes per token or sequence.
-        reserve: reserves bytes.
         group: ranks; the one that needs most memory counts.
     """
 

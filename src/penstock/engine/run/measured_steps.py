@@ -70,9 +70,6 @@ def step_peaks(
     The tails may have allocated their memory afterwards.
 
     Args:
-        runner: runs the model.
-        limits: settings of the engine, adapted to the model.
-        tails: tail pool, reserved.
         reserve: reserves the expected bytes of a step before it runs.
         free: returns the bytes that could be reserved.
 

@@ -41,7 +41,6 @@ class Speculator:
     Args:
         stores: KV stores; proposals end with tails and blocks.
         limit: maximum proposed tokens per sequence and step; 0 for none.
-        draft: draft model, or None.
     """
 
     def __init__(self, stores: KVStores, limit: int, draft: Draft | NoDraft) -> None:
@@ -89,7 +88,6 @@ class Speculator:
         """Record the accepted tokens and the time of a step.
 
         Args:
-            sequences: sequences of the step.
             proposals: proposal of each sequence.
             accepted: number of accepted tokens of each; None for a failed row.
             seconds: duration of the step.

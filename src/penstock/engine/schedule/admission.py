@@ -33,14 +33,7 @@ class Restorers(Protocol):
 
 
 class Admission:
-    """Open sequences, queued or placed. Not thread-safe: owned by the engine's thread.
-
-    Args:
-        scheduler: decides which sequence is next.
-        budget: reserves the bytes of sequences.
-        stores: the engine's KV stores.
-        tiers: cold tiers, which run the pending restores.
-    """
+    """Open sequences, queued or placed. Not thread-safe: owned by the engine's thread."""
 
     def __init__(
         self,

@@ -127,8 +127,6 @@ class MemoryBudget:
     """Memory of an engine and its sequences. Not thread-safe: owned by the engine's thread.
 
     Args:
-        aside: reservations made when the engine was built.
-        estimator: estimates the bytes of sequences and steps.
         prefixes: prefix tree, whose unpinned nodes are evicted to make room for sequences.
         copying: components that set bytes aside for copies: blocks being written or encoded, and
             windows.
@@ -271,7 +269,6 @@ class MemoryBudget:
         """Return whether a sequence would fit if all `others` were preempted.
 
         Args:
-            sequence: sequence to admit.
             num_cached_tokens: number of its tokens in the tree.
             others: admitted sequences to preempt.
             staying: the remaining admitted sequences.
@@ -302,8 +299,6 @@ class MemoryBudget:
         """Raise AssertionError if the ledger differs from a recount of the bytes in use.
 
         Args:
-            sequences: all open sequences.
-            tails: tail pool.
             weights: recounted bytes of the model's weights.
             draft: recounted bytes of the draft model.
             reading: bytes of blocks being read from cold tiers.

@@ -57,11 +57,7 @@ class MemoryEstimator:
     `tokens` of a sequence counts the tokens whose KV is read: all but the last one.
 
     Args:
-        figures: KV sizes of the model.
-        limits: settings of the engine.
-        memory: working memory of attention on the device.
         peaks: measured bytes of the largest steps.
-        ways: working memory of decode attention.
     """
 
     def __init__(

@@ -122,7 +122,6 @@ class KVStores:
         there.
 
         Args:
-            path: nodes from the root.
             max_kv_tokens: upper bound of the position.
         """
         position = limit = max_kv_tokens
@@ -162,9 +161,7 @@ class KVStores:
         token.
 
         Args:
-            tokens: prompt tokens.
             block_hashes: hashes of its whole blocks.
-            salt: cache salt of the request.
         """
         match = self.prefixes.match(block_hashes)
         cached = min(match.tokens, max(0, len(tokens) - 1))
@@ -198,7 +195,6 @@ class KVStores:
         """Copy the first columns of a slot, appended to a segment if one is given.
 
         Args:
-            slot: slot of the sequence in the tail pool.
             stop: number of columns to copy.
             start: position of the first copied token, or of `behind`.
             behind: segment to append to.

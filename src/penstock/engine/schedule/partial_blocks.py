@@ -21,11 +21,7 @@ from penstock.prefix.pin import Pin
 
 
 class PartialBlock:
-    """The partial block from which a sequence resumed, and the one that it caches at its end.
-
-    Args:
-        stores: the engine's KV stores.
-    """
+    """The partial block from which a sequence resumed, and the one that it caches at its end."""
 
     def __init__(self, stores: KVStores) -> None:
         self._stores = stores
@@ -100,7 +96,6 @@ class PartialBlock:
             pin: pinned path of the sequence.
             start: position of the partial block.
             root: hash of the block before it, or the root hash.
-            tokens: tokens of the partial block.
             segment: their KV, in buffers of its own.
             recurrent_state: states after the tokens; None without recurrent layers.
             paid: reservation that includes the segment.

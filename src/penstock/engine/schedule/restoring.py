@@ -32,11 +32,7 @@ class Restoring:
     """Reads blocks from cold tiers for sequences. Not thread-safe: owned by the engine's thread.
 
     Args:
-        tiers: cold tiers.
         prefixes: prefix tree that takes the restored blocks.
-        scheduler: holds the states of sequences.
-        admission: open sequences.
-        stores: KV stores of the engine.
         budget: reserves bytes for tokens that are computed after all.
         clock: time in seconds, for deadlines.
     """

@@ -36,10 +36,8 @@ class SequenceKV:
     freed when the sequence leaves the batch.
 
     Args:
-        stores: KV stores of the engine.
         tokens: prompt and generated tokens; the caller appends to it.
         block_hashes: hashes of the whole blocks of `tokens` that may be shared.
-        salt: cache salt of the request.
         hold_tokens: number of leading tokens to evict last for a while; 0 for none.
         hold_seconds: duration of the hold.
         transient: whether to evict its blocks at the end, and write them to tiers only to spill.
@@ -585,7 +583,6 @@ class SequenceKV:
         """Pin a path, of which the sequence reads the first `cached_tokens`.
 
         Args:
-            match: path to pin.
             cached_tokens: number of tokens to read.
             whole: whether all blocks of the sequence were looked up.
         """
