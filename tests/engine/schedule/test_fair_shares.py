@@ -45,12 +45,15 @@ def places(simulation: Simulation, level: int) -> Counter[object]:
 
 
 def unfair_shares(simulation: Simulation) -> list[str]:
-    """List the clients and requests that wait though another has two places more."""
+    """List sequences that wait beside a lower priority, or a share with two places more."""
     found = []
     placed = of(simulation, *PLACED)
     for job in of(simulation, State.WAITING, State.PREEMPTED):
         for other in placed:
             if other.priority > job.priority:
+                continue
+            if other.priority < job.priority:
+                found.append(f"{job.owners} waits beside a lower priority")
                 continue
             level = next((n for n in (1, 3) if other.owners[:n] != job.owners[:n]), None)
             if level is None:
@@ -346,6 +349,8 @@ def run(requests: list[Ask], batch: int, cls: type[Scheduler[Item]] = Scheduler)
 
 
 CROWD = [Ask("a", 30, 9, 20, 0, 8), Ask("b", 10, 1, 2, 0, 1), Ask("a", 10, 1, 2, 0, 1)]
+URGENT = [Ask("a", 1, 1, 1, 0, 0), Ask("a", 1, 2, 1, 0, 1), Ask("a", 1, 1, 1, 1, 0)]
+"""The last one has a higher priority than those that fill three places."""
 
 
 FEW = settings(QUICK, max_examples=1_000 if SOAK else 20)
@@ -354,7 +359,8 @@ FEW = settings(QUICK, max_examples=1_000 if SOAK else 20)
 @FEW
 @given(requests=st.lists(asks, max_size=5), batch=st.integers(1, 4))
 @example(requests=CROWD, batch=4)
-def test_whatever_comes_places_are_shared_fairly_and_seldom_taken(
+@example(requests=URGENT, batch=3)
+def test_scheduler_shares_places_fairly_with_few_preemptions(
     requests: list[Ask], batch: int
 ) -> None:
     with short_turns():
@@ -393,13 +399,25 @@ class PreemptsForNothing(Scheduler[Item]):
         return [job for job in others if self._shares._turns[job.id].work][:1]
 
 
+class KeepsLowerPriorities(Scheduler[Item]):
+    def to_preempt(self, sequence: Item) -> list[Item]:
+        victims = super().to_preempt(sequence)
+        return [other for other in victims if other.priority == sequence.priority]
+
+
 @pytest.mark.parametrize(
-    ("broken", "fault"),
-    [(FirstComeFirstServed, "waits with"), (PreemptsForNothing, "waits with|for nothing")],
+    ("broken", "requests", "batch", "fault"),
+    [
+        (FirstComeFirstServed, CROWD, 4, "waits with"),
+        (PreemptsForNothing, CROWD, 4, "waits with|for nothing"),
+        (KeepsLowerPriorities, URGENT, 3, "waits beside a lower priority"),
+    ],
 )
-def test_check_detects_unfair_shares(broken: type[Scheduler[Item]], fault: str) -> None:
+def test_check_detects_unfair_shares(
+    broken: type[Scheduler[Item]], requests: list[Ask], batch: int, fault: str
+) -> None:
     with short_turns(), pytest.raises(AssertionError, match=fault):
-        run(CROWD, 4, broken)
+        run(requests, batch, broken)
 
 
 def test_check_detects_starvation_beside_many_answers() -> None:

@@ -759,8 +759,7 @@ class Simulation:
                 key=lambda other: (other.state is not State.PREEMPTED, other.id),
             )
             while not self.has_room(job, self.of(State.PREFILLING, State.RUNNING)):
-                fair = [v for v in self.scheduler.to_preempt(job) if v.priority == job.priority]
-                victims = ids(fair)  # a lower priority is preempted by a rule of its own
+                victims = ids(self.scheduler.to_preempt(job))
                 placed = self.of(State.PREFILLING, State.RUNNING)
                 if not victims or not self.has_room(job, [i for i in placed if i not in victims]):
                     return
@@ -1009,13 +1008,17 @@ def run_beside_short_requests(
     tokens: int,
     stall_tokens: int | None = None,
 ) -> None:
-    """Read one long prompt while short ones take all the other places as soon as they are free."""
+    """Read one long prompt while short ones take all the other places as soon as they are free.
+
+    None of a higher priority waits, for which the long one would be preempted.
+    """
     simulation = Simulation(make(places, chunk, block, 1_000, cls=cls))
+    sequences = places if priority else places + 2
     simulation.stall_tokens = stall_tokens
     (long,) = simulation.submit(range(20 * block))
     simulation.step()
     for _ in range(500 * places):
-        while len(simulation.states) < places + 2:
+        while len(simulation.states) < sequences:
             mark = next(simulation.numbers)
             simulation.submit([-mark] * tokens, priority, outputs=1)
         simulation.step()
