@@ -240,7 +240,6 @@ class DecodeStep:
         )
 
     def layout(self, attention_window: AttentionWindow) -> AttentionPlan:
-        """Return the attention plan of a window."""
         if attention_window not in self.layouts:
             plan = plan_attention(self.rows, attention_window, self.width)
             self.layouts[attention_window] = plan

@@ -28,7 +28,6 @@ class LayerDecode:
     window: AttentionWindow
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """See `AttentionBackend.decode`."""
         step = self.step
         choosing = step.choosing(self.layer, self.window)
         by_row = bool(choosing) or step.has_apart(self.layer)

@@ -24,7 +24,6 @@ class MLXBackend(AttentionBackend):
 
     @property
     def memory(self) -> AttentionMemory:
-        """See `AttentionBackend`."""
         return AttentionMemory(self.scores_at_once)
 
     def decode(
@@ -36,7 +35,6 @@ class MLXBackend(AttentionBackend):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """See `AttentionBackend`."""
         return LayerDecode(self, step, layer, window).attend(queries, scale, sinks)
 
     def prefill(
@@ -62,15 +60,12 @@ class MLXBackend(AttentionBackend):
         )
 
     def piece_reads(self, stacked: Sequence[mx.array]) -> AbstractContextManager[PieceReads]:
-        """See `AttentionBackend`."""
         return nullcontext(PieceReads(self, stacked))
 
     def choice_reader(self, selection: Selection, key_dim: int, value_dim: int) -> ChoiceReader:
-        """See `AttentionBackend`."""
         return ChoiceReader(selection, self)
 
     def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
-        """See `AttentionBackend`."""
         return x @ weights.T
 
     def decoding(self, rows: int, width: int, tokens: int) -> AbstractContextManager[None]:

@@ -61,5 +61,4 @@ class PieceReads:
             self._read[number] = both
 
     def result(self, number: int) -> Partial:
-        """Return the partial result of a group."""
         return self._read[number]

@@ -232,7 +232,6 @@ def mix(
 
 
 def columns(side: KVData) -> int:
-    """Return the number of columns of a side."""
     return side.shape[-2] if isinstance(side, mx.array) else side.tokens
 
 

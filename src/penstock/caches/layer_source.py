@@ -51,7 +51,6 @@ class NodeRun:
     meanwhile: int = 0
     """Bytes of workspace while the tokens are encoded."""
     rule: QuantizationRule = ALL_RAW
-    """Quantization rule."""
 
 
 def source_of(number: int, cache: Any, rule: QuantizationRule) -> LayerSource | str:

@@ -179,7 +179,6 @@ def _typed(field: FieldInfo, setting: Setting) -> Any:
 
 
 def _without_none(annotation: Any) -> Any:
-    """Return an annotation without `| None`."""
     parts = [part for part in get_args(annotation) if part is not type(None)]
     return parts[0] if type(None) in get_args(annotation) else annotation
 

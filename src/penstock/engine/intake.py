@@ -48,7 +48,6 @@ class Intake:
     ) -> None:
         self.text = text
         self.next_id = 0
-        """Number of the next sequence."""
         self.draining = False
         """Whether no more requests are taken in."""
         self.vocabulary_size = stores.figures.vocabulary_size

@@ -27,7 +27,6 @@ class RunningMean:
         self.value = first
 
     def add(self, measured: float) -> None:
-        """Add a measurement."""
         self.value += NEWEST_WEIGHT * (measured - self.value)
 
 

@@ -56,7 +56,6 @@ class SpilledBytes:
     """Bytes in memory of one sequence, most of whose keys and values are in a cold tier."""
 
     tokens: int
-    """Tokens of the sequence."""
     active_tokens: int
     """Tokens whose keys and values are in memory, at most."""
     index_bytes: int

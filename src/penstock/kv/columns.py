@@ -42,7 +42,6 @@ def arrays(*sides: Side | None) -> list[mx.array]:
 
 
 def columns(side: Side | None) -> int:
-    """Return the number of columns of a side."""
     if side is None:
         return 0
     if isinstance(side, Coded):

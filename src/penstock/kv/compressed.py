@@ -38,7 +38,6 @@ class Rows:
     name: str
     ratio: int
     width: int
-    """Size of a row."""
     dtype: mx.Dtype
     state: int
     place: int

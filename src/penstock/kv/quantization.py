@@ -29,7 +29,6 @@ class QuantizationRule:
     first_tokens: int
     """Number of leading tokens of every prompt that stay raw, in whole blocks."""
     raw_layers: frozenset[int]
-    """Layers that stay raw."""
     least_tokens: int = 0
     """Prompts with fewer tokens stay raw."""
 
@@ -94,7 +93,6 @@ class QuantizationRule:
 
     @property
     def is_raw(self) -> bool:
-        """Whether all stays raw."""
         return not self.scheme.codecs
 
     def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> QuantizationRule:

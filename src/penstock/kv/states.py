@@ -20,7 +20,6 @@ States: TypeAlias = tuple[LayerState, ...]
 
 
 def arrays(states: Iterable[Iterable[mx.array | None]]) -> list[mx.array]:
-    """Return the arrays of states in a list."""
     return [array for state in states for array in state if array is not None]
 
 

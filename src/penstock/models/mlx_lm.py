@@ -289,7 +289,6 @@ def chat_templates(tokenizer: TokenizerWrapper) -> dict[str, str]:
 
 
 def set_chat_template(tokenizer: TokenizerWrapper, templates: str | dict[str, str]) -> None:
-    """Replace a tokenizer's chat templates."""
     tokenizer._tokenizer.chat_template = templates
     tokenizer._chat_template = None
     tokenizer.has_chat_template = True

@@ -145,7 +145,6 @@ def view(node: Node[S], now_seconds: float) -> NodeView:
 
 
 def upwards(node: Node[S] | None) -> Iterator[Node[S]]:
-    """Yield the node and its ancestors."""
     while node is not None:
         yield node
         node = node.parent

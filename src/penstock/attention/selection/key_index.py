@@ -53,7 +53,6 @@ class KeyIndex:
         return BITS * padded(key_dim)
 
     def token_bytes(self, shapes: Sequence[LayerShape]) -> int:
-        """Return the index bytes of one token in all layers."""
         return sum(self._layer_bytes(shapes[layer]) for layer in self.layers)
 
     def _layer_bytes(self, shape: LayerShape) -> int:

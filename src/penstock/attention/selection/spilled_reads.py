@@ -45,7 +45,6 @@ class LoadedBlocks(BlockReader):
         self._keys = [_keys(of)[order] for of, order in zip(lists, self._order, strict=True)]
 
     def fetch(self, wanted: Sequence[BlockList]) -> list[RawBlocks]:
-        """Return the bytes of blocks; see `BlockReader`."""
         return [self._fetch(of) for of in wanted]
 
     def _fetch(self, of: BlockList) -> RawBlocks:
@@ -95,7 +94,6 @@ class _SpilledSides:
 
 
 def _spilled(row: DecodeRow, layer: int) -> Iterator[_SpilledSides]:
-    """Yield the spilled spans of a row in a layer."""
     for span in row.parts:
         keys, values = span.segment.layers[layer]
         if not (isinstance(keys, Coded) and isinstance(values, Coded)):

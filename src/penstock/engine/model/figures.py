@@ -49,7 +49,6 @@ class ModelFigures:
     is_recurrent: bool = False
     """Whether some layers have recurrent states, each valid at a single position."""
     vocabulary_size: int = 0
-    """Vocabulary size in tokens."""
     context_tokens: int | None = None
     """Context length of the model in tokens; None if unknown."""
 

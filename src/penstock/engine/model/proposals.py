@@ -23,7 +23,6 @@ LEAST_NGRAM = 3
 LONGEST_NGRAM = 16
 """Maximum n-gram length that is compared."""
 TEXT_KINDS = ("short", "long", "resumed")
-"""Kinds of proposals from text."""
 PLACES_ASKED = 8
 """Number of most recent matches whose next tokens are counted."""
 LONG_AGREEMENT = 8
@@ -158,9 +157,7 @@ class Speculation:
 
     def __init__(self, proposers: Sequence[Proposer] = ()) -> None:
         self.accepted_tokens = 0
-        """Number of proposed tokens that were accepted."""
         self.rejected_tokens = 0
-        """Number of proposed tokens that were rejected."""
         self.proposers = proposers
         self._shares = {kind: RunningMean(FIRST_SHARE) for kind in (*TEXT_KINDS, "draft")}
         self._ahead: list[int] = []

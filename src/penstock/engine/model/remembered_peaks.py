@@ -26,7 +26,6 @@ from penstock.user_cache import user_cache
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Version of the files."""
 MOST_FILES = 200
 """Maximum number of files kept; the oldest are removed."""
 MOST_FILE_BYTES = 10_000

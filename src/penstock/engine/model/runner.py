@@ -121,7 +121,6 @@ class Runner:
         )  # unbounded while the model is tried
         self._state_bytes = 0
         self.state_form = NO_STATES
-        """Form of one sequence's states."""
         self.ways: AttentionWays = PlainOperations()
         """Ways to attend in decode steps."""
         self.selection = READ_ALL

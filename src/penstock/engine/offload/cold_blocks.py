@@ -89,7 +89,6 @@ class ColdBlocks(BlockCache):
         self.cache_bytes = sum(
             count * (sum(self._sizes(n)) + SLOT_BYTES) for n, count in pairs.items()
         )
-        """Bytes of the cache."""
         self._fixed_bytes = self.cache_bytes + streamed + self._decoding_bytes()
         self._reserved = ledger.reserve(Kind.BUFFERS, self._fixed_bytes)
         self._caches = {n: PairCache(count, sum(self._sizes(n))) for n, count in pairs.items()}

@@ -28,7 +28,6 @@ class KeyIndexing(Retention):
         self._ops = ops
 
     def computed(self, segment: Segment, start: int) -> Segment:
-        """Return a segment with its key index."""
         return self._index.indexed(segment, start, self._ops)
 
     def committed(self, segment: Segment, start: int) -> Segment:

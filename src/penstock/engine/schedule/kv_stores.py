@@ -64,12 +64,10 @@ class KVStores:
         return next(iter(self.all_of(kind)), None)
 
     def all_of(self, kind: type[_R]) -> list[_R]:
-        """Return all retentions of a kind."""
         return [part for part in self.retentions if isinstance(part, kind)]
 
     @property
     def block_size(self) -> int:
-        """Block size in tokens."""
         return self.prefixes.block_size
 
     @property

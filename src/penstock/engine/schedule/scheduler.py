@@ -209,7 +209,6 @@ class Scheduler(Generic[T]):
 
     @property
     def free_places(self) -> int:
-        """Number of free places in the batch."""
         return self.max_batch_size - len(self._placed)
 
     def __len__(self) -> int:

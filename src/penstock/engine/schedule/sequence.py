@@ -42,7 +42,6 @@ class Sequence:
     sampler: TokenSampler
     text: TextStream
     kv: SequenceKV
-    """KV of its tokens."""
     owners: Path
     """Client, salt and request that it belongs to."""
     priority: int
@@ -92,17 +91,14 @@ class Sequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
         return len(self.request.prompt)
 
     @property
     def generated(self) -> Items[int]:
-        """Generated tokens."""
         return self.tokens[self.prompt_tokens :]
 
     @property
     def generated_tokens(self) -> int:
-        """Number of generated tokens."""
         return len(self.tokens) - self.prompt_tokens
 
     @property

@@ -215,7 +215,6 @@ class SequenceKV:
         return self.position
 
     def undo_attach(self) -> None:
-        """Undo `attach`."""
         self._release()
         self.own_spans.clear()
         self._partial_block.forget()

@@ -43,7 +43,6 @@ def try_ways(
 
 
 def chosen_ways(runner: Runner, limits: EngineSettings, ledger: Ledger) -> AttentionWays:
-    """Return the ways to attend for an engine."""
     if kernels_off(limits) or device_kernels(runner.device) is None:
         return PlainOperations()
     rows = limits.max_batch_size

@@ -16,7 +16,6 @@ SUFFIX = ".safetensors"
 
 
 def block_file(blocks: Path, key: bytes) -> Path:
-    """Return the path of a block's file."""
     return Path(block_path(str(blocks), key))
 
 
