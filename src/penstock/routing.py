@@ -252,7 +252,7 @@ class Router:
             return
         del self._places[replica]
         for block in place.reported | place.sent | place.sent_before:
-            self._mark(block, place.bit, held=False)
+            self._mark(block, place.bit, present=False)
         self._names[place.bit] = ""
         self._recount()
 
@@ -273,7 +273,7 @@ class Router:
         forgotten = place.sent_before
         place.sent_before, place.sent = place.sent - place.reported, set()
         for block in added | removed | forgotten:
-            self._mark(block, place.bit, held=place.holds(block))
+            self._mark(block, place.bit, present=place.holds(block))
 
     def sent(self, replica: str, block_hashes: Sequence[bytes]) -> None:
         place = self._places[replica]
@@ -281,7 +281,7 @@ class Router:
         self._use(blocks)
         new = set(blocks) - place.reported  # what it holds it will say when it gives it up
         for block in new:
-            self._mark(block, place.bit, held=True)
+            self._mark(block, place.bit, present=True)
         place.sent |= new
 
     def check(self) -> None:
@@ -304,9 +304,9 @@ class Router:
                 if not self._uses[block]:
                     del self._uses[block]
 
-    def _mark(self, block: int, bit: int, *, held: bool) -> None:
+    def _mark(self, block: int, bit: int, *, present: bool) -> None:
         mask = self._index.get(block, 0)
-        mask = mask | 1 << bit if held else mask & ~(1 << bit)
+        mask = mask | 1 << bit if present else mask & ~(1 << bit)
         if mask:
             self._index[block] = mask
         else:

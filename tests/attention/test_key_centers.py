@@ -96,10 +96,10 @@ def test_key_centers_are_found_and_subtracted(name: str) -> None:
     keys = plain if rope is None else turned(rope, plain)
     centers = KeyCenters.of(keys.astype(np.float32), rotation_of(rope, DIM))
     assert np.allclose(centers.vectors, vectors[:, 0], atol=0.3)
-    rest = keys - centers.at(0, 512)
+    rest = keys - centers.between(0, 512)
     # The fastest pairs turn within a block, and stay.
     assert np.square(rest).mean() < 0.45 * np.square(keys).mean()
-    wrong = keys - centers.at(100, 612)
+    wrong = keys - centers.between(100, 612)
     assert rope is None or np.square(rest).mean() < 0.8 * np.square(wrong).mean()
 
 
@@ -114,7 +114,7 @@ def test_scores_include_subtracted_centers(m: int, name: str, compiled: bool) ->
     centers = KeyCenters(draw.normal(size=(HEADS, DIM)).astype(np.float32), rotation)
     queries = draw.normal(size=(HEADS, m, DIM)).astype(np.float32)
     first, stop = TABLE_BLOCKS - 3, TABLE_BLOCKS + 5
-    taken = centers.at(first * BLOCK_TOKENS, stop * BLOCK_TOKENS)
+    taken = centers.between(first * BLOCK_TOKENS, stop * BLOCK_TOKENS)
     scores = centers.scores(
         queries, slice(None), first, stop, loop=center_loop() if compiled else None
     )
@@ -123,7 +123,7 @@ def test_scores_include_subtracted_centers(m: int, name: str, compiled: bool) ->
     if compiled:  # lanes share the heads of a row
         alone = centers.scores(queries[1:], slice(1, None), first, stop, loop=center_loop())
         assert np.array_equal(alone, scores[1:]), "a head's scores depend on another's"
-    inside = centers.at(first * BLOCK_TOKENS + 7, first * BLOCK_TOKENS + 40)
+    inside = centers.between(first * BLOCK_TOKENS + 7, first * BLOCK_TOKENS + 40)
     assert np.array_equal(inside, taken[:, 7:40])
     tables = dict(rotation._tables)
     centers.scores(queries, slice(None), first, stop, loop=center_loop() if compiled else None)

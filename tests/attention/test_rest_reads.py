@@ -107,7 +107,7 @@ class Row:
             near_keys, near_values = index.sides(held, VALUE_DIM)
             near = np.array(near_keys.score(mx.array(asked), device))
             if self.centered:
-                near += asked @ index.centers[0].at(0, self.count).swapaxes(1, 2)
+                near += asked @ index.centers[0].between(0, self.count).swapaxes(1, 2)
             sizes = np.array(near_keys.parts[1])[0].astype(np.float32)
             wide = np.array(near_values.dequantize(device))[0]
         at = np.arange(self.count)

@@ -342,7 +342,7 @@ def test_largest_request_in_banner_fits() -> None:
 
         def needed(tokens: int) -> int:
             sequence = ask(lambda view: view.sequence_bytes(tokens)).result()
-            return sequence.own + sequence.shared
+            return sequence.per_sequence + sequence.shared
 
         most = bisect.bisect_right(range(100_000), free, key=needed) - 1
         assert most > 1_000

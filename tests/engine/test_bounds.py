@@ -198,7 +198,7 @@ class Watch:
         """Lower the limit as far as can be for a request."""
         tokens = len(request.prompt) + request.max_tokens - 1
         sequence = self.core.view.sequence_bytes(tokens)
-        self.core.set_limit(self.core.ledger.used_bytes + sequence.own + sequence.shared)
+        self.core.set_limit(self.core.ledger.used_bytes + sequence.per_sequence + sequence.shared)
 
 
 @contextmanager

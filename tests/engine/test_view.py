@@ -21,7 +21,7 @@ def test_view_bytes_match_admission() -> None:
     """With exactly this room it is admitted; with one index block less it is refused."""
     with running(None) as core:
         sequence = core.view.sequence_bytes(len(PROMPT))
-        fits = core.budget.fixed_bytes + sequence.own + sequence.shared
+        fits = core.budget.fixed_bytes + sequence.per_sequence + sequence.shared
         core.set_limit(fits - core.prefixes.index_bytes(1) - 1)
         with pytest.raises(NeverFits):
             core.submit(Request(prompt=PROMPT, max_tokens=1))

@@ -26,7 +26,7 @@ LONG: dict[str, Any] = {"max_kv_size": 65_536, "max_batch_size": 8, "max_queue":
 def room_for(setup: Setup, tokens: int, sequences: int = 1) -> int:
     """Return the bytes that sequences of so many tokens take, beside the fixed ones."""
     needed = setup.core.view.sequence_bytes(tokens)
-    return sequences * needed.own + needed.shared
+    return sequences * needed.per_sequence + needed.shared
 
 
 def expect_little(monkeypatch: pytest.MonkeyPatch) -> None:

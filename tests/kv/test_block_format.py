@@ -44,17 +44,17 @@ def test_first_blocks_stay_raw() -> None:
 @pytest.mark.parametrize("name", ["4", "turbo2.5", "kivi4", "raw/turbo3"])
 def test_block_form_follows_its_number(name: str) -> None:
     found, given = forms(name, raw_tokens=64, raw_layers=frozenset([1])), block()
-    assert found.held(given, 0) is given
-    held = found.held(given, 1)
+    assert found.converted(given, 0) is given
+    held = found.converted(given, 1)
     assert held is not None
     assert held.nbytes == found.nbytes(1, 2) < given.nbytes
     assert held.layers[1] == given.layers[1]
-    assert found.held(held, 1) is held
-    assert found.held(held, 0) is None, "it cannot be dequantized again"
+    assert found.converted(held, 1) is held
+    assert found.converted(held, 0) is None, "it cannot be dequantized again"
 
 
 def test_unencodable_block_is_not_stored() -> None:
-    assert forms("4").held(block(1e6), 0) is None
+    assert forms("4").converted(block(1e6), 0) is None
 
 
 def test_identities_differ_where_formats_differ() -> None:

@@ -90,7 +90,7 @@ def test_decoded_rows_are_loose_until_block_is_full() -> None:
     assert found is not None and mx.array_equal(found, numbers(2, 16))
     loose = state[3]
     assert loose is not None and mx.array_equal(loose, numbers(2, 16, 1))
-    live = RecurrentState((tuple(state),), own=True)
+    live = RecurrentState((tuple(state),), exclusive=True)
     whole, left = completed(first, live, {0: rows_of()})
     assert left.states == ((None, None, None, None),)
     _, _, found = step([KVSpan(whole, 0, 12)], 12, 0, None, chunk=True)
@@ -106,7 +106,7 @@ def test_unaligned_chunk_leaves_rows_loose() -> None:
 
 def test_too_many_loose_rows_are_an_error() -> None:
     segment, _, _ = step([], 0, 0, None, chunk=True)
-    live = RecurrentState(((None, None, None, numbers(4, 16)),), own=True)
+    live = RecurrentState(((None, None, None, numbers(4, 16)),), exclusive=True)
     with pytest.raises(AssertionError, match="4 loose rows of 12 tokens"):
         completed(segment, live, {0: rows_of()})
 

@@ -206,8 +206,8 @@ def test_codes_are_dequantized_in_pieces(name: str) -> None:
 def test_incomplete_block_is_not_written() -> None:
     shapes = [LayerShape(1, 1, 1, mx.float32)] * 2
     thin = numbered(0, 16).thinned(gone(0, 8))
-    assert BlockFormats(shapes, 8).held(thin.part(0, 8), 0) is None
-    assert BlockFormats(shapes, 8).held(thin.part(8, 16), 1) is not None
+    assert BlockFormats(shapes, 8).converted(thin.part(0, 8), 0) is None
+    assert BlockFormats(shapes, 8).converted(thin.part(8, 16), 1) is not None
 
 
 SIZES = [

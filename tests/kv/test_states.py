@@ -82,7 +82,9 @@ def test_copy_of_single_row() -> None:
 
 def lives(*numbers: float) -> list[st.RecurrentState]:
     """Return states of sequences that come from different steps, with a layer that has none."""
-    return [st.RecurrentState(((mx.full((1, 3), number), None),), own=True) for number in numbers]
+    return [
+        st.RecurrentState(((mx.full((1, 3), number), None),), exclusive=True) for number in numbers
+    ]
 
 
 def test_states_are_stacked_in_row_order() -> None:
@@ -104,6 +106,6 @@ def test_rows_of_one_step_are_restacked_without_copy() -> None:
 
 def test_missing_state_cannot_be_stacked() -> None:
     one, other = lives(1, 2)
-    without = st.RecurrentState(((None, None),), own=True)
+    without = st.RecurrentState(((None, None),), exclusive=True)
     with pytest.raises(ValueError, match="some sequences have a state and others have none"):
         st.stacked([one, without, other])

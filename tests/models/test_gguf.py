@@ -94,7 +94,7 @@ def test_other_forms_are_within_half_a_step_of_mlx(form: str, tmp_path: Path) ->
     off = np.abs(np.array(ours.dequantized()).reshape(-1, 32) - groups).max(-1)
     assert (off <= step * 1.01).all()  # mx.quantize moves a group's ends by up to half a step
     assert not FORM[form].is_exact
-    wide = blocks.read(tensor(tmp_path / "t", form, raw.tobytes(), (6, 512)), wide=True)
+    wide = blocks.read(tensor(tmp_path / "t", form, raw.tobytes(), (6, 512)), float32=True)
     assert isinstance(wide, mx.array)
     assert np.array_equal(np.array(wide), theirs)
 

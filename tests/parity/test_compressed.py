@@ -219,7 +219,7 @@ def test_check_detects_rows_missing_from_block(monkeypatch: pytest.MonkeyPatch) 
         states = [list(state) for state in live.states]
         for each in rows.values():
             states[each.state][each.place] = None
-        return segment, RecurrentState(tuple(map(tuple, states)), own=live.own)
+        return segment, RecurrentState(tuple(map(tuple, states)), exclusive=live.exclusive)
 
     monkeypatch.setattr(compressed_rows, "completed", forgotten)
     with engine() as core:

@@ -164,7 +164,9 @@ def test_check_detects_state_of_other_position(monkeypatch: pytest.MonkeyPatch) 
     real = Checkpoints.capture
 
     def stale(self: Any, path: Any, position: int, live: RecurrentState, **more: Any) -> bool:
-        return real(self, path, position, RecurrentState(blank(live.owned()), own=True), **more)
+        return real(
+            self, path, position, RecurrentState(blank(live.owned()), exclusive=True), **more
+        )
 
     monkeypatch.setattr(Checkpoints, "capture", stale)
     with engine(model_of("qwen3_next")) as core:

@@ -109,7 +109,7 @@ def test_prompt_end_is_retained_after_full_prefill() -> None:
     with engine(model_of("gemma3"), **SMALL) as core:
 
         def ends() -> list[int]:
-            return [mark.at for node in core.prefixes.tree for mark in node.segment.checkpoints]
+            return [mark.offset for node in core.prefixes.tree for mark in node.segment.checkpoints]
 
         ask(core, BASE, 24)
         while core.view.stats().prefilled_tokens < 64:

@@ -48,13 +48,13 @@ def empty_pin(prefixes: Prefixes[Segment]) -> Pin[Segment]:
 
 
 def places(pin: Pin[Segment]) -> list[int]:
-    return [node.start + each.at for node in pin.path for each in node.segment.checkpoints]
+    return [node.start + each.offset for node in pin.path for each in node.segment.checkpoints]
 
 
 def captured(points: Checkpoints, pin: Pin[Segment], *positions: int, **more: bool) -> list[bool]:
     given = {"turn_end": False, **more}
     return [
-        points.capture(pin.path, at, RecurrentState(states(at), own=True), **given)
+        points.capture(pin.path, at, RecurrentState(states(at), exclusive=True), **given)
         for at in positions
     ]
 
@@ -71,7 +71,7 @@ def test_state_is_resumed_only_at_its_boundary() -> None:
         assert position == at
         assert (live is None) == (at == 0)
         if live is not None:
-            assert live.own and live.states[0][0][0, 0].item() == at  # type: ignore[index]
+            assert live.exclusive and live.states[0][0][0, 0].item() == at  # type: ignore[index]
     assert prefixes.ledger.by_class()[Kind.CHECKPOINTS] == 3 * STATE_BYTES
     prefixes.check()
 
@@ -98,7 +98,7 @@ def test_no_capture_without_room_or_with_nan() -> None:
     prefixes.ledger.set_limit(prefixes.ledger.used_bytes + STATE_BYTES - 1)
     assert captured(points, pin, 64) == [False]
     prefixes.ledger.set_limit(prefixes.ledger.used_bytes + STATE_BYTES)
-    broken = RecurrentState(states(float("nan")), own=True)
+    broken = RecurrentState(states(float("nan")), exclusive=True)
     assert not points.capture(pin.path, 64, broken, turn_end=False)
     assert places(pin) == []
     assert captured(points, pin, 64) == [True]

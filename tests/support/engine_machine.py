@@ -193,7 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
     def tight_bytes(self) -> int:
         """Room for the longest request by itself, and not a byte more."""
         sequence = self.core.view.sequence_bytes(self.kind.most_prompt + MOST_NEW - 1)
-        return sequence.own + sequence.shared
+        return sequence.per_sequence + sequence.shared
 
     def more_settings(self) -> dict[str, Any]:
         """Return what the core is made with besides."""

@@ -187,7 +187,7 @@ def error(step: Step, run: Run) -> float:
 def _poisoned(side: Side, tokens: int) -> Side:
     """Return codes with ones for bits behind the tokens, and NaN for scales."""
     if not isinstance(side, Coded):
-        return col.each(lambda part: _nan_from(part, tokens), side)
+        return col.map_arrays(lambda part: _nan_from(part, tokens), side)
     behind = -(-tokens // side.codec.span)
     return replace(side, parts=tuple(_nan_from(part, behind) for part in side.parts))
 

@@ -163,7 +163,7 @@ class Reading:
             nbytes, coded = self.coded
             self.coded = nbytes + segment.kv_nbytes, coded + segment.tokens
         self._parts.append(KVSpan(segment, self.position, segment.tokens))
-        self._state = RecurrentState(output.states, own=True)
+        self._state = RecurrentState(output.states, exclusive=True)
         self.position += n
         return log_probabilities(logits)
 

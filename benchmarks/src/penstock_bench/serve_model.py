@@ -95,8 +95,8 @@ def write_gguf(file: Path, folder: Path, *, wide: bool) -> None:
     """Write a GGUF file as a model folder: with `wide` in float32, else its codes."""
     header = read_header(file)
     dtype = "float32" if wide else activation_dtype(header)
-    weights.write_folder(header, folder, wide=wide, dtype=dtype)
-    arrays = dict(weights.weights(header, wide=wide, dtype=dtype))
+    weights.write_folder(header, folder, float32=wide, dtype=dtype)
+    arrays = dict(weights.weights(header, float32=wide, dtype=dtype))
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
 
 

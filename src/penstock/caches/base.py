@@ -166,12 +166,12 @@ class LayerCache:
         key, value = col.arrays(self.keys)[0], col.arrays(self.values)[0]
         return (*key.shape[:2], key.shape[3], value.shape[3], key.dtype, value.dtype)
 
-    def _room_for(self, needed: int, held: int) -> int:
-        """Return the number of columns to allocate for `needed`, given that `held` are too few."""
-        if held == 0 and self._capacity is not None and needed <= self._capacity:
+    def _room_for(self, needed: int, allocated: int) -> int:
+        """Return the number of columns to allocate for `needed`, `allocated` being too few."""
+        if allocated == 0 and self._capacity is not None and needed <= self._capacity:
             return self._capacity
-        spare = max(self.step, held // 4) if held else 0
-        return self._rounded(max(needed, held + spare))
+        spare = max(self.step, allocated // 4) if allocated else 0
+        return self._rounded(max(needed, allocated + spare))
 
     def _rounded(self, count: int) -> int:
         return -(-count // self.step) * self.step
@@ -239,10 +239,10 @@ class Bounded(LayerCache):
         """Columns allocated per row; before the first update, those it will allocate."""
         return col.columns(self.keys) or min(self._capacity or self.max_size, self.max_size)
 
-    def _room_for(self, needed: int, held: int) -> int:
+    def _room_for(self, needed: int, allocated: int) -> int:
         if self._capacity is None:
             return self.max_size
-        return min(self.max_size, super()._room_for(needed, held))
+        return min(self.max_size, super()._room_for(needed, allocated))
 
     @property
     def nbytes(self) -> int:

@@ -291,7 +291,7 @@ class TurboQuantKVCache(TurboQuant):
 
         With `alone`, the next token is a single one, before which a full tail is encoded.
         """
-        limit, tokens = self.codes.most, self.size()
+        limit, tokens = self.codes.max_columns, self.size()
         if limit is None or not alone or self.tail.offset < BLOCK_TOKENS:
             return tokens
         return tokens - max(0, self.codes.offset + BLOCK_TOKENS - limit)

@@ -22,9 +22,11 @@ class Codes(Growing):
 
     step = BLOCK_TOKENS
 
-    def __init__(self, scheme: Scheme, capacity: int | None, most: int | None, kept: int) -> None:
+    def __init__(
+        self, scheme: Scheme, capacity: int | None, max_columns: int | None, kept: int
+    ) -> None:
         super().__init__(capacity)
-        self.scheme, self.most, self.kept = scheme, most, kept
+        self.scheme, self.max_columns, self.kept = scheme, max_columns, kept
 
     @property
     def span(self) -> int:
@@ -34,17 +36,21 @@ class Codes(Growing):
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Encode and append blocks, one piece at a time; evaluated."""
         tokens = keys.shape[2]
-        size = PIECE_TOKENS if self.most is None else min(PIECE_TOKENS, self.most - self.kept)
+        size = (
+            PIECE_TOKENS
+            if self.max_columns is None
+            else min(PIECE_TOKENS, self.max_columns - self.kept)
+        )
         for start in range(0, tokens, size):
             stop = min(start + size, tokens)
             new = self._encode(keys[:, :, start:stop], values[:, :, start:stop])
-            if self.most is not None:
-                self._drop(self.offset + stop - start - self.most)
+            if self.max_columns is not None:
+                self._drop(self.offset + stop - start - self.max_columns)
             self.put(new, self.offset + tokens - start)
 
     def put(self, new: tuple[Side, Side], needed: int) -> None:
         """Append encoded columns, with room for `needed` columns in total; evaluated."""
-        self._make_room(min(needed, self.most or needed), self.offset, new)
+        self._make_room(min(needed, self.max_columns or needed), self.offset, new)
         self._write(self.offset, new)
         self.offset += col.columns(new[0])
         mx.eval(col.arrays(self.keys, self.values))
@@ -63,11 +69,11 @@ class Codes(Growing):
             mx.eval(col.arrays(getattr(self, name)))
         self.offset -= count
 
-    def _room_for(self, needed: int, held: int) -> int:
-        if self.most is not None and self._capacity is None:
-            return self.most
-        room = super()._room_for(needed, held)
-        return room if self.most is None else min(self.most, room)
+    def _room_for(self, needed: int, allocated: int) -> int:
+        if self.max_columns is not None and self._capacity is None:
+            return self.max_columns
+        room = super()._room_for(needed, allocated)
+        return room if self.max_columns is None else min(self.max_columns, room)
 
 
 def encoded(side: mx.array, codec: Codec | None) -> Side:

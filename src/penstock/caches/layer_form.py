@@ -112,12 +112,12 @@ class CachesForm:
     places: tuple[Place, ...]
 
 
-def difference(held: CachesForm, given: CachesForm) -> str:
+def difference(stored: CachesForm, offered: CachesForm) -> str:
     """Describe how the caches of a prompt differ from those already stored."""
     what = "the caches are of other classes, sizes or types than those held"
-    if len(held.forms) != len(given.forms):
-        return f"{what}: {len(given.forms)} layers with keys and values, not {len(held.forms)}"
-    for number, (old, new) in enumerate(zip(held.forms, given.forms, strict=True)):
+    if len(stored.forms) != len(offered.forms):
+        return f"{what}: {len(offered.forms)} layers with keys and values, not {len(stored.forms)}"
+    for number, (old, new) in enumerate(zip(stored.forms, offered.forms, strict=True)):
         if old != new:
             return f"{what}: layer {number} is {new.described()}, not {old.described()}"
     return what

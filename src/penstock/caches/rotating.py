@@ -358,8 +358,10 @@ class BatchRotatingKVCache(Bounded, Padded):
         if self.keys is None or self.values is None or surplus <= 0:
             return
         # Saved by mlx-lm right after a chunk: its buffer is longer than the window, in order.
-        held = _part((self.keys, self.values), surplus, self._idx)
-        self.keys, self.values = (col.resized(side, self.max_size, self.max_size) for side in held)
+        window = _part((self.keys, self.values), surplus, self._idx)
+        self.keys, self.values = (
+            col.resized(side, self.max_size, self.max_size) for side in window
+        )
         self._pads = [pad - surplus for pad in self._pads]
         self._idx = self.max_size
 

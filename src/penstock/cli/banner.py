@@ -100,13 +100,13 @@ def _room(view: EngineView, *, within_context: bool) -> list[str]:
 
     def fit(length: int) -> int:
         sequence = view.sequence_bytes(length)
-        return max(0, free - sequence.shared) // sequence.own
+        return max(0, free - sequence.shared) // sequence.per_sequence
 
     context = view.context_tokens if within_context else None
     window = min(limits.max_kv_size, context or limits.max_kv_size)
     lengths = [length for length in SHOWN_LENGTHS if length <= window] or [window]
     fitting = [f"{count:,} of {length:,}" for length in lengths if (count := fit(length))]
-    tokens = free * SHOWN_LENGTHS[0] // view.sequence_bytes(SHOWN_LENGTHS[0]).own
+    tokens = free * SHOWN_LENGTHS[0] // view.sequence_bytes(SHOWN_LENGTHS[0]).per_sequence
     coded = ""
     if view.codec_name is not None:
         more = round(tokens * view.token_bytes / view.coded_token_bytes)

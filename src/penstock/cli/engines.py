@@ -42,7 +42,7 @@ def _needed(view: EngineView) -> tuple[str, int]:
     by_kind, sequence = view.stats().by_kind, view.sequence_bytes(USEFUL_TOKENS)
     fixed = {kind: by_kind[kind] for kind in ("weights", "tails", "buffers", "draft")}
     fixed = {kind: size for kind, size in fixed.items() if size}
-    needed = sum(fixed.values()) + sequence.own + sequence.shared
+    needed = sum(fixed.values()) + sequence.per_sequence + sequence.shared
     least = min(needed + by_kind["index"], int(needed / (1 - INDEX_SHARE)))
     least = max(least + LEAST_POOL_BYTES, least * POOL_SHARE // (POOL_SHARE - 1) + 1)
     words = [f"{kind} of {memory.format_bytes(size)}" for kind, size in fixed.items()]

@@ -444,28 +444,28 @@ def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int)
 
     def read(*, float32: bool) -> ModelSpec:
         if file is None:
-            return memory.read_model_spec(path, wide=float32)
+            return memory.read_model_spec(path, float32=float32)
         return memory.read_model_spec(
-            file.config, files=file.bytes_by_kind(wide=float32), wide=float32
+            file.config, files=file.bytes_by_kind(float32=float32), float32=float32
         )
 
     file = open_model_file(path)
-    native, wide = read(float32=False), read(float32=True)
+    native, float32_spec = read(float32=False), read(float32=True)
     try:
         from penstock.models.weight_packer import can_pack
         from penstock.models.widening import Widening  # where MLX has no back end, nothing is
     except ImportError:
         return native
     packed = memory.packed_weight_bytes(path) if file is None else file.packed_bytes()
-    sizes = native.weight_bytes or 0, wide.weight_bytes or 0
+    sizes = native.weight_bytes or 0, float32_spec.weight_bytes or 0
     if packed == 0:  # no weights are there to be counted: slightly more than needed
         packed = sizes[0] * 5 // 4
     if packed is not None and weights_dtype == "auto" and not can_pack():
         packed = None
     choice = Widening(weights_dtype, *sizes, limit_bytes, packed)
     if choice.packs:
-        return replace(wide, weight_bytes=choice.loaded_bytes)
-    return wide if choice.widens else native
+        return replace(float32_spec, weight_bytes=choice.loaded_bytes)
+    return float32_spec if choice.widens else native
 
 
 def _find(model: str) -> Path:

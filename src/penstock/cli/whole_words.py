@@ -42,11 +42,11 @@ def broken(line: str, width: int, indent: int = 0) -> str:
     """
     return "\n".join(
         textwrap.fill(
-            one,
+            paragraph,
             width,
             subsequent_indent=" " * indent,
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for one in line.split("\n")
+        for paragraph in line.split("\n")
     )

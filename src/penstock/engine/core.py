@@ -154,15 +154,15 @@ class Core(EngineParts):
 
     def _do(self, command: Command) -> None:
         """Execute a command of rank 0 on this rank."""
-        given = command.arguments
+        arguments = command.arguments
         if command.name == "enqueue":
             with suppress(PenstockError):  # rank 0 has raised it to its caller
-                self.enqueue(Handle(Request(**given["request"]), self.cancel))
+                self.enqueue(Handle(Request(**arguments["request"]), self.cancel))
         elif command.name == "cancel":
-            self._cancel(given["ids"])
+            self._cancel(arguments["ids"])
         elif command.name in ("set_aside_prompts", "reserve_grammars"):
             with suppress(PenstockError):
-                getattr(self.budget, command.name)(given["nbytes"])
+                getattr(self.budget, command.name)(arguments["nbytes"])
         elif command.name == "close":
             self._let_go(None)
         else:

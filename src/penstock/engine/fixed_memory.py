@@ -51,7 +51,7 @@ def reserve_fixed(
     pool = ledger.reserve(Kind.TAILS, slots * (columns + spare) * runner.token_bytes)
     tails = Tails(slots, columns, runner.shapes, spare)
     estimator = measured_estimator(runner, limits, tails, ledger)
-    step_bytes = group.most(estimator.step_bytes) + (SharedText.nbytes_of() if spare else 0)
+    step_bytes = group.maximum(estimator.step_bytes) + (SharedText.nbytes_of() if spare else 0)
     step = ledger.reserve(Kind.BUFFERS, step_bytes)
     tails.drop()  # until a sequence decodes
     chunk = ledger.reserve(Kind.BUFFERS, 0)

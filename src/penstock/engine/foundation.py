@@ -76,7 +76,7 @@ def lay_foundation(
     calibration = Calibration(runner, estimator, limits, ledger)
     runner.selection = calibration.centered(runner.selection)
     tables = runner.selection.index.table_bytes(limits.max_kv_size + limits.step_tokens)
-    fixed.step.resize(fixed.step.nbytes + group.most(tables))
+    fixed.step.resize(fixed.step.nbytes + group.maximum(tables))
     return Foundation(
         limits=limits,
         group=group,

@@ -116,8 +116,8 @@ class Intake:
         """
         if not self._stores.figures.is_recurrent:
             return block_hashes
-        most = self._stores.readable_tokens(len(prompt)) // self._stores.block_size
-        return block_hashes[:most]
+        num_blocks = self._stores.readable_tokens(len(prompt)) // self._stores.block_size
+        return block_hashes[:num_blocks]
 
     def check_tokens(self, tokens: Items[int]) -> None:
         """Raise SettingError if the model does not know all of these tokens."""

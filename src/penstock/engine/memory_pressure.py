@@ -54,7 +54,7 @@ class MemoryPressure:
         if now_seconds - self._looked_seconds < PRESSURE_SECONDS:
             return
         self._looked_seconds = now_seconds
-        over = self._group.most(max(bytes_over(self._threshold), self._resident_over()))
+        over = self._group.maximum(max(bytes_over(self._threshold), self._resident_over()))
         if over > 0 and self._prefixes.shrink(over, "pressure"):
             give_back()
 
@@ -150,8 +150,8 @@ class MLXLimits:
                 self._shares.pop(owner, None)
             else:
                 self._shares[owner] = share
-            while (wanted := self._sum()) != self._applied:  # another share may end meanwhile
-                self._apply(wanted)
+            while (target := self._sum()) != self._applied:  # another share may end meanwhile
+                self._apply(target)
 
     def _sum(self) -> MLXShare | None:
         shares = list(self._shares.values())
@@ -159,15 +159,15 @@ class MLXLimits:
             return None
         return MLXShare(sum(s.cache_bytes for s in shares), sum(s.limit_bytes for s in shares))
 
-    def _apply(self, wanted: MLXShare | None) -> None:
-        before, new = self._applied, wanted or self._before
+    def _apply(self, target: MLXShare | None) -> None:
+        before, new = self._applied, target or self._before
         assert new is not None
         limit_bytes = mx.set_memory_limit(new.limit_bytes)
         if before is None or before.cache_bytes != new.cache_bytes:
             cache_bytes = mx.set_cache_limit(new.cache_bytes)
             if before is None:
                 self._before = MLXShare(cache_bytes, limit_bytes)
-        self._applied = wanted
+        self._applied = target
 
 
 mlx_limits = MLXLimits()

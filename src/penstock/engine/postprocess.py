@@ -233,7 +233,7 @@ class Postprocessor:
         counters.prefill_steps += 1
         counters.prefilled_tokens += computed.tokens
         counters.prefill_seconds.append(seconds)
-        slowest = self._group.most(round(seconds * MICROSECONDS)) / MICROSECONDS
+        slowest = self._group.maximum(round(seconds * MICROSECONDS)) / MICROSECONDS
         self._prefill_rate.prefilled(computed.tokens, slowest, start)
 
     # ---- between two steps

@@ -53,9 +53,9 @@ class _Chunk:
 
     def contradicts(self, other: _Chunk) -> bool:
         """Return whether the machine's speed must have changed between two chunks."""
-        most = self.most_seconds(other.tokens, other.middle)
-        least = self.least_seconds(other.tokens, other.middle)
-        return not least / TOLERANCE <= other.seconds <= most * TOLERANCE
+        upper = self.most_seconds(other.tokens, other.middle)
+        lower = self.least_seconds(other.tokens, other.middle)
+        return not lower / TOLERANCE <= other.seconds <= upper * TOLERANCE
 
     def likely_seconds(self, tokens: int, middle: float) -> float:
         """Estimate the seconds of another chunk, without a constant time per chunk."""
@@ -97,12 +97,12 @@ class PrefillRate:
             (chunk.most_seconds(tokens, middle) for chunk in self._chunks.values()), default=0.0
         )
 
-    def tokens_within(self, seconds: float, start: int, most: int) -> int:
-        """Return the tokens, up to `most`, of the longest chunk known to fit into `seconds`."""
-        return _largest(most, lambda tokens: self.chunk_seconds(tokens, start) <= seconds)
+    def tokens_within(self, seconds: float, start: int, max_tokens: int) -> int:
+        """Return the tokens of the longest chunk known to fit into `seconds`."""
+        return _largest(max_tokens, lambda tokens: self.chunk_seconds(tokens, start) <= seconds)
 
-    def tokens_to_try(self, seconds: float, start: int, most: int) -> int:
-        """Return the tokens, up to `most`, of a chunk likely to fit into `seconds`; 0 if none is.
+    def tokens_to_try(self, seconds: float, start: int, max_tokens: int) -> int:
+        """Return the tokens of a chunk likely to fit into `seconds`; 0 if none is.
 
         The result is small for sizes and positions without measurements, and grows as they come.
         """
@@ -115,7 +115,7 @@ class PrefillRate:
             )
 
         least = max((chunk.least_seconds(1, start + 0.5) for chunk in known), default=0.0)
-        return _largest(most, fits) or int(least <= seconds * TOLERANCE)
+        return _largest(max_tokens, fits) or int(least <= seconds * TOLERANCE)
 
     def tokens_worth(self, start: int) -> int:
         """Return the tokens above which a chunk spends more time on tokens than on overhead.
@@ -126,8 +126,8 @@ class PrefillRate:
         if not known:
             return 0
         shortest = min(known, key=lambda chunk: chunk.tokens)
-        own = shortest.seconds - shortest.tokens * self._token_seconds_at(shortest.middle)
-        return int(max(0.0, own) / self._token_seconds_at(start))
+        overhead = shortest.seconds - shortest.tokens * self._token_seconds_at(shortest.middle)
+        return int(max(0.0, overhead) / self._token_seconds_at(start))
 
     def _token_seconds_at(self, position: float) -> float:
         """Return the lowest estimated seconds per token at a position, without overhead."""
@@ -141,9 +141,9 @@ class PrefillRate:
             del self._chunks[next(iter(self._chunks))]
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `most` for which the monotonic `fits` holds; 0 if none."""
-    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `limit` for which the monotonic `fits` holds; 0 if none."""
+    return bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
 
 
 class ReadRate:

@@ -205,22 +205,22 @@ class Request(_RequestSettings):
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _tokens(cls, given: Any) -> Any:
-        if isinstance(given, str):
+    def _tokens(cls, value: Any) -> Any:
+        if isinstance(value, str):
             raise ValueError(
                 "a request takes tokens, not text; engine.generate(text) takes it, or "
                 "prompt=tuple(tokenizer.encode(text))"
             )
-        return given
+        return value
 
     @model_validator(mode="before")
     @classmethod
-    def _own_salt(cls, given: Any) -> Any:
+    def _own_salt(cls, values: Any) -> Any:
         """Give a request without caching a unique salt; other ranks rebuild rank 0's request."""
-        salt = str(given.get("salt", ""))
-        if given.get("cache_prompt", True) or _OWN_SALT.search(salt):
-            return given
-        return {**given, "salt": f"{salt}\0{uuid4().hex}"}
+        salt = str(values.get("salt", ""))
+        if values.get("cache_prompt", True) or _OWN_SALT.search(salt):
+            return values
+        return {**values, "salt": f"{salt}\0{uuid4().hex}"}
 
     @model_validator(mode="after")
     def _grammar_without_reasoning(self) -> Request:
@@ -240,8 +240,8 @@ class Request(_RequestSettings):
         """Number of first prompt tokens to hold; 0 without `hold_seconds`."""
         if not self.hold_seconds:
             return 0
-        most = len(self.prompt)
-        return most if self.hold_tokens is None else min(self.hold_tokens, most)
+        total = len(self.prompt)
+        return total if self.hold_tokens is None else min(self.hold_tokens, total)
 
 
 @dataclass(frozen=True, slots=True)

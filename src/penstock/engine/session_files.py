@@ -147,7 +147,7 @@ def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
 def _note_checkpoints(core: Core, block_hashes: Sequence[bytes], root: bytes) -> None:
     for node in core.prefixes.match(block_hashes).path:
         for checkpoint in node.segment.checkpoints:
-            blocks = (node.start + checkpoint.at) // core.limits.block_size
+            blocks = (node.start + checkpoint.offset) // core.limits.block_size
             if core.tiers.has_states and blocks <= len(block_hashes):
                 core.tiers.note_checkpoint(block_hashes[:blocks], root, seen=True)
                 _disk(core).writer.release_ends()  # the next one would take its place

@@ -48,16 +48,16 @@ def checked(settings: dict[str, Any], *, drafts: bool = False) -> EngineSettings
     Raises:
         SettingError: a value is out of range, or a name is unknown.
     """
-    given = {name: _typed(name, value) for name, value in settings.items() if value is not None}
+    values = {name: _typed(name, value) for name, value in settings.items() if value is not None}
     if devices.current().facts.own_memory:
-        given.setdefault("memory_threshold", 1.0)
-    if not {"memory_limit", "memory_threshold"} <= set(given):
+        values.setdefault("memory_threshold", 1.0)
+    if not {"memory_limit", "memory_threshold"} <= set(values):
         machine = devices.machine_memory()
-        given.setdefault("memory_limit", machine.default_limit_bytes)
-        given.setdefault("memory_threshold", machine.default_threshold)
-    if drafts and not given.get("speculative_tokens"):
-        given["speculative_tokens"] = DRAFT_TOKENS
-    return parse(EngineSettings, flags=False, **given)
+        values.setdefault("memory_limit", machine.default_limit_bytes)
+        values.setdefault("memory_threshold", machine.default_threshold)
+    if drafts and not values.get("speculative_tokens"):
+        values["speculative_tokens"] = DRAFT_TOKENS
+    return parse(EngineSettings, flags=False, **values)
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -45,7 +45,7 @@ NOT_SHARED = (
 class SequenceBytes:
     """Memory of sequences of one length."""
 
-    own: int
+    per_sequence: int
     """Bytes of every sequence: its KV, its part of a decode step and its index."""
     shared: int
     """Bytes that all such sequences need together: the buffers of one prefill chunk."""
@@ -159,8 +159,8 @@ class EngineView:
         index = self._prefixes.index_bytes(-(-tokens // self._prefixes.block_size) + 1)
         if self._stores.spills:  # most of it is reserved
             index = max(0, index - estimator.path_bytes(tokens))
-        own = estimator.sequence_bytes(tokens) + estimator.decode_bytes(tokens) + index
-        return SequenceBytes(own, estimator.prefill_bytes(tokens))
+        per_sequence = estimator.sequence_bytes(tokens) + estimator.decode_bytes(tokens) + index
+        return SequenceBytes(per_sequence, estimator.prefill_bytes(tokens))
 
     def spilled_bytes(self, tokens: int) -> SpilledBytes | None:
         """Return the memory of a sequence of `tokens` by its parts; None if KV is never spilled.
@@ -334,12 +334,12 @@ class EngineView:
         salt: str,
     ) -> Volatile | None:
         """Name the difference between a prompt and the nearest cached one, if its kind is known."""
-        at = explanation.diverges_at
-        if at is None:
+        position = explanation.diverges_at
+        if position is None:
             return None
-        held = tokens_held_at(self._prefixes, tokens, at, block_hashes, salt)
-        before = list(tokens[max(0, at - NEAR_TOKENS) : at])
-        runs = (held[:NEAR_TOKENS].tolist(), list(tokens[at : at + NEAR_TOKENS]))
+        cached = tokens_held_at(self._prefixes, tokens, position, block_hashes, salt)
+        before = list(tokens[max(0, position - NEAR_TOKENS) : position])
+        runs = (cached[:NEAR_TOKENS].tolist(), list(tokens[position : position + NEAR_TOKENS]))
         return name_volatile(*(self._decode([*before, *run]) for run in runs))
 
     def _tier_tokens(self, block_hashes: Sequence[bytes]) -> int | None:

@@ -180,7 +180,7 @@ class BlockFormats:
         tokens = self.spans.blocks * self.block_size
         return 0 if self.rule.is_raw and not self._decodes else self._coded.nbytes(tokens)
 
-    def held(self, segment: Segment, block: int) -> Segment | None:
+    def converted(self, segment: Segment, block: int) -> Segment | None:
         """Convert a block to its format; None if a value is too large for float16."""
         sides = [side for layer in segment.layers for side in layer]
         if segment.missing or any(map(is_spilled, sides)):

@@ -19,7 +19,7 @@ Side: TypeAlias = "mx.array | tuple[mx.array, ...] | Coded"
 TOKEN_AXIS = 2
 
 
-def each(function: Callable[..., mx.array], *sides: Side) -> Side:
+def map_arrays(function: Callable[..., mx.array], *sides: Side) -> Side:
     """Apply `function` to the arrays of each side, component by component."""
     first = sides[0]
     if isinstance(first, mx.array):
@@ -64,13 +64,13 @@ def take(side: Side, start: int, stop: int) -> Side:
 
 def join(*sides: Side) -> Side:
     """Return a concatenated copy of sides."""
-    return each(lambda *parts: mx.concatenate(list(parts), axis=TOKEN_AXIS), *sides)
+    return map_arrays(lambda *parts: mx.concatenate(list(parts), axis=TOKEN_AXIS), *sides)
 
 
 def copied(side: Side) -> Side:
     """Copy a side into buffers of exact size, which `mx.contiguous` does not guarantee."""
     # Of one array alone MLX would return that array.
-    return each(lambda part: mx.concatenate([part, part[:, :, :0]], axis=TOKEN_AXIS), side)
+    return map_arrays(lambda part: mx.concatenate([part, part[:, :, :0]], axis=TOKEN_AXIS), side)
 
 
 def blank(like: Side, count: int, rows: int | None = None) -> Side:
@@ -81,7 +81,7 @@ def blank(like: Side, count: int, rows: int | None = None) -> Side:
         batch, heads, _, *width = part.shape
         return mx.zeros((rows or batch, heads, count // columns_each, *width), part.dtype)
 
-    return each(zeros, like)
+    return map_arrays(zeros, like)
 
 
 def write(side: Side, column: int, new: Side, row: int | None = None, head: int = 0) -> Side:
@@ -93,7 +93,7 @@ def write(side: Side, column: int, new: Side, row: int | None = None, head: int 
     if isinstance(side, Coded):
         column //= side.codec.span
     if not isinstance(side, mx.array):
-        return each(lambda part, add: write(part, column, add, row, head), side, new)  # type: ignore[arg-type, return-value]
+        return map_arrays(lambda part, add: write(part, column, add, row, head), side, new)  # type: ignore[arg-type, return-value]
     assert isinstance(new, mx.array)
     stop = column + new.shape[TOKEN_AXIS]
     if column == 0 and new.shape == side.shape:
@@ -116,7 +116,7 @@ def scatter(side: Side, slots: Sequence[int], new: Side) -> Side:
         part[rows, :, where] = add[:, :, 0]
         return part
 
-    return each(put, side, new)
+    return map_arrays(put, side, new)
 
 
 def resized(side: Side, count: int, used: int) -> Side:
@@ -134,13 +134,13 @@ def resized(side: Side, count: int, used: int) -> Side:
 
 def rows_of(side: Side, start: int, stop: int) -> Side:
     """Return rows `start..stop - 1` as a view."""
-    return each(lambda part: part[start:stop], side)
+    return map_arrays(lambda part: part[start:stop], side)
 
 
 def picked(side: Side, rows: Sequence[int], start: int, stop: int) -> Side:
     """Copy columns `start..stop - 1` of the given rows, in that order; evaluated."""
     chosen = mx.array(list(rows))
-    fresh = each(lambda part: part[chosen], take(side, start, stop))
+    fresh = map_arrays(lambda part: part[chosen], take(side, start, stop))
     mx.eval(arrays(fresh))
     return fresh
 
@@ -181,4 +181,4 @@ def rolled(side: Side, shifts: Sequence[int]) -> Side:
     def gather(part: mx.array) -> mx.array:
         return mx.take_along_axis(part, source[:, None, :, None], axis=TOKEN_AXIS)
 
-    return each(gather, side)
+    return map_arrays(gather, side)

@@ -182,7 +182,7 @@ def completed(
         layers[layer] = col.join(keys, new_keys), col.join(values, new_values)
     mx.eval([col.arrays(*layer) for layer in layers])
     return replace(segment, layers=tuple(layers)), RecurrentState(
-        tuple(map(tuple, states)), own=state.own
+        tuple(map(tuple, states)), exclusive=state.exclusive
     )
 
 

@@ -63,10 +63,10 @@ class Segment:
     def owned(self, *, coded: bool = False) -> Segment:
         """Copy sides that may be views: raw ones, or with `coded` all; evaluated."""
 
-        def own(side: Side) -> Side:
+        def copied(side: Side) -> Side:
             return side if isinstance(side, Coded) and not coded else col.copied(side)
 
-        layers = ((own(keys), own(values)) for keys, values in self.layers)
+        layers = ((copied(keys), copied(values)) for keys, values in self.layers)
         return self._with(layers, map(_copied, self.index))
 
     def _with(self, layers: Iterable[Layer], index: Iterable[Coded | None] = ()) -> Segment:
@@ -120,8 +120,8 @@ class Segment:
 
     def checkpointed(self, checkpoints: Iterable[Checkpoint]) -> Segment:
         """Return this segment with other checkpoints, at distinct positions; KV is shared."""
-        ordered = tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.at))
-        places = [checkpoint.at for checkpoint in ordered]
+        ordered = tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.offset))
+        places = [checkpoint.offset for checkpoint in ordered]
         inside = not places or 0 < places[0] <= places[-1] <= self.tokens
         if len(set(places)) < len(places) or not inside:
             raise ValueError(f"checkpoints at {places} of {self.tokens} tokens")
@@ -160,7 +160,7 @@ class Segment:
         mx.eval(finite)
         answers = iter(finite)
 
-        def held(old: Side, new: Coded | None, codec: Codec | None) -> Side:
+        def finished(old: Side, new: Coded | None, codec: Codec | None) -> Side:
             if isinstance(old, Coded) and codec is not None:
                 return old.codec.at_rest(old, codec)
             return old if new is None or not bool(next(answers)) else new
@@ -168,7 +168,7 @@ class Segment:
         return replace(
             self,
             layers=tuple(
-                (held(keys, into[0], of[0]), held(values, into[1], of[1]))
+                (finished(keys, into[0], of[0]), finished(values, into[1], of[1]))
                 for (keys, values), into, of in zip(self.layers, coded, codecs, strict=True)
             ),
         )
@@ -200,7 +200,9 @@ class Segment:
         return Segment(tuple(layers), length=stop - start, missing=_if_any(missing), index=index)
 
     def _copy(self, start: int, stop: int) -> Segment:
-        inside = (checkpoint for checkpoint in self.checkpoints if start < checkpoint.at <= stop)
+        inside = (
+            checkpoint for checkpoint in self.checkpoints if start < checkpoint.offset <= stop
+        )
         return replace(
             self.part(start, stop).owned(coded=True),
             checkpoints=tuple(checkpoint.moved(-start) for checkpoint in inside),

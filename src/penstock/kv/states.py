@@ -30,13 +30,13 @@ def nbytes(states: Sequence[LayerState]) -> int:
 def copied(states: Sequence[LayerState], row: int | None = None) -> States:
     """Copy states, all rows or one, into buffers of exact size; evaluated."""
 
-    def own(array: mx.array | None) -> mx.array | None:
+    def copied_array(array: mx.array | None) -> mx.array | None:
         if array is None:
             return None
         taken = array if row is None else array[row : row + 1]
         return mx.concatenate([taken, taken[:0]])  # of one array alone MLX returns that array
 
-    copies = tuple(tuple(own(array) for array in state) for state in states)
+    copies = tuple(tuple(copied_array(array) for array in state) for state in states)
     mx.eval(arrays(copies))
     return copies
 
@@ -49,19 +49,19 @@ def unpinned(states: Sequence[LayerState]) -> States:
     """
     small = nbytes(states) // 4
 
-    def own(array: mx.array | None) -> mx.array | None:
+    def copied_if_small(array: mx.array | None) -> mx.array | None:
         if array is None or array.nbytes > small:
             return array
         return mx.concatenate([array, array[:0]])
 
-    return tuple(tuple(own(array) for array in state) for state in states)
+    return tuple(tuple(copied_if_small(array) for array in state) for state in states)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """States at a block boundary."""
 
-    at: int
+    offset: int
     """Number of the segment's tokens before the boundary; at least 1."""
     states: States
     turn_end: bool = False
@@ -74,7 +74,7 @@ class Checkpoint:
 
     def moved(self, by: int) -> Checkpoint:
         """Return this checkpoint for a segment that starts `by` tokens earlier."""
-        return Checkpoint(self.at + by, self.states, self.turn_end)
+        return Checkpoint(self.offset + by, self.states, self.turn_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ class RecurrentState:
     states: States
     """States of all rows of that step."""
     row: int = 0
-    own: bool = False
+    exclusive: bool = False
     """Whether this is the only row, in buffers of exact size."""
 
     def row_states(self) -> States:
-        if self.own:
+        if self.exclusive:
             return self.states
         return tuple(
             tuple(None if array is None else array[self.row : self.row + 1] for array in state)
@@ -96,7 +96,7 @@ class RecurrentState:
         )
 
     def owned(self) -> States:
-        return self.states if self.own else copied(self.states, self.row)
+        return self.states if self.exclusive else copied(self.states, self.row)
 
 
 def stacked(sequences: Sequence[RecurrentState]) -> States:
@@ -133,7 +133,7 @@ def blank(states: Sequence[LayerState]) -> States:
 
 def before(checkpoints: Sequence[Checkpoint], position: int) -> Iterator[Checkpoint]:
     """Yield the checkpoints up to a position, deepest first."""
-    return (checkpoint for checkpoint in reversed(checkpoints) if checkpoint.at <= position)
+    return (checkpoint for checkpoint in reversed(checkpoints) if checkpoint.offset <= position)
 
 
 def is_finite(states: Sequence[LayerState]) -> bool:

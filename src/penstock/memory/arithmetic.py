@@ -151,18 +151,18 @@ def what_fits(
     """
     free = memory_bytes - (spec.weight_bytes or 0)
 
-    def held(tokens: int) -> int:
+    def batch_bytes(tokens: int) -> int:
         return bytes_of_batch(spec, batch, tokens, kv_bits=kv_bits, group_size=group_size)
 
     growing = bytes_per_token(spec, kind="full", kv_bits=kv_bits, group_size=group_size)
     ring = max((layer.window_tokens or 1 for layer in spec.layers), default=1)
     largest: int | None = None
-    if growing or held(ring) > free:
+    if growing or batch_bytes(ring) > free:
         largest, above = 0, (max(free, 0) // (batch * growing) if growing else ring) + 1
         while largest + 1 < above:
             middle = (largest + above) // 2
-            largest, above = (middle, above) if held(middle) <= free else (largest, middle)
-    needed = held(max_kv_size)
+            largest, above = (middle, above) if batch_bytes(middle) <= free else (largest, middle)
+    needed = batch_bytes(max_kv_size)
     sequence = needed // batch
     return Fit(
         free_bytes=free,

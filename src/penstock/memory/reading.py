@@ -25,7 +25,7 @@ def read_model_spec(
     source: str | Path | Mapping[str, object],
     *,
     files: Mapping[str, int] | None = None,
-    wide: bool = False,
+    float32: bool = False,
 ) -> ModelSpec:
     """Return the memory-related specification of a model.
 
@@ -33,7 +33,7 @@ def read_model_spec(
         source: a model folder, a config.json, or its content. safetensors files next to the
             config provide bytes and dtype.
         files: bytes of the weights by dtype, if already known.
-        wide: whether the weights become float32 when loaded.
+        float32: whether the weights become float32 when loaded.
     """
     outer, name, folder = _load_config(source)
     inner = outer.get("text_config")
@@ -47,7 +47,7 @@ def read_model_spec(
 
     if files is None:
         files = _read_headers(folder) if folder else {}
-    if wide:
+    if float32:
         files, outer = _widened(files, values), {**outer, "quantization": None}
         values = {**values, "dtype": "float32", "quantization": None}
     dtype = _dtype_of(files, values, notes)
@@ -178,8 +178,8 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
             total += 4 * numbers
         if f"{stem}.scales" not in headers or last != "weight":
             continue
-        own = common.get(stem)
-        bits = int((own if isinstance(own, dict) else common).get("bits", 4))
+        override = common.get(stem)
+        bits = int((override if isinstance(override, dict) else common).get("bits", 4))
         numbers = numbers * 32 // bits
         groups = prod(headers[f"{stem}.scales"]["shape"])
         packed = packed_matrix_bytes(numbers, bits, groups)

@@ -320,26 +320,29 @@ def rendered_text(
         TemplateRefusal: The template raises, or there is none.
         TemplateOverrun: The template does not end in time, or uses too much memory.
     """
-    own, base = type(tokenizer._tokenizer), mlx_lm.tokenizer_utils.PreTrainedTokenizerBase
-    given = {"tools": tools, "add_generation_prompt": answer, **(template_args or {})}
+    tokenizer_class, base = (
+        type(tokenizer._tokenizer),
+        mlx_lm.tokenizer_utils.PreTrainedTokenizerBase,
+    )
+    arguments = {"tools": tools, "add_generation_prompt": answer, **(template_args or {})}
     program = getattr(tokenizer, "_chat_template", None)
     try:
-        if program is None and own.apply_chat_template is not base.apply_chat_template:
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
+        if program is None and tokenizer_class.apply_chat_template is not base.apply_chat_template:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments))
         switch = tokenizer._thinking_kwarg
-        if "enable_thinking" in given:
-            given[switch] = given.pop("enable_thinking")
-        given.setdefault(switch, tokenizer.has_thinking)
+        if "enable_thinking" in arguments:
+            arguments[switch] = arguments.pop("enable_thinking")
+        arguments.setdefault(switch, tokenizer.has_thinking)
         if program is not None:
             place = inspect.getfile(program), program.__name__
-            given["messages"] = list(messages)
-            return renderer.render("", given, gone, program=place)
+            arguments["messages"] = list(messages)
+            return renderer.render("", arguments, gone, program=place)
         source = str(
-            tokenizer._tokenizer.get_chat_template(given.pop("chat_template", None), tools)
+            tokenizer._tokenizer.get_chat_template(arguments.pop("chat_template", None), tools)
         )
-        given = {"documents": None, **tokenizer.special_tokens_map, **given}
-        given["messages"] = [_template_message(message) for message in messages]
-        return renderer.render(source, given, gone)
+        arguments = {"documents": None, **tokenizer.special_tokens_map, **arguments}
+        arguments["messages"] = [_template_message(message) for message in messages]
+        return renderer.render(source, arguments, gone)
     except ModelError:
         raise
     # A boundary: a tokenizer's own code, and arguments that no JSON can have.

@@ -23,8 +23,8 @@ class ModelFile(Protocol):
     def config(self) -> dict[str, Any]:
         """The model's `config.json`, as mlx-lm expects it."""
 
-    def bytes_by_kind(self, *, wide: bool) -> Mapping[str, int]:
-        """Return weight bytes for `memory.read_model_spec`; `wide` converts them to float32."""
+    def bytes_by_kind(self, *, float32: bool) -> Mapping[str, int]:
+        """Return weight bytes by kind for `memory.read_model_spec`, as loaded or in float32."""
 
     def packed_bytes(self) -> int | None:
         """Return the bytes of the weights if codes are multiplied directly; None without codes."""

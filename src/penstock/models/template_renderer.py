@@ -79,7 +79,7 @@ class TemplateRenderer:
     def render(
         self,
         source: str,
-        given: Mapping[str, Any],
+        variables: Mapping[str, Any],
         gone: Callable[[], bool] = lambda: False,
         *,
         program: tuple[str, str] | None = None,
@@ -94,10 +94,10 @@ class TemplateRenderer:
             TemplateRefusal: the template raises.
             TemplateOverrun: the template does not end in time, or uses too much memory.
         """
-        variables = json.dumps(given, default=str)
-        most = LEAST_TEXT + len(source) + TEXT_SHARE * len(variables)
-        head = json.dumps({"source": source, "program": program, "most_characters": most})
-        line = f'{head[:-1]}, "given": {variables}}}\n'.encode()
+        encoded = json.dumps(variables, default=str)
+        max_characters = LEAST_TEXT + len(source) + TEXT_SHARE * len(encoded)
+        head = json.dumps({"source": source, "program": program, "most_characters": max_characters})
+        line = f'{head[:-1]}, "given": {encoded}}}\n'.encode()
         process = self._process()
         answer = self._exchange(process, line, gone)
         if answer:
@@ -106,7 +106,8 @@ class TemplateRenderer:
                 raise TemplateRefusal(outcome["refusal"])
             if "text" in outcome:
                 return str(outcome["text"])
-            much = f"makes {counted(outcome['characters'], 'character')}, more than {most:,},"
+            characters = counted(outcome["characters"], "character")
+            much = f"makes {characters}, more than {max_characters:,},"
         else:
             self._own.process = None
             if _end(process, 0.0 if answer is None else END_SECONDS) == template_child.TOO_LARGE:

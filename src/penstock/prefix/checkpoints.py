@@ -60,7 +60,8 @@ class Checkpoints:
             return False
         offset = position - node.start
         existing = next(
-            (candidate for candidate in node.segment.checkpoints if candidate.at == offset), None
+            (candidate for candidate in node.segment.checkpoints if candidate.offset == offset),
+            None,
         )
         if existing is not None:
             if turn_end and not existing.turn_end:
@@ -79,15 +80,15 @@ class Checkpoints:
         for node in reversed(path):
             for checkpoint in st.before(node.segment.checkpoints, position - node.start):
                 if not checkpoint.turn_end:
-                    kept = Checkpoint(checkpoint.at, checkpoint.states, turn_end=True)
-                    self._replace(node, [kept], {checkpoint.at})
-                return node.start + checkpoint.at
+                    kept = Checkpoint(checkpoint.offset, checkpoint.states, turn_end=True)
+                    self._replace(node, [kept], {checkpoint.offset})
+                return node.start + checkpoint.offset
         return 0
 
     def thin(self, path: Path, tip: int) -> None:
         """Evict checkpoints of a path that are closer together than `retained` allows."""
         filed = [(node, checkpoint) for node in path for checkpoint in node.segment.checkpoints]
-        places = [node.start + checkpoint.at for node, checkpoint in filed]
+        places = [node.start + checkpoint.offset for node, checkpoint in filed]
         # Where branches part, every one of them begins.
         fixed = {node.end for node in path if len(node.children) > 1}
         ends = [p for p, (_, checkpoint) in zip(places, filed, strict=True) if checkpoint.turn_end]
@@ -99,9 +100,9 @@ class Checkpoints:
         kept = retained(places, tip, self._spacing_tokens, fixed, limit)
         for node in path:
             evicted = {
-                checkpoint.at
+                checkpoint.offset
                 for checkpoint in node.segment.checkpoints
-                if node.start + checkpoint.at not in kept
+                if node.start + checkpoint.offset not in kept
             }
             if evicted:
                 self._replace(node, [], evicted)
@@ -110,7 +111,9 @@ class Checkpoints:
         self, node: Node[Segment], new: Sequence[Checkpoint], positions: Collection[int]
     ) -> bool:
         kept = [
-            checkpoint for checkpoint in node.segment.checkpoints if checkpoint.at not in positions
+            checkpoint
+            for checkpoint in node.segment.checkpoints
+            if checkpoint.offset not in positions
         ]
         segment = node.segment.checkpointed([*kept, *new])
         more = max(0, segment.checkpoint_nbytes - node.segment.checkpoint_nbytes)
@@ -121,7 +124,7 @@ def resume(path: Path, most_tokens: int) -> tuple[int, RecurrentState | None]:
     """Return the deepest position up to `most_tokens` with a checkpoint, and its states."""
     for node in reversed(path):
         for checkpoint in st.before(node.segment.checkpoints, most_tokens - node.start):
-            return node.start + checkpoint.at, RecurrentState(checkpoint.states, own=True)
+            return node.start + checkpoint.offset, RecurrentState(checkpoint.states, exclusive=True)
     return 0, None
 
 

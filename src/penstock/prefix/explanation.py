@@ -34,26 +34,26 @@ class EvictionLog:
     """Log of the last `capacity` evicted blocks: time and cause."""
 
     def __init__(self, capacity: int) -> None:
-        self.most = capacity
+        self.capacity = capacity
         self._by_key: OrderedDict[bytes, Eviction] = OrderedDict()  # in order of evicting
 
     @property
     def nbytes(self) -> int:
         """Upper bound of the log's Python overhead in bytes, to be counted once."""
-        return EVICTION_BYTES * self.most
+        return EVICTION_BYTES * self.capacity
 
     def note(self, block_hashes: Sequence[bytes], at_seconds: float, why: Why) -> None:
         gone = Eviction(at_seconds, why)
-        for key in reversed(block_hashes[: self.most]):  # the run's first block is forgotten last
+        for key in reversed(block_hashes[: self.capacity]):  # the first block is forgotten last
             self._by_key[key] = gone
             self._by_key.move_to_end(key)
-        while len(self._by_key) > self.most:
+        while len(self._by_key) > self.capacity:
             self._by_key.popitem(last=False)
 
     @property
     def forgets(self) -> bool:
         """Whether the log is full, so that older evictions are forgotten."""
-        return len(self._by_key) >= self.most
+        return len(self._by_key) >= self.capacity
 
     def find(self, key: bytes) -> Eviction | None:
         return self._by_key.get(key)

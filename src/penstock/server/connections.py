@@ -43,14 +43,14 @@ LINGER_SECONDS = 2.0
 class Connections:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.most = room_for(settings.max_connections, open_files.limit())
+        self.limit = room_for(settings.max_connections, open_files.limit())
         self.spare: dict[Connection, None] = {}
         """Connections over the limit, oldest first."""
-        if self.most < settings.max_connections:
+        if self.limit < settings.max_connections:
             logger.warning(
                 "limiting connections to %d instead of --max-connections %d: this process may open "
                 "%d files; raise the limit (ulimit -n)",
-                self.most,
+                self.limit,
                 settings.max_connections,
                 open_files.limit(),
             )
@@ -60,7 +60,7 @@ class Connections:
 
     def opened(self, connection: Connection) -> bool:
         """Register a new connection; False if it is over the limit."""
-        if len(connection.connections) <= self.most:
+        if len(connection.connections) <= self.limit:
             return True
         if len(self.spare) >= SPARE_PLACES:
             oldest = next(iter(self.spare))
@@ -74,7 +74,7 @@ class Connections:
 
     def refuses(self, connection: Connection) -> bool:
         """Return whether a connection is limited to `ALWAYS`; lift the limit if there is room."""
-        if connection in self.spare and len(connection.connections) <= self.most:
+        if connection in self.spare and len(connection.connections) <= self.limit:
             self.closed(connection)
         return connection in self.spare
 
@@ -221,7 +221,7 @@ class Connection(HttpToolsProtocol):
         self._wait(self._settings.body_timeout_seconds + LATE_SECONDS)
         spare = self._shared.refuses(self)
         if spare and self.url.partition(b"?")[0] not in ALWAYS:
-            return self._refuse(503, f"{self._shared.most} connections are open; try again later")
+            return self._refuse(503, f"{self._shared.limit} connections are open; try again later")
         hosts = [value for name, value in self.headers if name == b"host"]
         old = self.parser.get_http_version() == "1.0"  # which has no Host, and no browser speaks
         if len(hosts) != 1 and not (old and not hosts):

@@ -106,10 +106,10 @@ class PromptMemory:
     def _free_bytes(self, client: str | None, before: int) -> int:
         """Return the bytes that a hold of `before` bytes can add; less than 0 beyond its share."""
         free = self.pool_bytes - self._used_bytes
-        held = self._by_client[client] if client is not None else 0
-        if held - before <= self.pool_bytes // SMALL_SHARE:
+        client_bytes = self._by_client[client] if client is not None else 0
+        if client_bytes - before <= self.pool_bytes // SMALL_SHARE:
             return free
-        return min(free, (CLIENT_SHARE * free - held) // (CLIENT_SHARE + 1))
+        return min(free, (CLIENT_SHARE * free - client_bytes) // (CLIENT_SHARE + 1))
 
     def give_back_soon(self) -> None:
         """Return freed memory to the system, shortly after a request has ended."""

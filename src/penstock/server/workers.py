@@ -70,7 +70,7 @@ class FairThread:
 
     def _begin(self, client: str) -> None:
         number = max(self._turns.values(), default=0) + 1
-        self._turns = {name: at for name, at in self._turns.items() if name in self._waiting}
+        self._turns = {name: turn for name, turn in self._turns.items() if name in self._waiting}
         self._turns[client] = number
         self._busy = True
 

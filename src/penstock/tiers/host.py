@@ -60,7 +60,7 @@ class StateRestoreBuffer:
     def targets(self) -> list[dict[str, Target]]:
         if not self._rooms:
             self._rooms = {
-                name: _BufferPool.made(shape, dtype, in_place=self._in_place)
+                name: _BufferPool.allocate(shape, dtype, in_place=self._in_place)
                 for name, shape, dtype in self._form.arrays
             }
             if self._in_place:
@@ -153,7 +153,7 @@ class RestoreBuffer:
         return segment
 
     def _made(self, shape: tuple[int, ...], dtype: mx.Dtype) -> _BufferPool:
-        return _BufferPool.made(shape, dtype, in_place=self._in_place)
+        return _BufferPool.allocate(shape, dtype, in_place=self._in_place)
 
     def _tokens_of(self, block: int) -> NDArray[np.uint8]:
         size = self._block_size
@@ -177,7 +177,7 @@ class _BufferPool:
     array: mx.array | NDArray[Any]
 
     @classmethod
-    def made(cls, shape: tuple[int, ...], dtype: mx.Dtype, *, in_place: bool) -> _BufferPool:
+    def allocate(cls, shape: tuple[int, ...], dtype: mx.Dtype, *, in_place: bool) -> _BufferPool:
         name = _name(dtype)
         number = _number(name)
         array = mx.empty(shape, getattr(mx, number)) if in_place else np.empty(shape, number)

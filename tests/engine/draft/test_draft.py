@@ -284,7 +284,7 @@ def test_draft_under_memory_pressure_does_not_change_answers(beside: int) -> Non
         expected = answers(core)
     with running(model_of("llama"), model_of("llama")) as core:
         sequence = core.view.sequence_bytes(140)
-        core.set_limit(core.ledger.used_bytes + sequence.own + sequence.shared + beside)
+        core.set_limit(core.ledger.used_bytes + sequence.per_sequence + sequence.shared + beside)
         for _ in range(2):
             assert answers(core) == expected
             assert core.ledger.used_bytes <= core.ledger.limit_bytes

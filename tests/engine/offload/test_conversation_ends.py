@@ -189,9 +189,9 @@ def test_idle_engine_writes_due_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- the list of ends alone
 
 
-def ends(most: int = 10) -> tuple[ConversationEnds, list[float]]:
+def ends(max_ends: int = 10) -> tuple[ConversationEnds, list[float]]:
     now = [0.0]
-    return ConversationEnds(8, most, lambda: now[0]), now
+    return ConversationEnds(8, max_ends, lambda: now[0]), now
 
 
 def chain(blocks: int, first: bytes = b"") -> list[bytes]:
@@ -210,10 +210,10 @@ def test_end_replaces_queued_prefixes() -> None:
 
 def test_requested_prefix_end_is_not_replaced() -> None:
     lingering, _ = ends()
-    lingering.add(chain(3), b"", asked=True)
+    lingering.add(chain(3), b"", requested=True)
     lingering.add(chain(5), b"")
     assert [len(end.block_hashes) for end in lingering.take_all()] == [5, 3], "the longest first"
-    lingering.add(chain(3), b"", asked=True)
+    lingering.add(chain(3), b"", requested=True)
     lingering.drop_passed(chain(4))
     assert not list(lingering)
 
@@ -233,13 +233,13 @@ def chain_of(blocks: int) -> list[bytes]:
 
 
 def test_ends_are_due_by_age_or_count() -> None:
-    lingering, now = ends(most=2)
+    lingering, now = ends(max_ends=2)
     assert not lingering.add(chain(1), b"")
     now[0] = 5.0
     assert not lingering.add(chain(1, b"b"), b"")
     (oldest,) = lingering.add(chain(1, b"c"), b"")
     assert oldest.block_hashes == tuple(chain(1))
-    few = ConversationEnds(8, 10, lambda: 0.0, most_blocks=5)
+    few = ConversationEnds(8, 10, lambda: 0.0, max_blocks=5)
     assert not few.add(chain(3), b"") and len(few.add(chain(3, b"b"), b"")) == 1
     now[0] += ends_module.LINGER_SECONDS
     assert len(lingering.take_due()) == 2 and not list(lingering)

@@ -136,7 +136,7 @@ def test_most_valuable_blocks_are_preloaded_with_checkpoints(folder: Path) -> No
     with running(folder, FAMILY) as core:
         assert core.preload() == 64 + 64 + 32
         core.view.check()
-        held = [each.at for node in core.prefixes.tree for each in node.segment.checkpoints]
+        held = [each.offset for node in core.prefixes.tree for each in node.segment.checkpoints]
         assert len(held) == 3
         read = core.view.stats().tiers["disk"]
         assert [ask(core, prompt) for prompt in (other, branch, PROMPT)] == expected

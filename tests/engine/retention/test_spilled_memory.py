@@ -130,7 +130,7 @@ def room_of_one(folder: Path, tokens: int, active: int, **settings: Any) -> int:
     limit = 200_000_000
     for number in range(3):  # the memory of evictions is a share of it
         core = opened(folder / f"guess {number}", limit, active_kv_size=active, **settings)
-        limit = core.budget.fixed_bytes + taken.own + taken.shared
+        limit = core.budget.fixed_bytes + taken.per_sequence + taken.shared
         core.close()
     return limit
 

@@ -437,7 +437,7 @@ def test_prompt_longer_than_memory_stays_within_limit(tmp_path: Path) -> None:
         folder = tmp_path / f"least {guess}"
         least = Core(model, **settings, memory_limit=guess, ssd_cache_dir=folder)
         taken = least.view.sequence_bytes(len(asked) + 40)
-        limit = least.budget.fixed_bytes + taken.own + taken.shared
+        limit = least.budget.fixed_bytes + taken.per_sequence + taken.shared
         least.close()
     with pytest.raises(NeverFits):
         core = Core(model, **unspilled, memory_limit=limit, ssd_cache_dir=tmp_path / "unspilled")
@@ -537,7 +537,7 @@ def test_large_node_with_shared_prefix_does_not_block_prompt(
             core.set_limit(200_000_000)
             core.prefixes.clear()
             own = core.view.sequence_bytes(len(asked) + 3)
-            limit = core.budget.fixed_bytes + own.own + own.shared + int(room * node_bytes)
+            limit = core.budget.fixed_bytes + own.per_sequence + own.shared + int(room * node_bytes)
             cold_engine.ask(core, older, max_tokens=1)
             core.set_limit(limit)
             handle = cold_engine.submit(core, asked, max_tokens=4)

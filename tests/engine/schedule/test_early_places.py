@@ -20,7 +20,7 @@ SHORT = 20
 def fill(setup: Setup, missing_tokens: int = 0) -> Handle:
     """Ask for as much as the memory has room for, or more; return the handle of the request."""
     needed = setup.core.view.sequence_bytes(PROMPT + ANSWER - missing_tokens)
-    setup.core.set_limit(setup.fixed + needed.own + needed.shared)
+    setup.core.set_limit(setup.fixed + needed.per_sequence + needed.shared)
     return setup.ask(PROMPT, ANSWER, client="a")
 
 

@@ -40,7 +40,7 @@ def test_answer_gets_all_tokens_memory_guarantees(
             shared = draw.randrange(len(asked) + 1)
             older = asked[:shared] + prompt(draw.randrange(1, 150), 1)
             needed = core.view.sequence_bytes(len(asked) + draw.randrange(1, 60))
-            limit = core.budget.fixed_bytes + needed.own + needed.shared
+            limit = core.budget.fixed_bytes + needed.per_sequence + needed.shared
             limit += int(core.runner.token_bytes * draw.uniform(0, 20))
             for others in ((), (older,)):
                 core.set_limit(200_000_000)

@@ -88,7 +88,7 @@ class KeyCenters:
             tried.append((left, cls(center[:, 0].astype(np.float32), candidate)))
         return min(tried, key=lambda pair: pair[0])[1]
 
-    def at(self, start: int, stop: int) -> Floats:
+    def between(self, start: int, stop: int) -> Floats:
         """Return the centers at positions `start..stop - 1`, (kv_heads, tokens, dim)."""
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         partners = self.vectors[:, None, self.rotation.partners]

@@ -213,7 +213,7 @@ def _encoded(
         if centers is not None:
             first = position + start
             numbers = numbers.astype(mx.float32) - mx.array(
-                centers.at(first, first + numbers.shape[2])
+                centers.between(first, first + numbers.shape[2])
             )
         pieces.append(ops.index_codes(codec, numbers))
         mx.eval(pieces[-1].parts)

@@ -79,9 +79,9 @@ def read(
         queries: (kv_heads, m, dim), scaled so that e^score is a weight.
         blocks: indices of the selected blocks, (kv_heads, blocks).
     """
-    asked, index = mx.array(queries), selection.index
+    scaled, index = mx.array(queries), selection.index
     dim = _dim(row.parts[0].segment.layers[layer][1])
-    transformed = index.codec.transform_query(asked)
+    transformed = index.codec.transform_query(scaled)
     above = HALF_NOISE * mx.array(squares_of(queries))[..., None]
     hidden = _hidden(selection, row, blocks)
     centers = selection.center_scores(row, queries, layer)

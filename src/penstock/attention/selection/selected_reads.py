@@ -71,7 +71,7 @@ class ChoiceReader:
         """Select blocks for rows, (kv_heads, blocks) each."""
         if not asked:
             return []
-        rows, queries = [one.row for one in asked], [one.queries for one in asked]
+        rows, queries = [query.row for query in asked], [query.queries for query in asked]
         return best_blocks(self.selection, rows, queries, asked[0].layer, self.ops)
 
     def rest(self, asked: Asked, blocks: Numbers, memory: StepMemory) -> Rest | None:
@@ -322,9 +322,9 @@ def _gather(into: Scores, spans: Sequence[tuple[KVSpan, Side]], blocks: Numbers)
         if isinstance(side, Coded):
             _gather_loaded(into, span, side, blocks)
             continue
-        held, whole = _held(side), span.columns // grain
+        stored, whole = _held(side), span.columns // grain
         for head, numbers in enumerate(grains - span.start // grain):
-            rows = held[head, : whole * grain].reshape(whole, grain * dim)
+            rows = stored[head, : whole * grain].reshape(whole, grain * dim)
             out = into[head].reshape(-1, grain * dim)
             inside = (numbers >= 0) & (numbers < whole)
             if inside.all():
@@ -335,13 +335,13 @@ def _gather(into: Scores, spans: Sequence[tuple[KVSpan, Side]], blocks: Numbers)
 
 def _gather_loaded(into: Scores, span: KVSpan, side: Coded, blocks: Numbers) -> None:
     """Copy each KV head's blocks of a loaded side."""
-    codec, own = side.codec, blocks - span.start // BLOCK_TOKENS
+    codec, relative = side.codec, blocks - span.start // BLOCK_TOKENS
     assert isinstance(codec, Spilled)
-    heads, at = np.nonzero((own >= 0) & (own < span.columns // BLOCK_TOKENS))
-    of = codec.blocks(side, heads.astype(np.int32), own[heads, at].astype(np.int32))
+    heads, positions = np.nonzero((relative >= 0) & (relative < span.columns // BLOCK_TOKENS))
+    of = codec.blocks(side, heads.astype(np.int32), relative[heads, positions].astype(np.int32))
     (raw,) = codec.reader.fetch([of])
     by_block = into.reshape(len(blocks), -1, BLOCK_TOKENS, into.shape[-1])
-    by_block[heads, at] = raw.view(np.float32).reshape(-1, *by_block.shape[2:])
+    by_block[heads, positions] = raw.view(np.float32).reshape(-1, *by_block.shape[2:])
 
 
 def _by_columns(queries: Scores, keys: Scores) -> Scores:

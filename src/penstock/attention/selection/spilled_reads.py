@@ -44,15 +44,15 @@ class LoadedBlocks(BlockReader):
         self._order = [np.argsort(_keys(of)) for of in lists]
         self._keys = [_keys(of)[order] for of, order in zip(lists, self._order, strict=True)]
 
-    def fetch(self, wanted: Sequence[BlockList]) -> list[RawBlocks]:
-        return [self._fetch(of) for of in wanted]
+    def fetch(self, lists: Sequence[BlockList]) -> list[RawBlocks]:
+        return [self._fetch(of) for of in lists]
 
     def _fetch(self, of: BlockList) -> RawBlocks:
-        keys, held = _keys(of), self._keys[of.side]
-        at = np.searchsorted(held, keys)
-        if len(keys) and not np.array_equal(held[np.minimum(at, len(held) - 1)], keys):
+        keys, loaded = _keys(of), self._keys[of.side]
+        positions = np.searchsorted(loaded, keys)
+        if len(keys) and not np.array_equal(loaded[np.minimum(positions, len(loaded) - 1)], keys):
             raise AssertionError("a block was read that was not selected")
-        return self._raw[of.side][self._order[of.side][at]]
+        return self._raw[of.side][self._order[of.side][positions]]
 
 
 def _keys(of: BlockList) -> Numbers:
@@ -88,7 +88,7 @@ class _SpilledSides:
 
     def pairs(self, read: npt.NDArray[np.bool_]) -> BlockPairs:
         """Return the pairs of blocks that each head reads, given a mask (kv_heads, blocks)."""
-        heads, columns = (at.astype(np.int32) for at in np.nonzero(read))
+        heads, columns = (axis.astype(np.int32) for axis in np.nonzero(read))
         sides = zip(self.codecs, (self.keys, self.values), strict=True)
         return BlockPairs.of(*(codec.blocks(side, heads, columns) for codec, side in sides))
 
@@ -115,17 +115,21 @@ def loaded(
         SpilledLost: see `BlockReader`.
     """
     with_them = list(rows)
-    sides = {number: own for number, row in enumerate(rows) if (own := list(_spilled(row, layer)))}
+    sides = {
+        number: layer_sides
+        for number, row in enumerate(rows)
+        if (layer_sides := list(_spilled(row, layer)))
+    }
     if not sides:
         return with_them
     pairs = []
-    for number, own in sides.items():
-        read = (_read(selection, rows[number], one.span, blocks[number]) for one in own)
-        parts = [one.pairs(own_read) for one, own_read in zip(own, read, strict=True)]
+    for number, layer_sides in sides.items():
+        read = (_read(selection, rows[number], side.span, blocks[number]) for side in layer_sides)
+        parts = [side.pairs(mask) for side, mask in zip(layer_sides, read, strict=True)]
         pairs.append(BlockPairs.joined(parts))
-    held = own[0].codecs[0].cache.hold(pairs)
-    for at, number in enumerate(sides):
-        reader = LoadedBlocks([pairs[at].side(side) for side in SIDES], held.copied(at))
+    hold = layer_sides[0].codecs[0].cache.hold(pairs)
+    for index, number in enumerate(sides):
+        reader = LoadedBlocks([pairs[index].side(side) for side in SIDES], hold.copied(index))
         with_them[number] = _with(rows[number], layer, _by(reader))
     return with_them
 
@@ -136,8 +140,8 @@ def _read(
     """Return a mask of the blocks of a span that each KV head reads."""
     begin, count = span.start // BLOCK_TOKENS, -(-span.columns // BLOCK_TOKENS)
     read = np.zeros((len(chosen), count), np.bool_)
-    heads, at = np.nonzero((chosen >= begin) & (chosen < begin + count))
-    read[heads, chosen[heads, at] - begin] = True
+    heads, positions = np.nonzero((chosen >= begin) & (chosen < begin + count))
+    read[heads, chosen[heads, positions] - begin] = True
     read[:, : max(0, FIRST_TOKENS // BLOCK_TOKENS - begin)] = True
     read[:, max(0, selection.recent_start(row.position) // BLOCK_TOKENS - begin) :] = True
     return read
@@ -161,25 +165,25 @@ def held_for(
     Raises:
         SpilledLost: see `BlockReader`.
     """
-    cache = next(one.codecs[0].cache for row in rows for one in _spilled(row, layer))
-    inside = [one.places >= 0 for one in located]
-    held = cache.hold(
+    cache = next(entry.codecs[0].cache for row in rows for entry in _spilled(row, layer))
+    inside = [entry.places >= 0 for entry in located]
+    hold = cache.hold(
         [
             BlockPairs(
                 layer,
-                (np.nonzero(own)[0] + one.first_head).astype(np.int32),
-                one.places[own],
-                one.checksums[own],
+                (np.nonzero(mask)[0] + entry.first_head).astype(np.int32),
+                entry.places[mask],
+                entry.checksums[mask],
             )
-            for one, own in zip(located, inside, strict=True)
+            for entry, mask in zip(located, inside, strict=True)
         ]
     )
     where = []
-    for number, own in enumerate(inside):
-        where.append(np.zeros((*own.shape, 2), np.int64))
-        where[-1][own] = held.addresses(number)
+    for number, mask in enumerate(inside):
+        where.append(np.zeros((*mask.shape, 2), np.int64))
+        where[-1][mask] = hold.addresses(number)
     yield where
-    del held
+    del hold
 
 
 def whole(row: DecodeRow, layer: int) -> DecodeRow:
@@ -191,20 +195,28 @@ def whole(row: DecodeRow, layer: int) -> DecodeRow:
         SpilledLost: see `BlockReader`.
     """
     taken = []
-    for one in _spilled(row, layer):
-        stop = -(-one.span.columns // BLOCK_TOKENS) * BLOCK_TOKENS
-        taken.append(replace(one, keys=one.keys.take(0, stop), values=one.values.take(0, stop)))
+    for entry in _spilled(row, layer):
+        stop = -(-entry.span.columns // BLOCK_TOKENS) * BLOCK_TOKENS
+        taken.append(
+            replace(entry, keys=entry.keys.take(0, stop), values=entry.values.take(0, stop))
+        )
     if not taken:
         return row
-    sides = [pair for one in taken for pair in zip(one.codecs, (one.keys, one.values), strict=True)]
+    sides = [
+        pair
+        for entry in taken
+        for pair in zip(entry.codecs, (entry.keys, entry.values), strict=True)
+    ]
     if row.whole:
         raw = sides[0][0].reader.fetch([codec.all_blocks(side) for codec, side in sides])
     else:
-        pairs = [one.pairs(np.ones(one.keys.parts[0].shape[1:], np.bool_)) for one in taken]
-        held = sides[0][0].cache.hold(pairs)
-        raw = [side for number in range(len(pairs)) for side in held.copied(number)]
-    wide = (codec.wide(side, read) for (codec, side), read in zip(sides, raw, strict=True))
-    return _with(row, layer, lambda side, codec: next(wide))
+        pairs = [entry.pairs(np.ones(entry.keys.parts[0].shape[1:], np.bool_)) for entry in taken]
+        hold = sides[0][0].cache.hold(pairs)
+        raw = [side for number in range(len(pairs)) for side in hold.copied(number)]
+    dequantized = (
+        codec.as_array(side, read) for (codec, side), read in zip(sides, raw, strict=True)
+    )
+    return _with(row, layer, lambda side, codec: next(dequantized))
 
 
 def _with(row: DecodeRow, layer: int, change: Callable[[Coded, Spilled], Side]) -> DecodeRow:
@@ -236,24 +248,26 @@ def wide_sides(
 
     Spilled ones are read in one request, and are NumPy arrays if float32.
     """
-    wanted, spilled = [], []
+    lists, spilled = [], []
     sides: tuple[list[HostSide], list[HostSide]] = ([], [])
     for segment, start, stop in ranges:
         pair = segment.layers[layer]
         if not isinstance(pair[0], Coded) or not isinstance(pair[0].codec, Spilled):
-            for into, (held,) in zip(
+            for into, (stored,) in zip(
                 sides, read_sides([(segment, start, stop)], layer, ops), strict=True
             ):
-                into.append(held.dequantize(ops).squeeze(0) if isinstance(held, Coded) else held)
+                into.append(
+                    stored.dequantize(ops).squeeze(0) if isinstance(stored, Coded) else stored
+                )
             continue
         for into, side in zip(sides, pair, strict=True):
             assert isinstance(side, Coded) and isinstance(side.codec, Spilled)
-            wanted.append(side.codec.run(side, start, stop))
-            own = slice(start % BLOCK_TOKENS, start % BLOCK_TOKENS + stop - start)
-            spilled.append((into, len(into), side, side.codec, own))
+            lists.append(side.codec.run(side, start, stop))
+            columns = slice(start % BLOCK_TOKENS, start % BLOCK_TOKENS + stop - start)
+            spilled.append((into, len(into), side, side.codec, columns))
             into.append(np.empty(0, np.float32))
-    if wanted:
-        raw = spilled[0][3].reader.fetch(wanted)
-        for (into, at, side, codec, own), blocks in zip(spilled, raw, strict=True):
-            into[at] = codec.numbers(side, blocks)[:, own]
+    if lists:
+        raw = spilled[0][3].reader.fetch(lists)
+        for (into, index, side, codec, columns), blocks in zip(spilled, raw, strict=True):
+            into[index] = codec.numbers(side, blocks)[:, columns]
     return sides

@@ -297,7 +297,7 @@ class NoDraft:
         """Return False for every sequence: none can be drafted."""
         return [False] * len(sequences)
 
-    def draft(self, sequences: Items[Sequence], most: Items[int]) -> list[list[int]]:
+    def draft(self, sequences: Items[Sequence], limits: Items[int]) -> list[list[int]]:
         """Return no proposals for every sequence."""
         return [[] for _ in sequences]
 

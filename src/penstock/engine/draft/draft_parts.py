@@ -96,11 +96,11 @@ def _loaded(source: Any, free_bytes: int) -> tuple[Any, Any]:
 
 def _chunk_tokens(limits: EngineSettings, token_seconds: float) -> int:
     """Return the tokens to prefill between two decode steps: whole blocks, at least one."""
-    most, size = limits.step_tokens, limits.block_size
+    max_tokens, size = limits.step_tokens, limits.block_size
     if limits.max_stall_ms and token_seconds:
         within = limits.max_stall_ms / 1_000 / token_seconds
-        most = min(most, int(within))
-    return max(size, most // size * size)
+        max_tokens = min(max_tokens, int(within))
+    return max(size, max_tokens // size * size)
 
 
 def _plain(limits: EngineSettings) -> EngineSettings:

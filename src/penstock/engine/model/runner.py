@@ -269,7 +269,7 @@ class Runner:
             compresses = self.layout.compresses
             return DecodeOutput(
                 mx.concatenate([logits for logits, _ in outputs])[:, None],
-                [RecurrentState(states, own=compresses) for _, states in outputs],
+                [RecurrentState(states, exclusive=compresses) for _, states in outputs],
             )
         step = DecodeStep.of(
             self.device,

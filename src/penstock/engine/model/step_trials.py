@@ -167,10 +167,10 @@ def _fitting(reached: int, seconds: float, size: int, left: float) -> int:
     """
     if seconds * size <= left * reached:
         return size
-    most = reached
-    while 2 * most < size and seconds * 2 * most <= left * reached:
-        most *= 2
-    return most
+    largest = reached
+    while 2 * largest < size and seconds * 2 * largest <= left * reached:
+        largest *= 2
+    return largest
 
 
 def peak_of(

@@ -142,7 +142,7 @@ class TextStream:
             return piece
         for end, char in enumerate(piece, 1):
             self._state = self._stops.step(self._state, char)
-            stop = self._stops.found[self._state]
+            stop = self._stops.matches[self._state]
             if stop is not None and not self._early_tokens:
                 text = self._held + piece[:end]
                 self.stopped, self._held = stop, ""
@@ -162,14 +162,14 @@ class _Stops:
     A state is the longest suffix of the text that is a prefix of one of the strings.
     """
 
-    __slots__ = ("_fallback", "_next", "depth", "found")
+    __slots__ = ("_fallback", "_next", "depth", "matches")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [_ROOT]
         self.depth = [0]
         """Length of each state in characters."""
-        self.found: list[str | None] = [None]
+        self.matches: list[str | None] = [None]
         """Longest string that ends at each state."""
         for stop in stops:
             self._add(stop)
@@ -190,9 +190,9 @@ class _Stops:
                 self._next.append({})
                 self._fallback.append(_ROOT)
                 self.depth.append(self.depth[state] + 1)
-                self.found.append(None)
+                self.matches.append(None)
             state = self._next[state][char]
-        self.found[state] = stop
+        self.matches[state] = stop
 
     def _link(self) -> None:
         """Set the failure links of all states, shallow ones first."""
@@ -200,8 +200,8 @@ class _Stops:
         while waiting:
             state = waiting.popleft()
             shorter = self._fallback[state]
-            if self.found[state] is None:
-                self.found[state] = self.found[shorter]
+            if self.matches[state] is None:
+                self.matches[state] = self.matches[shorter]
             for char, child in self._next[state].items():
                 self._fallback[child] = self.step(shorter, char)
                 waiting.append(child)

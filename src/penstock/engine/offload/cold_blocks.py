@@ -167,7 +167,7 @@ class ColdBlocks(BlockCache):
     def _record(self, place: int) -> int:
         return (place & ~AT_REST) // self.record_blocks
 
-    def held(self, keys: Collection[bytes]) -> set[bytes]:
+    def stored(self, keys: Collection[bytes]) -> set[bytes]:
         """Return which records have a place or are in a tier, with one lookup per tier."""
         present, none = {key for key in keys if key in self._numbers}, list[bytes]()
         for tier in self._tiers:
@@ -201,7 +201,7 @@ class ColdBlocks(BlockCache):
                 for pair in map(tuple, names[lacking].tolist())
             ]
             _, firsts = np.unique(same, return_index=True)
-            missing_pairs, new = pairs.some(lacking[firsts]), len(numbers)
+            missing_pairs, new = pairs.subset(lacking[firsts]), len(numbers)
             slots = cache.make_room(new)
             raw = self._read([missing_pairs.side(0), missing_pairs.side(1)])
             memory.append(np.concatenate([part[len(slots) :] for part in raw], axis=1))
@@ -264,7 +264,7 @@ class ColdBlocks(BlockCache):
             lost = {place for part in missing for place in part.places}
             self.counts.lost_blocks += sum(len(part.rows) for part in missing)
             raise SpilledLost(tuple(lost))
-        read = [raw[side][own] for side, own in places]
+        read = [raw[side][rows] for side, rows in places]
         for of, block_bytes in zip(lists, read, strict=True):
             self._rest(of, block_bytes)
         return read
@@ -278,12 +278,12 @@ class ColdBlocks(BlockCache):
         codec = self._codecs[of.layer][of.side] if resting.any() else None
         if codec is None:
             return
-        dtype, most = self._shapes[of.layer].dtype, PIECE_TOKENS // BLOCK_TOKENS
+        dtype, piece_blocks = self._shapes[of.layer].dtype, PIECE_TOKENS // BLOCK_TOKENS
         for head in np.unique(of.heads[resting]).tolist():
             rows = np.flatnonzero(resting & (of.heads == head))
             coder = codec.of_heads(head, head + 1)
-            for first in range(0, len(rows), most):
-                piece = rows[first : first + most]
+            for first in range(0, len(rows), piece_blocks):
+                piece = rows[first : first + piece_blocks]
                 numbers = mx.array(raw[piece].reshape(-1)).view(dtype)
                 numbers = numbers.reshape(1, 1, -1, self._dims(of.layer)[of.side])
                 decoded = coder.encode(numbers, self.ops).dequantize(self.ops).astype(dtype)

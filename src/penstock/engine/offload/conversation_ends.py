@@ -33,7 +33,7 @@ class ConversationEnd:
     """Time at which it is written."""
     written_blocks: int
     """Blocks of the chain before the last written end."""
-    asked: bool = False
+    requested: bool = False
     """Whether a prompt ended or diverged there, not a conversation: others may, too."""
 
     def is_passed_by(self, block_hashes: Sequence[bytes]) -> bool:
@@ -52,14 +52,14 @@ class ConversationEnds:
     def __init__(
         self,
         block_size: int,
-        most: int,
+        max_ends: int,
         clock: Callable[[], float],
         *,
-        most_blocks: int = sys.maxsize,
+        max_blocks: int = sys.maxsize,
     ) -> None:
         self._block_size = block_size
-        self._most = most
-        self._most_blocks = most_blocks
+        self._max_ends = max_ends
+        self._max_blocks = max_blocks
         self._clock = clock
         self._ends: list[ConversationEnd] = []
 
@@ -69,7 +69,7 @@ class ConversationEnds:
         root: bytes,
         *,
         answered: bool = False,
-        asked: bool = False,
+        requested: bool = False,
     ) -> list[ConversationEnd]:
         """Queue an end; it replaces queued ends of its own prefixes unless they were requested.
 
@@ -80,7 +80,7 @@ class ConversationEnds:
         chain = tuple(block_hashes)
         if chain in self:
             return []
-        passed = [end for end in self._ends if end.is_passed_by(chain) and not end.asked]
+        passed = [end for end in self._ends if end.is_passed_by(chain) and not end.requested]
         last = max(passed, key=lambda end: len(end.block_hashes), default=None)
         written, due = len(chain) if last is None else last.written_blocks, []
         if not answered:
@@ -88,8 +88,8 @@ class ConversationEnds:
             if last is not None and (len(chain) - written) * self._block_size > LAPSE_TOKENS:
                 due, written = [last], len(last.block_hashes)
         due_seconds = self._clock() + LINGER_SECONDS
-        self._ends.append(ConversationEnd(chain, root, due_seconds, written, asked))
-        while len(self._ends) > self._most or self._blocks > self._most_blocks:
+        self._ends.append(ConversationEnd(chain, root, due_seconds, written, requested))
+        while len(self._ends) > self._max_ends or self._blocks > self._max_blocks:
             due.append(self._ends.pop(0))
         return due
 

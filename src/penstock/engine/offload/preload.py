@@ -135,4 +135,4 @@ class Preloader:
             return
         states = self._tier.take_states(restore)
         if states is not None:
-            self._capture(pin.path, end, RecurrentState(states, own=True), turn_end=True)
+            self._capture(pin.path, end, RecurrentState(states, exclusive=True), turn_end=True)

@@ -63,13 +63,13 @@ class TierLookup:
 
         All have answered, or one has the whole chain, or one has answered and the others are late.
         """
-        blocks_by_tier = self.found()
+        blocks_by_tier = self.blocks_by_tier()
         if any(blocks == self._blocks for blocks in blocks_by_tier.values()):
             return True
         late = self._clock() >= self._late_at
         return len(blocks_by_tier) == len(self._answers) or (late and bool(blocks_by_tier))
 
-    def found(self) -> dict[EngineTier, int]:
+    def blocks_by_tier(self) -> dict[EngineTier, int]:
         return {
             tier: 0 if answer.exception() else answer.result()
             for tier, answer in self._answers.items()
@@ -192,7 +192,7 @@ class TierGroup:
         The sequence resumes after `cached_blocks`, where a checkpoint may be.
         """
         late = lookup.late()
-        for tier, blocks in lookup.found().items():
+        for tier, blocks in lookup.blocks_by_tier().items():
             if blocks < len(block_hashes):
                 tier.writer.note(block_hashes, root, blocks, seen=True, ended=True)
                 if tier.has_states:

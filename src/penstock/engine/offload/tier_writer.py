@@ -87,7 +87,7 @@ class TierWriter:
         self._pending_hashes = 0
         self._turns: deque[tuple[bytes, ...]] = deque(maxlen=PENDING_TURNS)
         self._ends = ConversationEnds(
-            prefixes.block_size, PENDING_TURNS, clock, most_blocks=PENDING_HASHES
+            prefixes.block_size, PENDING_TURNS, clock, max_blocks=PENDING_HASHES
         )
         self.dropped_blocks = 0
         """Blocks that were evicted before they were written."""
@@ -120,7 +120,7 @@ class TierWriter:
         if first < self._whole(block_hashes):
             self._wait(block_hashes, root, first)
         if ended and not self._has_states:
-            self._linger(block_hashes, root, asked=seen)
+            self._linger(block_hashes, root, requested=seen)
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False) -> None:
         """Register the end of a conversation after a chain passed to `note`.
@@ -204,10 +204,12 @@ class TierWriter:
         """Return the number of a chain's first blocks that fill whole records."""
         return self._spans.start(len(block_hashes))
 
-    def _linger(self, block_hashes: Sequence[bytes], root: bytes, *, asked: bool = False) -> None:
+    def _linger(
+        self, block_hashes: Sequence[bytes], root: bytes, *, requested: bool = False
+    ) -> None:
         """Delay writing the last blocks of a chain if they do not fill a record."""
         if self._whole(block_hashes) < len(block_hashes):
-            for end in self._ends.add(block_hashes, root, asked=asked):
+            for end in self._ends.add(block_hashes, root, requested=requested):
                 self._release(end)
 
     def _release(self, end: ConversationEnd, *, urgent: bool = False) -> None:
@@ -282,7 +284,7 @@ class TierWriter:
             piece = None
             with suppress(MemoryError, RuntimeError):  # MLX found no room for the codes
                 end = min(part.stop, len(node.tokens))
-                piece = self._forms.held(node.segment.part(part.start, end), first)
+                piece = self._forms.converted(node.segment.part(part.start, end), first)
             if piece is None:
                 return None
             pieces.append(piece)
@@ -297,7 +299,7 @@ class TierWriter:
         node = match.path[-1]
         for checkpoint in node.segment.checkpoints:
             form = StateForm.of(checkpoint.states)
-            if node.start + checkpoint.at == end and form == self._state_form:
+            if node.start + checkpoint.offset == end and form == self._state_form:
                 self._tier.offer(
                     Record(
                         key=checkpoint_hash(block_hashes[-1]),

@@ -88,7 +88,7 @@ class ProcessGroup:
     def least(self, number: int) -> int:
         return number
 
-    def most(self, number: int) -> int:
+    def maximum(self, number: int) -> int:
         return number
 
     def chosen(self, local: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
@@ -115,11 +115,11 @@ class AgreedMean(RunningMean):
 
     def __init__(self, first: float) -> None:
         super().__init__(first)
-        self.own = RunningMean(first)
+        self.local = RunningMean(first)
         """Mean of this rank's measurements."""
 
     def add(self, measured: float) -> None:
-        self.own.add(measured)
+        self.local.add(measured)
 
 
 class RankGroup(ProcessGroup):
@@ -180,7 +180,7 @@ class RankGroup(ProcessGroup):
     def least(self, number: int) -> int:
         return min(self._all("least", number))
 
-    def most(self, number: int) -> int:
+    def maximum(self, number: int) -> int:
         return max(self._all("most", number))
 
     def chosen(self, local: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
@@ -231,7 +231,7 @@ class RankGroup(ProcessGroup):
         """Return rank 0's message before a step, with the commands since the last one."""
         commands, self._journal = self._journal, []
         self._now = self._source()
-        means = [mean.own.value for mean in self._means]
+        means = [mean.local.value for mean in self._means]
         rows = [[c.name, c.arguments, c.now] for c in commands]
         words = {"now": self._now, "means": means, "commands": rows}
         return json.dumps(words, default=lambda request: request.model_dump(mode="json")).encode()

@@ -127,7 +127,7 @@ class Spilling(Retention):
             for node in (path.pin.path if path.pin is not None else ())
             if node.end <= ends[node.id] and self._can_leave(node)
         ]
-        known = self.blocks.held({key for _, records in due for key in records.values()})
+        known = self.blocks.stored({key for _, records in due for key in records.values()})
         waiting, lost_blocks = False, set[int]()
         for node, records in due:
             if self._can_leave(node):  # not yet for another path
@@ -205,7 +205,7 @@ class Spilling(Retention):
         heads = sum(col.arrays(side)[0].shape[1] for side in sides)
         # Codes are compared piece by piece, and the pieces are joined.
         nbytes = heads * len(places) * Spilled.block_bytes * (1 + any(map(_is_coded, sides)))
-        return self._prefixes.exchange(node, lambda held: self._spilled(held, places), nbytes)
+        return self._prefixes.exchange(node, lambda segment: self._spilled(segment, places), nbytes)
 
     def _records_of(self, node: Node[Segment], block_hashes: Sequence[bytes]) -> dict[int, bytes]:
         """Return the records that contain a node's blocks, by the first block of each.

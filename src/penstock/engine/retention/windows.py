@@ -164,10 +164,10 @@ class Windows(Retention):
         shared = max(forks, default=0)
         for number, node in enumerate(path):
             before, offset = node.segment.checkpoints, position - node.start
-            after = [mark for mark in before if number < shared or mark.at == offset]
-            if 0 < offset <= len(node.tokens) and all(mark.at != offset for mark in after):
+            after = [mark for mark in before if number < shared or mark.offset == offset]
+            if 0 < offset <= len(node.tokens) and all(mark.offset != offset for mark in after):
                 after.append(Checkpoint(offset, (), turn_end=True))
-            if [mark.at for mark in before] != sorted(mark.at for mark in after):
+            if [mark.offset for mark in before] != sorted(mark.offset for mark in after):
                 # The new segment holds the same arrays.
                 self._prefixes.tree.exchange(node, node.segment.checkpointed(after))
 
@@ -337,7 +337,7 @@ def _turn_ends(leaf: Node[Segment]) -> Iterator[tuple[Node[Segment], int]]:
     for node in upwards(leaf):
         for checkpoint in reversed(node.segment.checkpoints):
             if checkpoint.turn_end:
-                yield node, node.start + checkpoint.at
+                yield node, node.start + checkpoint.offset
 
 
 def _sizes(node: Node[Segment], layer: int, count: int) -> tuple[int, int]:

@@ -136,7 +136,7 @@ class SizedTrial:
         with self._reserve(expected):
             if size <= FIRST:
                 self._run(size)  # the first run may allocate caches
-            return max(1, self._group.most(_peak(partial(self._run, size))))
+            return max(1, self._group.maximum(_peak(partial(self._run, size))))
 
 
 def _line(size: int, less: int, taken: int, target: int) -> int:

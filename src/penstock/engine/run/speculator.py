@@ -44,7 +44,7 @@ class Speculator:
     """
 
     def __init__(self, stores: KVStores, limit: int, draft: Draft | NoDraft) -> None:
-        self.most = limit
+        self.max_tokens = limit
         self._stores = stores
         self._counters = stores.counters
         self._block_size = stores.block_size
@@ -63,7 +63,7 @@ class Speculator:
     def propose(self, sequences: Items[Sequence]) -> list[Proposal]:
         """Return the tokens of each sequence to verify in the next step."""
         checked = nothing = [NOTHING] * len(sequences)
-        if not self.most:
+        if not self.max_tokens:
             return nothing
         proposals = [self._proposal(sequence) for sequence in sequences]
         try:
@@ -92,7 +92,7 @@ class Speculator:
             accepted: number of accepted tokens of each; None for a failed row.
             seconds: duration of the step.
         """
-        if not self.most:
+        if not self.max_tokens:
             return
         try:
             width = max([len(proposal.tokens) for proposal in proposals])
@@ -195,7 +195,7 @@ class Speculator:
             sequence.reserved_tokens - position,
             sequence.missing_tokens,
         )
-        return max(0, min(self.most, room - 1))
+        return max(0, min(self.max_tokens, room - 1))
 
     def _proposers(self, sequence: Sequence) -> list[Proposer]:
         """Return the proposers of a sequence, in order of preference."""

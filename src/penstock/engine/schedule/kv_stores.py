@@ -282,31 +282,33 @@ def out_of_memory(error: Exception) -> bool:
     )
 
 
-def _resume_reason(held: int, cached: int, readable: int, complete: int, resumes: int) -> str:
+def _resume_reason(
+    cached: int, before_last: int, readable: int, complete: int, resumes: int
+) -> str:
     """Return the reason why a prompt can resume no later than at `resumes`.
 
     Args:
-        held: cached tokens of the prompt.
-        cached: the same without the prompt's last token.
+        cached: cached tokens of the prompt.
+        before_last: the same without the prompt's last token.
         readable: tokens of these that can be read from the cache.
         complete: tokens of these before which all windows are complete.
         resumes: position at which the prompt resumes.
     """
     why = ""
-    if readable < cached:
+    if readable < before_last:
         why = (
             f". Tokens from {readable:,} on are recomputed: with kv_cache_quantize_when "
             f"active the block of a prompt's last token is attended to unquantized"
         )
     if complete < readable:
         why += (
-            f". Sliding-window layers can resume only at token {complete:,} of the {held:,} "
+            f". Sliding-window layers can resume only at token {complete:,} of the {cached:,} "
             f"cached: under memory pressure their KV was evicted except at conversation ends and "
             f"branch points. Recomputing it caches it again"
         )
     if resumes < complete:
         why += (
-            f". Recurrent layers can resume only at token {resumes:,} of the {held:,} cached, "
+            f". Recurrent layers can resume only at token {resumes:,} of the {cached:,} cached, "
             f"their deepest checkpoint: checkpoints are kept at the ends of turns and chunks, "
             f"fewer of the earlier ones"
         )

@@ -69,7 +69,7 @@ class Restoring:
                     self._scheduler.act(sequence, "fetch")
                     sequence.restore_deadline = self._clock() + ASK_SECONDS
                 continue
-            blocks_by_tier = lookup.found()
+            blocks_by_tier = lookup.blocks_by_tier()
             max_blocks = self._most_blocks(sequence)
             # Looked up once, unless only some of the blocks fit into memory now.
             longest = max(blocks_by_tier.values(), default=0)

@@ -311,7 +311,7 @@ class SequenceKV:
             states: states after them; None without recurrent layers.
         """
         if states is not None:
-            self.recurrent_state = RecurrentState(states, own=True)
+            self.recurrent_state = RecurrentState(states, exclusive=True)
         self._place_chunk(segment)
         prefilled = len(self.tokens) - 1 == self.position
         if (self._stores.by_block or prefilled) and self.pin is not None:
@@ -385,7 +385,7 @@ class SequenceKV:
 
     def capture_restored(self, position: int, states: States) -> None:
         """Checkpoint states that were read from a tier."""
-        self._capture(position, RecurrentState(states, own=True), turn_end=True)
+        self._capture(position, RecurrentState(states, exclusive=True), turn_end=True)
 
     def _capture(self, position: int, state: RecurrentState, *, turn_end: bool) -> None:
         if self.pin is not None:

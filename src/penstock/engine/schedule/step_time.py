@@ -22,11 +22,11 @@ class ChunkSpeed(Protocol):
     def chunk_seconds(self, tokens: int, start: int) -> float:
         """Return the maximum seconds that a chunk takes."""
 
-    def tokens_within(self, seconds: float, start: int, most: int) -> int:
-        """Return the longest chunk, up to `most` tokens, known to take at most `seconds`."""
+    def tokens_within(self, seconds: float, start: int, max_tokens: int) -> int:
+        """Return the longest chunk, up to `max_tokens` tokens, known to take at most `seconds`."""
 
-    def tokens_to_try(self, seconds: float, start: int, most: int) -> int:
-        """Return the longest chunk, up to `most` tokens, that might take at most `seconds`."""
+    def tokens_to_try(self, seconds: float, start: int, max_tokens: int) -> int:
+        """Return the longest chunk, up to `max_tokens`, that might take at most `seconds`."""
 
     def tokens_worth(self, start: int) -> int:
         """Return the chunk length from which per-token time exceeds the overhead."""
@@ -53,17 +53,17 @@ class StepTime:
         seconds = max(self.seconds, self.alone_seconds)
         return replace(self, seconds=seconds, others_wait=False)
 
-    def tokens(self, start: int, most: int, beside: Iterable[tuple[int, int]] = ()) -> int:
+    def tokens(self, start: int, max_tokens: int, beside: Iterable[tuple[int, int]] = ()) -> int:
         """Return the longest chunk from `start` that fits into the remaining time.
 
         Args:
             start: position of its first token.
-            most: maximum number of tokens.
+            max_tokens: maximum number of tokens.
             beside: (start, tokens) of the other chunks of the step.
         """
         spent = sum(self.speed.chunk_seconds(tokens, begin) for begin, tokens in beside)
         left = self.seconds - spent
-        return self.speed.tokens_within(left, start, most) if left > 0 else 0
+        return self.speed.tokens_within(left, start, max_tokens) if left > 0 else 0
 
     def least(self, start: int) -> int:
         """Return the minimum chunk, prefilled even if it exceeds the limit; 0 while others wait."""

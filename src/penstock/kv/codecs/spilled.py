@@ -82,7 +82,7 @@ class BlockPairs:
         )
         return cls(parts[0].layer, heads, places, np.concatenate([p.checksums for p in parts]))
 
-    def some(self, numbers: NDArray[np.int64]) -> BlockPairs:
+    def subset(self, numbers: NDArray[np.int64]) -> BlockPairs:
         heads, places = self.heads[numbers], self.places[numbers]
         return BlockPairs(self.layer, heads, places, self.checksums[numbers])
 
@@ -226,14 +226,14 @@ class Spilled(Codec):
             return raw.view(np.float32).reshape(heads, -1, coded.dim)
         return mx.array(raw.reshape(-1)).view(self.dtype).reshape(heads, -1, coded.dim)
 
-    def wide(self, coded: Coded, raw: RawBlocks) -> mx.array:
+    def as_array(self, coded: Coded, raw: RawBlocks) -> mx.array:
         """Return the values of all blocks, (1, heads, tokens, dim), from their bytes."""
         return mx.array(self.numbers(coded, raw))[None]
 
     def dequantize(self, coded: Coded, ops: CodeOps) -> mx.array:
         """Return the original keys or values, (1, heads, tokens, dim)."""
         (raw,) = self.reader.fetch([self.all_blocks(coded)])
-        return self.wide(coded, raw)
+        return self.as_array(coded, raw)
 
     def score(self, queries: mx.array, coded: Coded, ops: CodeOps) -> mx.array:
         return queries @ coded.dequantize(ops).squeeze(0).swapaxes(-1, -2)

@@ -42,8 +42,8 @@ class AffineCodes:
         return AffineCodes(self.weight[order], self.scales[order], self.biases[order], self.bits)
 
 
-def read(tensor: TensorInfo, *, wide: bool = False) -> mx.array | AffineCodes:
-    """Read one tensor; with `wide`, tensors to be dequantized anyway are read as float32."""
+def read(tensor: TensorInfo, *, float32: bool = False) -> mx.array | AffineCodes:
+    """Read one tensor; with `float32`, tensors to be dequantized anyway are read as float32."""
     raw = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.nbytes,))
     form, bits = tensor.form.name, tensor.form.bits
     if form == "BF16":
@@ -61,12 +61,12 @@ def read(tensor: TensorInfo, *, wide: bool = False) -> mx.array | AffineCodes:
             bits,
         )
     numbers = mx.array(_dequantized(raw, tensor))
-    return numbers if wide else AffineCodes(*mx.quantize(numbers, GROUP, bits), bits)
+    return numbers if float32 else AffineCodes(*mx.quantize(numbers, GROUP, bits), bits)
 
 
 def nearest_error(tensor: TensorInfo) -> float:
     """Return the RMS error of MLX's nearest codes, relative to the values."""
-    exact, nearest = read(tensor, wide=True), read(tensor)
+    exact, nearest = read(tensor, float32=True), read(tensor)
     if not isinstance(exact, mx.array) or not isinstance(nearest, AffineCodes):
         return 0.0
     error = nearest.dequantized() - exact

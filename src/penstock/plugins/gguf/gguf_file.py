@@ -24,8 +24,8 @@ class GGUFFile:
     def config(self) -> dict[str, Any]:
         return {**architectures.config(self._header), "_name_or_path": self._header.name}
 
-    def bytes_by_kind(self, *, wide: bool) -> Mapping[str, int]:
-        return loaded_bytes.bytes_by_kind(self._header, wide=wide)
+    def bytes_by_kind(self, *, float32: bool) -> Mapping[str, int]:
+        return loaded_bytes.bytes_by_kind(self._header, float32=float32)
 
     def packed_bytes(self) -> int | None:
         return loaded_bytes.packed_bytes(self._header)
@@ -44,19 +44,19 @@ class GGUFFile:
 
         header = self._header
         architectures.config(header)  # refuses what is no model before anything is counted
-        native, wide = loaded_bytes.native_bytes(header), loaded_bytes.wide_bytes(header)
+        native, float32_bytes = loaded_bytes.native_bytes(header), loaded_bytes.wide_bytes(header)
         packed = self.packed_bytes()
         if packed is not None and not can_pack():
             packed = None
-        widening = Widening(weights_dtype, native, wide, limit_bytes, packed)
+        widening = Widening(weights_dtype, native, float32_bytes, limit_bytes, packed)
         widening.check_limit(header.name)
         is_wide = widening.widens
         dtype = loaded_bytes.activation_dtype(header)
         if is_wide or widening.packs:
             dtype = "float32"
         return load_written(
-            lambda folder: write_folder(header, folder, wide=is_wide, dtype=dtype),
-            weights(header, wide=is_wide, dtype=dtype),
+            lambda folder: write_folder(header, folder, float32=is_wide, dtype=dtype),
+            weights(header, float32=is_wide, dtype=dtype),
             widening,
             path=self._path,
             name=header.name,

@@ -184,7 +184,7 @@ class _Cursor:
 
     def __init__(self, raw: mmap.mmap, file: Path) -> None:
         self.raw, self.file = raw, file
-        self.at = len(MAGIC)
+        self.position = len(MAGIC)
 
     def header(self) -> Header:
         version = self.scalar("<I")
@@ -203,14 +203,14 @@ class _Cursor:
         return Header(self.file.name, metadata, self.placed(infos, metadata))
 
     def damage(self, why: str) -> ModelError:
-        return ModelError(f"{self.file.name} is damaged at byte {self.at:,}: {why}")
+        return ModelError(f"{self.file.name} is damaged at byte {self.position:,}: {why}")
 
     def take(self, count: int) -> bytes:
-        end = self.at + count
+        end = self.position + count
         if end > min(len(self.raw), MAX_METADATA_BYTES):
             raise self.damage(f"{counted(count, 'byte')} should follow, and the header ends before")
-        taken = self.raw[self.at : end]
-        self.at = end
+        taken = self.raw[self.position : end]
+        self.position = end
         return taken
 
     def scalar(self, form: str) -> Any:
@@ -231,7 +231,7 @@ class _Cursor:
     def array(self, kind: int, count: int) -> Any:
         if kind != _STRING:
             return self.numbers(kind, count)
-        if count * 8 > len(self.raw) - self.at:
+        if count * 8 > len(self.raw) - self.position:
             raise self.damage(f"{count:,} texts do not fit into the file")
         return [self.string() for _ in range(count)]
 
@@ -264,7 +264,7 @@ class _Cursor:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment % 8:
             raise self.damage(f"general.alignment is {alignment!r}")
-        begin = -(-self.at // alignment) * alignment
+        begin = -(-self.position // alignment) * alignment
         moved = [
             TensorInfo(x.name, x.shape, x.form, x.file, begin + x.offset)
             for x in sorted(tensors, key=lambda x: x.offset)

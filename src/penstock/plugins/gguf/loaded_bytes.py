@@ -18,20 +18,20 @@ _NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 def activation_dtype(header: Header) -> str:
     """Return the dtype of activations: float16 with codes, else that of the largest matrix."""
-    if any(tensor.form.bits for tensor in held(header)):
+    if any(tensor.form.bits for tensor in model_tensors(header)):
         return "float16"
-    largest = max(held(header), key=lambda tensor: tensor.nbytes)
+    largest = max(model_tensors(header), key=lambda tensor: tensor.nbytes)
     return {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}[largest.form.name]
 
 
 def native_bytes(header: Header) -> int:
     """Return the bytes of the weights if quantized tensors stay quantized."""
-    return sum(sum(_bytes(tensor, activation_dtype(header))) for tensor in held(header))
+    return sum(sum(_bytes(tensor, activation_dtype(header))) for tensor in model_tensors(header))
 
 
 def wide_bytes(header: Header) -> int:
     """Return the bytes of the weights in float32."""
-    return sum(4 * prod(tensor.shape) for tensor in held(header))
+    return sum(4 * prod(tensor.shape) for tensor in model_tensors(header))
 
 
 def packed_bytes(header: Header) -> int | None:
@@ -42,7 +42,7 @@ def packed_bytes(header: Header) -> int | None:
     twice if they are also the output layer.
     """
     total, has_codes = 0, False
-    for tensor in held(header):
+    for tensor in model_tensors(header):
         numbers, bits = prod(tensor.shape), tensor.form.bits
         if bits is None or len(tensor.shape) > 2:  # experts become float32
             total += 4 * numbers
@@ -57,17 +57,17 @@ def packed_bytes(header: Header) -> int | None:
     return total if has_codes else None
 
 
-def held(header: Header) -> list[TensorInfo]:
+def model_tensors(header: Header) -> list[TensorInfo]:
     """Return the tensors that become weights of the model."""
     return [x for x in header.tensors.values() if x.name not in ROPE_TENSORS]
 
 
-def bytes_by_kind(header: Header, *, wide: bool) -> dict[str, int]:
-    """Sum the bytes of weights by kind, for `memory.read_model_spec`; `wide` for float32."""
-    dtype = "float32" if wide else activation_dtype(header)
+def bytes_by_kind(header: Header, *, float32: bool) -> dict[str, int]:
+    """Sum the bytes of weights by kind, for `memory.read_model_spec`, as loaded or in float32."""
+    dtype = "float32" if float32 else activation_dtype(header)
     sums: Counter[str] = Counter()
-    for tensor in held(header):
-        floats, codes = (4 * prod(tensor.shape), 0) if wide else _bytes(tensor, dtype)
+    for tensor in model_tensors(header):
+        floats, codes = (4 * prod(tensor.shape), 0) if float32 else _bytes(tensor, dtype)
         sums[_NAMES[dtype]] += floats
         sums["U32"] += codes
         if not tensor.name.startswith("blk."):

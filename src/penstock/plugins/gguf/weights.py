@@ -14,7 +14,7 @@ import mlx.core as mx
 from penstock.errors import ModelError
 from penstock.plugins.gguf import architectures, blocks
 from penstock.plugins.gguf.header import GROUP, Header
-from penstock.plugins.gguf.loaded_bytes import held
+from penstock.plugins.gguf.loaded_bytes import model_tensors
 from penstock.plugins.gguf.tokenizer import write_tokenizer
 from penstock.plurals import counted
 
@@ -25,23 +25,23 @@ MEASURED_TENSORS = 2
 """Number of tensors per format whose error is measured."""
 
 
-def write_folder(header: Header, folder: Path, *, wide: bool, dtype: str) -> None:
+def write_folder(header: Header, folder: Path, *, float32: bool, dtype: str) -> None:
     """Write a model folder for mlx-lm's loaders, without weights.
 
-    `wide` gives dense matrices; unquantized values have the `dtype`.
+    `float32` gives dense matrices; unquantized values have the `dtype`.
     """
     config = architectures.config(header)
     config["torch_dtype"] = dtype
-    if not wide and (quantization := _quantization(header)):
+    if not float32 and (quantization := _quantization(header)):
         config["quantization"] = quantization
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     write_tokenizer(header, folder)
 
 
-def weights(header: Header, *, wide: bool, dtype: str) -> Iterator[tuple[str, mx.array]]:
+def weights(header: Header, *, float32: bool, dtype: str) -> Iterator[tuple[str, mx.array]]:
     """Yield the weights by mlx-lm's names, evaluated; only one tensor is in memory at a time.
 
-    With `wide`, codes are dequantized. All unquantized values (scales, norms and biases too) get
+    With `float32`, codes are dequantized. All unquantized values (scales, norms and biases too) get
     the `dtype`.
     """
     kind = architectures.architecture(header)
@@ -51,13 +51,13 @@ def weights(header: Header, *, wide: bool, dtype: str) -> Iterator[tuple[str, mx
         "attn_k": config["num_key_value_heads"],
     }
     number_type: mx.Dtype = getattr(mx, dtype)
-    for tensor in held(header):
+    for tensor in model_tensors(header):
         name = architectures.module_of(kind, tensor.name)
         if name is None:
             raise ModelError(
                 f"{header.name} has a tensor {tensor.name[:64]!r}, which {kind.model_type} has not"
             )
-        value = blocks.read(tensor, wide=wide)
+        value = blocks.read(tensor, float32=float32)
         rotated = heads.get(tensor.name.split(".")[-2]) if kind.interleaved else None
         if rotated is not None:
             if tensor.shape[0] % (2 * rotated):
@@ -69,7 +69,7 @@ def weights(header: Header, *, wide: bool, dtype: str) -> Iterator[tuple[str, mx
             value = _straightened(value, rotated)
         if name.endswith(NORM) and kind.norm_offset:
             value = _dense(value) - kind.norm_offset
-        for suffix, array in _parts(value, name, number_type, wide=wide):
+        for suffix, array in _parts(value, name, number_type, float32=float32):
             mx.eval(array)
             yield suffix, array
 
@@ -116,9 +116,9 @@ def _dense(value: Weight) -> mx.array:
 
 
 def _parts(
-    value: Weight, name: str, dtype: mx.Dtype, *, wide: bool
+    value: Weight, name: str, dtype: mx.Dtype, *, float32: bool
 ) -> Iterator[tuple[str, mx.array]]:
-    if wide or not isinstance(value, blocks.AffineCodes):
+    if float32 or not isinstance(value, blocks.AffineCodes):
         yield name, _dense(value).astype(dtype)
         return
     stem = name.removesuffix(".weight")

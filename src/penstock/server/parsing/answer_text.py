@@ -31,7 +31,7 @@ class AnswerText:
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0
+        self.position = 0
         self.closed = False
         self.cut = False
         """Whether the answer was cut off, so that its last call may be incomplete."""
@@ -42,15 +42,15 @@ class AnswerText:
         self._recorded: list[str] | None = None
 
     def push(self, text: str) -> None:
-        self.text = self.text[self.at :] + text
-        self.at = 0
+        self.text = self.text[self.position :] + text
+        self.position = 0
 
     def close(self, *, cut: bool = False) -> None:
         self.closed, self.cut = True, cut
 
     def unread(self, text: str) -> None:
-        self.text = text + self.text[self.at :]
-        self.at = 0
+        self.text = text + self.text[self.position :]
+        self.position = 0
         self._reread += len(text)
 
     @property
@@ -61,16 +61,16 @@ class AnswerText:
     @property
     def ready(self) -> bool:
         """Whether the next character is available, or the text has ended."""
-        return self.at < len(self.text) or self.closed
+        return self.position < len(self.text) or self.closed
 
     @property
     def sign(self) -> str:
         """Next character; empty if there is none yet."""
-        return self.text[self.at : self.at + 1]
+        return self.text[self.position : self.position + 1]
 
     def advance(self, count: int = 1) -> str:
-        taken = self.text[self.at : self.at + count]
-        self.at += count
+        taken = self.text[self.position : self.position + count]
+        self.position += count
         for parts in (self._kept, self._recorded):
             if parts is not None:
                 parts.append(taken)
@@ -103,10 +103,10 @@ def until(
     """
     pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
     while True:
-        if match := pattern.search(source.text, source.at):
-            emit(source.advance(match.start() - source.at))
+        if match := pattern.search(source.text, source.position):
+            emit(source.advance(match.start() - source.position))
             return source.advance(len(match[0])) if take else match[0]
-        rest = len(source.text) - source.at
+        rest = len(source.text) - source.position
         emit(source.advance(rest if source.closed else rest - _beginning(source, marks)))
         if source.closed:
             return None
@@ -119,7 +119,7 @@ def peek(source: AnswerText, pattern: Pattern, offset: int = 0) -> Reading[Match
     The pattern must end with a mark, so that more text cannot extend its match.
     """
     while True:
-        match = pattern.match(source.text, source.at + offset, partial=not source.closed)
+        match = pattern.match(source.text, source.position + offset, partial=not source.closed)
         if match is None or not match.partial:
             return match
         yield
@@ -136,7 +136,7 @@ def take(source: AnswerText, pattern: Pattern) -> Reading[Match | None]:
 def accept(source: AnswerText, *marks: str) -> Reading[str | None]:
     """Consume blanks and the longest mark after them; if no mark follows, consume nothing."""
     while True:
-        rest = source.text[source.at :]
+        rest = source.text[source.position :]
         bare = rest.lstrip()
         if source.closed or not any(mark != bare and mark.startswith(bare) for mark in marks):
             mark = max((mark for mark in marks if bare.startswith(mark)), key=len, default=None)
@@ -181,7 +181,7 @@ def line(source: AnswerText, end: str, *, max_length: int = 256) -> Reading[str]
 def _beginning(source: AnswerText, marks: Sequence[str]) -> int:
     """Return the length of the text's end that may begin a mark."""
     longest = max(map(len, marks), default=0)
-    tail = source.text[max(source.at, len(source.text) - longest) :]
+    tail = source.text[max(source.position, len(source.text) - longest) :]
     return max(
         (
             size

@@ -136,7 +136,7 @@ class _Notation:
             is_end = (yield from peek(source, self._rest(), len(mark))) or (
                 source.closed
                 and not source.cut
-                and self._rest(closed=True).match(source.text, source.at + len(mark))
+                and self._rest(closed=True).match(source.text, source.position + len(mark))
             )
             source.advance(len(mark))
             if is_end:

@@ -52,7 +52,7 @@ def begins_with_a_header(source: AnswerText) -> Reading[bool]:
     """Return whether the answer begins with a header, as it does without a grammar."""
     yield from blanks(source)
     while True:
-        rest = source.text[source.at :]
+        rest = source.text[source.position :]
         if rest.startswith(("<|", "to=")):
             return True
         if source.closed or not any(mark.startswith(rest) for mark in ("<|", "to=")):

@@ -57,7 +57,7 @@ def string(source: AnswerText, emit: Emit) -> Reading[str]:
     while True:
         while not source.ready:
             yield
-        if match := _PLAIN.match(source.text, source.at):
+        if match := _PLAIN.match(source.text, source.position):
             add(source.advance(len(match[0])))
             continue
         sign = source.sign

@@ -243,31 +243,33 @@ class _Arguments:
         call_end = yield from peek(source, self._call_end, offset)
         if call_end is None:
             return self._may_end(offset, shape.after) and not source.cut
-        offset = call_end.end() - source.at
+        offset = call_end.end() - source.position
         if self._form.has_several and (yield from peek(source, self._call_head, offset)):
             return True
         closing = yield from peek(source, self._closing, offset)
         if closing is None:
             is_whole = bool(shape.after.strip()) or not source.cut
             return self._may_end(offset, shape.closing) and is_whole
-        return (yield from self._is_last(closing.end() - source.at))
+        return (yield from self._is_last(closing.end() - source.position))
 
     def _may_end(self, offset: int, mark: str) -> bool:
         """Return whether the answer ends here, possibly within `mark`."""
-        rest = self._source.text[self._source.at + offset :].strip()
+        rest = self._source.text[self._source.position + offset :].strip()
         return self._source.closed and mark.strip().startswith(rest)
 
     def _is_last(self, offset: int) -> Reading[bool]:
         """Return whether no value ends before the next call or the answer's end."""
         source = self._source
         while True:
-            match = self._behind.search(source.text, source.at + offset, partial=not source.closed)
+            match = self._behind.search(
+                source.text, source.position + offset, partial=not source.closed
+            )
             if match is not None and not match.partial:
                 return match["end"] is None
             if source.closed:
                 return True
             # No mark begins before a partial match.
-            offset = (len(source.text) if match is None else match.start()) - source.at
+            offset = (len(source.text) if match is None else match.start()) - source.position
             yield
 
     def _end_of_call(self) -> Reading[None]:

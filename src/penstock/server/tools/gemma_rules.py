@@ -141,5 +141,5 @@ def gemma_text(value: Any, quote: str) -> str:
         pairs = (f"{key}:{gemma_text(member, quote)}" for key, member in value.items())
         return f"{{{','.join(pairs)}}}"
     if isinstance(value, Sequence):
-        return f"[{','.join(gemma_text(one, quote) for one in value)}]"
+        return f"[{','.join(gemma_text(item, quote) for item in value)}]"
     return json.dumps(value)
