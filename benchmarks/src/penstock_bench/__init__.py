@@ -1,3 +1,3 @@
-"""Measured claims, one file each. The rival runs in the same process, turn by turn with ours."""
+"""Benchmarks of measured claims, one file each. Rivals run interleaved in the same process."""
 
 __version__ = "0.2.0"

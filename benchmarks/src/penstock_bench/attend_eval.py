@@ -1,9 +1,9 @@
-"""`penstock eval --attend`: the loss of a model while a step reads a choice of a text.
+"""`penstock eval --attend`: loss of a model whose decode steps read selected tokens.
 
-Each piece of the text is read whole but for its last tokens, which are given one by one. Steps that
-read a choice are compared with steps that read all tokens, for each number of tokens, and so is a
-window of as many bytes. On demand each layer chooses alone, and the worst layers are left whole,
-one after the other, until the smallest number of tokens is enough.
+Each piece of the text is prefilled except for its last tokens, which are decoded one by one. For
+each number of selected tokens the steps are compared with full attention, and so is a window of as
+many bytes. Optionally, selection is measured in each layer alone; the worst layers are then left
+full, one after the other, until the smallest number of tokens reaches the goal.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from penstock_bench.report import Line, Notify, Report
 CLAIM = "Steps that read a choice of a text expect what those expect that read all"
 RIVAL = "window"
 MOST_KL = 0.02
-"""Goal: KL of the next token from full attention, in nats."""
+"""Goal: KL divergence of the next token from full attention, in nats."""
 MOST_OF_WINDOW = {False: 0.25, True: 0.1}
-"""Goal: that KL, as a share of the KL of a window of as many bytes, without and with the rest."""
+"""Goal: KL as a share of the KL of a window of as many bytes, by `attend_rest`."""
 MOST_PERPLEXITY = 1.0
-"""Goal: change of perplexity from that of full attention, in percent."""
+"""Goal: change of perplexity against full attention, in percent."""
 MOST_WHOLE = 4
-"""One layer of so many may be left whole, at most."""
+"""Inverse of the largest share of layers that may be left full."""
 Proposal = tuple[int, tuple[int, ...], float]
-"""Tokens to read, layers to leave whole, and the KL of both."""
+"""Tokens to read, layers left full, and the resulting KL."""
 
 
 class ReadText(Protocol):
-    """A text that was read, of which steps read a choice."""
+    """Prefilled text whose decode steps read selected tokens."""
 
     def kl(self, tokens: int, whole: Collection[int] = ()) -> float:
-        """Return the mean KL of steps that read so many tokens."""
+        """Return the mean KL of steps that read `tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOutcome:
-    """Steps that read a choice, and a window of as many bytes, on the same tokens."""
+    """Selective attention and a window of as many bytes, measured on the same tokens."""
 
     choice: Forced
     window: Forced
     window_tokens: int
-    """Tokens of the window of the longest piece."""
+    """Window size for the longest piece, in tokens."""
 
     def figures(self, whole: Forced) -> dict[str, Estimate]:
-        """Return the figures, by name; perplexity in percent of that of full attention."""
+        """Return the figures by name; perplexity as change against full attention, in percent."""
         return {
             "kl": Estimate.of(self.choice.kl),
             "window_kl": Estimate.of(self.window.kl),
@@ -74,7 +74,7 @@ def over(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> 
 
 
 def change(ours: Sequence[Sequence[float]], whole: Sequence[Sequence[float]]) -> Estimate:
-    """Return by how many percent one perplexity is above another's, by the tokens' losses."""
+    """Return the change of perplexity in percent, from the losses of each token."""
     more = Estimate.of(_paired(ours, whole, 1.0))
     ratio = math.exp(more.mean)
     return Estimate(more.n, 100 * (ratio - 1), 100 * ratio * more.standard_error)
@@ -101,11 +101,11 @@ def measure(
     Args:
         load_: the model and its text.
         attend: numbers of tokens that a step reads.
-        notify: takes a description of the measurement, the steps that are done, and their total.
-        by_layer: whether each layer is measured alone, and the worst ones may be left whole.
+        notify: takes a description, the completed steps, and the total.
+        by_layer: also measure each layer alone, and leave the worst ones full if that helps.
 
     Raises:
-        SettingError: no layer can choose, or the pieces of the text are too short.
+        SettingError: no layer supports selection, or the pieces of the text are too short.
     """
     sizes = sorted(set(attend))
     model, tokenizer = load(load_.model)
@@ -130,7 +130,7 @@ def measure(
 
 
 def _check(text: Sequence[EvalPiece], attend: int) -> None:
-    """Refuse pieces of which a step would read everything."""
+    """Raise SettingError if a step would read a whole piece."""
     shortest = min(len(piece.tokens) for piece in text)
     if shortest - STEP_TOKENS - 1 <= attend:
         raise SettingError(
@@ -142,9 +142,9 @@ def _check(text: Sequence[EvalPiece], attend: int) -> None:
 
 
 def proposal(read: ReadText, by_size: dict[int, float], alone: dict[int, float]) -> Proposal | None:
-    """Return the fewest tokens that are enough, with layers left whole, and their KL.
+    """Return the fewest tokens that reach the goal, the layers left full, and the KL.
 
-    None if no number is enough, also with one layer in `MOST_WHOLE` left whole.
+    None if no number of tokens does, even with one layer in `MOST_WHOLE` left full.
     """
     worst = sorted(alone, key=lambda layer: -alone[layer])
     for size, kl in by_size.items():
@@ -165,7 +165,7 @@ def report(
     alone: dict[int, float],
     proposed: Proposal | None,
 ) -> Report:
-    """Lay out the figures, and the flags that they propose."""
+    """Format the figures and the proposed flags."""
     by_size = {size: outcome.figures(whole) for size, outcome in outcomes.items()}
     perplexity = math.exp(mean(whole.losses))
     lines = [Line("all tokens read: perplexity", f"{perplexity:.2f}", "")]
@@ -253,7 +253,6 @@ def _by_piece(outcome: ChoiceOutcome) -> dict[str, list[float]]:
 
 
 def _means(groups: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean of each piece, for the record."""
     return [round(mean([group]), 6) for group in groups]
 
 

@@ -1,4 +1,4 @@
-"""`penstock bench attend`: decode steps that read a choice beside steps that read all."""
+"""`penstock bench attend`: decode steps with selected tokens against full attention."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from penstock_bench.report import Line, Notify, Report
 CLAIM = "A step that reads a choice of a long sequence is quicker than one that reads all of it"
 CHOICE, ALL = "a choice", "all tokens"
 GOALS = {(1, 8_192): 2.0, (1, 32_768): 5.0, (8, 8_192): 1.0}
-"""Goals, by sequences and the tokens that they share: times the speed of reading all."""
+"""Goals: speedup over full attention, by (sequences, shared tokens)."""
 STEPS = 8
-"""Steps of one side before it is the other one's turn."""
+"""Consecutive steps of one side before the other side runs."""
 OWN_TOKENS = 8
-"""Last tokens of a prompt that others do not share."""
+"""Tokens at the end of each prompt that are not shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendLoad:
-    """Sizes, in tokens and sequences."""
+    """Workload: sequences, and sizes in tokens."""
 
     shapes: tuple[tuple[int, int], ...] = tuple(GOALS)
     attend_tokens: int = 1_024
@@ -40,7 +40,7 @@ class AttendLoad:
 
 
 def measure(load: AttendLoad, notify: Notify = lambda *_: None) -> Report:
-    """Time the steps of every shape, both sides alive and asked in turn."""
+    """Time the steps of every shape, both sides interleaved."""
     model, steps = bench_model(load.model, load.llama), {}
     for number, shape in enumerate(load.shapes):
         sequences, tokens = shape
@@ -75,7 +75,7 @@ def _measure_one(
 
 
 def _read(side: Ours, model: BenchModel, sequences: int, tokens: int, steps: int) -> None:
-    """Read a prompt that all sequences share, and take steps until each has decoded some."""
+    """Prefill a shared prompt, and step until every sequence has decoded a few tokens."""
     shared = model.prompt(tokens - OWN_TOKENS, seed=0)
     with prompts_unattended():
         side.learn(shared)
@@ -89,10 +89,10 @@ def _read(side: Ours, model: BenchModel, sequences: int, tokens: int, steps: int
 
 @contextmanager
 def prompts_unattended() -> Iterator[None]:
-    """Let chunks of prompts take their own values for attention, meanwhile.
+    """Replace the attention of prefill chunks by their own values.
 
-    Keys and values are others then, and as many: steps take as long, and a prompt of 32,768 tokens
-    takes seconds, not many minutes.
+    Keys and values differ, but have the same size. Decode steps take as long, and a prompt of
+    32,768 tokens takes seconds instead of minutes.
     """
     attend = ChunkReads.attend
 
@@ -111,7 +111,7 @@ def prompts_unattended() -> Iterator[None]:
 def report(
     load: AttendLoad, model: BenchModel, steps: dict[tuple[int, int], dict[str, list[float]]]
 ) -> Report:
-    """Lay out the medians."""
+    """Compare the medians."""
     lines, ours, theirs, ratios = [], {}, {}, {}
     for (sequences, tokens), step_ms in steps.items():
         name = f"{sequences} x {counted(tokens, 'token')}"

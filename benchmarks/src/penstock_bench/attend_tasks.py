@@ -1,7 +1,7 @@
-"""`penstock eval --attend --task`: answers about long texts while a step reads a choice of them.
+"""`penstock eval --attend --task`: answers about long texts with selective attention.
 
-The engine answers with all tokens, with each choice, and with a window of as many bytes, which
-keeps its first tokens. An answer's first token reads all, as in every engine; the others choose.
+The engine answers with full attention, with each number of selected tokens, and with a window of as
+many bytes that keeps its first tokens. The first token of an answer always reads the whole prompt.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from penstock_bench.report import Line, Notify, Report
 CLAIM = "Answers that read a choice of a long text are as right as those that read all"
 RIVAL = "window"
 MOST_POINTS = 1.0
-"""Goal: right answers fewer than with full attention, in points."""
+"""Goal: fewer right answers than with full attention, in percentage points."""
 Answers = dict[int | str, list[list[float]]]
-"""Scores of answers, from 0 to 1, by task and text."""
+"""Scores of answers, 0 to 1, by task and text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """Answers of a choice, and of a window of as many bytes."""
+    """Answers with selected tokens, and with a window of as many bytes."""
 
     window_tokens: int
     choice: Answers
@@ -40,7 +40,7 @@ class TaskOutcome:
 
 
 def measure(load_: EvalLoad, attend: Sequence[int], notify: Notify = lambda *_: None) -> Report:
-    """Ask everything with all tokens, with each choice and with each window."""
+    """Ask all questions with full attention, each number of tokens, and each window."""
     model, tokenizer = load(load_.model)
     asked = questions(tokenizer, load_)
     task = EvalTask(KeyForm.PLAIN, model, tokenizer, asked, [])
@@ -66,20 +66,19 @@ def measure(load_: EvalLoad, attend: Sequence[int], notify: Notify = lambda *_: 
 
 
 def _longest(asked: dict[int | str, list[AskedDialogue]]) -> int:
-    """Return the tokens of the longest prompt."""
     texts = [text for group in asked.values() for text in group]
     return max(len(prompt) for text in texts for prompt in text.prompts)
 
 
 def _window(model: Any, attend: int, length: int, *, rest: bool) -> int:
-    """Return the tokens of a window that takes the bytes of a choice and of its index."""
+    """Return the window size, in tokens, that takes the bytes of the selection and its index."""
     runner = Runner(model, devices.current(), max_kv_size=length, keep=0)
     layers = sorted(runner.selectable_layers)
     return window_tokens(runner.shapes, layers, attend, length, rest=rest)
 
 
 def report(load_: EvalLoad, whole: Answers, outcomes: dict[int, TaskOutcome]) -> Report:
-    """Lay out the shares of right answers, and judge the choices."""
+    """Compare the shares of right answers with the goal."""
     lines: list[Line] = []
     met = True
     for task, ours in whole.items():
@@ -123,7 +122,7 @@ def report(load_: EvalLoad, whole: Answers, outcomes: dict[int, TaskOutcome]) ->
 
 
 def fewer(whole: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> Estimate:
-    """Return by how much answers are less right than others to the same questions."""
+    """Return how much lower the scores of answers are than those with full attention."""
     return Estimate.of_shares(
         [
             [a - b for a, b in zip(theirs, one, strict=True)]

@@ -1,4 +1,4 @@
-"""Pieces of a text whose last tokens are given one by one: all are read, a choice, or a window."""
+"""Teacher forcing of a text with full attention, selected tokens, or a window."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from penstock_bench.eval_texts import EvalPiece
 from penstock_bench.forcing import Forced, PieceFigures, log_probabilities
 
 STEP_TOKENS = 64
-"""Tokens of each piece that are given one by one; of each the next token is known."""
+"""Tokens at the end of each piece that are decoded one by one."""
 KEPT_TOKENS = 64
-"""First tokens that a window keeps: without them it loses ten times as much."""
+"""First tokens that a window keeps; without them its loss is ten times as large."""
 PROMPT_TOKENS = 512
-"""Tokens of a prompt that are read together."""
+"""Prefill chunk, in tokens."""
 
 
 class AttendText:
-    """The pieces of a text as a model has read them, and its predictions of their last tokens.
+    """Prefilled pieces of a text, and the predictions of their last tokens.
 
     Args:
-        model: it must be known to `penstock.attach`.
-        text: pieces, all longer than `STEP_TOKENS` + 1.
-        step: called with a description before each piece that is read or measured.
-        rest: whether steps read the other tokens from the index.
+        model: must be attached by `penstock.attach`.
+        text: pieces, each longer than `STEP_TOKENS` + 1.
+        step: called with a description before each prefill or measurement.
+        rest: whether steps approximate the other tokens by the index.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class AttendText:
             self._read.append(self._prompt(piece, self._caches(most)))
             self._all.append(self._steps(piece, copy.deepcopy(self._read[-1])))
         self.whole = self._figures(self._all)
-        """Figures of steps that read all tokens."""
+        """Figures of full attention."""
 
     @property
     def layers(self) -> list[int]:
-        """Numbers of the layers that can choose."""
+        """Indices of the layers that support selection."""
         caches = self._read[0]
         return [n for n, cache in enumerate(caches) if isinstance(cache, SelectiveKVCache)]
 
     def choice(self, tokens: int, whole: Collection[int] = ()) -> Forced:
-        """Return figures of steps that read so many tokens in each layer.
+        """Return the figures of steps that read `tokens` tokens in each layer.
 
         Args:
-            tokens: number of tokens that are read.
-            whole: numbers of the layers that read all.
+            tokens: number of tokens read.
+            whole: indices of the layers with full attention.
         """
         logs = []
         for piece, read in zip(self._text, self._read, strict=True):
@@ -85,13 +85,13 @@ class AttendText:
         return self._figures(logs)
 
     def kl(self, tokens: int, whole: Collection[int] = ()) -> float:
-        """Return the mean KL of `choice`, from steps that read all."""
+        """Return the mean KL of `choice` against full attention."""
         return mean(self.choice(tokens, whole).kl)
 
     def window(self, tokens: int) -> Forced:
-        """Return figures of a window of as many bytes as a choice of so many tokens, and its index.
+        """Return the figures of a window that takes the bytes of `tokens` tokens and the index.
 
-        The whole piece is read in the window, which keeps its first tokens.
+        The whole piece is prefilled in the window, which keeps its first tokens.
         """
         logs = []
         for piece, size in zip(self._text, self.window_tokens(tokens), strict=True):
@@ -101,7 +101,7 @@ class AttendText:
         return self._figures(logs)
 
     def window_tokens(self, tokens: int) -> list[int]:
-        """Return the tokens of such a window, for each piece."""
+        """Return the size of that window for each piece, in tokens."""
         return [
             window_tokens(self._shapes, self.layers, tokens, len(piece.tokens), rest=self._rest)
             for piece in self._text
@@ -111,7 +111,7 @@ class AttendText:
         return make_kv_cache(self._model, attend, attend=attend, attend_rest=self._rest)
 
     def _prompt(self, piece: EvalPiece, caches: list[Any]) -> list[Any]:
-        """Return caches that have read a piece but for the tokens of steps."""
+        """Prefill a piece up to its last `STEP_TOKENS` tokens; return the caches."""
         prompt = list(piece.tokens[: -STEP_TOKENS - 1])
         for start in range(0, len(prompt), PROMPT_TOKENS):
             self._model(mx.array([prompt[start : start + PROMPT_TOKENS]]), cache=caches)
@@ -119,7 +119,7 @@ class AttendText:
         return caches
 
     def _steps(self, piece: EvalPiece, caches: list[Any]) -> Floats:
-        """Return log-probabilities of the token behind each that is given."""
+        """Return the log-probabilities after each decoded token."""
         steps = (
             self._model(mx.array([[token]]), cache=caches)[0]
             for token in piece.tokens[-STEP_TOKENS - 1 : -1]
@@ -143,20 +143,20 @@ def window_tokens(
     *,
     rest: bool = False,
 ) -> int:
-    """Return the tokens of a window that takes the bytes of a choice and of its index.
+    """Return the window size, in tokens, that takes the bytes of the selection and its index.
 
     Args:
         shapes: shape of one token in each layer.
-        layers: numbers of the layers that choose.
+        layers: indices of the layers with selection.
         attend: tokens that a step reads.
-        length: tokens that have an index.
-        rest: whether it has values, too.
+        length: tokens with an index.
+        rest: whether the index has values.
     """
     index = KeyIndex(frozenset(layers), rest).token_bytes(shapes)
     return attend + length * index // token_bytes([shapes[layer] for layer in layers])
 
 
 def mean(groups: Sequence[Sequence[float]]) -> float:
-    """Return the mean of all values of some groups."""
+    """Return the mean over all values of all groups."""
     values = [value for group in groups for value in group]
     return math.fsum(values) / len(values)

@@ -1,4 +1,4 @@
-"""Error of each layer's attention by a codec: queries of a real text on its own coded keys."""
+"""Error of each layer's attention by a codec, with queries of a real text on quantized keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kv.codecs.coded import Codec
 from penstock.kv.codecs.scheme import Scheme
 
 QUERY_TOKENS = 64
-"""Tokens whose queries are watched, behind the tokens whose keys and values are coded."""
+"""Tokens whose queries are recorded, after the tokens whose keys and values are quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ class WatchedLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """Change of one layer's attention by coded keys and values."""
+    """Error of one layer's attention on quantized keys and values."""
 
     kl: float
-    """Mean KL divergence of the attention weights from the weights on raw keys, in nats."""
+    """Mean KL divergence of the attention weights from those on raw keys, in nats."""
     output: float
-    """Root mean square of the change of the output, over the root mean square of the output."""
+    """Relative root mean square error of the output."""
 
 
 class WatchingReads(ChunkReads):
-    """One layer of a text that is read at once; keeps its queries beside keys and values."""
+    """Layer of a single prefill that records its queries, keys and values."""
 
     seen: WatchedLayer | None = None
 
@@ -54,7 +54,7 @@ class WatchingReads(ChunkReads):
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attend as `ChunkReads` does, and keep queries, keys and values."""
+        """Attend as `ChunkReads` does, and record queries, keys and values."""
         coded = keys.shape[2] - QUERY_TOKENS
         last = (queries[0, :, coded:] * scale).astype(mx.float32)
         grouped = last.reshape(keys.shape[1], -1, last.shape[-1])
@@ -65,16 +65,16 @@ class WatchingReads(ChunkReads):
 
 
 def watch(runner: Runner, tokens: Sequence[int], span: int) -> list[WatchedLayer | None]:
-    """Read a text once; return the queries, keys and values of each layer.
+    """Prefill a text in one pass; return the queries, keys and values of each layer.
 
     Args:
-        runner: the model's.
-        tokens: the text's.
-        span: divides the number of tokens whose keys are coded.
+        runner: runner of the model.
+        tokens: tokens of the text.
+        span: the number of quantized tokens is a multiple of this.
 
     Returns:
-        One entry a layer; None for layers that do not see the whole text. An empty list if the text
-        is too short, or the model has an attention of its own.
+        One entry per layer; None for layers without full attention. An empty list if the text is
+        too short, or the model implements attention itself.
     """
     coded = (len(tokens) - QUERY_TOKENS) // span * span
     if coded <= 0 or runner.fitness.way == "joined":
@@ -94,7 +94,7 @@ def watch(runner: Runner, tokens: Sequence[int], span: int) -> list[WatchedLayer
 
 
 def layer_errors(layers: Sequence[WatchedLayer | None], scheme: Scheme) -> list[LayerError | None]:
-    """Return the errors of a scheme in each layer; None for layers that were not watched."""
+    """Return the error of a codec in each layer; None for layers that were not recorded."""
     return [
         None if layer is None else _error(layer, scheme.of_layer(number))
         for number, layer in enumerate(layers)
@@ -102,7 +102,7 @@ def layer_errors(layers: Sequence[WatchedLayer | None], scheme: Scheme) -> list[
 
 
 def mean_errors(texts: Sequence[Sequence[LayerError | None]]) -> list[LayerError | None]:
-    """Return the mean over texts, layer by layer; None for layers that one of the texts lacks."""
+    """Return the mean over texts for each layer; None if one of the texts lacks it."""
     means: list[LayerError | None] = []
     for layer in zip(*filter(None, texts), strict=True):
         errors = [error for error in layer if error is not None]
@@ -129,11 +129,11 @@ def _error(layer: WatchedLayer, scheme: Scheme) -> LayerError:
 
 
 def _log_weights(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return logarithms of attention weights (kv_heads, m, n)."""
+    """Return log attention weights, (kv_heads, m, n)."""
     scores = queries @ keys[0].swapaxes(1, 2)
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
 
 def _held(codec: Codec | None, x: mx.array) -> mx.array:
-    """Return numbers as a codec holds them, in float32."""
+    """Encode and dequantize `x`, in float32."""
     return x if codec is None else codec.encode(x, devices.current()).dequantize(devices.current())

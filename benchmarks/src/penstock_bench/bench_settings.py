@@ -1,4 +1,4 @@
-"""Settings of benches, each spelled once: name, default, range, and the text of its option."""
+"""Settings of benchmarks: name, default, range, and help text of the option."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import Field
 from penstock.config import WORTH, Setting, Settings
 
 OUTLIER_SCALE = 16.0
-"""Factor of the larger channels of keys; a power of two, with which nothing is rounded."""
+"""Scale of the outlier channels of keys; a power of two, so that scaling is exact."""
 
 
 class Machine(Settings):
-    """Speed and memory of a simulated replica: a line through the origin, and no more."""
+    """Speed and memory of a simulated replica, linear in the tokens."""
 
     memory_tokens: Annotated[
         int, Field(ge=1), Setting("KV that a replica holds.", "TOKENS", flag="memory")

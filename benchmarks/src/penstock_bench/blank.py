@@ -1,4 +1,4 @@
-"""A segment without arrays, and a bounded tree of such, for benches of the index alone."""
+"""Segment without arrays, and a bounded prefix tree of them, for benchmarks of the index."""
 
 from __future__ import annotations
 
@@ -12,35 +12,29 @@ from penstock.prefix import Node, Policy, PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """Stands for the KV of `tokens` tokens; counts one byte each and holds none."""
+    """Placeholder for the KV of `tokens` tokens; counts one byte per token."""
 
     tokens: int
 
     @property
     def nbytes(self) -> int:
-        """One byte a token."""
         return self.tokens
 
     @property
     def checkpoint_nbytes(self) -> int:
-        """Bytes of checkpoints: none."""
         return 0
 
     @property
     def key_index_nbytes(self) -> int:
-        """Bytes of an index of keys: none."""
         return 0
 
     def split(self, at_tokens: int) -> tuple[Self, Self]:
-        """Return two blanks of the parts' lengths."""
         return type(self)(at_tokens), type(self)(self.tokens - at_tokens)
 
     def join(self, *others: Self) -> Self:
-        """Return one blank of all lengths together."""
         return type(self)(self.tokens + sum(other.tokens for other in others))
 
     def joins(self, _: Self) -> bool:
-        """Return True: all blanks are alike."""
         return True
 
 
@@ -67,11 +61,12 @@ class BlankPrefixes:
     def serve(
         self, blocks: Sequence[int], block_hashes: Sequence[bytes], now_seconds: float
     ) -> int:
-        """Match, pin and complete one prompt, and return the number of blocks that were there.
+        """Match, pin and complete one prompt; return the number of cached blocks.
 
         Args:
-            blocks: the prompt's blocks as tokens.
-            block_hashes: the hashes of these blocks, one token each.
+            blocks: block ids of the prompt, one token each.
+            block_hashes: hashes of these blocks.
+            now_seconds: current time.
         """
         match = self.tree.match(block_hashes)
         last: Node[Blank] | None = match.path[-1] if match.path else None
@@ -92,12 +87,12 @@ class BlankPrefixes:
         return match.tokens
 
     def check(self) -> None:
-        """Recount the tree and the ledger, and raise AssertionError if something differs."""
+        """Recount the tree and the ledger; raise AssertionError on a mismatch."""
         self.tree.check()
         self._ledger.check({Kind.NODES: self.tree.nbytes})
 
     def _make_room(self, nbytes: int) -> bool:
-        """Count `nbytes` more; return False if all other nodes are pinned."""
+        """Reserve `nbytes`, evicting nodes if needed; return False if all others are pinned."""
         while self._ledger.free_bytes < nbytes:
             victim = self.tree.victim()
             if victim is None:

@@ -1,4 +1,4 @@
-"""`penstock bench cluster`: a trace through 1 to 1,000 replicas, under each routing policy."""
+"""`penstock bench cluster`: replay of a trace on 1 to 1,000 replicas, by routing policy."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CLAIM = "Replicas whose prompts find them keep what one large engine would find"
 OURS: RoutingPolicy = "prefix+load"
 RIVAL: RoutingPolicy = "round-robin"
 KEPT = 0.9
-"""Goal: share of the hits of one engine with the memory of all."""
+"""Goal: share of the hits of a single engine with all the memory."""
 
 
 class ClusterLoad(ReplaySettings):
-    """Size of a replay, numbers of replicas, routing policies, and the replicas' speed."""
+    """Replay size, numbers of replicas, routing policies, and the replicas' speed."""
 
     replicas: tuple[int, ...] = (1, 3, 10, 30, 100)
     policies: tuple[RoutingPolicy, ...] = POLICIES
@@ -43,16 +43,16 @@ class ClusterLoad(ReplaySettings):
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Outcomes of all policies with one number of replicas."""
+    """Outcomes of all policies for one number of replicas."""
 
     replicas: int
     seconds: float
-    """Seconds of the trace that were replayed."""
+    """Duration of the replayed trace, in seconds."""
     one_large_hit_rate: float
     outcomes: dict[RoutingPolicy, Outcome]
 
     def kept(self, policy: RoutingPolicy) -> float:
-        """Return the share of the large engine's hits that a policy keeps."""
+        """Return a policy's hits as a share of the single large engine's."""
         large = self.one_large_hit_rate
         return self.outcomes[policy].hit_rate / large if large else 1.0
 
@@ -61,7 +61,7 @@ def policy_of(name: str) -> RoutingPolicy:
     """Return the policy of this name.
 
     Raises:
-        SettingError: there is none; names the others.
+        SettingError: the policy is unknown.
     """
     for policy in POLICIES:
         if policy == name:
@@ -70,13 +70,15 @@ def policy_of(name: str) -> RoutingPolicy:
 
 
 def measure(file: Path, load: ClusterLoad, progress: Callable[[str, int, int], None]) -> Report:
-    """Replay the trace for every number of replicas, under every policy.
+    """Replay the trace for every number of replicas and every policy.
 
     Args:
-        progress: takes a description of the replay, the arrived requests, and their total.
+        file: the trace.
+        load: size of the replay.
+        progress: takes a description, the arrived requests, and their total.
 
     Raises:
-        SettingError: the file is missing, or a line is not of this form.
+        SettingError: the file is missing, or a line has another format.
     """
     trace = read_trace(file)
     crowd = TraceCopies(trace, load.split)
@@ -106,7 +108,7 @@ def _runs(
 
 
 def report(trace: Trace, load: ClusterLoad, runs: Sequence[Runs]) -> Report:
-    """Compare our policy with another, and both with one engine that has the memory of all."""
+    """Compare our policy with the rival, and both with a single engine that has all the memory."""
     ours = OURS if OURS in load.policies else load.policies[0]
     others = [policy for policy in load.policies if policy != ours]
     rival = RIVAL if RIVAL in others else (others or [ours])[0]
@@ -170,10 +172,10 @@ def _name(one: Runs) -> str:
 
 
 def table(report: Report) -> Table:
-    """Lay out every run: one row for each number of replicas and policy.
+    """Return a table with a row per number of replicas and policy.
 
-    Columns: hits; hits as a share of one engine's with all the memory; the busiest replica's work
-    over the mean; seconds to the first token; bytes of summaries' changes.
+    Columns: hits; hits as a share of a single large engine's; load of the busiest replica over the
+    mean; seconds to the first token; bytes of summary changes.
     """
     load = report.raw["load"]
     machine = load["machine"]

@@ -19,7 +19,7 @@ COLORS = {
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draw hits, waits and gossip against the number of replicas, a line for each policy."""
+    """Plot hits, waits and gossip against the number of replicas, a line per policy."""
     runs: list[dict[str, Any]] = report.raw["runs"]
     counts = [run["replicas"] for run in runs]
     figure = Figure(figsize=(13, 3.8))

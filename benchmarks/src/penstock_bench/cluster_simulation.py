@@ -1,4 +1,4 @@
-"""Many replicas without arrays, in simulated time: real trees, the real router, a linear machine.
+"""Simulation of many replicas: real prefix trees and router, linear machine model, no arrays.
 
 trace, in parts ──arrivals──> Router ──> queue ─> reading ─> answering      of each replica
                                 ▲                   │
@@ -21,29 +21,29 @@ from penstock_bench.blank import BlankPrefixes
 from penstock_bench.trace import Trace, Visit
 
 COMMON_SHARE = 0.05
-"""Share of a trace's requests from which on a block is the service's own (a system prompt).
+"""Minimum share of a trace's requests for a block to count as shared (a system prompt).
 
-Such a block is the same in all copies of the trace. Every other one is a user's.
+A shared block is the same in all copies of the trace. All other blocks are per user.
 """
 GOLDEN = 0.6180339887
 SHIFT_SECONDS = 60.0
-"""Longest delay of a copy of a trace behind the first; copies are evenly spread."""
+"""Largest delay of a copy of the trace; copies are evenly spaced."""
 NODE_BLOCKS = 4
 ROOT = root_hash("trace")
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Replicas, and the choice among them."""
+    """Settings of the replicas and their routing."""
 
     replicas: int
     policy: RoutingPolicy
     routers: int = 1
-    """Number of routers that take turns; each knows its own requests at once."""
+    """Number of routers, used in turn; each knows only its own requests at once."""
     gossip_seconds: float = 5.0
     """Seconds between two summaries of a replica."""
     worth: float = WORTH
-    """Cost of computing again a block of one conversation, counted in waiting blocks."""
+    """Cost of recomputing a block of one conversation, in waiting blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Arrival:
     seconds: float
     visit: Visit
     blocks: tuple[int, ...]
-    """Block ids of the visit; a user's blocks have ids of their own in each copy."""
+    """Block ids of the visit; per-user blocks have different ids in each copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +62,30 @@ class Outcome:
 
     requests: int
     hit_rate: float
-    """Share of all prompt tokens that were found where the prompt was sent."""
+    """Share of all prompt tokens that were cached on the chosen replica."""
     imbalance: float
-    """Seconds of work of the busiest replica, over the mean."""
+    """Busy seconds of the busiest replica over the mean."""
     wait_p50_seconds: float
     wait_p95_seconds: float
-    """95th percentile of the seconds from arrival to the first token."""
+    """95th percentile of the seconds from arrival to first token."""
     queue_p95_seconds: float
-    """95th percentile of the seconds from arrival to the start of the prefill."""
+    """95th percentile of the seconds from arrival to prefill."""
     busy: float
-    """Share of the time in which the mean replica reads prompts."""
+    """Mean share of the time that replicas prefill."""
     gossip_bytes_per_second: float
-    """Bytes a second of all summaries' changes, to all routers."""
+    """Bytes per second of all summary changes, to all routers."""
     whole_bytes_per_second: float
-    """Bytes a second if whole summaries were sent each time."""
+    """Bytes per second if full summaries were sent each time."""
     router_bytes: int
     """Bytes of one router's index at the end."""
     evictions: int
 
 
 class TraceCopies:
-    """A trace for many replicas: each brings one more part of whole conversations.
+    """Trace scaled to many replicas: each gets one more part of whole conversations.
 
-    `split` parts are the trace as it is. Further parts are copies of it. In a copy every block that
-    is not the service's own has another id, and the copy begins a little later.
+    `split` parts are the original trace. Further parts are copies, in which all blocks but shared
+    ones have other ids, and which start a little later.
     """
 
     def __init__(self, trace: Trace, split: int) -> None:
@@ -106,7 +106,7 @@ class TraceCopies:
         return (own * 2_654_435_761 & 0xFFFFFFFF) >> 8  # Knuth: neighbors come apart
 
     def arrivals(self, replicas: int, most: int | None = None) -> list[Arrival]:
-        """Return the requests for so many replicas in order of time, the first `most` of them."""
+        """Return the requests for `replicas` replicas by time, at most the first `limit`."""
         copies = [self._copy(number) for number in range(replicas)]
         return list(islice(merge(*copies, key=lambda arrival: arrival.seconds), most))
 
@@ -121,7 +121,7 @@ class TraceCopies:
 
 
 def one_large(trace: Trace, arrivals: Sequence[Arrival], machine: Machine, replicas: int) -> float:
-    """Return the hit rate of one replica with the memory of all, at which no request waits."""
+    """Return the hit rate of a single replica with all the memory and no queueing."""
     capacity = replicas * capacity_blocks(trace, machine)
     held = BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS)
     hit_tokens = prompt_tokens = 0
@@ -135,7 +135,6 @@ def one_large(trace: Trace, arrivals: Sequence[Arrival], machine: Machine, repli
 
 
 def capacity_blocks(trace: Trace, machine: Machine) -> int:
-    """Return the blocks that a replica holds."""
     return max(1, machine.memory_tokens // trace.block_tokens)
 
 
@@ -146,10 +145,14 @@ def simulate(
     machine: Machine,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
-    """Send every request through the router, a queue and a tree; deterministic.
+    """Send every request through the router, a queue and a prefix tree; deterministic.
 
     Args:
-        progress: takes the number of requests that have arrived, now and then.
+        trace: the trace.
+        arrivals: requests by time.
+        cluster: settings of the replicas.
+        machine: speed and memory of a replica.
+        progress: takes the number of arrived requests, now and then.
     """
     return _Simulation(trace, cluster, machine).run(arrivals, progress)
 
@@ -159,7 +162,7 @@ def simulate(
 
 @dataclass(slots=True)
 class _QueuedRequest:
-    """A request on its way through a replica."""
+    """Request in the queue of a replica, or running."""
 
     arrival: Arrival
     block_hashes: list[bytes]
@@ -169,7 +172,7 @@ class _QueuedRequest:
 
 @dataclass(slots=True)
 class _Replica:
-    """One engine: prompts are read one after the other, answers go on beside."""
+    """One engine: prompts are prefilled one at a time, answers are decoded concurrently."""
 
     name: str
     held: BlankPrefixes
@@ -178,11 +181,11 @@ class _Replica:
     answering: int = 0
     busy_seconds: float = 0.0
     changed: dict[int, bool] = field(default_factory=dict)
-    """Short hashes that were added (True) or evicted (False) since the last gossip."""
+    """Short hashes added (True) or evicted (False) since the last gossip."""
     held_blocks: int = 0
 
     def note(self, block_hashes: Sequence[bytes], held: bool) -> None:
-        """Take note of blocks that were added or evicted."""
+        """Record blocks that were added or evicted."""
         self.held_blocks += len(block_hashes) if held else -len(block_hashes)
         self.changed.update((short(block_hash), held) for block_hash in block_hashes)
 
@@ -216,7 +219,7 @@ class _Simulation:
         return replica
 
     def run(self, arrivals: Sequence[Arrival], progress: Callable[[int], None]) -> Outcome:
-        """Go through all arrivals in their order, and let open requests end."""
+        """Process all arrivals in order, then finish the open requests."""
         next_gossip = now = 0.0
         for number, arrival in enumerate(arrivals):
             while next_gossip <= arrival.seconds:
@@ -255,7 +258,7 @@ class _Simulation:
         self._begin(replica, arrival.seconds)
 
     def _begin(self, replica: _Replica, now: float) -> None:
-        """Read the next prompt, if none is being read and there is room for its answer."""
+        """Start the next prefill if the replica is idle and has a free slot."""
         if replica.reading or not replica.waiting:
             return
         if replica.answering >= self._machine.max_batch_size:
@@ -272,7 +275,7 @@ class _Simulation:
         self._at(now + seconds, lambda at: self._read(replica, request, at))
 
     def _read(self, replica: _Replica, request: _QueuedRequest, now: float) -> None:
-        """Commit the blocks of a prompt that has been read, and begin its answer."""
+        """Commit the blocks of a prefilled prompt, and start its answer."""
         self._waits.append(now - request.arrival.seconds)
         replica.held.serve(request.arrival.blocks, request.block_hashes, now)
         replica.reading = None
@@ -287,7 +290,7 @@ class _Simulation:
         self._begin(replica, now)
 
     def _gossip(self) -> None:
-        """Have every replica report its changes."""
+        """Send every replica's changes to the routers."""
         if not self._gossips:
             return
         for replica in self._replicas.values():
@@ -320,7 +323,7 @@ class _Simulation:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the least value that at least `share` of all are not above; 0 of none.
+    """Return the smallest value that at least `share` of all values do not exceed; 0 if empty.
 
     >>> quantile([4.0, 1.0, 3.0, 2.0], 0.5)
     2.0

@@ -1,8 +1,8 @@
-"""`penstock bench-kv-cache`: bytes, errors and times of every codec, side by side.
+"""`penstock bench-kv-cache`: bytes, errors and speed of every codec.
 
-Numbers are drawn as a model's might be: normal ones, keys with a few large channels, or keys with a
-constant that RoPE turns. Or they are a model's own. The loss in attention is measured by queries
-that look for one token each: a key of the sequence and noise.
+Keys and values are random (normal, with outlier channels, or with a constant rotated by RoPE) or a
+model's own. The error of attention is measured with queries that each look for one token: a key of
+the sequence plus noise.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ RIVALS: dict[str, type[QuantizedSides] | type[DequantizedSides]] = {
     "mlx-lm": QuantizedSides,
     "vllm-mlx": DequantizedSides,
 }
-"""Forms of rivals: mlx-lm's `QuantizedKVCache`, and an entry of vllm-mlx's prefix cache."""
+"""Rival formats: mlx-lm's `QuantizedKVCache`, and an entry of vllm-mlx's prefix cache."""
 RIVAL_BITS = (8, 4)
 RIVAL_GROUPS = (64, 32)
-"""Neighbors that share a scale: the rivals' default, or fewer that divide a head."""
+"""Group sizes of the rivals: the default, or the next smaller one if it does not divide a head."""
 QUERIES = 32
-"""Queries of a head; each looks for one token."""
+"""Queries per head; each looks for one token."""
 LEAST_DIM = 8
-"""Least numbers of a head: the constant of drawn keys is in four pairs of channels."""
+"""Smallest head size: the constant of random keys is in four pairs of channels."""
 ROPE_BASE = 10_000.0
 OUTLIERS = (10.0, 20.0)
-"""Factors of the large channels, from the first to the last."""
+"""Scales of the outlier channels, from the first to the last."""
 BIAS = (30.0, 100.0)
 TEXT_TOKENS = 1_000
-"""Length of a dialogue that a model reads, in tokens."""
+"""Length of the dialogue that a model reads, in tokens."""
 DATA = ("gauss", "outliers", "biased")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Shape of a cache: layers, heads, numbers of a head, tokens, and the type of a raw cache."""
+    """Shape of a cache: layers, heads, head size, tokens, and the raw dtype."""
 
     layers: int = 32
     heads: int = 8
@@ -72,14 +72,14 @@ class CacheShape:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of keys and values in the stated type."""
+        """Bytes of keys and values in the raw dtype."""
         numbers = 2 * self.layers * self.heads * self.head_dim * self.seq_len
         return numbers * int(DTYPES[self.dtype].size)
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Keys and values of a layer, and queries for it.
+    """Keys and values of a layer, and queries.
 
     keys, values: (1, heads, tokens, dim). queries: (heads, QUERIES, dim) float32.
     """
@@ -91,51 +91,50 @@ class Sides:
 
 @dataclass(frozen=True, slots=True)
 class CodecRow:
-    """Bytes, errors and times of one form of a cache.
+    """Bytes, errors and times of one cache format.
 
-    Errors are of all layers together. Times are medians of one pass over all layers.
+    Errors are over all layers. Times are medians of one pass over all layers.
     """
 
     name: str
     nbytes: int
     ratio: float
-    """Raw bytes in the stated type, over `nbytes`."""
+    """Raw bytes over `nbytes`."""
     bits: float
-    """Bits of a number, all parts together."""
+    """Bits per value, everything included."""
     relative_mse_keys: float
     relative_mse_values: float
     mean_error: float
     """Mean absolute error of keys and values."""
     mean_error_keys: float
     mean_error_values: float
-    """Mean absolute error of the values alone, as `mean_error_keys` of the keys."""
+    """Mean absolute error of the values."""
     max_error: float
     kl: float
-    """KL divergence of the attention weights of a query, in nats."""
+    """KL divergence of a query's attention weights, in nats."""
     top_1: float
-    """Share of the queries whose largest weight is the same token's."""
+    """Share of the queries whose largest weight is at the same token."""
     output_error: float
-    """Mean absolute error of the output of attention."""
+    """Mean absolute error of the attention output."""
     quantize_ms: float
     dequantize_ms: float
     attend_ms: float
-    """Milliseconds of one query a head, with keys and values."""
+    """Milliseconds of attention with one query per head."""
     peak_bytes: int
-    """Peak above the bytes before, while one layer after the other is quantized."""
+    """Peak bytes while quantizing layer by layer, above the bytes before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Figures of all forms, and the forms that were refused."""
+    """Figures of all formats, and the formats left out."""
 
     shape: CacheShape
     data: str
     rows: tuple[CodecRow, ...]
     refused: dict[str, str]
-    """Reasons by name: codecs and rivals that cannot hold such heads, or are not installed."""
+    """Reasons by name: unsupported head size, or not installed."""
 
     def as_object(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
         return {
             "shape": asdict(self.shape),
             "data": self.data,
@@ -147,14 +146,15 @@ class Table:
 
 
 def draw(shape: CacheShape, data: str, layer: int) -> Sides:
-    """Draw one layer's numbers.
+    """Draw the keys and values of one layer.
 
-    gauss: normal. outliers: normal, with four channels of the keys 10 to 20 times as large. biased:
-    normal, with a constant of 30 to 100 in four pairs of channels in the middle of RoPE's
-    frequencies, turned as RoPE turns it. Queries look for the part of a key beyond its constant.
+    gauss: normal. outliers: normal, with four channels of the keys scaled by 10 to 20. biased:
+        normal,
+    with a constant of 30 to 100 in four pairs of channels in the middle of RoPE's frequencies,
+    rotated by RoPE. Queries look for the part of a key beyond its constant.
 
     Raises:
-        ValueError: `data` is none of these.
+        ValueError: `data` is unknown.
     """
     if data not in DATA:
         raise ValueError(f"{data!r} is none of {', '.join(DATA)}")
@@ -174,7 +174,7 @@ def draw(shape: CacheShape, data: str, layer: int) -> Sides:
 
 
 def _turned_bias(shape: CacheShape) -> mx.array:
-    """Return a constant of the keys, turned by RoPE, at every position: (tokens, dim)."""
+    """Return a constant rotated by RoPE to every position, (tokens, dim)."""
     half = shape.head_dim // 2
     pairs = list(range(half // 2 - 2, half // 2 + 2))
     bias = mx.zeros((shape.head_dim,))
@@ -193,13 +193,13 @@ def _turned_bias(shape: CacheShape) -> mx.array:
 
 
 def of_model(model: str | Path, tokens: int, dtype: str) -> tuple[CacheShape, list[Sides]]:
-    """Take the keys and values that a model computes for a text of `tokens` tokens.
+    """Return the keys and values that a model computes for `tokens` tokens of dialogue.
 
     Queries are drawn as in `draw`.
 
     Raises:
-        SettingError: there are no such layers, or they are not all of the same shape.
-        ModelError: it cannot be loaded.
+        SettingError: no layer has plain KV, or the layers differ in shape.
+        ModelError: the model cannot be loaded.
     """
     loaded, tokenizer = load(model)
     try:
@@ -209,10 +209,10 @@ def of_model(model: str | Path, tokens: int, dtype: str) -> tuple[CacheShape, li
 
 
 def computed(model: Any, prompt: Sequence[int], dtype: str) -> tuple[CacheShape, list[Sides]]:
-    """Take the keys and values that a model computes for a prompt; see `of_model`.
+    """Return the keys and values that a model computes for a prompt; see `of_model`.
 
     Raises:
-        ValueError: there are no such layers, or they are not all of the same shape.
+        ValueError: no layer has plain KV, or the layers differ in shape.
     """
     tokens, caches = len(prompt), plain_caches(model)
     model(mx.array([list(prompt)]), cache=caches)
@@ -243,14 +243,14 @@ def _is_side(state: Any) -> bool:
 def _layer(
     keys: mx.array, values: mx.array, varying: mx.array, seed: mx.array, dtype: mx.Dtype
 ) -> Sides:
-    """Return a layer with queries, each a key and as much noise.
+    """Return a layer with random queries, each a key plus noise.
 
     Args:
         keys: (1, heads, tokens, dim).
         values: the same.
-        varying: (heads, tokens, dim), the part of the keys that differs from token to token.
-        seed: of the queries.
-        dtype: number type of a raw cache.
+        varying: (heads, tokens, dim), the part of the keys that varies between tokens.
+        seed: random key of the queries.
+        dtype: raw dtype.
     """
     heads, tokens, _ = varying.shape
     # A channel that is large in all tokens tells none from another.
@@ -265,7 +265,6 @@ def _layer(
 
 
 def _text(tokenizer: Any, tokens: int) -> list[int]:
-    """Return the first tokens of dialogues."""
     tokens_read: list[int] = []
     while len(tokens_read) < tokens:
         own = dialogue(len(tokens_read), tokens=TEXT_TOKENS)
@@ -278,12 +277,12 @@ def _text(tokenizer: Any, tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """One layer in a form of a cache, with the ways to dequantize it and to read it."""
+    """One stored layer, with functions to dequantize it and to attend."""
 
     nbytes: int
     dequantize: Callable[[], tuple[mx.array, mx.array]]
     attend: Callable[[mx.array], mx.array]
-    """Takes queries (heads, 1, dim), scaled; returns (heads, 1, dim)."""
+    """Takes scaled queries (heads, 1, dim); returns (heads, 1, dim)."""
     arrays: list[mx.array]
 
 
@@ -291,7 +290,7 @@ StoreLayer = Callable[[Sides], StoredLayer]
 
 
 def ours(scheme: Scheme) -> StoreLayer:
-    """Return a function that stores layers in the codecs of a scheme."""
+    """Return a function that stores layers with the codecs of a scheme."""
 
     def store(sides: Sides) -> StoredLayer:
         keys, values = _coded(scheme.keys, sides.keys), _coded(scheme.values, sides.values)
@@ -321,9 +320,9 @@ def ours(scheme: Scheme) -> StoreLayer:
 
 
 def rival(name: str, bits: int, group_size: int) -> StoreLayer:
-    """Return a function that stores layers as a rival does, with its own attention.
+    """Return a function that stores layers in a rival's format, with its attention.
 
-    vllm-mlx's attention is the model's, over dequantized keys and values.
+    vllm-mlx attends over dequantized keys and values.
     """
 
     def store(sides: Sides) -> StoredLayer:
@@ -334,7 +333,7 @@ def rival(name: str, bits: int, group_size: int) -> StoreLayer:
 
 
 def rivals(head_dim: int) -> tuple[dict[str, StoreLayer], dict[str, str]]:
-    """Return the functions of the rivals, and the reasons why others are missing."""
+    """Return the functions of the available rivals, and why others are left out."""
     ways, missing = dict[str, StoreLayer](), {}
     group = next((size for size in RIVAL_GROUPS if head_dim % size == 0), None)
     for name in RIVALS:
@@ -371,19 +370,19 @@ def measure(
     layers: Sequence[Sides] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Table:
-    """Store the same numbers in every way, one after the other.
+    """Measure all formats on the same keys and values, one after the other.
 
     Args:
-        shape: of the cache.
-        data: kind of the drawn numbers, or the name of the model.
+        shape: shape of the cache.
+        data: kind of random data, or the name of the model.
         codecs: names; see `parse_scheme`.
-        layers: the model's own numbers.
-        progress: takes the name of the form that is measured next.
+        layers: the model's own keys and values.
+        rounds: number of timed rounds.
+        progress: takes the name of the next format.
 
     Raises:
-        ValueError: a codec or data of this name does not exist.
-        SettingError: the tokens cannot be encoded together as a codec needs them, or the heads
-            have no halves for RoPE to turn.
+        ValueError: a codec or kind of data is unknown.
+        SettingError: the number of tokens does not fit a codec, or the head size is odd.
     """
     schemes = [parse_scheme(name) for name in codecs]
     if shape.head_dim % 2 or shape.head_dim < LEAST_DIM:
@@ -453,7 +452,7 @@ def _row(name: str, store: StoreLayer, shape: CacheShape, layers: Sequence[Sides
 def _filled(
     store: StoreLayer, layers: Sequence[Sides], rounds: int
 ) -> tuple[list[StoredLayer], int, float]:
-    """Store all layers in turn; return them, the peak above the bytes before, and ms."""
+    """Store all layers; return them, the peak bytes above those before, and milliseconds."""
     seconds, held, peak = [], list[StoredLayer](), 0
     for _ in range(rounds):
         held.clear()

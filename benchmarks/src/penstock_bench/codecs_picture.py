@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from penstock_bench.codecs import RIVALS, Table
 
 LEAST_KL = 1e-7
-"""KL divergence that is drawn in place of 0, in nats."""
+"""Lower limit of the KL axis, in nats; zero is drawn here."""
 
 
 def draw_codecs(table: Table, file: Path) -> None:
-    """Draw the KL of every codec's attention over its ratio of bytes."""
+    """Plot the KL divergence of each codec's attention over its compression ratio."""
     figure = Figure(figsize=(9, 5.5))
     pane = figure.subplots()
     for row in table.rows:

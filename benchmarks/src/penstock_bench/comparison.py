@@ -1,4 +1,4 @@
-"""Sides that are compared: run in turn, watched, and set against goals."""
+"""Comparison of sides: interleaved runs, memory tracking, and goals."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from penstock_bench.engine_sides import OURS, RIVAL, MakeSide, Side
 from penstock_bench.report import Line
 
 BLOCK_STEPS = 8
-"""Steps that are timed at a time where sides decode in turn."""
+"""Steps timed at a time when sides decode in turn."""
 STRAY_BYTES = 1 << 20
-"""Bytes that a dropped side may leave behind; more would be counted as the other side's."""
+"""Bytes that a closed side may leave behind; more would be attributed to the next side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,13 @@ class Comparison:
     task: Task
     timed: Mapping[str, Sequence[Run]]
     watched: Mapping[str, Sequence[Run]]
-    """Watched runs on an engine of their own, as many as the task has repeats."""
+    """Runs with memory tracking, on separate engines; one per repeat of the task."""
 
     def median(self, side: str, name: str) -> float:
-        """Return the median over the timed runs of a figure of `Run`."""
+        """Return the median of a figure of `Run` over the timed runs."""
         return float(statistics.median(getattr(run, name) for run in self.timed[side]))
 
     def as_object(self) -> dict[str, Any]:
-        """Return every run, for the record."""
         return {
             side: {
                 "timed": [_recorded(run) for run in runs],
@@ -57,20 +56,20 @@ def _recorded(run: Run) -> dict[str, Any]:
 def compare(
     makers: Mapping[str, MakeSide], task: Task, rounds: int, *, alike: bool = True
 ) -> Comparison:
-    """Watch each side once, which warms it up, then time them turn by turn.
+    """Run each side once with memory tracking, as a warm-up, then time them in turn.
 
-    While a run is watched, MLX keeps no freed buffers and begins hardly anything ahead. So it holds
-    only the bytes that are needed, on a busy machine too.
+    During memory tracking MLX keeps no freed buffers and evaluates almost nothing ahead, so only
+    needed bytes are counted, even on a busy machine.
 
     Args:
-        makers: of the sides.
-        task: of all of them.
-        rounds: how often each is timed.
-        alike: whether all sides generate the same; else each does so in all of its runs.
+        makers: constructors of the sides.
+        task: the task of all sides.
+        rounds: number of timed rounds.
+        alike: whether all sides generate the same tokens; otherwise each only repeats its own.
 
     Raises:
-        AssertionError: the sides do not generate the same tokens; or one of them left bytes
-            behind that would be counted as the other's.
+        AssertionError: generated tokens differ, or a side leaked bytes that would be attributed to
+            another.
     """
     base_bytes = clean()
     watched = _watched(makers, task, base_bytes)
@@ -85,16 +84,19 @@ def compare(
 def compare_in_turn(
     makers: Mapping[str, MakeSide], task: Task, rounds: int, *, alike: bool = True
 ) -> Comparison:
-    """Watch each side as `compare` does, then let all decode in turn, a few steps at a time.
+    """Track memory as `compare` does, then let all sides decode in turn, a few steps at a time.
 
-    A disturbance of the machine for a second slows all of them.
+    A short disturbance of the machine slows all sides.
 
-    The one timed run of a side has the steps of all rounds. Its peak and its seconds are measured
-    on its prompts. MLX keeps as many freed buffers as our engines let it while they work, and as
-    many as by itself while others work.
+    The single timed run of a side has the steps of all rounds. Its peak and its seconds are
+    measured on its prompts. MLX's limit of freed buffers is the engine's while an engine works,
+    else the default.
 
     Args:
+        makers: constructors of the sides.
         task: without `known` tokens, and without repeats.
+        rounds: number of rounds.
+        alike: whether all sides generate the same tokens.
     """
     base_bytes = clean()
     watched = _watched(makers, task, base_bytes)
@@ -135,16 +137,16 @@ def compare_in_turn(
 
 
 def _cache_limit() -> int:
-    """Return how many freed bytes MLX keeps; it says so only when another number is set."""
+    """Return MLX's cache limit; it can only be read by setting another one."""
     limit = mx.set_cache_limit(0)
     mx.set_cache_limit(limit)
     return limit
 
 
 def in_turn(comparison: Comparison, side: str, other: str) -> float:
-    """Return the decode speed of a side over another's, which decoded in turn with it.
+    """Return the decode speed of a side over another's that decoded in turn with it.
 
-    The ratio is the median over neighboring blocks of steps.
+    The ratio is the median over adjacent blocks of steps.
     """
 
     def blocks(name: str) -> list[float]:
@@ -159,7 +161,7 @@ def in_turn(comparison: Comparison, side: str, other: str) -> float:
 
 
 def _watched(makers: Mapping[str, MakeSide], task: Task, base_bytes: int) -> dict[str, list[Run]]:
-    """Watch each side; MLX allocates no more than is needed meanwhile."""
+    """Run each side with memory tracking."""
     watched = {}
     for side, make in makers.items():
         with nothing_ahead():
@@ -169,7 +171,7 @@ def _watched(makers: Mapping[str, MakeSide], task: Task, base_bytes: int) -> dic
 
 
 def _waiting(make: MakeSide) -> Side:
-    """Make a side that waits as `nothing_ahead` says; an engine sets limits of its own."""
+    """Construct a side under `nothing_ahead`, whose limits an engine would replace."""
     side = make()
     _limit_to_nothing()
     return side
@@ -181,11 +183,10 @@ def _limit_to_nothing() -> tuple[int, int]:
 
 @contextmanager
 def nothing_ahead() -> Iterator[None]:
-    """Let MLX keep no freed buffers, and begin no more than some ten operations before they run.
+    """Make MLX keep no freed buffers, and evaluate at most about ten operations ahead.
 
-    By itself it begins a hundred, each with its buffers. Their number depends on the load of the
-    machine: the peak of one and the same step was 1.2 times another's. Beyond its memory limit MLX
-    waits.
+    By default it starts up to a hundred, each with its buffers, depending on the machine's load:
+    peaks of the same step differed by a factor of 1.2. Beyond its memory limit MLX waits.
     """
     cache_limit, memory_limit = _limit_to_nothing()
     try:
@@ -198,7 +199,7 @@ def nothing_ahead() -> Iterator[None]:
 def _found(
     task: Task, timed: Mapping[str, list[Run]], watched: Mapping[str, list[Run]], *, alike: bool
 ) -> Comparison:
-    """Put runs together, and check their tokens."""
+    """Collect runs, and check their tokens."""
     everything = {side: [*watched[side], *runs] for side, runs in timed.items()}
     for together in [everything] if alike else [{side: of} for side, of in everything.items()]:
         check_same_tokens(together)
@@ -212,7 +213,7 @@ def _check_base(side: str, base_bytes: int) -> None:
 
 
 def check_same_tokens(runs: Mapping[str, Iterable[Run]]) -> None:
-    """Raise AssertionError unless all runs generated the same, as far as all of them went."""
+    """Raise AssertionError unless all runs generated the same tokens, up to the shortest."""
     flat = [(side, run) for side, of in runs.items() for run in of]
     (first_side, first), *others = flat
     for side, run in others:
@@ -230,7 +231,7 @@ def check_same_tokens(runs: Mapping[str, Iterable[Run]]) -> None:
 
 
 def figures(comparison: Comparison, side: str) -> dict[str, Any]:
-    """Return the medians of one side by name; bytes above the weights."""
+    """Return the medians of one side by name; bytes without the weights."""
     timed, watched = comparison.timed[side], comparison.watched[side][0]
     steps = [1e3 * seconds for run in timed for seconds in run.step_seconds]
     return {
@@ -246,7 +247,7 @@ def figures(comparison: Comparison, side: str) -> dict[str, Any]:
 
 
 def ratios(comparison: Comparison) -> dict[str, float]:
-    """Return how many times better ours is, by the names that every bench uses."""
+    """Return how many times better penstock is, by the common names of ratios."""
     ours, theirs = figures(comparison, OURS), figures(comparison, RIVAL)
 
     def times(name: str, *, more_is_better: bool) -> float:
@@ -262,7 +263,7 @@ def ratios(comparison: Comparison) -> dict[str, float]:
 
 
 def least(of_shapes: Mapping[str, Mapping[str, float]]) -> dict[str, float | None]:
-    """Return the least of every ratio over all shapes under its own name, and all of them."""
+    """Return the smallest value of every ratio over all shapes, followed by all of them."""
     names = list(dict.fromkeys(name for of in of_shapes.values() for name in of))
     return {
         **{name: min(of[name] for of in of_shapes.values() if name in of) for name in names},
@@ -271,7 +272,7 @@ def least(of_shapes: Mapping[str, Mapping[str, float]]) -> dict[str, float | Non
 
 
 def ratio_line(figure: str, texts: tuple[str, str], ratio: float, goal: float | None) -> Line:
-    """Lay out ours and theirs, with how many times better ours is, and the goal for the ratio."""
+    """Format both sides' figures, the ratio and its goal."""
     ours, theirs = texts
     figure = f"{figure} ({ratio:.2f}x)"
     if goal is None:
@@ -280,10 +281,10 @@ def ratio_line(figure: str, texts: tuple[str, str], ratio: float, goal: float | 
 
 
 def size(nbytes: float) -> str:
-    """Write bytes as decimal megabytes."""
+    """Format bytes as decimal megabytes."""
     return f"{nbytes / 1e6:,.1f} MB"
 
 
 def speed(per_second: float) -> str:
-    """Write tokens per second."""
+    """Format tokens per second."""
     return f"{per_second:,.1f}"

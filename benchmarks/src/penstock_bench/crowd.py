@@ -1,7 +1,7 @@
-"""Several conversations at once on one engine: their text, answers and costs.
+"""Concurrent conversations on one engine: text, answers and costs.
 
-system prompt   facts of a seeded dialogue, the same for all: read once, held once
-agent 1         tells a fact of its own, asks for a shared one, asks for its own; again
+system prompt   facts of a seeded dialogue, shared by all: prefilled once, cached once
+agent 1         tells a fact, asks for a shared one, asks for its own; again
 agent 2         tells another one, ...                          all of them at the same time
 """
 
@@ -26,27 +26,27 @@ from penstock.models.mlx_lm import Loaded, render
 from penstock_bench.recall import Message, Question, dialogue
 
 ROUNDS = 2
-"""Rounds of an agent, each telling one fact and asking for two."""
+"""Rounds of an agent; each tells one fact and asks two questions."""
 ANSWER_TOKENS = 32
 FACT_TOKENS = 20
-"""Tokens of a dialogue for each fact that is told in it."""
+"""Tokens of a dialogue for each fact."""
 LEAST_TOKENS_A_FACT = 6
-"""No tokenizer takes fewer for a sentence that tells one."""
+"""Lower bound of the tokens of a sentence that tells a fact."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentLine:
-    """Turn of an agent: a fact that it tells, or a question."""
+    """Turn of an agent: a fact, or a question."""
 
     text: str
     question: Question | None = None
     shared: bool = False
-    """Whether the fact asked for stands in the system prompt."""
+    """Whether the fact is in the system prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentAnswer:
-    """A question, its answer, and the right answer."""
+    """Question, answer, and the right answer."""
 
     question: str
     answer: str
@@ -63,19 +63,19 @@ class Account:
     answers: tuple[AgentAnswer, ...]
     conversation_tokens: int
     prompt_tokens: int
-    """Prompt tokens of all its requests; each sends the conversation so far."""
+    """Prompt tokens of all requests; each sends the conversation so far."""
     hit_tokens: int
-    """Prompt tokens that were not computed again: prefill avoided."""
+    """Prompt tokens found in the cache."""
     hit_rate: float
     own_bytes: int
-    """KV bytes of its conversation behind the part that all agents share."""
+    """KV bytes of its conversation after the shared prefix."""
     plain_bytes: int
-    """KV bytes that a cache of its own would hold."""
+    """KV bytes that a separate cache would hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentsReport:
-    """Totals of all agents, together and as if each had run alone."""
+    """Totals of all agents, compared with separate caches."""
 
     model_type: str
     agents: tuple[Account, ...]
@@ -83,44 +83,43 @@ class AgentsReport:
     right: int
     block_size: int
     shared_tokens: int
-    """Whole blocks that all agents have in common."""
+    """Whole blocks shared by all agents, in tokens."""
     shared_bytes: int
     held_bytes: int
-    """KV that is held for all of them."""
+    """Bytes of the cached KV of all agents."""
     plain_bytes: int
-    """KV that caches of their own would hold."""
+    """Bytes that separate caches would hold."""
     peak_bytes: int
-    """Most that MLX had allocated at any moment since the engine was made, the weights included."""
+    """Peak of MLX's allocated bytes since the engine was constructed, weights included."""
     limit_bytes: int
     prompt_tokens: int
     hit_tokens: int
     hit_rate: float
     prefilled_tokens: int
     plain_prefilled_tokens: int
-    """Prompt tokens that caches of their own, kept from turn to turn, would have prefilled."""
+    """Prompt tokens that separate caches, kept between turns, would have prefilled."""
     generated_tokens: int
     seconds: float
     tokens_per_second: float
-    """Generated, all agents together."""
+    """Generated tokens per second of all agents."""
     stats: Stats
 
     def record(self) -> dict[str, object]:
-        """Return the report as an object for --json."""
         return asdict(self)
 
 
 @dataclass(eq=False, slots=True)
 class Agent:
-    """One conversation while it goes on."""
+    """State of one conversation."""
 
     number: int
     lines: list[AgentLine]
     messages: list[Message]
     answers: list[AgentAnswer] = field(default_factory=list)
     conversation: tuple[int, ...] = ()
-    """The last prompt that was answered, and the answer."""
+    """Last answered prompt, and the answer."""
     tokens: int = 0
-    """Tokens read and generated so far, which a cache of its own would hold."""
+    """Prompt and generated tokens so far; a separate cache would hold these."""
     prompt_tokens: int = 0
     hit_tokens: int = 0
     generated_tokens: int = 0
@@ -128,14 +127,14 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Where things stand while the agents talk."""
+    """Snapshot of the engine while the agents talk."""
 
     stats: Stats
     plain_bytes: int
     seconds: float
 
     def line(self) -> str:
-        """Say it in one line."""
+        """Format the figures in one line."""
         stats = self.stats
         waiting = stats.waiting + stats.preempted
         kinds = ", ".join(
@@ -153,20 +152,20 @@ class Figures:
 
 
 class Crowd:
-    """Agents that talk at the same time, each in a thread, as clients of one server would.
+    """Agents that talk concurrently, each in its own thread, like clients of a server.
 
     Args:
-        loaded: a model with a chat template that takes a system prompt.
-        agents: how many.
-        prompt_tokens: length of the system prompt, at most.
-        seed: decides which agent tells which fact.
-        memory_limit: of the engine; None takes the machine's.
-        block_size: of the engine, in tokens.
+        loaded: a model whose chat template supports a system prompt.
+        agents: number of agents.
+        prompt_tokens: maximum length of the system prompt.
+        seed: determines the facts of each agent.
+        memory_limit: limit of the engine; None uses the machine's default.
+        block_size: block size of the engine, in tokens.
 
     Raises:
-        ModelError: no chat template, or one that refuses a system prompt; or a model that the
-            engine cannot run.
-        SettingError: weights and buffers are over the limit, or a setting is out of its range.
+        ModelError: the chat template is missing or refuses a system prompt, or the engine cannot
+            run the model.
+        SettingError: weights and buffers exceed the limit, or a setting is out of range.
     """
 
     def __init__(
@@ -198,10 +197,10 @@ class Crowd:
         self._started_seconds = time.perf_counter()
 
     def run(self, watch: Callable[[Figures], None], every_seconds: float) -> None:
-        """Let all agents talk until they have said everything; show how it goes now and then.
+        """Run all agents to the end; call `watch` periodically.
 
         Raises:
-            PenstockError: a request failed; the engine is closed then.
+            PenstockError: a request failed; the engine is closed.
         """
         self._started_seconds = time.perf_counter()
         with ThreadPoolExecutor(len(self.agents), "agent") as pool:
@@ -217,12 +216,12 @@ class Crowd:
                 raise
 
     def figures(self) -> Figures:
-        """Return where things stand."""
+        """Return the current figures."""
         seconds = time.perf_counter() - self._started_seconds
         return Figures(self.engine.stats(), sum(map(self._plain_bytes, self.agents)), seconds)
 
     def report(self) -> AgentsReport:
-        """Sum up; every agent has said everything."""
+        """Return the totals after all agents have finished."""
         figures = self.figures()
         stats = figures.stats
         token_bytes = stats.by_kind["nodes"] // max(1, stats.held_tokens)
@@ -254,7 +253,7 @@ class Crowd:
         )
 
     def close(self) -> None:
-        """End the engine."""
+        """Close the engine."""
         self.engine.close()
 
     def __enter__(self) -> Crowd:
@@ -266,7 +265,7 @@ class Crowd:
     # ---- one agent, in a thread of its own
 
     def _talk(self, agent: Agent) -> None:
-        """Say one line after the other, each when the last was answered."""
+        """Submit an agent's lines in order, each after the previous answer."""
         for line in agent.lines:
             agent.messages.append(_said(line))
             answer = self._ask(agent, tuple(self._tokens(agent.messages)))
@@ -320,16 +319,16 @@ class Crowd:
 def write_scripts(
     seed: int, agents: int, prompt_tokens: int, length: Callable[[list[Message]], int]
 ) -> tuple[Message, list[list[AgentLine]]]:
-    """Write the system prompt and every agent's lines; the same seed writes the same.
+    """Write the system prompt and every agent's lines, determined by the seed.
 
     Args:
         seed: any number.
-        agents: how many.
-        prompt_tokens: length of the system prompt, at most; it holds one fact in any case.
+        agents: number of agents.
+        prompt_tokens: maximum length of the system prompt; it has at least one fact.
         length: counts the tokens of messages.
 
     Returns:
-        The system prompt, as long as it may be, and the lines of each agent, in order.
+        The system prompt, as long as allowed, and the lines of each agent, in order.
     """
     most_facts = max(1, prompt_tokens // LEAST_TOKENS_A_FACT)
     facts = most_facts + agents * ROUNDS
@@ -359,14 +358,14 @@ def write_scripts(
 
 
 def judged(question: Question, text: str, *, shared: bool) -> AgentAnswer:
-    """Compare an answer with the fact: right if it has the value in it, as a word."""
+    """Judge an answer: right if it contains the value as a word."""
     value = question.fact.value
     right = re.search(rf"\b{re.escape(value)}\b", text, re.IGNORECASE) is not None
     return AgentAnswer(question.text, text, value, right, shared)
 
 
 def common_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """Count the first tokens that all prompts have in common.
+    """Return the length of the common prefix of all prompts.
 
     >>> common_tokens([[1, 2, 3, 4], [1, 2, 9], [1, 2, 3]])
     2

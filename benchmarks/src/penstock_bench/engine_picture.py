@@ -1,4 +1,4 @@
-"""Pictures of the benches of the engine."""
+"""Pictures of the engine benchmarks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Runs = Mapping[str, Mapping[str, Any]]
 
 
 def draw_shared_prefix(report: Report, file: Path) -> None:
-    """Draw the ratios of every prefix length, and the bytes held with the first."""
+    """Plot the ratios of every prefix length, and the memory of the first."""
     figure = Figure(figsize=(11, 3.8))
     left, right = figure.subplots(1, 2)
     _ratios(left, report, list(report.raw["runs"]))
@@ -31,7 +31,7 @@ def draw_shared_prefix(report: Report, file: Path) -> None:
 
 
 def draw_ragged(report: Report, file: Path) -> None:
-    """Draw the bytes of every shape, step by step, beside the KV that its tokens need."""
+    """Plot the memory of every shape over steps, and the KV that its tokens need."""
     shapes: Mapping[str, Runs] = report.raw["runs"]
     figure = Figure(figsize=(4.4 * (1 + len(shapes)), 3.8))
     first, *panes = figure.subplots(1, 1 + len(shapes))
@@ -47,7 +47,7 @@ def draw_ragged(report: Report, file: Path) -> None:
 
 
 def draw_hit(report: Report, file: Path) -> None:
-    """Draw the first token of a hit beside the plain steps after it, and its bytes."""
+    """Plot the first token of a hit and the steps after it, and its memory."""
     runs: Runs = report.raw["runs"]
     figure = Figure(figsize=(11, 3.8))
     left, right = figure.subplots(1, 2)
@@ -71,7 +71,7 @@ def draw_hit(report: Report, file: Path) -> None:
 
 
 def draw_single(report: Report, file: Path) -> None:
-    """Draw the ratios, and the cost of a step against the tokens it reads."""
+    """Plot the ratios, and the time of a step over the tokens it reads."""
     curve, shapes = report.raw["curve"], list(report.raw["runs"])
     count = bool(shapes) + bool(curve)
     figure = Figure(figsize=(1 + 5 * count, 3.8))
@@ -92,7 +92,7 @@ def draw_single(report: Report, file: Path) -> None:
 
 
 def draw_restore(report: Report, file: Path) -> None:
-    """Draw the first token of a prompt: computed, and after a restart."""
+    """Plot the first token of a prompt: computed, and after a restart."""
     sides = {"penstock": report.penstock, "mlx-lm": report.rival_figures}
     names = ["computed", *(f"restored, files in {files}" for files in ("disk", "memory"))]
     figure = Figure(figsize=(7, 3.8))
@@ -109,7 +109,7 @@ def draw_restore(report: Report, file: Path) -> None:
 
 
 def draw_quantized(report: Report, file: Path) -> None:
-    """Draw the peak, and the speed of decoding, by the prompt's length: both forms of each."""
+    """Plot peak memory and decode speed over the prompt's length, raw and quantized."""
     figure = Figure(figsize=(11, 3.8))
     panes = zip(
         figure.subplots(1, 2),
@@ -143,14 +143,14 @@ DRAWINGS: dict[str, Callable[[Report, Path], None]] = {
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draw the picture of the bench that the report is of."""
+    """Draw the picture of the report's benchmark."""
     DRAWINGS[report.name](report, file)
 
 
 def _ratios(
     pane: Axes, report: Report, shapes: Sequence[str], names: Sequence[str] = RATIOS
 ) -> None:
-    """Draw a group of bars for every shape: how many times better penstock is."""
+    """Plot a group of bars for every shape: how many times better penstock is."""
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         values = [report.ratio[f"{shape}: {name}"] or 0.0 for shape in shapes]
@@ -164,7 +164,7 @@ def _ratios(
 
 
 def _memory(pane: Axes, runs: Runs, title: str) -> None:
-    """Draw the bytes held after every step, and the peak within it, above the weights."""
+    """Plot the bytes after every step and its peak, without the weights."""
     for side, color in COLORS.items():
         watched = runs[side]["watched"][0]
         held, peak = (_column(watched, name) for name in ("held_bytes", "peak_bytes"))
@@ -182,7 +182,7 @@ def _first(report: Report) -> tuple[str, Runs]:
 
 
 def _column(watched: Mapping[str, Any], name: str) -> list[float]:
-    """Return one figure of every moment of a watched run."""
+    """Return one figure of all steps of a run."""
     at = watched["moment_columns"].index(name)
     return [moment[at] for moment in watched["moments"]]
 

@@ -1,4 +1,4 @@
-"""One run of a side: the same clock and counter for ours and mlx-lm's."""
+"""One run of a side, with the same clock and counters for penstock and mlx-lm."""
 
 from __future__ import annotations
 
@@ -15,88 +15,88 @@ from penstock_bench.engine_sides import MakeSide, Prompts, Side
 
 @dataclass(frozen=True, slots=True)
 class RunMoment:
-    """The state after a step, with nothing in flight. Bytes are above the weights."""
+    """Memory after a step, with nothing in flight. Bytes are without the weights."""
 
     needed_tokens: int
-    """Prompt tokens read and tokens generated, of all sequences: their KV is needed."""
+    """Prompt and generated tokens of all sequences so far, whose KV is needed."""
     held_bytes: int
     peak_bytes: int
-    """Peak within the step."""
+    """Peak during the step."""
     decoding: bool
-    """Whether every sequence generates by now."""
+    """Whether all sequences are decoding."""
 
 
 @dataclass(slots=True)
 class Run:
-    """Figures of one pass. Bytes are above the weights."""
+    """Figures of one run. Bytes are without the weights."""
 
     first_seconds: float
-    """Seconds from the submission until every sequence has its first token."""
+    """Seconds until every sequence has its first token."""
     step_seconds: list[float] = field(repr=False)
-    """Seconds of each step after the first tokens, all sequences generating."""
+    """Seconds of each step with all sequences decoding."""
     tokens: list[list[int]] = field(repr=False)
-    """Tokens that every sequence generated; the counts differ by a few."""
+    """Generated tokens of every sequence; lengths differ slightly."""
     prompt_tokens: int
     cached_tokens: int = 0
-    """Prompt tokens that were not computed: cached before, or computed once for several prompts."""
+    """Prompt tokens not computed: cached, or shared between prompts."""
     decoded_tokens: int = 0
     """Tokens of all sequences in the timed steps."""
     before_bytes: int = 0
-    """Bytes before the submission: buffers of the engine, and learned prefixes."""
+    """Bytes before the submission: engine buffers and cached prefixes."""
     seconds: float = 0.0
-    """Seconds from the submission to the end."""
+    """Seconds of the whole run."""
     model_seconds: float = 0.0
-    """Seconds in the model and the sampler; 0 where they are not measured."""
+    """Seconds in the model and the sampler; 0 if not measured."""
     peak_bytes: int = 0
-    """Peak from the submission to the end, in bytes."""
+    """Peak bytes of the whole run."""
     moments: list[RunMoment] = field(default_factory=list, repr=False)
-    """One a step if the run was watched. Watching waits after every step: times do not count."""
+    """Memory after each step, if tracked. Tracking waits after every step; times are not valid."""
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens a second of all sequences together, every step counted."""
+        """Decoded tokens per second of all sequences."""
         return self.decoded_tokens / sum(self.step_seconds)
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Tokens a second of all prompts, cached ones too, up to the last first token."""
+        """Prompt tokens per second, cached ones included, up to the last first token."""
         return self.prompt_tokens / self.first_seconds
 
     @property
     def machinery_share(self) -> float:
-        """Share of the time that was spent on anything but the model."""
+        """Share of the time spent outside the model."""
         return 1 - self.model_seconds / self.seconds
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes after a step in which all sequences generate."""
+        """Largest bytes after a step with all sequences decoding."""
         return max(moment.held_bytes for moment in self.moments if moment.decoding)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Prompts for both sides, and a prefix that they may know before."""
+    """Prompts for both sides, and an optional cached prefix."""
 
     prompts: Prompts
     decode_tokens: int
-    """Steps that are timed with all sequences generating."""
+    """Timed steps with all sequences decoding."""
     known: Sequence[int] = ()
-    """A prefix that is read before the clock starts."""
+    """Prefix that is prefilled before the clock starts."""
     repeats: int = 1
-    """Times that the prompts are submitted to the same engine."""
+    """Number of times the prompts are submitted to the same engine."""
     prefill_chunk: int = config.PREFILL_CHUNK
-    """Tokens of prompts that our engine reads in a step."""
+    """Prefill chunk of our engine, in tokens."""
 
     @property
     def max_tokens(self) -> int:
-        """Tokens a sequence may generate: the first goes on while the others' prompts are read."""
+        """Token limit per sequence: the first ones decode while others are prefilled."""
         spread = len(_common(self.prompts)) * (len(self.prompts) - 1)
         chunks = -(-(sum(map(len, self.prompts)) - spread) // self.prefill_chunk)
         return self.decode_tokens + 2 * chunks + 3 * len(self.prompts) + 8
 
 
 def _common(prompts: Prompts) -> Sequence[int]:
-    """Return the tokens that all prompts begin with."""
+    """Return the common prefix of all prompts."""
     first, last = min(map(list, prompts)), max(map(list, prompts))
     same = 0
     while same < min(len(first), len(last)) and first[same] == last[same]:
@@ -105,7 +105,7 @@ def _common(prompts: Prompts) -> Sequence[int]:
 
 
 def run_side(make: MakeSide, task: Task, *, watch: bool = False) -> list[Run]:
-    """Build a side, let it learn the known prefix, hand the prompts in, drop it.
+    """Construct a side, prefill the known prefix, run the prompts, and close it.
 
     Raises:
         AssertionError: a sequence ended early.
@@ -121,10 +121,10 @@ def run_side(make: MakeSide, task: Task, *, watch: bool = False) -> list[Run]:
 
 
 def clean() -> int:
-    """Drop all unused memory; return the bytes that are left: the weights of the models.
+    """Free all unused memory; return the bytes left: the models' weights.
 
-    mlx-lm begins to compute a next token that is not asked for. This waits for it: until it is
-    computed, MLX holds its inputs.
+    mlx-lm computes one token ahead, whose inputs stay allocated until it is done; this waits for
+    it.
     """
     mx.synchronize()
     gc.collect()
@@ -133,7 +133,7 @@ def clean() -> int:
 
 
 def drive(side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -> Run:
-    """Hand the prompts in and step until `decode_tokens` steps were timed."""
+    """Submit the prompts and step until `decode_tokens` steps are timed."""
     driving = Driving(side, task, base_bytes, watch=watch)
     driving.read()
     driving.decode(task.decode_tokens)
@@ -141,7 +141,7 @@ def drive(side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -
 
 
 class Driving:
-    """A side whose prompts were handed in, and its run so far."""
+    """A side with submitted prompts, and its run so far."""
 
     def __init__(self, side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -> None:
         side.cancel()
@@ -169,13 +169,13 @@ class Driving:
         self._run.first_seconds = self._now - self._began
 
     def decode(self, steps: int) -> None:
-        """Time so many steps, with all sequences generating."""
+        """Time `steps` steps with all sequences decoding."""
         for _ in range(steps):
             self._run.decoded_tokens += self._step()
             self._run.step_seconds.append(self._step_seconds)
 
     def resume(self) -> None:
-        """Step once, untimed: other sides have filled the caches of the processor."""
+        """Step once, untimed, since other sides have filled the processor's caches."""
         self._step()
         self._since = time.perf_counter()
 
@@ -199,7 +199,7 @@ class Driving:
         return len(tokens)
 
     def end(self) -> Run:
-        """Return the run, from the submission until now."""
+        """Return the run, up to now."""
         run, side = self._run, self._side
         run.seconds = self._now - self._began
         run.model_seconds = side.model_seconds - self._model_seconds

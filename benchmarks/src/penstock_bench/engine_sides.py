@@ -1,4 +1,4 @@
-"""The sides of an engine bench: ours without its thread, behind one protocol with mlx-lm's."""
+"""Sides of engine benchmarks: penstock without its thread, and the protocol shared with mlx-lm."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ RIVAL = "mlx-lm"
 LLAMA = "llama.cpp"
 
 MEMORY_SHARE = 0.8
-"""Share of the machine's memory that is the engine's limit: no bench is about running out of it."""
+"""Memory limit as a share of the machine's memory, large enough for all benchmarks."""
 
 Prompts = Sequence[Sequence[int]]
 
 
 class Side(Protocol):
-    """An engine under test. Sequences are numbered as their prompts were handed in."""
+    """Engine under test. Sequences are numbered in the order of their prompts."""
 
     @property
     def prompt_read(self) -> int:
-        """Tokens of the prompts that are in caches by now."""
+        """Prompt tokens in caches so far."""
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed: known before, or computed for another prompt."""
+        """Prompt tokens not computed: cached, or shared with another prompt."""
 
     @property
     def model_seconds(self) -> float:
-        """Seconds of the model and the sampler so far; 0 where they are not measured apart."""
+        """Seconds in the model and the sampler so far; 0 if not measured."""
 
     def learn(self, prefix: Sequence[int]) -> None:
-        """Read `prefix` and keep it for prompts that begin with it."""
+        """Prefill `prefix` and cache it for prompts that start with it."""
 
     def submit(self, prompts: Prompts, max_tokens: int) -> None:
-        """Hand all prompts in at once."""
+        """Submit all prompts at once."""
 
     def cancel(self) -> None:
-        """Cancel the prompts that were handed in, and drop all that was read for them alone."""
+        """Cancel the submitted prompts and free what is not shared."""
 
     def step(self) -> Sequence[tuple[int, int]]:
-        """Run one step and return (sequence, token) of all that came out."""
+        """Run one step and return (sequence, token) of every new token."""
 
     def settle(self) -> None:
         """Wait until nothing is in flight."""
 
     def close(self) -> None:
-        """Stop. Its memory goes with the object."""
+        """Stop; memory is freed with the object."""
 
 
 MakeSide = Callable[[], Side]
@@ -74,12 +74,12 @@ class EngineShape:
 
     @property
     def exact(self) -> bool:
-        """Whether keys and values are held as they are, so that texts are mlx-lm's."""
+        """Whether KV is not quantized, so that texts equal mlx-lm's."""
         return self.kv_cache_quantization is None
 
     @property
     def codec_settings(self) -> dict[str, Any]:
-        """Settings of codecs, as the engine takes them."""
+        """Codec settings of the engine."""
         names = (
             "kv_cache_quantization",
             "kv_cache_min_quantize_tokens",
@@ -89,7 +89,7 @@ class EngineShape:
 
 
 class Ours:
-    """Penstock's engine without its thread: one `Core.step` a step."""
+    """Penstock's engine without its thread: one `Core.step` per step."""
 
     def __init__(
         self, model: BenchModel, batch_size: int, shape: EngineShape, **settings: Any
@@ -109,41 +109,38 @@ class Ours:
         self._before = self.stats()
 
     def stats(self) -> Stats:
-        """Return the engine's figures."""
         return self._core.view.stats()
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prefilled tokens since the submission."""
         return self.stats().prefilled_tokens - self._before.prefilled_tokens
 
     @property
     def prompt_read(self) -> int:
-        """Hits and prefilled tokens; a prompt's last token is read by its first decode step."""
+        """Cached and prefilled tokens; a prompt's last token is read by its first decode step."""
         return self.cached_tokens + self.prefilled_tokens
 
     @property
     def cached_tokens(self) -> int:
-        """Hits since the submission."""
         return self.stats().hit_tokens - self._before.hit_tokens
 
     @property
     def model_seconds(self) -> float:
-        """Seconds of the model and the sampler, in all steps since the construction.
+        """Seconds in the model and the sampler since the construction.
 
-        The rest is the machinery: block hashes, tree, ledger, scheduler, copies of KV, text.
+        The rest is overhead: block hashes, tree, ledger, scheduler, copies of KV, text.
         """
         return self.stats().model_seconds
 
     def learn(self, prefix: Sequence[int]) -> None:
-        """Serve a request for one token after `prefix`: its whole blocks stay."""
+        """Serve a request for one token after `prefix`, so that its whole blocks are cached."""
         self.cancel()
         self.submit([prefix], 1)
         while self._core.step():
             pass
 
     def submit(self, prompts: Prompts, max_tokens: int) -> None:
-        """Submit one request a prompt."""
+        """Submit one request per prompt."""
         self._before = self.stats()
         self._handles = [
             self._core.submit(Request(prompt=tuple(prompt), max_tokens=max_tokens, ignore_eos=True))
@@ -152,20 +149,19 @@ class Ours:
         self._seen_tokens = [0 for _ in prompts]
 
     def answers(self) -> list[list[int]]:
-        """Run steps until every request has ended, and return the tokens of each."""
+        """Step until every request has ended; return the tokens of each."""
         while self._core.step():
             pass
         ended, self._handles = self._handles, []
         return [handle.result(0.0)[0].tokens for handle in ended]
 
     def cancel(self) -> None:
-        """Cancel the requests."""
         for handle in self._handles:
             handle.cancel()
         self._handles = []
 
     def step(self) -> Sequence[tuple[int, int]]:
-        """Run one step, as the engine's thread does, and return its new tokens."""
+        """Run one step and return its new tokens."""
         self._core.step(send_later=True)
         new: list[tuple[int, int]] = []
         for place, handle in enumerate(self._handles):
@@ -178,8 +174,7 @@ class Ours:
         return new
 
     def settle(self) -> None:
-        """Do nothing: after a step of the core nothing is in flight."""
+        """Do nothing: nothing is in flight after a step of the core."""
 
     def close(self) -> None:
-        """Close the core."""
         self._core.close()

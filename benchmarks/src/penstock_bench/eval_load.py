@@ -1,4 +1,4 @@
-"""Settings that `penstock eval` measures: codecs and windows, and the goals."""
+"""Settings of `penstock eval`: codecs, windows, and the goals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST_SEED = 10_000_000
 """Seed of the first dialogue; the embedded model was trained on others."""
 ANSWER_TOKENS = 8
 LEAST_BLOCKS = 2
-"""Blocks of a piece of text, at least: in the first block no codec is read."""
+"""Minimum blocks of a piece of text; the first block reads no quantized KV."""
 GOAL_CODECS = ("turbo4", "k8v4")
 GOAL_FORMS = (KeyForm.PLAIN, KeyForm.OUTLIERS)
 GOAL_POINTS = 0.5
@@ -29,7 +29,7 @@ CONTROL_POINTS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class KVSetting:
-    """A codec, a window and a choice of KV; None is the engine's default."""
+    """Codec, window and selection of KV; None is the engine's default."""
 
     codec: str
     max_kv_size: int | None = None
@@ -38,7 +38,7 @@ class KVSetting:
 
     @property
     def scheme(self) -> Scheme:
-        """The codecs. Raises ValueError if there is none of this name."""
+        """Parsed codec; raises ValueError if it is unknown."""
         return parse_scheme(self.codec)
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class KVSetting:
 
 UNCHANGED = KVSetting(RAW)
 EVALUATED_BLOCK_SIZE = 64
-"""Least block size, in tokens, that all codecs can hold."""
+"""Smallest block size, in tokens, that fits all codecs."""
 SETTINGS = (
     *map(KVSetting, ("8", "k8v4", "kivi5/turbo3.5", "turbo4", "2")),
     KVSetting(RAW, 1_024, 256),
@@ -59,26 +59,26 @@ SETTINGS = (
 
 
 class EvalLoad(EvalSettings):
-    """Settings to measure, and the size of the measurement. Sizes in tokens."""
+    """Settings to measure, and the size of the measurement, in tokens."""
 
     model: str = str(MODEL_PATH)
     settings: tuple[KVSetting, ...] = SETTINGS
-    """Raw KV without a window is measured in any case: all others are compared with it."""
+    """Settings to measure. Raw KV without a window is always included as the reference."""
     windows_once: bool = True
-    """Whether settings with a window are measured on the first form alone."""
+    """Whether settings with a window are measured only on the first form."""
     forms: tuple[KeyForm, ...] = tuple(KeyForm)
     lengths: tuple[int, ...] = (250, 1_000, 4_000)
-    """Lengths of the dialogues, or of the texts of the tasks, before the questions."""
+    """Lengths of the dialogues, or of the texts of tasks, before the questions."""
     tasks: tuple[LongTask, ...] = ()
-    """Tasks on real text, for other models than the embedded one."""
+    """Tasks on real text, for models other than the embedded one."""
     per_dialogue: int = 16
-    """Most questions about a dialogue."""
+    """Maximum questions per dialogue."""
     texts: tuple[str, ...] = ()
-    """Texts that are read, a piece of each in turn; none: dialogues of the embedded model's."""
+    """Texts to read, a piece of each in turn; empty for dialogues of the embedded model."""
     attend_rest: bool = False
-    """Whether steps of a choice read the other tokens from the index."""
+    """Whether selective steps approximate the other tokens by the index."""
     continued_tokens: int = 32
-    """Tokens of a continuation, at most; an answer may end before."""
+    """Maximum tokens of a continuation."""
     block_size: int = EVALUATED_BLOCK_SIZE
     memory_limit: int | str | None = "200MB"
 

@@ -1,4 +1,4 @@
-"""Texts and questions of an evaluation: dialogues that are asked, pieces that are read."""
+"""Texts and questions of an evaluation."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from penstock_bench.recall import END, ROLES, dialogue
 
 @dataclass(frozen=True, slots=True)
 class AskedDialogue:
-    """A dialogue or a text, in tokens, with the questions after it and their answers."""
+    """Tokenized dialogue or text, with questions and their answers."""
 
     context: tuple[int, ...]
-    """Tokens that all prompts begin with."""
+    """Common prefix of all prompts."""
     prompts: tuple[tuple[int, ...], ...]
     answers: tuple[tuple[str, ...], ...]
     answer_tokens: int = ANSWER_TOKENS
     whole: bool = True
-    """Whether an answer has to be the wanted text, and not only to contain it."""
+    """Whether an answer must equal the expected text instead of containing it."""
 
     def score(self, number: int, text: str) -> float:
-        """Return how right an answer to question `number` is, from 0 to 1."""
+        """Return the score of the answer to question `number`, 0 to 1."""
         wanted = self.answers[number]
         return float((text.strip(),) == wanted) if self.whole else score(text, wanted)
 
 
 def dialogues(tokenizer: Any, load_: EvalLoad, length: int) -> Iterator[AskedDialogue]:
-    """Yield dialogues of one length until enough is asked."""
+    """Yield dialogues of one length until there are enough questions."""
     facts = max(1, min(load_.per_dialogue, length // 64))
     for number in range(-(-load_.questions // facts)):
         talk = dialogue(FIRST_SEED + number, tokens=length, facts=facts)
@@ -55,7 +55,7 @@ def dialogues(tokenizer: Any, load_: EvalLoad, length: int) -> Iterator[AskedDia
 def long_texts(
     tokenizer: Any, load_: EvalLoad, task: LongTask, length: int
 ) -> Iterator[AskedDialogue]:
-    """Yield texts of one task and length until enough is asked."""
+    """Yield texts of one task and length until there are enough questions."""
     haystack = _haystack(tokenizer, load_)
     asked = 0
     for seed in count():
@@ -74,20 +74,20 @@ def long_texts(
 
 
 def _shared(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the tokens that all prompts begin with, without the last one of the shortest."""
+    """Return the common prefix of all prompts, at most all but the last token of the shortest."""
     places = zip(*(prompt[:-1] for prompt in prompts), strict=False)
     return tuple(place[0] for place in takewhile(lambda place: len(set(place)) == 1, places))
 
 
 def _haystack(tokenizer: Any, load_: EvalLoad) -> Haystack:
-    """Return the paragraphs of the text. Raises SettingError if there is none."""
+    """Return the paragraphs of the text; raises SettingError if there is none."""
     if not load_.texts:
         raise SettingError("--task: name a text to hide things in, by --text")
     return Haystack("\n\n".join(load_.texts), lambda text: len(encode(tokenizer, text)))
 
 
 def _prompt(tokenizer: Any, context: str, question: str, lead: str) -> tuple[int, ...]:
-    """Return a question behind a text, and the first words of the answer."""
+    """Return the prompt of a question after a text, with the first words of the answer."""
     said = [{"role": "user", "content": f"{context}\n\n{question}"}]
     first = tokenizer.encode(lead, add_special_tokens=False)
     return (*render(tokenizer, said), *first)
@@ -95,13 +95,13 @@ def _prompt(tokenizer: Any, context: str, question: str, lead: str) -> tuple[int
 
 @dataclass(frozen=True, slots=True)
 class EvalPiece:
-    """Tokens of a text, and for each whether its prediction counts."""
+    """Tokens of a text, and a mask of the predictions that count."""
 
     tokens: tuple[int, ...]
     counts: tuple[bool, ...]
 
     def ends(self, count: int) -> list[int]:
-        """Return where to begin a continuation, `count` places at most: at answers, or anywhere."""
+        """Return up to `count` positions at which continuations start: at answers, or anywhere."""
         begins = [i for i in range(1, len(self.tokens)) if self.counts[i] > self.counts[i - 1]]
         places = begins or range(1, len(self.tokens) + 1)
         count = min(count, len(places))
@@ -109,7 +109,7 @@ class EvalPiece:
 
 
 def pieces(tokenizer: Any, load_: EvalLoad) -> list[EvalPiece]:
-    """Cut the text into pieces, or write pieces of its own.
+    """Split the text into pieces, or generate dialogues.
 
     Raises:
         SettingError: no piece has two blocks.
@@ -143,7 +143,7 @@ def pieces(tokenizer: Any, load_: EvalLoad) -> list[EvalPiece]:
 
 
 def _in_turn(texts: Sequence[Sequence[int]], size: int, most: int) -> list[EvalPiece]:
-    """Cut texts into pieces, one of each in turn, of `most` tokens together at most."""
+    """Split texts into pieces, one of each in turn, up to `max_tokens` in total."""
     cut = []
     for start in range(0, max(map(len, texts)), size):
         for tokens in texts:
@@ -158,7 +158,7 @@ def _whole(tokens: Sequence[int]) -> EvalPiece:
 
 
 def _spoken(tokenizer: Any, tokens: Sequence[int]) -> EvalPiece:
-    """Return the embedded model's dialogue; the assistant's words count, its end included."""
+    """Return a dialogue in which only the assistant's tokens count, the end of turn included."""
     names = (ROLES["assistant"], END)
     begin, end = (int(tokenizer.convert_tokens_to_ids(name)) for name in names)
     counts, speaks = [], False
@@ -169,7 +169,7 @@ def _spoken(tokenizer: Any, tokens: Sequence[int]) -> EvalPiece:
 
 
 def questions(tokenizer: Any, load_: EvalLoad) -> dict[int | str, list[AskedDialogue]]:
-    """Write all questions, by length of the dialogue, or by task and length."""
+    """Return all questions, by length of the dialogue, or by task and length."""
     if not load_.tasks:
         return {length: list(dialogues(tokenizer, load_, length)) for length in load_.lengths}
     return {
@@ -181,27 +181,27 @@ def questions(tokenizer: Any, load_: EvalLoad) -> dict[int | str, list[AskedDial
 
 @dataclass(frozen=True, slots=True)
 class EvalTask:
-    """A model in one form, with its questions and its text."""
+    """Model in one form, with its questions and its text."""
 
     form: KeyForm
     model: Any
     tokenizer: Any
     asked: dict[int | str, list[AskedDialogue]]
-    """Questions by length of their dialogue, or by task and length."""
+    """Questions by length of the dialogue, or by task and length."""
     text: list[EvalPiece]
 
     @classmethod
     def of(cls, load_: EvalLoad, form: KeyForm) -> EvalTask:
-        """Load the model and write its questions; raises as `measure` does."""
+        """Load the model and prepare its questions; raises as `measure` does."""
         model, tokenizer = load(load_.model)
         reform(model, form, load_.outlier_scale)
         return cls(form, model, tokenizer, questions(tokenizer, load_), pieces(tokenizer, load_))
 
     def steps(self, settings: int, passes: int, *, continues: bool) -> int:
-        """Return how many steps `Progress` will count.
+        """Return the number of steps that `Progress` will count.
 
         Args:
-            settings: number of the settings that are measured.
+            settings: number of measured settings.
             passes: number of passes over all pieces of the text.
             continues: whether pieces are continued.
         """

@@ -1,14 +1,14 @@
-"""`penstock eval`: recall, agreement and perplexity of a model with its KV held in fewer bits.
+"""`penstock eval`: recall, agreement and perplexity of a model with quantized KV.
 
-    recall      questions about facts of a dialogue, answered by the engine: all of an answer right
-    agreement   the engine continues a text, greedily: tokens before the first that is not raw's
+    recall      questions about facts of a dialogue, answered by the engine: exact match
+    agreement   greedy continuations by the engine: tokens before the first difference from raw KV
     perplexity, KL, top 1
-                of a text that is read (teacher forcing): every block reads the blocks before it as
-                the engine holds them, and itself as it is, as a decode step does
+                by teacher forcing: every block attends to the quantized blocks before it, and to
+                itself unquantized, as a decode step does
 
-In the embedded model's own dialogues the assistant's words alone count: the model was trained on
-them alone, and expects nothing of users. Tokens stay in full precision only where a setting says
-so: a few hundred raw tokens at the start would hide much of a codec's loss on a short text.
+In dialogues of the embedded model only the assistant's tokens count, since it was trained only on
+them. Tokens stay in full precision only where a setting says so: a few hundred raw tokens at the
+start would hide much of a codec's loss on a short text.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from penstock_bench.report import Line, Notify, Report
 from penstock_bench.window_recall import SCALE, Share
 
 WATCHED_PIECES = 4
-"""First pieces of a text on which the layers' attention is compared."""
+"""Number of first pieces on which the layers' attention is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean of n values, with its standard error."""
+    """Mean of n values, with its standard error."""
 
     n: int
     mean: float
@@ -70,7 +70,7 @@ class Estimate:
     def of(cls, groups: Sequence[Sequence[float]]) -> Estimate:
         """Average over all values of one or more groups.
 
-        The error is the larger of two: of independent values, and of independent groups.
+        The error is the larger one of assuming independent values and independent groups.
         """
         values = [value for group in groups for value in group]
         n = len(values)
@@ -84,7 +84,7 @@ class Estimate:
     def of_shares(cls, groups: Sequence[Sequence[float]]) -> Estimate:
         """Average values of -1, 0 or 1, as `of` does.
 
-        Where none or all are 0, the error is as of half a one.
+        If all are equal, the error is computed as if half a value differed.
         """
         plain = cls.of(groups)
         others = Share(plain.n, sum(value != 0 for group in groups for value in group))
@@ -94,7 +94,7 @@ class Estimate:
 
 @dataclass(slots=True)
 class EvalRow:
-    """One setting on one form. Bytes of a token count the coded KV of all layers."""
+    """One setting on one form. Bytes per token count the quantized KV of all layers."""
 
     form: KeyForm
     setting: KVSetting
@@ -102,50 +102,45 @@ class EvalRow:
     keep: int
     bytes_per_token: float = math.nan
     bits: float = math.nan
-    """Bits of a number, all parts together."""
+    """Bits per value, everything included."""
     ratio: float = math.nan
-    """Bytes of raw KV in the model's type over `bytes_per_token`."""
+    """Bytes of raw KV in the model's dtype over `bytes_per_token`."""
     recall: dict[int | str, Estimate] = field(default_factory=dict)
-    """Share of right answers, by the length of the dialogue, or by task and length."""
+    """Share of right answers, by length of the dialogue, or by task and length."""
     recall_over_raw: dict[int | str, Estimate] = field(default_factory=dict)
-    """Share of right answers less raw's share, on the same questions."""
+    """Share of right answers minus that with raw KV, on the same questions."""
     perplexity: Estimate | None = None
     kl: Estimate | None = None
-    """KL divergence of the next token's distribution from raw's, in nats."""
+    """KL divergence of the next token's distribution from raw KV's, in nats."""
     top_1: Estimate | None = None
-    """Share of the positions whose likeliest next token is raw's."""
+    """Share of positions with the same most likely next token as raw KV."""
     agreement: Estimate | None = None
-    """Tokens before the first that is not raw's, over all generated tokens.
-
-    None if nothing is continued.
-    """
+    """Share of tokens before the first difference from raw KV; None without continuations."""
     layers: list[LayerError | None] = field(default_factory=list)
-    """Change of each layer's attention by the codec, on the first pieces of the text.
+    """Attention error of each layer by the codec, on the first pieces of the text.
 
-    None for layers that do not see a whole piece. Empty with a window, and for a model with an
-    attention of its own.
+    None for layers that do not see a whole piece. Empty with a window, and for a model that
+    implements attention itself.
     """
 
     @property
     def name(self) -> str:
-        """Form and setting."""
         return f"{self.form}: {self.setting}"
 
     def as_object(self) -> dict[str, Any]:
-        """Return the figures by name."""
         return {**asdict(self), "setting": str(self.setting), "codec": self.setting.codec}
 
 
 @dataclass(slots=True)
 class Progress:
-    """Counts finished steps and reports them: `notify(description, done, total)`."""
+    """Counter of finished steps, reported by `notify(description, done, total)`."""
 
     notify: Notify
     of: int = 0
     done: int = 0
 
     def step(self, what: str) -> None:
-        """Count one more."""
+        """Count one step."""
         self.notify(what, self.done, self.of)
         self.done += 1
 
@@ -154,13 +149,13 @@ class Progress:
 
 
 def drain(core: Core) -> None:
-    """Run until nothing is left to do."""
+    """Step until all requests have ended."""
     while core.step():
         pass
 
 
 def answers(core: Core, asked: AskedDialogue) -> list[float]:
-    """Read a dialogue, ask everything at once, and return how right each answer is, 0 to 1."""
+    """Prefill a dialogue, ask all questions at once, and return the scores, 0 to 1."""
     core.submit(Request(prompt=asked.context, max_tokens=1))
     drain(core)  # now all of it is coded that will be
     handles = [
@@ -173,7 +168,7 @@ def answers(core: Core, asked: AskedDialogue) -> list[float]:
 
 
 def continued(core: Core, load_: EvalLoad, piece: EvalPiece) -> list[list[int]]:
-    """Continue beginnings of a piece, greedily; the tokens of each."""
+    """Return the greedy continuations of a piece from several positions."""
     if not load_.prompts:
         return []
     core.submit(Request(prompt=piece.tokens, max_tokens=1))
@@ -187,7 +182,7 @@ def continued(core: Core, load_: EvalLoad, piece: EvalPiece) -> list[list[int]]:
 
 
 def alike(tokens: Sequence[int], wanted: Sequence[int]) -> float:
-    """Return the share of tokens before the first that differs, of the longer answer."""
+    """Return the number of equal first tokens over the longer length."""
     if list(tokens) == list(wanted):  # also of two that end at once
         return 1.0
     same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted, strict=False))
@@ -205,7 +200,7 @@ class EngineAnswers:
 def serve(
     task: EvalTask, load_: EvalLoad, setting: KVSetting, step: Callable[[], None]
 ) -> EngineAnswers:
-    """Let one engine answer and continue everything; `step` is called before each."""
+    """Answer and continue everything on one engine; `step` is called before each."""
     if not (task.asked or load_.prompts):
         return EngineAnswers({}, [[] for _ in task.text])
     core = Core(task.model, task.tokenizer, **load_.engine(setting))
@@ -233,12 +228,12 @@ def measure(load_: EvalLoad, notify: Notify = lambda *_: None) -> Report:
 
     Args:
         load_: the settings, and the size of the measurement.
-        notify: takes a description of the measurement, the steps that are done, and their total.
+        notify: takes a description, the completed steps, and the total.
 
     Raises:
         ModelError: the engine cannot run the model, or it has no other forms.
-        SettingError: a codec does not exist or fits neither heads nor blocks, a window is out of
-            its range, or the text is too short.
+        SettingError: a codec is unknown or does not fit the heads or blocks, a window is out of
+            range, or the text is too short.
     """
     settings = list(dict.fromkeys((UNCHANGED, *load_.settings)))
     for setting in settings:
@@ -268,7 +263,7 @@ def measure(load_: EvalLoad, notify: Notify = lambda *_: None) -> Report:
 def _on_form(
     task: EvalTask, load_: EvalLoad, ways: Sequence[Way], progress: Progress
 ) -> list[tuple[EvalRow, dict[str, Any]]]:
-    """Measure all settings, raw first; return their rows, each with its raw figures."""
+    """Measure all settings, raw KV first; return the rows, each with its raw figures."""
 
     def stepper(what: object) -> Callable[[], None]:
         return lambda: progress.step(f"{task.form}: {what}")
@@ -359,12 +354,12 @@ def _layers(row: EvalRow, watched: Sequence[Sequence[WatchedLayer | None]], way:
 
 
 def _sums(groups: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return count and sum of every piece, for the record."""
+    """Return count and sum for each piece."""
     return [[len(group), round(math.fsum(group), 6)] for group in groups]
 
 
 def _right(answered: EngineAnswers) -> dict[str, list[list[float]]]:
-    """Return asked and right of every dialogue, by length, for the record."""
+    """Return the number of questions and of right answers for each dialogue, by length."""
     return {
         str(length): [[len(group), math.fsum(group)] for group in groups]
         for length, groups in answered.right.items()
@@ -374,7 +369,7 @@ def _right(answered: EngineAnswers) -> dict[str, list[list[float]]]:
 def report(
     load_: EvalLoad, rows: Sequence[EvalRow], raw: Sequence[dict[str, Any]], dtype: str
 ) -> Report:
-    """Lay out the rows and judge recall."""
+    """Format the rows and judge recall."""
     lines = [line for row in rows for line in judged(row, rows)]
     goals = {
         "most_points_below_raw": GOAL_POINTS,
@@ -402,7 +397,7 @@ def report(
 
 
 def judged(row: EvalRow, rows: Sequence[EvalRow]) -> Iterator[Line]:
-    """Yield the goals of a row: that it loses nothing, or, as a control, that its loss is seen."""
+    """Yield the goals of a row: no loss, or for controls a visible loss."""
     (raw,) = (one for one in rows if one.setting == UNCHANGED and one.form == row.form)
     setting = row.setting
     recall = {length: share for length, share in row.recall.items() if isinstance(length, int)}

@@ -11,14 +11,14 @@ from matplotlib.figure import Figure  # not pyplot: no screen is needed, no stat
 from penstock_bench.report import Report
 
 LEAST_KL = 1e-7
-"""KL divergence that is drawn in place of 0, in nats."""
+"""Lower limit of the KL axis, in nats; zero is drawn here."""
 NOT_ASKED = "white"
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draw the KL of every setting without a window over its ratio of bytes.
+    """Plot the KL of every setting without a window over its compression ratio.
 
-    The color is the worst recall, white where nothing was asked.
+    The color is the worst recall, white without questions.
     """
     rows = [row for row in report.penstock["rows"] if "window" not in row["setting"]]
     forms = list(dict.fromkeys(row["form"] for row in rows))

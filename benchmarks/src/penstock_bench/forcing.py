@@ -1,9 +1,9 @@
-"""Reading of a text in several settings, side by side, with the predictions of each.
+"""Teacher forcing of a text in several settings side by side.
 
-Every block reads the blocks before it as the engine holds them, and itself as it is, as a decode
-step does. Several blocks are read in one pass of the model. A layer encodes the keys and values of
-all of them, and its attention lets each block read the codes of earlier blocks. The figures equal
-the figures of one pass a block, to rounding.
+Every block attends to the blocks before it as the engine stores them, and to itself unquantized, as
+a decode step does. Several blocks are computed in one pass of the model: a layer quantizes the KV
+of all of them, and each block attends to the quantized earlier blocks. Figures equal those of one
+pass per block, up to rounding.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from penstock_bench.eval_load import KVSetting
 from penstock_bench.eval_texts import EvalPiece
 
 PASS_TOKENS = 512
-"""Tokens that a pass of the model reads, at most."""
+"""Maximum tokens of a pass of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to read a text: a setting, and the model's runner, limits and codecs under it."""
+    """Setting, with the model's runner, limits and codecs."""
 
     setting: KVSetting
     runner: Runner
     limits: EngineSettings
     scheme: Scheme
-    """Codecs of the setting, as the engine scales them for this model."""
+    """Codecs of the setting, calibrated by the engine for this model."""
 
 
 class BlockReads(ChunkReads):
-    """One layer of several blocks: each reads earlier blocks coded, and itself as it is."""
+    """Attention of one layer over several blocks: earlier blocks quantized, its own unquantized."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class BlockReads(ChunkReads):
         self._scheme = scheme.of_layer(layer)
         self._block_size = block_size
         self.coded: Layer | None = None
-        """Keys and values of the whole blocks as they are held; set by `attend`."""
+        """Keys and values of the whole blocks as stored; set by `attend`."""
 
     def attend(
         self,
@@ -70,7 +70,7 @@ class BlockReads(ChunkReads):
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attend as `ChunkReads` does, block after block."""
+        """Attend as `ChunkReads` does, block by block."""
         window = self.check_given(keys, values, mask)
         *own, columns = self.joined(window)
         n, size = keys.shape[2], self._block_size
@@ -106,19 +106,18 @@ class BlockReads(ChunkReads):
 
 
 def _dequantized(side: Side, dtype: mx.Dtype) -> mx.array:
-    """Return numbers as they are read."""
     return (
         side.dequantize(devices.current()) if isinstance(side, Coded) else mx.array(side)
     ).astype(dtype)
 
 
 class Reading:
-    """One text, read pass after pass; its KV is held as the engine holds it.
+    """One text, read pass by pass; its KV is stored as in the engine.
 
     Args:
         way: model and setting.
-        pass_tokens: most tokens of a pass. The engine reads one block a pass. A model with an
-            attention of its own is read so in any case.
+        pass_tokens: maximum tokens of a pass. The engine computes one block per pass, as does a
+            model that implements attention itself.
     """
 
     def __init__(self, way: Way, pass_tokens: int = PASS_TOKENS) -> None:
@@ -130,12 +129,12 @@ class Reading:
         self._parts: list[KVSpan] = []
         self._state: RecurrentState | None = None
         self.position = 0
-        """Tokens that were read."""
+        """Number of tokens read so far."""
         self.coded = (0, 0)
-        """Bytes and tokens of the blocks that are coded, or would be with a codec."""
+        """Bytes and tokens of the blocks that are quantized, or would be with a codec."""
 
     def read(self, tokens: Sequence[int]) -> Floats:
-        """Read whole blocks, or the rest behind the last one.
+        """Read whole blocks, or the rest after the last one.
 
         Returns:
             Log-probabilities of the token that follows each token: (n, vocabulary).
@@ -176,7 +175,7 @@ class Reading:
 
 
 def log_probabilities(logits: mx.array) -> Floats:
-    """Return the logarithms of the softmax over the last axis.
+    """Return the log-softmax over the last axis.
 
     NumPy's exponential takes a tenth of the time of MLX's on a CPU.
     """
@@ -188,17 +187,17 @@ def log_probabilities(logits: mx.array) -> Floats:
 
 @dataclass(slots=True)
 class Forced:
-    """Figures of one setting, token by token, piece by piece."""
+    """Figures of one setting by piece and token."""
 
     losses: list[list[float]] = field(default_factory=list)
-    """Negative log-likelihood, nats."""
+    """Negative log-likelihood, in nats."""
     kl: list[list[float]] = field(default_factory=list)
     same: list[list[float]] = field(default_factory=list)
     nbytes: int = 0
     tokens: int = 0
 
     def add(self, figures: PieceFigures, coded: tuple[int, int]) -> None:
-        """Add a piece that was read, with the bytes and tokens of its coded blocks."""
+        """Add a piece, with the bytes and tokens of its quantized blocks."""
         self.losses.append(figures.losses)
         self.kl.append(figures.kl)
         self.same.append(figures.same)
@@ -207,20 +206,20 @@ class Forced:
 
 @dataclass(slots=True)
 class PieceFigures:
-    """Figures of one setting on one piece, token by token."""
+    """Figures of one setting on one piece, by token."""
 
     losses: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     same: list[float] = field(default_factory=list)
 
     def note(self, logs: Floats, raw: Floats, weights: Floats, after: Sequence[int]) -> None:
-        """Add some positions.
+        """Add the figures of some positions.
 
         Args:
             logs: log-probabilities, (n, vocabulary).
-            raw: the same in full precision.
+            raw: the same with raw KV.
             weights: the probabilities of `raw`.
-            after: the tokens that follow.
+            after: the next tokens.
         """
         self.losses += (-logs[np.arange(len(after)), after]).tolist()
         self.kl += np.einsum("nv,nv->n", weights, raw - logs).tolist()
@@ -233,10 +232,10 @@ def force(
     block_size: int,
     step: Callable[[], None],
 ) -> list[Forced]:
-    """Read a text in all ways side by side, pass by pass; the first way is raw.
+    """Read a text in all ways side by side, pass by pass; the first way is raw KV.
 
-    In this order the distributions of raw need not be kept. `step` is called before each pass.
-    An interrupt ends it: the figures then count the pieces that were read.
+    This order avoids storing the distributions of raw KV. `step` is called before each pass.
+    An interrupt ends the reading; the figures then cover the completed pieces.
     """
     forced = [Forced() for _ in ways]
     for number, piece in enumerate(text):
@@ -272,6 +271,6 @@ def _force_piece(
 
 
 def passes(piece: EvalPiece, block_size: int) -> list[tuple[int, int]]:
-    """Return where passes over a piece begin and end."""
+    """Return the start and end of each pass over a piece."""
     size, n = max(1, PASS_TOKENS // block_size) * block_size, len(piece.tokens)
     return [(start, min(start + size, n)) for start in range(0, n, size)]

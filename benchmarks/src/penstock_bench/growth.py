@@ -1,4 +1,4 @@
-"""`penstock bench growth`: a window's memory is allocated once, and no step pays for growing."""
+"""`penstock bench growth`: allocation, copies and step times of a bounded window."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CLAIM = "A bounded window is allocated once: nothing is copied to grow, no step 
 RIVAL = "mlx-lm"
 
 TRACK_TOKENS = 64
-"""A stretch of the tracks that the picture shows."""
+"""Interval of the tracks in the picture, in tokens."""
 
 MakeCache = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthShape:
-    """The model and the load: sizes in tokens, layers and elements."""
+    """Model and load: sizes in tokens, layers and elements."""
 
     layers: int = 16
     kv_heads: int = 8
@@ -39,24 +39,24 @@ class GrowthShape:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of keys and values of `window_tokens` in all layers: the least cost of a window."""
+        """Bytes of keys and values of `window_tokens` in all layers, the minimum of a window."""
         itemsize = getattr(mx, self.dtype).size
         return 2 * self.layers * self.kv_heads * self.window_tokens * self.head_dim * int(itemsize)
 
 
 @dataclass(slots=True)
 class GrowthRun:
-    """Figures of one pass over `read_tokens`. Bytes are above the empty process."""
+    """Figures of one pass over `read_tokens`. Bytes are above those before it."""
 
     growths_per_layer: float
-    """Times a layer's buffer changed its length after the first update."""
+    """Number of times a layer's buffer changed its length after the first update."""
     moves_per_layer: float
-    """Times a layer's buffer was at another address after a step: copied, for any reason."""
+    """Number of times a layer's buffer moved to another address in a step."""
     peak_bytes: int
     steady_bytes: int
     peak_over_steady: float
     peak_over_window: float
-    """Peak over `GrowthShape.window_bytes`: a cache that always holds too much shows here."""
+    """Peak over `GrowthShape.window_bytes`; shows caches that always allocate too much."""
     first_step_ms: float
     median_step_ms: float
     p99_step_ms: float
@@ -64,7 +64,7 @@ class GrowthRun:
     """Slowest step after the first one, which allocates."""
     step_ms: list[float] = field(repr=False)
     peak_track: list[int] = field(repr=False)
-    """Peak bytes within each stretch of `TRACK_TOKENS` tokens."""
+    """Peak bytes in each interval of `TRACK_TOKENS` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +83,17 @@ class _Buffers:
 
 
 def _address(array: mx.array) -> int:
-    """Return the address of an evaluated array's data."""
     import numpy as np
 
     return int(np.array(array, copy=False).__array_interface__["data"][0])
 
 
 def run_once(make: MakeCache, shape: GrowthShape, tokens_per_step: int) -> GrowthRun:
-    """Read `read_tokens` through all layers, `tokens_per_step` at a time, as a model would.
+    """Update all layers with `read_tokens` tokens, `tokens_per_step` at a time, as a model would.
 
-    Each layer's keys depend on the keys that the layer before fetched. One evaluation a step covers
-    all layers, so that as many buffers are in flight as in generation. In the place of attention
-    one number in 64 columns is read: the step costs as much as the cache.
+    Each layer's keys depend on the fetched keys of the previous layer. Each step is evaluated once
+    for all layers, as in generation. Instead of attention only one number in 64 columns is read, so
+    the cost of a step is that of the cache.
     """
     gc.collect()
     mx.clear_cache()
@@ -151,7 +150,7 @@ def _step(caches: Sequence[Any], new: mx.array) -> None:
 
 
 def _layer(cache: Any, new: mx.array, hidden: mx.array) -> mx.array:
-    """Stand for one layer. Fetched arrays are freed here, as in a model."""
+    """Update one layer's cache. Fetched arrays are freed on return, as in a model."""
     cache.make_mask(new.shape[2])
     keys, values = cache.update_and_fetch(new + hidden, new - hidden)
     seen = keys[:, :, ::64, :1].sum() + values[:, :, ::64, :1].sum()
@@ -160,7 +159,7 @@ def _layer(cache: Any, new: mx.array, hidden: mx.array) -> mx.array:
 
 
 def measure(shape: GrowthShape) -> Report:
-    """Run both, turn by turn, and compare the medians over the rounds."""
+    """Run both sides in turn, and compare the medians over the rounds."""
     theirs = rivals.RotatingKVCache
     makers: dict[str, MakeCache] = {
         "penstock": lambda: caches.RotatingKVCache(shape.window_tokens),
@@ -179,7 +178,7 @@ def measure(shape: GrowthShape) -> Report:
 
 
 def report(shape: GrowthShape, runs: dict[str, dict[str, list[GrowthRun]]]) -> Report:
-    """Set the medians of all rounds against each other and against the goal."""
+    """Compare the medians of all rounds with each other and with the goal."""
     medians = {
         side: {load: _medians(of_load[side]) for load, of_load in runs.items()}
         for side in ("penstock", RIVAL)
@@ -220,7 +219,7 @@ def report(shape: GrowthShape, runs: dict[str, dict[str, list[GrowthRun]]]) -> R
 
 
 def _medians(runs: Sequence[GrowthRun]) -> dict[str, float]:
-    """Return the median over the rounds of every figure of a run."""
+    """Return the median of every figure over the rounds."""
     names = [name for name in GrowthRun.__slots__ if name not in ("step_ms", "peak_track")]
     return {name: round(statistics.median(getattr(run, name) for run in runs), 4) for name in names}
 
@@ -232,7 +231,7 @@ def _ratio(rival: float, ours: float) -> float | None:
 def _lines(
     load: str, ours: dict[str, Any], theirs: dict[str, Any], goal: dict[str, float]
 ) -> list[Line]:
-    """Lay out one load: decode is judged in all, prefill in memory."""
+    """Format one load: decode is judged on all figures, prefill only on memory."""
     mine, rival = ours[load], theirs[load]
     growths = mine["growths_per_layer"]
     most = goal[f"{load}_peak_over_steady"]

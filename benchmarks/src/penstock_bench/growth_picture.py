@@ -1,4 +1,4 @@
-"""The picture of `penstock bench growth`: bytes held over tokens, and the time of each step."""
+"""Picture of `penstock bench growth`: memory over tokens, and the time of each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLORS = ("tab:blue", "tab:orange")
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draw the first round: peak bytes for decode and chunked prefill, milliseconds for decode."""
+    """Plot the first round: peak bytes for decode and chunked prefill, step times for decode."""
     runs: dict[str, dict[str, list[dict[str, Any]]]] = report.raw["runs"]
     shape = report.raw["shape"]
     figure = Figure(figsize=(13, 3.6))

@@ -1,4 +1,4 @@
-"""`penstock bench hit`: a prompt that is known costs one decode step, and copies nothing."""
+"""`penstock bench hit`: a prefix hit costs one decode step, without copies."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from penstock_bench.rivals import Solo
 CLAIM = "A known prompt is read where it lies: its first token costs one decode step"
 
 FIRST_OVER_STEP = 1.10
-"""Goal: seconds to the first token over the seconds of a plain decode step at that length."""
+"""Goal: time to first token over the time of a decode step at that length."""
 RESOLUTION = 0.01
-"""Share of the known KV below which bytes do not count as a copy."""
+"""Bytes below this share of the cached KV do not count as a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class HitLoad:
     llama: LlamaShape = field(default_factory=LlamaShape)
     known_tokens: int = 8_192
     decode_tokens: int = 12
-    """Plain steps that the first token is compared with; few enough that no tail fills up."""
+    """Steps that the first token is compared with; few enough that no tail fills up."""
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
     hits: int = 5
-    """Hits of a round's engine; to learn the prompt costs more than all of them."""
+    """Hits per engine and round, since caching the prompt costs more than all of them."""
 
     def task(self, model: BenchModel) -> Task:
-        """Make a prompt of the known tokens and one more, whose logits have to be computed."""
+        """Return a prompt of the cached tokens and one more, whose logits have to be computed."""
         prompt = model.prompt(self.known_tokens + 1, seed=0)
         return Task(
             [prompt],
@@ -49,7 +49,7 @@ class HitLoad:
 
 
 def measure(load: HitLoad) -> Report:
-    """Learn the prompt and ask for it, on both sides, turn by turn."""
+    """Cache the prompt and submit it again, on both sides in turn."""
     model = bench_model(load.model, load.llama)
     makers: dict[str, MakeSide] = {
         OURS: lambda: Ours(model, 1, load.engine),
@@ -60,25 +60,25 @@ def measure(load: HitLoad) -> Report:
 
 
 def first_over_step(runs: Sequence[Run]) -> float:
-    """Return the median of each hit's first token over the median of its own plain steps."""
+    """Return the median first token of hits over the median of their own steps."""
     return statistics.median(
         run.first_seconds / statistics.median(run.step_seconds) for run in runs
     )
 
 
 def bytes_copied(runs: Sequence[Run], known_bytes: int, layers: int) -> int:
-    """Return the bytes of known KV that a hit lays down a second time, for good or for a step.
+    """Return the bytes of cached KV that a hit copies, permanently or for a step.
 
     The step of the first token may take as many bytes as any decode step at this length. A decode
     step may take buffers, but no keys or values: half of one layer's keys is far more than its
-    scores. The number of buffers that live at once varies with the threads' turns, so less than
-    `RESOLUTION` beyond a plain step counts as nothing. A copy is made in every hit, so the least of
-    all hits counts.
+    scores. The number of buffers alive at once varies with thread scheduling, so less than
+    `RESOLUTION` beyond a normal step is ignored. Every hit would copy, so the minimum over all hits
+    counts.
 
     Args:
-        runs: watched, each a hit.
-        known_bytes: of the known KV.
-        layers: number of the layers that hold it.
+        runs: runs with memory tracking, each a hit.
+        known_bytes: bytes of the cached KV.
+        layers: number of layers with KV.
     """
     half_a_side = known_bytes / layers / 4
     return min(_copied(run, RESOLUTION * known_bytes, half_a_side) for run in runs)
@@ -94,7 +94,7 @@ def _copied(run: Run, noise_bytes: float, most_bytes: float) -> int:
 
 
 def report(load: HitLoad, model: BenchModel, comparison: Comparison) -> Report:
-    """Judge the first token against a plain step, and the copies against none."""
+    """Compare the first token with a normal step, and the copied bytes with zero."""
     known_bytes = load.known_tokens * model.kv_bytes_per_token
     sides = {side: _figures(comparison, side, known_bytes, model.layers) for side in (OURS, RIVAL)}
     ours, theirs = sides[OURS], sides[RIVAL]

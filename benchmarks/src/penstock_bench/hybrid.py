@@ -1,9 +1,9 @@
-"""`penstock bench hybrid`: recurrent layers, and the next turn of a conversation all the same.
+"""`penstock bench hybrid`: the next turn of a conversation with recurrent layers.
 
-    a conversation ──> its next turn         mlx-lm: from the start; its server's cache: goes on
-                   └─> another last question mlx-lm: from the start, its server's cache, too
+    a conversation ──> its next turn         mlx-lm: recomputes; its server's cache: resumes
+                   └─> another last question mlx-lm and its server's cache: recompute
 
-mlx-lm's prompt cache goes on where a stored prompt ends and nowhere else: states are not trimmed.
+mlx-lm's prompt cache resumes only at the end of a stored prompt: states cannot be trimmed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock_bench.rivals import Solo, random_hybrid
 CLAIM = "With recurrent layers, too, the next turn computes its new text, and no more than a block"
 SERVER = f"{RIVAL} server's cache"
 TIMES = 10.0
-"""Goal: seconds to the second turn's first token in a loop of mlx-lm's, over ours."""
+"""Goal: speedup of the second turn's first token over mlx-lm's loop."""
 GOAL_TOKENS = 4_096
 SHARE = 0.25
 """Goal: bytes of checkpoints over the bytes of keys and values."""
@@ -34,9 +34,9 @@ SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class HybridShape:
-    """Sizes of the random hybrid, without unit.
+    """Shape of the random hybrid model.
 
-    A state takes the bytes of 115 tokens of keys and values, in Qwen3-Next 80B of 3,000.
+    A state takes the bytes of 115 tokens of KV; in Qwen3-Next 80B, of 3,000.
     """
 
     layers: int = 4
@@ -80,7 +80,7 @@ class TurnTimes:
 
 
 def measure(load: HybridLoad) -> Report:
-    """Hold the same conversation on all sides, round by round."""
+    """Run the same conversation on all sides, round by round."""
     model = _model(load.shape)
     turns = TurnTimes()
     for turn in range(load.rounds):
@@ -98,7 +98,7 @@ def _ours(
     new: Sequence[list[int]],
     turns: TurnTimes,
 ) -> list[int]:
-    """Hold the first turn, time the turns after it, and return the first answer."""
+    """Run the first turn, time the turns after it, and return the first answer."""
     side = Ours(model, 1, load.engine)
     try:
         side.submit([prompt], load.answer_tokens)
@@ -176,7 +176,7 @@ Medians = dict[str, dict[str, float]]
 
 
 def report(load: HybridLoad, model: BenchModel, turns: TurnTimes) -> Report:
-    """Set ours against mlx-lm's loop, and against its server's cache."""
+    """Compare with mlx-lm's loop, and with its server's cache."""
     medians = _medians(turns)
     judged = load.known_tokens >= GOAL_TOKENS
     lines = [
@@ -223,7 +223,7 @@ def _medians(turns: TurnTimes) -> Medians:
 
 
 def _times(medians: Medians, question: str, rival: str) -> float:
-    """Return how many times sooner our first token comes."""
+    """Return the speedup of our first token."""
     return round(medians[question][rival] / medians[question][OURS], 3)
 
 
@@ -240,7 +240,7 @@ def _time_line(medians: Medians, heading: str, question: str, rival: str, has_go
 
 
 def _held_lines(load: HybridLoad, turns: TurnTimes) -> list[Line]:
-    """Judge the tokens that the next turn computes, and the bytes of checkpoints."""
+    """Judge the tokens computed for the next turn, and the bytes of checkpoints."""
     computed = max(turns.computed_tokens)
     most = load.new_tokens + (load.engine.block_size or config.BLOCK_SIZE)
     share = turns.checkpoint_bytes / turns.kv_bytes

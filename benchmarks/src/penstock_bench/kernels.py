@@ -1,4 +1,4 @@
-"""`penstock bench kernels`: a layer's attention in a decode step, each way to compute it."""
+"""`penstock bench kernels`: attention of one layer in a decode step, computed in each way."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from penstock_bench.report import Line, Report
 CLAIM = "The way that an engine takes for a decode step's attention is the quickest of three"
 RIVAL = "plain operations"
 HOURS = 3_600.0
-"""Seconds that all measurements of one size may take: all of them are made."""
+"""Time limit for the measurements of one size, high enough for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelsLoad:
-    """Layers, and sizes of their steps."""
+    """Layer shapes, and sizes of their steps."""
 
     layers: tuple[AttentionForm, ...]
     rows: tuple[int, ...] = (2, 8)
@@ -52,7 +52,7 @@ def measure(load: KernelsLoad) -> Report:
 
 
 def report(load: KernelsLoad, choices: dict[tuple[int, int], WayChoice]) -> Report:
-    """Set the way that is taken against plain operations."""
+    """Compare the chosen way with plain operations."""
     timings = [
         (f"{one.layer}, {counted(tokens, 'token')}, {one.step} ({rows})", one)
         for (rows, tokens), choice in choices.items()
@@ -105,5 +105,5 @@ def _lines(timings: Sequence[tuple[str, Timing]], off: str | None) -> list[Line]
 
 
 def layer_form(heads: int, kv_heads: int, dim: int, dtype: str) -> AttentionForm:
-    """Return a layer's form by the words of the command line."""
+    """Return a layer's shape from the command-line options."""
     return AttentionForm(heads, kv_heads, dim, dim, getattr(mx, dtype))

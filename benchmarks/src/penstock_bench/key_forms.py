@@ -1,8 +1,8 @@
-"""Forms of a model that compute the same function with keys that are harder to quantize.
+"""Model transformations that keep its function, with keys that are harder to quantize.
 
-Two things in the keys of real models break codecs: a few channels that are large in every token,
-and a constant. Both can be put into a llama without a change of its function. So a loss on a form,
-beyond the loss on the plain model, comes from the form of the keys alone.
+Two properties of real models' keys break codecs: a few channels that are large in every token, and
+a constant offset. Both can be added to a llama without changing its function, so any additional
+loss comes from the keys alone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from penstock.errors import ModelError
 from penstock_bench.bench_settings import OUTLIER_SCALE
 
 OUTLIER_PAIRS = 2
-"""Pairs of large channels in each head of keys."""
+"""Pairs of outlier channels in each key head."""
 BIAS_SCALE = 30.0
-"""The constant, over the root mean square of the keys that `k_proj` makes of a normed input."""
+"""Size of the constant over the root mean square of keys that `k_proj` makes of a normed input."""
 BIAS_PAIRS = 4
 
 
 class KeyForm(StrEnum):
-    """Form of the keys that a model makes."""
+    """Kind of keys that a model computes."""
 
     PLAIN = "plain"
     OUTLIERS = "outliers"
@@ -32,20 +32,21 @@ class KeyForm(StrEnum):
 
 
 def reform(model: Any, form: KeyForm, outlier_scale: float = OUTLIER_SCALE) -> None:
-    """Change a plain model, in place, to one that makes other keys and computes the same.
+    """Transform a model in place so that its keys change but not its function.
 
-    outliers: the rows of `k_proj` that make some channels are multiplied by `outlier_scale`. The
-    rows of `q_proj` for the same channels are divided by it. RoPE turns channel i with channel
-    i + head_dim / 2, so both of a pair are scaled alike. The turned pair is then scaled as the pair
-    is, and every product of a query and a key stays the same. It does so to the bit, if the scale
-    is a power of two.
+    outliers: the rows of `k_proj` for some channels are multiplied by `outlier_scale`, and the same
+        rows
+    of `q_proj` divided by it. RoPE rotates channel i with channel i + head_dim / 2, so both
+    channels of a pair get the same scale, and every product of a query and a key is unchanged;
+    bitwise, if the scale is a power of two.
 
-    biased: a constant is added to the keys of a head *after* RoPE has turned them. A query then
-    has the same number more with every key, which softmax does not see. Before RoPE a constant
-    would be turned by each key's position, and no softmax would ignore it.
+    biased: a constant is added to the keys of a head *after* RoPE. It adds the same number to all
+        scores
+    of a query, which softmax ignores. Before RoPE it would be rotated by each key's position, and
+    not cancel.
 
     Raises:
-        ModelError: the layers are not made as llama's are.
+        ModelError: the layers differ from llama's.
     """
     if form is KeyForm.PLAIN:
         return
@@ -68,7 +69,7 @@ def _check(attention: Any) -> None:
 
 
 def _pairs(dim: int, count: int, layer: int) -> list[int]:
-    """Return the first channels of so many RoPE pairs, spread over all frequencies."""
+    """Return the first channels of `count` RoPE pairs, spread over all frequencies."""
     half = dim // 2
     return [(half * (2 * i + 1) // (2 * count) + layer) % half for i in range(count)]
 
@@ -97,10 +98,10 @@ def _bias(attention: Any, layer: int) -> None:
 
 
 class BiasedRoPE(nn.Module):
-    """RoPE, and a constant for arrays with as many heads as keys have.
+    """RoPE, with a constant added to arrays that have the number of key heads.
 
     Args:
-        rope: of the layer.
+        rope: RoPE of the layer.
         bias: (kv_heads, 1, dim).
     """
 
@@ -110,6 +111,6 @@ class BiasedRoPE(nn.Module):
         self.bias = bias
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """Turn (batch, heads, tokens, dim); add the constant to keys."""
+        """Rotate (batch, heads, tokens, dim); add the constant to keys."""
         transform_query: mx.array = self.rope(x, offset=offset)
         return transform_query + self.bias if x.shape[1] == self.bias.shape[0] else transform_query

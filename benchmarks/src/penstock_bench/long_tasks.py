@@ -1,12 +1,12 @@
-"""Questions about long texts, after RULER's recipes: needles, variables, common words.
+"""Questions about long texts, after RULER: needles, variables, common words.
 
 needle      one number in a long text
-needles     four numbers under four names, asked for one by one: the others mislead
-variables   a chain of assignments, scattered over a text; every name of the value is asked for
-words       a list of words, ten of which come often; these are asked for
+needles     four numbers under four names, asked for one by one
+variables   a chain of assignments, scattered over a text; asks for all names of a value
+words       a list of words; asks for the ten most frequent ones
 
-The text around is real. All that is hidden in it is drawn by a seed. An answer scores the share of
-the wanted strings that it contains.
+The surrounding text is real; inserted strings are drawn by a seed. An answer scores the share of
+the expected strings that it contains.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from penstock.errors import SettingError
 
 NEEDLES = 4
 CHAIN = 4
-"""Variables that take the value of the one before, after the first."""
+"""Length of the chain of variables, after the first."""
 COMMON_WORDS = 10
 RARE_TIMES = 3
-"""Times that a word which is not common comes in a list."""
+"""Occurrences of each rare word in a list."""
 QUESTION_TOKENS = 120
-"""Room for the template, the question and the hidden lines of a text, in tokens."""
+"""Tokens reserved for the template, the question and the inserted lines."""
 PARAGRAPH = re.compile(r"\n\s*\n")
 WORD = re.compile(r"\b[a-z]{4,9}\b")
 CITIES = (
@@ -38,7 +38,7 @@ CITIES = (
 
 
 class LongTask(StrEnum):
-    """Kind of the strings that are hidden in a text and asked for."""
+    """Kind of the inserted strings."""
 
     NEEDLE = "needle"
     NEEDLES = "needles"
@@ -47,23 +47,23 @@ class LongTask(StrEnum):
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of an answer, at most."""
+        """Maximum tokens of an answer."""
         return {LongTask.VARIABLES: 40, LongTask.WORDS: 48}.get(self, 12)
 
 
 @dataclass(frozen=True, slots=True)
 class LongQuestion:
-    """A question behind a text."""
+    """Question after a text."""
 
     text: str
     lead: str
-    """First words of the answer, which the model goes on from."""
+    """First words of the answer, included in the prompt."""
     wanted: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """A text, and questions about it."""
+    """Text, and questions about it."""
 
     context: str
     questions: tuple[LongQuestion, ...]
@@ -73,11 +73,11 @@ class Haystack:
     """Paragraphs of a real text, with their lengths in tokens.
 
     Args:
-        text: real prose or code; paragraphs are parted by empty lines.
+        text: prose or code; paragraphs are separated by empty lines.
         count: returns the number of tokens of a text.
 
     Raises:
-        SettingError: there are too few words in it to make lists of.
+        SettingError: the text has too few different words.
     """
 
     def __init__(self, text: str, count: Callable[[str], int]) -> None:
@@ -89,7 +89,7 @@ class Haystack:
             raise SettingError(f"--text: {len(self.words)} different words are too few to ask for")
 
     def draw(self, pick: Random, tokens: int) -> list[str]:
-        """Return neighboring paragraphs of `tokens` tokens together, at most."""
+        """Return consecutive paragraphs of at most `tokens` tokens."""
         start = pick.randrange(len(self._paragraphs))
         drawn: list[str] = []
         used = 0
@@ -101,12 +101,12 @@ class Haystack:
         return drawn
 
     def word_count(self, tokens: int) -> int:
-        """Return how many words of a list take so many tokens."""
+        """Return the number of words that take about `tokens` tokens."""
         return int(tokens / self._word_tokens)
 
 
 def write(task: LongTask, haystack: Haystack, tokens: int, seed: int) -> LongText:
-    """Return a text of about `tokens` tokens, the questions included."""
+    """Return a text of about `tokens` tokens, including the questions."""
     pick = Random(f"{task} {tokens} {seed}")
     room = tokens - QUESTION_TOKENS
     if task is LongTask.WORDS:
@@ -144,7 +144,7 @@ def _variables(haystack: Haystack, pick: Random, room: int) -> LongText:
 
 
 def _words(haystack: Haystack, pick: Random, room: int) -> LongText:
-    """Return a list, half of which is ten words, equally often."""
+    """Return a list, half of which is ten equally frequent words."""
     drawn = pick.sample(haystack.words, len(haystack.words))
     common, rare = drawn[:COMMON_WORDS], drawn[COMMON_WORDS:]
     half = haystack.word_count(room) // 2
@@ -160,7 +160,7 @@ def _words(haystack: Haystack, pick: Random, room: int) -> LongText:
 
 
 def _scattered(paragraphs: list[str], lines: Sequence[str], pick: Random) -> str:
-    """Put lines between paragraphs: in their order, one into each of as many equal parts."""
+    """Insert lines between paragraphs in order, one into each of as many equal parts."""
     places = [
         int(len(paragraphs) * (number + pick.random()) / len(lines)) for number in range(len(lines))
     ]
@@ -170,7 +170,7 @@ def _scattered(paragraphs: list[str], lines: Sequence[str], pick: Random) -> str
 
 
 def score(answer: str, wanted: Sequence[str]) -> float:
-    """Return the share of the wanted strings that an answer contains.
+    """Return the share of the expected strings that an answer contains.
 
     >>> score(" 1234567. The", ["1234567"]), score("patent, work", ["work", "code"])
     (1.0, 0.5)

@@ -1,4 +1,4 @@
-"""`penstock bench lookup`: the time to find the known part of a prompt."""
+"""`penstock bench lookup`: time to find the cached prefix of a prompt."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ class LookupLoad:
     branch_tokens: int = 256
     path_nodes: int = 1_000
     early_tokens: int = 10
-    """Tokens after which the prompt of the last shape is another one."""
+    """Length of the shared prefix in the last shape, in tokens."""
     rounds: int = 15
     rival_rounds: int = 1
-    """Rounds of mlx-lm, which needs many seconds for the last shape."""
+    """Rounds of mlx-lm, which takes many seconds for the last shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupShape:
-    """Prompts that were stored, and one that is looked up."""
+    """Stored prompts, and one to look up."""
 
     name: str
     stored: Sequence[list[int]]
     piece_tokens: int
-    """Tokens of a node at most, as many prefills would have committed them."""
+    """Maximum tokens of a node, as if committed by separate prefills."""
     wanted: list[int]
     known_tokens: int
-    """Tokens of `wanted` that were stored."""
+    """Tokens of the prompt that are stored."""
 
 
 class BlankCache:
-    """A cache without arrays, with the methods that mlx-lm's prompt cache calls."""
+    """Cache without arrays, with the methods that mlx-lm's prompt cache calls."""
 
     nbytes = 0
 
@@ -65,7 +65,7 @@ class BlankCache:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds of all rounds of one shape, and the tokens found."""
+    """Milliseconds of all rounds of one shape, and the cached tokens."""
 
     found_tokens: int
     round_ms: Sequence[float]
@@ -80,7 +80,7 @@ class Times:
 
 
 def shapes(load: LookupLoad) -> list[LookupShape]:
-    """Make the shapes: prompts of random tokens, the same for every run."""
+    """Return the shapes: prompts of random tokens, deterministic."""
     draw = random.Random(0)
 
     def some(count: int) -> list[int]:
@@ -116,7 +116,7 @@ def shapes(load: LookupLoad) -> list[LookupShape]:
 
 
 def our_lookup(shape: LookupShape, block_size: int) -> Callable[[], int]:
-    """Store the shape in a tree; return the look-up, which counts the known tokens."""
+    """Store the shape in a tree; return a look-up that counts the cached tokens."""
     root = root_hash("lookup")
     tree: PrefixTree[Blank] = PrefixTree(block_size)
     for tokens in shape.stored:
@@ -139,8 +139,8 @@ def our_lookup(shape: LookupShape, block_size: int) -> Callable[[], int]:
 def their_lookup(shape: LookupShape) -> Callable[[], int]:
     """Do the same with mlx-lm's prompt cache.
 
-    It stores whole prompts, and drops prompts that a longer one begins with. So the path of many
-    nodes is one entry to it.
+    It stores whole prompts, and drops prompts that are prefixes of longer ones, so a path of many
+    nodes is a single entry.
     """
     cache = rivals.LRUPromptCache(max_size=len(shape.stored) + 1)
     for tokens in shape.stored:
@@ -154,7 +154,7 @@ def their_lookup(shape: LookupShape) -> Callable[[], int]:
 
 
 def timed(look_up: Callable[[], int], rounds: int) -> Times:
-    """Run the look-up `rounds` times, after one that does not count if there are several."""
+    """Time `look_up` for `rounds` rounds, after a warm-up if there are several."""
     gc.collect()
     if rounds > 1:
         look_up()
@@ -167,7 +167,7 @@ def timed(look_up: Callable[[], int], rounds: int) -> Times:
 
 
 def measure(load: LookupLoad) -> Report:
-    """Look every shape up, in our tree and in mlx-lm's."""
+    """Look up every shape in our tree and in mlx-lm's cache."""
     times: dict[str, dict[str, Times]] = {}
     for shape in shapes(load):
         ours = timed(our_lookup(shape, load.block_size), load.rounds)

@@ -1,4 +1,4 @@
-"""The models that benches of the engine run on, and prompts of exact lengths for them."""
+"""Models of engine benchmarks, and prompts of exact lengths."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock_bench.recall import dialogue
 from penstock_bench.rivals import random_llama
 
 DIALOGUE_TOKENS = 2_000
-"""Long prompts for the embedded model are made of dialogues of at most this length."""
+"""Maximum length of the dialogues that make up long prompts of the embedded model."""
 
 
 class ModelChoice(StrEnum):
-    """Model that a bench runs on."""
+    """Model of a benchmark."""
 
     RANDOM = "random"
     EMBEDDED = "embedded"
@@ -31,9 +31,9 @@ class ModelChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """Sizes of the random llama, without unit. The vocabulary is the embedded model's.
+    """Shape of the random llama, with the embedded model's vocabulary.
 
-    The defaults have 21.5 million parameters, and 16 KiB of keys and values a token.
+    The defaults have 21.5 million parameters, and 16 KiB of KV per token.
     """
 
     layers: int = 8
@@ -46,7 +46,7 @@ class LlamaShape:
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A float32 model in memory, with a tokenizer that knows all of its tokens."""
+    """Float32 model in memory, with a tokenizer for all of its tokens."""
 
     name: str
     model: Any
@@ -55,18 +55,18 @@ class BenchModel:
     kv_bytes_per_token: int
     query_heads: int
     block_size: int
-    """The engine's default for this model, tokens."""
+    """Default block size of the engine for this model, in tokens."""
     draw: Callable[[int, int], list[int]]
-    """Makes a prompt of exactly so many tokens: `draw(seed, tokens)`."""
+    """Returns a prompt of exactly this length: `draw(seed, tokens)`."""
     dtype: str = "float32"
 
     @property
     def parameters(self) -> int:
-        """Count of the numbers in the weights."""
+        """Number of parameters."""
         return sum(weights.size for weights in dict(tree_flatten(self.model.parameters())).values())
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
-        """Return a prompt of exactly `tokens` tokens, another one for every seed."""
+        """Return a prompt of exactly `tokens` tokens, determined by the seed."""
         return self.draw(seed, tokens)
 
     def as_object(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class BenchModel:
 
 
 def bench_model(choice: ModelChoice, shape: LlamaShape | None = None) -> BenchModel:
-    """Load the embedded model, or make the random one of `shape`."""
+    """Load the embedded model, or construct a random one of `shape`."""
     embedded, tokenizer = load(MODEL_PATH)
     vocabulary_size = int(embedded.args.vocab_size)
 
@@ -107,7 +107,7 @@ def bench_model(choice: ModelChoice, shape: LlamaShape | None = None) -> BenchMo
 
 
 def _dialogues(tokenizer: Any, seed: int, tokens: int) -> list[int]:
-    """Return `tokens` tokens of dialogues, whose end asks for the last fact told."""
+    """Return `tokens` tokens of dialogues, ending with a question about the last fact."""
     length = min(DIALOGUE_TOKENS, max(64, tokens))
     talk = dialogue(seed << 20, tokens=length, facts=length // 64)
     written = render(tokenizer, talk.ask(talk.questions[-1]))

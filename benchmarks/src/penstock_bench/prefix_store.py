@@ -1,4 +1,4 @@
-"""`penstock bench store`: into a prefix cache in 8 bits, and out of it, against vllm-mlx's."""
+"""`penstock bench store`: storing and fetching in an 8-bit prefix cache, against vllm-mlx."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CLAIM = "A prompt goes into a prefix cache in codes, and out of it, at little co
 OURS = "penstock"
 RIVAL = "vllm-mlx"
 TIMES = 3.0
-"""Goal: as many times quicker than the rival."""
+"""Goal: speedup over the rival."""
 PEAK = 1.1
-"""Goal: peak bytes of storing, and of fetching, over the bytes that it makes."""
+"""Goal: peak bytes of storing and of fetching, over the resulting bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLoad:
-    """One prompt's keys and values. The defaults are 64 MiB in float16."""
+    """KV of one prompt. The defaults are 64 MiB in float16."""
 
     layers: int = 16
     heads: int = 8
@@ -46,13 +46,13 @@ class StoreLoad:
 
 
 class StoreSide(Protocol):
-    """A prefix cache under test."""
+    """Prefix cache under test."""
 
     def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
-        """Keep the KV of the caches."""
+        """Store the KV of the caches."""
 
     def fetch(self, tokens: Sequence[int]) -> Sequence[Any] | None:
-        """Return caches of full precision."""
+        """Return caches in full precision."""
 
 
 class StoreOurs:
@@ -66,17 +66,15 @@ class StoreOurs:
         )
 
     def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
-        """Keep the KV of the caches."""
         return self._cache.store(tokens, caches)
 
     def fetch(self, tokens: Sequence[int]) -> Sequence[Any] | None:
-        """Return caches of full precision."""
         return self._cache.fetch(tokens)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRun:
-    """Figures of one prompt, stored and fetched once. Peaks are above the bytes before."""
+    """Figures of storing and fetching one prompt. Peaks are above the bytes before."""
 
     store_seconds: float
     store_peak_bytes: int
@@ -87,7 +85,7 @@ class StoreRun:
 
 
 def measure(load: StoreLoad) -> Report:
-    """Store and fetch on both sides in turn, each time in a cache of its own."""
+    """Store and fetch on both sides in turn, each time in a new cache."""
     caches = _caches(load)
     makers: dict[str, Callable[[], StoreSide]] = {OURS: lambda: StoreOurs(load)}
     if is_installed():
@@ -102,7 +100,7 @@ def measure(load: StoreLoad) -> Report:
 
 
 def _caches(load: StoreLoad) -> list[Any]:
-    """Fill mlx-lm's caches with random numbers."""
+    """Fill mlx-lm's caches with random values."""
     size = (1, load.heads, load.tokens, load.head_dim)
     caches = []
     for number in range(load.layers):
@@ -118,7 +116,7 @@ def run_side(make: Callable[[], StoreSide], tokens: int, caches: Sequence[Any]) 
     """Store one prompt and fetch it.
 
     Raises:
-        AssertionError: the prompt is not there afterwards.
+        AssertionError: the prompt is not found afterwards.
     """
     side, prompt = make(), list(range(tokens))
     before = _rested()
@@ -144,7 +142,7 @@ def run_side(make: Callable[[], StoreSide], tokens: int, caches: Sequence[Any]) 
 
 
 def _rested() -> int:
-    """Return the bytes in use, with no others kept, and take the peak anew."""
+    """Drop freed buffers, reset the peak, and return the bytes in use."""
     gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -152,7 +150,7 @@ def _rested() -> int:
 
 
 def report(load: StoreLoad, runs: Mapping[str, Sequence[StoreRun]]) -> Report:
-    """Set both sides against each other and against the goals."""
+    """Compare both sides with each other and with the goals."""
     figures = {side: _figures(of) for side, of in runs.items()}
     ours, theirs = figures[OURS], figures.get(RIVAL)
     ratio: dict[str, float | None] = {}

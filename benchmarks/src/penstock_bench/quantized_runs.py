@@ -1,6 +1,6 @@
-"""`penstock bench quantized`: held in fewer bits, a run takes less at its peak, not only at rest.
+"""`penstock bench quantized`: peak memory and decode speed with quantized KV.
 
-Every ratio is of the coded form over full precision, of the same engine.
+Every ratio is quantized over full precision, on the same engine.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ CLAIM = "Held in fewer bits, a run takes less memory at its peak too, and decode
 RAW = "raw"
 RIVAL_BITS = 4
 RIVAL_CODED = f"{RIVAL_BITS} bits"
-"""Name of mlx-lm's own quantized cache."""
+"""Name of mlx-lm's quantized cache."""
 DECODE_SPEED = 0.9
-"""Goal: times the speed of full precision, at `DECODE_TOKENS` tokens."""
+"""Goal: decode speed over full precision, at `DECODE_TOKENS` tokens."""
 DECODE_TOKENS = 4_096
 PEAK_MEMORY = 1.03
-"""Goal: times less than full precision at every length.
+"""Goal: peak memory of full precision over quantized, at every length.
 
-Two runs in full precision take the same; in codes they differ by some buffers of ten operations,
-which the smallest models notice.
+In full precision two runs have equal peaks; quantized ones differ by the buffers of about ten
+operations, which is visible only for the smallest models.
 """
 
 
@@ -41,13 +41,13 @@ class QuantizedLoad:
     model: ModelChoice = ModelChoice.RANDOM
     llama: LlamaShape = field(default_factory=LlamaShape)
     lengths: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
-    """Lengths of the prompts, in tokens."""
+    """Prompt lengths, in tokens."""
     decode_tokens: int = 32
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
 
     def makers(self, model: BenchModel) -> dict[str, MakeSide]:
-        """Return how to make each side: ours and mlx-lm's, each in both forms."""
+        """Return the constructors of all sides: ours and mlx-lm's, raw and quantized."""
         coded = replace(self.engine, kv_cache_quantization=self.codec)
         return {
             RAW: lambda: Ours(model, 1, self.engine),
@@ -58,7 +58,7 @@ class QuantizedLoad:
 
 
 def measure(load: QuantizedLoad) -> Report:
-    """Run every length on all sides; they decode in turn."""
+    """Run every length on all sides, decoding in turn."""
     model = bench_model(load.model, load.llama)
     comparisons = {}
     for tokens in load.lengths:
@@ -68,7 +68,7 @@ def measure(load: QuantizedLoad) -> Report:
 
 
 def report(load: QuantizedLoad, model: BenchModel, comparisons: Mapping[int, Comparison]) -> Report:
-    """Compare the coded form with full precision, ours and mlx-lm's."""
+    """Compare quantized with full precision, ours and mlx-lm's."""
     ours = {tokens: _pair(of, RAW, load.codec) for tokens, of in comparisons.items()}
     coded = f"{RIVAL} {RIVAL_CODED}"
     theirs = {tokens: _pair(of, RIVAL, coded) for tokens, of in comparisons.items()}
@@ -99,13 +99,13 @@ def report(load: QuantizedLoad, model: BenchModel, comparisons: Mapping[int, Com
 
 
 Pair = dict[str, dict[str, Any]]
-"""Figures of the two forms, full precision first."""
+"""Figures of raw and quantized, in this order."""
 
 
 def _pair(comparison: Comparison, raw: str, coded: str) -> Pair:
-    """Return the figures of both forms, the coded form's speed by steps in turn with the other's.
+    """Return the figures of both, with the quantized speed relative to steps in turn with raw.
 
-    Whole runs may have been timed while the machine was not as fast. Peaks are of whole runs.
+    Whole runs are not comparable in speed if the machine was disturbed. Peaks are of whole runs.
     """
     pair = {
         side: {**figures(comparison, side), "peak_bytes": _peak(comparison, side)}
@@ -120,7 +120,7 @@ def _peak(comparison: Comparison, side: str) -> int:
 
 
 def _ratios(pair: Pair) -> dict[str, float]:
-    """Return how many times better the coded form is than full precision."""
+    """Return how many times better quantized is than full precision."""
     raw, coded = pair.values()
 
     def times(better: float, worse: float) -> float:

@@ -1,4 +1,4 @@
-"""`penstock bench ragged`: short sequences do not pay for the length of one beside them."""
+"""`penstock bench ragged`: batches of unequal lengths without padding."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from penstock_bench.rivals import Batched
 CLAIM = "A batch of unequal lengths holds what its tokens need, and reads no padding"
 
 HELD_OVER_IDEAL = 1.1
-"""Goal: bytes held over the bytes of the KV that is needed."""
+"""Goal: allocated bytes over the bytes of the KV needed."""
 GOALS = {(2_048, 64, 7): 4.0, (3_000, 100, 7): 5.0}
-"""Times mlx-lm's decode speed, by tokens of the long one and of the short ones, and their count."""
+"""Goals: decode speed over mlx-lm's, by `Shape`."""
 
 Shape = tuple[int, int, int]
-"""Tokens of the long prompt, tokens of the short ones, how many short ones."""
+"""Tokens of the long prompt, tokens of the short ones, and their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class RaggedLoad:
     rounds: int = 5
 
     def task(self, model: BenchModel, shape: Shape) -> Task:
-        """Make one long prompt and some short ones that begin with nothing in common."""
+        """Return one long prompt and several short ones, without a shared prefix."""
         long_tokens, short_tokens, count = shape
         short = [model.prompt(short_tokens, seed=1 + i) for i in range(count)]
         return Task(
@@ -56,7 +56,7 @@ class RaggedLoad:
 
 
 def measure(load: RaggedLoad) -> Report:
-    """Run every shape on both sides, turn by turn."""
+    """Run every shape on both sides in turn."""
     model = bench_model(load.model, load.llama)
     comparisons = {shape: _measure_one(load, model, shape) for shape in load.shapes}
     return report(load, model, comparisons)
@@ -72,9 +72,9 @@ def _measure_one(load: RaggedLoad, model: BenchModel, shape: Shape) -> Compariso
 
 
 def held_over_ideal(comparison: Comparison, side: str, token_bytes: int) -> tuple[float, float]:
-    """Return the worst ratio of bytes held to KV needed: while all generate, and ever.
+    """Return the worst ratio of allocated to needed KV bytes: while all decode, and overall.
 
-    The needed KV is `token_bytes` for each of the tokens read so far.
+    Needed are `token_bytes` for each token so far.
     """
     moments = [m for m in comparison.watched[side][0].moments if m.needed_tokens]
     ratio = [moment.held_bytes / (token_bytes * moment.needed_tokens) for moment in moments]
@@ -94,7 +94,7 @@ def _figures(comparison: Comparison, side: str, token_bytes: int) -> dict[str, A
 
 
 def report(load: RaggedLoad, model: BenchModel, comparisons: Mapping[Shape, Comparison]) -> Report:
-    """Set both sides against each other, and the bytes held against the bytes needed."""
+    """Compare both sides, and the allocated bytes with those needed."""
     token_bytes = model.kv_bytes_per_token
     sides = {
         side: {name(shape): _figures(of, side, token_bytes) for shape, of in comparisons.items()}
@@ -135,7 +135,7 @@ def report(load: RaggedLoad, model: BenchModel, comparisons: Mapping[Shape, Comp
 
 
 def name(shape: Shape) -> str:
-    """Write a shape: `2,048 + 7 x 64`."""
+    """Format a shape: `2,048 + 7 x 64`."""
     long_tokens, short_tokens, count = shape
     return f"{long_tokens:,} + {count} x {short_tokens:,}"
 

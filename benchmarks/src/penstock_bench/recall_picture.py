@@ -1,4 +1,4 @@
-"""The picture of `penstock bench recall`: one strip a setting, bright where facts are known."""
+"""Picture of `penstock bench recall`: one strip per setting, bright where facts are known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BIN_TOKENS = 100
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draw the share of facts known in each stretch of `BIN_TOKENS` tokens, setting by setting."""
+    """Plot the share of known facts in each interval of `BIN_TOKENS` tokens, by setting."""
     rows = {(t["max_kv_size"], t["keep"], t["side"]): t["rows"] for t in report.raw["trials"]}
     settings = list(dict.fromkeys((size, keep) for size, keep, _ in rows))
     count = -(-report.raw["load"]["tokens"] // BIN_TOKENS)
@@ -39,7 +39,7 @@ def draw(report: Report, file: Path) -> None:
 
 
 def _strip(rows: list[Any], count: int) -> list[float]:
-    """Return the share known in each stretch, NaN where nothing was asked."""
+    """Return the share of known facts in each interval, NaN without questions."""
     bins: list[list[bool]] = [[] for _ in range(count)]
     for told_at, _, known in rows:
         bins[min(count - 1, told_at // BIN_TOKENS)].append(known)

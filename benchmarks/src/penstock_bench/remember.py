@@ -1,8 +1,8 @@
-"""`penstock bench remember`: facts known in long dialogues while a step reads a part of them.
+"""`penstock bench remember`: facts known in long dialogues with selective attention.
 
-The embedded model is asked for facts anywhere in a dialogue. Its steps read all tokens, a choice by
-the index of the keys, a choice of as many tokens by Quest's bound, or a window. The window reads as
-many bytes a step as the choice and its index together.
+The embedded model is asked for facts anywhere in a dialogue. Its steps use full attention, tokens
+selected by the key index, as many tokens selected by Quest's bound, or a window. The window reads
+as many bytes per step as the selection with its index.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ CLAIM = "Facts anywhere in a dialogue are known, though a step reads a part of i
 RIVAL = "window"
 SIDES = ("all", "index", "quest", RIVAL)
 LEAST_OF_ALL = 0.99
-"""Goal: facts known with a choice by the index, as a share of those known with all tokens."""
+"""Goal: facts known with the index, as a share of those known with full attention."""
 JUDGED_TOKENS = 512
-"""Tokens that a step reads, at least, where the goal is judged; fewer are shown."""
+"""Minimum number of selected tokens for which the goal is judged."""
 MEMORY = "400MB"
 
 
 @dataclass(frozen=True, slots=True)
 class RememberLoad:
-    """Size of the dialogues, and the questions about them."""
+    """Size of the dialogues, and their questions."""
 
     dialogues: int = 2
     facts: int = 24
     lengths: tuple[int, ...] = (2_000, 4_000, 8_000)
-    """Tokens of a dialogue."""
+    """Dialogue lengths, in tokens."""
     attend: tuple[int, ...] = (128, 512)
-    """Tokens that a step reads."""
+    """Numbers of selected tokens."""
     batch: int = 4
 
 
@@ -68,9 +68,9 @@ def quest_score(
     """Score blocks by Quest's bound: the largest product that their extremes allow.
 
     Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference". Each
-    number of a query meets the least and the largest of its channel in the block, and the larger
-    product counts. In float16 the extremes of blocks of 16 take a sixteenth of keys and values. It
-    takes the place of `Selection.score_blocks`.
+    element of a query is multiplied with the minimum and maximum of its channel in the block, and
+    the larger product counts. In float16 the extremes of blocks of 16 take a sixteenth of the KV.
+    Replaces `Selection.score_blocks`.
     """
     return [_bounds(self, row, query, layer) for row, query in zip(rows, queries, strict=True)]
 
@@ -87,9 +87,10 @@ def _bounds(selection: Selection, row: DecodeRow, query: Scores, layer: int) -> 
 
 @contextmanager
 def _scoring(side: str) -> Iterator[None]:
-    """Let every step choose tokens, by Quest's bound if that is the side.
+    """Select tokens in every step, by Quest's bound on that side.
 
-    The answers have a few tokens. In an engine the first one reads all, and knows most of them.
+    Answers have few tokens, and normally the first one uses full attention and determines most of
+    them.
     """
     by_index, of_prompts = Selection.score_blocks, Sequence.follows_prompt
     device = type(devices.current())
@@ -121,9 +122,9 @@ class RecallOutcome:
 
     side: str
     attend: int
-    """Tokens that a step reads of the choice; 0 where all are read."""
+    """Selected tokens; 0 with full attention."""
     window: int
-    """Tokens of the window; 0 without one."""
+    """Window size, in tokens; 0 without a window."""
     length: int
     known: list[bool]
     step_bytes: int
@@ -179,7 +180,7 @@ def _engine(
 
 
 def _index_token_bytes(core: Core, side: str) -> int:
-    """Return the bytes of the index, or of Quest's extremes in float16, of one token."""
+    """Return the bytes per token of the index, or of Quest's extremes in float16."""
     if side == "quest":
         numbers = int(core.view.token_bytes) // (2 * mx.float32.size)  # half of them are values'
         return 2 * mx.float16.size * numbers // BLOCK_TOKENS
@@ -187,7 +188,7 @@ def _index_token_bytes(core: Core, side: str) -> int:
 
 
 def _window_tokens(model: Any, attend: int, tokens: int) -> int:
-    """Return the tokens of a window that takes the bytes of a choice and of its index."""
+    """Return the window size, in tokens, that takes the bytes of the selection and its index."""
     core = Core(model, memory_limit=MEMORY, max_batch_size=1, attend_tokens=attend)
     try:
         index, own = core.view.index_token_bytes, int(core.view.token_bytes)
@@ -199,7 +200,7 @@ def _window_tokens(model: Any, attend: int, tokens: int) -> int:
 def _known(
     core: Core, tokenizer: Any, prompts: Items[tuple[int, ...]], questions: Items[Question]
 ) -> list[bool]:
-    """Ask all questions, the first alone, so that the others find the dialogue read."""
+    """Ask all questions; the first one alone, so that the others find the dialogue cached."""
     said: list[str] = []
     for batch in (prompts[:1], prompts[1:]):
         asked = [Request(prompt=prompt, max_tokens=ANSWER_TOKENS) for prompt in batch]
@@ -216,7 +217,7 @@ def _text(tokenizer: Any, tokens: Items[int]) -> str:
 
 
 def shares(outcomes: Items[RecallOutcome]) -> dict[tuple[int, int, str], Share]:
-    """Count known facts by the tokens that a step reads, the length, and the side."""
+    """Count known facts by number of selected tokens, length, and side."""
     counts: dict[tuple[int, int, str], Share] = {}
     for outcome in outcomes:
         key = outcome.attend, outcome.length, outcome.side
@@ -227,7 +228,7 @@ def shares(outcomes: Items[RecallOutcome]) -> dict[tuple[int, int, str], Share]:
 
 
 def report(load_: RememberLoad, outcomes: Items[RecallOutcome]) -> Report:
-    """Lay out the shares, and judge the shares of the index."""
+    """Format the shares, and judge those of the index."""
     counts = shares(outcomes)
     lines: list[Line] = []
     met = True
@@ -272,7 +273,7 @@ def report(load_: RememberLoad, outcomes: Items[RecallOutcome]) -> Report:
 
 
 def draw(report_: Report, file: Path) -> None:
-    """Draw recall over length, one pane for each number of tokens that a step reads."""
+    """Plot recall over length, one pane for each number of selected tokens."""
     from penstock_bench.remember_picture import draw as drawn
 
     drawn(report_, file)

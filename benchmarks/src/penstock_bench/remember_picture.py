@@ -1,4 +1,4 @@
-"""The picture of `penstock bench remember`: recall over length, a pane for each size of a step."""
+"""Picture of `penstock bench remember`: recall over length, a pane per selection size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOKS = {
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draw the share of facts known over the length of the dialogue."""
+    """Plot the share of known facts over the length of the dialogue."""
     outcomes = report.raw["outcomes"]
     sizes = report.raw["load"]["attend"]
     figure = Figure(figsize=(5 * len(sizes), 3.8))

@@ -1,4 +1,4 @@
-"""Work of `penstock bench verify`: the same prompts on an empty engine and on a warm one."""
+"""Replay of `penstock bench verify`: the same prompts on an empty and on a warm engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.models.mlx_lm import Loaded
 
 WAYS = ("cold", "memory", "disk")
 ANSWER_SECONDS = 600.0
-"""Seconds to wait for one answer."""
+"""Timeout of one answer, in seconds."""
 LOGPROBS = Sampling(logprobs=True)
 
 
@@ -30,26 +30,26 @@ class ReplayedAnswer:
 
 @dataclass(slots=True)
 class ReplayVerdict:
-    """The answers to one prompt, by way."""
+    """Answers to one prompt, by source of KV."""
 
     prompt_tokens: int
     answers: dict[str, ReplayedAnswer] = field(default_factory=dict)
 
     @property
     def cached(self) -> dict[str, int]:
-        """Tokens of the prompt that were not computed, by way."""
+        """Cached tokens of the prompt, by source of KV."""
         return {way: answer.cached_tokens for way, answer in self.answers.items()}
 
     @property
     def same_tokens(self) -> bool:
-        """Whether all ways gave the same tokens."""
+        """Whether all answers have the same tokens."""
         return len({answer.tokens for answer in self.answers.values()}) == 1
 
     @property
     def difference(self) -> float:
         """Largest difference of a token's log-probability from the cold one.
 
-        Counted up to the first token that differs.
+        Only up to the first different token.
         """
         cold = self.answers["cold"]
         differences = [0.0]
@@ -61,15 +61,14 @@ class ReplayVerdict:
         return max(differences)
 
     def is_within(self, tolerance: float) -> bool:
-        """Tell whether the answers are the same."""
+        """Return whether the answers agree."""
         return self.same_tokens and self.difference <= tolerance
 
     def fault(self, tolerance: float) -> str:
-        """List the differences."""
+        """Describe the differences."""
         return "OTHER TOKENS" if not self.same_tokens else f"MORE THAN {tolerance:g}"
 
     def as_object(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached,
@@ -86,14 +85,14 @@ def replay(
     notify: Callable[[int, int], None],
     **settings: Any,
 ) -> list[ReplayVerdict]:
-    """Ask all prompts each way: computed, from memory, from the disk after a restart.
+    """Ask all prompts each way: computed, from memory, and from disk after a restart.
 
     Args:
         loaded: the model.
         prompts: tokens.
-        max_tokens: of each answer.
-        notify: takes how many answers there are so far, and how many there will be.
-        settings: of the engines.
+        max_tokens: limit of each answer.
+        notify: takes the number of answers so far, and the total.
+        settings: settings of the engines.
     """
     verdicts = [ReplayVerdict(len(prompt)) for prompt in prompts]
     done, of = 0, (len(WAYS) + 1) * len(prompts)

@@ -1,4 +1,4 @@
-"""Output of a bench: one object for machines, one table for people, one file for the record."""
+"""Output of a benchmark: JSON, a table, and a record file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from penstock import __version__
 from penstock.blas import load_blas
 
 Notify = Callable[[str, int, int], None]
-"""Takes a description of the measurement, the steps or seconds that are done, and their total."""
+"""Takes a description, the completed steps or seconds, and the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure of the table: ours, the rival's, and the goal where there is one."""
+    """One row of the table: ours, the rival's, and an optional goal."""
 
     figure: str
     ours: str
@@ -37,27 +37,26 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of one bench."""
+    """Outcome of one benchmark."""
 
     name: str
-    """Names the command and the file of the record: `growth`."""
+    """Name of the command and of the record file: `growth`."""
     claim: str
     rival: str
     penstock: dict[str, Any]
     rival_figures: dict[str, Any]
     ratio: dict[str, float | None]
-    """Rival over penstock: above 1 is better for us."""
+    """Rival over penstock; above 1 is better for us."""
     goal: dict[str, Any]
     met: bool
     lines: Sequence[Line]
     raw: dict[str, Any]
-    """Every round, for the record only."""
+    """Every round, only for the record."""
     dtype: str
     heading: str = ""
-    """Heading of the other sides' column, where there are several; else the rival's name."""
+    """Column heading for several rivals; by default the rival's name."""
 
     def as_object(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
         return {
             "claim": self.claim,
             "penstock": self.penstock,
@@ -70,7 +69,7 @@ class Report:
 
 
 def environment(dtype: str) -> dict[str, Any]:
-    """Return the conditions of the figures: machine, versions, back end, BLAS, dtype."""
+    """Return the environment of the measurement: machine, versions, back end, BLAS, dtype."""
     back_end = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "cpu"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -99,7 +98,7 @@ def _cpu_name() -> str:
 
 
 def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
-    """Print the table, or with `as_json` the object alone; with `save` store all rounds there."""
+    """Print the table, or JSON with `as_json`; store all rounds in `save`."""
     record = report.as_object()
     if save is not None:
         keep(report.name, {**record, "raw": report.raw}, save)
@@ -117,9 +116,9 @@ def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
 
 
 def keep(name: str, record: dict[str, Any], folder: Path) -> None:
-    """Store a record, with its `environment`, in a file of the folder named by its date.
+    """Store a record, with its `environment`, in a file named by the date.
 
-    A record of the same second is left as it is: the later one's name ends in -2, -3, and so on.
+    A record of the same second is kept: the names of later ones end in -2, -3, and so on.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stamp = record["environment"]["date"].replace(":", "").replace("+0000", "Z")
@@ -132,7 +131,7 @@ def keep(name: str, record: dict[str, Any], folder: Path) -> None:
 
 
 def table(report: Report) -> Table:
-    """Lay the lines out, each with its verdict: whether the goal was met."""
+    """Return a table of all lines with their verdicts."""
     drawn = Table(title=report.claim, title_justify="left", box=None, pad_edge=False)
     drawn.add_column("")
     for heading in ("penstock", report.heading or report.rival, "goal", ""):

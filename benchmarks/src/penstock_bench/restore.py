@@ -1,4 +1,4 @@
-"""`penstock bench restore`: prompts read before a restart are restored, not computed again."""
+"""`penstock bench restore`: cached prompts are restored from disk after a restart."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CLAIM = "After a restart a known prompt is read from the disk, not computed"
 GOALS = {"first_token": 20.0, "bandwidth": 0.8, "writing": 0.97, "peak_memory": 1.1}
 """Goals, as ratios by name.
 
-`first_token`: times quicker than computing the prompt. `bandwidth`: share of a plain read's bytes a
-second. `writing`: share of the decode speed without a disk. `peak_memory`: of the bytes restored.
+`first_token`: speedup over computing the prompt. `bandwidth`: share of the speed of a plain read.
+`writing`: share of the decode speed without a disk. `peak_memory`: over the restored bytes.
 """
 FLUSH_SECONDS = 120.0
 FILES = ("disk", "memory")
-"""Places of the files: the disk alone, or also the system's memory, which has just read them."""
+"""Location of the files: only on disk, or also in the page cache after a read."""
 
 
 def _by_files() -> dict[str, list[float]]:
@@ -51,44 +51,44 @@ class RestoreLoad:
     llama: LlamaShape = field(default_factory=LlamaShape)
     known_tokens: int = 8_192
     decode_tokens: int = 128
-    """Tokens generated while the prompt's blocks are written behind."""
+    """Tokens generated while the prompt's blocks are written in the background."""
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
     restarts: int = 9
-    """Restarts in a round for each place of the files, each with a plain read beside it."""
+    """Restarts per round and location, each next to a plain read."""
 
 
 @dataclass(slots=True)
 class Round:
-    """Figures of one round, each side after the other. Seconds, bytes of KV or of files."""
+    """Figures of one round, one side after the other. Seconds, bytes of KV or of files."""
 
     prefill_seconds: float = 0.0
     """Seconds to the first token, nothing cached."""
     decode_seconds: float = 0.0
     """Seconds of the `decode_tokens` after the first one."""
     written_prefill_seconds: float = 0.0
-    """Seconds to the first token with a folder, nothing cached."""
+    """Seconds to the first token with a disk tier, nothing cached."""
     written_decode_seconds: float = 0.0
     written_bytes: int = 0
     restored_seconds: dict[str, list[float]] = field(default_factory=_by_files)
-    """Seconds to the first token after each restart, by place of the files."""
+    """Seconds to the first token after each restart, by location of the files."""
     step_seconds: float = 0.0
-    """Median seconds of a plain step at that length."""
+    """Median seconds of a decode step at that length."""
     restored_bytes: int = 0
     file_bytes: int = 0
     peak_bytes: int = 0
     """Peak bytes until the first token, above the bytes before the request."""
     plain_seconds: dict[str, list[float]] = field(default_factory=_by_files)
-    """Seconds to read the same files one after the other, by place."""
+    """Seconds to read the same files sequentially, by location."""
     rival_restored_seconds: dict[str, list[float]] = field(default_factory=_by_files)
-    """Seconds in which mlx-lm loads its file of the prompt and gives a first token, by place."""
+    """Seconds until mlx-lm has loaded its prompt file and generated a token, by location."""
     rival_peak_bytes: int = 0
     tokens: list[int] = field(default_factory=list, repr=False)
 
     def bandwidth_shares(self, files: str) -> list[float]:
-        """Return our bytes a second over the plain read's, beside each restart.
+        """Return our read bandwidth over the plain read's, for each restart.
 
-        A plain step is not counted.
+        The time of a decode step is subtracted.
         """
         return [
             plain / (restored - self.step_seconds)
@@ -99,10 +99,10 @@ class Round:
 
 
 def measure(load: RestoreLoad) -> Report:
-    """Compute, write, restart and restore, again and again, a folder for each round.
+    """Compute, write, restart and restore repeatedly, with a new folder in each round.
 
     Raises:
-        SettingError: the prompt is so short that the engine computes it sooner than it is read.
+        SettingError: the prompt is so short that the engine computes it instead.
     """
     model = bench_model(load.model, load.llama)
     prompt = model.prompt(load.known_tokens + 1, seed=0)
@@ -154,7 +154,7 @@ def _restart(
     folder: Path,
     files: str,
 ) -> None:
-    """Ask an engine that has only the folder."""
+    """Submit the prompt to a new engine on the folder."""
     with _core(load, model, folder) as core:
         before = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -184,7 +184,7 @@ def _rival_file(model: BenchModel, prompt: Sequence[int], file: Path) -> float:
 def _rival_round(
     round_: Round, model: BenchModel, prompt: Sequence[int], file: Path, load: RestoreLoad
 ) -> None:
-    """Load the prompt that mlx-lm has saved, as after a restart."""
+    """Load the prompt saved by mlx-lm, as after a restart."""
     for files in [place for place in FILES for _ in range(load.restarts)]:
         _prepare([file], files)
         before = clean()
@@ -252,7 +252,7 @@ def _ask(core: Core, prompt: Sequence[int], count: int) -> tuple[float, list[int
 
 
 def _prepare(paths: Sequence[Path], files: str) -> None:
-    """Have the system forget files, where it can be told to, or read them."""
+    """Drop files from the page cache, where the system supports it, or read them."""
     for path in paths:
         with path.open("rb", buffering=0) as file:
             if files == "memory":
@@ -277,7 +277,7 @@ def _plain_read(paths: Sequence[Path]) -> float:
 def report(
     load: RestoreLoad, model: BenchModel, rounds: Sequence[Round], rival_seconds: float
 ) -> Report:
-    """Judge the first token against computing the prompt, and the bytes against a plain read."""
+    """Compare the first token with computing the prompt, and the bandwidth with a plain read."""
     ours = _our_figures(load, rounds)
     theirs: dict[str, Any] = {
         "prefill_seconds": round(rival_seconds, 3),

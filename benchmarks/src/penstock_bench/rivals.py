@@ -1,9 +1,9 @@
-"""The parts of mlx-lm that benches use beyond `penstock.models.mlx_lm`.
+"""Parts of mlx-lm used only by benchmarks, in addition to `penstock.models.mlx_lm`.
 
-These are caches, random models of its llama and Qwen3-Next classes, and two ways to generate step
-by step. `BatchGenerator` runs many sequences, as mlx-lm's server does. `generate_step` runs one.
-Both look prompts up in an `LRUPromptCache` before they read them.
-`tests/bench/test_engine_benches.py` names the interfaces that are leaned on here.
+Caches, random models of its llama and Qwen3-Next classes, and two ways to generate step by step:
+`BatchGenerator` for many sequences, as in mlx-lm's server, and `generate_step` for one. Both look
+prompts up in an `LRUPromptCache` first. `tests/bench/test_engine_benches.py` checks the interfaces
+used here.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ __all__ = [
 ]
 
 PREFILL_STEP_TOKENS = 2_048
-"""Tokens of a prompt that mlx-lm reads at once: the default of its server."""
+"""Prefill chunk of mlx-lm's server by default, in tokens."""
 PREFILL_BATCH = 8
-"""Prompts that mlx-lm reads at once: the default of its server."""
+"""Prompts that mlx-lm's server prefills together by default."""
 _KEY = "model"
-"""Names the model in the prompt cache."""
+"""Name of the model in the prompt cache."""
 
 
 def random_llama(
@@ -65,11 +65,11 @@ def random_llama(
     vocabulary_size: int,
     seed: int = 0,
 ) -> nn.Module:
-    """Make mlx-lm's llama with random float32 weights, evaluated; the same seed, the same model.
+    """Construct mlx-lm's llama with random float32 weights, evaluated; deterministic by seed.
 
-    Matrices are drawn uniformly with the variance 1 / inputs, so that activations keep their
-    size from layer to layer. The head is not tied to the embedding: a tied random model repeats
-    the token it was given, and nothing in its cache changes that.
+    Matrices are uniform with variance 1 / inputs, so that activations keep their size from layer to
+    layer. The head is not tied to the embedding: a tied random model repeats its input token,
+    whatever its cache holds.
     """
     model = llama.Model(
         llama.ModelArgs(
@@ -103,10 +103,10 @@ def random_hybrid(
     vocabulary_size: int,
     seed: int = 0,
 ) -> nn.Module:
-    """Make mlx-lm's Qwen3-Next with random float32 weights, evaluated.
+    """Construct mlx-lm's Qwen3-Next with random float32 weights, evaluated.
 
-    One of `full_every` layers is attention. The others are gated delta nets with `state_heads`
-    states of `state_dim` squared numbers.
+    One in `full_every` layers is attention. The others are gated delta nets with `state_heads`
+    states of (state_dim, state_dim).
     """
     model = qwen3_next.Model(
         qwen3_next.ModelArgs(
@@ -141,7 +141,7 @@ def random_hybrid(
 
 
 def random_falcon(*, vocabulary_size: int) -> nn.Module:
-    """Make a small Falcon-H1 of mlx-lm's with random float32 weights, evaluated.
+    """Construct a small Falcon-H1 of mlx-lm with random float32 weights, evaluated.
 
     Every layer has attention and a Mamba state.
     """
@@ -166,7 +166,7 @@ def random_falcon(*, vocabulary_size: int) -> nn.Module:
 
 
 def _randomized(model: Any, seed: int) -> nn.Module:
-    """Draw all weights, each a matrix or a norm; evaluated."""
+    """Replace all weights, matrices or norms, by random ones; evaluated."""
     parameters = dict(tree_flatten(model.parameters()))
     shapes = [(name, weights.shape) for name, weights in parameters.items()]
     keys = mx.random.split(mx.random.key(seed), len(shapes))
@@ -186,10 +186,10 @@ def _drawn(key: mx.array, shape: tuple[int, ...]) -> mx.array:
 
 
 class _Rival:
-    """Base of both ways: the prompt cache, and the stream that all runs in."""
+    """Base of both ways: the prompt cache, and the common stream."""
 
     model_seconds = 0.0
-    """Seconds of the model: 0, for they are not measured apart from the rest."""
+    """Always 0: not measured separately."""
 
     def __init__(self, model: nn.Module, prefill_step_tokens: int) -> None:
         self._model = model
@@ -198,10 +198,10 @@ class _Rival:
         self._known: Any = LRUPromptCache()
 
     def learn(self, prefix: Sequence[int]) -> None:
-        """Read `prefix`, as far as it is not known, and keep its cache as one entry.
+        """Prefill the uncached part of `prefix`, and store its cache as one entry.
 
-        After a request with a system prompt mlx-lm's server holds such an entry for it. It
-        would keep another one of the whole prompt for every request, which is left out here.
+        mlx-lm's server stores such an entry after a request with a system prompt, and another one
+        of the whole prompt for every request, which is omitted here.
         """
         caches, rest = self._fetch(list(prefix))
         caches = caches or make_prompt_cache(self._model)
@@ -212,7 +212,7 @@ class _Rival:
         self._known.insert_cache(_KEY, list(prefix), caches, cache_type="system")
 
     def _fetch(self, prompt: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """Return the caches of the longest known prefix, None if there is none, and the rest."""
+        """Return the caches of the longest cached prefix or None, and the rest of the prompt."""
         caches, rest = self._known.fetch_nearest_cache(_KEY, prompt)
         return caches, rest
 
@@ -222,10 +222,10 @@ class _Rival:
 
 
 class Batched(_Rival):
-    """Several sequences through mlx-lm's `BatchGenerator`, as its server drives it.
+    """Several sequences in mlx-lm's `BatchGenerator`, driven like its server does.
 
-    `step` is its `next`: one token of every running sequence, or a chunk of every waiting
-    prompt. Not thread-safe, and everything is computed in the thread's default stream.
+    `step` calls `next`: one token of every running sequence, or a chunk of every waiting prompt.
+    Not thread-safe; everything is computed in the thread's default stream.
     """
 
     def __init__(
@@ -250,16 +250,16 @@ class Batched(_Rival):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompts that need not be computed, because an entry held them."""
+        """Prompt tokens found in the prompt cache."""
         return sum(self._known_tokens)
 
     @property
     def prompt_read(self) -> int:
-        """Tokens of the prompts that are in caches by now."""
+        """Prompt tokens in caches so far."""
         return sum(self._read_tokens)
 
     def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Hand in all prompts at once, each with its part in the prompt cache."""
+        """Submit all prompts at once, each with its entry of the prompt cache."""
         for prompt in prompts:
             tokens = list(prompt)
             caches, rest = self._fetch(tokens)
@@ -272,12 +272,12 @@ class Batched(_Rival):
             self._read_tokens.append(known)
 
     def cancel(self) -> None:
-        """Take all sequences out of the generator; the prompt cache stays."""
+        """Remove all sequences from the generator; the prompt cache stays."""
         self._generator.remove(list(self._places))
         self._places, self._known_tokens, self._read_tokens = {}, [], []
 
     def step(self) -> list[tuple[int, int]]:
-        """Run one step; return (which prompt, token) of every token that came out."""
+        """Run one step; return (sequence, token) of every new token."""
         prefilled, generated = self._generator.next()
         for response in prefilled:
             place = self._places[response.uid]
@@ -285,14 +285,14 @@ class Batched(_Rival):
         return [(self._places[response.uid], int(response.token)) for response in generated]
 
     def close(self) -> None:
-        """Give the generator's settings back; its memory goes with the object."""
+        """Restore the generator's settings; its memory is freed with the object."""
         self._generator.close()
 
 
 class Solo(_Rival):
-    """One sequence through mlx-lm's `generate_step`: no batch, no padding, no mask of rows.
+    """One sequence in mlx-lm's `generate_step`: no batch, padding or mask of rows.
 
-    With `kv_bits` its KV is in mlx-lm's quantized cache, from the first token on.
+    With `kv_bits` mlx-lm's quantized cache is used from the first token on.
     """
 
     def __init__(
@@ -306,22 +306,22 @@ class Solo(_Rival):
         self._kv_bits = kv_bits
         self._tokens: Iterator[tuple[Any, Any]] = iter(())
         self.cached_tokens = 0
-        """Tokens of the prompt that need not be computed, because an entry held them."""
+        """Prompt tokens found in the prompt cache."""
         self.prompt_read = 0
-        """Tokens of the prompt that are in the cache by now."""
+        """Prompt tokens in the cache so far."""
 
     def save(self, prefix: Sequence[int], file: Path) -> None:
-        """Write the cache of a known prefix into a file."""
+        """Write the cache of a cached prefix to a file."""
         caches, _ = self._fetch(list(prefix))
         save_prompt_cache(str(file), caches)
 
     def load(self, prefix: Sequence[int], file: Path) -> None:
-        """Read a file that `save` has written, and know the prefix."""
+        """Read a file written by `save` and cache the prefix."""
         caches = load_prompt_cache(str(file))
         self._known.insert_cache(_KEY, list(prefix), caches, cache_type="system")
 
     def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Take the one prompt, with its part in the prompt cache."""
+        """Submit one prompt, with its entry of the prompt cache."""
         (prompt,) = prompts
         caches, rest = self._fetch(list(prompt))
         self.cached_tokens = len(prompt) - len(rest)
@@ -342,7 +342,7 @@ class Solo(_Rival):
         )
 
     def step(self) -> list[tuple[int, int]]:
-        """Run up to the next token, the first time through the whole prompt; return (0, token)."""
+        """Generate the next token, after prefill on the first call; return (0, token)."""
         token, _ = next(self._tokens)
         return [(0, int(token))]
 
@@ -356,13 +356,13 @@ class Solo(_Rival):
 
 
 class ScriptedCaches:
-    """Caches of one conversation of mlx-lm, of a model and perhaps of a draft model."""
+    """Caches of one conversation in mlx-lm, of a model and an optional draft model."""
 
     def __init__(self, caches: list[Any]) -> None:
         self.caches = caches
 
     def rest(self, prompt: Sequence[int]) -> mx.array:
-        """Cut the caches back to a prompt without its end; return the tokens that they lack."""
+        """Trim the caches to a prefix of the prompt; return the remaining tokens."""
         known = min(len(prompt) - 1, *(int(cache.offset) for cache in self.caches))
         for cache in self.caches:
             cache.trim(int(cache.offset) - known)
@@ -370,7 +370,7 @@ class ScriptedCaches:
 
 
 def make_caches(model: nn.Module, draft: nn.Module | None = None) -> ScriptedCaches:
-    """Make empty caches; a draft model's stand behind the model's."""
+    """Return empty caches; a draft model's follow the model's."""
     drafts = [] if draft is None else make_prompt_cache(draft)
     return ScriptedCaches([*make_prompt_cache(model), *drafts])
 
@@ -378,7 +378,7 @@ def make_caches(model: nn.Module, draft: nn.Module | None = None) -> ScriptedCac
 def plain_tokens(
     rest: mx.array, model: nn.Module, caches: list[Any], max_tokens: int
 ) -> Generator[int, None, None]:
-    """Yield the tokens that mlx-lm generates behind the cached tokens and `rest`."""
+    """Yield the tokens that mlx-lm generates after the cached tokens and `rest`."""
     steps: Any = generate_step(rest, model, max_tokens=max_tokens, prompt_cache=caches)
     for token, _ in steps:
         yield int(token)
@@ -392,7 +392,7 @@ def speculative_tokens(
     max_tokens: int,
     proposed: int,
 ) -> Generator[int, None, None]:
-    """Yield as `plain_tokens` does, with so many tokens of a draft model a step."""
+    """Yield like `plain_tokens`, with `proposed` draft tokens per step."""
     steps: Any = speculative_generate_step(
         rest,
         model,
@@ -411,8 +411,8 @@ class QuantizedSides:
     Args:
         keys: (1, heads, tokens, dim).
         values: the same.
-        bits: of a number.
-        group_size: neighbors that share a scale and an offset.
+        bits: bits per value.
+        group_size: elements that share a scale and an offset.
     """
 
     def __init__(self, keys: mx.array, values: mx.array, *, bits: int, group_size: int) -> None:
@@ -422,16 +422,16 @@ class QuantizedSides:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Arrays of the cache: codes, scales and offsets."""
+        """Codes, scales and offsets."""
         return [part for side in (self._cache.keys, self._cache.values) for part in side]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens; the arrays have room for up to 255 more."""
+        """Bytes of the tokens; up to 255 more are allocated."""
         return sum(part.nbytes for side in self._sides for part in side)
 
     def dequantize(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values as they are read."""
+        """Return dequantized keys and values."""
         (keys, *of_keys), (values, *of_values) = self._sides
         return self._dequantized(keys, *of_keys), self._dequantized(values, *of_values)
 
@@ -440,7 +440,7 @@ class QuantizedSides:
         return mx.dequantize(codes, scales, biases, group_size=group, bits=bits)
 
     def attend(self, queries: mx.array) -> mx.array:
-        """Let queries (heads, m, dim), already scaled, read it: (heads, m, dim)."""
+        """Attend with scaled queries (heads, m, dim); return (heads, m, dim)."""
         mixed: mx.array = quantized_scaled_dot_product_attention(
             queries[None].astype(self._dtype),
             *self._sides,

@@ -1,6 +1,6 @@
-"""A model that follows a script: it computes as without one, and generates the script's tokens.
+"""Model that generates a scripted text at the cost of its normal computation.
 
-So an answer that repeats its prompt can be timed on any model, and on both sides alike.
+Allows timing answers that repeat their prompt, on any model and on both sides.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any
 import mlx.core as mx
 
 CERTAIN = 1e4
-"""Logit of the token that the script has next; every dtype can hold it."""
+"""Logit of the script's next token; representable in every dtype."""
 
 
 class Script:
-    """The text that a model follows, by position; none at first."""
+    """Text that a model follows, by position; initially empty."""
 
     def __init__(self) -> None:
         self._tokens: mx.array | None = None
 
     def set(self, tokens: Sequence[int] | None) -> None:
-        """Follow a text, prompt and answer; or none."""
+        """Follow a text, prompt and answer; None to stop."""
         self._tokens = None if tokens is None else mx.array(list(tokens))
 
     def forced(self, logits: mx.array, offset: Any) -> mx.array:
-        """Return logits, (rows, width, vocabulary), whose largest is the script's next token.
+        """Return logits, (rows, width, vocabulary), whose maximum is the script's next token.
 
         Args:
-            logits: the model's.
-            offset: position of the first token of the rows, or of each.
+            logits: the model's logits.
+            offset: position of the first token, of all rows or of each.
         """
         if self._tokens is None:
             return logits
@@ -43,7 +43,7 @@ class Script:
 
 @contextmanager
 def scripted(model: Any, script: Script) -> Iterator[Any]:
-    """Let a model follow a script; all of its caches have the positions of the first layer's."""
+    """Make a model follow a script; all of its caches have the positions of the first layer's."""
     plain = type(model)
 
     def call(self: Any, inputs: mx.array, cache: Any = None, **more: Any) -> mx.array:

@@ -1,11 +1,11 @@
-"""The engine without a server.
+"""Engine without a server.
 
     python -m penstock_bench.serve_alone FOLDER JSON
 
-The JSON holds settings of codecs.
+The JSON has codec settings.
 
 Each line of standard input is a batch, `{"prompts": [[token, ...], ...], "max_tokens": n}`. Each
-line of standard output has the seconds that a batch took. The program ends with its input.
+line of standard output has the seconds of a batch. Exits at the end of input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.models.loading import load
 
 
 def main(folder: str, codec_settings: dict[str, Any]) -> None:
-    """Serve batches until the input ends."""
+    """Run batches until the end of input."""
     with Engine(*load(folder), **codec_settings) as engine:
         run(engine, [[1, 2, 3]], 4)  # the first step of all pays for what the others find
         for line in sys.stdin:
@@ -31,7 +31,7 @@ def main(folder: str, codec_settings: dict[str, Any]) -> None:
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
-    """Submit all prompts, wait for all answers; return `seconds` and `tokens`."""
+    """Submit all prompts and wait for the answers; return `seconds` and `tokens`."""
     began = time.perf_counter()
     handles = [
         engine.submit(Request(prompt=tuple(prompt), max_tokens=max_tokens)) for prompt in prompts

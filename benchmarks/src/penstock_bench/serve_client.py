@@ -1,7 +1,7 @@
-"""Clients of a server under load: chat completions over real sockets, with a clock on each.
+"""Load generators for a server: chat completions over sockets, with timestamps.
 
-closed loop   a session sends its next turn when the last answer is there
-open loop     requests come when they come, whether the server is ready or not
+closed loop   a session sends its next turn after the last answer
+open loop     requests arrive independently of the server's answers
 crowd         many connections at the same moment
 """
 
@@ -20,11 +20,11 @@ import h11
 import httpx
 
 PATIENCE_SECONDS = 600.0
-"""Seconds that a client waits for the next byte; a slow server is slow, not wrong."""
+"""Timeout for the next byte, in seconds, long enough for slow servers."""
 FORK_AFTER = 2
-"""Turns after which a session that forks goes on twice."""
+"""Number of turns after which a forking session splits."""
 EDIT_AT = 3
-"""Turn, from 0, at which a session with an edit replaces the turn before it."""
+"""Turn, from 0, at which a session with an edit replaces the previous turn."""
 
 CHAT = "/v1/chat/completions"
 
@@ -33,12 +33,12 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class Reply:
-    """The answer to one request. Times are seconds of one clock of the bench."""
+    """Answer to one request. Times are seconds of the benchmark's clock."""
 
     turn: int
     sent: float
     text_times: list[float] = field(default_factory=list)
-    """Times at which pieces of text came; without streaming there is one."""
+    """Times of the pieces of text; a single one without streaming."""
     ended: float = 0.0
     text: str = ""
     prompt_tokens: int = 0
@@ -53,7 +53,7 @@ class Reply:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one piece of text and the next."""
+        """Seconds between consecutive pieces of text."""
         return [b - a for a, b in zip(self.text_times, self.text_times[1:], strict=False)]
 
 
@@ -65,29 +65,29 @@ class Session:
     fork: Sequence[str] = ()
     """Lines of the second branch from `FORK_AFTER` on."""
     edit: str | None = None
-    """Line at `EDIT_AT`, where the turn before is forgotten."""
+    """Line at `EDIT_AT` that replaces the previous turn."""
 
     def __len__(self) -> int:
-        """Return the number of its requests."""
+        """Return the number of requests."""
         return len(self.lines) + len(self.fork)
 
 
 class Client:
-    """Sends chat completions to one server, each on a connection of its own if need be."""
+    """Client that sends chat completions to one server, with as many connections as needed."""
 
     def __init__(self, http: httpx.AsyncClient, model: str) -> None:
         self._http = http
         self._model = model
         self.open = 0
         self.most_open = 0
-        """Requests that were under way at the same time, at most."""
+        """Maximum number of concurrent requests."""
         self.on_reply: Callable[[], None] = lambda: None
         """Called at the end of each request."""
 
     async def ask(
         self, messages: Sequence[Message], max_tokens: int, *, turn: int = 0, stream: bool = True
     ) -> Reply:
-        """Send one request and read its answer to the end; an error is in the reply."""
+        """Send one request and read its answer to the end; errors are stored in the reply."""
         body: dict[str, Any] = {
             "model": self._model,
             "messages": list(messages),
@@ -113,10 +113,10 @@ class Client:
         return reply
 
     async def _streamed(self, body: dict[str, Any], reply: Reply) -> None:
-        """Read a stream on a connection of its own, the bytes as they come and the text later.
+        """Read a stream on a separate connection; bytes are parsed after the end.
 
-        To parse the bytes at once would take the processor from the server, which runs on the same
-        machine: httpx takes 170 us a piece, more than the server.
+        The server runs on the same machine, and parsing takes processor time: httpx takes 170 us
+        per piece, more than the server.
         """
         asked = self._http.build_request("POST", CHAT, json=body, headers={"Connection": "close"})
         http = h11.Connection(h11.CLIENT)
@@ -157,11 +157,11 @@ class Client:
 
 
 Send = Callable[[Client], Awaitable[list[Reply]]]
-"""A load that is put on a server."""
+"""Load to put on a server."""
 
 
 class _Pieces(asyncio.Protocol):
-    """Notes the pieces of a connection, each with its time; the last one is its end, and empty."""
+    """Protocol that records received bytes with timestamps; an empty piece marks the end."""
 
     def __init__(self) -> None:
         self.came: list[tuple[float, bytes]] = []
@@ -181,7 +181,7 @@ class _Pieces(asyncio.Protocol):
 
 
 def _read(http: h11.Connection, pieces: Sequence[tuple[float, bytes]], reply: Reply) -> None:
-    """Read the response that came in pieces, each with the time at which it came."""
+    """Parse the response from pieces and their timestamps."""
     status, rest = 0, b""
     for at, piece in pieces:
         http.receive_data(piece)
@@ -202,7 +202,7 @@ def _read(http: h11.Connection, pieces: Sequence[tuple[float, bytes]], reply: Re
 
 
 def _take(chunk: dict[str, Any], reply: Reply, at: float) -> None:
-    """Add the text, the usage or the error of one event of a stream."""
+    """Add the text, the usage or the error of one stream event."""
     if "error" in chunk:
         reply.error = str(chunk["error"])
     for choice in chunk.get("choices", ()):
@@ -222,7 +222,7 @@ def _count(usage: dict[str, Any], reply: Reply) -> None:
 
 @asynccontextmanager
 async def connected(url: str, model: str) -> AsyncIterator[Client]:
-    """Yield a client without a bound on its connections, and without a proxy between."""
+    """Yield a client without connection limit and without proxy."""
     async with httpx.AsyncClient(
         base_url=url,
         timeout=PATIENCE_SECONDS,
@@ -238,7 +238,7 @@ async def connected(url: str, model: str) -> AsyncIterator[Client]:
 async def closed_loop(
     client: Client, system: str, sessions: Sequence[Session], max_tokens: int
 ) -> list[Reply]:
-    """Let all sessions talk at once, each with its own conversation; return every reply."""
+    """Run all sessions concurrently; return every reply."""
     replies: list[Reply] = []
 
     async def talk(messages: list[Message], said: Sequence[str], first: int, of: Session) -> None:
@@ -265,7 +265,7 @@ async def closed_loop(
 async def open_loop(
     client: Client, system: str, said: Sequence[str], times: Sequence[float], max_tokens: int
 ) -> list[Reply]:
-    """Send one request at each of `times` (seconds from now), also while others are open."""
+    """Send one request at each of `times` (seconds from now), regardless of open ones."""
 
     async def send(line: str, at: float) -> Reply:
         await asyncio.sleep(at)
@@ -288,7 +288,7 @@ async def at_once(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the least of the values that `percent` per cent of them do not exceed.
+    """Return the smallest value that at least `percent` per cent of the values do not exceed.
 
     >>> percentile([4.0, 1.0, 3.0, 2.0], 50), percentile([4.0, 1.0, 3.0, 2.0], 95)
     (2.0, 4.0)

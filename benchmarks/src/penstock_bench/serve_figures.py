@@ -1,4 +1,4 @@
-"""Figures of the server bench, and its goals."""
+"""Figures of the server benchmark, and its goals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock_bench.serve_load import (
 
 
 def figures(phases: Sequence[Phase]) -> dict[str, Any]:
-    """Return one side's figures: medians over the rounds; percentiles over all requests."""
+    """Return one side's figures: medians over the rounds, percentiles over all requests."""
     good = [reply for phase in phases for reply in phase.good]
     firsts = [reply.first_seconds for reply in good if reply.text_times]
     gaps = [gap for reply in good for gap in reply.gaps]
@@ -68,7 +68,7 @@ def figures(phases: Sequence[Phase]) -> dict[str, Any]:
 
 
 def _later_speeds(phases: Sequence[Phase]) -> list[float]:
-    """Return each round's tokens a second after the first turns: the system prompt is known."""
+    """Return tokens per second after the first turns, with the system prompt cached, by round."""
     speeds = []
     for phase in phases:
         later = [reply for reply in phase.good if reply.turn]
@@ -103,7 +103,7 @@ def ratios(of: Mapping[str, Mapping[str, Any]], other: str = RIVAL) -> dict[str,
 
 
 def report(load: ServeLoad, runs: ServerRuns) -> Report:
-    """Set both sides against each other and against the goals."""
+    """Compare all sides with each other and with the goals."""
     of = {side: figures(phases) for side, phases in runs.sessions.items()}
     other = RIVAL if RIVAL in of else LLAMA
     ratio = ratios(of, other)
@@ -181,7 +181,7 @@ def _session_lines(
 
 
 def _same_lines(load: ServeLoad, runs: ServerRuns) -> list[Line]:
-    """Return the line with the number of first answers that the other sides share with ours."""
+    """Return the line with the number of first answers equal to ours, by side."""
     if not load.is_real:
         return []
     others = ", ".join(

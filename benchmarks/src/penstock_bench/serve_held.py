@@ -1,7 +1,7 @@
-"""Memory of a server that holds conversations, and the first token when one of them goes on.
+"""Memory of a server with many cached conversations, and the first token of the next turn.
 
-All conversations have the same system prompt. Then the oldest and the newest go on. The newest goes
-on once more behind a restart of the server: ours has a cold tier on the disk.
+All conversations share a system prompt. Then the oldest and the newest continue. The newest
+continues again after a restart of the server; ours has a disk tier.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from penstock_bench.serve_words import FactWords, Words, words_of
 
 CLAIM = "Conversations that a server holds, and goes on with"
 SYSTEM_TOKENS, LINE_TOKENS, ANSWER_TOKENS = 500, 484, 16
-"""Tokens of a conversation: 1,000 in all."""
+"""Tokens of a conversation, 1,000 in total."""
 LATER_TOKENS = 40
-"""Tokens that are said when a conversation goes on."""
+"""Tokens of the message that continues a conversation."""
 
 
 @dataclass(slots=True)
 class HeldRun:
-    """One server with so many conversations."""
+    """Run of one server with a number of conversations."""
 
     first_answers: Phase
-    """First answers of all conversations, at once."""
+    """First answers of all conversations, submitted at once."""
     resident_bytes: int
-    """Resident bytes of the process when all answers are there."""
+    """Resident bytes of the process after all answers."""
     later: Phase
-    """Next answers of the oldest and then of the newest."""
+    """Next answers of the oldest, then of the newest conversation."""
     restarted: Phase
-    """Next answer of the newest, behind a restart."""
+    """Next answer of the newest conversation, after a restart."""
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of a record."""
@@ -62,7 +62,6 @@ class HeldRun:
         }
 
     def as_object(self) -> dict[str, Any]:
-        """Return everything, for the record."""
         parts = {
             "first_answers": self.first_answers,
             "later": self.later,
@@ -72,9 +71,9 @@ class HeldRun:
 
 
 def measure(load: ServeLoad, counts: Sequence[int], notify: Notify | None = None) -> Report:
-    """Let each side hold each number of conversations, and go on with some.
+    """Run every side with each number of conversations, and continue some.
 
-    The other side is llama.cpp's server where the load has one, else mlx-lm's.
+    The other side is llama.cpp's server if the load has one, else mlx-lm's.
     """
     sides = sides_of(load)
     theirs = LLAMA if LLAMA in sides else RIVAL
@@ -124,7 +123,7 @@ def _held(
     progress: ServeProgress,
     step: str,
 ) -> HeldRun:
-    """Start a server, have it hold conversations and go on, and start it again.
+    """Start a server, run conversations and continue some, and start it again.
 
     Args:
         command: returns the server's command for a port and the folder of a cold tier.
@@ -134,7 +133,7 @@ def _held(
         step: name of this run in the progress.
 
     Raises:
-        ServerFailed: an answer did not come.
+        ServerFailed: an answer is missing.
     """
     system = {"role": "system", "content": words.system(SYSTEM_TOKENS)}
     talks = [[system, _said(words, seed, LINE_TOKENS)] for seed in range(count)]
@@ -165,7 +164,7 @@ def _held(
 
 
 def _check(step: str, *phases: Phase) -> None:
-    """Raise ServerFailed unless all answers came."""
+    """Raise ServerFailed unless all answers arrived."""
     errors = [reply.error for phase in phases for reply in phase.replies if reply.error]
     if errors:
         raise ServerFailed(f"{step}: {len(errors)} answers did not come: {errors[0]}")
@@ -188,7 +187,7 @@ def _report(
     theirs: str,
     runs: Mapping[str, Mapping[int, HeldRun]],
 ) -> Report:
-    """Set both sides against each other, a group of lines for each number of conversations."""
+    """Compare both sides, a group of lines for each number of conversations."""
     of = {
         side: {str(count): run.figures() for count, run in held.items()}
         for side, held in runs.items()

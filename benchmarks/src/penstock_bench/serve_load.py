@@ -1,4 +1,4 @@
-"""Load of the server bench, and the measurements of its servers."""
+"""Load of the server benchmark, and results of its servers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from penstock_bench.serve_words import Words
 CLAIM = "Over HTTP: agents that share a system prompt, against the server of {}"
 GOALS = {"throughput": 3.0, "ttft_p95": 5.0, "peak_memory": 2.0}
 GOAL_SHAPE = (8, 5, 4_000)
-"""Sessions, turns and tokens of the system prompt that the goals are for."""
+"""Sessions, turns and system prompt tokens of the goals."""
 REAL_GOALS = {"throughput": 4.0, "ttft_p95": 5.0, "peak_memory": 3.0}
 REAL_SHAPE = (8, 5, 3_000)
-"""Sessions, turns and tokens of the system prompt that the real goals are for."""
+"""Sessions, turns and system prompt tokens of the goals for real weights."""
 OVERHEAD_GOAL = 0.05
 PERCENTS = (50, 95, 99)
 
@@ -42,19 +42,19 @@ SIDES: Sides = {OURS: ours, RIVAL: rival}
 
 
 class ServeLoad(ServeSettings):
-    """Load of the servers, and the model and codec that they have."""
+    """Load of the servers, with their model and codec."""
 
     model: ModelChoice | str = ModelChoice.RANDOM
     """Random or embedded, or a model with real weights: a folder, a GGUF file or a name."""
     texts: tuple[str, ...] = ()
-    """Files whose text a real model is sent; none takes sources of Python's library."""
+    """Text files for a real model; empty for sources of Python's library."""
     llama_server: str | None = None
-    """Command of llama.cpp's server, which is the third side on a GGUF file."""
+    """Command of llama.cpp's server, as a third side on a GGUF file."""
     mlx_lm: bool = True
-    """Whether mlx-lm's server is a side; without it llama.cpp's is the other one."""
+    """Whether mlx-lm's server is a side; without it llama.cpp's is the rival."""
     llama: LlamaShape | None = None
     engine: EngineShape = EngineShape()
-    """Settings of our engine; only the ones of codecs count."""
+    """Settings of our engine; only codec settings are used."""
     line_tokens: int = 40
     connection_tokens: int = 16
     overhead_prompt_tokens: int = 200
@@ -62,7 +62,7 @@ class ServeLoad(ServeSettings):
 
     @field_serializer("llama_server")
     def _without_folder(self, command: str | None) -> str | None:
-        """Leave the program's folder out of records."""
+        """Strip the program's folder, which does not belong in records."""
         if command is None:
             return None
         program, *settings = command.split(" ")
@@ -74,7 +74,7 @@ class ServeLoad(ServeSettings):
         return not isinstance(self.model, ModelChoice)
 
     def talks(self, words: Words) -> list[Session]:
-        """Return all sessions, each with its lines."""
+        """Return the lines of all sessions."""
         sessions = []
         for number in range(self.sessions):
             said = words.lines(number, 2 * self.turns, self.line_tokens)
@@ -104,24 +104,24 @@ class Phase:
     replies: list[Reply]
     memory: Memory
     idle_bytes: int
-    """Resident bytes before the load, the model loaded."""
+    """Resident bytes before the load, with the model loaded."""
     start_seconds: float
     high_water_bytes: int | None
-    """Most resident bytes of the process ever, as the system counts them."""
+    """Peak resident bytes of the process since its start, as reported by the system."""
     most_open: int = 0
 
     @property
     def good(self) -> list[Reply]:
-        """The replies without an error."""
+        """Replies without an error."""
         return [reply for reply in self.replies if reply.error is None]
 
     @property
     def tokens_per_second(self) -> float:
-        """Completion tokens a second of all answers together."""
+        """Completion tokens per second of all answers."""
         return sum(reply.completion_tokens for reply in self.good) / self.seconds
 
     def as_object(self) -> dict[str, Any]:
-        """Return everything, for the record; times from the first request."""
+        """Return everything for the record; times from the first request."""
         began = min(reply.sent for reply in self.replies)
         return {
             "seconds": self.seconds,
@@ -144,26 +144,26 @@ def _recorded(reply: Reply, began: float) -> dict[str, Any]:
 
 
 WAYS = ("alone", "streamed", "whole")
-"""The engine without a server; over HTTP piece by piece; over HTTP in one JSON object."""
+"""Engine without a server; HTTP with streaming; HTTP with a single JSON response."""
 
 
 @dataclass(slots=True)
 class Overhead:
-    """Times of the same prompts each way, round by round."""
+    """Times of the same prompts in each way, round by round."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     """Seconds from the first request to the last answer, by way."""
     cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
-    """Processor time of the process with the engine; other programs disturb it less."""
+    """Processor time of the engine's process, which is less affected by other programs."""
     client_cpu_seconds: dict[str, list[float]] = field(
         default_factory=lambda: {way: [] for way in WAYS}
     )
-    """Processor time of the bench, which is the client."""
+    """Processor time of the benchmark as client."""
     tokens: int = 0
     """Tokens of all answers of a round."""
 
     def share(self, way: str) -> float:
-        """Return the median over the rounds of the time over the engine's alone, less 1."""
+        """Return the median over the rounds of the time added to the engine's alone, as a share."""
         return statistics.median(
             over / alone - 1
             for over, alone in zip(self.seconds[way], self.seconds["alone"], strict=True)
@@ -172,7 +172,7 @@ class Overhead:
 
 @dataclass(slots=True)
 class ServerRuns:
-    """All measurements of the servers."""
+    """All results of the servers."""
 
     sessions: dict[str, list[Phase]]
     arrivals: dict[str, Phase]
@@ -180,4 +180,4 @@ class ServerRuns:
     overhead: Overhead | None
     folder: ServedFolder
     same_first_answers: dict[str, int] = field(default_factory=dict)
-    """Answers of first turns whose text is ours too, by side."""
+    """Answers of first turns with the same text as ours, by side."""

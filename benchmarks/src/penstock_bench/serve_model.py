@@ -1,4 +1,4 @@
-"""A model's folder for two servers, and the messages to them: a system prompt and lines."""
+"""Model folder for two servers, and their messages: a system prompt and lines."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ _TOKENIZER = (
 )
 _SAID = "You are a helpful assistant. Remember these facts."
 _FACT_TOKENS = 32
-"""Most tokens of a fact."""
+"""Maximum tokens of a fact."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedFolder:
-    """A model that both servers load, with its entry in a record."""
+    """Model that both servers load, with its entry in a record."""
 
     path: Path
-    """The folder that mlx-lm's server loads, and ours where there is no GGUF file."""
+    """Folder that mlx-lm's server loads, and ours without a GGUF file."""
     name: str
     parameters: int
     kv_bytes_per_token: int
     dtype: str = "float32"
     codec_settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of codecs for our engine, by name."""
+    """Codec settings of our engine, by name."""
     gguf: Path | None = None
-    """The file that the folder was written from."""
+    """GGUF file that the folder was converted from."""
 
     def as_object(self) -> dict[str, Any]:
         """Return the model's entry in a record."""
@@ -64,13 +64,13 @@ class ServedFolder:
 
 @contextmanager
 def real_folder(name: str) -> Iterator[ServedFolder]:
-    """Yield a folder with real weights; the weights of a GGUF file are written in float32.
+    """Yield a folder with real weights; a GGUF file is converted to float32.
 
     Args:
         name: a folder, a GGUF file, or a short name of `penstock.models.named`.
 
     Raises:
-        ModelError: it cannot be read, or be fetched.
+        ModelError: the model cannot be read or downloaded.
     """
     file = model_source(name)
     if not is_gguf(file):
@@ -86,13 +86,13 @@ def model_source(name: str) -> Path:
     """Return the path of a folder, a GGUF file, or a short name of `penstock.models.named`.
 
     Raises:
-        ModelError: it cannot be fetched.
+        ModelError: the model cannot be downloaded.
     """
     return named.fetch(name) if name in named.MODELS else Path(name).expanduser()
 
 
 def write_gguf(file: Path, folder: Path, *, wide: bool) -> None:
-    """Write a GGUF file as a model folder: with `wide` in float32, else its codes."""
+    """Convert a GGUF file to a model folder, in float32 or with its codes."""
     header = read_header(file)
     dtype = "float32" if wide else activation_dtype(header)
     weights.write_folder(header, folder, float32=wide, dtype=dtype)
@@ -111,7 +111,7 @@ def _real(folder: Path, name: str, file: Path | None) -> ServedFolder:
 
 @contextmanager
 def model_folder(choice: ModelChoice, shape: LlamaShape | None = None) -> Iterator[ServedFolder]:
-    """Yield the embedded model's folder, or a temporary one with the random llama in it."""
+    """Yield the embedded model's folder, or a temporary one with the random llama."""
     if choice is ModelChoice.EMBEDDED:
         yield _described(MODEL_PATH, choice, None)
         return
@@ -122,11 +122,11 @@ def model_folder(choice: ModelChoice, shape: LlamaShape | None = None) -> Iterat
 
 
 def write_random(folder: Path, shape: LlamaShape | None = None) -> None:
-    """Write the random llama as mlx-lm reads it, with the embedded model's tokenizer.
+    """Write the random llama in mlx-lm's format, with the embedded model's tokenizer.
 
-    It says words only. The head's rows of all other tokens are zero, the end of sequence among
-    them, and the largest logit of a word is above zero. So every answer has its full length. Its
-    text, sent back with the next turn, has the same tokens again.
+    It generates only words: the head's rows of all other tokens, including the end of sequence, are
+    zero, and the largest logit of a word is positive. So every answer has its full length, and its
+    text is tokenized to the same tokens when it is sent back with the next turn.
     """
     model = bench_model(ModelChoice.RANDOM, shape)
     folder.mkdir(parents=True)
@@ -149,7 +149,7 @@ def write_random(folder: Path, shape: LlamaShape | None = None) -> None:
 
 
 def _word_mask(tokenizer: Any, vocabulary_size: int) -> list[float]:
-    """Return 1 for every token that is a space and a word, 0 for all others."""
+    """Return 1 for every token of a space and a word, 0 for all others."""
     mask = [0.0] * vocabulary_size
     for text in vocabulary():
         if text[0] == " " and text[1:].isalpha():
@@ -168,7 +168,7 @@ def _described(path: Path, choice: ModelChoice, shape: LlamaShape | None) -> Ser
 
 
 def system_prompt(tokens: int) -> str:
-    """Return facts of a seeded dialogue, at most so many tokens as a system message.
+    """Return facts of a seeded dialogue as a system message of at most `tokens` tokens.
 
     >>> 980 < count_tokens([{"role": "system", "content": system_prompt(1_000)}]) <= 1_000
     True
@@ -184,7 +184,7 @@ def system_prompt(tokens: int) -> str:
 
 
 def lines(seed: int, count: int, tokens: int) -> list[str]:
-    """Return `count` messages of a user, each of about `tokens` tokens, by seed."""
+    """Return `count` user messages of about `tokens` tokens each, determined by the seed."""
     facts = _lines(seed + 1_000, (count + 1) * (tokens + _FACT_TOKENS))
     messages = []
     for _ in range(count):
@@ -196,13 +196,13 @@ def lines(seed: int, count: int, tokens: int) -> list[str]:
 
 
 def _lines(seed: int, tokens: int) -> Iterator[str]:
-    """Yield a user's lines of a seeded dialogue, long enough for `tokens` tokens of them."""
+    """Yield user lines of a seeded dialogue, long enough for `tokens` tokens."""
     own = dialogue(seed, tokens=4 * tokens + 256, facts=tokens // _FACT_TOKENS)
     return (said["content"] for said in own.messages if said["role"] == "user")
 
 
 def poisson_times(rate: float, count: int) -> list[float]:
-    """Return the times at which `count` requests arrive, in seconds, `rate` a second on average.
+    """Return arrival times of `count` requests, in seconds, at `rate` requests per second.
 
     >>> times = poisson_times(2.0, 1_000)
     >>> 400 < times[-1] < 600 and times == sorted(times)

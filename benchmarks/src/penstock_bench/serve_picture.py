@@ -1,4 +1,4 @@
-"""The picture of the server bench."""
+"""Picture of the server benchmark."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock_bench.report import Report
 COLORS = {"penstock": "tab:blue", "mlx-lm": "tab:orange", "llama.cpp": "tab:green"}
 DPI = 110
 SIDE_STEP = 0.16
-"""Distance of one server's dots from the turn's number."""
+"""Horizontal offset between the dots of two servers."""
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draw memory over time, the first token of every turn, and the gaps between tokens."""
+    """Plot memory over time, the first token of every turn, and the gaps between tokens."""
     rounds: Mapping[str, Sequence[Mapping[str, Any]]] = report.raw["sessions"]
     figure = Figure(figsize=(13, 3.8))
     memory, first, gaps = figure.subplots(1, 3)

@@ -1,6 +1,6 @@
-"""The processes of a server bench: penstock's server, mlx-lm's, and the engine without a server.
+"""Processes of a server benchmark: penstock's server, mlx-lm's, and the engine alone.
 
-Each is started as a user would start it, and watched from outside.
+Each is started as by a user, and measured from outside.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ServerFailed(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """Command of a server, with its environment and the signal that stops it."""
+    """Command of a server, with its environment and stop signal."""
 
     name: str
     arguments: tuple[str, ...]
@@ -55,7 +55,7 @@ class ServerCommand:
 
 
 def ours(folder: ServedFolder, port: int) -> ServerCommand:
-    """Return penstock's server with its defaults, and the codec that is measured."""
+    """Return penstock's server with its defaults, and the measured codec."""
     flags = ["--host", HOST, "--port", str(port)]
     for name, value in folder.codec_settings.items():
         flags += [f"--{name.replace('_', '-')}", str(value)]
@@ -67,9 +67,9 @@ def ours(folder: ServedFolder, port: int) -> ServerCommand:
 
 
 def rival(folder: ServedFolder, port: int) -> ServerCommand:
-    """Return mlx-lm's server with its defaults, and with the BLAS that penstock loads.
+    """Return mlx-lm's server with its defaults, and the BLAS that penstock loads.
 
-    Without that BLAS it would multiply about 30 times slower on a Linux CPU.
+    Without that BLAS products would be about 30 times slower on a Linux CPU.
     """
     flags = ["--host", HOST, "--port", str(port), "--log-level", "WARNING"]
     blas = load_blas()
@@ -83,10 +83,10 @@ def rival(folder: ServedFolder, port: int) -> ServerCommand:
 
 
 def llama_cpp(command: str, folder: ServedFolder, port: int) -> ServerCommand:
-    """Return llama.cpp's server, as a command with its settings starts it, on the GGUF file.
+    """Return llama.cpp's server on the GGUF file, started by `command` with its settings.
 
     Raises:
-        SettingError: the model is no GGUF file.
+        SettingError: the model is not a GGUF file.
     """
     if folder.gguf is None:
         raise SettingError("--llama-server: the model is no GGUF file")
@@ -96,7 +96,7 @@ def llama_cpp(command: str, folder: ServedFolder, port: int) -> ServerCommand:
 
 @dataclass(slots=True)
 class RunningServer:
-    """A server that answers, as seen from outside."""
+    """Running server, as seen from outside."""
 
     name: str
     url: str
@@ -110,10 +110,10 @@ class RunningServer:
 
 @contextmanager
 def serving(kind: ServerCommand, port: int) -> Iterator[RunningServer]:
-    """Start a server, wait until it has answered once, and stop it at the end.
+    """Start a server, wait for its first answer, and stop it on exit.
 
     Raises:
-        ServerFailed: it ended by itself, or did not answer in time.
+        ServerFailed: the server exited, or did not answer in time.
     """
     began = time.perf_counter()
     with _started(kind.arguments, dict(kind.environment)) as (process, log):
@@ -160,7 +160,7 @@ def _started(
 
 
 def _plain_environment() -> dict[str, str]:
-    """Return the environment without settings that would change a server's defaults."""
+    """Return the environment without settings that change a server's defaults."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -192,7 +192,7 @@ def _tail(log: IO[bytes]) -> str:
 
 @contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """Let SIGTERM end the bench as Ctrl-C does, so that no server is left behind it."""
+    """Let SIGTERM raise KeyboardInterrupt, so that servers are stopped."""
 
     def end(*_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
@@ -205,7 +205,7 @@ def ending_cleanly() -> Iterator[None]:
 
 
 def stop(process: subprocess.Popen[bytes], by: signal.Signals) -> int:
-    """Ask a process to end, and kill it if it does not; return its exit code."""
+    """Send a signal to a process, and kill it if it does not exit; return its exit code."""
     if process.poll() is None:
         process.send_signal(by)
     try:
@@ -216,7 +216,7 @@ def stop(process: subprocess.Popen[bytes], by: signal.Signals) -> int:
 
 
 def free_port() -> int:
-    """Return a port on which no process listens now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -227,21 +227,21 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class Memory:
-    """Resident bytes of a process while it was watched."""
+    """Resident bytes of a process over time."""
 
     samples: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds since the watch began, and bytes; 20 a second."""
+    """Seconds since the start, and bytes; 20 samples per second."""
     cpu_seconds: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes of all samples."""
+        """Largest sample."""
         return max(nbytes for _, nbytes in self.samples)
 
 
 @contextmanager
 def watched(process: psutil.Process) -> Iterator[Memory]:
-    """Sample the resident bytes of a process in a thread until the end of the block."""
+    """Sample the resident bytes of a process in a thread until exit."""
     memory = Memory()
     done = threading.Event()
     began = time.perf_counter()
@@ -268,7 +268,7 @@ def watched(process: psutil.Process) -> Iterator[Memory]:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Return the processor time that a process has taken so far; 0 if it is gone."""
+    """Return the processor time of a process; 0 if it has exited."""
     try:
         times = process.cpu_times()
     except psutil.NoSuchProcess:
@@ -280,14 +280,14 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 class EngineProcess:
-    """The engine without a server, in a process of its own that waits for prompts."""
+    """Engine without a server, in a separate process that waits for prompts."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.process = psutil.Process(process.pid)
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[float, int]:
-        """Generate after all prompts at once; return the seconds it took and the tokens."""
+        """Generate for all prompts at once; return the seconds and the tokens."""
         answer = self._ask({"prompts": [list(p) for p in prompts], "max_tokens": max_tokens})
         return float(answer["seconds"]), int(answer["tokens"])
 
@@ -306,7 +306,7 @@ class EngineProcess:
 
 @contextmanager
 def engine_alone(folder: ServedFolder) -> Iterator[EngineProcess]:
-    """Start the engine with the server's defaults in a process of its own."""
+    """Start the engine with the server's defaults in a separate process."""
     arguments = [
         sys.executable,
         "-m",
@@ -325,7 +325,7 @@ def engine_alone(folder: ServedFolder) -> Iterator[EngineProcess]:
 
 
 def high_water_bytes(pid: int) -> int | None:
-    """Return the most resident bytes of a process ever, as Linux counts them; None elsewhere."""
+    """Return the peak resident bytes of a process, as reported by Linux; None elsewhere."""
     status = Path(f"/proc/{pid}/status")
     if not status.is_file():
         return None

@@ -1,9 +1,9 @@
-"""`penstock bench serve`: our server under load, and mlx-lm's under the same in the same run.
+"""`penstock bench serve`: our server and mlx-lm's under the same load in the same run.
 
-sessions      agents that share a system prompt, turn by turn, each server cold, in turns
-arrivals      on demand: requests that come by a Poisson process
-connections   many at the same moment, ours alone: not one may fail
-overhead      the same prompts through our server and through the engine without one
+sessions      agents that share a system prompt, turn by turn; cold servers, in turn
+arrivals      optional: requests that arrive by a Poisson process
+connections   many at the same moment, ours only: none may fail
+overhead      the same prompts through our server and through the engine alone
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from penstock_bench.serve_words import FactWords, Words, words_of
 
 
 def measure(load: ServeLoad, sides: Sides | None = None, notify: Notify | None = None) -> Report:
-    """Run every part, the sides of each in turn."""
+    """Run every part, with the sides of each in turn."""
     sides = sides_of(load) if sides is None else sides
     with ending_cleanly(), served_folder(load) as plain:
         folder = replace(plain, codec_settings=load.engine.codec_settings)
@@ -86,16 +86,16 @@ def measure(load: ServeLoad, sides: Sides | None = None, notify: Notify | None =
 
 
 def served_folder(load: ServeLoad) -> AbstractContextManager[ServedFolder]:
-    """Return a context with the folder of a load's model."""
+    """Return a context manager of the model folder of a load."""
     if isinstance(load.model, ModelChoice):
         return model_folder(load.model, load.llama)
     return real_folder(load.model)
 
 
 def _same_first_answers(sessions: Mapping[str, Sequence[Phase]]) -> dict[str, int]:
-    """Count the first answers that ours gave too: their turns have the same prompts.
+    """Count the first answers equal to ours; first turns have the same prompts.
 
-    mlx-lm's server writes U+FFFD for a character that is cut off, ours nothing.
+    mlx-lm's server replaces an incomplete character by U+FFFD, ours omits it.
     """
     firsts = {
         side: Counter(reply.text.rstrip("\ufffd") for reply in phases[0].good if reply.turn == 0)
@@ -105,7 +105,7 @@ def _same_first_answers(sessions: Mapping[str, Sequence[Phase]]) -> dict[str, in
 
 
 def talk(server: RunningServer, send: Send) -> tuple[float, list[Reply], int]:
-    """Put one load on a server; return its seconds, its replies and the most open requests."""
+    """Put one load on a server; return seconds, replies and maximum concurrent requests."""
 
     async def run() -> tuple[float, list[Reply], int]:
         async with connected(server.url, server.model) as client:
@@ -117,7 +117,7 @@ def talk(server: RunningServer, send: Send) -> tuple[float, list[Reply], int]:
 
 
 def drive(server: RunningServer, send: Send) -> Phase:
-    """Put one load on a server and watch its memory meanwhile."""
+    """Put one load on a server and track its memory."""
     idle_bytes = server.process.memory_info().rss
     with watched(server.process) as memory:
         seconds, replies, most_open = talk(server, send)
@@ -145,10 +145,10 @@ def _cold(
 def _sessions(
     load: ServeLoad, folder: ServedFolder, sides: Sides, words: Words, notify: Notify
 ) -> dict[str, list[Phase]]:
-    """Give both servers the same sessions, each time in a process of its own.
+    """Run the same sessions on both servers, each time in a new process.
 
     Raises:
-        AssertionError: the servers read different prompts.
+        AssertionError: the servers tokenized prompts differently.
     """
     talks, system = load.talks(words), words.system(load.system_tokens)
     phases: dict[str, list[Phase]] = {side: [] for side in sides}
@@ -202,10 +202,10 @@ def _connections(load: ServeLoad, server: RunningServer, words: Words) -> Phase:
 def _overhead(
     load: ServeLoad, folder: ServedFolder, server: RunningServer, words: Words
 ) -> Overhead:
-    """Time a full batch three ways in turn, with new prompts each time: nothing is known.
+    """Time a full batch in three ways in turn, with new prompts each time.
 
     Raises:
-        AssertionError: the ways did not generate the same number of tokens.
+        AssertionError: the ways generated different numbers of tokens.
     """
     _, tokenizer = load_model(folder.path)
     overhead = Overhead()

@@ -1,4 +1,4 @@
-"""Expected time of the server bench, from recorded runs, and how far a run is."""
+"""Expected time of the server benchmark, from recorded runs, and its progress."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock_bench.serve_model import ServedFolder
 EXPECTED = "expected"
 """Description of the first call of a `Notify`, before anything is done."""
 KV_SECONDS = {OURS: 1e-10, RIVAL: 2.5e-10, LLAMA: 5e-11}
-"""Seconds for a byte of KV in front of a token, of runs on two cores of `RECORDED_GFLOPS`."""
+"""Seconds per byte of preceding KV and token, from runs on two cores of `RECORDED_GFLOPS`."""
 WEIGHT_SECONDS = 4e-11
-"""Seconds for a weight and a token, of the same runs."""
+"""Seconds per weight and token, from the same runs."""
 START_SECONDS = 10.0
-"""Seconds until a server has its model and has answered once."""
+"""Seconds until a server has loaded its model and answered once."""
 RECORDED_GFLOPS = 200.0
 PROBE_SIZE, PROBES = 1_024, 5
 
@@ -38,9 +38,9 @@ def measured_gflops() -> float:
 
 
 def expected_seconds(load: ServeLoad, folder: ServedFolder, side: str, gflops: float) -> float:
-    """Return the seconds that a side takes for its sessions once, give or take a half.
+    """Return the expected seconds of one run of a side's sessions, within about 50 percent.
 
-    Our engine reads the system prompt once, the others once for each session.
+    Our engine prefills the system prompt once, the others once per session.
     """
     turn_tokens = load.line_tokens + load.answer_tokens
     read = load.system_tokens * (1 if side == OURS else load.sessions)
@@ -54,11 +54,11 @@ def expected_seconds(load: ServeLoad, folder: ServedFolder, side: str, gflops: f
 
 @dataclass(slots=True)
 class ServeProgress:
-    """Progress of the sessions in expected seconds; each reply is a part of them."""
+    """Progress of the sessions in expected seconds, advanced by each reply."""
 
     notify: Notify
     side_seconds: Mapping[str, float]
-    """Seconds that each side is expected to take for its sessions once."""
+    """Expected seconds of one run of each side's sessions."""
     rounds: int = 1
     done_seconds: float = 0.0
 
@@ -71,7 +71,7 @@ class ServeProgress:
         return self.rounds * sum(self.side_seconds.values())
 
     def counted(self, side: str, send: Send, replies: int) -> Send:
-        """Return a load of so many replies that moves the progress with each."""
+        """Wrap a load of `replies` replies, so that each advances the progress."""
         seconds = self.side_seconds[side] / replies
 
         async def run(client: Client) -> list[Reply]:

@@ -1,4 +1,4 @@
-"""Texts that agents send in the server bench: made-up facts, or a real text."""
+"""Texts that agents send in the server benchmark: generated facts, or real text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock_bench import serve_model
 from penstock_bench.long_tasks import PARAGRAPH
 
 MODULES = (argparse, statistics, textwrap)
-"""Sources that are on every machine with Python: prose in docstrings, and code."""
+"""Sources available with every Python: prose in docstrings, and code."""
 ASKED = ("What is this about?", "Explain this.", "Summarize this.", "What does this do?")
 SYSTEM = "You are a helpful assistant. Answer questions about this text.\n\n"
 
@@ -24,26 +24,24 @@ class Words(Protocol):
     """Source of all messages to a server."""
 
     def system(self, tokens: int) -> str:
-        """Return a system prompt of so many tokens, at most."""
+        """Return a system prompt of at most `tokens` tokens."""
 
     def lines(self, seed: int, count: int, tokens: int) -> list[str]:
-        """Return `count` messages of a user of about `tokens` tokens each; others by seed."""
+        """Return `count` user messages of about `tokens` tokens each, determined by the seed."""
 
 
 class FactWords:
-    """Facts that the embedded model knows how to keep, in its tokens."""
+    """Facts in the embedded model's language."""
 
     def system(self, tokens: int) -> str:
-        """See `Words`."""
         return serve_model.system_prompt(tokens)
 
     def lines(self, seed: int, count: int, tokens: int) -> list[str]:
-        """See `Words`."""
         return serve_model.lines(seed, count, tokens)
 
 
 class TextWords:
-    """A real text, and questions about pieces of it.
+    """Real text, and questions about pieces of it.
 
     Args:
         text: prose or code with empty lines between paragraphs.
@@ -55,7 +53,7 @@ class TextWords:
         self._count = count
 
     def system(self, tokens: int) -> str:
-        """See `Words`; whole paragraphs."""
+        """Return whole paragraphs of at most `tokens` tokens."""
         text, used = SYSTEM, self._count(SYSTEM)
         for part in cycle(self._paragraphs):
             used += self._count(f"{part}\n\n")
@@ -65,7 +63,7 @@ class TextWords:
         return text
 
     def lines(self, seed: int, count: int, tokens: int) -> list[str]:
-        """See `Words`; words from the middle of the text, behind a question."""
+        """Return questions, each followed by words from the middle of the text."""
         words = " ".join(self._paragraphs).split()
         start = (seed + 1) * 7919 % len(words)
         return [
@@ -81,11 +79,11 @@ class TextWords:
 
 
 def words_of(folder: Path, texts: Sequence[str]) -> TextWords:
-    """Return the words for a real model: files of text, or sources of Python's library.
+    """Return the messages for a real model: text files, or sources of Python's library.
 
     Args:
-        folder: of the model, with its tokenizer.
-        texts: names of files; none takes the sources.
+        folder: folder of the model, with its tokenizer.
+        texts: file names; empty for the sources.
     """
     tokenizer = load_tokenizer(folder)
     files = texts or [str(module.__file__) for module in MODULES]

@@ -1,4 +1,4 @@
-"""`penstock bench shared-prefix`: conversations that begin alike hold and read the prefix once."""
+"""`penstock bench shared-prefix`: memory and speed of conversations that share a prefix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GOALS = {
     (8, 8_192): {"decode_speed": 4.0, "held_memory": 6.0, "peak_memory": 4.0},
     (8, 2_048): {"decode_speed": 3.0, "held_memory": 6.0, "peak_memory": 4.0},
 }
-"""Times better than mlx-lm, by conversations and tokens of the prefix."""
+"""Goals: times better than mlx-lm, by conversations and prefix tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class SharedPrefixLoad:
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
     cold_rounds: int = 1
-    """Rounds in which mlx-lm reads the prefix for every conversation, which takes minutes."""
+    """Rounds in which mlx-lm prefills the prefix for every conversation, which takes minutes."""
 
     def task(self, model: BenchModel, prefix_tokens: int) -> Task:
-        """Make the prompts. Nothing is known before: all conversations come at once."""
+        """Return the prompts. Nothing is cached before: all conversations are submitted at once."""
         prefix = model.prompt(prefix_tokens, seed=0)
         own = [model.prompt(self.suffix_tokens, seed=1 + i) for i in range(self.conversations)]
         return Task(
@@ -63,9 +63,9 @@ class SharedPrefixLoad:
 
 
 class Knowing(Batched):
-    """mlx-lm's side, its prompt cache knowing the prefix before the clock starts.
+    """mlx-lm's side, with the prefix in its prompt cache before the clock starts.
 
-    Its server would have to be told the prefix by an earlier request. Ours begins with nothing.
+    Its server would need an earlier request for that. Our side starts with an empty cache.
     """
 
     def __init__(self, model: BenchModel, load: SharedPrefixLoad, prefix_tokens: int) -> None:
@@ -75,17 +75,17 @@ class Knowing(Batched):
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Runs of both sides with one length of the prefix."""
+    """Runs of both sides with one prefix length."""
 
     comparison: Comparison
     """Our engine cold, mlx-lm's with the prefix in its prompt cache."""
     cold: list[Run]
-    """Runs of mlx-lm without the prefix, whose time to the first tokens alone counts."""
+    """Runs of mlx-lm without the prefix, of which only the time to the first tokens is used."""
     block_size: int
     """Block size of our engine, in tokens."""
 
     def ratios(self) -> dict[str, float]:
-        """Return the ratios; prefill is compared cold with cold, if mlx-lm's was measured."""
+        """Return the ratios; prefill is compared cold with cold if measured for mlx-lm."""
         if not self.cold:
             return {k: v for k, v in ratios(self.comparison).items() if k != "prefill_speed"}
         seconds = statistics.median(run.first_seconds for run in self.cold)
@@ -93,7 +93,7 @@ class Sharing:
         return {**ratios(self.comparison), "prefill_speed": round(seconds / ours, 3)}
 
     def figures(self, side: str) -> dict[str, Any]:
-        """Return the figures of one side, and the count of prompt tokens that it computed."""
+        """Return the figures of one side, including the computed prompt tokens."""
         known = figures(self.comparison, side)
         cold = self.cold if side == RIVAL else self.comparison.timed[side]
         if not cold:
@@ -110,7 +110,7 @@ class Sharing:
 
 
 def measure(load: SharedPrefixLoad) -> Report:
-    """Run every length of the prefix on both sides, turn by turn."""
+    """Run every prefix length on both sides in turn."""
     model = bench_model(load.model, load.llama)
     sharing = {count: _measure_one(load, model, count) for count in load.prefix_tokens}
     return report(load, model, sharing)
@@ -137,10 +137,10 @@ def _measure_one(load: SharedPrefixLoad, model: BenchModel, prefix_tokens: int) 
 
 
 def fitting_batch(model: BenchModel, tokens: int) -> int:
-    """Return how many prompts mlx-lm reads at once: its server's default, or fewer that fit.
+    """Return mlx-lm's prefill batch size: its server's default, or smaller if memory requires.
 
-    On the CPU its attention holds all scores, twice: for 8 prompts of 8,192 tokens 17 GB. With
-    fewer prompts at once it is no slower there.
+    On the CPU its attention holds all scores twice: 17 GB for 8 prompts of 8,192 tokens. Smaller
+    batches are no slower there.
     """
     if devices.current().facts.fuses_attention:
         return PREFILL_BATCH
@@ -150,7 +150,7 @@ def fitting_batch(model: BenchModel, tokens: int) -> int:
 
 
 def report(load: SharedPrefixLoad, model: BenchModel, sharing: Mapping[int, Sharing]) -> Report:
-    """Set both sides against each other and against the goals."""
+    """Compare both sides with each other and with the goals."""
     names = {count: f"{load.conversations} x {count:,}" for count in sharing}
     ratio = {names[count]: one.ratios() for count, one in sharing.items()}
     lines = [

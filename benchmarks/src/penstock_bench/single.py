@@ -1,4 +1,4 @@
-"""`penstock bench single`: where nothing is shared or known the engine costs nothing."""
+"""`penstock bench single`: speed of sequences that share nothing, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock_bench.rivals import Batched, Solo
 CLAIM = "Where nothing is shared the engine is no slower, and a step's cost is linear"
 
 Shape = tuple[int, int]
-"""Sequences, and tokens of the prompt of each."""
+"""Sequences, and prompt tokens of each."""
 
 GOALS: dict[Shape, dict[str, float]] = {
     (1, 512): {"decode_speed": 1.05, "prefill_speed": 1.0},
@@ -38,15 +38,16 @@ GOALS: dict[Shape, dict[str, float]] = {
     (8, 512): {"decode_speed": 1.1},
     (4, 2_048): {"decode_speed": 1.5},
 }
-"""Goals: times mlx-lm's speed."""
+"""Goals: speed over mlx-lm's."""
 MACHINERY = 0.01
-"""Goal: share of the time that is spent on anything but the model."""
+"""Goal: share of the time spent outside the model."""
 STRAIGHT = 0.98
-"""Goal: share of the variance of the steps' cost that a straight line explains."""
+"""Goal: share of the variance of step times explained by a linear fit."""
 CURVE_PREFILL_TOKENS = 512
-"""Chunk of mlx-lm's prefill on the way to the curve's lengths, in tokens; it is not timed.
+"""Prefill chunk of mlx-lm for the curve, in tokens; not timed.
 
-In chunks of 2,048 its scores at 32,768 tokens take 8 GB."""
+With chunks of 2,048 its scores at 32,768 tokens take 8 GB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,11 @@ class SingleLoad:
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
     curve_tokens: tuple[int, ...] = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 24_576, 32_768)
-    """Tokens read when the curve's steps are timed, in rising order."""
+    """Context lengths of the curve, in tokens, ascending."""
     curve_steps: int = 16
 
     def curve_to(self, longest: int) -> tuple[int, ...]:
-        """Return the lengths of a curve that ends at `longest` tokens; none for 0.
+        """Return the lengths of a curve up to `longest` tokens; empty for 0.
 
         Raises:
             SettingError: only one length would be left.
@@ -76,25 +77,25 @@ class SingleLoad:
         return tuple(lengths) if longest else ()
 
     def task(self, model: BenchModel, shape: Shape) -> Task:
-        """Make prompts that have nothing in common."""
+        """Return prompts without a shared prefix."""
         sequences, tokens = shape
         prompts = [model.prompt(tokens, seed=i) for i in range(sequences)]
         return Task(prompts, self.decode_tokens, prefill_chunk=self.engine.prefill_chunk)
 
     def ours(self, model: BenchModel, batch_size: int) -> Ours:
-        """Build our side."""
+        """Construct our side."""
         return Ours(model, batch_size, self.engine)
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Median milliseconds of a decode step, by the tokens it reads."""
+    """Median milliseconds of a decode step, by context length."""
 
     tokens: Sequence[int]
     step_ms: Mapping[str, Sequence[float]]
 
     def straightness(self, side: str) -> float:
-        """Return the share of the variance that a straight line explains; 1 is a line."""
+        """Return the share of the variance explained by a linear fit; 1 is a line."""
         return statistics.correlation(self.tokens, self.step_ms[side]) ** 2
 
     def figures(self, side: str) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Curve:
 
 
 def measure(load: SingleLoad) -> Report:
-    """Run every shape on both sides, turn by turn, and then the curve."""
+    """Run every shape on both sides in turn, then the curve."""
     model = bench_model(load.model, load.llama)
     comparisons = {shape: _measure_one(load, model, shape) for shape in load.shapes}
     curve = measure_curve(load, model) if load.curve_tokens else None
@@ -125,7 +126,7 @@ def _measure_one(load: SingleLoad, model: BenchModel, shape: Shape) -> Compariso
 
 
 def _figures(comparison: Comparison, side: str) -> dict[str, Any]:
-    """Return the figures of one side; for ours, with the machinery's share of all time."""
+    """Return the figures of one side; for ours, with the engine's overhead."""
     own = figures(comparison, side)
     if side == OURS:
         own["machinery_share"] = round(comparison.median(OURS, "machinery_share"), 5)
@@ -133,9 +134,9 @@ def _figures(comparison: Comparison, side: str) -> dict[str, Any]:
 
 
 def measure_curve(load: SingleLoad, model: BenchModel) -> Curve:
-    """Time steps at every length, both sides alive and asked in turn.
+    """Time steps at every length, both sides interleaved.
 
-    Each length is learned first, from the one before: nothing is read twice.
+    Each length is cached first, starting from the previous one, so nothing is prefilled twice.
     """
     prompt = model.prompt(load.curve_tokens[-1], seed=0)
     sides: dict[str, Side] = {
@@ -164,7 +165,7 @@ def report(
     comparisons: Mapping[Shape, Comparison],
     curve: Curve | None,
 ) -> Report:
-    """Set both sides against each other and against the goals."""
+    """Compare both sides with each other and with the goals."""
     ratio = {name(shape): ratios(of) for shape, of in comparisons.items()}
     lines = [line for shape, of in comparisons.items() for line in _lines(shape, of)]
     sides: dict[str, dict[str, Any]] = {
@@ -200,7 +201,7 @@ def report(
 
 
 def name(shape: Shape) -> str:
-    """Write a shape: `8 x 512`."""
+    """Format a shape: `8 x 512`."""
     return f"{shape[0]} x {shape[1]:,}"
 
 

@@ -1,7 +1,7 @@
-"""`penstock bench speculate`: several tokens a step, on text that repeats and text that does not.
+"""`penstock bench speculate`: speculative decoding of text that repeats and text that does not.
 
-The answers are written beforehand (`script`), so that all sides say the same on any model. mlx-lm's
-draft model has an eighth of the layers and always guesses right: its best case.
+Answers are scripted (`script`), so that all sides generate the same text on any model. mlx-lm's
+draft model has an eighth of the layers and is always accepted: its best case.
 """
 
 from __future__ import annotations
@@ -41,39 +41,39 @@ CLAIM = "Checking proposed tokens pays where text repeats, and costs nothing whe
 ON, OFF, DRAFT = "speculating", "one token a step", "mlx-lm with a draft model"
 DRAFTED = "speculating with that draft model"
 TASKS = 4
-"""Tasks that share the time."""
+"""Number of tasks that share the time budget."""
 MARKS = 4
-"""Tokens that a chat template writes in front of each answer."""
+"""Tokens that a chat template writes before each answer."""
 CHANGE_EVERY = 48
-"""Tokens of a repeated text among which one is changed."""
+"""Interval of changed tokens in a repeated text."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculateLoad:
-    """Sizes, in tokens where nothing else is said."""
+    """Sizes, in tokens unless noted."""
 
     model: str = "random"
-    """`random`, `embedded`, or a model with real weights as `real_folder` takes it."""
+    """`random`, `embedded`, or a model with real weights as for `real_folder`."""
     llama: LlamaShape = field(default_factory=LlamaShape)
     proposed: int = 16
-    """Most proposed tokens of a step."""
+    """Maximum proposed tokens per step."""
     draft_proposed: int = 4
     file: int = 1_500
     """Tokens of the text in the prompt that the answer repeats."""
     answer: int = 384
     batch: int = 4
-    """Sequences of the task with several."""
+    """Sequences of the batch task."""
     steps: int = 40
     """Requests of the agent."""
     call: int = 32
-    """Tokens of a tool's call; three of them change from step to step."""
+    """Tokens of a tool call; three of them change from step to step."""
     result: int = 64
     rounds: int = 5
     budget_seconds: float = 400.0
-    """Seconds after which no round but the first is begun, all tasks together."""
+    """Seconds after which no further round starts, all tasks together."""
 
     def for_real(self) -> SpeculateLoad:
-        """Return it with shorter answers for real weights: a round ends in minutes on two cores."""
+        """Return a load with shorter answers, which takes minutes per round with real weights."""
         if self.model in ("random", "embedded"):
             return self
         return replace(self, answer=192)
@@ -81,33 +81,33 @@ class SpeculateLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedTask:
-    """A text for all sides, and the parts of it that are answers."""
+    """Text for all sides, and the spans that are answers."""
 
     name: str
     text: Sequence[int]
     answers: Sequence[tuple[int, int]]
-    """Start and end of each answer, in order; the text in front of it is its prompt."""
+    """Start and end of each answer, in order; the text before it is its prompt."""
     batch: int = 1
     goal: float | None = None
     """Goal: speed with proposals over the speed without."""
     repeats: bool = True
-    """Whether the text is found elsewhere; else a draft model of ours is measured, too."""
+    """Whether the text repeats; otherwise our draft model is measured, too."""
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens that are timed: all of the answers but the first ones."""
+        """Timed tokens: all tokens of the answers but the first ones."""
         return self.batch * sum(end - start - 1 for start, end in self.answers)
 
 
 def tasks(
     load: SpeculateLoad, draw: Callable[[int, int], Sequence[int]], size: int
 ) -> list[ScriptedTask]:
-    """Make the texts.
+    """Generate the texts.
 
     Args:
-        load: their sizes.
-        draw: returns text by a seed and a length.
-        size: number of tokens that the model has.
+        load: sizes.
+        draw: returns text by seed and length.
+        size: vocabulary size of the model.
     """
     pick = Random(0)
     file = list(draw(1, load.file))
@@ -130,7 +130,7 @@ def tasks(
 def _agent(
     load: SpeculateLoad, draw: Callable[[int, int], Sequence[int]], pick: Random, size: int
 ) -> ScriptedTask:
-    """Return an agent's conversation: its answers are calls, of which few tokens change."""
+    """Return an agent's conversation, whose answers are tool calls with few changing tokens."""
     text, call, marks = list(draw(5, 600)), list(draw(6, load.call)), draw(7, MARKS)
     answers = []
     for step in range(load.steps):
@@ -148,7 +148,7 @@ def _agent(
 
 
 class OurSide:
-    """Penstock's engine; each sequence of a batch is a tenant of its own, so that none shares."""
+    """Penstock's engine; every sequence has its own salt, so that none shares a prefix."""
 
     def __init__(
         self, model: Any, tokenizer: Any, proposed: int, batch: int, draft: Any = None
@@ -209,7 +209,6 @@ class OurSide:
         }
 
     def close(self) -> None:
-        """Close the engine."""
         self._core.close()
 
 
@@ -228,7 +227,7 @@ def check(got: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def rival_seconds(model: Any, task: ScriptedTask, draft: Any = None, proposed: int = 0) -> float:
-    """Return the seconds of mlx-lm's tokens but the first ones, alone, with or without a draft."""
+    """Return the seconds of mlx-lm's tokens but the first ones, for one sequence."""
     caches, seconds = make_caches(model, draft), 0.0
     for start, end in task.answers:
         rest = caches.rest(task.text[:start])
@@ -246,7 +245,7 @@ def rival_seconds(model: Any, task: ScriptedTask, draft: Any = None, proposed: i
 
 
 def rival_batch_seconds(model: Any, task: ScriptedTask) -> float:
-    """Return the seconds of mlx-lm's batch, all sequences generating."""
+    """Return the seconds of mlx-lm's batch, all sequences decoding."""
     ((start, end),) = task.answers
     side, answers = Batched(model, task.batch), [list[int]() for _ in range(task.batch)]
     try:
@@ -280,7 +279,7 @@ class Measured:
     proposals: Mapping[str, int]
 
     def speed(self, side: str) -> float:
-        """Return the median tokens a second of a side."""
+        """Return the median tokens per second of a side."""
         return self.task.answer_tokens / statistics.median(self.seconds[side])
 
     def ratio(self, side: str, other: str) -> float:
@@ -295,7 +294,7 @@ class Measured:
 
 @contextmanager
 def scripted_models(load_of: SpeculateLoad) -> Iterator[tuple[Any, Any, Any, Script, Any, str]]:
-    """Yield model, tokenizer, draft model, their script, a drawer of text, and the model's name."""
+    """Yield model, tokenizer, draft model, their script, text source, and the model's name."""
     if load_of.model in ("random", "embedded"):
         chosen = bench_model(ModelChoice(load_of.model), load_of.llama)
         model, tokenizer, name = chosen.model, chosen.tokenizer, chosen.name
@@ -319,7 +318,7 @@ def scripted_models(load_of: SpeculateLoad) -> Iterator[tuple[Any, Any, Any, Scr
 
 
 def _text_of(tokenizer: Any, words: Any) -> Callable[[int, int], Sequence[int]]:
-    """Return a drawer of a real text: for every seed another piece of it, which overlaps none."""
+    """Return a source of real text: every seed gives another piece, without overlap."""
     whole = list(encode(tokenizer, words.system(20_000)))
     starts: dict[int, int] = {}
     drawn = 0
@@ -337,7 +336,7 @@ def _text_of(tokenizer: Any, words: Any) -> Callable[[int, int], Sequence[int]]:
 
 
 def measure(load_of: SpeculateLoad) -> Report:
-    """Run every task on all sides, turn by turn."""
+    """Run every task on all sides in turn."""
     with scripted_models(load_of) as (model, tokenizer, draft, script, draw, name):
         size = int(model.args.vocab_size)
         measured = [
@@ -400,7 +399,7 @@ def _measure_one(
 def report(
     load_of: SpeculateLoad, measured: Sequence[Measured], model: dict[str, Any], dtype: str
 ) -> Report:
-    """Lay out the speeds, each beside ours."""
+    """Format the speeds, each next to ours."""
     lines = [line for one in measured for line in _lines(one)]
     ours = {
         one.task.name: {
@@ -438,7 +437,7 @@ def report(
 
 
 def _lines(one: Measured) -> list[Line]:
-    """Return a line for each other side; the goal is for proposals alone."""
+    """Return a line for each other side; the goal applies to proposals alone."""
     lines = []
     for side, ratio in one.ratios().items():
         goal = one.task.goal if side == OFF else None

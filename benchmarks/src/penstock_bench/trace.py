@@ -1,4 +1,4 @@
-"""`penstock bench trace`: the hit rate of eviction when real conversations are replayed."""
+"""`penstock bench trace`: hit rate of eviction policies on replayed conversations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from penstock_bench.report import Line, Report
 CLAIM = "What a bounded cache keeps is worth more than what was used last"
 RIVAL = "lru"
 MOONCAKE_CONVERSATION = (12_031, 182_790)
-"""Requests and unique blocks of the trace for which there are goals."""
+"""Requests and unique blocks of the trace with goals."""
 GOALS = {0.02: 0.120, 0.10: 0.294, 0.25: 0.360}
-"""Share of its blocks -> the better hit rate of LRU and GDSF. For any trace: not below LRU."""
+"""Goals by share of the blocks: the better hit rate of LRU and GDSF. Other traces: LRU's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One request of a trace: its time, its lengths, and the ids of its blocks."""
+    """One request of a trace: time, lengths, and block ids."""
 
     seconds: float
     input_tokens: int
@@ -36,7 +36,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in their order."""
+    """Requests in order."""
 
     visits: Sequence[Visit]
     block_tokens: int
@@ -50,12 +50,12 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class TraceLoad:
-    """Capacities of a replay, and the size of its nodes."""
+    """Capacities of a replay, and the node size."""
 
     shares: Sequence[float] = (0.01, 0.02, 0.05, 0.10, 0.25, 0.50)
     """Capacities, as shares of the trace's unique blocks."""
     node_blocks: int = 4
-    """Most blocks of a node; one eviction evicts a node."""
+    """Maximum blocks of a node; nodes are evicted whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +64,21 @@ class Replay:
 
     hit_tokens: int
     hit_rate: float
-    """Share of all input tokens that were found."""
+    """Share of all input tokens that were cached."""
     evictions: int
     nodes_at_end: int
     requests_per_second: float
-    """Requests a second of all the index does: hashing, match, pin, evictions, inserts."""
+    """Requests per second of the index: hashing, match, pin, evictions, inserts."""
 
 
 class LeastRecent:
-    """Plain least-recently-used, for comparison."""
+    """Plain least-recently-used policy, for comparison."""
 
     def __init__(self) -> None:
         self._uses = 0
 
     @property
     def nbytes(self) -> int:
-        """No bytes beside the nodes."""
         return 0
 
     def used(self, heat: float, now_seconds: float) -> float:
@@ -100,10 +99,10 @@ class LeastRecent:
 
 
 def read_trace(file: Path) -> Trace:
-    """Read JSON lines with `timestamp` (ms), `input_length` and `hash_ids`, as Mooncake's.
+    """Read JSON lines with `timestamp` (ms), `input_length` and `hash_ids`, as in Mooncake.
 
     Raises:
-        SettingError: the file is missing, or a line is not of this form.
+        SettingError: the file is missing, or a line has another format.
     """
     try:
         lines = file.read_text().splitlines()
@@ -133,7 +132,7 @@ def read_trace(file: Path) -> Trace:
 
 
 def _block_tokens(visits: Sequence[Visit]) -> int:
-    """Return the least power of two that fills every visit's blocks: 512 in Mooncake's."""
+    """Return the smallest power of two that fits every visit's blocks: 512 in Mooncake's traces."""
     most = max(visit.input_tokens / len(visit.blocks) for visit in visits if visit.blocks)
     size = 1
     while size < most:
@@ -144,7 +143,7 @@ def _block_tokens(visits: Sequence[Visit]) -> int:
 def replay(trace: Trace, capacity_blocks: int, policy: Policy, node_blocks: int) -> Replay:
     """Send every request through a tree of at most `capacity_blocks` blocks.
 
-    The trace's ids of blocks are hashed as tokens are.
+    Block ids of the trace are hashed as tokens are.
     """
     held = BlankPrefixes(capacity_blocks, policy, node_blocks)
     root = root_hash("trace")
@@ -165,7 +164,7 @@ def replay(trace: Trace, capacity_blocks: int, policy: Policy, node_blocks: int)
 
 
 def optimum(trace: Trace, capacity_blocks: int) -> float:
-    """Return the hit rate of a policy that knows the future: it evicts the block needed last.
+    """Return the hit rate of the optimal policy, which evicts the block needed last.
 
     Blocks never needed again are not kept at all. A block's parent is needed no later than the
     block itself, so the kept blocks make whole paths where it matters.
@@ -200,7 +199,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {"penstock": HalfLife, RIVAL: LeastR
 
 
 def measure(file: Path, load: TraceLoad) -> Report:
-    """Replay the trace at every capacity, under our policy and under plain LRU."""
+    """Replay the trace at every capacity, with our policy and with plain LRU."""
     trace = read_trace(file)
     replays: dict[float, dict[str, Replay]] = {}
     optima: dict[float, float] = {}
@@ -219,7 +218,7 @@ def report(
     replays: dict[float, dict[str, Replay]],
     optima: dict[float, float],
 ) -> Report:
-    """Set the hit rates beside each other; ours must nowhere be below LRU's."""
+    """Compare the hit rates; ours must never be below LRU's."""
     known = (len(trace.visits), trace.unique_blocks) == MOONCAKE_CONVERSATION
     goals = {share: GOALS.get(share, 0.0) if known else 0.0 for share in load.shares}
     return Report(

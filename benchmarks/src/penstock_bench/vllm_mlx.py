@@ -1,4 +1,4 @@
-"""The one seam to vllm-mlx: its prefix cache, where it is installed."""
+"""The only interface to vllm-mlx: its prefix cache, where it is installed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ INSTALL_HINT = "pip install --no-deps vllm-mlx"
 
 
 def is_installed() -> bool:
-    """Return whether vllm-mlx is there to compare with."""
+    """Return whether vllm-mlx is installed."""
     return find_spec("vllm_mlx") is not None
 
 
 class MemoryAwareCache:
-    """vllm-mlx's `MemoryAwarePrefixCache` that holds entries in affine codes, groups of 64."""
+    """vllm-mlx's `MemoryAwarePrefixCache` with entries in affine codes, groups of 64."""
 
     def __init__(self, *, bits: int, limit_bytes: int) -> None:
         theirs: Any = import_module("vllm_mlx.memory_cache")
@@ -35,23 +35,23 @@ class MemoryAwareCache:
         )
 
     def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
-        """Keep the caches' KV; tell whether it is kept."""
+        """Store the caches' KV; return whether it was kept."""
         return bool(self._cache.store(list(tokens), list(caches)))
 
     def fetch(self, tokens: Sequence[int]) -> Sequence[Any] | None:
-        """Return caches of full precision for the longest known prefix; None without one."""
+        """Return caches in full precision for the longest cached prefix, or None."""
         caches, _ = self._cache.fetch(list(tokens))
         return None if caches is None else list(caches)
 
 
 class DequantizedSides:
-    """One layer of one sequence in an entry of vllm-mlx's cache, and as a hit dequantizes it.
+    """One layer of one sequence in an entry of vllm-mlx's cache, dequantized on a hit.
 
     Args:
         keys: (1, heads, tokens, dim).
         values: the same.
-        bits: of a number.
-        group_size: neighbors that share a scale and an offset.
+        bits: bits per value.
+        group_size: elements that share a scale and an offset.
     """
 
     def __init__(self, keys: mx.array, values: mx.array, *, bits: int, group_size: int) -> None:
@@ -63,7 +63,7 @@ class DequantizedSides:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Arrays of the entry: codes, scales and offsets."""
+        """Codes, scales and offsets."""
         return [part for layer in self._held for part in (*layer.keys, *layer.values)]
 
     @property
@@ -72,12 +72,12 @@ class DequantizedSides:
         return sum(part.nbytes for part in self.arrays)
 
     def dequantize(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values as they are read."""
+        """Return dequantized keys and values."""
         (cache,) = self._theirs._dequantize_cache(self._held)
         return cache.keys, cache.values
 
     def attend(self, queries: mx.array) -> mx.array:
-        """Let queries read the keys and values that a hit has dequantized, once.
+        """Attend over the keys and values dequantized by a hit, once.
 
         queries: (heads, m, dim), already scaled. Returns (heads, m, dim).
         """

@@ -1,8 +1,8 @@
-"""`penstock bench weights`: weights as they come, and in float32.
+"""`penstock bench weights`: speed of native weights and of weights in float32.
 
-Weights as they come are so slow on a Linux CPU that few tokens are timed: by default 8 of a prompt
-and 2 steps. In float32 the same tokens are timed, and besides a whole question. With texts,
-both also read beginnings of them, to see whether they say the same.
+Native weights are so slow on a Linux CPU that few tokens are timed: by default 8 of a prompt and 2
+steps. In float32 the same tokens are timed, and a whole question. With texts, both also read their
+beginnings, to compare what they generate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock_bench.weights_text import TextRun
 CLAIM = "Weights that become float32 answer where the same weights as they come do not"
 AUTO, NATIVE = "--weights-dtype float32", "--weights-dtype native"
 GOALS = {"prefill_speed": 50.0, "decode_speed": 5.0}
-"""Times as fast as weights as they come."""
+"""Goals: speed over native weights."""
 FIRST_TOKEN_SECONDS = 2.0
 """Goal: seconds to the first token of the question in a new engine."""
 QUESTION = "Explain in one sentence why the sky is blue at noon and red when the sun goes down."
@@ -45,15 +45,15 @@ class WeightsLoad:
     """Sizes in tokens."""
 
     model: str = "smollm2"
-    """Name or path; a GGUF file is measured as an MLX folder of its codes, too."""
+    """Name or path; a GGUF file is also measured as an MLX folder with its codes."""
     prompt_tokens: int = 8
-    """Tokens of a prompt that both sides read."""
+    """Prompt tokens of both sides."""
     decode_tokens: int = 2
-    """Steps that are timed on both sides."""
+    """Timed decode steps of both sides."""
     rounds: int = 3
-    """Runs in float32. Weights as they come run once."""
+    """Runs in float32. Native weights run once."""
     texts: int = 0
-    """Beginnings of texts that both sides read, of `prompt_tokens` tokens."""
+    """Number of texts that both sides read, `prompt_tokens` tokens of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def measure(load: WeightsLoad, notify: Notify = lambda *_: None) -> Report:
     """Load every form of the model both ways, one after the other, and time each.
 
     Raises:
-        ModelError: the model cannot be read, or be fetched.
-        SettingError: there are not so many texts.
+        ModelError: the model cannot be read or downloaded.
+        SettingError: there are fewer texts.
     """
     with model_forms(load.model) as forms:
         folder = forms[FOLDER]  # all forms have the same codes
@@ -90,7 +90,7 @@ def model_forms(name: str) -> Iterator[dict[str, Path]]:
     """Yield a model's paths: its own, and for a GGUF file a folder with the same codes.
 
     Raises:
-        ModelError: it cannot be read, or be fetched.
+        ModelError: the model cannot be read or downloaded.
     """
     source = model_source(name)
     if not is_gguf(source):
@@ -125,7 +125,7 @@ def _measure_one(load: WeightsLoad, path: Path) -> FormRuns:
 
 
 def _run(model: Any, prompt: Sequence[int], steps: int) -> WeightsRun:
-    """Read a prompt, and decode greedily behind it, as a plain mlx-lm loop does."""
+    """Prefill a prompt and decode greedily, as a plain mlx-lm loop does."""
     caches = make_caches(model).caches
     began = time.perf_counter()
     model(mx.array(list(prompt))[None], cache=caches)  # the head is not computed
@@ -141,7 +141,7 @@ def _run(model: Any, prompt: Sequence[int], steps: int) -> WeightsRun:
 
 
 def _first_token_seconds(loaded: Loaded, question: Sequence[int]) -> float:
-    """Return the seconds to the first token of a new engine, which has nothing cached."""
+    """Return the seconds to the first token of a new engine with an empty cache."""
     with Engine(loaded.model, loaded.tokenizer) as engine:
         began = time.perf_counter()
         engine.submit(Request(prompt=tuple(question), max_tokens=1)).result()
@@ -149,7 +149,7 @@ def _first_token_seconds(loaded: Loaded, question: Sequence[int]) -> float:
 
 
 def report(load: WeightsLoad, timed: dict[str, FormRuns], read: Sequence[TextRun] = ()) -> Report:
-    """Set both ways of each form against each other and against the goals."""
+    """Compare both ways of each form with each other and with the goals."""
     auto = {name: {**_figures(load, runs.auto), **_question(runs)} for name, runs in timed.items()}
     native = {name: _figures(load, runs.native) for name, runs in timed.items()}
     ratios = {name: _ratios(auto[name], native[name]) for name in timed}

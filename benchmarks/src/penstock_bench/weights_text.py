@@ -1,7 +1,7 @@
-"""Whether weights as they come say what they say in float32, on beginnings of a real text.
+"""Agreement of native weights with float32 on beginnings of real text.
 
-Both read the same tokens: the beginning of a paragraph, and what float32 says behind it. So the
-first token that differs is where a greedy text of the weights as they come would part.
+Both read the same tokens: the beginning of a paragraph, and float32's greedy continuation. The
+first different token is where a greedy text of native weights would diverge.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from penstock_bench.rivals import make_caches
 from penstock_bench.serve_words import MODULES
 
 ANSWER_TOKENS = 4
-"""Greedy tokens behind each prompt."""
+"""Greedy tokens after each prompt."""
 NOISE = 0.01
-"""Goal: share of its logit by which float32's likeliest token leads where a text differs first.
+"""Goal: largest lead of float32's token at the first difference, as a share of its logit.
 
-At most so much: half precision rounds a number to 2^-11, and thirty layers add up what they round.
+Half precision rounds to 2^-11, and errors accumulate over thirty layers.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TextRun:
-    """One prompt and the greedy tokens behind it, read by both."""
+    """One prompt and its greedy continuation, read by both sides."""
 
     tokens: list[int]
     prompt_tokens: int
     same: list[bool]
-    """Whether the likeliest next token is the same, behind each token but the last."""
+    """Whether the most likely next token is the same, after each token but the last."""
     leads: list[float]
-    """Lead of float32's likeliest token over the other side's; 0 where both agree."""
+    """Lead of float32's most likely token over the other side's; 0 where both agree."""
     logits: list[float]
-    """Float32's logits of its likeliest tokens."""
+    """Float32's logits of its most likely tokens."""
     noise: float
-    """Root of the mean square of the difference of both sides' logits."""
+    """Root mean square difference of the logits."""
 
     @property
     def difference(self) -> int | None:
-        """Return the place of the first token after which the greedy text is another, if it is."""
+        """Return the index of the first difference in the greedy text, or None."""
         places = range(self.prompt_tokens - 1, len(self.same))
         return next((place for place in places if not self.same[place]), None)
 
@@ -60,10 +60,10 @@ class TextRun:
 
 
 def beginnings(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
-    """Return the first tokens of so many paragraphs of sources that every Python has.
+    """Return the first tokens of `count` paragraphs from Python's library sources.
 
     Raises:
-        SettingError: there are not so many.
+        SettingError: there are fewer paragraphs.
     """
     prompts = list(islice(_beginnings(tokenizer, tokens), count))
     if len(prompts) < count:
@@ -82,7 +82,7 @@ def _beginnings(tokenizer: Any, tokens: int) -> Iterator[list[int]]:
 
 
 def greedy(model: Any, prompt: Sequence[int], steps: int = ANSWER_TOKENS) -> list[int]:
-    """Return a prompt and the likeliest tokens behind it."""
+    """Return a prompt with its greedy continuation."""
     caches, tokens = make_caches(model).caches, list(prompt)
     given = tokens
     for _ in range(steps):
@@ -93,7 +93,7 @@ def greedy(model: Any, prompt: Sequence[int], steps: int = ANSWER_TOKENS) -> lis
 
 
 def next_logits(model: Any, tokens: Sequence[int]) -> np.ndarray:
-    """Return the logits behind each token but the last: float32, (tokens, vocabulary)."""
+    """Return the logits after each token but the last: float32, (tokens, vocabulary)."""
     logits = model(mx.array(list(tokens[:-1]))[None], cache=make_caches(model).caches)
     return np.array(logits[0].astype(mx.float32))
 
@@ -101,7 +101,7 @@ def next_logits(model: Any, tokens: Sequence[int]) -> np.ndarray:
 def read_both(
     wide: Any, native: Any, prompts: Sequence[Sequence[int]], notify: Notify
 ) -> list[TextRun]:
-    """Read each prompt and float32's greedy tokens behind it with both models."""
+    """Read each prompt and float32's greedy continuation with both models."""
     runs: list[TextRun] = []
     for number, prompt in enumerate(prompts):
         notify("reading texts", number, len(prompts))
@@ -117,7 +117,7 @@ def read_both(
 def compare_logits(
     tokens: Sequence[int], prompt_tokens: int, wide: np.ndarray, native: np.ndarray
 ) -> TextRun:
-    """Return where the likeliest tokens differ. Logits: (tokens, vocabulary) each."""
+    """Return where the most likely tokens differ. Logits: (tokens, vocabulary) each."""
     rows, best, other = np.arange(len(wide)), wide.argmax(axis=-1), native.argmax(axis=-1)
     logits = wide[rows, best]
     return TextRun(

@@ -1,8 +1,8 @@
-"""`penstock bench recall`: which facts a bounded window still knows, by where they were told.
+"""`penstock bench recall`: facts known through a bounded window, by position.
 
 The embedded model reads a dialogue through a window of `max_kv_size` tokens with `keep`, and is
-asked for every fact in it. A fact told within `keep` or within the window must be known, one in
-between must be gone: both ways a cache fault shows as a wrong figure.
+asked for every fact. Facts within `keep` or the window must be known, others must not: any other
+result is a cache fault.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCALE = 100
 
 @dataclass(frozen=True, slots=True)
 class RecallWindow:
-    """One bound. `keep` 0: the most recent tokens only."""
+    """Window setting. `keep` 0: only the most recent tokens."""
 
     max_kv_size: int
     keep: int = 0
@@ -56,17 +56,17 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One question: where its fact stands, in tokens of the dialogue, and whether it was known."""
+    """One question: position of its fact, in tokens, and whether it was known."""
 
     told_at: int
     place: str | None
-    """Place of the fact: keep, window or between; None where it lies across an edge."""
+    """Location of the fact: keep, window or between; None if it spans an edge."""
     known: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RecallLoad:
-    """Size of the dialogues, and the questions about them."""
+    """Size of the dialogues, and their questions."""
 
     dialogues: int = 8
     tokens: int = 2_000
@@ -83,7 +83,7 @@ class Share:
 
     @property
     def share(self) -> float | None:
-        """Known over asked; None if nothing was asked."""
+        """Known over asked; None without questions."""
         return self.known / self.asked if self.asked else None
 
     @property
@@ -108,7 +108,7 @@ class Share:
 
 
 def place_of(start: int, end: int, read: int, setting: RecallWindow) -> str | None:
-    """Return the place of tokens start..end-1 once `read` tokens were read, 0 the oldest."""
+    """Return the location of tokens start..end-1 after `read` tokens, 0 the oldest."""
     oldest = read - (setting.max_kv_size - setting.keep)
     if oldest <= setting.keep or start >= oldest:
         return "window"
@@ -118,7 +118,7 @@ def place_of(start: int, end: int, read: int, setting: RecallWindow) -> str | No
 
 
 def read(model: Any, tokens: Sequence[int], caches: list[Any]) -> mx.array:
-    """Read tokens in chunks; return the logits (vocabulary,) after the last."""
+    """Prefill tokens in chunks; return the logits (vocabulary,) after the last."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         chunk = mx.array(list(tokens[start : start + CHUNK_TOKENS]))[None]
         logits: mx.array = model(chunk, cache=caches)[0, -1]
@@ -127,7 +127,7 @@ def read(model: Any, tokens: Sequence[int], caches: list[Any]) -> mx.array:
 
 
 def answer(model: Any, tokenizer: Any, prompt: Sequence[int], caches: list[Any]) -> str:
-    """Read `prompt` and generate greedily up to the end of the answer."""
+    """Prefill `prompt` and generate greedily up to the end of the answer."""
     logits = read(model, prompt, caches)
     written: list[int] = []
     while len(written) < ANSWER_TOKENS:
@@ -146,7 +146,7 @@ def trials(
     setting: RecallWindow,
     make: Callable[[], list[Any]],
 ) -> Iterator[Trial]:
-    """Read every dialogue once through `make`'s caches; ask for each fact on a copy of them."""
+    """Prefill every dialogue once through `make`'s caches; ask for each fact on a copy of them."""
     for seed in range(load_.dialogues):
         talk = dialogue(seed, tokens=load_.tokens, facts=load_.facts)
         begun = render(tokenizer, talk.messages, answer=False)
@@ -162,7 +162,7 @@ def trials(
 
 
 def makers(model: Any, setting: RecallWindow) -> dict[str, Callable[[], list[Any]]]:
-    """Return the functions that make the caches of either side."""
+    """Return the constructors of both sides' caches."""
     theirs = rivals.RotatingKVCache
     return {
         "penstock": lambda: caches.make_kv_cache(model, setting.max_kv_size, setting.keep),
@@ -171,7 +171,7 @@ def makers(model: Any, setting: RecallWindow) -> dict[str, Callable[[], list[Any
 
 
 def measure(load_: RecallLoad) -> Report:
-    """Ask everything under every setting, through our caches and through mlx-lm's."""
+    """Ask everything in every setting, through our caches and mlx-lm's."""
     model, tokenizer = load(MODEL_PATH)
     answered = {
         setting: {
@@ -184,13 +184,13 @@ def measure(load_: RecallLoad) -> Report:
 
 
 def shares(trials: Sequence[Trial]) -> dict[str, Share]:
-    """Count by place."""
+    """Count by location."""
     placed = {place: [t.known for t in trials if t.place == place] for place in PLACES}
     return {place: Share(len(known), sum(known)) for place, known in placed.items()}
 
 
 def report(load_: RecallLoad, trials: dict[RecallWindow, dict[str, list[Trial]]]) -> Report:
-    """Lay out the shares and judge them."""
+    """Format the shares and judge them."""
     goal = {"known_within_keep_or_window": 0.95, "known_between": 0.05}
     lines: list[Line] = []
     figures: dict[str, dict[str, Any]] = {"penstock": {}, RIVAL: {}}

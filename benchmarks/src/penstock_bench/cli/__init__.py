@@ -1,1 +1,1 @@
-"""Commands that this package adds to `penstock`, by the entry points `penstock.commands`."""
+"""Commands that this package adds to `penstock` by the entry point group `penstock.commands`."""

@@ -1,4 +1,4 @@
-"""`penstock bench agents`: several conversations at once that share a long system prompt."""
+"""`penstock bench agents`: concurrent conversations that share a long system prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 1.0
-"""Seconds between two printed lines where the terminal cannot redraw one."""
+"""Seconds between two printed lines if the output is not a terminal."""
 
 
 AgentCount: TypeAlias = Annotated[
@@ -66,10 +66,9 @@ def agents(
 ) -> None:
     """Let several conversations share a long system prompt.
 
-    All run at once on the engine. The prompt is made of facts; each agent tells facts of its own,
-    and asks for those and for shared ones. The answers are compared with the facts. Meanwhile a
-    line shows the running and waiting requests, the bytes in the ledger, and the bytes that one
-    plain cache for each would take.
+    All run concurrently on the engine. The system prompt consists of facts. Each agent adds facts
+    of its own, and asks for both. The answers are checked. A live line shows running and waiting
+    requests, bytes in the ledger, and the bytes that separate caches would take.
     """
     engine = options.engine_size(model, engine_size)
     options.warn_of_slow_blas(load_blas())
@@ -95,7 +94,7 @@ def agents(
 
 
 def _watch(crowd: Crowd, console: Console) -> None:
-    """Run the agents and show a line meanwhile: drawn over at a terminal, else one a second."""
+    """Run the agents and show progress: a live line on a terminal, else a line per second."""
     if not console.is_terminal or console.is_dumb_terminal:
         crowd.run(lambda figures: console.print(figures.line(), soft_wrap=True), PLAIN_SECONDS)
         return

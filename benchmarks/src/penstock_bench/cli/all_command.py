@@ -1,4 +1,4 @@
-"""`penstock bench all`: one bench behind the other, each in a process of its own."""
+"""`penstock bench all`: runs the benchmarks one after the other, each in its own process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BENCHES: tuple[Command, ...] = (
     *(("bench-kv-cache", "--layers", "8", "--data", d) for d in ("gauss", "outliers", "biased")),
     ("bench", "quantized", "--codec", "kivi8", "--longest", "4096"),
 )
-"""Benches that need nothing but the machine, with their settings."""
+"""Benchmarks that need nothing but the machine, with their settings."""
 LEFT_OUT = {
     "trace": "needs a file of requests",
     "cluster": "needs a file of requests",
@@ -50,23 +50,23 @@ LEFT_OUT = {
     "agents": "shows agents at work, and times nothing",
     "verify": "compares answers, and times nothing",
 }
-"""Benches that are left out, and why."""
+"""Excluded benchmarks, with the reason."""
 PAGES = ("growth", "recall")
-"""Benches that write pages of the docs."""
+"""Benchmarks that write pages of the docs."""
 PICTURES = ("single", "quantized")
-"""Benches whose picture is in the docs."""
+"""Benchmarks whose picture is in the docs."""
 ENDS = {0: "goals met", 1: "a goal was not met"}
-"""Meaning of a bench's exit status; any other is an error."""
+"""Meaning of a benchmark's exit status; any other is an error."""
 
 
 @dataclass(frozen=True)
 class BenchEnd:
-    """The end of one bench."""
+    """Result of one benchmark."""
 
     command: Command
     status: int
     records: tuple[str, ...]
-    """Paths of the files that it stored."""
+    """Paths of the stored records."""
 
     def __str__(self) -> str:
         end = ENDS.get(self.status, f"error (exit status {self.status})")
@@ -75,7 +75,7 @@ class BenchEnd:
 
 
 def run_all(commands: Sequence[Command], folder: Path, docs: Path | None = None) -> list[BenchEnd]:
-    """Run benches one after the other, also behind one that fails; print the progress."""
+    """Run benchmarks one after the other, continuing after failures; print the progress."""
     ends = []
     for number, command in enumerate(commands, 1):
         print(f"[{number} of {len(commands)}] penstock {' '.join(command)}", flush=True)
@@ -85,10 +85,7 @@ def run_all(commands: Sequence[Command], folder: Path, docs: Path | None = None)
 
 
 def _run(command: Command, folder: Path, docs: Path | None) -> BenchEnd:
-    """Run a bench in a process of its own, so that its peak of memory is its own.
-
-    The process can neither ask for anything nor fetch anything.
-    """
+    """Run a benchmark in a separate process, without stdin and without downloads."""
     before = set(_records(folder))
     drawn = () if docs is None else drawing(command, docs)
     line = (sys.executable, "-m", "penstock", *command, "--save", str(folder), *drawn)
@@ -98,7 +95,7 @@ def _run(command: Command, folder: Path, docs: Path | None) -> BenchEnd:
 
 
 def drawing(command: Command, docs: Path) -> Command:
-    """Return the flags with which a bench writes its part of the docs."""
+    """Add the flags with which a benchmark writes its part of the docs."""
     name = command[1]
     if name in PAGES:
         return ("--docs", str(docs))
@@ -112,9 +109,8 @@ def _records(folder: Path) -> Iterator[str]:
 def all_benches(save: Records, docs: Docs = None) -> None:
     """Run the benches that need nothing but this machine, one after the other.
 
-    Asks for nothing, fetches nothing and sends nothing. Goes on behind a goal that is not met. At
-    the end it lists the records, and says how to hand them in. Exits with 1 if a goal is not met,
-    and with 2 if a bench fails.
+    Needs no input and no network. Continues after a goal that is not met. Lists the records at the
+    end, and how to contribute them. Exits with 1 if a goal is not met, and with 2 if a bench fails.
     """
     ends = run_all(BENCHES, save, docs)
     print("Benches and their records:")

@@ -1,4 +1,4 @@
-"""`penstock bench`: the project's claims, measured here and now."""
+"""`penstock bench`: measures the project's claims on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ app.command()(agents_command.agents)
 app.command()(verify_command.verify)
 
 SUMMARY_COLUMNS = 80
-"""Width of a bench's one line."""
+"""Width of a benchmark's summary line."""
 
 
 @app.callback(invoke_without_command=True)
@@ -57,7 +57,6 @@ def bench(context: typer.Context) -> None:
 
 
 def _list(context: typer.Context) -> None:
-    """Print a line for each bench."""
     group = context.command
     assert isinstance(group, TyperGroup)
     names = group.list_commands(context)

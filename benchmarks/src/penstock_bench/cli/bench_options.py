@@ -1,4 +1,4 @@
-"""Options that several benches share, and how each ends."""
+"""Options shared by benchmarks, and publishing of their reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINE_SECONDS = 60.0
 
 
 def _check_save(folder: Path | None) -> Path | None:
-    """Refuse a folder that cannot be written to, before anything is measured."""
+    """Refuse a folder that is not writable, before anything is measured."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def _check_save(folder: Path | None) -> Path | None:
 
 
 def _check_plot(file: Path | None) -> Path | None:
-    """Refuse a file that no picture can be drawn into, before anything is measured."""
+    """Refuse a picture file with an unknown extension or folder, before anything is measured."""
     if file is not None and not file.absolute().parent.is_dir():
         raise SettingError(f"--plot {file}: there is no folder {file.parent}")
     if file is not None and file.suffix:
@@ -121,7 +121,7 @@ EngineCodec: TypeAlias = Annotated[
 
 
 def engine_shape(codec: dict[str, Any]) -> EngineShape:
-    """Return our engine's settings; refuse wrong ones before anything is measured."""
+    """Return the engine's settings; invalid ones are refused before anything is measured."""
     options.check_codec_settings(codec)
     from penstock_bench.engine_sides import EngineShape
 
@@ -136,7 +136,7 @@ def finish(
     plot: Path | None = None,
     draw: Callable[[Report, Path], None] | None = None,
 ) -> NoReturn:
-    """Publish a report, draw it, and exit by it; engine benches share one picture."""
+    """Publish a report, draw its picture, and exit with its status."""
     from penstock_bench.report import publish
 
     publish(report, as_json=as_json, save=save)
@@ -151,10 +151,10 @@ def finish(
 
 @contextmanager
 def progress_bar(first: str) -> Iterator[Notify]:
-    """Show a bar on a terminal, and yield the function that moves it.
+    """Show a progress bar on a terminal, and yield the function that updates it.
 
-    The function takes a description, the count and the total. Where there is no terminal, stderr
-    gets a line a minute, with the time that is left.
+    The function takes a description, the count and the total. Without a terminal, stderr gets a
+    line per minute with the estimated time left.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -168,7 +168,7 @@ def progress_bar(first: str) -> Iterator[Notify]:
 
 
 class ProgressLines:
-    """Progress of a long measurement as lines of a log."""
+    """Progress of a long measurement as log lines."""
 
     def __init__(
         self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -178,7 +178,7 @@ class ProgressLines:
         self._began = self._written = clock()
 
     def __call__(self, what: str, done: int, of: int) -> None:
-        """Write a line if the last is a minute old."""
+        """Write a line if the last one is a minute old."""
         now = self._clock()
         if done == 0 or now - self._written < LINE_SECONDS:
             return

@@ -1,4 +1,4 @@
-"""Benches of caches: growth and recall of windows, steps that read a part, a prefix cache."""
+"""Benchmarks of caches: growth and recall of windows, selective attention, a prefix cache."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def store(
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:
-    """Put a prompt into a prefix cache of 8 bits, and fetch it.
+    """Put a prompt into an 8-bit prefix cache, and fetch it.
 
     The other side is vllm-mlx's cache, where it is installed. Exits with 1 if a goal is not met.
     """

@@ -1,4 +1,4 @@
-"""Benches of the engine, each against mlx-lm on the same model."""
+"""Benchmarks of the engine, each against mlx-lm on the same model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def shared_prefix(
     save: Save = None,
     plot: Plot = None,
 ) -> None:
-    """Decode conversations that share their beginning.
+    """Decode conversations that share a prefix.
 
     Measures speed and bytes. The other side is mlx-lm's batches. Exits with 1 if a goal is not met.
     """
@@ -85,8 +85,8 @@ def hit(
 ) -> None:
     """Time the first token of a cached prompt.
 
-    Counts the bytes that are copied, too. The other side is mlx-lm's prompt cache. Exits with 1 if
-    a goal is not met.
+    Also counts the copied bytes. The other side is mlx-lm's prompt cache. Exits with 1 if a goal is
+    not met.
     """
     from penstock_bench.hit import HitLoad, measure
     from penstock_bench.models import ModelChoice
@@ -109,8 +109,8 @@ def restore(
 ) -> None:
     """Time the first token after a restart.
 
-    Measures the cost of writing, too. The other side is mlx-lm's file of a prompt. Files are
-    written to the folder for temporary files (TMPDIR). Exits with 1 if a goal is not met.
+    Also measures the cost of writing. The other side is mlx-lm's prompt file. Files are written to
+    the temporary folder (TMPDIR). Exits with 1 if a goal is not met.
     """
     from penstock_bench.models import ModelChoice
     from penstock_bench.restore import RestoreLoad, measure
@@ -291,10 +291,10 @@ def attend(
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:
-    """Time decode steps that read a choice of a long sequence.
+    """Time decode steps that read selected tokens of a long sequence.
 
-    The other side is the same engine, which reads all tokens. Prompts are read without attention,
-    which no step's time depends on. Exits with 1 if a goal is not met.
+    The other side is the same engine with full attention. Prompts are prefilled without attention,
+    which does not affect the time of steps. Exits with 1 if a goal is not met.
     """
     from penstock_bench.attend_steps import AttendLoad, measure
 

@@ -1,4 +1,4 @@
-"""`penstock eval`: recall, agreement and perplexity of a model with its KV in fewer bits."""
+"""`penstock eval`: recall, agreement and perplexity of a model with quantized KV."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from penstock_bench.report import Report
 
 LEAST_LENGTH = 64
-"""Tokens of a dialogue with a fact in it."""
+"""Shortest dialogue with a fact, in tokens."""
 TASK_LENGTHS = (1_000, 2_000)
-"""Lengths of the texts of tasks, in tokens."""
+"""Text lengths of tasks, in tokens."""
 Codecs: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -147,12 +147,12 @@ def evaluate(
     save: Save = None,
     plot: Plot = None,
 ) -> None:
-    """Measure the loss of a model with its KV in fewer bits.
+    """Measure the loss of a model with quantized KV.
 
-    Recall: answers of the engine to questions about dialogues (of the embedded model) or about
-    long texts (--task). Agreement: the engine continues a text as with raw ones. Perplexity, KL and
-    likeliest token of a text, read block by block. Each with its n and standard error. Attention:
-    KL of the layers' weights on coded keys, and the relative error of their output.
+    Recall: the engine answers questions about dialogues (embedded model) or long texts (--task).
+    Agreement: the engine continues a text as with raw KV. Perplexity, KL and top-1 of a text, read
+    block by block. Each with n and standard error. Attention: KL of the layers' weights on
+    quantized keys, and the relative error of the output.
 
     Exits with 1 if a goal is not met.
     """
@@ -190,7 +190,7 @@ def evaluate(
 def _settings(
     codecs: Sequence[str] | None, windows: Sequence[int] | None, keeps: Sequence[int] | None
 ) -> dict[str, Any]:
-    """Return the combinations of codecs, windows and first tokens that are measured."""
+    """Return the combinations of codecs, windows and kept tokens to measure."""
     from penstock_bench.eval_load import RAW, SETTINGS, KVSetting
 
     if not (codecs or windows or keeps):
@@ -210,10 +210,10 @@ def _questions(
     tasks: Sequence[str] | None,
     embedded: bool,
 ) -> dict[str, Any]:
-    """Return forms, tasks and lengths that are measured; of other models, the plain form alone.
+    """Return the forms, tasks and lengths to measure; only the plain form for other models.
 
     Raises:
-        SettingError: there is no such form, or the model cannot be asked.
+        SettingError: a form is unknown, or the model supports no questions.
     """
     if tasks and embedded:
         raise SettingError("--task: the embedded model knows its dialogues alone")
@@ -252,7 +252,7 @@ def _read(file: Path) -> str:
 
 
 def _print(report: Report) -> None:
-    """Print the recall, the figures of the text, and the errors of attention."""
+    """Print recall, the figures of the text, and the errors of attention."""
     rows = report.penstock["rows"]
     console = Console(highlight=False)
     for form in dict.fromkeys(row["form"] for row in rows):
@@ -289,7 +289,7 @@ def _text_table(form: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _attention_table(form: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Show the error of the layers' attention by codes: on average, and in the worst layer."""
+    """Return a table of attention errors: mean, and the worst layer."""
     table = _table(f"{form}: attention", "KL", "worst", "layer", "output", "worst", "layer")
     for row in rows:
         layers = {n: layer for n, layer in enumerate(row["layers"]) if layer is not None}
@@ -306,7 +306,7 @@ def _attention_table(form: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _legend(row: dict[str, Any], baseline: str) -> str:
-    """Return the text below the tables, with the counts of one row."""
+    """Return the legend of the tables, with the counts of one row."""
     counts = [f"{_heading(n)}: {estimate['n']}" for n, estimate in row["recall"].items()]
     continued = (row["agreement"] or {"n": 0})["n"]
     asked = f"Questions by length: {', '.join(counts)}. " if counts else ""
@@ -328,7 +328,7 @@ def _table(*headings: str) -> Table:
 
 
 def _heading(asked: int | str) -> str:
-    """Return the heading over the answers of a length, or of a task and a length."""
+    """Return the column heading of a length, or of a task and a length."""
     return f"{counted(asked, 'token')}" if isinstance(asked, int) else asked
 
 

@@ -1,4 +1,4 @@
-"""Benches of the prefix tree and of routing: pure Python, no arrays."""
+"""Benchmarks of the prefix tree and of routing, in pure Python."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trace(
 ) -> None:
     """Replay a trace and count the hits of bounded caches.
 
-    The other sides are plain LRU and the optimum. Exits with 1 if a goal is not met.
+    The other sides are plain LRU and the optimal policy. Exits with 1 if a goal is not met.
     """
     from penstock_bench.trace import TraceLoad, measure
 
@@ -86,8 +86,8 @@ def cluster(
 ) -> None:
     """Replay a trace on many replicas in simulated time.
 
-    Real trees and the router of penstock serve --ray. A request takes its missing tokens by
-    --prefill and its answer by --decode. Exits with 1 if a goal is not met.
+    Uses real prefix trees and the router of penstock serve --ray. Missing tokens are prefilled at
+    --prefill, answers decoded at --decode. Exits with 1 if a goal is not met.
     """
     from penstock_bench.cluster import measure, table
     from penstock_bench.cluster_picture import draw
@@ -103,7 +103,7 @@ def cluster(
 def _replay(
     replicas: list[int] | None, policies: list[str] | None, given: dict[str, Any]
 ) -> ClusterLoad:
-    """Return the load of a replay; lists that are not given have their defaults."""
+    """Return the load of a replay, with defaults for lists that are not given."""
     from penstock_bench.cluster import ClusterLoad, policy_of
 
     if replicas:

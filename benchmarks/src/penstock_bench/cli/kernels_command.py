@@ -43,8 +43,8 @@ def kernels(
 ) -> None:
     """Time a layer's attention in a decode step.
 
-    Compares kernels, MLX's fused attention over joined parts, and plain operations. On a CPU there
-    are no kernels. Exits with 1 if plain operations are quicker than the way that is taken.
+    Compares kernels, MLX's fused attention over concatenated parts, and plain operations. There are
+    no kernels on a CPU. Exits with 1 if plain operations are faster than the default way.
     """
     from penstock.attention import devices
     from penstock.kv.codecs.names import parse_scheme

@@ -1,4 +1,4 @@
-"""`penstock bench-kv-cache`: bytes, errors and times of every way to hold keys and values."""
+"""`penstock bench-kv-cache`: bytes, errors and speed of every KV cache format."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 TIMES_RAW = 4
-"""Memory of a comparison over the raw bytes of all layers: the numbers, two forms, and more."""
+"""Memory of a comparison over the raw bytes of all layers."""
 TIMES_LAYER = 12
-"""Memory over the raw bytes of the layer whose errors are measured; 11.8 with one of float16."""
+"""Memory over the raw bytes of the layer being measured; 11.8 for a float16 layer."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -65,9 +65,9 @@ def bench_kv_cache(
 ) -> None:
     """Measure bytes, errors and speed of every codec.
 
-    All hold the same keys and values. mlx-lm's quantized cache stands beside them, and vllm-mlx's
-    where it is installed. Reports true bytes, errors of the numbers and of attention (queries that
-    look for one token each), and the time to quantize, to dequantize and to attend.
+    All encode the same keys and values. mlx-lm's quantized cache is included, and vllm-mlx's where
+    it is installed. Reports bytes, errors of the values and of attention (each query looks for one
+    token), and the time to quantize, to dequantize and to attend.
     """
     from penstock_bench import codecs as bench
 
@@ -83,10 +83,10 @@ def bench_kv_cache(
 
 
 def _codec_names(codecs: str | None) -> Sequence[str]:
-    """Return the codecs that are measured.
+    """Return the codecs to measure.
 
     Raises:
-        SettingError: none is named, or one does not exist.
+        SettingError: the list is empty, or a codec is unknown.
     """
     from penstock.kv.codecs.names import parse_scheme
     from penstock_bench.codecs import CODECS
@@ -103,10 +103,10 @@ def _codec_names(codecs: str | None) -> Sequence[str]:
 
 
 def _data(data: str, shape: CacheShape) -> tuple[CacheShape, Sequence[Sides] | None]:
-    """Return the shape, and a model's own keys and values where `data` names one.
+    """Return the shape, and the model's own keys and values if `data` names a model.
 
     Raises:
-        SettingError: there is no such folder.
+        SettingError: the folder does not exist.
     """
     from penstock_bench import codecs as bench
 
@@ -121,10 +121,10 @@ def _data(data: str, shape: CacheShape) -> tuple[CacheShape, Sequence[Sides] | N
 
 
 def _check_free(shape: CacheShape) -> None:
-    """Refuse a cache that does not fit in the machine's free memory.
+    """Refuse a cache that does not fit in free memory.
 
     Raises:
-        SettingError: names the bytes that are needed and free.
+        SettingError: has the needed and the free bytes.
     """
     needed = TIMES_RAW * shape.raw_bytes + TIMES_LAYER * shape.raw_bytes // shape.layers
     free = psutil.virtual_memory().available
@@ -137,7 +137,7 @@ def _check_free(shape: CacheShape) -> None:
 
 
 def _publish(table: Table, *, as_json: bool, save: Path | None, plot: Path | None) -> None:
-    """Store the record, draw the picture, and print one object or the tables."""
+    """Store the record, draw the picture, and print JSON or the tables."""
     from penstock_bench.report import keep
 
     record = table.as_object()

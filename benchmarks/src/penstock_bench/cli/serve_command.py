@@ -1,4 +1,4 @@
-"""The bench of the server: agents over HTTP."""
+"""`penstock bench serve`: agents that talk to servers over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock_bench.report import Notify
 
 REAL_DEFAULTS = {"system_tokens": 3_000, "connections": 0, "overhead_rounds": 0}
-"""Defaults for a model with real weights, in the place of the settings' own."""
+"""Defaults for a model with real weights, overriding the settings' defaults."""
 ServedModel: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -91,8 +91,8 @@ def serve(
     """Let agents talk with the server over HTTP.
 
     The other side is mlx-lm's server on the same model, and with --llama-server llama.cpp's. A
-    model with real weights is told real text, with a system prompt of 3,000 tokens, and is not
-    asked on 200 connections. Says beforehand how long it takes. Exits with 1 if a goal is not met.
+    model with real weights gets real text, a system prompt of 3,000 tokens, and no test with 200
+    connections. Prints the expected time. Exits with 1 if a goal is not met.
     """
     from penstock_bench import serve_held
     from penstock_bench.models import ModelChoice
@@ -125,7 +125,7 @@ def serve(
 
 
 def _announced(notify: Notify) -> Notify:
-    """Say beforehand how long the sessions are expected to take in all."""
+    """Print the expected total time of the sessions first."""
     from penstock_bench.serve_time import EXPECTED
 
     def announced(what: str, done: int, of: int) -> None:
@@ -138,7 +138,7 @@ def _announced(notify: Notify) -> Notify:
 
 
 def _real_settings(load: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a load with the defaults of a real model in the place of others."""
+    """Return the settings of a load, with the defaults of a real model."""
     fields = ServeSettings.model_fields
     unset = {name for name in REAL_DEFAULTS if load.get(name, 0) == fields[name].default}
     missing = REAL_DEFAULTS.keys() - load.keys()

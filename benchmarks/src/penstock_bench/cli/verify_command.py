@@ -1,4 +1,4 @@
-"""`penstock bench verify`: prompts asked cold, warm and after a restart must be answered alike."""
+"""`penstock bench verify`: compares answers from cold, warm and restarted engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock_bench.replay import ReplayVerdict
 
 OWN_PROMPTS = 4
-"""Conversations that the embedded model is asked about if no file is named."""
+"""Number of conversations for the embedded model if no file is given."""
 OWN_TOKENS = 600
 
 
@@ -63,8 +63,8 @@ def verify(
 ) -> None:
     """Ask prompts cold, from memory and after a restart; compare the answers.
 
-    Tokens must be the same, and their log-probabilities nearly so. Blocks are written to a folder
-    for temporary files, which is removed. Exits with 1 if an answer differs.
+    Tokens must be equal, and log-probabilities within the tolerance. Blocks are written to a
+    temporary folder, which is removed. Exits with 1 if an answer differs.
     """
     engine = options.engine_size(model, engine_size)
     conversations = _read_conversations(model, prompts)
@@ -99,10 +99,10 @@ def verify(
 
 
 def _read_conversations(model: str, file: Path | None) -> list[Any]:
-    """Return the prompts: messages, or texts.
+    """Read the prompts: messages, or texts.
 
     Raises:
-        SettingError: a line is no prompt, or there is none.
+        SettingError: a line is not a prompt, or the file has none.
     """
     if file is not None:
         lines = enumerate(file.read_text(errors="surrogateescape").splitlines(), 1)

@@ -34,11 +34,11 @@ def weights(
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:
-    """Load weights in float32 and as they come, and time both.
+    """Time weights converted to float32 against native weights.
 
-    Few tokens are timed, for on a Linux CPU codes and half precision take seconds a token. A GGUF
-    file is measured as an MLX folder of its codes, too. The first token of a short question is
-    timed in float32 alone. Exits with 1 if a goal is not met.
+    Few tokens are timed, since native weights take seconds per token on a Linux CPU. A GGUF file is
+    also measured as an MLX folder. The first token of a short question is timed in float32 only.
+    Exits with 1 if a goal is not met.
     """
     from penstock_bench.weights_speed import WeightsLoad, measure
 

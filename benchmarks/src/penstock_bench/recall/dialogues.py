@@ -27,7 +27,7 @@ START = "<|start|>"
 END = "<|end|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 PIECE = r" ?[^\W\d_]+| ?\d{1,2}|[^\w\s]|_|\s"
-"""Pattern of a piece of text: a word or two digits with the space before, or a sign."""
+"""Pattern of a token: a word or two digits with the preceding space, or a sign."""
 
 Message: TypeAlias = dict[str, str]
 
@@ -60,7 +60,7 @@ class Question:
     answer: str
     fact: Fact
     message: int
-    """Index of the telling message in `Dialogue.messages`."""
+    """Index of the message in `Dialogue.messages` that tells the fact."""
     token: int
     """Tokens of the rendered dialogue before that message."""
 
@@ -72,7 +72,7 @@ class Dialogue:
     messages: tuple[Message, ...]
     questions: tuple[Question, ...]
     facts: tuple[Fact, ...]
-    """Every fact told, distractors (facts without a question) included, in order."""
+    """All facts in order, including distractors (facts without a question)."""
     tokens: int
     """Length of `messages` under the model's chat template, without a generation prompt."""
 
@@ -82,9 +82,9 @@ class Dialogue:
 
 
 def vocabulary() -> tuple[str, ...]:
-    """List every token that is a word, a number or a sign, in the order of their ids.
+    """Return all tokens that are words, numbers or signs, by id.
 
-    The 256 single bytes and the special tokens, which the tokenizer adds, are not here.
+    Excludes the 256 single bytes and the special tokens, which the tokenizer adds.
     """
     texts = [*FACT_FORMS, *QUESTION_FORMS, NOTED, UNKNOWN, SYSTEM, *ATTRIBUTES]
     texts += [text for reply, forms in TALK for text in (reply, *forms)]
@@ -113,22 +113,21 @@ def dialogue(
     quiz: float = 0.0,
     strangers: float = 0.0,
 ) -> Dialogue:
-    """Make the dialogue of this seed: `facts` facts to ask about, among other talk.
+    """Generate a dialogue with `facts` facts to ask about, among other turns.
 
     Args:
         seed: The same seed and arguments give the same dialogue.
-        tokens: Upper bound of its length; it ends less than 48 tokens below.
-        facts: How many facts are told that `questions` ask about, one question each.
-        place: The part of the dialogue in which the facts are stated, as two fractions of `tokens`.
-            (0, 0.1) is the start (inside `keep`), (0.9, 1) the end (inside the window).
+        tokens: Maximum length; it ends less than 48 tokens below.
+        facts: Number of facts with a question each.
+        place: Range in which these facts are told, as two fractions of `tokens`. (0, 0.1) is the
+            start (inside `keep`), (0.9, 1) the end (inside the window).
         distractors: Share of the other turns that tell facts without a question. Half of them
-            differ in one word from a fact already told.
-        quiz: Share of the other turns that ask about a fact told before, and are answered.
-        strangers: Share of quiz questions about something never told, answered `UNKNOWN`.
+            differ in one word from an earlier fact.
+        quiz: Share of the other turns that ask about an earlier fact, and are answered.
+        strangers: Share of quiz questions about unknown facts, answered `UNKNOWN`.
 
     Raises:
-        ValueError: If `place` is not an interval within 0 and 1, or `tokens` cannot hold the
-            facts.
+        ValueError: If `place` is not an interval within 0 and 1, or `tokens` cannot hold the facts.
     """
     needed = _needed_tokens(facts, tokens, place)
     writer = _Writer(Random(f"recall {seed}"))
@@ -169,7 +168,7 @@ def _needed_tokens(facts: int, tokens: int, place: tuple[float, float]) -> int:
 
 
 def without(dialogue: Dialogue, question: Question) -> Dialogue:
-    """Return `dialogue` with the fact of `question` taken out: the negative control."""
+    """Return `dialogue` without the fact of `question`: the negative control."""
     gone = (question.message, question.message + 1)
     kept = tuple(m for i, m in enumerate(dialogue.messages) if i not in gone)
     facts = tuple(fact for fact in dialogue.facts if fact != question.fact)
@@ -177,14 +176,14 @@ def without(dialogue: Dialogue, question: Question) -> Dialogue:
 
 
 _FACT_TOKENS = 20
-"""Room for one fact and its acknowledgement: the tokens of the longest form."""
+"""Tokens of the longest form of a fact and its acknowledgement."""
 _PIECE = re.compile(PIECE)
 _Key: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Text of the user, the reply, and the fact told by it, if any."""
+    """User text, reply, and the fact told, if any."""
 
     text: str
     reply: str
@@ -196,7 +195,7 @@ class _Turn:
 
 
 class _Writer:
-    """A dialogue while it is written: its messages, facts and length so far."""
+    """Dialogue under construction: messages, facts and length so far."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -206,12 +205,11 @@ class _Writer:
         self.tokens = 1
 
     def add(self, role: str, text: str) -> None:
-        """Append one message."""
         self.messages.append({"role": role, "content": text})
         self.tokens += _message_tokens(text)
 
     def say(self, turn: _Turn) -> None:
-        """Append a turn and take note of its fact."""
+        """Append a turn and record its fact."""
         self.add("user", turn.text)
         self.add("assistant", turn.reply)
         if turn.fact is not None:
@@ -236,23 +234,20 @@ class _Writer:
                 return attribute, adjective, noun
 
     def new_fact(self) -> Fact:
-        """Draw a fact with an unused key."""
         key = self.new_key()
         if key[0] in NUMBERS:
             return Fact(*key, str(self.rng.randrange(1000, 10000)))
         return Fact(*key, self.rng.choice(VALUES[key[0]]))
 
     def telling(self, fact: Fact) -> _Turn:
-        """Draw the turn that tells `fact`."""
         form = self.rng.choice(FACT_FORMS)
         return _Turn(_filled(form, fact.key).replace("{value}", fact.value), NOTED, fact)
 
     def question(self, key: _Key) -> str:
-        """Draw a question about `key`."""
         return _filled(self.rng.choice(QUESTION_FORMS), key)
 
     def filler(self, distractors: float, quiz: float, strangers: float) -> _Turn:
-        """Draw a turn that tells a distractor, asks about an earlier fact, or just chats."""
+        """Draw a turn: a distractor, a question about an earlier fact, or small talk."""
         kind = self.rng.random()
         if kind < distractors:
             return self.telling(self.new_fact())
@@ -280,7 +275,7 @@ def _filled(form: str, key: _Key) -> str:
 
 
 def _message_tokens(content: str) -> int:
-    """Count a message's role, the space after it, its pieces and its end."""
+    """Count the tokens of a message: role, space, text and end."""
     pieces = _PIECE.findall(f" {content}")
     return 2 + sum(1 if piece in _WORDS else len(piece.encode()) for piece in pieces)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 NOTED = "Noted."
-"""The reply to a fact."""
+"""Reply to a fact."""
 UNKNOWN = "I do not know."
-"""The reply to a question about something never told."""
+"""Reply to a question about an unknown fact."""
 SYSTEM = "You are a helpful assistant. Remember what the user tells you."
 
 
@@ -78,10 +78,10 @@ VALUES: dict[str, tuple[str, ...]] = {
         viola violin xylophone"""
     ),
 }
-"""The words a fact's value is drawn from, by attribute."""
+"""Possible values of a fact, by attribute."""
 
 NUMBERS = ("code", "number")
-"""Attributes whose value is a number of four digits."""
+"""Attributes with a value of four digits."""
 
 ATTRIBUTES = (*NUMBERS, *VALUES)
 
