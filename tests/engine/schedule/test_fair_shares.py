@@ -367,19 +367,40 @@ def test_scheduler_shares_places_fairly_with_few_preemptions(
         assert run(requests, batch) == run(requests, batch)
 
 
-@FEW
-@given(requests=st.lists(asks, min_size=1, max_size=5), batch=st.integers(1, 4))
-def test_every_request_is_admitted_in_bounded_time(requests: list[Ask], batch: int) -> None:
-    """At most one turn for each request that waits before it."""
-    simulation = Simulation(make(batch, 64, 4, 1_000))
+LATE = [Ask("a", 16, 1, 1, 0, 0), Ask("a", 7, 5, 1, 0, 0), Ask("b", 21, 2, 1, 0, 0)]
+LATE += [Ask("b", 10, 1, 1, 0, 0), Ask("b", 3, 1, 1, 0, 0), Ask("c", 30, 1, 1, 0, 0)]
+
+
+def admit_in_time(requests: list[Ask], batch: int, cls: type[Scheduler[Item]] = Scheduler) -> None:
+    """Run endless answers, all asked at once, until each request has had its first place.
+
+    Clients take turns, and the requests of a client take its turns: a request waits at most as many
+    turns as its client has requests, and as long for each other client.
+    """
+    simulation = Simulation(make(batch, 64, 4, 1_000, cls=cls))
     firsts = []
     for ask in requests:
         tokens = [-next(simulation.numbers)] * ask.prompt_tokens
         firsts.append(simulation.submit(tokens, 0, ask.n, 100_000, client=ask.client)[0])
-    turn = SHORT_STEPS + 3 * batch  # and the steps in which others read their prompts
+    asked = Counter(ask.client for ask in requests)
+    turn = SHORT_STEPS + 3  # and the steps in which prompts are read, again after a preemption
+    late = {
+        first: len(asked) * asked[ask.client] * turn
+        for first, ask in zip(firsts, requests, strict=True)
+    }
+    for step in range(max(late.values()) + 1):
+        simulation.step()
+        for first, most in late.items():
+            waits = simulation.states[first] is State.WAITING
+            assert not (waits and step >= most), f"job {first} starves"
+
+
+@FEW
+@given(requests=st.lists(asks, min_size=1, max_size=8), batch=st.integers(1, 4))
+@example(requests=LATE, batch=1)
+def test_every_request_is_admitted_in_bounded_time(requests: list[Ask], batch: int) -> None:
     with short_turns():
-        for first in firsts:
-            steps_until_placed(simulation, first, len(requests) * turn + 1)
+        admit_in_time(requests, batch)
 
 
 # ---- negative controls
@@ -397,6 +418,11 @@ class PreemptsForNothing(Scheduler[Item]):
     def to_preempt(self, sequence: Item) -> list[Item]:
         others = [job for job in self.placed() if job.owners != sequence.owners]
         return [job for job in others if self._shares._turns[job.id].work][:1]
+
+
+class TakesTurnsByRequest(Scheduler[Item]):
+    def next_in_line(self) -> Item | None:
+        return min(self._line, key=lambda job: (job.generated_tokens, job.id), default=None)
 
 
 class KeepsLowerPriorities(Scheduler[Item]):
@@ -425,3 +451,9 @@ def test_check_detects_starvation_beside_many_answers() -> None:
     (short,) = simulation.submit(range(900, 910), outputs=2, client="b")
     with pytest.raises(AssertionError, match="starves"):
         steps_until_placed(simulation, short, 100)
+
+
+@pytest.mark.parametrize("broken", [FirstComeFirstServed, TakesTurnsByRequest])
+def test_check_detects_late_requests(broken: type[Scheduler[Item]]) -> None:
+    with short_turns(), pytest.raises(AssertionError, match="starves"):
+        admit_in_time(LATE, 1, broken)
