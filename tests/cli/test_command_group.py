@@ -14,8 +14,7 @@ import pytest
 
 import penstock
 from penstock.cli import main
-from penstock.cli.command_group import BENCH_COMMANDS, ENTRY_POINTS
-from penstock.cli.help_groups import GROUP_OF, GROUPS
+from penstock.cli.help_groups import BENCH_COMMANDS, ENTRY_POINTS, GROUP_OF, GROUPS
 
 GREETING = """
 import typer

@@ -18,11 +18,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.models.template_renderer import TemplateRenderer
+from penstock.server.cache_routes import rewritten_in_front
 from penstock.server.history import fit
 from penstock.server.prompt_memory import PromptMemory
 from penstock.server.prompts import REWRITTEN, Prompts
 from penstock.server.remembered_answers import RememberedAnswers, openings_of
-from penstock.server.rewritten_history import rewritten_in_front
 from penstock.server.templates import TemplateTraits, shared
 
 Message = dict[str, Any]

@@ -17,7 +17,7 @@ from penstock.models.loading import load_all
 from penstock.models.mlx_lm import load_part
 from penstock.models.source import read_generation_config
 from penstock.recall import MODEL_PATH
-from penstock.server.default_sampling import default_sampling
+from penstock.server.service import default_sampling
 
 PROMPT = [5, 9, 300, 20, 7]
 WILD = {"temperature": 3.0, "top_k": 40}

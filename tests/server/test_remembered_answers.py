@@ -15,10 +15,10 @@ from parrot import ASK, parrot
 from servers import Running, serving
 
 from penstock.errors import PenstockError
+from penstock.server.cache_routes import rewritten_in_front
 from penstock.server.prompt_memory import PromptMemory
 from penstock.server.prompts import REWRITTEN, Prompts
 from penstock.server.remembered_answers import Opening, RememberedAnswers
-from penstock.server.rewritten_history import rewritten_in_front
 
 SAID = ("Hel", "lo", ", wor", "ld")
 CALL = ("<tool_call>", '{"name":"look",', '"arguments":{"a":1,', '"b":[2]}}', "</tool_call>")

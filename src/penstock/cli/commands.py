@@ -14,9 +14,8 @@ from typer.main import get_command
 
 from penstock import __version__
 from penstock.cli import cache, chat, doctor, generate, launch, plan, serve, top
-from penstock.cli.command_group import CommandGroup
 from penstock.cli.foreign_names import translated
-from penstock.cli.help_groups import GroupedCommand
+from penstock.cli.help_groups import CommandGroup, GroupedCommand
 from penstock.cli.options import lenient_output, with_values
 from penstock.config import in_plain_words
 from penstock.errors import PenstockError

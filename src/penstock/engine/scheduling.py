@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from penstock.engine.foundation import Foundation
 from penstock.engine.offload.tier_group import TierGroup
-from penstock.engine.retention.window_relief import WindowRelief
-from penstock.engine.retention.windows import Windows
+from penstock.engine.retention.windows import WindowRelief, Windows
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.kv_stores import KVStores

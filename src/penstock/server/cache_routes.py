@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, Self
@@ -12,15 +12,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.engine.offload.tier_kinds import TIER_KINDS
 from penstock.engine.stats import Cleared, Stats
+from penstock.errors import PenstockError
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.server.access import salt_for
 from penstock.server.forms import Each, OnePrompt
 from penstock.server.openai.openai_objects import ERRORS
-from penstock.server.prompts import MENDED, REWRITTEN
+from penstock.server.prompts import MENDED, REWRITTEN, Message, Prompts
+from penstock.server.remembered_answers import SHOWN, Opening
 from penstock.server.request_body import reading_aside
-from penstock.server.rewritten_history import rewritten_in_front
 from penstock.server.service import Service
+from penstock.server.templates import shared
 from penstock.tiers.worker import TierStats
 
 MOST_NODES = 10_000
@@ -197,3 +199,32 @@ def tokens_of(service: Service, question: ExplainRequest) -> tuple[int, ...]:
     tokens = tuple(question.prompt or ())
     service.check_tokens(tokens)
     return tokens
+
+
+NO_OPENING = Opening("", "")
+
+
+def rewritten_in_front(
+    prompts: Prompts, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+) -> str | None:
+    """Describe the text that the template rewrites before a conversation's last answer.
+
+    Returns None if nothing is rewritten or there is no answer. Blocking: renders the prompt twice.
+    """
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not answers or not answers[-1]:
+        return None
+    try:
+        before = prompts.template_text(messages[: answers[-1]], tools)
+        after = prompts.template_text(messages, tools)
+    except PenstockError:
+        return None
+    common = shared(before, after)
+    for text, bare in (*prompts.openings, NO_OPENING):
+        if before.endswith(text) and common >= len(before) - len(text) + len(bare):
+            return None
+    ours, theirs = (text[common : common + SHOWN] for text in (before, after))
+    return (
+        f"The chat template rewrites the text before messages.{answers[-1]}, from "
+        f"character {common:,} on: {ours!r} became {theirs!r}"
+    )

@@ -18,15 +18,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.config import MAX_TOKENS, ServerSettings
+from penstock.config import MAX_TOKENS, SAMPLED, ServerSettings
 from penstock.engine.handle import Handle
-from penstock.engine.request import Request
-from penstock.errors import EngineStopped, PenstockError
+from penstock.engine.request import Request, Sampling
+from penstock.errors import EngineStopped, PenstockError, SettingError
 from penstock.plurals import counted
 from penstock.prefix.explanation import Explanation
 from penstock.server.access import CLIENT, KEY_HOLDER, Access, KeyHolder
 from penstock.server.active_request import ActiveRequest
-from penstock.server.default_sampling import default_sampling
 from penstock.server.engine_client import EngineClient, EngineState
 from penstock.server.problems import BadRequest, PromptTooLong, ShuttingDown
 from penstock.server.prompt_memory import HOLD, TOKEN_BYTES, PromptMemory, pool_bytes
@@ -294,3 +293,17 @@ def _without_text(explanation: Explanation | None) -> dict[str, Any] | None:
         volatile_given=None,
     )
     return asdict(bare)
+
+
+def default_sampling(settings: ServerSettings, model: Mapping[str, float]) -> Sampling:
+    """Merge flags with the model's values; unsupported values are logged and ignored."""
+    flags = {name: getattr(settings, name) for name in SAMPLED}
+    known: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    for name, value in model.items():
+        try:
+            Sampling(**dict[str, Any]({name: value}))
+        except SettingError as error:
+            logger.warning("ignoring a value of generation_config.json: %s", error)
+        else:
+            known.setdefault(name, value)
+    return Sampling(**known)

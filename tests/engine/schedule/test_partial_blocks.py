@@ -15,7 +15,6 @@ from penstock.engine.request import Request
 from penstock.engine.schedule.scheduler import State
 from penstock.ledger import Kind
 from penstock.prefix import tree as tree_module
-from penstock.prefix import tree_shape
 
 KINDS = ("llama", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "mamba2", "recurrent_gemma")
 """Full attention; windows, with sinks; states in some layers, in all, alone, and with windows."""
@@ -210,8 +209,7 @@ def test_check_detects_partial_block_matched_by_length(
     expected = ask(core, other)
     core.clear()
     real = tree_module.partial_hash
-    for module in (tree_module, tree_shape):
-        monkeypatch.setattr(module, "partial_hash", lambda t, root: real([0] * len(t), root))
+    monkeypatch.setattr(tree_module, "partial_hash", lambda t, root: real([0] * len(t), root))
     ask(core, first, 1)
     assert partial_blocks(core) == [14]
     assert ask(core, other) != expected

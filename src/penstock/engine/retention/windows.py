@@ -12,7 +12,7 @@ enough. A node keeps its block hashes, and its other layers stay shared.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
 
@@ -351,3 +351,35 @@ def _sizes(node: Node[Segment], layer: int, count: int) -> tuple[int, int]:
 def _short(path: Path, start: int) -> list[Node[Segment]]:
     """Return the nodes of a path in which a layer lacks a token after `start`."""
     return [node for node in path if node.start + max(node.segment.missing, default=-inf) > start]
+
+
+class WindowRelief:
+    """Frees KV of windows, given the running sequences. See `prefix.beside.Relief`.
+
+    Args:
+        waiting: returns the ids of nodes with blocks still to be written. Empty with several ranks,
+            whose tiers write at different speeds.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        readers: Callable[[], Iterable[PathReader]],
+        waiting: Callable[[], Collection[int]],
+    ) -> None:
+        self._windows = windows
+        self._readers = readers
+        self._waiting = waiting
+
+    def relieve(self, nbytes: int) -> int:
+        """Drop KV that no sequence can resume from, until `nbytes` are free; see `Windows`."""
+        return self._windows.relieve(nbytes, self._readers(), self._waiting())
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Lower bound of the bytes that `relieve` frees from pinned nodes."""
+        return self._windows.pinned_bytes(self._readers())
+
+    def is_useless(self, node: Node[Segment]) -> bool:
+        """Return whether no sequence reads a node, and none can resume in or after it."""
+        return self._windows.is_useless(node)
