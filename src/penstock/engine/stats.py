@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 
+from penstock.engine.counters import Counters
 from penstock.tiers.worker import TierStats
 
 
@@ -145,6 +146,10 @@ class Stats:
     def hit_rate(self) -> float:
         """Share of prompt tokens that were in the cache; 0 before the first."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+COUNTED = {total.name for total in fields(Counters)} & {total.name for total in fields(Stats)}
+"""Names of the totals that `Stats` has as they are counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.scheduler import Scheduler, State
-from penstock.engine.stats import Stats, StepTimes
+from penstock.engine.stats import COUNTED, Stats, StepTimes
 from penstock.kv.states import nbytes
 from penstock.ledger import Kind
 from penstock.prefix.divergence import explain, tokens_held_at
@@ -32,6 +32,7 @@ from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.prefix.volatile import Volatile, name_volatile
 
+SHOWN_STATES = [state for state in State if state is not State.DONE]
 NEAR_TOKENS = 32
 """Number of tokens before and after the first difference of two prompts that show its kind."""
 
@@ -240,7 +241,6 @@ class EngineView:
         """Return all figures, in O(open sequences), and O(nodes) where nodes leave memory."""
         counters, tree, counts = self._stores.counters, self._prefixes.tree, self._prefixes.counts
         spilling = [part.stats() for part in self._stores.all_of(Spilling)]
-        answers = {state: len(self._scheduler.sequences(state)) for state in State}
         by_client = self.waiting_by_client()
         return Stats(
             limit_bytes=self._ledger.limit_bytes,
@@ -248,36 +248,17 @@ class EngineView:
             held_bytes=self.held_bytes,
             by_kind={kind.value: size for kind, size in self._ledger.by_class().items()},
             active_bytes=mx.get_active_memory(),
-            waiting=answers[State.WAITING],
+            **{state.value: len(self._scheduler.sequences(state)) for state in SHOWN_STATES},
             waiting_clients=len(by_client),
             most_waiting=max(by_client.values(), default=0),
-            prefilling=answers[State.PREFILLING],
-            restoring=answers[State.RESTORING],
-            running=answers[State.RUNNING],
-            preempted=answers[State.PREEMPTED],
-            requests=counters.requests,
-            finished=counters.finished,
-            failed=counters.failed,
-            prompt_tokens=counters.prompt_tokens,
-            hit_tokens=counters.hit_tokens,
-            restored_tokens=counters.restored_tokens,
-            prefilled_tokens=counters.prefilled_tokens,
-            generated_tokens=counters.generated_tokens,
-            proposed_tokens=counters.proposed_tokens,
-            accepted_tokens=counters.accepted_tokens,
-            drafted_tokens=counters.drafted_tokens,
-            accepted_draft_tokens=counters.accepted_draft_tokens,
-            failed_proposals=counters.failed_proposals,
+            **{name: getattr(counters, name) for name in COUNTED},
             nodes=len(tree),
             held_tokens=tree.tokens,
             evicted_nodes=counts.evicted_nodes,
             evicted_bytes=counts.evicted_bytes,
-            preemptions=counters.preemptions,
-            out_of_memory=counters.out_of_memory,
             copied_bytes=counts.copied_bytes,
             decode=StepTimes.of(counters.decode_steps, counters.decode_seconds),
             prefill=StepTimes.of(counters.prefill_steps, counters.prefill_seconds),
-            model_seconds=counters.model_seconds,
             tiers=self._tiers.stats(),
             spilling=spilling[0] if spilling else None,
         )
