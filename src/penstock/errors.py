@@ -108,7 +108,6 @@ class SpilledLost(Exception):
             f"tier; they are computed again from their tokens"
         )
         self.places = places
-        """Numbers of the blocks."""
 
 
 class StepFailed(PenstockError, RuntimeError):

@@ -62,7 +62,6 @@ def default_stream() -> mx.Stream:
 
 
 def device_name() -> str:
-    """Return the name of MLX's default device."""
     return str(mx.device_info()["device_name"])
 
 

@@ -100,5 +100,4 @@ def whole_blocks(tokens: int) -> int:
 
 
 def dim_of(side: Side) -> int:
-    """Return the head dimension."""
     return side.dim if isinstance(side, Coded) else col.arrays(side)[0].shape[3]

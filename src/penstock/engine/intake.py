@@ -153,7 +153,6 @@ class Intake:
     # ---- parts
 
     def _reasoning(self, request: Request) -> ReasoningLimit | None:
-        """Return the rule of a request's reasoning; None without one."""
         if request.reasoning is None:
             return None
         size, last = self.vocabulary_size, max(request.reasoning.end)
@@ -164,7 +163,6 @@ class Intake:
         return ReasoningLimit(request.reasoning)
 
     def _min_tokens(self, request: Request) -> Rule:
-        """Return the rule of a least length."""
         if not request.min_tokens:
             return NO_RULE
         ends = () if request.ignore_eos else self.text.ends

@@ -26,7 +26,6 @@ from penstock.tiers.disk.archive import export_blocks, import_blocks
 from penstock.tiers.disk.folder import Folder
 
 WRITE_SECONDS = 60.0
-"""Timeout of writing the blocks of a session."""
 LOOK_SECONDS = 0.02
 
 
@@ -109,7 +108,6 @@ class _About:
 
     folder: Path
     limit_bytes: int
-    """Size limit of the folder."""
     block_size: int
     least_tokens: int
     """Minimum tokens of a prompt to be written."""

@@ -10,7 +10,6 @@ from penstock.models.mlx_lm import Loaded, chat_templates, render, set_chat_temp
 from penstock.models.template_trial import check_template
 
 MOST_BYTES = 1_000_000
-"""Maximum size of a template file in bytes."""
 TURN_END = "<|im_end|>"
 CHATML = (
     "{% for message in messages %}"

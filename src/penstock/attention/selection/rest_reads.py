@@ -124,7 +124,6 @@ def _hidden(selection: Selection, row: DecodeRow, blocks: Numbers) -> npt.NDArra
 
 
 def _dim(side: Side) -> int:
-    """Return the head size."""
     if isinstance(side, Coded):
         return side.dim
     assert isinstance(side, mx.array)

@@ -54,7 +54,6 @@ class Selection:
 
     @property
     def layers(self) -> frozenset[int]:
-        """Indices of the layers with selective attention."""
         return self.index.layers
 
     def recent_start(self, position: int) -> int:

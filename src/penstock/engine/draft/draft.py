@@ -298,7 +298,6 @@ class NoDraft:
         return [False] * len(sequences)
 
     def draft(self, sequences: Items[Sequence], limits: Items[int]) -> list[list[int]]:
-        """Return no proposals for every sequence."""
         return [[] for _ in sequences]
 
 

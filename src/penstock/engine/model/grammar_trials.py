@@ -123,7 +123,6 @@ class GrammarTrials:
             return verdict
 
     def close(self) -> None:
-        """End the subprocess."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):

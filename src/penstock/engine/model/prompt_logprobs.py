@@ -168,7 +168,6 @@ class ScoredBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use."""
         return self._reserved.nbytes
 
     def fill(self, logprobs: PromptLogprobs, block_hashes: Sequence[bytes]) -> None:
@@ -207,7 +206,6 @@ class ScoredBlocks:
         return before - self.nbytes
 
     def recount(self) -> int:
-        """Recount the bytes in use."""
         return sum(scores.nbytes + ENTRY_BYTES for scores in self._blocks.values())
 
     def _put(self, name: tuple[bytes, int], scores: Scores) -> None:

@@ -53,7 +53,6 @@ channels."""
 SCALES_POSITIONS = 256
 """Range of calibration positions if the model's context length is unknown."""
 SCALES_CHUNK = 64
-"""Maximum tokens of a calibration chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,6 @@ class Runner:
         self._state_bytes = 0
         self.state_form = NO_STATES
         self.ways: AttentionWays = PlainOperations()
-        """Ways to attend in decode steps."""
         self.selection = READ_ALL
         """Choice of the tokens that decode steps read of long sequences; None to read all."""
         self.most_joined = ALL_TOKENS
@@ -152,7 +150,6 @@ class Runner:
         self.state_form = StateForm.of(states[-1])
 
     def weight_bytes(self) -> int:
-        """Return the bytes of the model's weights, recounted."""
         return weight_bytes(self.model)
 
     @property

@@ -7,7 +7,6 @@ from penstock.engine.model.runner import Runner
 
 
 def figures_of(runner: Runner) -> ModelFigures:
-    """Return the figures of a runner's model, with its current selective attention."""
     return ModelFigures(
         shapes=runner.shapes,
         heads=runner.heads,

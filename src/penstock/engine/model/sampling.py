@@ -369,7 +369,6 @@ class _Draft:
 
     token: mx.array
     value: mx.array
-    """Logit of the token."""
     enough: mx.array | None = None
     """Whether top-p ended among the tokens considered."""
     logprob: mx.array | None = None

@@ -44,7 +44,6 @@ class MeasuredStep:
     """A step that was run."""
 
     size: int
-    """Number of tokens or rows."""
     nbytes: int
     seconds: float
 

@@ -27,7 +27,6 @@ class TokensOnly:
         return NoGrammars()
 
     def stream(self, request: Request) -> TextStream:
-        """Create the text stream of a new answer."""
         return TextStream(NoText())
 
     def decoded(self, tokens: Sequence[int]) -> str:

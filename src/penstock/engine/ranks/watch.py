@@ -32,7 +32,6 @@ JOIN_SECONDS = 60.0
 """Longest wait at the start until all ranks have called rank 0."""
 KEY_BYTES = 32
 MOST_BYTES = 1_024
-"""Largest message, in bytes."""
 BEAT, END = b"beat", b"end"
 ANY = "0.0.0.0"
 

@@ -194,5 +194,4 @@ class Requantizer(Retention):
         return self.rule.encoded(segment, self._ops)
 
     def _bytes_of(self, node: Node[Segment]) -> int:
-        """Return the maximum bytes of a node in its new form."""
         return len(node.tokens) * self._token_bits // 8

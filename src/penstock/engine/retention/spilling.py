@@ -174,7 +174,6 @@ class Spilling(Retention):
         return [n for n in self._prefixes.tree if not lost.isdisjoint(places_of(n.segment))]
 
     def release(self) -> None:
-        """Release the bytes set aside."""
         self.blocks.release()
 
     # ---- parts

@@ -75,7 +75,6 @@ class Windows(Retention):
         return self._copy.nbytes
 
     def release(self) -> None:
-        """Release the reserved bytes."""
         self._copy.release()
 
     # ---- questions

@@ -132,7 +132,6 @@ class SizedTrial:
         return max(expected, expected * target // size)
 
     def _taken(self, size: int, expected: int) -> int:
-        """Return the peak bytes of a step."""
         with self._reserve(expected):
             if size <= FIRST:
                 self._run(size)  # the first run may allocate caches

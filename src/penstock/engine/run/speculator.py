@@ -57,7 +57,6 @@ class Speculator:
         """Number of steps since a drafted token was verified."""
 
     def forget(self) -> None:
-        """Forget the text of all sequences."""
         self._shared.clear()
 
     def propose(self, sequences: Items[Sequence]) -> list[Proposal]:

@@ -39,7 +39,6 @@ class AnswerLengths:
         return max(LEAST_REST_TOKENS, self.expected_tokens - generated)
 
     def note(self, generated: int) -> None:
-        """Record the length of a finished answer."""
         self._last.append(generated)
         self._sum += generated
         if len(self._last) > REMEMBERED_ANSWERS:

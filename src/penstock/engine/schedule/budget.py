@@ -114,9 +114,7 @@ class FixedReservations:
     """Reservations that last as long as the engine."""
 
     weights: Reservation
-    """Bytes of the model's weights."""
     pool: Reservation
-    """Bytes of the tail pool."""
     step: Reservation
     """Bytes of a step's buffers, measured at startup."""
     chunk: Reservation

@@ -87,7 +87,6 @@ class MemoryEstimator:
 
     @property
     def prefill_token_seconds(self) -> float:
-        """Measured seconds per prompt token."""
         return self._peaks.token_seconds
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:

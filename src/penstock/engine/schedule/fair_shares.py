@@ -206,7 +206,6 @@ class FairShares(Generic[T]):
     # ---- acts
 
     def open(self, sequence: T) -> None:
-        """Add a new sequence."""
         parent: Path = ()
         work: dict[Path, int] | None = None
         for share in shares_of(sequence):

@@ -221,7 +221,6 @@ class SequenceKV:
         self.recurrent_state = None
 
     def take_slot(self) -> None:
-        """Take a slot of the tail pool."""
         self.slot = self._stores.tails.take_slot()
         self._partial_block.use()
 
