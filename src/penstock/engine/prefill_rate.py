@@ -17,11 +17,7 @@ TOLERANCE = 1.4
 
 
 class RunningMean:
-    """Exponentially weighted running mean.
-
-    Args:
-        first: value before the first measurement.
-    """
+    """Exponentially weighted running mean."""
 
     def __init__(self, first: float) -> None:
         self.value = first

@@ -122,7 +122,6 @@ class BlockFormats:
     """Formats of the blocks of a chain; without a rule all blocks stay raw.
 
     Args:
-        shapes: KV shape of one token in each layer.
         block_size: tokens per block.
         rule: selects the blocks to encode.
         decodes: whether blocks coded in memory are dequantized where the format is raw.

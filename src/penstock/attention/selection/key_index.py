@@ -178,9 +178,6 @@ class KeyIndex:
         """Index the tokens of one layer in pieces; evaluated.
 
         The index has codes and sizes of the keys, and with `with_values` those of the values.
-
-        Args:
-            start: position of the first token.
         """
         index = _encoded(self.codec, keys, ops, self.centers.get(layer), start)
         if not self.with_values:

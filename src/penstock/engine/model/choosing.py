@@ -11,9 +11,6 @@ from penstock.engine.model.runner import Runner
 def selection(runner: Runner, limits: EngineSettings, *, compiled: bool) -> Selection:
     """Create the token selection of decode steps, without key centers yet.
 
-    Args:
-        compiled: whether to use compiled loops; see `Selection`.
-
     Returns:
         The selection; `READ_ALL` without `attend_tokens`.
     """

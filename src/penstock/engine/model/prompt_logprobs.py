@@ -76,9 +76,6 @@ class PromptLogprobs:
 
     Complete before the first event of the first answer. Another answer may start earlier, if it
     finds the prompt in the cache. Iterate to get `PromptToken`s.
-
-    Args:
-        top: number of top tokens per position.
     """
 
     def __init__(self, tokens: Sequence[int], top: int) -> None:
@@ -155,7 +152,6 @@ class ScoredBlocks:
 
     Args:
         prefixes: prefix tree, which makes room, and takes these bytes back when memory is short.
-        limit_bytes: memory limit of the engine.
     """
 
     def __init__(self, prefixes: BlockTree, limit_bytes: int) -> None:
@@ -234,7 +230,6 @@ def score(logits: mx.array, targets: Sequence[int], top: int) -> Scores:
     Args:
         logits: (n or more, vocabulary), evaluated; row i is the distribution of target i.
         targets: n token ids.
-        top: number of top tokens per position.
     """
     count, size = len(targets), logits.shape[-1]
     top = min(top, size)

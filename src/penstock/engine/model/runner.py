@@ -310,7 +310,6 @@ class Runner:
 
         Args:
             parts: spans with the KV of the tokens before.
-            position: position of the first token.
             recurrent_state: states before the tokens.
             reads: readers, one per layer, that replace the default ones.
         """
@@ -349,7 +348,6 @@ class Runner:
         """Prefill a sequence without cached tokens, piece by piece; return the segments.
 
         Args:
-            position: position of the first token.
             piece_tokens: maximum number of tokens computed at once.
             squares: accumulators per layer for channel scales.
         """

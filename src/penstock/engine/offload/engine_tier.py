@@ -80,7 +80,6 @@ class EngineTier:
 
     Args:
         open_tier: opens the tier, given the maximum bytes queued for writing.
-        forms: formats of blocks.
         in_place: whether files can be read into MLX's arrays.
         state_form: format of the recurrent layers' states; without arrays if the model has none.
         buffer_bytes: memory of the store itself, besides blocks being written.

@@ -11,11 +11,7 @@ from penstock.kv.states import RecurrentState
 
 
 class CompressedRows(Retention):
-    """Keeps the rows of compressed layers in whole blocks.
-
-    Args:
-        rows: row specifications by layer number.
-    """
+    """Keeps the rows of compressed layers in whole blocks."""
 
     def __init__(self, rows: Mapping[int, Rows]) -> None:
         self._rows = rows

@@ -40,9 +40,6 @@ from penstock.prefix.prefixes import Prefixes
 class Requantizer(Retention):
     """Quantizes nodes by a rule. Not thread-safe: owned by the engine's thread.
 
-    Args:
-        shapes: KV shape of one token in each layer.
-
     Raises:
         LedgerFull: no memory for the codes being computed.
         SettingError: the scheme does not support this model's head size or its joined KV.
@@ -114,7 +111,6 @@ class Requantizer(Retention):
 
         Args:
             segment: the block in full precision; not changed.
-            start: position of the block.
 
         Raises:
             MemoryError, RuntimeError: MLX is out of memory.

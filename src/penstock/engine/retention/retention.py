@@ -99,7 +99,6 @@ class Retention:
 
         Args:
             read: number of leading tokens that it reads.
-            position: position of its next token.
 
         Raises:
             AssertionError: state is missing.
@@ -132,7 +131,6 @@ class Retention:
             pin: pin of a sequence that reads its path up to `start`; shortened to what the sequence
                 reads if out of memory.
             segment: blocks from `start` on, recomputed or read from a tier.
-            start: position of the segment.
         """
         return True
 
@@ -175,7 +173,6 @@ class Retention:
         """Spill KV that lies far before the end of all its readers.
 
         Args:
-            readers: running sequences.
             wait: whether to wait for pending writes.
         """
 

@@ -45,7 +45,6 @@ class Spilling(Retention):
     """Spills nodes to cold tiers. Not thread-safe: owned by the engine's thread.
 
     Args:
-        spans: blocks of each record.
         active_tokens: number of last tokens of a sequence that stay in memory.
     """
 

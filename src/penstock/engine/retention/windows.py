@@ -40,7 +40,6 @@ class Windows(Retention):
 
     Args:
         windows: window of each layer, from `windows_of`; not empty.
-        shapes: KV shape of one token in each layer.
         marks_prompts: whether the ends of prompts are retained; with recurrent layers, checkpoints
             mark the ends of turns instead.
 
@@ -94,7 +93,6 @@ class Windows(Retention):
 
         Args:
             read: number of leading tokens that it reads.
-            position: position of its next token.
 
         Raises:
             AssertionError: a layer lacks a token.
@@ -111,7 +109,6 @@ class Windows(Retention):
         """Return the leading tokens of nodes that no retained position needs. O(nodes).
 
         Args:
-            readers: running sequences.
             turns: whether the ends of turns are retained.
         """
         nearest = self._nearest(readers, turns=turns)
@@ -137,11 +134,7 @@ class Windows(Retention):
         return droppable
 
     def pinned_bytes(self, readers: Iterable[PathReader]) -> int:
-        """Return a lower bound of the bytes that `relieve` frees from pinned nodes. O(nodes).
-
-        Args:
-            readers: running sequences.
-        """
+        """Return a lower bound of the bytes that `relieve` frees from pinned nodes. O(nodes)."""
         droppable, nbytes = self.droppable(readers, turns=False), 0
         for node in self._prefixes.tree:
             if node.pins:
@@ -179,7 +172,6 @@ class Windows(Retention):
         frees enough.
 
         Args:
-            readers: running sequences.
             waiting: ids of nodes with blocks still to be written, which come last.
 
         Returns:
@@ -309,7 +301,6 @@ def resume(path: Path, max_kv_tokens: int, windows: Mapping[int, int]) -> int:
     Only leading tokens of a node can be missing, so only the starts of incomplete nodes are tried.
 
     Args:
-        max_kv_tokens: upper bound of the position.
         windows: window sizes by layer, from `windows_of`.
     """
     position = max_kv_tokens

@@ -38,9 +38,7 @@ def check_largest_steps(
     """Raise if a batch or chunk cannot fit beside the weights; default sizes are not checked.
 
     Args:
-        ledger: ledger that includes the weights.
         group: ranks; the one that needs most memory counts.
-        columns: columns of a tail.
 
     Raises:
         StepTooLarge: a step cannot fit; the error has the bytes needed.

@@ -87,9 +87,7 @@ class Speculator:
         """Record the accepted tokens and the time of a step.
 
         Args:
-            proposals: proposal of each sequence.
             accepted: number of accepted tokens of each; None for a failed row.
-            seconds: duration of the step.
         """
         if not self.max_tokens:
             return

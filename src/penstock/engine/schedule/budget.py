@@ -246,7 +246,6 @@ class MemoryBudget:
 
         Args:
             sequence: sequence with an attached path and no reservation.
-            placed: admitted sequences.
         """
         placed = list(placed)
         if not placed:
@@ -268,8 +267,6 @@ class MemoryBudget:
 
         Args:
             num_cached_tokens: number of its tokens in the tree.
-            others: admitted sequences to preempt.
-            staying: the remaining admitted sequences.
             evict: whether nodes may be evicted, including those that only `others` read.
         """
         freed = self._ledger.free_bytes + (self._prefixes.evictable_bytes if evict else 0)

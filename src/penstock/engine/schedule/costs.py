@@ -55,9 +55,6 @@ class MemoryEstimator:
     """Estimates the bytes of sequences and steps from the model and the engine's settings.
 
     `tokens` of a sequence counts the tokens whose KV is read: all but the last one.
-
-    Args:
-        peaks: measured bytes of the largest steps.
     """
 
     def __init__(

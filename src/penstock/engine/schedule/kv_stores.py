@@ -118,9 +118,6 @@ class KVStores:
 
         All windows before the position are complete, and all recurrent layers have a checkpoint
         there.
-
-        Args:
-            max_kv_tokens: upper bound of the position.
         """
         position = limit = max_kv_tokens
         while True:
@@ -193,9 +190,7 @@ class KVStores:
         """Copy the first columns of a slot, appended to a segment if one is given.
 
         Args:
-            stop: number of columns to copy.
             start: position of the first copied token, or of `behind`.
-            behind: segment to append to.
         """
         if not self.figures.index_token_bytes:
             return self.tails.cut(slot, stop, behind)

@@ -93,7 +93,6 @@ class PartialBlock:
         """Cache the end of a sequence as a leaf, if memory allows; it replaces the previous leaf.
 
         Args:
-            pin: pinned path of the sequence.
             start: position of the partial block.
             root: hash of the block before it, or the root hash.
             segment: their KV, in buffers of its own.

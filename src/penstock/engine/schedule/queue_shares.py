@@ -33,7 +33,6 @@ class QueueShares:
         """Return the requests to displace so that a request of a client can be queued.
 
         Args:
-            added: its number of sequences.
             requests: requests that may be displaced, with their sizes, latest last.
 
         Raises:

@@ -295,7 +295,6 @@ class Scheduler(Generic[T]):
 
         Args:
             owners: client, salt and request of the new request.
-            added: its number of sequences.
 
         Raises:
             QueueFull: displacing them would not make enough room.

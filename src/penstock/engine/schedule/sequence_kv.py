@@ -581,7 +581,6 @@ class SequenceKV:
         """Pin a path, of which the sequence reads the first `cached_tokens`.
 
         Args:
-            cached_tokens: number of tokens to read.
             whole: whether all blocks of the sequence were looked up.
         """
         self.pin = self._stores.prefixes.pin(match)
