@@ -38,7 +38,7 @@ def test_needles_occur_once_and_are_asked(haystack: Haystack) -> None:
     assert len(text.questions) == 4
     for question in text.questions:
         city = question.text.removesuffix("?").split()[-1]
-        assert text.context.count(f"The access code of {city} is {question.wanted[0]}.") == 1
+        assert text.context.count(f"The access code of {city} is {question.expected[0]}.") == 1
         assert question.lead == f"The access code of {city} is"
 
 
@@ -54,17 +54,17 @@ def test_variable_chain_leads_to_value(haystack: Haystack) -> None:
     (question,) = text.questions
     sources = dict(re.findall(r"VAR ([A-Z]{4}) = (?:VAR )?([A-Z]{4}|\d{5})\.", text.context))
     value = question.text.split()[5].removesuffix("?")
-    for name in question.wanted:
+    for name in question.expected:
         while name in sources:
             name = sources[name]
         assert name == value
-    assert set(sources) == set(question.wanted)
+    assert set(sources) == set(question.expected)
 
 
 def test_common_words_are_most_frequent(haystack: Haystack) -> None:
     text = write(LongTask.WORDS, haystack, 1_000, 3)
     counted = Counter(text.context.split()).most_common()
-    assert {word for word, _ in counted[:COMMON_WORDS]} == set(text.questions[0].wanted)
+    assert {word for word, _ in counted[:COMMON_WORDS]} == set(text.questions[0].expected)
     assert counted[COMMON_WORDS - 1][1] > 2 * counted[COMMON_WORDS][1]
 
 

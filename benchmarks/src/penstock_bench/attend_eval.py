@@ -84,8 +84,8 @@ def _paired(
     ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], times: float
 ) -> list[list[float]]:
     return [
-        [a - times * b for a, b in zip(one, other, strict=True)]
-        for one, other in zip(ours, theirs, strict=True)
+        [a - times * b for a, b in zip(ours_group, theirs_group, strict=True)]
+        for ours_group, theirs_group in zip(ours, theirs, strict=True)
     ]
 
 
@@ -170,8 +170,8 @@ def report(
     perplexity = math.exp(mean(whole.losses))
     lines = [Line("all tokens read: perplexity", f"{perplexity:.2f}", "")]
     for size, figures in by_size.items():
-        most = MOST_OF_WINDOW[load_.attend_rest]
-        lines += _lines(size, outcomes[size].window_tokens, figures, most)
+        max_ratio = MOST_OF_WINDOW[load_.attend_rest]
+        lines += _lines(size, outcomes[size].window_tokens, figures, max_ratio)
     lines += [
         Line(f"layer {layer} alone reads {min(by_size):,}: KL", f"{kl:.4f}", "")
         for layer, kl in alone.items()
@@ -191,7 +191,7 @@ def report(
             "proposed": flags,
         },
         rival_figures={
-            "tokens": {str(size): one.window_tokens for size, one in outcomes.items()},
+            "tokens": {str(size): outcome.window_tokens for size, outcome in outcomes.items()},
             "keep": KEPT_TOKENS,
             "kl": {size: figures["window_kl"]["mean"] for size, figures in named.items()},
         },
@@ -209,20 +209,22 @@ def report(
             "pieces": [len(piece.tokens) for piece in text],
             "step_tokens": STEP_TOKENS,
             "losses_of_all": _means(whole.losses),
-            "by_piece": {str(size): _by_piece(one) for size, one in outcomes.items()},
+            "by_piece": {str(size): _by_piece(outcome) for size, outcome in outcomes.items()},
             "load": load_.model_dump(mode="json", exclude={"settings", "texts", "model"}),
         },
         dtype="float32",
     )
 
 
-def _lines(size: int, window: int, figures: dict[str, Estimate], most: float) -> Iterator[Line]:
+def _lines(
+    size: int, window: int, figures: dict[str, Estimate], max_ratio: float
+) -> Iterator[Line]:
     kl, ratio, perplexity = (figures[name] for name in ("kl", "kl_over_window", "perplexity"))
     name = f"{counted(size, 'token')} read"
     theirs = f"{_plain(figures['window_kl'], '.4f')} ({counted(window, 'token')})"
     yield Line(f"{name}: KL", _plain(kl, ".4f"), theirs, _at_most(), kl.mean <= MOST_KL)
-    met = ratio.mean <= most
-    yield Line(f"{name}: KL over the window's", _plain(ratio, ".3f"), "1", f"<= {most}", met)
+    met = ratio.mean <= max_ratio
+    yield Line(f"{name}: KL over the window's", _plain(ratio, ".3f"), "1", f"<= {max_ratio}", met)
     theirs = _plain(figures["window_perplexity"], ".2f") + " %"
     goal, met = f"+-{MOST_PERPLEXITY} %", abs(perplexity.mean) <= MOST_PERPLEXITY
     yield Line(f"{name}: perplexity", _plain(perplexity, "+.2f") + " %", theirs, goal, met)

@@ -79,8 +79,8 @@ def _read(side: Ours, model: BenchModel, sequences: int, tokens: int, steps: int
     shared = model.prompt(tokens - OWN_TOKENS, seed=0)
     with prompts_unattended():
         side.learn(shared)
-        own = [model.prompt(OWN_TOKENS, seed=number + 1) for number in range(sequences)]
-        side.submit([[*shared, *last] for last in own], 2 * steps)
+        suffixes = [model.prompt(OWN_TOKENS, seed=number + 1) for number in range(sequences)]
+        side.submit([[*shared, *suffix] for suffix in suffixes], 2 * steps)
         decoded: dict[int, int] = {}
         while len(decoded) < sequences or min(decoded.values()) < 3:
             for place, _ in side.step():
@@ -119,8 +119,8 @@ def report(
         ratios[name], goal = theirs[name] / ours[name], GOALS.get((sequences, tokens))
         lines.append(Line(f"{name}: a step", f"{ours[name]:.1f} ms", f"{theirs[name]:.1f} ms"))
         met = None if goal is None else ratios[name] >= goal
-        wanted = "" if goal is None else f">= {goal:g}x"
-        lines.append(Line(f"{name}: times as fast", f"{ratios[name]:.2f}x", "", wanted, met))
+        goal_text = "" if goal is None else f">= {goal:g}x"
+        lines.append(Line(f"{name}: times as fast", f"{ratios[name]:.2f}x", "", goal_text, met))
     goals = {f"{b} x {counted(tokens, 'token')}": goal for (b, tokens), goal in GOALS.items()}
     return Report(
         name="attend",

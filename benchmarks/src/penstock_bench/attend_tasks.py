@@ -42,10 +42,10 @@ class TaskOutcome:
 def measure(load_: EvalLoad, attend: Sequence[int], notify: Notify = lambda *_: None) -> Report:
     """Ask all questions with full attention, each number of tokens, and each window."""
     model, tokenizer = load(load_.model)
-    asked = questions(tokenizer, load_)
-    task = EvalTask(KeyForm.PLAIN, model, tokenizer, asked, [])
+    dialogues = questions(tokenizer, load_)
+    task = EvalTask(KeyForm.PLAIN, model, tokenizer, dialogues, [])
     sizes = sorted(set(attend))
-    texts = sum(map(len, asked.values()))
+    texts = sum(map(len, dialogues.values()))
     progress = Progress(notify, texts * (1 + 2 * len(sizes)))
 
     def answered(setting: KVSetting) -> Answers:
@@ -53,7 +53,7 @@ def measure(load_: EvalLoad, attend: Sequence[int], notify: Notify = lambda *_: 
         return serve(task, load_, setting, step).right
 
     whole = answered(UNCHANGED)
-    longest = _longest(asked)
+    longest = _longest(dialogues)
     outcomes: dict[int, TaskOutcome] = {}
     for size in sizes:
         window = _window(model, size, longest, rest=load_.attend_rest)
@@ -65,8 +65,8 @@ def measure(load_: EvalLoad, attend: Sequence[int], notify: Notify = lambda *_: 
     return report(load_, whole, outcomes)
 
 
-def _longest(asked: dict[int | str, list[AskedDialogue]]) -> int:
-    texts = [text for group in asked.values() for text in group]
+def _longest(dialogues: dict[int | str, list[AskedDialogue]]) -> int:
+    texts = [text for group in dialogues.values() for text in group]
     return max(len(prompt) for text in texts for prompt in text.prompts)
 
 
@@ -100,12 +100,12 @@ def report(load_: EvalLoad, whole: Answers, outcomes: dict[int, TaskOutcome]) ->
         rival=RIVAL,
         penstock={
             "all": _shares(whole),
-            "choice": {str(size): _shares(one.choice) for size, one in outcomes.items()},
+            "choice": {str(size): _shares(outcome.choice) for size, outcome in outcomes.items()},
         },
         rival_figures={
-            "tokens": {str(size): one.window_tokens for size, one in outcomes.items()},
+            "tokens": {str(size): outcome.window_tokens for size, outcome in outcomes.items()},
             "keep": KEPT_TOKENS,
-            "right": {str(size): _shares(one.window) for size, one in outcomes.items()},
+            "right": {str(size): _shares(outcome.window) for size, outcome in outcomes.items()},
         },
         ratio={},
         goal={"points_below_all": MOST_POINTS},
@@ -113,8 +113,8 @@ def report(load_: EvalLoad, whole: Answers, outcomes: dict[int, TaskOutcome]) ->
         lines=lines,
         raw={
             "all": _by_name(whole),
-            "choice": {str(size): _by_name(one.choice) for size, one in outcomes.items()},
-            "window": {str(size): _by_name(one.window) for size, one in outcomes.items()},
+            "choice": {str(size): _by_name(outcome.choice) for size, outcome in outcomes.items()},
+            "window": {str(size): _by_name(outcome.window) for size, outcome in outcomes.items()},
             "load": load_.model_dump(mode="json", exclude={"settings", "texts", "model"}),
         },
         dtype="float32",
@@ -125,8 +125,8 @@ def fewer(whole: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> 
     """Return how much lower the scores of answers are than those with full attention."""
     return Estimate.of_shares(
         [
-            [a - b for a, b in zip(theirs, one, strict=True)]
-            for theirs, one in zip(whole, ours, strict=True)
+            [a - b for a, b in zip(theirs, scores, strict=True)]
+            for theirs, scores in zip(whole, ours, strict=True)
         ]
     )
 

@@ -52,11 +52,11 @@ class AttendText:
         self._step = step
         self._read: list[list[Any]] = []
         self._all: list[Floats] = []
-        most = max(len(piece.tokens) for piece in text)
-        self._shapes = Runner(model, devices.current(), max_kv_size=most, keep=0).shapes
+        max_tokens = max(len(piece.tokens) for piece in text)
+        self._shapes = Runner(model, devices.current(), max_kv_size=max_tokens, keep=0).shapes
         for piece in text:
             step("reading all")
-            self._read.append(self._prompt(piece, self._caches(most)))
+            self._read.append(self._prompt(piece, self._caches(max_tokens)))
             self._all.append(self._steps(piece, copy.deepcopy(self._read[-1])))
         self.whole = self._figures(self._all)
         """Figures of full attention."""

@@ -72,18 +72,20 @@ class BlankPrefixes:
         last: Node[Blank] | None = match.path[-1] if match.path else None
         if last is not None and match.ends_inside:
             last = self.tree.split(last, match.blocks_in_last)
-        at = match.tokens
+        start = match.tokens
         with self.tree.pin(last, now_seconds) as pin:
-            while at < len(block_hashes):
+            while start < len(block_hashes):
                 # Nodes end at multiples of their size, so that their blocks return with one hash.
-                end = min(len(block_hashes), at - at % self._node_blocks + self._node_blocks)
-                if not self._make_room(end - at):
+                end = min(len(block_hashes), start - start % self._node_blocks + self._node_blocks)
+                if not self._make_room(end - start):
                     break
-                new = block_hashes[at:end]
-                node = self.tree.insert(pin.node, new, blocks[at:end], Blank(end - at), now_seconds)
+                new = block_hashes[start:end]
+                node = self.tree.insert(
+                    pin.node, new, blocks[start:end], Blank(end - start), now_seconds
+                )
                 pin.extend(node)
-                self._report(new, held=True)
-                at = end
+                self._report(new, added=True)
+                start = end
         return match.tokens
 
     def check(self) -> None:
@@ -100,10 +102,10 @@ class BlankPrefixes:
             self.tree.remove(victim)
             self._held.resize(self.tree.nbytes)
             self.evictions += 1
-            self._report(victim.block_hashes, held=False)
+            self._report(victim.block_hashes, added=False)
         self._held.resize(self._held.nbytes + nbytes)
         return True
 
-    def _report(self, block_hashes: Sequence[bytes], *, held: bool) -> None:
+    def _report(self, block_hashes: Sequence[bytes], *, added: bool) -> None:
         if self.on_change is not None:
-            self.on_change(block_hashes, held)
+            self.on_change(block_hashes, added)

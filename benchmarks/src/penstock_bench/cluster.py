@@ -119,19 +119,19 @@ def report(trace: Trace, load: ClusterLoad, runs: Sequence[Runs]) -> Report:
         penstock=_figures(runs, ours),
         rival_figures=_figures(runs, rival),
         ratio={
-            _name(one): round(one.outcomes[ours].hit_rate / max(1e-9, other.hit_rate), 3)
-            for one in runs
-            for other in (one.outcomes[rival],)
+            _name(run): round(run.outcomes[ours].hit_rate / max(1e-9, other.hit_rate), 3)
+            for run in runs
+            for other in (run.outcomes[rival],)
         },
         goal={"share_of_one_engines_hits": KEPT},
-        met=ours != OURS or all(one.kept(OURS) >= KEPT for one in runs),
-        lines=[line for one in runs for line in _lines(one, ours, rival)],
+        met=ours != OURS or all(run.kept(OURS) >= KEPT for run in runs),
+        lines=[line for run in runs for line in _lines(run, ours, rival)],
         raw={
             "load": load.model_dump(),
             "visits": len(trace.visits),
             "block_tokens": trace.block_tokens,
             "capacity_blocks": capacity_blocks(trace, load.machine),
-            "runs": [asdict(one) for one in runs],
+            "runs": [asdict(run) for run in runs],
         },
         dtype="none",
     )
@@ -140,35 +140,35 @@ def report(trace: Trace, load: ClusterLoad, runs: Sequence[Runs]) -> Report:
 def _figures(runs: Sequence[Runs], policy: RoutingPolicy) -> dict[str, Any]:
     return {
         "policy": policy,
-        "hit_rate": {_name(one): round(one.outcomes[policy].hit_rate, 4) for one in runs},
-        "share_of_one_engines_hits": {_name(one): round(one.kept(policy), 4) for one in runs},
+        "hit_rate": {_name(run): round(run.outcomes[policy].hit_rate, 4) for run in runs},
+        "share_of_one_engines_hits": {_name(run): round(run.kept(policy), 4) for run in runs},
         "wait_p95_seconds": {
-            _name(one): round(one.outcomes[policy].wait_p95_seconds, 3) for one in runs
+            _name(run): round(run.outcomes[policy].wait_p95_seconds, 3) for run in runs
         },
     }
 
 
-def _lines(one: Runs, ours: RoutingPolicy, rival: RoutingPolicy) -> list[Line]:
-    of, than = one.outcomes[ours], one.outcomes[rival]
+def _lines(run: Runs, ours: RoutingPolicy, rival: RoutingPolicy) -> list[Line]:
+    of, than = run.outcomes[ours], run.outcomes[rival]
     judged = ours == OURS
     return [
         Line(
-            f"{_name(one)}: hits kept of one engine's {100 * one.one_large_hit_rate:.1f} %",
-            f"{100 * one.kept(ours):.0f} %",
-            f"{100 * one.kept(rival):.0f} %",
+            f"{_name(run)}: hits kept of one engine's {100 * run.one_large_hit_rate:.1f} %",
+            f"{100 * run.kept(ours):.0f} %",
+            f"{100 * run.kept(rival):.0f} %",
             f">= {100 * KEPT:.0f} %" if judged else "",
-            one.kept(ours) >= KEPT if judged else None,
+            run.kept(ours) >= KEPT if judged else None,
         ),
         Line(
-            f"{_name(one)}: first token, p95 s",
+            f"{_name(run)}: first token, p95 s",
             f"{of.wait_p95_seconds:.1f}",
             f"{than.wait_p95_seconds:.1f}",
         ),
     ]
 
 
-def _name(one: Runs) -> str:
-    return f"{one.replicas} replica{'s' if one.replicas > 1 else ''}"
+def _name(run: Runs) -> str:
+    return f"{run.replicas} replica{'s' if run.replicas > 1 else ''}"
 
 
 def table(report: Report) -> Table:
@@ -195,11 +195,11 @@ def table(report: Report) -> Table:
     for heading in headings:
         justify: Literal["left", "right"] = "left" if heading == "policy" else "right"
         drawn.add_column(heading, justify=justify, no_wrap=True)
-    for one in report.raw["runs"]:
-        for policy, of in one["outcomes"].items():
-            kept = of["hit_rate"] / one["one_large_hit_rate"] if one["one_large_hit_rate"] else 1
+    for run in report.raw["runs"]:
+        for policy, of in run["outcomes"].items():
+            kept = of["hit_rate"] / run["one_large_hit_rate"] if run["one_large_hit_rate"] else 1
             drawn.add_row(
-                f"{one['replicas']:,}",
+                f"{run['replicas']:,}",
                 policy,
                 f"{100 * of['hit_rate']:.1f} %",
                 f"{100 * kept:.0f} %",

@@ -29,12 +29,12 @@ def draw(report: Report, file: Path) -> None:
     for policy in report.raw["load"]["policies"]:
         of = [run["outcomes"][policy] for run in runs]
         style = {"color": COLORS[policy], "marker": "o", "ms": 3, "label": policy}
-        hits.plot(counts, [100 * one["hit_rate"] for one in of], **style)
-        waits.plot(counts, [one["wait_p95_seconds"] for one in of], **style)
-        if any(one["whole_bytes_per_second"] for one in of):
-            changes = [one["gossip_bytes_per_second"] / 1e3 for one in of]
+        hits.plot(counts, [100 * outcome["hit_rate"] for outcome in of], **style)
+        waits.plot(counts, [outcome["wait_p95_seconds"] for outcome in of], **style)
+        if any(outcome["whole_bytes_per_second"] for outcome in of):
+            changes = [outcome["gossip_bytes_per_second"] / 1e3 for outcome in of]
             gossip.plot(counts, changes, **{**style, "label": f"{policy}: what changed"})
-            whole = [one["whole_bytes_per_second"] / 1e3 for one in of]
+            whole = [outcome["whole_bytes_per_second"] / 1e3 for outcome in of]
             gossip.plot(counts, whole, **{**style, "label": f"{policy}: whole", "ls": ":"})
     hits.set(title="prompt tokens found, %", ylim=(0, None))
     waits.set(title="seconds to the first token, p95", yscale="log")

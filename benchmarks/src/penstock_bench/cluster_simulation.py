@@ -102,13 +102,13 @@ class TraceCopies:
             self._parts[self._conversation(visit) % split].append(visit)
 
     def _conversation(self, visit: Visit) -> int:
-        own = next((block for block in visit.blocks if block not in self._common), 0)
-        return (own * 2_654_435_761 & 0xFFFFFFFF) >> 8  # Knuth: neighbors come apart
+        first_own = next((block for block in visit.blocks if block not in self._common), 0)
+        return (first_own * 2_654_435_761 & 0xFFFFFFFF) >> 8  # Knuth: neighbors come apart
 
-    def arrivals(self, replicas: int, most: int | None = None) -> list[Arrival]:
+    def arrivals(self, replicas: int, limit: int | None = None) -> list[Arrival]:
         """Return the requests for `replicas` replicas by time, at most the first `limit`."""
         copies = [self._copy(number) for number in range(replicas)]
-        return list(islice(merge(*copies, key=lambda arrival: arrival.seconds), most))
+        return list(islice(merge(*copies, key=lambda arrival: arrival.seconds), limit))
 
     def _copy(self, number: int) -> Iterator[Arrival]:
         copy, part = divmod(number, self._split)
@@ -123,14 +123,14 @@ class TraceCopies:
 def one_large(trace: Trace, arrivals: Sequence[Arrival], machine: Machine, replicas: int) -> float:
     """Return the hit rate of a single replica with all the memory and no queueing."""
     capacity = replicas * capacity_blocks(trace, machine)
-    held = BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS)
+    prefixes = BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS)
     hit_tokens = prompt_tokens = 0
     for arrival in arrivals:
         block_hashes = hash_blocks(arrival.blocks, 1, ROOT)
-        matched = held.serve(arrival.blocks, block_hashes, arrival.seconds)
+        matched = prefixes.serve(arrival.blocks, block_hashes, arrival.seconds)
         hit_tokens += trace.tokens_of(arrival.visit, matched)
         prompt_tokens += arrival.visit.input_tokens
-    held.check()
+    prefixes.check()
     return hit_tokens / max(1, prompt_tokens)
 
 
@@ -175,7 +175,7 @@ class _Replica:
     """One engine: prompts are prefilled one at a time, answers are decoded concurrently."""
 
     name: str
-    held: BlankPrefixes
+    prefixes: BlankPrefixes
     waiting: deque[_QueuedRequest] = field(default_factory=deque)
     reading: _QueuedRequest | None = None
     answering: int = 0
@@ -184,10 +184,10 @@ class _Replica:
     """Short hashes added (True) or evicted (False) since the last gossip."""
     held_blocks: int = 0
 
-    def note(self, block_hashes: Sequence[bytes], held: bool) -> None:
+    def note(self, block_hashes: Sequence[bytes], added: bool) -> None:
         """Record blocks that were added or evicted."""
-        self.held_blocks += len(block_hashes) if held else -len(block_hashes)
-        self.changed.update((short(block_hash), held) for block_hash in block_hashes)
+        self.held_blocks += len(block_hashes) if added else -len(block_hashes)
+        self.changed.update((short(block_hash), added) for block_hash in block_hashes)
 
 
 class _Simulation:
@@ -215,7 +215,7 @@ class _Simulation:
     def _replica(self, name: str) -> _Replica:
         capacity = capacity_blocks(self._trace, self._machine)
         replica = _Replica(name, BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS))
-        replica.held.on_change = replica.note
+        replica.prefixes.on_change = replica.note
         return replica
 
     def run(self, arrivals: Sequence[Arrival], progress: Callable[[int], None]) -> Outcome:
@@ -239,8 +239,8 @@ class _Simulation:
 
     def _until(self, seconds: float) -> None:
         while self._events and self._events[0][0] <= seconds:
-            at, _, act = heappop(self._events)
-            act(at)
+            now, _, act = heappop(self._events)
+            act(now)
 
     def _at(self, seconds: float, act: Callable[[float], None]) -> None:
         heappush(self._events, (seconds, next(self._order), act))
@@ -266,23 +266,23 @@ class _Simulation:
         request = replica.reading = replica.waiting.popleft()
         visit = request.arrival.visit
         self._queued.append(now - request.arrival.seconds)
-        match_tokens = replica.held.tree.match(request.block_hashes).tokens
+        match_tokens = replica.prefixes.tree.match(request.block_hashes).tokens
         hit_tokens = min(self._trace.tokens_of(visit, match_tokens), visit.input_tokens - 1)
         seconds = (visit.input_tokens - hit_tokens) / self._machine.prefill_rate
         replica.busy_seconds += seconds
         self._hit_tokens += hit_tokens
         self._prompt_tokens += visit.input_tokens
-        self._at(now + seconds, lambda at: self._read(replica, request, at))
+        self._at(now + seconds, lambda end: self._read(replica, request, end))
 
     def _read(self, replica: _Replica, request: _QueuedRequest, now: float) -> None:
         """Commit the blocks of a prefilled prompt, and start its answer."""
         self._waits.append(now - request.arrival.seconds)
-        replica.held.serve(request.arrival.blocks, request.block_hashes, now)
+        replica.prefixes.serve(request.arrival.blocks, request.block_hashes, now)
         replica.reading = None
         replica.answering += 1
         self._loads[replica.name] = max(0.0, self._loads[replica.name] - request.expected_blocks)
         seconds = request.arrival.visit.output_tokens / self._machine.decode_rate
-        self._at(now + seconds, lambda at: self._end(replica, at))
+        self._at(now + seconds, lambda end: self._end(replica, end))
         self._begin(replica, now)
 
     def _end(self, replica: _Replica, now: float) -> None:
@@ -295,8 +295,10 @@ class _Simulation:
             return
         for replica in self._replicas.values():
             self._whole_bytes += SHORT_BYTES * replica.held_blocks * len(self._routers)
-            added = [short_hash for short_hash, held in replica.changed.items() if held]
-            removed = [short_hash for short_hash, held in replica.changed.items() if not held]
+            added = [short_hash for short_hash, was_added in replica.changed.items() if was_added]
+            removed = [
+                short_hash for short_hash, was_added in replica.changed.items() if not was_added
+            ]
             self._gossip_bytes += SHORT_BYTES * len(replica.changed) * len(self._routers)
             replica.changed.clear()
             for router in self._routers:
@@ -304,7 +306,7 @@ class _Simulation:
 
     def _outcome(self, requests: int, last: float, end: float) -> Outcome:
         for replica in self._replicas.values():
-            replica.held.check()
+            replica.prefixes.check()
         busy = [replica.busy_seconds for replica in self._replicas.values()]
         mean = sum(busy) / len(busy)
         return Outcome(
@@ -318,7 +320,7 @@ class _Simulation:
             gossip_bytes_per_second=self._gossip_bytes / last if last else 0.0,
             whole_bytes_per_second=self._whole_bytes / last if last else 0.0,
             router_bytes=self._routers[0].index_bytes,
-            evictions=sum(replica.held.evictions for replica in self._replicas.values()),
+            evictions=sum(replica.prefixes.evictions for replica in self._replicas.values()),
         )
 
 

@@ -162,9 +162,9 @@ def draw(shape: CacheShape, data: str, layer: int) -> Sides:
     size = (1, shape.heads, shape.seq_len, shape.head_dim)
     keys, values = mx.random.normal(size, key=seeds[0]), mx.random.normal(size, key=seeds[1])
     if data == "outliers":
-        at = [(7 + 31 * i) % shape.head_dim for i in range(4)]
+        outliers = [(7 + 31 * i) % shape.head_dim for i in range(4)]
         large = mx.ones((shape.head_dim,))
-        for number, channel in enumerate(at):
+        for number, channel in enumerate(outliers):
             large[channel] = OUTLIERS[0] + number * (OUTLIERS[1] - OUTLIERS[0]) / 3
         keys = keys * large
     varying = keys[0]
@@ -217,8 +217,8 @@ def computed(model: Any, prompt: Sequence[int], dtype: str) -> tuple[CacheShape,
     tokens, caches = len(prompt), plain_caches(model)
     model(mx.array([list(prompt)]), cache=caches)
     kept, _, _ = taken_apart(caches)
-    held = [tuple(cache.state)[:2] for cache in kept]
-    sides = [both for both in held if len(both) == 2 and all(_is_side(side) for side in both)]
+    states = [tuple(cache.state)[:2] for cache in kept]
+    sides = [both for both in states if len(both) == 2 and all(_is_side(side) for side in both)]
     shapes = {tuple(side.shape[1::2]) for both in sides for side in both}
     if len(shapes) != 1:
         known_shapes = ", ".join(f"{heads} heads of {dim}" for heads, dim in sorted(shapes))
@@ -228,8 +228,8 @@ def computed(model: Any, prompt: Sequence[int], dtype: str) -> tuple[CacheShape,
         )
     layers = []
     for number, (keys, values) in enumerate(sides):
-        wide = keys[0, :, :tokens].astype(mx.float32)
-        varying = wide - mx.mean(wide, axis=1, keepdims=True)
+        float32_keys = keys[0, :, :tokens].astype(mx.float32)
+        varying = float32_keys - mx.mean(float32_keys, axis=1, keepdims=True)
         cut = keys[:, :, :tokens], values[:, :, :tokens]
         layers.append(_layer(*cut, varying, mx.random.key(number), DTYPES[dtype]))
     heads, dim = shapes.pop()
@@ -256,9 +256,9 @@ def _layer(
     # A channel that is large in all tokens tells none from another.
     scale = mx.sqrt(mx.mean(varying**2, axis=1, keepdims=True)) + 1e-6
     seeds = mx.random.split(seed, 2)
-    wanted = mx.random.randint(0, tokens, (heads, QUERIES), key=seeds[0])
-    wanted_keys = mx.take_along_axis(varying, wanted[..., None], axis=1)
-    queries = wanted_keys / scale**2 + mx.random.normal(wanted_keys.shape, key=seeds[1]) / scale
+    positions = mx.random.randint(0, tokens, (heads, QUERIES), key=seeds[0])
+    sought_keys = mx.take_along_axis(varying, positions[..., None], axis=1)
+    queries = sought_keys / scale**2 + mx.random.normal(sought_keys.shape, key=seeds[1]) / scale
     sides = Sides(keys.astype(dtype), values.astype(dtype), queries)
     mx.eval(sides.keys, sides.values, sides.queries)
     return sides
@@ -267,8 +267,8 @@ def _layer(
 def _text(tokenizer: Any, tokens: int) -> list[int]:
     tokens_read: list[int] = []
     while len(tokens_read) < tokens:
-        own = dialogue(len(tokens_read), tokens=TEXT_TOKENS)
-        tokens_read += encode(tokenizer, "\n".join(message["content"] for message in own.messages))
+        talk = dialogue(len(tokens_read), tokens=TEXT_TOKENS)
+        tokens_read += encode(tokenizer, "\n".join(message["content"] for message in talk.messages))
     return tokens_read[:tokens]
 
 
@@ -326,8 +326,8 @@ def rival(name: str, bits: int, group_size: int) -> StoreLayer:
     """
 
     def store(sides: Sides) -> StoredLayer:
-        held = RIVALS[name](sides.keys, sides.values, bits=bits, group_size=group_size)
-        return StoredLayer(held.nbytes, held.dequantize, held.attend, held.arrays)
+        cache = RIVALS[name](sides.keys, sides.values, bits=bits, group_size=group_size)
+        return StoredLayer(cache.nbytes, cache.dequantize, cache.attend, cache.arrays)
 
     return store
 
@@ -416,16 +416,16 @@ def measure(
 
 
 def _row(name: str, store: StoreLayer, shape: CacheShape, layers: Sequence[Sides]) -> CodecRow:
-    held, peak, quantize = _filled(store, layers, shape.rounds)
-    nbytes = sum(layer.nbytes for layer in held)
+    stored, peak, quantize = _filled(store, layers, shape.rounds)
+    nbytes = sum(layer.nbytes for layer in stored)
     numbers = 2 * len(layers) * layers[0].keys.size
-    errors = [_errors(layer, sides) for layer, sides in zip(held, layers, strict=True)]
+    errors = [_errors(layer, sides) for layer, sides in zip(stored, layers, strict=True)]
 
     def mean(key: str) -> float:
         return statistics.fmean(error[key] for error in errors)
 
-    one = [sides.queries[:, :1] / math.sqrt(shape.head_dim) for sides in layers]
-    mx.eval(one)
+    scaled = [sides.queries[:, :1] / math.sqrt(shape.head_dim) for sides in layers]
+    mx.eval(scaled)
     return CodecRow(
         name=name,
         nbytes=nbytes,
@@ -441,9 +441,10 @@ def _row(name: str, store: StoreLayer, shape: CacheShape, layers: Sequence[Sides
         top_1=mean("top_1"),
         output_error=mean("output"),
         quantize_ms=quantize,
-        dequantize_ms=_median_ms([layer.dequantize for layer in held], shape.rounds),
+        dequantize_ms=_median_ms([layer.dequantize for layer in stored], shape.rounds),
         attend_ms=_median_ms(
-            [partial(layer.attend, q) for layer, q in zip(held, one, strict=True)], shape.rounds
+            [partial(layer.attend, q) for layer, q in zip(stored, scaled, strict=True)],
+            shape.rounds,
         ),
         peak_bytes=peak,
     )
@@ -453,19 +454,19 @@ def _filled(
     store: StoreLayer, layers: Sequence[Sides], rounds: int
 ) -> tuple[list[StoredLayer], int, float]:
     """Store all layers; return them, the peak bytes above those before, and milliseconds."""
-    seconds, held, peak = [], list[StoredLayer](), 0
+    seconds, stored, peak = [], list[StoredLayer](), 0
     for _ in range(rounds):
-        held.clear()
+        stored.clear()
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         began = time.perf_counter()
         for sides in layers:
-            held.append(store(sides))
-            mx.eval(held[-1].arrays)
+            stored.append(store(sides))
+            mx.eval(stored[-1].arrays)
         seconds.append(time.perf_counter() - began)
         peak = mx.get_peak_memory() - before
-    return held, peak, 1e3 * statistics.median(seconds)
+    return stored, peak, 1e3 * statistics.median(seconds)
 
 
 def _median_ms(layers: Sequence[Callable[[], Any]], rounds: int) -> float:
@@ -478,19 +479,19 @@ def _median_ms(layers: Sequence[Callable[[], Any]], rounds: int) -> float:
     return 1e3 * statistics.median(seconds[1:])
 
 
-def _errors(held: StoredLayer, sides: Sides) -> dict[str, float]:
-    wide = [side.astype(mx.float32) for side in (sides.keys, sides.values)]
-    read = [side.astype(mx.float32) for side in held.dequantize()]
-    lost = [mx.abs(a - b) for a, b in zip(wide, read, strict=True)]
+def _errors(stored: StoredLayer, sides: Sides) -> dict[str, float]:
+    exact = [side.astype(mx.float32) for side in (sides.keys, sides.values)]
+    read = [side.astype(mx.float32) for side in stored.dequantize()]
+    lost = [mx.abs(a - b) for a, b in zip(exact, read, strict=True)]
     queries = sides.queries / math.sqrt(sides.queries.shape[-1])
     right, coded = (
-        mx.softmax(queries @ keys[0].swapaxes(-1, -2), axis=-1) for keys in (wide[0], read[0])
+        mx.softmax(queries @ keys[0].swapaxes(-1, -2), axis=-1) for keys in (exact[0], read[0])
     )
     logs = [mx.log(mx.maximum(weights, 1e-30)) for weights in (right, coded)]
-    outputs = right @ wide[1][0] - coded @ read[1][0]
+    outputs = right @ exact[1][0] - coded @ read[1][0]
     figures = {
-        "mse_keys": (lost[0] ** 2).sum() / (wide[0] ** 2).sum(),
-        "mse_values": (lost[1] ** 2).sum() / (wide[1] ** 2).sum(),
+        "mse_keys": (lost[0] ** 2).sum() / (exact[0] ** 2).sum(),
+        "mse_values": (lost[1] ** 2).sum() / (exact[1] ** 2).sum(),
         "mean_keys": lost[0].mean(),
         "mean_values": lost[1].mean(),
         "max": mx.maximum(lost[0].max(), lost[1].max()),

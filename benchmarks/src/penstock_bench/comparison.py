@@ -217,13 +217,13 @@ def check_same_tokens(runs: Mapping[str, Iterable[Run]]) -> None:
     flat = [(side, run) for side, of in runs.items() for run in of]
     (first_side, first), *others = flat
     for side, run in others:
-        for place, (wanted, got) in enumerate(zip(first.tokens, run.tokens, strict=True)):
-            same = min(len(wanted), len(got))
-            if wanted[:same] != got[:same]:
-                at = next(i for i in range(same) if wanted[i] != got[i])
+        for place, (expected, got) in enumerate(zip(first.tokens, run.tokens, strict=True)):
+            same = min(len(expected), len(got))
+            if expected[:same] != got[:same]:
+                index = next(i for i in range(same) if expected[i] != got[i])
                 raise AssertionError(
-                    f"sequence {place}, token {at}: {first_side} generated {wanted[at]}, "
-                    f"{side} {got[at]}"
+                    f"sequence {place}, token {index}: {first_side} generated {expected[index]}, "
+                    f"{side} {got[index]}"
                 )
 
 

@@ -290,7 +290,7 @@ class Crowd:
         return choice.text.strip()
 
     def _account(self, agent: Agent, token_bytes: int) -> Account:
-        held = self._held_tokens(agent, len(agent.conversation))
+        cached = self._held_tokens(agent, len(agent.conversation))
         return Account(
             agent=agent.number,
             answers=tuple(agent.answers),
@@ -298,7 +298,7 @@ class Crowd:
             prompt_tokens=agent.prompt_tokens,
             hit_tokens=agent.hit_tokens,
             hit_rate=agent.hit_tokens / max(1, agent.prompt_tokens),
-            own_bytes=max(0, held - self.shared_tokens) * token_bytes,
+            own_bytes=max(0, cached - self.shared_tokens) * token_bytes,
             plain_bytes=self._plain_bytes(agent),
         )
 

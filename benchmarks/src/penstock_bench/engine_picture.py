@@ -63,8 +63,8 @@ def draw_hit(report: Report, file: Path) -> None:
         watched = runs[side]["watched"][0]
         peaks = [watched["before_bytes"], *_column(watched, "peak_bytes")]
         right.plot([n / 1e6 for n in peaks], color=color, label=f"{side}, peak of the step")
-        held = [watched["before_bytes"], *_column(watched, "held_bytes")]
-        right.plot([n / 1e6 for n in held], color=color, ls="--", lw=1, label=f"{side}, held")
+        held_bytes = [watched["before_bytes"], *_column(watched, "held_bytes")]
+        right.plot([n / 1e6 for n in held_bytes], color=color, ls="--", lw=1, label=f"{side}, held")
     right.set(title="MB; 0 is before the hit", xlabel="token", ylim=(0, None))
     right.legend(fontsize="small")
     _save(figure, file)
@@ -99,7 +99,7 @@ def draw_restore(report: Report, file: Path) -> None:
     pane = figure.subplots()
     for i, (side, figures) in enumerate(sides.items()):
         seconds = [figures["prefill_seconds"], *figures["first_token_seconds"].values()]
-        places = [at + (i - 0.5) * 0.4 for at in range(len(names))]
+        places = [group + (i - 0.5) * 0.4 for group in range(len(names))]
         bars = pane.bar(places, seconds, 0.4, color=COLORS[side], label=side)
         pane.bar_label(bars, fmt="%.3g", fontsize="small")
     pane.set_xticks(range(len(names)), names)
@@ -167,8 +167,8 @@ def _memory(pane: Axes, runs: Runs, title: str) -> None:
     """Plot the bytes after every step and its peak, without the weights."""
     for side, color in COLORS.items():
         watched = runs[side]["watched"][0]
-        held, peak = (_column(watched, name) for name in ("held_bytes", "peak_bytes"))
-        pane.plot([n / 1e6 for n in held], color=color, label=f"{side}, held")
+        held_bytes, peak = (_column(watched, name) for name in ("held_bytes", "peak_bytes"))
+        pane.plot([n / 1e6 for n in held_bytes], color=color, label=f"{side}, held")
         pane.plot([n / 1e6 for n in peak], color=color, lw=0.7, alpha=0.5, label=f"{side}, peak")
     pane.set_yscale("log")
     pane.set_title(title, fontsize="medium")
@@ -183,8 +183,8 @@ def _first(report: Report) -> tuple[str, Runs]:
 
 def _column(watched: Mapping[str, Any], name: str) -> list[float]:
     """Return one figure of all steps of a run."""
-    at = watched["moment_columns"].index(name)
-    return [moment[at] for moment in watched["moments"]]
+    index = watched["moment_columns"].index(name)
+    return [moment[index] for moment in watched["moments"]]
 
 
 def _save(figure: Figure, file: Path) -> None:

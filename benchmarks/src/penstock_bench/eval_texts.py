@@ -36,8 +36,8 @@ class AskedDialogue:
 
     def score(self, number: int, text: str) -> float:
         """Return the score of the answer to question `number`, 0 to 1."""
-        wanted = self.answers[number]
-        return float((text.strip(),) == wanted) if self.whole else score(text, wanted)
+        expected = self.answers[number]
+        return float((text.strip(),) == expected) if self.whole else score(text, expected)
 
 
 def dialogues(tokenizer: Any, load_: EvalLoad, length: int) -> Iterator[AskedDialogue]:
@@ -47,8 +47,8 @@ def dialogues(tokenizer: Any, load_: EvalLoad, length: int) -> Iterator[AskedDia
         talk = dialogue(FIRST_SEED + number, tokens=length, facts=facts)
         yield AskedDialogue(
             tuple(render(tokenizer, talk.messages, answer=False)),
-            tuple(tuple(render(tokenizer, talk.ask(asked))) for asked in talk.questions),
-            tuple((asked.answer,) for asked in talk.questions),
+            tuple(tuple(render(tokenizer, talk.ask(question))) for question in talk.questions),
+            tuple((question.answer,) for question in talk.questions),
         )
 
 
@@ -57,19 +57,19 @@ def long_texts(
 ) -> Iterator[AskedDialogue]:
     """Yield texts of one task and length until there are enough questions."""
     haystack = _haystack(tokenizer, load_)
-    asked = 0
+    num_questions = 0
     for seed in count():
         text = write(task, haystack, length, seed)
         prompts = [
             _prompt(tokenizer, text.context, question.text, question.lead)
             for question in text.questions
         ]
-        wanted = tuple(question.wanted for question in text.questions)
+        expected = tuple(question.expected for question in text.questions)
         yield AskedDialogue(
-            _shared(prompts), tuple(prompts), wanted, task.answer_tokens, whole=False
+            _shared(prompts), tuple(prompts), expected, task.answer_tokens, whole=False
         )
-        asked += len(prompts)
-        if asked >= load_.questions:
+        num_questions += len(prompts)
+        if num_questions >= load_.questions:
             return
 
 
@@ -124,31 +124,33 @@ def pieces(tokenizer: Any, load_: EvalLoad) -> list[EvalPiece]:
     if load_.texts:
         cut = _in_turn([encode(tokenizer, text) for text in load_.texts], size, load_.text_tokens)
     else:
-        own = [
+        talks = [
             dialogue(FIRST_SEED - 1 - number, tokens=size, facts=0, quiz=0.3, strangers=0.1)
             for number in range(load_.text_tokens // size)
         ]
         if load_.model == str(MODEL_PATH):
-            cut = [_spoken(tokenizer, render(tokenizer, one.messages, answer=False)) for one in own]
+            cut = [
+                _spoken(tokenizer, render(tokenizer, talk.messages, answer=False)) for talk in talks
+            ]
         else:
-            texts = ["\n".join(message["content"] for message in one.messages) for one in own]
+            texts = ["\n".join(message["content"] for message in talk.messages) for talk in talks]
             cut = [_whole(encode(tokenizer, text)) for text in texts]
     long = [piece for piece in cut if len(piece.tokens) >= least]
     if not long:
-        most = max((len(piece.tokens) for piece in cut), default=0)
+        longest = max((len(piece.tokens) for piece in cut), default=0)
         raise SettingError(
-            f"the text has {most} tokens, or pieces of so many; a piece needs {least} or more"
+            f"the text has {longest} tokens, or pieces of so many; a piece needs {least} or more"
         )
     return long
 
 
-def _in_turn(texts: Sequence[Sequence[int]], size: int, most: int) -> list[EvalPiece]:
+def _in_turn(texts: Sequence[Sequence[int]], size: int, max_tokens: int) -> list[EvalPiece]:
     """Split texts into pieces, one of each in turn, up to `max_tokens` in total."""
     cut = []
     for start in range(0, max(map(len, texts)), size):
         for tokens in texts:
-            piece = tokens[start : start + min(size, most)]
-            most -= len(piece)
+            piece = tokens[start : start + min(size, max_tokens)]
+            max_tokens -= len(piece)
             cut.append(_whole(piece))
     return [piece for piece in cut if piece.tokens]
 
@@ -186,7 +188,7 @@ class EvalTask:
     form: KeyForm
     model: Any
     tokenizer: Any
-    asked: dict[int | str, list[AskedDialogue]]
+    questions: dict[int | str, list[AskedDialogue]]
     """Questions by length of the dialogue, or by task and length."""
     text: list[EvalPiece]
 
@@ -205,5 +207,5 @@ class EvalTask:
             passes: number of passes over all pieces of the text.
             continues: whether pieces are continued.
         """
-        asked = sum(len(conversations) for conversations in self.asked.values())
-        return settings * (asked + continues * len(self.text) + passes)
+        dialogues = sum(len(conversations) for conversations in self.questions.values())
+        return settings * (dialogues + continues * len(self.text) + passes)

@@ -154,17 +154,17 @@ def drain(core: Core) -> None:
         pass
 
 
-def answers(core: Core, asked: AskedDialogue) -> list[float]:
+def answers(core: Core, dialogue: AskedDialogue) -> list[float]:
     """Prefill a dialogue, ask all questions at once, and return the scores, 0 to 1."""
-    core.submit(Request(prompt=asked.context, max_tokens=1))
+    core.submit(Request(prompt=dialogue.context, max_tokens=1))
     drain(core)  # now all of it is coded that will be
     handles = [
-        core.submit(Request(prompt=prompt, max_tokens=asked.answer_tokens))
-        for prompt in asked.prompts
+        core.submit(Request(prompt=prompt, max_tokens=dialogue.answer_tokens))
+        for prompt in dialogue.prompts
     ]
     drain(core)
     texts = [handle.result(0.0)[0].text for handle in handles]
-    return [asked.score(number, text) for number, text in enumerate(texts)]
+    return [dialogue.score(number, text) for number, text in enumerate(texts)]
 
 
 def continued(core: Core, load_: EvalLoad, piece: EvalPiece) -> list[list[int]]:
@@ -181,12 +181,12 @@ def continued(core: Core, load_: EvalLoad, piece: EvalPiece) -> list[list[int]]:
     return [list(handle.result(0.0)[0].tokens) for handle in handles]
 
 
-def alike(tokens: Sequence[int], wanted: Sequence[int]) -> float:
+def alike(tokens: Sequence[int], expected: Sequence[int]) -> float:
     """Return the number of equal first tokens over the longer length."""
-    if list(tokens) == list(wanted):  # also of two that end at once
+    if list(tokens) == list(expected):  # also of two that end at once
         return 1.0
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted, strict=False))
-    return sum(1 for _ in same) / max(1, len(tokens), len(wanted))
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, expected, strict=False))
+    return sum(1 for _ in same) / max(1, len(tokens), len(expected))
 
 
 @dataclass(slots=True)
@@ -201,16 +201,16 @@ def serve(
     task: EvalTask, load_: EvalLoad, setting: KVSetting, step: Callable[[], None]
 ) -> EngineAnswers:
     """Answer and continue everything on one engine; `step` is called before each."""
-    if not (task.asked or load_.prompts):
+    if not (task.questions or load_.prompts):
         return EngineAnswers({}, [[] for _ in task.text])
     core = Core(task.model, task.tokenizer, **load_.engine(setting))
     try:
         right: dict[int | str, list[list[float]]] = {}
-        for length, conversations in task.asked.items():
+        for length, conversations in task.questions.items():
             right[length] = []
-            for one in conversations:
+            for conversation in conversations:
                 step()
-                right[length].append(answers(core, one))
+                right[length].append(answers(core, conversation))
         continuations = []
         for piece in task.text:
             step()
@@ -275,13 +275,17 @@ def _on_form(
         for piece in task.text[:WATCHED_PIECES]
     ]
     measured = []
-    for way, answered, one in zip(ways, served, forced, strict=True):
+    for way, answered, figures in zip(ways, served, forced, strict=True):
         row = EvalRow(task.form, way.setting, way.limits.max_kv_size, way.limits.keep_tokens)
-        _sizes(row, one, way.runner)
-        _text(row, one)
+        _sizes(row, figures, way.runner)
+        _text(row, figures)
         _layers(row, watched, way)
         _answers(row, answered, served[0])
-        kept = {"losses": _sums(one.losses), "kl": _sums(one.kl), "same": _sums(one.same)}
+        kept = {
+            "losses": _sums(figures.losses),
+            "kl": _sums(figures.kl),
+            "same": _sums(figures.same),
+        }
         right = _right(answered)
         measured.append((row, {"row": row.name, "right": right, **kept}))
     return measured
@@ -317,19 +321,19 @@ def _check(setting: KVSetting, load_: EvalLoad) -> None:
 # ---- figures
 
 
-def _sizes(row: EvalRow, one: Forced, runner: Runner) -> None:
+def _sizes(row: EvalRow, figures: Forced, runner: Runner) -> None:
     numbers = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in runner.shapes)
-    row.bytes_per_token = one.nbytes / one.tokens if one.tokens else runner.token_bytes
+    row.bytes_per_token = figures.nbytes / figures.tokens if figures.tokens else runner.token_bytes
     row.bits = round(8 * row.bytes_per_token / numbers, 3)
     row.ratio = round(runner.token_bytes / row.bytes_per_token, 3)
 
 
-def _text(row: EvalRow, one: Forced) -> None:
-    losses = Estimate.of(one.losses)
+def _text(row: EvalRow, figures: Forced) -> None:
+    losses = Estimate.of(figures.losses)
     perplexity = math.exp(losses.mean)
     row.perplexity = Estimate(losses.n, perplexity, perplexity * losses.standard_error)
-    row.kl = Estimate.of(one.kl)
-    row.top_1 = Estimate.of_shares(one.same)
+    row.kl = Estimate.of(figures.kl)
+    row.top_1 = Estimate.of_shares(figures.same)
 
 
 def _answers(row: EvalRow, answered: EngineAnswers, raw: EngineAnswers) -> None:
@@ -398,7 +402,7 @@ def report(
 
 def judged(row: EvalRow, rows: Sequence[EvalRow]) -> Iterator[Line]:
     """Yield the goals of a row: no loss, or for controls a visible loss."""
-    (raw,) = (one for one in rows if one.setting == UNCHANGED and one.form == row.form)
+    (raw,) = (other for other in rows if other.setting == UNCHANGED and other.form == row.form)
     setting = row.setting
     recall = {length: share for length, share in row.recall.items() if isinstance(length, int)}
     if setting != KVSetting(setting.codec) or not recall:

@@ -28,8 +28,8 @@ def draw(report: Report, file: Path) -> None:
     for pane, form in zip(panes, forms, strict=True):
         for row in (row for row in rows if row["form"] == form):
             kl = max(row["kl"]["mean"], LEAST_KL)
-            asked = [estimate["mean"] for estimate in row["recall"].values()]
-            color = colors.to_rgba(min(asked)) if asked else NOT_ASKED
+            recall = [estimate["mean"] for estimate in row["recall"].values()]
+            color = colors.to_rgba(min(recall)) if recall else NOT_ASKED
             pane.scatter(row["ratio"], kl, s=34, color=[color], edgecolors="0.4")
             pane.annotate(
                 row["setting"],

@@ -72,23 +72,23 @@ class BlockReads(ChunkReads):
     ) -> mx.array:
         """Attend as `ChunkReads` does, block by block."""
         window = self.check_given(keys, values, mask)
-        *own, columns = self.joined(window)
+        *joined_sides, columns = self.joined(window)
         n, size = keys.shape[2], self._block_size
-        before = own[0].shape[2] - n
+        before = joined_sides[0].shape[2] - n
         whole = Segment.views(((keys, values),), 0, n - n % size).encoded(
             self._scheme, devices.current()
         )
         self.coded = whole.layers[0]
-        held = [
+        coded_before = [
             mx.concatenate([joined[:, :, :before], _dequantized(side, joined.dtype)], axis=2)
-            for joined, side in zip(own, self.coded, strict=True)
+            for joined, side in zip(joined_sides, self.coded, strict=True)
         ]
         results = []
         for start in range(0, n, size):
             first, last = before + start, before + min(start + size, n)
             seen = [
                 mx.concatenate([codes[:, :, :first], joined[:, :, first:last]], axis=2)
-                for codes, joined in zip(held, own, strict=True)
+                for codes, joined in zip(coded_before, joined_sides, strict=True)
             ]
             results.append(
                 devices.current().prefill(
@@ -179,8 +179,8 @@ def log_probabilities(logits: mx.array) -> Floats:
 
     NumPy's exponential takes a tenth of the time of MLX's on a CPU.
     """
-    wide: Floats = np.asarray(logits.astype(mx.float32))
-    logs: Floats = wide - wide.max(axis=-1, keepdims=True)
+    float32_logits: Floats = np.asarray(logits.astype(mx.float32))
+    logs: Floats = float32_logits - float32_logits.max(axis=-1, keepdims=True)
     logs -= np.log(np.exp(logs).sum(axis=-1, keepdims=True))
     return logs
 
@@ -246,8 +246,8 @@ def force(
             if not number:
                 raise
             break
-        for one, reading, added in zip(forced, readings, figures, strict=True):
-            one.add(added, reading.coded)
+        for total, reading, added in zip(forced, readings, figures, strict=True):
+            total.add(added, reading.coded)
     return forced
 
 
@@ -260,13 +260,13 @@ def _force_piece(
         rows = [i - start for i in counted]
         after = [piece.tokens[i + 1] for i in counted]
         raw = weights = np.zeros((0, 0), np.float32)
-        for number, (reading, one) in enumerate(zip(readings, figures, strict=True)):
+        for number, (reading, piece_figures) in enumerate(zip(readings, figures, strict=True)):
             step()
             logs = reading.read(piece.tokens[start:stop])
             logs = logs if len(rows) == len(logs) else logs[rows]
             if number == 0:
                 raw, weights = logs, np.exp(logs)
-            one.note(logs, raw, weights, after)
+            piece_figures.note(logs, raw, weights, after)
     return figures
 
 

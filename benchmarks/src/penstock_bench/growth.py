@@ -234,7 +234,7 @@ def _lines(
     """Format one load: decode is judged on all figures, prefill only on memory."""
     mine, rival = ours[load], theirs[load]
     growths = mine["growths_per_layer"]
-    most = goal[f"{load}_peak_over_steady"]
+    max_ratio = goal[f"{load}_peak_over_steady"]
     judged = load == "decode"
     slower, stall = rival["median_step_ms"], rival["worst_step_ms"] / mine["worst_step_ms"]
     return [
@@ -254,15 +254,15 @@ def _lines(
             f"{load}: peak / steady bytes",
             f"{mine['peak_over_steady']:.3f}",
             f"{rival['peak_over_steady']:.3f}",
-            f"<= {most:.2f}",
-            mine["peak_over_steady"] <= most,
+            f"<= {max_ratio:.2f}",
+            mine["peak_over_steady"] <= max_ratio,
         ),
         Line(
             f"{load}: peak / bytes of the window",
             f"{mine['peak_over_window']:.3f}",
             f"{rival['peak_over_window']:.3f}",
-            f"<= {most:.2f}",
-            mine["peak_over_window"] <= most,
+            f"<= {max_ratio:.2f}",
+            mine["peak_over_window"] <= max_ratio,
         ),
         Line(
             f"{load}: first step, ms",

@@ -85,8 +85,8 @@ def bytes_copied(runs: Sequence[Run], known_bytes: int, layers: int) -> int:
 
 
 def _copied(run: Run, noise_bytes: float, most_bytes: float) -> int:
-    held = [run.before_bytes, *(moment.held_bytes for moment in run.moments)]
-    first, *later = [moment.peak_bytes - held[i] for i, moment in enumerate(run.moments)]
+    held_bytes = [run.before_bytes, *(moment.held_bytes for moment in run.moments)]
+    first, *later = [moment.peak_bytes - held_bytes[i] for i, moment in enumerate(run.moments)]
     if first > most_bytes:
         return first
     beyond = first - round(statistics.median(later))

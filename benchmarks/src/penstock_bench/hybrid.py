@@ -242,7 +242,7 @@ def _time_line(medians: Medians, heading: str, question: str, rival: str, has_go
 def _held_lines(load: HybridLoad, turns: TurnTimes) -> list[Line]:
     """Judge the tokens computed for the next turn, and the bytes of checkpoints."""
     computed = max(turns.computed_tokens)
-    most = load.new_tokens + (load.engine.block_size or config.BLOCK_SIZE)
+    max_tokens = load.new_tokens + (load.engine.block_size or config.BLOCK_SIZE)
     share = turns.checkpoint_bytes / turns.kv_bytes
     checkpoints = size(turns.checkpoint_bytes)
     return [
@@ -250,8 +250,8 @@ def _held_lines(load: HybridLoad, turns: TurnTimes) -> list[Line]:
             "computed for the next turn",
             f"{counted(computed, 'token')}",
             "",
-            f"<= {most}",
-            computed <= most,
+            f"<= {max_tokens}",
+            computed <= max_tokens,
         ),
         Line("keys and values held", size(turns.kv_bytes), ""),
         Line(f"checkpoints ({share:.0%})", checkpoints, "", f"<= {SHARE:.0%}", share <= SHARE),

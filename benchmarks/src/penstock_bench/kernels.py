@@ -54,19 +54,19 @@ def measure(load: KernelsLoad) -> Report:
 def report(load: KernelsLoad, choices: dict[tuple[int, int], WayChoice]) -> Report:
     """Compare the chosen way with plain operations."""
     timings = [
-        (f"{one.layer}, {counted(tokens, 'token')}, {one.step} ({rows})", one)
+        (f"{timing.layer}, {counted(tokens, 'token')}, {timing.step} ({rows})", timing)
         for (rows, tokens), choice in choices.items()
-        for one in choice.timings
+        for timing in choice.timings
     ]
     off = next((choice.why_off for choice in choices.values() if choice.why_off), None)
     unread = sorted({name for choice in choices.values() for name in choice.unread})
-    gains = [_plain(one) / one.milliseconds[one.chosen] for _, one in timings]
+    gains = [_plain(timing) / timing.milliseconds[timing.chosen] for _, timing in timings]
     return Report(
         name="kernels",
         claim=CLAIM,
         rival=RIVAL,
-        penstock={name: one.milliseconds[one.chosen] for name, one in timings},
-        rival_figures={name: _plain(one) for name, one in timings},
+        penstock={name: timing.milliseconds[timing.chosen] for name, timing in timings},
+        rival_figures={name: _plain(timing) for name, timing in timings},
         ratio={"least": round(min(gains), 2), "median": round(statistics.median(gains), 2)},
         goal={"least": 1.0},
         met=min(gains) >= 1.0,
@@ -75,29 +75,29 @@ def report(load: KernelsLoad, choices: dict[tuple[int, int], WayChoice]) -> Repo
             "kernels_off": off,
             "kernels_do_not_read": unread,
             "codec": load.codec,
-            "ways": {name: _raw(one) for name, one in timings},
+            "ways": {name: _raw(timing) for name, timing in timings},
         },
         dtype=", ".join(sorted({str(layer.dtype) for layer in load.layers})),
     )
 
 
-def _plain(one: Timing) -> float:
-    return one.milliseconds[AttentionWay.PLAIN]
+def _plain(timing: Timing) -> float:
+    return timing.milliseconds[AttentionWay.PLAIN]
 
 
-def _raw(one: Timing) -> dict[str, Any]:
-    times = {way.value: round(ms, 4) for way, ms in one.milliseconds.items()}
-    return {"milliseconds": times, "chosen": one.chosen.value}
+def _raw(timing: Timing) -> dict[str, Any]:
+    times = {way.value: round(ms, 4) for way, ms in timing.milliseconds.items()}
+    return {"milliseconds": times, "chosen": timing.chosen.value}
 
 
 def _lines(timings: Sequence[tuple[str, Timing]], off: str | None) -> list[Line]:
     lines = [
         Line(
             name,
-            f"{one.milliseconds[one.chosen]:.3f} ms, {one.chosen.value}",
-            f"{_plain(one):.3f} ms",
+            f"{timing.milliseconds[timing.chosen]:.3f} ms, {timing.chosen.value}",
+            f"{_plain(timing):.3f} ms",
         )
-        for name, one in timings
+        for name, timing in timings
     ]
     if off is not None:
         lines.append(Line("kernels", f"off: {off}", ""))

@@ -58,7 +58,7 @@ class LongQuestion:
     text: str
     lead: str
     """First words of the answer, included in the prompt."""
-    wanted: tuple[str, ...]
+    expected: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +169,10 @@ def _scattered(paragraphs: list[str], lines: Sequence[str], pick: Random) -> str
     return "\n".join(paragraphs)
 
 
-def score(answer: str, wanted: Sequence[str]) -> float:
+def score(answer: str, expected: Sequence[str]) -> float:
     """Return the share of the expected strings that an answer contains.
 
     >>> score(" 1234567. The", ["1234567"]), score("patent, work", ["work", "code"])
     (1.0, 0.5)
     """
-    return sum(text in answer for text in wanted) / len(wanted)
+    return sum(text in answer for text in expected) / len(expected)

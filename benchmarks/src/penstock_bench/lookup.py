@@ -46,7 +46,7 @@ class LookupShape:
     stored: Sequence[list[int]]
     piece_tokens: int
     """Maximum tokens of a node, as if committed by separate prefills."""
-    wanted: list[int]
+    prompt: list[int]
     known_tokens: int
     """Tokens of the prompt that are stored."""
 
@@ -127,11 +127,11 @@ def our_lookup(shape: LookupShape, block_size: int) -> Callable[[], int]:
             node = tree.split(node, match.blocks_in_last)
         for start in range(match.tokens, len(block_hashes) * block_size, shape.piece_tokens):
             end = min(start + shape.piece_tokens, len(block_hashes) * block_size)
-            own = block_hashes[start // block_size : end // block_size]
-            node = tree.insert(node, own, tokens[start:end], Blank(end - start), 0.0)
+            node_hashes = block_hashes[start // block_size : end // block_size]
+            node = tree.insert(node, node_hashes, tokens[start:end], Blank(end - start), 0.0)
 
     def look_up() -> int:
-        return tree.match(hash_blocks(shape.wanted, block_size, root)).tokens
+        return tree.match(hash_blocks(shape.prompt, block_size, root)).tokens
 
     return look_up
 
@@ -147,8 +147,8 @@ def their_lookup(shape: LookupShape) -> Callable[[], int]:
         cache.insert_cache("model", tokens, [BlankCache()])
 
     def look_up() -> int:
-        _, rest = cache.fetch_nearest_cache("model", shape.wanted)
-        return len(shape.wanted) - len(rest)
+        _, rest = cache.fetch_nearest_cache("model", shape.prompt)
+        return len(shape.prompt) - len(rest)
 
     return look_up
 

@@ -124,7 +124,7 @@ def run_side(make: Callable[[], StoreSide], tokens: int, caches: Sequence[Any]) 
     side.store(prompt, caches)
     store_seconds = time.perf_counter() - began
     store_peak = mx.get_peak_memory() - before
-    held = _rested()
+    stored_bytes = _rested()
     began = time.perf_counter()
     fetched = side.fetch([*prompt, 0])
     if fetched is None or any(cache.offset != tokens for cache in fetched):
@@ -134,10 +134,10 @@ def run_side(make: Callable[[], StoreSide], tokens: int, caches: Sequence[Any]) 
     return StoreRun(
         store_seconds,
         store_peak,
-        held - before,
+        stored_bytes - before,
         fetch_seconds,
-        mx.get_peak_memory() - held,
-        mx.get_active_memory() - held,
+        mx.get_peak_memory() - stored_bytes,
+        mx.get_active_memory() - stored_bytes,
     )
 
 

@@ -80,8 +80,8 @@ def _bounds(selection: Selection, row: DecodeRow, query: Scores, layer: int) -> 
     keys = np.concatenate([_keys(run, layer) for run in runs], axis=1)
     heads, tokens, dim = keys.shape
     blocks = keys.reshape(heads, tokens // BLOCK_TOKENS, BLOCK_TOKENS, dim)
-    least, most = blocks.min(axis=2).swapaxes(1, 2), blocks.max(axis=2).swapaxes(1, 2)
-    bounds: Scores = np.maximum(query, 0) @ most + np.minimum(query, 0) @ least
+    smallest, largest = blocks.min(axis=2).swapaxes(1, 2), blocks.max(axis=2).swapaxes(1, 2)
+    bounds: Scores = np.maximum(query, 0) @ largest + np.minimum(query, 0) @ smallest
     return bounds
 
 
@@ -191,10 +191,10 @@ def _window_tokens(model: Any, attend: int, tokens: int) -> int:
     """Return the window size, in tokens, that takes the bytes of the selection and its index."""
     core = Core(model, memory_limit=MEMORY, max_batch_size=1, attend_tokens=attend)
     try:
-        index, own = core.view.index_token_bytes, int(core.view.token_bytes)
+        index, token_bytes = core.view.index_token_bytes, int(core.view.token_bytes)
     finally:
         core.close()
-    return attend + tokens * index // own
+    return attend + tokens * index // token_bytes
 
 
 def _known(
@@ -203,8 +203,8 @@ def _known(
     """Ask all questions; the first one alone, so that the others find the dialogue cached."""
     said: list[str] = []
     for batch in (prompts[:1], prompts[1:]):
-        asked = [Request(prompt=prompt, max_tokens=ANSWER_TOKENS) for prompt in batch]
-        handles = [core.submit(request) for request in asked]
+        requests = [Request(prompt=prompt, max_tokens=ANSWER_TOKENS) for prompt in batch]
+        handles = [core.submit(request) for request in requests]
         while core.step():
             pass
         said += [_text(tokenizer, handle.result(0.0)[0].tokens) for handle in handles]
@@ -222,8 +222,8 @@ def shares(outcomes: Items[RecallOutcome]) -> dict[tuple[int, int, str], Share]:
     for outcome in outcomes:
         key = outcome.attend, outcome.length, outcome.side
         before = counts.get(key, Share(0, 0))
-        asked = before.asked + len(outcome.known)
-        counts[key] = Share(asked, before.known + sum(outcome.known))
+        count = before.asked + len(outcome.known)
+        counts[key] = Share(count, before.known + sum(outcome.known))
     return counts
 
 

@@ -110,9 +110,9 @@ def measure(load: RestoreLoad) -> Report:
         file = Path(name) / "rival.safetensors"
         rival_seconds = _rival_file(model, prompt, file)
         rounds = [_round(load, model, prompt, file) for _ in range(load.rounds)]
-    for one in rounds:
-        _check(rounds[0].tokens, one.tokens)
-        if not one.restored_bytes:
+    for round_ in rounds:
+        _check(rounds[0].tokens, round_.tokens)
+        if not round_.restored_bytes:
             raise SettingError(
                 f"--tokens {load.known_tokens}: so many are sooner computed than read, and were "
                 f"not restored; ask for more"
@@ -282,10 +282,10 @@ def report(
     theirs: dict[str, Any] = {
         "prefill_seconds": round(rival_seconds, 3),
         "first_token_seconds": {
-            files: round(_middle_of(one.rival_restored_seconds[files] for one in rounds), 4)
+            files: round(_middle_of(round_.rival_restored_seconds[files] for round_ in rounds), 4)
             for files in FILES
         },
-        "peak_bytes": round(statistics.median(one.rival_peak_bytes for one in rounds)),
+        "peak_bytes": round(statistics.median(round_.rival_peak_bytes for round_ in rounds)),
     }
     lines = _lines(load, ours, theirs)
     first, rival = ours["first_token_seconds"], theirs["first_token_seconds"]
@@ -306,7 +306,7 @@ def report(
         raw={
             "load": asdict(load),
             "model": model.as_object(),
-            "runs": [asdict(one) for one in rounds],
+            "runs": [asdict(round_) for round_ in rounds],
         },
         dtype=model.dtype,
     )
@@ -319,25 +319,30 @@ def _middle_of(rounds: Iterable[Sequence[float]]) -> float:
 
 def _our_figures(load: RestoreLoad, rounds: Sequence[Round]) -> dict[str, Any]:
     def middle(figure: Callable[[Round], float]) -> float:
-        return statistics.median(figure(one) for one in rounds)
+        return statistics.median(figure(round_) for round_ in rounds)
 
-    first = {files: _middle_of(one.restored_seconds[files] for one in rounds) for files in FILES}
-    prefill = middle(lambda one: one.prefill_seconds)
-    peak, restored = middle(lambda one: one.peak_bytes), middle(lambda one: one.restored_bytes)
-    written = middle(lambda one: one.written_bytes)
+    first = {
+        files: _middle_of(round_.restored_seconds[files] for round_ in rounds) for files in FILES
+    }
+    prefill = middle(lambda round_: round_.prefill_seconds)
+    peak, restored = (
+        middle(lambda round_: round_.peak_bytes),
+        middle(lambda round_: round_.restored_bytes),
+    )
+    written = middle(lambda round_: round_.written_bytes)
     return {
         "prefill_seconds": round(prefill, 3),
         "first_token_seconds": {files: round(first[files], 4) for files in FILES},
         "first_token_over_prefill": round(prefill / max(first.values()), 1),
         "bandwidth_share": {
-            files: round(_middle_of(one.bandwidth_shares(files) for one in rounds), 3)
+            files: round(_middle_of(round_.bandwidth_shares(files) for round_ in rounds), 3)
             for files in FILES
         },
         "decode_speed_while_writing": round(
-            middle(lambda one: one.decode_seconds / one.written_decode_seconds), 4
+            middle(lambda round_: round_.decode_seconds / round_.written_decode_seconds), 4
         ),
         "prefill_speed_while_writing": round(
-            middle(lambda one: one.prefill_seconds / one.written_prefill_seconds), 4
+            middle(lambda round_: round_.prefill_seconds / round_.written_prefill_seconds), 4
         ),
         "peak_bytes": round(peak),
         "peak_over_restored": round(peak / restored, 3),

@@ -118,15 +118,17 @@ class Client:
         The server runs on the same machine, and parsing takes processor time: httpx takes 170 us
         per piece, more than the server.
         """
-        asked = self._http.build_request("POST", CHAT, json=body, headers={"Connection": "close"})
+        request = self._http.build_request("POST", CHAT, json=body, headers={"Connection": "close"})
         http = h11.Connection(h11.CLIENT)
         head = h11.Request(
-            method=asked.method, target=asked.url.raw_path, headers=asked.headers.raw
+            method=request.method, target=request.url.raw_path, headers=request.headers.raw
         )
-        parts = [http.send(event) for event in (head, h11.Data(asked.content), h11.EndOfMessage())]
+        parts = [
+            http.send(event) for event in (head, h11.Data(request.content), h11.EndOfMessage())
+        ]
         loop = asyncio.get_running_loop()
         transport, pieces = await loop.create_connection(
-            _Pieces, asked.url.host, asked.url.port or 80
+            _Pieces, request.url.host, request.url.port or 80
         )
         try:
             transport.writelines([part for part in parts if part])
@@ -183,7 +185,7 @@ class _Pieces(asyncio.Protocol):
 def _read(http: h11.Connection, pieces: Sequence[tuple[float, bytes]], reply: Reply) -> None:
     """Parse the response from pieces and their timestamps."""
     status, rest = 0, b""
-    for at, piece in pieces:
+    for received, piece in pieces:
         http.receive_data(piece)
         while (event := http.next_event()) is not h11.NEED_DATA:
             if isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
@@ -194,14 +196,14 @@ def _read(http: h11.Connection, pieces: Sequence[tuple[float, bytes]], reply: Re
                 *lines, rest = (rest + event.data).split(b"\n")
                 for line in lines:
                     if line.startswith(b"data: {"):
-                        _take(json.loads(line[6:]), reply, at)
+                        _take(json.loads(line[6:]), reply, received)
             elif isinstance(event, h11.Data):
                 rest += event.data
     if status != httpx.codes.OK:
         reply.error = f"{status}: {rest[:200]!r}"
 
 
-def _take(chunk: dict[str, Any], reply: Reply, at: float) -> None:
+def _take(chunk: dict[str, Any], reply: Reply, received: float) -> None:
     """Add the text, the usage or the error of one stream event."""
     if "error" in chunk:
         reply.error = str(chunk["error"])
@@ -209,7 +211,7 @@ def _take(chunk: dict[str, Any], reply: Reply, at: float) -> None:
         text = choice["delta"].get("content")
         if text:
             reply.text += text
-            reply.text_times.append(at)
+            reply.text_times.append(received)
     if chunk.get("usage"):
         _count(chunk["usage"], reply)
 
@@ -267,12 +269,12 @@ async def open_loop(
 ) -> list[Reply]:
     """Send one request at each of `times` (seconds from now), regardless of open ones."""
 
-    async def send(line: str, at: float) -> Reply:
-        await asyncio.sleep(at)
+    async def send(line: str, delay: float) -> Reply:
+        await asyncio.sleep(delay)
         start = [{"role": "system", "content": system}, {"role": "user", "content": line}]
         return await client.ask(start, max_tokens)
 
-    sent = (send(line, at) for line, at in zip(said, times, strict=True))
+    sent = (send(line, delay) for line, delay in zip(said, times, strict=True))
     return list(await asyncio.gather(*sent))
 
 

@@ -254,10 +254,10 @@ def _comparison(
 
 def _crowd_lines(load: ServeLoad, crowd: Mapping[str, Any]) -> list[Line]:
     name = f"{load.connections} connections"
-    errors, most = crowd["errors"], crowd["most_open"]
+    errors, most_open = crowd["errors"], crowd["most_open"]
     return [
         Line(f"{name}: errors", str(errors), "", "0", errors == 0),
-        Line(f"{name}: open at once", str(most), "", str(load.connections), None),
+        Line(f"{name}: open at once", str(most_open), "", str(load.connections), None),
         Line(f"{name}: last first token", f"{crowd.get('ttft_p99_seconds', 0):,.2f} s", ""),
         Line(f"{name}: peak resident", size(crowd["peak_bytes"]), ""),
     ]

@@ -189,8 +189,8 @@ def _report(
 ) -> Report:
     """Compare both sides, a group of lines for each number of conversations."""
     of = {
-        side: {str(count): run.figures() for count, run in held.items()}
-        for side, held in runs.items()
+        side: {str(count): run.figures() for count, run in by_count.items()}
+        for side, by_count in runs.items()
     }
     return Report(
         name="serve-held",
@@ -216,8 +216,8 @@ def _report(
             "model": folder.as_object(),
             "conversation_tokens": [SYSTEM_TOKENS, LINE_TOKENS, ANSWER_TOKENS],
             "runs": {
-                side: {str(count): run.as_object() for count, run in held.items()}
-                for side, held in runs.items()
+                side: {str(count): run.as_object() for count, run in by_count.items()}
+                for side, by_count in runs.items()
             },
         },
         dtype=folder.dtype,

@@ -131,7 +131,7 @@ class Phase:
             "high_water_bytes": self.high_water_bytes,
             "cpu_seconds": self.memory.cpu_seconds,
             "most_open": self.most_open,
-            "memory": [[round(at, 2), nbytes] for at, nbytes in self.memory.samples],
+            "memory": [[round(seconds, 2), nbytes] for seconds, nbytes in self.memory.samples],
             "replies": [_recorded(reply, began) for reply in self.replies],
         }
 
@@ -139,7 +139,7 @@ class Phase:
 def _recorded(reply: Reply, began: float) -> dict[str, Any]:
     stored = asdict(reply)
     del stored["text"]
-    stored["text_times"] = [round(at - began, 4) for at in reply.text_times]
+    stored["text_times"] = [round(received - began, 4) for received in reply.text_times]
     return {**stored, "sent": round(reply.sent - began, 4), "ended": round(reply.ended - began, 4)}
 
 

@@ -78,7 +78,7 @@ def real_folder(name: str) -> Iterator[ServedFolder]:
         yield _real(folder, folder.name, None)
         return
     with TemporaryDirectory(prefix="penstock-bench-") as place:
-        write_gguf(file, Path(place), wide=True)
+        write_gguf(file, Path(place), float32=True)
         yield _real(Path(place), file.stem, file)
 
 
@@ -91,12 +91,12 @@ def model_source(name: str) -> Path:
     return named.fetch(name) if name in named.MODELS else Path(name).expanduser()
 
 
-def write_gguf(file: Path, folder: Path, *, wide: bool) -> None:
+def write_gguf(file: Path, folder: Path, *, float32: bool) -> None:
     """Convert a GGUF file to a model folder, in float32 or with its codes."""
     header = read_header(file)
-    dtype = "float32" if wide else activation_dtype(header)
-    weights.write_folder(header, folder, float32=wide, dtype=dtype)
-    arrays = dict(weights.weights(header, float32=wide, dtype=dtype))
+    dtype = "float32" if float32 else activation_dtype(header)
+    weights.write_folder(header, folder, float32=float32, dtype=dtype)
+    arrays = dict(weights.weights(header, float32=float32, dtype=dtype))
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
 
 
@@ -197,8 +197,8 @@ def lines(seed: int, count: int, tokens: int) -> list[str]:
 
 def _lines(seed: int, tokens: int) -> Iterator[str]:
     """Yield user lines of a seeded dialogue, long enough for `tokens` tokens."""
-    own = dialogue(seed, tokens=4 * tokens + 256, facts=tokens // _FACT_TOKENS)
-    return (said["content"] for said in own.messages if said["role"] == "user")
+    talk = dialogue(seed, tokens=4 * tokens + 256, facts=tokens // _FACT_TOKENS)
+    return (said["content"] for said in talk.messages if said["role"] == "user")
 
 
 def poisson_times(rate: float, count: int) -> list[float]:

@@ -314,13 +314,13 @@ def engine_alone(folder: ServedFolder) -> Iterator[EngineProcess]:
         str(folder.path),
         json.dumps(folder.codec_settings),
     ]
-    with ExitStack() as held:
-        process = held.enter_context(
+    with ExitStack() as stack:
+        process = stack.enter_context(
             children.start(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
         if process.stdin is None:
             raise AssertionError("the process has pipes")
-        held.callback(process.stdin.close)  # the end of its input ends it
+        stack.callback(process.stdin.close)  # the end of its input ends it
         yield EngineProcess(process)
 
 

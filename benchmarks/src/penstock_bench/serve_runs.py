@@ -195,8 +195,8 @@ def _arrivals(
 def _connections(load: ServeLoad, server: RunningServer, words: Words) -> Phase:
     system = {"role": "system", "content": words.system(load.overhead_prompt_tokens)}
     said = words.lines(900, load.connections, load.line_tokens)
-    asked = [[system, {"role": "user", "content": line}] for line in said]
-    return drive(server, lambda client: at_once(client, asked, load.connection_tokens))
+    conversations = [[system, {"role": "user", "content": line}] for line in said]
+    return drive(server, lambda client: at_once(client, conversations, load.connection_tokens))
 
 
 def _overhead(

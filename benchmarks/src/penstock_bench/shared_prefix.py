@@ -54,9 +54,9 @@ class SharedPrefixLoad:
     def task(self, model: BenchModel, prefix_tokens: int) -> Task:
         """Return the prompts. Nothing is cached before: all conversations are submitted at once."""
         prefix = model.prompt(prefix_tokens, seed=0)
-        own = [model.prompt(self.suffix_tokens, seed=1 + i) for i in range(self.conversations)]
+        suffixes = [model.prompt(self.suffix_tokens, seed=1 + i) for i in range(self.conversations)]
         return Task(
-            [prefix + suffix for suffix in own],
+            [prefix + suffix for suffix in suffixes],
             self.decode_tokens,
             prefill_chunk=self.engine.prefill_chunk,
         )
@@ -152,18 +152,20 @@ def fitting_batch(model: BenchModel, tokens: int) -> int:
 def report(load: SharedPrefixLoad, model: BenchModel, sharing: Mapping[int, Sharing]) -> Report:
     """Compare both sides with each other and with the goals."""
     names = {count: f"{load.conversations} x {count:,}" for count in sharing}
-    ratio = {names[count]: one.ratios() for count, one in sharing.items()}
+    ratio = {names[count]: sharing_.ratios() for count, sharing_ in sharing.items()}
     lines = [
         line
-        for count, one in sharing.items()
-        for line in _lines(load, names[count], one, GOALS.get((load.conversations, count), {}))
+        for count, sharing_ in sharing.items()
+        for line in _lines(load, names[count], sharing_, GOALS.get((load.conversations, count), {}))
     ]
     return Report(
         name="shared-prefix",
         claim=CLAIM,
         rival=RIVAL,
-        penstock={names[count]: one.figures(OURS) for count, one in sharing.items()},
-        rival_figures={names[count]: one.figures(RIVAL) for count, one in sharing.items()},
+        penstock={names[count]: sharing_.figures(OURS) for count, sharing_ in sharing.items()},
+        rival_figures={
+            names[count]: sharing_.figures(RIVAL) for count, sharing_ in sharing.items()
+        },
         ratio=least(ratio),
         goal={
             **{f"{n} x {count:,}": goal for (n, count), goal in GOALS.items()},
@@ -174,10 +176,12 @@ def report(load: SharedPrefixLoad, model: BenchModel, sharing: Mapping[int, Shar
         raw={
             "load": asdict(load),
             "model": model.as_object(),
-            "runs": {names[count]: one.comparison.as_object() for count, one in sharing.items()},
+            "runs": {
+                names[count]: sharing_.comparison.as_object() for count, sharing_ in sharing.items()
+            },
             "cold": {
-                names[count]: [run.first_seconds for run in one.cold]
-                for count, one in sharing.items()
+                names[count]: [run.first_seconds for run in sharing_.cold]
+                for count, sharing_ in sharing.items()
             },
         },
         dtype=model.dtype,
@@ -185,13 +189,13 @@ def report(load: SharedPrefixLoad, model: BenchModel, sharing: Mapping[int, Shar
 
 
 def _lines(
-    load: SharedPrefixLoad, shape: str, one: Sharing, goal: Mapping[str, float]
+    load: SharedPrefixLoad, shape: str, runs: Sharing, goal: Mapping[str, float]
 ) -> list[Line]:
-    ours, theirs, ratio = one.figures(OURS), one.figures(RIVAL), one.ratios()
+    ours, theirs, ratio = runs.figures(OURS), runs.figures(RIVAL), runs.ratios()
     computed = ours["computed_prompt_tokens"]
-    prefix = max(0, len(one.comparison.task.prompts[0]) - load.suffix_tokens)
+    prefix = max(0, len(runs.comparison.task.prompts[0]) - load.suffix_tokens)
     # Each conversation reads for itself its suffix, and its share of a block.
-    once = prefix + load.conversations * (load.suffix_tokens + one.block_size)
+    once = prefix + load.conversations * (load.suffix_tokens + runs.block_size)
 
     def line(figure: str, name: str, key: str) -> Line:
         write = size if key.endswith("bytes") else speed
@@ -201,13 +205,13 @@ def _lines(
     prefill = ("prefill cold, tokens/s", "prefill_speed", "prefill_tokens_per_second")
     return [
         line("decode, tokens/s", "decode_speed", "decode_tokens_per_second"),
-        *([line(*prefill)] if one.cold else []),
+        *([line(*prefill)] if runs.cold else []),
         line("KV held", "held_memory", "held_bytes"),
         line("peak", "peak_memory", "peak_bytes"),
         Line(
             f"{shape}: prompt tokens computed",
             f"{computed:,}",
-            f"{theirs['computed_prompt_tokens']:,}" if one.cold else "not measured",
+            f"{theirs['computed_prompt_tokens']:,}" if runs.cold else "not measured",
             f"<= {once:,}",
             computed <= once,
         ),

@@ -127,10 +127,10 @@ def _measure_one(load: SingleLoad, model: BenchModel, shape: Shape) -> Compariso
 
 def _figures(comparison: Comparison, side: str) -> dict[str, Any]:
     """Return the figures of one side; for ours, with the engine's overhead."""
-    own = figures(comparison, side)
+    medians = figures(comparison, side)
     if side == OURS:
-        own["machinery_share"] = round(comparison.median(OURS, "machinery_share"), 5)
-    return own
+        medians["machinery_share"] = round(comparison.median(OURS, "machinery_share"), 5)
+    return medians
 
 
 def measure_curve(load: SingleLoad, model: BenchModel) -> Curve:

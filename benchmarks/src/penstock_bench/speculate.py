@@ -115,9 +115,9 @@ def tasks(
         pick.randrange(size) if place % CHANGE_EVERY == CHANGE_EVERY - 1 else token
         for place, token in enumerate(file[: load.answer])
     ]
-    asked = [*file, *draw(2, 16)]
-    quoting = [*asked, *repeated]
-    spans = [(len(asked), len(quoting))]
+    question = [*file, *draw(2, 16)]
+    quoting = [*question, *repeated]
+    spans = [(len(question), len(quoting))]
     new = [*draw(3, 512), *draw(4, load.answer)]
     return [
         ScriptedTask("repeats its prompt", quoting, spans, goal=2.5),
@@ -217,13 +217,15 @@ def _take(handles: Sequence[Any]) -> None:
         handle.events()
 
 
-def check(got: Sequence[int], wanted: Sequence[int]) -> None:
+def check(got: Sequence[int], expected: Sequence[int]) -> None:
     """Raise AssertionError unless an answer equals the script."""
-    if list(got) != list(wanted):
-        at = next(
-            i for i, (one, other) in enumerate(zip(got, wanted, strict=False)) if one != other
+    if list(got) != list(expected):
+        index = next(
+            i for i, (token, other) in enumerate(zip(got, expected, strict=False)) if token != other
         )
-        raise AssertionError(f"token {at}: {got[at]} was generated, the script has {wanted[at]}")
+        raise AssertionError(
+            f"token {index}: {got[index]} was generated, the script has {expected[index]}"
+        )
 
 
 def rival_seconds(model: Any, task: ScriptedTask, draft: Any = None, proposed: int = 0) -> float:
@@ -400,22 +402,22 @@ def report(
     load_of: SpeculateLoad, measured: Sequence[Measured], model: dict[str, Any], dtype: str
 ) -> Report:
     """Format the speeds, each next to ours."""
-    lines = [line for one in measured for line in _lines(one)]
+    lines = [line for entry in measured for line in _lines(entry)]
     ours = {
-        one.task.name: {
-            "tokens_per_second": round(one.speed(ON), 2),
-            "without_proposals": round(one.speed(OFF), 2),
-            **one.proposals,
+        entry.task.name: {
+            "tokens_per_second": round(entry.speed(ON), 2),
+            "without_proposals": round(entry.speed(OFF), 2),
+            **entry.proposals,
         }
-        for one in measured
+        for entry in measured
     }
     rival = {
-        one.task.name: {
-            side: round(one.speed(side), 2)
+        entry.task.name: {
+            side: round(entry.speed(side), 2)
             for side in (RIVAL, DRAFT, DRAFTED)
-            if side in one.seconds
+            if side in entry.seconds
         }
-        for one in measured
+        for entry in measured
     }
     return Report(
         name="speculate",
@@ -424,28 +426,31 @@ def report(
         penstock={"model": model, **ours},
         rival_figures=rival,
         ratio={
-            f"{one.task.name}: {side}": ratio
-            for one in measured
-            for side, ratio in one.ratios().items()
+            f"{entry.task.name}: {side}": ratio
+            for entry in measured
+            for side, ratio in entry.ratios().items()
         },
-        goal={one.task.name: one.task.goal for one in measured},
+        goal={entry.task.name: entry.task.goal for entry in measured},
         met=all(line.met is not False for line in lines),
         lines=lines,
-        raw={"load": asdict(load_of), "seconds": {one.task.name: one.seconds for one in measured}},
+        raw={
+            "load": asdict(load_of),
+            "seconds": {entry.task.name: entry.seconds for entry in measured},
+        },
         dtype=dtype,
     )
 
 
-def _lines(one: Measured) -> list[Line]:
+def _lines(entry: Measured) -> list[Line]:
     """Return a line for each other side; the goal applies to proposals alone."""
     lines = []
-    for side, ratio in one.ratios().items():
-        goal = one.task.goal if side == OFF else None
+    for side, ratio in entry.ratios().items():
+        goal = entry.task.goal if side == OFF else None
         lines.append(
             Line(
-                f"{one.task.name}, beside {side} ({ratio:.2f}x)",
-                f"{one.speed(ON):,.1f} tokens/s",
-                f"{one.speed(side):,.1f} tokens/s",
+                f"{entry.task.name}, beside {side} ({ratio:.2f}x)",
+                f"{entry.speed(ON):,.1f} tokens/s",
+                f"{entry.speed(side):,.1f} tokens/s",
                 "" if goal is None else f">= {goal:g}x",
                 None if goal is None else ratio >= goal,
             )

@@ -133,9 +133,9 @@ def read_trace(file: Path) -> Trace:
 
 def _block_tokens(visits: Sequence[Visit]) -> int:
     """Return the smallest power of two that fits every visit's blocks: 512 in Mooncake's traces."""
-    most = max(visit.input_tokens / len(visit.blocks) for visit in visits if visit.blocks)
+    largest = max(visit.input_tokens / len(visit.blocks) for visit in visits if visit.blocks)
     size = 1
-    while size < most:
+    while size < largest:
         size *= 2
     return size
 
@@ -145,20 +145,20 @@ def replay(trace: Trace, capacity_blocks: int, policy: Policy, node_blocks: int)
 
     Block ids of the trace are hashed as tokens are.
     """
-    held = BlankPrefixes(capacity_blocks, policy, node_blocks)
+    prefixes = BlankPrefixes(capacity_blocks, policy, node_blocks)
     root = root_hash("trace")
     hit_tokens = 0
     began = time.perf_counter()
     for visit in trace.visits:
-        matched = held.serve(visit.blocks, hash_blocks(visit.blocks, 1, root), visit.seconds)
+        matched = prefixes.serve(visit.blocks, hash_blocks(visit.blocks, 1, root), visit.seconds)
         hit_tokens += trace.tokens_of(visit, matched)
     seconds = time.perf_counter() - began
-    held.check()
+    prefixes.check()
     return Replay(
         hit_tokens,
         hit_tokens / trace.input_tokens,
-        held.evictions,
-        len(held.tree),
+        prefixes.evictions,
+        len(prefixes.tree),
         len(trace.visits) / seconds,
     )
 

@@ -81,8 +81,10 @@ def measure(load: WeightsLoad, notify: Notify = lambda *_: None) -> Report:
 
 
 def _read_both(folder: Path, prompts: list[list[int]], notify: Notify) -> list[TextRun]:
-    wide, native = (load_all(folder, weights_dtype=dtype).model for dtype in ("float32", "native"))
-    return weights_text.read_both(wide, native, prompts, notify)
+    float32, native = (
+        load_all(folder, weights_dtype=dtype).model for dtype in ("float32", "native")
+    )
+    return weights_text.read_both(float32, native, prompts, notify)
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def model_forms(name: str) -> Iterator[dict[str, Path]]:
         yield {FOLDER: source}
         return
     with TemporaryDirectory(prefix="penstock-bench-") as place:
-        write_gguf(source, Path(place), wide=False)
+        write_gguf(source, Path(place), float32=False)
         yield {FILE: source, FOLDER: Path(place)}
 
 
@@ -113,12 +115,12 @@ class FormRuns:
 
 
 def _measure_one(load: WeightsLoad, path: Path) -> FormRuns:
-    wide = load_all(path, weights_dtype="float32")
-    question = render(wide.tokenizer, [{"role": "user", "content": QUESTION}])
+    float32 = load_all(path, weights_dtype="float32")
+    question = render(float32.tokenizer, [{"role": "user", "content": QUESTION}])
     few = question[: load.prompt_tokens]
-    auto = [_run(wide.model, few, load.decode_tokens) for _ in range(load.rounds)]
-    first = [_first_token_seconds(wide, question) for _ in range(load.rounds)]
-    del wide
+    auto = [_run(float32.model, few, load.decode_tokens) for _ in range(load.rounds)]
+    first = [_first_token_seconds(float32, question) for _ in range(load.rounds)]
+    del float32
     gc.collect()
     model = load_all(path, weights_dtype="native").model
     return FormRuns(auto, [_run(model, few, load.decode_tokens)], len(question), first)

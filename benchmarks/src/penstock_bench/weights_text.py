@@ -84,11 +84,11 @@ def _beginnings(tokenizer: Any, tokens: int) -> Iterator[list[int]]:
 def greedy(model: Any, prompt: Sequence[int], steps: int = ANSWER_TOKENS) -> list[int]:
     """Return a prompt with its greedy continuation."""
     caches, tokens = make_caches(model).caches, list(prompt)
-    given = tokens
+    step = tokens
     for _ in range(steps):
-        logits = model(mx.array(given)[None], cache=caches)[0, -1]
-        given = [int(np.argmax(np.array(logits.astype(mx.float32))))]
-        tokens = [*tokens, *given]
+        logits = model(mx.array(step)[None], cache=caches)[0, -1]
+        step = [int(np.argmax(np.array(logits.astype(mx.float32))))]
+        tokens = [*tokens, *step]
     return tokens
 
 
@@ -99,34 +99,34 @@ def next_logits(model: Any, tokens: Sequence[int]) -> np.ndarray:
 
 
 def read_both(
-    wide: Any, native: Any, prompts: Sequence[Sequence[int]], notify: Notify
+    float32: Any, native: Any, prompts: Sequence[Sequence[int]], notify: Notify
 ) -> list[TextRun]:
     """Read each prompt and float32's greedy continuation with both models."""
     runs: list[TextRun] = []
     for number, prompt in enumerate(prompts):
         notify("reading texts", number, len(prompts))
-        tokens = greedy(wide, prompt)
+        tokens = greedy(float32, prompt)
         runs.append(
             compare_logits(
-                tokens, len(prompt), next_logits(wide, tokens), next_logits(native, tokens)
+                tokens, len(prompt), next_logits(float32, tokens), next_logits(native, tokens)
             )
         )
     return runs
 
 
 def compare_logits(
-    tokens: Sequence[int], prompt_tokens: int, wide: np.ndarray, native: np.ndarray
+    tokens: Sequence[int], prompt_tokens: int, float32: np.ndarray, native: np.ndarray
 ) -> TextRun:
     """Return where the most likely tokens differ. Logits: (tokens, vocabulary) each."""
-    rows, best, other = np.arange(len(wide)), wide.argmax(axis=-1), native.argmax(axis=-1)
-    logits = wide[rows, best]
+    rows, best, other = np.arange(len(float32)), float32.argmax(axis=-1), native.argmax(axis=-1)
+    logits = float32[rows, best]
     return TextRun(
         tokens=list(tokens),
         prompt_tokens=prompt_tokens,
         same=(best == other).tolist(),
-        leads=[round(float(lead), 5) for lead in logits - wide[rows, other]],
+        leads=[round(float(lead), 5) for lead in logits - float32[rows, other]],
         logits=[round(float(logit), 3) for logit in logits],
-        noise=round(float(np.sqrt(np.mean(np.square(native - wide)))), 5),
+        noise=round(float(np.sqrt(np.mean(np.square(native - float32)))), 5),
     )
 
 

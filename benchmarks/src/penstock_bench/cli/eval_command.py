@@ -309,9 +309,9 @@ def _legend(row: dict[str, Any], baseline: str) -> str:
     """Return the legend of the tables, with the counts of one row."""
     counts = [f"{_heading(n)}: {estimate['n']}" for n, estimate in row["recall"].items()]
     continued = (row["agreement"] or {"n": 0})["n"]
-    asked = f"Questions by length: {', '.join(counts)}. " if counts else ""
+    questions = f"Questions by length: {', '.join(counts)}. " if counts else ""
     return (
-        f"{asked}Of the text {counted(row['kl']['n'], 'token')} count, and {continued} "
+        f"{questions}Of the text {counted(row['kl']['n'], 'token')} count, and {continued} "
         f"continuations. Bytes of a token; ratio against {baseline}; KL in nats; +- is the "
         "standard error. -: nothing is continued."
     )
@@ -327,9 +327,9 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _heading(asked: int | str) -> str:
+def _heading(length: int | str) -> str:
     """Return the column heading of a length, or of a task and a length."""
-    return f"{counted(asked, 'token')}" if isinstance(asked, int) else asked
+    return f"{counted(length, 'token')}" if isinstance(length, int) else length
 
 
 def _share(estimate: dict[str, Any] | None) -> str:

@@ -101,13 +101,13 @@ def cluster(
 
 
 def _replay(
-    replicas: list[int] | None, policies: list[str] | None, given: dict[str, Any]
+    replicas: list[int] | None, policies: list[str] | None, settings: dict[str, Any]
 ) -> ClusterLoad:
     """Return the load of a replay, with defaults for lists that are not given."""
     from penstock_bench.cluster import ClusterLoad, policy_of
 
     if replicas:
-        given["replicas"] = tuple(replicas)
+        settings["replicas"] = tuple(replicas)
     if policies:
-        given["policies"] = tuple(map(policy_of, policies))
-    return ClusterLoad(**given)
+        settings["policies"] = tuple(map(policy_of, policies))
+    return ClusterLoad(**settings)

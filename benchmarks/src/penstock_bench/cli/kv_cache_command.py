@@ -73,11 +73,11 @@ def bench_kv_cache(
 
     names = _codec_names(codecs)
     shape = bench.CacheShape(layers, heads, head_dim, seq_len, dtype, rounds)
-    shape, own = _data(data, shape)
+    shape, sides = _data(data, shape)
     _check_free(shape)
     with Console(stderr=True).status("") as status:
         table = bench.measure(
-            shape, data, names, own, lambda name: status.update(f"holding as {name}")
+            shape, data, names, sides, lambda name: status.update(f"holding as {name}")
         )
     _publish(table, as_json=as_json, save=save, plot=plot)
 
@@ -116,8 +116,8 @@ def _data(data: str, shape: CacheShape) -> tuple[CacheShape, Sequence[Sides] | N
     if "/" not in model and not Path(model).is_dir():
         known = ", ".join([*bench.DATA, EMBEDDED])
         raise SettingError(f"--data {data}: there is no such folder; or one of {known}")
-    taken, own = bench.of_model(model, shape.seq_len, shape.dtype)
-    return replace(taken, seq_len=shape.seq_len, dtype=shape.dtype, rounds=shape.rounds), own
+    taken, sides = bench.of_model(model, shape.seq_len, shape.dtype)
+    return replace(taken, seq_len=shape.seq_len, dtype=shape.dtype, rounds=shape.rounds), sides
 
 
 def _check_free(shape: CacheShape) -> None:

@@ -135,14 +135,14 @@ def dialogue(
         writer.add("system", SYSTEM)
     span = tokens - facts * _FACT_TOKENS
     due = sorted(writer.rng.uniform(*place) * span for _ in range(facts))
-    asked: list[tuple[Fact, int, int]] = []
+    told_facts: list[tuple[Fact, int, int]] = []
     while True:
         filler = writer.filler(distractors, quiz, strangers)
         room = writer.tokens + filler.tokens <= tokens - _FACT_TOKENS * len(due)
-        if due and (not room or writer.tokens - _FACT_TOKENS * len(asked) >= due[0]):
+        if due and (not room or writer.tokens - _FACT_TOKENS * len(told_facts) >= due[0]):
             due.pop(0)
             fact = writer.new_fact()
-            asked.append((fact, len(writer.messages), writer.tokens))
+            told_facts.append((fact, len(writer.messages), writer.tokens))
             writer.say(writer.telling(fact))
         elif room:
             writer.say(filler)
@@ -150,7 +150,7 @@ def dialogue(
             break
     questions = tuple(
         Question(writer.question(fact.key), f"{fact.value}.", fact, message, token)
-        for fact, message, token in asked
+        for fact, message, token in told_facts
     )
     return Dialogue(tuple(writer.messages), questions, tuple(writer.facts), writer.tokens)
 
