@@ -144,7 +144,7 @@ class TestCache(unittest.TestCase):
 
 
 @pytest.mark.slow
-def test_peers_run_shortened(tmp_path: Path) -> None:
+def test_peers_smoke(tmp_path: Path) -> None:
     """On a test file of one class."""
     tests = tmp_path / "tests"
     tests.mkdir()
@@ -158,7 +158,7 @@ def test_peers_run_shortened(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_real_templates_run_shortened(tmp_path: Path) -> None:
+def test_real_templates_smoke(tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
     for number in range(40):
         (tmp_path / f"{number}.jinja").write_text(template)
@@ -167,7 +167,7 @@ def test_real_templates_run_shortened(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_vocabulary_check_runs_shortened(tmp_path: Path) -> None:
+def test_vocabulary_check_smoke(tmp_path: Path) -> None:
     """Tokens lie beside a file; one of them is wrong in the second run."""
     gguf = pytest.importorskip("gguf")
     file = tmp_path / "small.gguf"
@@ -191,7 +191,7 @@ def test_vocabulary_check_runs_shortened(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mutants_run_shortened() -> None:
+def test_mutation_testing_smoke() -> None:
     shown = run(
         *(ROOT / "tools/mutants.py", "ledger.py", "--sample", "3", "--seed", "1"),
         *("--workers", "1", "--pool", "tests/test_ledger.py"),
@@ -200,7 +200,7 @@ def test_mutants_run_shortened() -> None:
 
 
 @pytest.mark.slow
-def test_hostile_bodies_run_shortened() -> None:
+def test_hostile_bodies_smoke() -> None:
     """Latency is judged by `make hostile` on a quiet machine."""
     shown = run(ROOT / "tools/hostile.py", "--minutes", "0.2", status=(0, 1))
     sent = re.search(r"hostile requests: {(.+)}", shown)
@@ -209,7 +209,7 @@ def test_hostile_bodies_run_shortened() -> None:
 
 
 @pytest.mark.slow
-def test_recall_measurement_runs_shortened() -> None:
+def test_recall_measurement_smoke() -> None:
     shown = run(ROOT / "tools/eval_recall.py", "--tokens", "128", "--questions", "2")
     assert re.search(r"^ +128 +2 +[01]\.", shown, re.MULTILINE), shown
 
@@ -220,7 +220,7 @@ def test_restore_passes_run() -> None:
 
 
 @pytest.mark.slow
-def test_cost_measurement_runs_shortened(tmp_path: Path) -> None:
+def test_cost_measurement_smoke(tmp_path: Path) -> None:
     """For one slow test in a tree of its own."""
     (tmp_path / "tools").mkdir()
     (tmp_path / "tests").mkdir()
@@ -239,7 +239,7 @@ def test_cost_measurement_runs_shortened(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_headers_run_shortened(tmp_path: Path) -> None:
+def test_gguf_fuzzing_smoke(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     file = tmp_path / "some.gguf"
     writer = gguf.GGUFWriter(file, "llama")
@@ -262,7 +262,7 @@ OTHERWISE = {
     "clean": "removes what others make",
     "docs": "test_cli_page_matches_help",
     "test-cpus": "each run of .ci/run draws one of its CPUs: test-drawn",
-    "test-costs": "test_cost_measurement_runs_shortened",
+    "test-costs": "test_cost_measurement_smoke",
     "run": "test_first_run_prints_working_examples",
 }
 """Targets that no workflow names: a test of the suite that does the same, or the reason."""

@@ -170,7 +170,7 @@ def test_check_detects_missing_key_scales() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("scheme", ["kivi4", "turbo4", "turbo4, scaled"])
-def test_half_precision_segments_beside_codes(scheme: str, dtype: mx.Dtype) -> None:
+def test_half_precision_segments_mixed_with_codes(scheme: str, dtype: mx.Dtype) -> None:
     """Raw spans are multiplied in their own dtype, coded ones in float32."""
 
     def attended(runs: list[Segment], kind: mx.Dtype) -> mx.array:

@@ -344,7 +344,7 @@ def test_check_detects_unsorted_rows() -> None:
     assert max(times_read(layout).values()) == 2
 
 
-def test_row_without_shared_spans_beside_sharing_rows() -> None:
+def test_row_without_shared_spans_in_batch_with_sharing_rows() -> None:
     scene = family()
     scene.rows = [DecodeRow((), 2, 4, 2), *scene.rows]
     check_decode(scene)

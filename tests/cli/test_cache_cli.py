@@ -549,7 +549,7 @@ def serving(folder: Path) -> Iterator[Callable[[], list[int]]]:
             process.kill()
 
 
-def test_cache_commands_beside_writing_process(tmp_path: Path, capsys: Capture) -> None:
+def test_cache_commands_during_writes_by_other_process(tmp_path: Path, capsys: Capture) -> None:
     folder = fill(tmp_path / "cache", chain(20))
     with serving(folder) as end:
         for _ in range(3):
@@ -580,7 +580,9 @@ def test_rebuilt_index_is_used_by_running_process(tmp_path: Path, capsys: Captur
         assert store.nbytes == sum(path.stat().st_size for path in files(folder))
 
 
-def test_verify_finds_damage_beside_writing_process(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_finds_damage_during_writes_by_other_process(
+    tmp_path: Path, capsys: Capture
+) -> None:
     """Negative control: files that are checked twice are still reported."""
     folder = fill(tmp_path / "cache", chain(3))
     pinned = chain(1, seed=7, model=B)

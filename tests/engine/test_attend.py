@@ -304,7 +304,7 @@ def test_first_token_uses_full_attention(
         chooses.close()
 
 
-def test_first_token_uses_full_attention_beside_selective_rows() -> None:
+def test_first_token_uses_full_attention_in_batch_with_selective_rows() -> None:
     """Rows of one step may read differently, independently of each other."""
     with running() as core:
         expected = [scored(core, one)[0] for one in (LONG, OTHER)]

@@ -89,7 +89,7 @@ def test_core_is_small_and_step_is_three_calls() -> None:
     ]
 
 
-def test_prompts_are_prefilled_block_by_block_beside_decodes() -> None:
+def test_prompts_are_prefilled_block_by_block_during_decodes() -> None:
     """At 1 ms no chunk fits between two tokens; a block is still prefilled."""
     settings = {name: SETTINGS[name] for name in SETTINGS if not name.startswith("ssd")}
     expected: dict[int, str] = {}

@@ -651,7 +651,7 @@ def test_attach_leaves_plain_mlx_lm_unchanged(family: str, monkeypatch: pytest.M
 
 
 @every_kind
-def test_plain_loop_beside_running_engine(family: str) -> None:
+def test_plain_loop_during_running_engine(family: str) -> None:
     model = model_of(family)
     with engine(model, **SMALL) as core:
         handle = ask(core, BASE, 20)

@@ -253,7 +253,7 @@ def test_codec_without_kv_layers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
-def test_quantized_kv_beside_raw_states(family: str) -> None:
+def test_quantized_kv_with_raw_states(family: str) -> None:
     """States stay raw, the ledger is exact, and warm requests resume."""
     with engine(
         model_of(family),

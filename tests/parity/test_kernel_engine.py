@@ -106,7 +106,7 @@ def test_kernels_read_codes_in_place(
 
 
 @pytest.mark.parametrize("codec", [{}, {"kv_cache_quantization": "8"}])
-def test_kernels_read_resident_kv_beside_spilled_kv(
+def test_kernels_read_resident_and_spilled_kv(
     folder: Path, prompts: list[tuple[int, ...]], tmp_path: Path, codec: dict[str, Any]
 ) -> None:
     """Selective rows and spilled layers use the reference; full layers use kernels."""

@@ -52,7 +52,7 @@ WINDOWED = ("llama4", "gemma3", "gpt_oss", "gear", "cohere2")
     ("family", "window", "places"),
     pairs(WINDOWED, (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1), (1, 4)),
 )
-def test_windows_of_every_length_beside_tails(family: str, window: int, places: int) -> None:
+def test_windows_of_every_length_with_tails(family: str, window: int, places: int) -> None:
     """Shorter than a tail, equal, and longer."""
     examine_window(family, window, places)
 

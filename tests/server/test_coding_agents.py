@@ -198,7 +198,7 @@ def test_non_text_question_is_refused(running: Running) -> None:
     assert "messages.3.content.1: content of type 'image'" in answer.json()["error"]["message"]
 
 
-def test_image_beside_tool_result_is_named(running: Running, prompts: Prompts) -> None:
+def test_image_in_tool_message_is_named(running: Running, prompts: Prompts) -> None:
     """Agents put an image that a tool read beside its result."""
     loop = [CLAUDE_SECOND[2], {**CLAUDE_SECOND[3]}]
     loop[1]["content"] = [*loop[1]["content"], text("a.png:"), IMAGE]

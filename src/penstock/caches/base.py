@@ -195,7 +195,7 @@ class LayerCache:
         self._roomy = True
 
     def allocated(self, capacity: int) -> None:
-        """Record that the buffers were allocated with `capacity` columns on request."""
+        """Mark the buffers as allocated with an explicit `capacity`, in columns."""
         self._capacity, self._roomy = capacity, True
 
     def _repacked(self) -> None:

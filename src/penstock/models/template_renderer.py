@@ -119,7 +119,7 @@ class TemplateRenderer:
     def _exchange(
         self, process: subprocess.Popen[bytes], line: bytes, gone: Callable[[], bool]
     ) -> bytes | None:
-        """Send a request, return the answer; empty if the process ended, None if late or gone."""
+        """Return the answer to a request; empty if the process ended, None if timed out or gone."""
         assert process.stdin is not None and process.stdout is not None
         until = time.monotonic() + WALL_SECONDS
         try:

@@ -78,7 +78,7 @@ def run_beside_short_requests(setup: Setup, missing_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("missing_tokens", [0, 30, 100])
-def test_memory_filling_request_progresses_beside_others(missing_tokens: int) -> None:
+def test_memory_filling_request_progresses_during_others(missing_tokens: int) -> None:
     """Only missing KV is recomputed."""
     with made(**LARGE) as setup:
         assert run_beside_short_requests(setup, missing_tokens) < 1.5 * PROMPT

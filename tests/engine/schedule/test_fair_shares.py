@@ -85,7 +85,7 @@ def serving(count: int, *, n: int, cls: type[Scheduler[Item]] = Scheduler) -> Si
 
 @pytest.mark.parametrize("client", ["a", "b"])
 @pytest.mark.parametrize(("count", "n"), [(1, 128), (2, 128), (4, 2)])
-def test_new_request_is_admitted_beside_many_answers(count: int, n: int, client: str) -> None:
+def test_new_request_preempts_one_of_many_answers(count: int, n: int, client: str) -> None:
     simulation = serving(count, n=n)
     assert len(of(simulation, State.RUNNING)) == 8
     (short,) = simulation.submit(range(900, 910), outputs=2, client=client)
@@ -93,7 +93,7 @@ def test_new_request_is_admitted_beside_many_answers(count: int, n: int, client:
     assert simulation.preemptions == 1
 
 
-def test_request_is_admitted_beside_waiting_one_of_same_client() -> None:
+def test_new_request_overtakes_waiting_answers_of_same_client() -> None:
     simulation = Simulation(make(8, 512, 32, 1_000))
     for number, client in enumerate("ab"):
         simulation.submit(range(100 * number, 100 * number + 40), n=128, outputs=400, client=client)
@@ -265,7 +265,7 @@ def test_largest_share_is_preempted_when_memory_is_full() -> None:
 
 
 @pytest.mark.parametrize("client", ["a", "b"])
-def test_short_prompt_is_prefilled_beside_many_of_other_request(client: str) -> None:
+def test_short_prompt_is_prefilled_during_many_of_other_request(client: str) -> None:
     """It is prefilled in the step that admits it."""
     scheduler = make(8)
     long = [item(number, left=9_000, client="a", group=0) for number in range(7)]
@@ -446,7 +446,7 @@ def test_check_detects_unfair_shares(
         run(requests, batch, broken)
 
 
-def test_check_detects_starvation_beside_many_answers() -> None:
+def test_check_detects_starvation_by_many_answers() -> None:
     simulation = serving(1, n=128, cls=FirstComeFirstServed)
     (short,) = simulation.submit(range(900, 910), outputs=2, client="b")
     with pytest.raises(AssertionError, match="starves"):

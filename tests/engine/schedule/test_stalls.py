@@ -281,7 +281,7 @@ def test_slowdown_is_learned_in_few_chunks() -> None:
 
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("seed", range(10))
-def test_short_request_beside_long_prompt_decodes_within_two_seconds(
+def test_short_request_during_long_prompt_decodes_within_two_seconds(
     seed: int, bounded: bool
 ) -> None:
     """Without the bound, it waits for a slow chunk."""

@@ -61,7 +61,7 @@ class TierLookup:
     def done(self) -> bool:
         """Return whether there is nothing to wait for.
 
-        All have answered, or one has the whole chain, or one has answered and the others are late.
+        All have answered, or one has the whole chain, or one has answered and the others timed out.
         """
         blocks_by_tier = self.blocks_by_tier()
         if any(blocks == self._blocks for blocks in blocks_by_tier.values()):
@@ -127,7 +127,7 @@ class TierGroup:
         return {name: tier.stats() for name, tier in self.tiers.items()}
 
     def held_tokens(self, block_hashes: Sequence[bytes], timeout_seconds: float) -> int | None:
-        """Return the tokens of the longest prefix of a chain in any tier; None if all are late."""
+        """Return the tokens of the longest prefix of a chain in any tier; None if all time out."""
         until = time.monotonic() + timeout_seconds
         blocks = []
         for answer in [tier.held(block_hashes) for tier in self]:

@@ -159,10 +159,10 @@ class Retention:
     # ---- between two steps
 
     def exchange_one(self, awaited: Iterable[Path]) -> Node[Segment] | None:
-        """Change one node to another form, such as codes, and return it; None if none is due.
+        """Convert one node to another format, such as codes, and return it; None if none is due.
 
         Args:
-            awaited: paths of answers that were preempted, which read them again.
+            awaited: paths of preempted sequences, which will be read again.
 
         Raises:
             MemoryError, RuntimeError: MLX found no room; the node stays as it is.

@@ -65,7 +65,7 @@ def read(tensor: TensorInfo, *, float32: bool = False) -> mx.array | AffineCodes
 
 
 def nearest_error(tensor: TensorInfo) -> float:
-    """Return the RMS error of MLX's nearest codes, relative to the values."""
+    """Return the relative RMS error of requantizing a tensor with `mx.quantize`."""
     exact, nearest = read(tensor, float32=True), read(tensor)
     if not isinstance(exact, mx.array) or not isinstance(nearest, AffineCodes):
         return 0.0
