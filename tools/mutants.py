@@ -54,7 +54,7 @@ POOL = (
     "tests/cli/test_cache_cli.py",
 )
 """Folders and files of the tests that may notice."""
-COPIED = ("src", "tests", "tools", "benchmarks", "pyproject.toml")
+COPIED = ("src", "tests", "tools", "benchmarks", "docs", "pyproject.toml")
 OPTIONS = (
     *("-p", "no:schemathesis", "-p", "no:xdist", "-p", "penstock_mutants"),
     *("-o", "pythonpath=src tests/support"),

@@ -162,6 +162,18 @@ def test_state_bytes_are_a_share_of_kv_bytes() -> None:
     assert len(places(pin)) > LEAST
 
 
+def test_path_with_little_kv_keeps_four_states() -> None:
+    prefixes, _ = made()
+    points = Checkpoints(prefixes, 100 * SPAN * TOKEN_BYTES)
+    pin, tokens = empty_pin(prefixes), range(8 * SPAN)
+    counts = []
+    for at in range(SPAN, 8 * SPAN + 1, SPAN):
+        grown(prefixes, pin, tokens, SPAN // SIZE)
+        captured(points, pin, at)
+        counts.append(len(places(pin)))
+    assert max(counts) == 4
+
+
 @pytest.mark.parametrize(
     ("spans_away", "spacing"),
     [(0, 1), (NEAR - 1, 1), (NEAR, 1), (2 * NEAR, 2), (4 * NEAR - 1, 2), (4 * NEAR, 4)],

@@ -93,6 +93,16 @@ def test_blocks_round_trip_through_tar(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
+def test_export_is_on_disk_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, tar = tmp_path / "here", tmp_path / "file.tar"
+    records = chain(3)
+    fill(folder, records)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    exported(folder, tar, *records)
+    assert synced[-1:] == [tar.stat().st_size]
+
+
 def test_export_skips_damaged_blocks_and_never_overwrites(tmp_path: Path) -> None:
     folder, tar, thesis = tmp_path / "cache", tmp_path / "x.tar", tmp_path / "thesis.tar"
     records = chain(3)

@@ -246,7 +246,7 @@ def test_begun_answer_that_outgrows_lowered_limit_ends_with_length() -> None:
     places.admission.check()
 
 
-@pytest.mark.parametrize("lost", ["slot", "pin"])
+@pytest.mark.parametrize("lost", ["slot", "pin", "reservation"])
 def test_check_detects_lost_state(lost: str) -> None:
     places = Places(10_000_000)
     sequence = places.add(0)
@@ -255,3 +255,12 @@ def test_check_detects_lost_state(lost: str) -> None:
     setattr(sequence.kv, lost, None)
     with pytest.raises(AssertionError):
         places.admission.check()
+
+
+def test_readers_are_sequences_with_pinned_path() -> None:
+    places = Places(10_000_000)
+    sequence = places.add(0)
+    assert list(places.admission.readers()) == []
+    places.admission.admit()
+    assert sequence.kv.pin is not None
+    assert list(places.admission.readers()) == [(sequence.kv.pin.path, 0)]
