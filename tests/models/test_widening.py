@@ -110,7 +110,7 @@ def test_weights_beyond_limit_are_not_read(
     weights_dtype: WeightsDtype, *, is_folder: bool, tmp_path: Path
 ) -> None:
     if weights_dtype == "packed":
-        pytest.importorskip("onnxruntime")
+        pytest.importorskip("numba")
     source = folder(tmp_path, "llama", bits=4, dtype="float16") if is_folder else None
     source = source or small_file(tmp_path)
     held = weight_bytes(load_all(source, weights_dtype=weights_dtype).model)

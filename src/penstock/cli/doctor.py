@@ -261,7 +261,7 @@ def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
 def _add_packed(rows: list[tuple[str, str]], packed: PackedParts) -> None:
     """Add the rows of a model whose codes are multiplied without dequantizing them first."""
     kinds = (
-        ("two graphs a layer", packed.graphs),
+        ("compiled layers", packed.layers),
         ("product by product", packed.products),
         ("in float32", packed.float32),
     )
@@ -269,5 +269,3 @@ def _add_packed(rows: list[tuple[str, str]], packed: PackedParts) -> None:
         if names:
             listed = ", ".join(f"{name} ({count})" for name, count in names.items())
             rows.append(("  weights", f"{what}: {listed}"))
-    if packed.lack is not None:
-        rows.append(("  weights", packed.lack))

@@ -36,9 +36,9 @@ WeightsDtype: TypeAlias = Annotated[
     config.WeightsDtype,
     typer.Option(
         help="Data type of the weights. native: as stored; float32: converted when loaded; "
-        "packed: codes of 4 and 8 bits are kept and multiplied by activations in 8 "
-        "bits, on a CPU; packed-exact: as packed, with activations in float32; auto: on a "
-        "CPU, packed if the weights are quantized and ONNX Runtime and Numba are installed. Other "
+        "packed: codes of 4 and 8 bits are kept and multiplied by activations in 16 "
+        "bits, on a CPU; packed-exact: as packed, with activations in 24 bits; auto: on a "
+        "CPU, packed if the weights are quantized and Numba is installed. Other "
         "weights become float32 there if a quarter of the memory limit stays free.",
         envvar="PENSTOCK_WEIGHTS_DTYPE",
     ),

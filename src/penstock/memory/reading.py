@@ -158,8 +158,8 @@ def _read_headers(folder: Path) -> dict[str, int]:
 def packed_weight_bytes(folder: str | Path) -> int | None:
     """Return the bytes of a folder's weights in 4 and 8 bits, the rest in float32.
 
-    Each group of a packed matrix has a scale and an offset in float32. Experts become float32. A
-    quantized embedding stays in its own codes, and is packed, too, if it is the last layer.
+    Each group of a packed matrix has a scale and an offset, in float16 if the file has them so, or
+    else in float32. Experts become float32.
 
     Returns:
         The bytes, 0 without weight files, or None if the weights are not in affine codes.
@@ -169,7 +169,6 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
     if not isinstance(common, dict) or common.get("mode", "affine") != "affine":
         return None
     headers = dict(_tensors(Path(folder).expanduser()))
-    has_head = any("lm_head" in name.split(".") for name in headers)
     total = 0
     for name, entry in headers.items():
         numbers = prod(entry["shape"])
@@ -181,17 +180,15 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
         override = common.get(stem)
         bits = int((override if isinstance(override, dict) else common).get("bits", 4))
         numbers = numbers * 32 // bits
-        groups = prod(headers[f"{stem}.scales"]["shape"])
-        packed = packed_matrix_bytes(numbers, bits, groups)
+        scales = headers[f"{stem}.scales"]
+        scale_bytes = 2 if scales["dtype"] == "F16" else 4
+        rows, groups = entry["shape"][0], scales["shape"][-1]
+        columns = entry["shape"][-1] * 32 // bits
+        packed = packed_matrix_bytes(rows, columns, bits, columns // groups, scale_bytes)
         if len(entry["shape"]) > 2:
             packed = 4 * numbers
-        elif stem.endswith(_EMBEDDINGS):
-            packed = numbers * bits // 8 + 2 * 4 * groups + (0 if has_head else packed)
         total += packed
     return total
-
-
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embedding")
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:

@@ -48,15 +48,19 @@ def round_up(size_bytes: int) -> str:
     return f"{-(-size_bytes // 10**8) / 10}GB"
 
 
-def packed_matrix_bytes(numbers: int, bits: int, groups: int, *, sides: int = 2) -> int:
+def packed_matrix_bytes(
+    rows: int, columns: int, bits: int, group: int, scale_bytes: int = 4
+) -> int:
     """Return the bytes of a matrix in codes of 4 or 8 bits, as a CPU multiplies it.
 
-    Each group has a scale and, with two sides, an offset in float32.
+    Rows are padded to a multiple of 16. Each group of columns has a scale and an offset of
+    `scale_bytes` each.
 
-    >>> packed_matrix_bytes(1_024, 5, 32)
-    1280
+    >>> packed_matrix_bytes(32, 32, 5, 32), packed_matrix_bytes(1, 32, 4, 32, 2)
+    (1280, 320)
     """
-    return numbers * (4 if bits <= 4 else 8) // 8 + 4 * groups * sides
+    numbers = -(-rows // 16) * 16 * columns
+    return numbers * (4 if bits <= 4 else 8) // 8 + 2 * scale_bytes * numbers // group
 
 
 def enough_for(weight_bytes: int) -> str:

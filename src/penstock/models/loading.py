@@ -25,7 +25,7 @@ def load(
         weights_dtype: on a CPU, where MLX multiplies other dtypes than float32 on one core, `auto`
             packs quantized weights and converts others to float32; `native` keeps them; `float32`
             always converts them; `packed` and `packed-exact` multiply by codes as they are stored,
-            with activations in 8 bits or float32.
+            with activations in 16 or 24 bits.
 
     Raises:
         ModelError: The model is unknown, or its folder is incomplete, damaged or of a type

@@ -21,14 +21,8 @@ from penstock.models.widening import Widening, model_bytes, widen
 logger = logging.getLogger(__name__)
 
 
-NO_ORDER = (
-    "without Numba attention is not in an order of its own: last bits of logits depend on the "
-    "batch and on what was cached; pip install numba"
-)
-"""Line about packed weights where Numba is missing."""
-
-Packing: TypeAlias = Literal["graphs", "product"]
-"""Way to multiply by codes: within the two graphs of its decoder layer, or by itself."""
+Packing: TypeAlias = Literal["layer", "product"]
+"""Way to multiply by codes: within a compiled decoder layer, or by itself."""
 
 
 class WeightPacker(Protocol):
@@ -37,25 +31,18 @@ class WeightPacker(Protocol):
     def takes(self, module: nn.Module) -> bool:
         """Return whether a module's codes can be multiplied directly."""
 
-    def packed_bytes(self, module: nn.Module, *, tied: bool) -> int:
-        """Return the most bytes of a module that `takes` accepts, once packed.
-
-        Args:
-            tied: whether the embedding is the last layer, too.
-        """
+    def packed_bytes(self, module: nn.Module) -> int:
+        """Return the bytes of a module that `takes` accepts, once packed."""
 
     def pack(self, model: nn.Module, *, exact: bool) -> None:
         """Replace quantized modules one by one; the rest of the model is in float32.
 
         Args:
-            exact: whether activations stay in float32.
+            exact: whether activations have 24 bits, not 16.
         """
 
     def packing(self, module: nn.Module) -> Packing | None:
         """Return how a module multiplies by its codes; None if `pack` did not make it."""
-
-    def keeps_order(self) -> bool:
-        """Return whether attention between graphs has the same bits in every batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +52,19 @@ class PackedParts:
     Numbers in names, such as those of layers, are asterisks.
     """
 
-    graphs: Mapping[str, int]
-    """Decoder layers that are two graphs each."""
+    layers: Mapping[str, int]
+    """Decoder layers that are compiled."""
     products: Mapping[str, int]
-    """Modules that multiply by their codes alone, outside of a graph of several."""
+    """Modules that multiply by their codes, outside of a compiled layer."""
     float32: Mapping[str, int]
     """Modules whose matrices are in float32."""
-    lack: str | None
-    """Line about a missing library, and how to get it; None if there is no such line."""
 
     @classmethod
     def of(cls, model: nn.Module) -> PackedParts | None:
         """Return those of a model; None if none of its modules is packed."""
         packer = weight_packer()
         modules: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
-        by_kind: dict[str, Counter[str]] = {"graphs": Counter(), "product": Counter()}
+        by_kind: dict[str, Counter[str]] = {"layer": Counter(), "product": Counter()}
         dense: Counter[str] = Counter()
         for name, module in modules if packer is not None else []:
             shared = re.sub(r"\b\d+\b", "*", name)
@@ -90,9 +75,8 @@ class PackedParts:
                 dense[shared] += 1
         if packer is None or not any(by_kind.values()):
             return None
-        lack = None if packer.keeps_order() else NO_ORDER
-        graphs, products = (dict(by_kind[kind]) for kind in ("graphs", "product"))
-        return cls(graphs, products, dict(dense), lack)
+        layers, products = (dict(by_kind[kind]) for kind in ("layer", "product"))
+        return cls(layers, products, dict(dense))
 
 
 def _is_wide(module: nn.Module) -> bool:
@@ -111,11 +95,8 @@ def weight_packer() -> WeightPacker | None:
 
 
 def can_pack() -> bool:
-    """Return whether `auto` may choose packed weights: text does not depend on the batch."""
-    if not devices.current().facts.slow_half:
-        return False
-    packer = weight_packer()
-    return packer is not None and packer.keeps_order()
+    """Return whether `auto` may choose packed weights."""
+    return devices.current().facts.slow_half and weight_packer() is not None
 
 
 def decision(model: nn.Module, choice: WeightsDtype, limit_bytes: int | None) -> Widening:
@@ -138,8 +119,7 @@ def _packed_bytes(model: nn.Module, wide_bytes: int) -> int | None:
     if not modules:
         return None
     wide: int = sum(4 * module.weight.size * 32 // module.bits for module in modules)
-    tied = "lm_head" not in model
-    return wide_bytes - wide + sum(packer.packed_bytes(module, tied=tied) for module in modules)
+    return wide_bytes - wide + sum(map(packer.packed_bytes, modules))
 
 
 def pack(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None], *, exact: bool) -> None:
@@ -148,18 +128,14 @@ def pack(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None], *, ex
     Args:
         model: loaded lazily, or evaluated.
         dense: see `widen`; used for modules whose codes cannot be multiplied directly.
-        exact: whether activations stay in float32.
+        exact: whether activations have 24 bits, not 16.
 
     Raises:
         ModelError: the plug-in is not installed.
     """
     packer = weight_packer()
     if packer is None:
-        raise ModelError(
-            "--weights-dtype packed needs ONNX Runtime: pip install onnxruntime, or take float32"
-        )
-    if not packer.keeps_order():
-        logger.warning("%s", NO_ORDER)
+        raise ModelError("--weights-dtype packed needs Numba: pip install numba, or take float32")
     takes = packer.takes
     widen(model, lambda module: None if takes(module) else dense(module))
     packer.pack(model, exact=exact)

@@ -101,7 +101,7 @@ class Widening:
         if self.widens:
             return f"float32, {sizes}; --weights-dtype native leaves them"
         if self.packs:
-            rows = "float32" if self.exact else "8 bits"
+            rows = "24 bits" if self.exact else "16 bits"
             other = "" if self.choice != "auto" else "; --weights-dtype float32 widens them"
             return f"codes multiplied directly, by activations in {rows}{other}"
         if self.choice == "native" or not devices.current().facts.slow_half:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -22,13 +22,8 @@ from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.plugins.cpu.attending_loops import PLACES
 from penstock.plugins.cpu.choice_loops import segment_addresses, side_addresses
 from penstock.plugins.cpu.compiled import has_numba
-from penstock.plugins.cpu.cpu_rows import SecondThread
-from penstock.plugins.cpu.onnx_graph import cores
+from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.ordered_loops import ordered_loop
-
-DIVIDED_FROM = 2**14
-"""Minimum scores from which a second thread computes half of them."""
-
 
 _StepPlan: TypeAlias = tuple[Integers, Integers, list[int], list[int], AttentionWindow]
 """Spans of all layers, start index of each row, positions, slots, and the layers' window."""
@@ -36,7 +31,6 @@ _StepPlan: TypeAlias = tuple[Integers, Integers, list[int], list[int], Attention
 
 class _Order(threading.local):
     kept = False
-    second: SecondThread | None = None
 
 
 _order = _Order()
@@ -226,7 +220,7 @@ def _with_whole_heads(side: Floats) -> Floats:
 
 
 def _attend(
-    loop: Any,
+    loop: int,
     queries: Floats,
     kv_heads: int,
     spans: Integers,
@@ -235,16 +229,13 @@ def _attend(
     width: int,
     value_dim: int,
 ) -> Floats:
-    """Run the loop, on two threads if there is enough work."""
+    """Run the loop on all threads; arrays are contiguous."""
     rows, heads, _ = queries.shape
     mixed = np.empty((rows, heads, value_dim), np.float32)
-    shared = queries, kv_heads, spans, firsts, seen, width
-    if heads * int((seen[:, 1] - seen[:, 0]).sum()) < DIVIDED_FROM or cores() < 2:
-        loop(*shared, 0, 1, mixed)
-        return mixed
-    if _order.second is None:
-        _order.second = SecondThread()
-    other = _order.second.submit(loop, *shared, 1, 2, mixed)
-    loop(*shared, 0, 2, mixed)
-    other.result()
+    table = np.array(
+        [0, 0, queries.ctypes.data, rows, heads, kv_heads, spans.ctypes.data, len(spans),
+         firsts.ctypes.data, len(firsts) - 1, seen.ctypes.data, width, mixed.ctypes.data],
+        np.int64,
+    )  # fmt: skip
+    team().run(loop, table)
     return mixed

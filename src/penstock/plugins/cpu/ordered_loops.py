@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from penstock.plugins.cpu.compiled import SUMS, exp_loop, pointer
+from penstock.plugins.cpu.compiled_jobs import table_at
 
 IN_ORDER = {"contract"}
 """Fast-math flags that keep the order of sums: fused multiply-add only."""
+
+
+class AttendTable(IntEnum):
+    """Entries of the table of an attention job; addresses are of contiguous arrays."""
+
+    THREADS = 0
+    BARRIER = 1
+    QUERIES = 2
+    """(rows, heads, key_dim) float32, already scaled."""
+    ROWS = 3
+    HEADS = 4
+    KV_HEADS = 5
+    SPANS = 6
+    """(spans, 5): address of the first key, bytes between heads, the same of the values, and number
+    of tokens."""
+    SPAN_COUNT = 7
+    FIRSTS = 8
+    """(sequences + 1,): the index of each sequence's first span, and the end."""
+    SEQUENCES = 9
+    SEEN = 10
+    """(rows, 2): visible columns of each row, first and end."""
+    WIDTH = 11
+    """Rows per sequence."""
+    MIXED = 12
+    """(rows, heads, value_dim) float32: the result."""
+
+
+ATTEND_WORDS = len(AttendTable)
 
 
 @cache
@@ -58,21 +88,15 @@ def _mix_loop(value_dim: int) -> Any:
 
 
 @cache
-def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> Any:
-    """Compile attention for keys and values of these sizes.
-
-    The loop's arguments are queries (rows, heads, key_dim), already scaled; the number of KV heads;
-    spans (spans, 5): address of the first key, bytes between heads, the same of the values, and
-    number of tokens; the index of each sequence's first span, and the end; visible columns of each
-    row, (rows, 2), first and end; rows per sequence; the first item of rows x heads, and the
-    stride; and the result (rows, heads, value_dim).
+def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
+    """Compile attention for keys and values of these sizes; return the job's address.
 
     Args:
         key_dim: size of a key.
         value_dim: size of a value.
         soft_cap: logit soft-capping, soft_cap x tanh(score / soft_cap); 0 for none.
     """
-    from numba import float32, njit
+    from numba import carray, cfunc, float32, njit, types
 
     score, mix, exp = _score_loop(key_dim), _mix_loop(value_dim), exp_loop()
     capped, cap = soft_cap > 0, float32(soft_cap)
@@ -114,4 +138,29 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> Any:
             into /= total
             item += step
 
-    return attend
+    table_of, address_of, words = table_at(), pointer(), ATTEND_WORDS
+    (threads, _, of_queries, rows, heads, kv_heads, spans, span_count, firsts, sequences, seen,
+     width, mixed) = map(int, AttendTable)  # fmt: skip
+
+    @cfunc(types.void(types.int64, types.int64))
+    def job(thread, address):  # type: ignore[no-untyped-def]
+        table = table_of(address, words)
+        n, count = table[rows], table[heads]
+        attend(
+            carray(address_of(table[of_queries]), (n, count, key_dim), np.float32),
+            table[kv_heads],
+            carray(address_of(table[spans]), (table[span_count], 5), np.int64),
+            carray(address_of(table[firsts]), (table[sequences] + 1,), np.int64),
+            carray(address_of(table[seen]), (n, 2), np.int64),
+            table[width],
+            thread,
+            table[threads],
+            carray(address_of(table[mixed]), (n, count, value_dim), np.float32),
+        )
+
+    _KEPT.append(job)
+    return int(job.address)
+
+
+_KEPT: list[Any] = []
+"""Compiled functions, whose addresses are in use."""

@@ -1,7 +1,7 @@
-"""Decoder layers over quantized weights as two graphs, before and after attention.
+"""Decoder layers over quantized weights as two compiled parts, before and after attention.
 
-mlx-lm's layers are recognized by their class and computed like its code does. RoPE, the cache and
-attention run between the graphs.
+mlx-lm's layers are recognized by their class and computed like its code does. The first part ends
+with rotated queries and keys; the cache and attention run between the parts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -16,30 +17,25 @@ import mlx.nn as nn
 import numpy as np
 
 from penstock.attention.reads import DecodeReads, MaskRequest, Reads
-from penstock.plugins.cpu.compiled import has_numba
-from penstock.plugins.cpu.onnx_graph import Array, Graph, RowSession
+from penstock.plugins.cpu.layer_loops import PartTable, part_loops
 from penstock.plugins.cpu.ordered_attention import attend_buffer, decode_rows, in_order
 from penstock.plugins.cpu.packed_products import (
+    EXACT,
+    ROUNDED,
     Floats,
-    PackedCodes,
+    Job,
+    PackedMatrix,
     PackedModule,
-    add_products,
-    add_split,
-    packed_codes,
+    packed_matrix,
+    padded_bias,
     rows_of,
-    run_rows,
 )
 from penstock.plugins.cpu.packed_rope import RotaryPositions
+from penstock.plugins.cpu.tile_products import TILE_ROWS
 
 ATTENTION = "scaled_dot_product_attention"
 O_PROJ, DOWN = "o_proj", "down_proj"
 NORMS = ("q_norm", "k_norm")
-EXACT_SIDES = (4,)
-"""Bit widths for which queries, keys and values are always computed from float32 rows.
-
-Rounding costs most there: the KL divergence of SmolLM2's next token is 0.0026 without it, 0.0040
-with it. The operator has no fast float32 path for 8 bits.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +83,17 @@ FORMS = {
 class PackedProjection:
     """Quantized weights and bias of a linear layer."""
 
-    matrix: PackedCodes
-    bias: Array | None
+    matrix: PackedMatrix
+    bias: Floats | None
 
     @classmethod
-    def of(cls, module: nn.Module) -> PackedProjection | None:
-        """Return the weights of an MLX module; None if they cannot be packed."""
-        matrix = packed_codes(module)
+    def of(cls, module: nn.Module, rows: slice) -> PackedProjection | None:
+        """Return some rows of an MLX module; None if they cannot be packed."""
+        matrix = packed_matrix(module, rows)
         if matrix is None:
             return None
         bias = module.get("bias")
-        return cls(matrix, None if bias is None else np.array(bias.astype(mx.float32)))
+        return cls(matrix, None if bias is None else padded_bias(bias[rows]))
 
 
 def form_of(module: nn.Module) -> DecoderForm | None:
@@ -114,12 +110,27 @@ def packed_layer(layer: nn.Module, *, exact: bool) -> PackedDecoderLayer | None:
     if form is None:
         return None
     attention, mlp = layer.self_attn, layer.mlp
-    modules = [attention[name] for name in (*form.before, O_PROJ)]
-    modules += [mlp[name] for name in (*form.raising, DOWN)]
-    projections = [projection for x in modules if (projection := PackedProjection.of(x))]
-    if len(projections) < len(modules):
-        return None
+    heads, kv_heads = attention.n_heads, attention.n_kv_heads
+    before = _parts([attention[name] for name in form.before], (heads, kv_heads, kv_heads))
+    behind = [(attention[O_PROJ], slice(None))]
+    behind += _parts([mlp[name] for name in form.raising], (1, 1))
+    behind.append((mlp[DOWN], slice(None)))
+    projections = []
+    for module, rows in (*before, *behind):
+        projection = PackedProjection.of(module, rows)
+        if projection is None:
+            return None
+        projections.append(projection)
     return PackedDecoderLayer(layer, form, projections, exact=exact)
+
+
+def _parts(modules: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, slice]]:
+    """Return the module and the rows of each part; a fused layer has parts of these sizes."""
+    if len(modules) > 1:
+        return [(module, slice(None)) for module in modules]
+    (module,) = modules
+    ends = [0, *np.cumsum(sizes) * (len(module.weight) // sum(sizes))]
+    return [(module, slice(int(i), int(j))) for i, j in pairwise(ends)]
 
 
 class PackedDecoderLayer(PackedModule):
@@ -133,13 +144,13 @@ class PackedDecoderLayer(PackedModule):
         *,
         exact: bool,
     ) -> None:
-        """Build the graphs.
+        """Take over the layer.
 
         Args:
             layer: layer of mlx-lm.
             form: structure of the layer.
-            projections: those before attention, of its output, of gate and up, and down.
-            exact: whether activations stay in float32.
+            projections: queries, keys, values, output of attention, gate, up, and down.
+            exact: whether activations have 24 bits, not 16.
         """
         super().__init__([projection.matrix for projection in projections], exact=exact)
         for name, value in vars(layer).items():  # such as `use_sliding`, which the model reads
@@ -147,17 +158,10 @@ class PackedDecoderLayer(PackedModule):
                 setattr(self, name, value)
         attention = layer.self_attn
         self._attention_module = sys.modules[type(attention).__module__]
-        self._heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
         self._soft_cap = float(getattr(attention, "attn_logit_softcapping", 0))
         self._rotation = RotaryPositions.of(attention.rope)
-        parts = len(form.before)
-        graphs = LayerGraphs(layer, form, exact=exact)
-        self._before = graphs.before(projections[:parts], self._heads)
-        self._behind = graphs.behind(
-            projections[parts], projections[parts + 1 : -1], projections[-1]
-        )
-        self.packed_bytes = self._before.weight_bytes + self._behind.weight_bytes
-
+        self._parts = LayerParts(layer, form, projections, exact=exact)
+        self.packed_bytes += self._parts.small_bytes
         for name in [key for key in attention if key in (*form.before, O_PROJ, *NORMS)]:
             attention.pop(name)
         self.self_attn = attention
@@ -167,16 +171,14 @@ class PackedDecoderLayer(PackedModule):
         b, n, _ = x.shape
         rows = rows_of(x)
         offset = 0 if cache is None else cache.offset
-        sides = [
-            side.reshape(b * n, heads, -1)
-            for side, heads in zip(run_rows(self._before, rows), self._heads, strict=True)
-        ]
-        rotation = self._rotation
+        rotation, angles = self._rotation, None
         if rotation is not None:
             positions = (np.asarray(offset).reshape(-1, 1) + np.arange(n)).ravel()
             if len(positions) < b * n:
                 positions = np.tile(positions, b)
-            sides[:2] = rotation.rotated(sides[:2], positions)
+            angles = rotation.angles(positions)
+        sides = self._parts.before(rows, angles)
+        if rotation is not None:
             mixed = self._decoded(sides, mask, cache)
             if mixed is not None:
                 return self._finished(mixed, rows, x)
@@ -194,14 +196,13 @@ class PackedDecoderLayer(PackedModule):
 
     def _finished(self, mixed: Floats, rows: Floats, x: mx.array) -> mx.array:
         """Compute the part after attention, from its output and the layer's input."""
-        (result,) = run_rows(self._behind, mixed.reshape(len(rows), -1), rows)
-        return mx.array(result).reshape(x.shape)
+        return mx.array(self._parts.behind(mixed.reshape(len(rows), -1), rows)).reshape(x.shape)
 
     def _decoded(self, sides: Sequence[Floats], mask: Any, cache: Any) -> Floats | None:
         """Append and attend on the step's own memory; None if MLX arrays are needed."""
         if not isinstance(cache, DecodeReads) or not isinstance(mask, MaskRequest):
             return None
-        if not has_numba() or self._soft_cap:
+        if self._soft_cap:
             return None
         window = cache.attention_window.within(mask.window)
         return decode_rows(cache.step, cache.layer, window, sides, self.self_attn.scale)
@@ -251,103 +252,115 @@ def _attend_capped(
     return mixed.reshape(b, heads, n, -1)
 
 
-class LayerGraphs:
-    """Builder of the two graphs of a decoder layer."""
+class LayerParts:
+    """The two compiled parts of a decoder layer."""
 
-    def __init__(self, layer: nn.Module, form: DecoderForm, *, exact: bool) -> None:
-        self._layer = layer
-        self._form = form
-        self._exact = exact
-
-    def before(self, projections: Sequence[PackedProjection], heads: Sequence[int]) -> RowSession:
-        """Return the graph before attention: norm, and projections to queries, keys and values."""
-        graph, attention = Graph(), self._layer.self_attn
-        width = projections[0].matrix.columns
-        normed = self._norm(graph, "x", self._layer.input_layernorm)
-        exact = self._exact or all(x.matrix.bits in EXACT_SIDES for x in projections)
-        sides = add_projections(graph, normed, {}, projections, exact=exact)
-        widths = [projection.matrix.rows for projection in projections]
-        if len(sides) == 1:
-            dim = widths[0] // sum(heads)
-            widths = [dim * count for count in heads]
-            sides = add_split(graph, sides[0], widths)
-        for number, name in enumerate(NORMS):
-            if name in attention:
-                sides[number] = self._norm_heads(
-                    graph, sides[number], heads[number], attention[name]
-                )
-        return graph.session({"x": width}, dict(zip(sides, widths, strict=True)))
-
-    def behind(
+    def __init__(
         self,
-        output: PackedProjection,
-        raising: Sequence[PackedProjection],
-        down: PackedProjection,
-    ) -> RowSession:
-        """Return the graph after attention, from its output and the layer's input."""
-        graph, layer, form, exact = Graph(), self._layer, self._form, self._exact
-        width, hidden_width = down.matrix.rows, down.matrix.columns
-        (mixed,) = add_projections(graph, "mixed", {}, (output,), exact=exact)
-        residual = self._add(graph, "x", mixed, form.mixed_norm)
-        normed = self._norm(graph, residual, layer[form.mlp_norm])
-        raised = add_projections(graph, normed, {}, raising, exact=exact)
-        if len(raised) == 1:
-            raised = add_split(graph, raised[0], [hidden_width, hidden_width])
-        hidden = graph.node("Mul", _activated(graph, raised[0], form.activation), raised[1])
-        (lowered,) = add_projections(graph, hidden, {}, (down,), exact=exact)
-        result = self._add(graph, residual, lowered, form.lowered_norm)
-        inputs = {"mixed": output.matrix.columns, "x": width}
-        return graph.session(inputs, {result: width})
+        layer: nn.Module,
+        form: DecoderForm,
+        projections: Sequence[PackedProjection],
+        *,
+        exact: bool,
+    ) -> None:
+        """See `PackedDecoderLayer`."""
+        attention = layer.self_attn
+        digits = EXACT if exact else ROUNDED
+        self._projections = projections
+        self._heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
+        queries, keys, values, output, gate, _, down = (x.matrix for x in projections)
+        self._width = down.rows
+        self._widths = [len(side.tiles) * TILE_ROWS for side in (queries, keys, values)]
+        self._dim = queries.rows // attention.n_heads
+        self._hidden = gate.rows
+        rotation = RotaryPositions.of(attention.rope)
+        norms = [attention.get(name) for name in NORMS]
+        epsilon = next((float(norm.eps) for norm in norms if norm is not None), 0.0)
+        factor = float(getattr(layer, "residual_multiplier", 1.0))
+        self._arrays: list[Floats] = []
+        constants = self._kept(np.array([layer.input_layernorm.eps, epsilon, factor], np.float32))
+        shared = {PartTable.WIDTH: self._width, PartTable.CONSTANTS: constants}
+        one = int(form.from_one)
+        linears = [x.matrix.linear(digits, x.bias) for x in projections]
+        _, before, behind = part_loops()
+        self._before = Job(
+            before, linears[:3], digits, self._width,
+            {
+                **shared,
+                PartTable.NORM: self._weights(layer.input_layernorm, one),
+                PartTable.STRIDE: sum(self._widths),
+                PartTable.LINEARS: 3,
+                PartTable.Q_NORM: self._weights(norms[0], one),
+                PartTable.K_NORM: self._weights(norms[1], one),
+                PartTable.HEADS: attention.n_heads,
+                PartTable.KV_HEADS: attention.n_kv_heads,
+                PartTable.DIM: self._dim,
+                PartTable.KEYS: self._widths[0],
+                PartTable.PAIRS: 0 if rotation is None else rotation.pairs,
+                PartTable.NEIGHBORS: int(rotation is not None and rotation.neighbors),
+            },
+        )  # fmt: skip
+        columns = max(output.columns, self._width, down.columns)
+        self._behind = Job(
+            behind, linears[3:], digits, columns,
+            {
+                **shared,
+                PartTable.NORM: self._weights(layer[form.mlp_norm], one),
+                PartTable.MIXED_NORM: self._weights(layer.get(form.mixed_norm), one),
+                PartTable.LOWERED_NORM: self._weights(layer.get(form.lowered_norm), one),
+                PartTable.GELU: int(form.activation == "gelu"),
+            },
+        )  # fmt: skip
+        biases = [x.bias for x in projections if x.bias is not None]
+        self.small_bytes = sum(array.nbytes for array in (*self._arrays[1:], *biases))
+        """Bytes of biases, and of the norms' weights as they are multiplied."""
 
-    def _add(self, graph: Graph, x: str, y: str, norm: str | None) -> str:
-        """Add the output `y` of attention or of the MLP to the residual stream `x`."""
-        if norm is not None:
-            y = self._norm(graph, y, self._layer[norm])
-        factor = getattr(self._layer, "residual_multiplier", 1.0)
-        if factor != 1.0:
-            y = graph.node("Mul", y, graph.weight(np.array([factor], np.float32)))
-        return str(graph.node("Add", x, y))
+    def before(self, x: Floats, angles: Floats | None) -> list[Floats]:
+        """Return queries, keys and values (n, heads, dim) of rows (n, width).
 
-    def _norm(self, graph: Graph, x: str, norm: nn.Module) -> str:
-        weight = np.array(norm.weight.astype(mx.float32)) + np.float32(self._form.from_one)
-        normed: str = graph.node(
-            "SimplifiedLayerNormalization",
-            x,
-            graph.weight(weight),
-            axis=-1,
-            epsilon=float(norm.eps),
-        )
-        return normed
+        Args:
+            x: the layer's input.
+            angles: cosines and sines of the rows' positions, (2, n, 1, pairs); None to rotate none.
+        """
+        n = len(x)
+        result = np.empty((n, sum(self._widths)), np.float32)
+        places = {PartTable.X: x.ctypes.data, PartTable.RESULT: result.ctypes.data}
+        if angles is not None and angles.size:
+            places[PartTable.ANGLES] = angles.ctypes.data
+        self._before.run(n, self._width, places)
+        sides: list[Floats] = []
+        start = 0
+        for heads, width in zip(self._heads, self._widths, strict=True):
+            side = result[:, start : start + width]
+            dim = self._projections[len(sides)].matrix.rows // heads
+            sides.append(side[:, : heads * dim].reshape(n, heads, dim))
+            start += width
+        return sides
 
-    def _norm_heads(self, graph: Graph, x: str, heads: int, norm: nn.Module) -> str:
-        """Add a norm over each head of rows."""
-        apart = graph.weight(np.array([0, heads, norm.weight.size], np.int64))
-        normed = self._norm(graph, graph.node("Reshape", x, apart), norm)
-        together = graph.weight(np.array([0, heads * norm.weight.size], np.int64))
-        return str(graph.node("Reshape", normed, together))
+    def behind(self, mixed: Floats, x: Floats) -> Floats:
+        """Return the layer's output, (n, width).
 
+        Args:
+            mixed: output of attention, (n, heads x dim).
+            x: the layer's input, (n, width).
+        """
+        result = np.empty_like(x)
+        mixed = np.ascontiguousarray(mixed)
+        places = {
+            PartTable.X: x.ctypes.data,
+            PartTable.MIXED: mixed.ctypes.data,
+            PartTable.RESULT: result.ctypes.data,
+        }
+        self._behind.run(len(x), self._width, places, self._width + 2 * self._hidden)
+        return result
 
-# ---- nodes of graphs
+    def _weights(self, norm: Any, one: int) -> int:
+        """Return the address of a norm's weights, to which `one` is added; 0 without a norm."""
+        if norm is None:
+            return 0
+        return self._kept(np.asarray(norm.weight.astype(mx.float32)) + np.float32(one))
 
-
-def add_projections(
-    graph: Graph,
-    x: str,
-    sums: dict[int, str],
-    projections: Sequence[PackedProjection],
-    *,
-    exact: bool,
-) -> list[str]:
-    """Add linear layers of the same rows to a graph; return the names of their results."""
-    matrices = [projection.matrix for projection in projections]
-    products = add_products(graph, x, sums, matrices, exact=exact)
-    return [
-        product if bias is None else str(graph.node("Add", product, graph.weight(bias)))
-        for product, bias in zip(products, (x.bias for x in projections), strict=True)
-    ]
-
-
-def _activated(graph: Graph, x: str, activation: str) -> str:
-    if activation == "gelu":
-        return str(graph.node("Gelu", x, approximate="tanh"))
-    return str(graph.node("Mul", x, graph.node("Sigmoid", x)))
+    def _kept(self, array: Floats) -> int:
+        """Keep an array, and return its address."""
+        self._arrays.append(np.ascontiguousarray(array))
+        return int(self._arrays[-1].ctypes.data)

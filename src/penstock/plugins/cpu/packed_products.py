@@ -1,19 +1,17 @@
-"""Products with packed 4- or 8-bit weights, by ONNX Runtime's `MatMulNBits`.
+"""Products with packed 4- or 8-bit weights, by compiled loops over tiles.
 
-The operator is fast only for symmetric codes, with a zero point of 8 or 128. Affine codes have an
-offset: value = scale x (code - middle) + offset. So the product is that of the symmetric codes,
-plus the sums of each row's blocks times the offsets: exact, with 1/32 of additional work.
-
-Activations are rounded to 8 bits per block, as in llama.cpp; `exact` keeps them in float32. A row's
-result does not depend on other rows. On some processors a single row, or the last of an odd number,
-is summed in another order; there, rows are computed in pairs (`row_multiple`).
+Affine codes stay as they are: value = scale x code + offset, with a scale and an offset for a group
+of columns. Activations are rounded in blocks of 32, to 16 bits (`packed`) or 24 (`packed-exact`, as
+near as float32 itself), in digits of 8 bits, which the processor multiplies with codes exactly. A
+product is that of the codes times the scale, plus the sum of the rounded block times the offset. A
+row's result does not depend on other rows, nor on the processor; see `tile_products`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -21,289 +19,312 @@ import mlx.nn as nn
 import numpy as np
 import xxhash
 
+from penstock.memory.sizes import packed_matrix_bytes
 from penstock.models.layer_seams import skips_logits
-from penstock.plugins.cpu.onnx_graph import MICROSOFT, Array, Graph, RowSession
+from penstock.plugins.cpu.compiled_jobs import team
+from penstock.plugins.cpu.layer_loops import PART_WORDS, PartTable, part_loops
+from penstock.plugins.cpu.tile_products import BLOCK, TILE_ROWS, block_bytes, multiply_loop
 
+Array: TypeAlias = np.ndarray[Any, Any]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-ROUNDED, EXACT = 4, 1
-"""Accuracy levels of the operator: activations in 8 bits, and in float32."""
-BLOCKS = (16, 32, 64, 128, 256)
-"""Block sizes of scales that the operator supports."""
+ROUNDED, EXACT = 2, 3
+"""Digits of 8 bits of an activation, in `packed` and in `packed-exact`."""
+GROUPS = (32, 64, 128, 256)
+"""Numbers of columns that may share a scale."""
 WIDER = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}
 """Stored width of codes, by bits."""
 ALIGNMENT = 64
-"""Alignment in bytes that the runtime uses for its own arrays."""
-MULTIPLES = (1, 2, 4, 8)
-"""Numbers of rows that may have to be computed together."""
+"""Alignment of tiles, in bytes."""
 ACTIVATIONS = 2
-"""Number of products of a row alive at once in a graph."""
-CODES_AT_ONCE = 1 << 22
-"""Number of codes unpacked at a time."""
+"""Number of products of a row alive at once."""
+TILES_AT_ONCE = 256
+"""Number of tiles that are packed at a time."""
+
+
+class PackedMatrix:
+    """Quantized matrix in tiles of 16 rows, as `multiply_loop` reads it.
+
+    Args:
+        codes: codes as bytes, (rows, groups, columns of a group); rows are padded with zeros.
+        scales: scales, (rows, groups), float16 or float32.
+        offsets: offsets, (rows, groups), of the same dtype.
+        bits: width of a stored code, 4 or 8.
+    """
+
+    def __init__(self, codes: CodeRows, scales: Array, offsets: Array, bits: int) -> None:
+        self.rows, groups = scales.shape
+        self.columns = codes.group * groups
+        self.bits = bits
+        self.scale_bytes = scales.dtype.itemsize
+        self.per_scale = codes.group // BLOCK
+        tiles = -(-self.rows // TILE_ROWS)
+        record = block_bytes(bits, self.per_scale, self.scale_bytes)
+        self.tiles: Array = _aligned(tiles * groups * record).reshape(tiles, groups, record)
+        """Shape (tiles, groups, bytes): scales, offsets and codes of a tile's columns."""
+        for first in range(0, tiles, TILES_AT_ONCE):
+            last = min(first + TILES_AT_ONCE, tiles)
+            rows = slice(first * TILE_ROWS, min(last * TILE_ROWS, self.rows))
+            self._pack(first, last, codes[rows], scales[rows], offsets[rows])
+
+    def _pack(self, first: int, last: int, codes: Array, scales: Array, offsets: Array) -> None:
+        """Write some tiles."""
+        count, groups = last - first, self.tiles.shape[1]
+        into, start = self.tiles[first:last], 0
+        for side in (scales, offsets):
+            by_row: Array = _padded(side, count).reshape(count, TILE_ROWS, groups)
+            turned = np.ascontiguousarray(by_row.swapaxes(1, 2)).view(np.uint8)
+            into[..., start : start + turned.shape[-1]] = turned
+            start += turned.shape[-1]
+        by_tile: Array = _padded(codes, count).reshape(count, TILE_ROWS, groups, -1)
+        if self.bits == 4:  # four columns in the low halves of bytes, the next four in the high
+            eights = by_tile.reshape(count, TILE_ROWS, groups, -1, 2, 4)
+            fours: Array = eights[..., 0, :] | eights[..., 1, :] << 4
+        else:
+            fours = by_tile.reshape(count, TILE_ROWS, groups, -1, 4)
+        into[..., start:] = fours.transpose(0, 2, 3, 1, 4).reshape(count, groups, -1)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the exact values."""
+        return xxhash.xxh3_128_hexdigest(self.tiles.tobytes())
+
+    def linear(self, digits: int, bias: Floats | None = None) -> list[int]:
+        """Return the values of `LinearEntry`; the caller keeps the matrix and the bias alive."""
+        function = multiply_loop(self.bits, self.per_scale, self.scale_bytes, digits)
+        tiles = len(self.tiles)
+        where = 0 if bias is None else bias.ctypes.data
+        return [function, self.tiles.ctypes.data, tiles, self.columns // BLOCK, where]
+
+    def rows_of(self, tokens: Integers) -> Floats:
+        """Return rows of the matrix as float32, (n, columns)."""
+        tiles, lane = self.tiles[tokens // TILE_ROWS], tokens % TILE_ROWS
+        sides, size = [], TILE_ROWS * self.scale_bytes
+        every = np.arange(len(tokens))
+        for start in (0, size):
+            stored = np.ascontiguousarray(tiles[..., start : start + size])
+            by_lane = stored.view(f"f{self.scale_bytes}")
+            sides.append(by_lane[every, :, lane].astype(np.float32)[..., None])
+        fours = tiles[..., 2 * size :].reshape(*tiles.shape[:2], -1, TILE_ROWS, 4)
+        codes = fours[every, :, :, lane]
+        if self.bits == 4:
+            codes = np.stack([codes & 15, codes >> 4], axis=-2)
+        numbers = codes.reshape(*tiles.shape[:2], -1).astype(np.float32)
+        rows: Floats = (numbers * sides[0] + sides[1]).reshape(len(tokens), -1)
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
-class PackedCodes:
-    """Quantized matrix: value = scale x (code - middle) + offset, both of them per block."""
+class CodeRows:
+    """Codes of an MLX module, converted to bytes when rows are taken."""
 
-    codes: Array
-    """Codes as bytes, low nibble first, (rows, blocks, block x bits / 8)."""
-    scales: Floats
-    """Scales, (rows, blocks)."""
-    offsets: Floats | None
-    """Offsets, (rows, blocks); None if all are 0."""
+    weight: mx.array
     bits: int
-    """Width of a code, 4 or 8."""
-    block: int
-    """Number of values that share a scale."""
+    group: int
+    """Columns that share a scale."""
 
-    @property
-    def rows(self) -> int:
-        """Number of rows of the matrix: size of a product."""
-        return len(self.codes)
-
-    @property
-    def columns(self) -> int:
-        """Number of columns of the matrix: size of an input row."""
-        return int(self.codes.shape[1]) * self.block
-
-    def digest(self) -> str:
-        """Return a hash of the exact values."""
-        hashed = xxhash.xxh3_128()
-        for array in (self.codes, self.scales, self.offsets):
-            hashed.update(b"" if array is None else array.tobytes())
-        return str(hashed.hexdigest())
-
-    def halves(self) -> tuple[PackedCodes, PackedCodes]:
-        """Return two matrices of 4 bits whose sum is this one of 8 bits."""
-        high, low = self.codes >> 4, self.codes & 15
-        middle = 8 * self.scales
-        offsets = middle if self.offsets is None else self.offsets + middle
-        return (
-            PackedCodes(_in_bytes(high, 4), 16 * self.scales, None, 4, self.block),
-            PackedCodes(_in_bytes(low, 4), self.scales, offsets, 4, self.block),
-        )
+    def __getitem__(self, rows: slice) -> Array:
+        """Return the codes of rows, (n, groups, group) bytes."""
+        part = self.weight[rows]
+        groups = part.shape[1] * 32 // self.bits // self.group
+        if self.bits in (4, 8):
+            codes = np.asarray(part).view(np.uint8).reshape(len(part), groups, -1)
+            return codes if self.bits == 8 else _halves(codes)
+        ones = mx.ones((len(part), groups), mx.float32)
+        numbers = mx.dequantize(part, ones, 0 * ones, group_size=self.group, bits=self.bits)
+        codes = np.asarray(numbers.astype(mx.uint8))
+        return codes.reshape(len(part), groups, self.group)
 
 
-def packed_codes(module: nn.Module) -> PackedCodes | None:
-    """Return the codes of a linear layer or embedding of MLX; None if the operator cannot use them.
-
-    Unsupported widths are converted to wider codes with the same zero point.
-    """
+def can_multiply(module: nn.Module) -> bool:
+    """Return whether a linear layer or an embedding has codes that can be multiplied directly."""
     if "scales" not in module or module.get("biases") is None or module.mode != "affine":
+        return False
+    return module.bits in WIDER and module.group_size in GROUPS and module.weight.ndim == 2
+
+
+def packed_matrix(module: nn.Module, rows: slice = slice(None)) -> PackedMatrix | None:
+    """Return some rows of a module's matrix in tiles; None if it cannot be multiplied directly."""
+    if not can_multiply(module):
         return None
-    bits, block = int(module.bits), int(module.group_size)
-    if bits not in WIDER or block not in BLOCKS or module.weight.ndim != 2:
+    sides = [np.asarray(module[x][rows].astype(mx.float32)) for x in ("scales", "biases")]
+    if all(map(_fits_half, sides)):
+        sides = [side.astype(np.float16) for side in sides]
+    bits = int(module.bits)
+    codes = CodeRows(module.weight[rows], bits, int(module.group_size))
+    return PackedMatrix(codes, sides[0], sides[1], WIDER[bits])
+
+
+def _fits_half(numbers: Floats) -> bool:
+    """Return whether float16 has the exact values of some numbers, as those of GGUF files."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(numbers.astype(np.float16), numbers)
+
+
+def packed_bytes(module: nn.Module) -> int:
+    """Return the most bytes of a module's matrix in tiles."""
+    scale_bytes = 2 if module.scales.dtype == module.biases.dtype == mx.float16 else 4
+    rows, groups = module.scales.shape
+    group = int(module.group_size)
+    return packed_matrix_bytes(rows, groups * group, module.bits, group, scale_bytes)
+
+
+def _halves(codes: Array) -> Array:
+    """Return the low and the high half of each byte, one after the other."""
+    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+
+
+def _padded(rows: Array, tiles: int) -> Array:
+    """Return rows with zeros behind them, for whole tiles."""
+    missing = tiles * TILE_ROWS - len(rows)
+    return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
+
+
+def _aligned(nbytes: int) -> Array:
+    """Return an array of bytes that starts at a multiple of `ALIGNMENT`."""
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def padded_bias(bias: mx.array | None) -> Floats | None:
+    """Return a bias as float32, with zeros for the rows that pad the last tile."""
+    if bias is None:
         return None
-    scales, offsets = (_floats(module[name]) for name in ("scales", "biases"))
-    offsets = offsets + np.float32(1 << bits - 1) * scales
-    rows, blocks = scales.shape
-    wider = WIDER[bits]
-    if wider == bits:
-        codes = np.asarray(module.weight).view(np.uint8).reshape(rows, blocks, -1)
-    else:
-        codes = _widened(module.weight, bits, wider, rows, blocks, block)
-    return PackedCodes(codes, scales, offsets if offsets.any() else None, wider, block)
+    numbers: Floats = np.zeros(-(-len(bias) // TILE_ROWS) * TILE_ROWS, np.float32)
+    numbers[: len(bias)] = np.asarray(bias.astype(mx.float32))
+    return numbers
 
 
-def _floats(array: mx.array) -> Floats:
-    floats: Floats = np.array(array.astype(mx.float32))
-    return floats
+# ---- jobs
 
 
-def _widened(weight: mx.array, bits: int, wider: int, rows: int, blocks: int, block: int) -> Array:
-    """Return codes in more bits, shifted to the zero point of the wider ones."""
-    out = np.empty((rows, blocks, block * wider // 8), np.uint8)
-    step = max(1, CODES_AT_ONCE // (blocks * block))
-    for first in range(0, rows, step):
-        part = weight[first : first + step]
-        ones = mx.ones((len(part), blocks), mx.float32)
-        numbers = mx.dequantize(part, ones, 0 * ones, group_size=block, bits=bits)
-        moved = numbers + ((1 << wider - 1) - (1 << bits - 1))
-        codes = np.asarray(moved.astype(mx.uint8)).reshape(len(part), blocks, block)
-        out[first : first + step] = _in_bytes(codes, wider)
-    return out
-
-
-def _in_bytes(codes: Array, bits: int) -> Array:
-    """Pack codes of one byte each into `bits` bits."""
-    return codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
-
-
-# ---- nodes of graphs
-
-
-def add_product(
-    graph: Graph, x: str, sums: dict[int, str], matrix: PackedCodes, *, exact: bool
-) -> str:
-    """Add the product of rows with a matrix to a graph; return the name of the result.
+class Job:
+    """A compiled part of a layer, with its table.
 
     Args:
-        graph: graph to extend.
-        x: name of the rows.
-        sums: names of the sums of the rows' blocks, by block size; missing ones are added.
-        matrix: quantized matrix.
-        exact: whether activations stay in float32.
+        function: address of the part, of `part_loops`.
+        linears: entries of its linear layers.
+        digits: bytes of an activation.
+        columns: columns of the widest linear layer.
+        entries: entries of the table that never change.
     """
-    multiple = row_multiple(matrix.bits, matrix.block, exact)
-    graph.row_multiple = max(graph.row_multiple, multiple)
-    return _add_product(graph, x, sums, matrix, exact=exact)
 
+    def __init__(
+        self,
+        function: int,
+        linears: Sequence[Sequence[int]],
+        digits: int,
+        columns: int,
+        entries: dict[PartTable, int],
+    ) -> None:
+        self._function = function
+        self._digits = digits
+        self._columns = columns
+        table = np.zeros(PART_WORDS, np.int64)
+        table[PartTable.DIGITS] = digits
+        for entry, value in entries.items():
+            table[entry] = value
+        flat = np.array([word for linear in linears for word in linear], np.int64)
+        self._table = np.concatenate([table, flat])
 
-def _add_product(
-    graph: Graph, x: str, sums: dict[int, str], matrix: PackedCodes, *, exact: bool
-) -> str:
-    if exact and matrix.bits == 8:  # in float32 the operator has a quick way for 4 bits alone
-        parts = [_add_product(graph, x, sums, half, exact=True) for half in matrix.halves()]
-        return str(graph.node("Add", *parts))
-    product = graph.node(
-        "MatMulNBits", x, graph.weight(matrix.codes), graph.weight(matrix.scales),
-        domain=MICROSOFT, K=matrix.columns, N=matrix.rows, bits=matrix.bits,
-        block_size=matrix.block, accuracy_level=EXACT if exact else ROUNDED,
-    )  # fmt: skip
-    if matrix.offsets is None:
-        return str(product)
-    if matrix.block not in sums:
-        shape = np.array([0, -1, matrix.block], np.int64)
-        blocks = graph.node("Reshape", x, graph.weight(shape))
-        last = graph.weight(np.array([2], np.int64))
-        sums[matrix.block] = graph.node("ReduceSum", blocks, last, keepdims=0)
-    offsets = graph.weight(matrix.offsets.T)
-    return str(graph.node("Add", product, graph.node("MatMul", sums[matrix.block], offsets)))
+    def run(self, rows: int, width: int, entries: dict[PartTable, int], floats: int = 0) -> None:
+        """Run the part on rows.
 
-
-def add_products(
-    graph: Graph, x: str, sums: dict[int, str], matrices: Sequence[PackedCodes], *, exact: bool
-) -> list[str]:
-    """Add products of the same rows with several matrices, as one if their formats agree.
-
-    For arguments and result see `add_product`.
-    """
-    whole = _stacked(matrices)
-    if whole is None:
-        return [add_product(graph, x, sums, matrix, exact=exact) for matrix in matrices]
-    product = add_product(graph, x, sums, whole, exact=exact)
-    if len(matrices) == 1:
-        return [product]
-    return add_split(graph, product, [matrix.rows for matrix in matrices])
-
-
-def add_split(graph: Graph, x: str, widths: Sequence[int]) -> list[str]:
-    """Add the split of rows into parts of these widths to a graph; return the parts' names."""
-    sizes = graph.weight(np.array(widths, np.int64))
-    parts: list[str] = graph.node("Split", x, sizes, outputs=len(widths), axis=1)
-    return parts
-
-
-def _stacked(matrices: Sequence[PackedCodes]) -> PackedCodes | None:
-    """Concatenate matrices along rows; None if their formats differ."""
-    if len({(matrix.bits, matrix.block) for matrix in matrices}) > 1:
-        return None
-    offsets = []
-    if any(matrix.offsets is not None for matrix in matrices):
-        offsets = [0 * x.scales if x.offsets is None else x.offsets for x in matrices]
-    return PackedCodes(
-        np.concatenate([matrix.codes for matrix in matrices]),
-        np.concatenate([matrix.scales for matrix in matrices]),
-        np.concatenate(offsets) if offsets else None,
-        matrices[0].bits,
-        matrices[0].block,
-    )
-
-
-@cache
-def row_multiple(bits: int, block: int, exact: bool) -> int:
-    """Return the number of rows to pad to so that each row has the same bits; determined by a test.
-
-    2 for rows in float32, and for rounded ones with AVX2 and 4 bits, or with AVX-512 and blocks of
-    64.
-    """
-    columns, rows = 5 * block, MULTIPLES[-1] * 3
-    draw = np.random.default_rng(0)
-    codes = draw.integers(0, 256, (67, 5, block * bits // 8), np.uint8)
-    scales = draw.random((67, 5), np.float32)
-    graph = Graph()
-    matrix = PackedCodes(codes, scales, scales.copy(), bits, block)
-    session = graph.session({"x": columns}, {_add_product(graph, "x", {}, matrix, exact=exact): 67})
-    x = _aligned(draw.standard_normal((rows, columns), np.float32), rows)
-    (together,) = session.run(x)
-    for multiple in MULTIPLES:
-        counts = range(multiple, rows, multiple)
-        spans = [slice(first, first + n) for n in counts for first in (0, rows - n)]
-        if all(
-            np.array_equal(
-                session.run(_aligned(x[span], span.stop - span.start))[0], together[span]
-            )
-            for span in spans
-        ):
-            return multiple
-    return MULTIPLES[-1]
-
-
-def run_rows(session: RowSession, *inputs: Array) -> list[Array]:
-    """Run a session on rows so that no result depends on their number."""
-    rows = len(inputs[0])
-    padded = -(-rows // session.row_multiple) * session.row_multiple
-    whole = session.run(*(_aligned(x, padded) for x in inputs))
-    return [out[:rows] for out in whole]
-
-
-def _aligned(x: Array, rows: int) -> Array:
-    """Return aligned rows, padded to a number of rows by repeating the last one.
-
-    Otherwise sums would start at another offset within a vector, and be computed in another order.
-    """
-    if len(x) == rows and x.__array_interface__["data"][0] % ALIGNMENT == 0:
-        return x
-    raw = np.empty(rows * x.shape[1] * x.itemsize + ALIGNMENT, np.uint8)
-    start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    copy = raw[start : start + rows * x.shape[1] * x.itemsize].view(x.dtype).reshape(rows, -1)
-    copy[: len(x)], copy[len(x) :] = x, x[-1]
-    return copy
+        Args:
+            rows: number of rows.
+            width: width of the layer's input, which is space for a thread's row, too.
+            entries: addresses of inputs and results, which the caller keeps alive.
+            floats: space for RESIDUAL and HIDDEN, a row's floats of both.
+        """
+        threads = team()
+        blocks = rows * self._columns // BLOCK
+        space = np.empty(
+            rows * floats + threads.threads * width + 2 * blocks
+            + rows * self._digits * self._columns // 4,
+            np.float32,
+        )  # fmt: skip
+        start = space.ctypes.data
+        table = self._table.copy()
+        table[PartTable.ROWS] = rows
+        for entry, value in entries.items():
+            table[entry] = value
+        table[PartTable.RESIDUAL] = start
+        table[PartTable.HIDDEN] = start + 4 * rows * width
+        start += 4 * rows * floats
+        table[PartTable.NORMED] = start
+        start += 4 * threads.threads * width
+        table[PartTable.SCALES] = start
+        table[PartTable.ROUNDED] = start + 8 * blocks
+        threads.run(self._function, table)
 
 
 # ---- modules
 
 
 class PackedModule(nn.Module):
-    """Module whose weights are in ONNX sessions, outside MLX's arrays."""
+    """Module whose weights are in tiles, outside MLX's arrays."""
 
     packed_bytes = 0
-    """Bytes of the weights in its sessions."""
+    """Bytes of the weights."""
     packed_row_bytes = 0
-    """Bytes of a row's activations in its sessions; 0 if only rows with logits are computed."""
+    """Bytes of a row's activations; 0 if only rows with logits are computed."""
 
-    def __init__(self, matrices: Sequence[PackedCodes], *, exact: bool) -> None:
+    def __init__(self, matrices: Sequence[PackedMatrix], *, exact: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.packed_bytes = sum(matrix.tiles.nbytes for matrix in matrices)
         self.packed_width = max(matrix.rows for matrix in matrices)
         self.packed_row_bytes = ACTIVATIONS * 4 * sum(matrix.rows for matrix in matrices)
         self.name_of_weights = f"{'exact' if exact else 'rounded'} rows, weights "
-        self.name_of_weights += " ".join(matrix.digest() for matrix in matrices)
+        self.name_of_weights += " ".join(matrix.digest for matrix in matrices)
 
     def _extra_repr(self) -> str:
         return self.name_of_weights
 
 
+class Product:
+    """Product of rows with a matrix."""
+
+    def __init__(self, matrix: PackedMatrix, bias: Floats | None, *, exact: bool) -> None:
+        self.matrix = matrix
+        self._bias = bias
+        digits = EXACT if exact else ROUNDED
+        entries = {PartTable.WIDTH: matrix.columns}
+        linears = [matrix.linear(digits, bias)]
+        self._job = Job(part_loops()[0], linears, digits, matrix.columns, entries)
+
+    def __call__(self, x: Floats) -> Floats:
+        """Multiply rows (n, columns), giving (n, rows of the matrix)."""
+        stride = len(self.matrix.tiles) * TILE_ROWS
+        result = np.empty((len(x), stride), np.float32)
+        places = {
+            PartTable.X: x.ctypes.data,
+            PartTable.RESULT: result.ctypes.data,
+            PartTable.STRIDE: stride,
+        }
+        self._job.run(len(x), self.matrix.columns, places)
+        return result[:, : self.matrix.rows]
+
+
 class PackedLinear(PackedModule):
     """Linear layer with quantized weights, computed when called."""
 
-    def __init__(self, matrix: PackedCodes, bias: mx.array | None, *, exact: bool) -> None:
+    def __init__(self, matrix: PackedMatrix, bias: mx.array | None, *, exact: bool) -> None:
         super().__init__([matrix], exact=exact)
-        if bias is not None:
-            self.bias = bias.astype(mx.float32)
-        self._product = product_session(matrix, exact=exact)
-        self.packed_bytes = self._product.weight_bytes
+        padded = padded_bias(bias)
+        self.packed_bytes += 0 if padded is None else padded.nbytes
+        self._product = Product(matrix, padded, exact=exact)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Multiply (..., n) by the weights, giving (..., m), and add the bias."""
-        products = multiplied(self._product, x)
-        return products + self["bias"] if "bias" in self else products
+        return multiplied(self._product, x)
 
 
 class PackedHead(PackedLinear):
     """Output layer of a model; logits are computed only where they are needed."""
 
-    def __init__(self, matrix: PackedCodes, bias: mx.array | None, *, exact: bool) -> None:
+    def __init__(self, matrix: PackedMatrix, bias: mx.array | None, *, exact: bool) -> None:
         super().__init__(matrix, bias, exact=exact)
         self.packed_row_bytes = 0
 
@@ -313,19 +334,18 @@ class PackedHead(PackedLinear):
 
 
 class PackedEmbedding(PackedModule):
-    """Embedding tied to the output layer; its weights are stored twice."""
+    """Embedding that is the output layer, too."""
 
-    def __init__(self, codes: nn.QuantizedEmbedding, matrix: PackedCodes, *, exact: bool) -> None:
+    def __init__(self, matrix: PackedMatrix, *, exact: bool) -> None:
         super().__init__([matrix], exact=exact)
-        self.codes = codes
         self.packed_row_bytes = 0
-        self._product = product_session(matrix, exact=exact)
-        self.packed_bytes = self._product.weight_bytes
+        self._product = Product(matrix, None, exact=exact)
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """Return the embeddings (..., n) of tokens."""
-        rows: mx.array = self.codes(tokens)
-        return rows
+        matrix = self._product.matrix
+        rows = matrix.rows_of(np.asarray(tokens).reshape(-1))
+        return mx.array(rows).reshape(*tokens.shape, matrix.columns)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits (..., vocabulary) of (..., n)."""
@@ -339,17 +359,9 @@ def no_logits(x: mx.array, width: int) -> mx.array:
     return mx.zeros((*x.shape[:-1], width))
 
 
-def product_session(matrix: PackedCodes, *, exact: bool) -> RowSession:
-    """Return a session that multiplies rows by a matrix."""
-    graph = Graph()
-    product = add_product(graph, "x", {}, matrix, exact=exact)
-    width = {product: matrix.rows}
-    return graph.session({"x": matrix.columns}, width)
-
-
-def multiplied(session: RowSession, x: mx.array) -> mx.array:
-    """Run a session with one input and one output on an array's rows, immediately."""
-    (products,) = run_rows(session, rows_of(x))
+def multiplied(product: Product, x: mx.array) -> mx.array:
+    """Multiply an array (..., n) with a matrix, immediately."""
+    products = product(rows_of(x))
     return mx.array(products).reshape(*x.shape[:-1], products.shape[-1])
 
 

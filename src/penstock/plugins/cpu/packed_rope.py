@@ -6,7 +6,6 @@ Angles are taken from MLX, by applying the model's module to ones and zeros once
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +32,7 @@ MOST_BLOCKS = 64
 
 
 class RotaryPositions:
-    """RoPE of rows of heads, equivalent to a module of mlx-lm."""
+    """Angles of RoPE, equal to those of a module of mlx-lm."""
 
     def __init__(self, rope: nn.Module, pairs: int, *, neighbors: bool) -> None:
         """Initialize the rotation.
@@ -44,8 +43,10 @@ class RotaryPositions:
             neighbors: whether a pair is adjacent, instead of split between the halves.
         """
         self._rope = rope
-        self._pairs = pairs
-        self._neighbors = neighbors
+        self.pairs = pairs
+        """Number of rotated pairs per head."""
+        self.neighbors = neighbors
+        """Whether a pair is adjacent."""
         self._blocks: OrderedDict[int, Floats] = OrderedDict()
 
     @classmethod
@@ -63,32 +64,17 @@ class RotaryPositions:
         """Return cosines and sines of positions (n,), (2, n, 1, pairs)."""
         blocks = positions // BLOCK
         if blocks[0] == blocks[-1] and (blocks == blocks[0]).all():
-            return self._block(int(blocks[0]))[:, positions % BLOCK]
-        angles = np.empty((2, len(positions), 1, self._pairs), np.float32)
+            return np.ascontiguousarray(self._block(int(blocks[0]))[:, positions % BLOCK])
+        angles = np.empty((2, len(positions), 1, self.pairs), np.float32)
         for block in np.unique(blocks):
             inside = blocks == block
             angles[:, inside] = self._block(int(block))[:, positions[inside] % BLOCK]
         return angles
 
-    def rotated(self, sides: Sequence[Floats], positions: Integers) -> list[Floats]:
-        """Return sides (n, heads, dim), rotated by the rows' positions (n,)."""
-        if not self._pairs:
-            return list(sides)
-        cosines, sines = self.angles(positions)
-        return [self._turned(side, cosines, sines) for side in sides]
-
-    def _turned(self, side: Floats, cosines: Floats, sines: Floats) -> Floats:
-        turned = side.copy()
-        first, second = (turned[..., part] for part in self._parts())
-        a, b = (side[..., part] for part in self._parts())
-        np.subtract(a * cosines, b * sines, out=first)
-        np.add(b * cosines, a * sines, out=second)
-        return turned
-
     def _parts(self) -> tuple[slice, slice]:
         """Return slices of the first and of the second value of each pair."""
-        pairs = self._pairs
-        if self._neighbors:
+        pairs = self.pairs
+        if self.neighbors:
             return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
         return slice(0, pairs), slice(pairs, 2 * pairs)
 
@@ -96,7 +82,7 @@ class RotaryPositions:
         """Return cosines and sines of a block of positions, (2, BLOCK, 1, pairs)."""
         kept = self._blocks.get(number)
         if kept is None:
-            rows = np.zeros((1, 1, BLOCK, 2 * self._pairs), np.float32)
+            rows = np.zeros((1, 1, BLOCK, 2 * self.pairs), np.float32)
             rows[..., self._parts()[0]] = 1
             turned: Any = np.asarray(self._rope(mx.array(rows), offset=number * BLOCK))
             both = [turned[0, 0, :, part] for part in self._parts()]

@@ -11,8 +11,8 @@ from penstock.plugins.gguf.architectures import ROPE_TENSORS
 from penstock.plugins.gguf.header import GROUP, Header, TensorInfo
 
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
-_AROUND_A_MIDDLE = ("Q4_0", "Q5_0", "Q8_0")
-EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+_HALF_SCALES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""Forms whose scales and offsets float16 holds exactly."""
 _NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -37,9 +37,8 @@ def wide_bytes(header: Header) -> int:
 def packed_bytes(header: Header) -> int | None:
     """Return the bytes of the weights if codes are multiplied directly; None without codes.
 
-    Codes are not dequantized before products. They have 4 or 8 bits, a float32 scale per group, and
-    an offset per group unless they are symmetric. Embeddings are stored as MLX's codes, and
-    twice if they are also the output layer.
+    Codes are not dequantized before products. They have 4 or 8 bits, and a scale and an offset per
+    group, in float16 where that holds them exactly.
     """
     total, has_codes = 0, False
     for tensor in model_tensors(header):
@@ -48,12 +47,9 @@ def packed_bytes(header: Header) -> int | None:
             total += 4 * numbers
             continue
         has_codes = True
-        if tensor.name == EMBEDDING:
-            total += numbers // 8 * bits + numbers // GROUP * 4 * 2
-            if OUTPUT in header.tensors:
-                continue
-        sides = 1 if tensor.form.name in _AROUND_A_MIDDLE else 2
-        total += packed_matrix_bytes(numbers, bits, numbers // GROUP, sides=sides)
+        scale_bytes = 2 if tensor.form.name in _HALF_SCALES else 4
+        rows = tensor.shape[0]
+        total += packed_matrix_bytes(rows, numbers // rows, bits, GROUP, scale_bytes)
     return total if has_codes else None
 
 

@@ -1,0 +1,295 @@
+"""Compiled loops on two threads that meet within microseconds.
+
+A job is a compiled function of a thread's number and the address of a table of 64-bit integers.
+The second thread looks for the next job for about a millisecond, and yields its processor while it
+does; then it sleeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import threading
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from penstock.plugins.cpu.compiled import pointer
+
+Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+TICKET, DONE, HOT, FUNCTION, TABLE = 0, 8, 16, 24, 32
+"""Places on a board, which are a cache line apart: the number of the last job, of the last one
+that the second thread ended, whether it looks for jobs, and the job itself."""
+BOARD_WORDS = 40
+THREADS, BARRIER = 0, 1
+"""First entries of a job's table: number of threads, and how often one of them has waited."""
+SPINS_BEFORE_YIELD = 200
+SPINS_BEFORE_SLEEP = 20_000
+
+
+def cores() -> int:
+    """Return the number of processors available to this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def call(arguments: int) -> Any:
+    """Return a function for compiled loops: call an address with so many 64-bit integers."""
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def call(context: Any, address: Any, values: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            from numba.core import cgutils
+
+            word = ir.IntType(64)
+            kind = ir.FunctionType(ir.VoidType(), [word] * arguments)
+            function = builder.inttoptr(given[0], ir.PointerType(kind))
+            builder.call(function, cgutils.unpack_tuple(builder, given[1], arguments))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.UniTuple(types.int64, arguments)), generate
+
+    return call
+
+
+@cache
+def _atomics() -> tuple[Any, Any, Any]:
+    """Return functions for compiled loops on the integer at an address: add, load, and pause."""
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    word = ir.IntType(64)
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def add(context: Any, address: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            place = builder.inttoptr(values[0], ir.PointerType(word))
+            return builder.atomic_rmw("add", place, values[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), generate
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def load(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            place = builder.inttoptr(values[0], ir.PointerType(word))
+            return builder.load_atomic(place, "seq_cst", align=8)
+
+        return types.int64(types.int64), generate
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def pause(context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            name, arguments = ("llvm.x86.sse2.pause", []) if is_x86 else ("llvm.aarch64.hint", [1])
+            words = [ir.IntType(32)(number) for number in arguments]
+            kind = ir.FunctionType(ir.VoidType(), [x.type for x in words])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), words)
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    return add, load, pause
+
+
+@cache
+def _leave() -> Any:
+    """Return the C library's function that lets another thread run."""
+    leave = ctypes.CDLL(None).sched_yield
+    leave.argtypes, leave.restype = [], ctypes.c_int
+    return leave
+
+
+@cache
+def barrier() -> Any:
+    """Return a function for compiled loops that waits until all threads of a job have come.
+
+    It takes the table's address and how often the thread has waited before; returns one more.
+    """
+    from numba import njit
+
+    add, load, pause = _atomics()
+    spins_before_yield, place = SPINS_BEFORE_YIELD, 8 * BARRIER
+    leave = _leave()
+
+    @njit(nogil=True)
+    def wait(table, threads, waited):  # type: ignore[no-untyped-def]
+        waited += 1
+        if threads > 1:
+            add(table + place, 1)
+            spins = 0
+            while load(table + place) < waited * threads:
+                pause()
+                spins += 1
+                if spins % spins_before_yield == 0:
+                    leave()
+        return waited
+
+    return wait
+
+
+@cache
+def _board_loops() -> tuple[Any, Any, Any]:
+    """Compile the second thread's loop, the start of a job, and its end."""
+    from numba import njit
+
+    add, load, pause = _atomics()
+    run = call(2)
+    ticket, done, hot = 8 * TICKET, 8 * DONE, 8 * HOT
+    function, table = 8 * FUNCTION, 8 * TABLE
+    spins_before_yield, spins_before_sleep = SPINS_BEFORE_YIELD, SPINS_BEFORE_SLEEP
+    leave = _leave()
+
+    @njit(nogil=True)
+    def serve(board):  # type: ignore[no-untyped-def]
+        """Return False once the board is closed, True after a while without a job."""
+        if load(board + hot) == 0:
+            add(board + hot, 1)
+        spins = 0
+        while True:
+            if load(board + ticket) != load(board + done):
+                if load(board + function) == 0:
+                    return False
+                run(load(board + function), (1, load(board + table)))
+                add(board + done, 1)
+                spins = 0
+            elif spins < spins_before_sleep:
+                pause()
+                spins += 1
+                if spins % spins_before_yield == 0:
+                    leave()
+            else:
+                add(board + hot, -1)
+                if load(board + ticket) == load(board + done):
+                    return True
+                add(board + hot, 1)  # a job came meanwhile
+                spins = 0
+
+    @njit(nogil=True)
+    def finish(board, address, entries):  # type: ignore[no-untyped-def]
+        run(address, (0, entries))
+        spins = 0
+        while load(board + ticket) != load(board + done):
+            pause()
+            spins += 1
+            if spins % spins_before_yield == 0:
+                leave()
+
+    @njit(nogil=True)
+    def start(board, address, entries):  # type: ignore[no-untyped-def]
+        """Return whether the job has ended; False if the second thread must be woken for it."""
+        add(board + function, address - load(board + function))
+        add(board + table, entries - load(board + table))
+        add(board + ticket, 1)
+        if load(board + hot) == 0:
+            return False
+        finish(board, address, entries)
+        return True
+
+    return serve, start, finish
+
+
+class Team:
+    """The calling thread and a second one, if there are two processors."""
+
+    def __init__(self) -> None:
+        self.threads = min(2, cores())
+        _, self._start, self._finish = _board_loops()
+        self._board = np.zeros(BOARD_WORDS, np.int64)
+        self._address = self._board.ctypes.data
+        self._wake = threading.Semaphore(0)
+        if self.threads > 1:
+            arguments = (self._board, self._wake)
+            name = "penstock-layers"
+            threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
+
+    def __del__(self) -> None:
+        if self.threads > 1:
+            self._board[FUNCTION] = 0
+            self._board[TICKET] += 1
+            self._wake.release()
+
+    def run(self, function: int, table: Integers) -> None:
+        """Run a job on all threads.
+
+        Args:
+            function: address of a function of a thread's number and a table's address.
+            table: (n,), whose first entries, `THREADS` and `BARRIER`, are set here.
+        """
+        table[THREADS], table[BARRIER] = self.threads, 0
+        entries = table.ctypes.data
+        if self.threads == 1:
+            _run_alone()(function, entries)
+        elif not self._start(self._address, function, entries):
+            self._wake.release()
+            self._finish(self._address, function, entries)
+
+
+@cache
+def _run_alone() -> Any:
+    from numba import njit
+
+    run = call(2)
+
+    @njit(nogil=True)
+    def alone(function, table):  # type: ignore[no-untyped-def]
+        run(function, (0, table))
+
+    return alone
+
+
+def _serve(board: Integers, wake: threading.Semaphore) -> None:
+    serve, _, _ = _board_loops()
+    while True:
+        wake.acquire()
+        if not serve(board.ctypes.data):
+            return
+
+
+class _OfThread(threading.local):
+    team: Team | None = None
+
+
+_of_thread = _OfThread()
+
+
+def team() -> Team:
+    """Return the team of the calling thread."""
+    if _of_thread.team is None:
+        _of_thread.team = Team()
+    return _of_thread.team
+
+
+@cache
+def array_at() -> Any:
+    """Return a function for compiled loops: the float32 array (rows, columns) at an address."""
+    from numba import carray, njit
+
+    address_of = pointer()
+
+    @njit(nogil=True)
+    def array(address, rows, columns):  # type: ignore[no-untyped-def]
+        return carray(address_of(address), (rows, columns), np.float32)
+
+    return array
+
+
+@cache
+def table_at() -> Any:
+    """Return a function for compiled loops: the 64-bit integers (count,) at an address."""
+    from numba import carray, njit
+
+    address_of = pointer()
+
+    @njit(nogil=True)
+    def table(address, count):  # type: ignore[no-untyped-def]
+        return carray(address_of(address), (count,), np.int64)
+
+    return table

@@ -1,0 +1,420 @@
+"""Compiled parts of a decoder layer before and after attention.
+
+Each is a job of `compiled_jobs`, whose table begins with the entries of `PartTable` and ends with
+the linear layers, `LINEAR_WORDS` each. The threads divide rows where these are normalized and
+rounded, and the rows of weight matrices in products.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from penstock.plugins.cpu.compiled import SUMS, pointer
+from penstock.plugins.cpu.compiled_jobs import array_at, barrier, call, table_at
+from penstock.plugins.cpu.tile_products import BLOCK, TILE_ROWS
+
+ROWS_AT_ONCE = 64
+"""Rows of activations multiplied with a part of the weights before the next ones."""
+SCALE_FLOATS = 2
+"""Floats of a block of activations: its scale, and its sum."""
+
+
+class LinearEntry(IntEnum):
+    """Entries of a linear layer."""
+
+    MULTIPLY = 0
+    """Address of the function of `multiply_loop`."""
+    WEIGHTS = 1
+    TILES = 2
+    BLOCKS = 3
+    BIAS = 4
+    """Address of the bias, (tiles x 16,) float32; 0 without one."""
+
+
+LINEAR_WORDS = len(LinearEntry)
+
+
+class PartTable(IntEnum):
+    """Entries of the table of a part of a layer; addresses are of float32 arrays, 0 for none."""
+
+    THREADS = 0
+    BARRIER = 1
+    ROWS = 2
+    X = 3
+    """Rows (rows, width): the layer's input."""
+    WIDTH = 4
+    DIGITS = 5
+    """Bytes of an activation."""
+    ROUNDED = 6
+    """Address of space for rounded activations, (rows, digits, most columns) int8."""
+    SCALES = 7
+    """Space for their scales and sums, (rows, most blocks, 2)."""
+    NORMED = 8
+    """Space for a normalized row of each thread."""
+    CONSTANTS = 9
+    """Address of `Constant`."""
+    NORM = 10
+    """Weights of the norm before the first product, or of the one before the MLP."""
+    RESULT = 11
+    """(rows, stride): queries, keys and values, or the layer's output."""
+    STRIDE = 12
+    LINEARS = 13
+    """Number of linear layers before attention."""
+    Q_NORM = 14
+    K_NORM = 15
+    HEADS = 16
+    KV_HEADS = 17
+    DIM = 18
+    KEYS = 19
+    """First column of the keys in the result."""
+    ANGLES = 20
+    """Cosines and sines of the rows' positions, (2, rows, pairs); 0 to rotate nothing."""
+    PAIRS = 21
+    NEIGHBORS = 22
+    """Whether a pair is two neighbors, and not of the two halves."""
+    MIXED = 23
+    """(rows, columns): output of attention."""
+    RESIDUAL = 24
+    """Space (rows, width)."""
+    HIDDEN = 25
+    """Space (2, rows, hidden): gate and up projection."""
+    MIXED_NORM = 26
+    LOWERED_NORM = 27
+    GELU = 28
+    """Whether the activation is the approximate GELU, and not SiLU."""
+
+
+PART_WORDS = len(PartTable)
+
+
+class Constant(IntEnum):
+    """Numbers of a layer."""
+
+    EPSILON = 0
+    HEAD_EPSILON = 1
+    RESIDUAL_FACTOR = 2
+
+
+@cache
+def round_loop() -> Any:
+    """Compile the rounding of a row to digits of 8 bits with a scale for each block.
+
+    Arguments: the row (columns,), its digits (digits, columns) int8, and scales (blocks, 2).
+    """
+    from numba import float32, int8, int32, njit
+
+    block = BLOCK
+
+    @njit(nogil=True, fastmath=True)
+    def rounded(row, digits, scales, first, last):  # type: ignore[no-untyped-def]
+        count = len(digits)
+        most = float32(127)
+        for _ in range(1, count):
+            most *= float32(256)
+        for number in range(first, last):
+            start = number * block
+            top = float32(0)
+            for place in range(block):
+                top = max(top, abs(row[start + place]))
+            factor = most / top if top > 0 else float32(0)
+            total = int32(0)
+            for place in range(block):
+                value = int32(np.rint(row[start + place] * factor))
+                total += value
+                for digit in range(count - 1, 0, -1):
+                    low = ((value + 128) & 255) - 128
+                    digits[digit, start + place] = int8(low)
+                    value = (value - low) >> 8
+                digits[0, start + place] = int8(value)
+            scales[number, 0] = top / most
+            scales[number, 1] = top / most * float32(total)
+
+    return rounded
+
+
+@cache
+def _norm_loop() -> Any:
+    """Compile RMSNorm of a row."""
+    from numba import float32, njit
+
+    @njit(nogil=True, fastmath=SUMS)
+    def norm(row, weights, epsilon, result):  # type: ignore[no-untyped-def]
+        total = float32(0)
+        for place in range(len(row)):
+            total += row[place] * row[place]
+        factor = float32(1) / np.sqrt(total / float32(len(row)) + epsilon)
+        for place in range(len(row)):
+            result[place] = row[place] * factor * weights[place]
+
+    return norm
+
+
+@cache
+def rotate_loop() -> Any:
+    """Compile RoPE of a head in place.
+
+    Arguments: the head (dim,), cosines and sines of the position (pairs,), and whether a pair is
+    two neighbors, and not one number of each half.
+    """
+    from numba import njit
+
+    @njit(nogil=True)
+    def rotate(side, cosines, sines, neighbors):  # type: ignore[no-untyped-def]
+        pairs = len(cosines)
+        step, other = (2, 1) if neighbors else (1, pairs)
+        for pair in range(pairs):
+            one, two = side[step * pair], side[step * pair + other]
+            side[step * pair] = one * cosines[pair] - two * sines[pair]
+            side[step * pair + other] = two * cosines[pair] + one * sines[pair]
+
+    return rotate
+
+
+@cache
+def _activation_loop() -> Any:
+    """Compile `gate = activation(gate) * up` in place: SiLU or the approximate GELU.
+
+    Both are x times the logistic function: of x, or of 2 sqrt(2 / pi) (x + 0.044715 x^3).
+    """
+    from numba import float32, int32, njit
+
+    log2_e, log_2 = float32(1 / math.log(2)), float32(math.log(2))
+    gelu_factor = float32(2 * math.sqrt(2 / math.pi))
+
+    @njit(nogil=True, fastmath=SUMS)
+    def activate(gate, up, gelu):  # type: ignore[no-untyped-def]
+        for place in range(len(gate)):
+            x = gate[place]
+            inner = x
+            if gelu:
+                inner = gelu_factor * (x + float32(0.044715) * x * x * x)
+            inner = min(max(-inner, float32(-87)), float32(87))
+            power = np.rint(inner * log2_e)
+            rest = inner - power * log_2
+            exp = float32(1 / 720) * rest + float32(1 / 120)
+            exp = exp * rest + float32(1 / 24)
+            exp = exp * rest + float32(1 / 6)
+            exp = exp * rest + float32(0.5)
+            exp = exp * rest + float32(1)
+            exp = exp * rest + float32(1)
+            bits = (int32(power) + int32(127)) << int32(23)
+            exp *= np.int32(bits).view(np.float32)
+            gate[place] = x / (float32(1) + exp) * up[place]
+
+    return activate
+
+
+@cache
+def _product_loop() -> Any:
+    """Compile a thread's share of the product of rounded rows with a linear layer."""
+    from numba import njit
+
+    multiply, array = call(9), array_at()
+    at_once, block, tile_rows = ROWS_AT_ONCE, BLOCK, TILE_ROWS
+    of_function, of_weights, of_tiles = (
+        int(LinearEntry.MULTIPLY),
+        int(LinearEntry.WEIGHTS),
+        int(LinearEntry.TILES),
+    )
+    of_blocks, of_bias = int(LinearEntry.BLOCKS), int(LinearEntry.BIAS)
+
+    @njit(nogil=True)
+    def product(linear, thread, threads, rows, digits, rounded, scales, result, stride):  # type: ignore[no-untyped-def]
+        """Write to the result's columns first..last, and return them."""
+        tiles, blocks = linear[of_tiles], linear[of_blocks]
+        first, last = tiles * thread // threads, tiles * (thread + 1) // threads
+        for start in range(0, rows, at_once):
+            count = min(at_once, rows - start)
+            multiply(
+                linear[of_function],
+                (
+                    linear[of_weights],
+                    first,
+                    last,
+                    blocks,
+                    rounded + start * digits * blocks * block,
+                    scales + start * blocks * 8,
+                    count,
+                    result + 4 * start * stride,
+                    stride,
+                ),
+            )
+        first, last = first * tile_rows, last * tile_rows
+        if linear[of_bias] != 0:
+            bias = array(linear[of_bias], 1, last)[0]
+            products = array(result, rows, stride)
+            for row in range(rows):
+                for place in range(first, last):
+                    products[row, place] += bias[place]
+        return first, last
+
+    return product
+
+
+@cache
+def _round_rows_loop() -> Any:
+    """Compile the rounding of a thread's rows, of one row's blocks if there is no other."""
+    from numba import carray, njit
+
+    rounded_row, array, address_of = round_loop(), array_at(), pointer()
+    block, floats = BLOCK, SCALE_FLOATS
+
+    @njit(nogil=True)
+    def round_rows(x, stride, columns, rows, digits, rounded, scales, thread, threads):  # type: ignore[no-untyped-def]
+        blocks = columns // block
+        values = array(x, rows, stride)
+        for item in range(thread, max(rows, threads), threads):
+            row, first, last = item, 0, blocks
+            if rows < threads:
+                row, first, last = 0, blocks * item // threads, blocks * (item + 1) // threads
+            start = rounded + row * digits * columns
+            into = carray(address_of(start), (digits, columns), np.int8)
+            factors = array(scales + 4 * row * blocks * floats, blocks, floats)
+            rounded_row(values[row], into, factors, first, last)
+
+    return round_rows
+
+
+@cache
+def part_loops() -> tuple[int, int, int]:
+    """Compile a single product, and the parts before and after attention; return addresses."""
+    from numba import carray, cfunc, njit, types
+
+    round_rows, rounded_row, norm = _round_rows_loop(), round_loop(), _norm_loop()
+    rotate = rotate_loop()
+    product, activate, wait = _product_loop(), _activation_loop(), barrier()
+    array, table_of, address_of = array_at(), table_at(), pointer()
+    block, floats, linear_words, part_words = BLOCK, SCALE_FLOATS, LINEAR_WORDS, PART_WORDS
+    (_, _, ROWS, X, WIDTH, DIGITS, ROUNDED, SCALES, NORMED, CONSTANTS, NORM, RESULT, STRIDE,
+     LINEARS, Q_NORM, K_NORM, HEADS, KV_HEADS, DIM, KEYS, ANGLES, PAIRS, NEIGHBORS, MIXED,
+     RESIDUAL, HIDDEN, MIXED_NORM, LOWERED_NORM, GELU) = map(int, PartTable)  # fmt: skip
+    EPSILON, HEAD_EPSILON, FACTOR = map(int, Constant)
+    TILES, BLOCKS = int(LinearEntry.TILES), int(LinearEntry.BLOCKS)
+    tile_rows, constants = TILE_ROWS, len(Constant)
+    job = types.void(types.int64, types.int64)
+
+    @njit(nogil=True)
+    def norm_and_round(table, row, values, width):  # type: ignore[no-untyped-def]
+        """Normalize a row, in space of the thread, and round it."""
+        normed, digits, blocks = values[1], table[DIGITS], width // block
+        numbers = array(table[CONSTANTS], 1, constants)[0]
+        norm(values[0], array(table[NORM], 1, width)[0], numbers[EPSILON], normed)
+        start = table[ROUNDED] + row * digits * width
+        into = carray(address_of(start), (digits, width), np.int8)
+        factors = array(table[SCALES] + 4 * row * blocks * floats, blocks, floats)
+        rounded_row(normed, into, factors, 0, blocks)
+
+    @cfunc(job)
+    def multiply(thread, address):  # type: ignore[no-untyped-def]
+        table = table_of(address, part_words + linear_words)
+        threads, rows, digits = table[0], table[ROWS], table[DIGITS]
+        round_rows(table[X], table[WIDTH], table[WIDTH], rows, digits, table[ROUNDED],
+                   table[SCALES], thread, threads)  # fmt: skip
+        wait(address, threads, 0)
+        product(table[part_words:], thread, threads, rows, digits, table[ROUNDED], table[SCALES],
+                table[RESULT], table[STRIDE])  # fmt: skip
+
+    @njit(nogil=True)
+    def finish_head(side, weights, epsilon, dim, table, angles, row):  # type: ignore[no-untyped-def]
+        """Normalize a head, and rotate it."""
+        if weights != 0:
+            norm(side, array(weights, 1, dim)[0], epsilon, side)
+        if table[ANGLES] != 0:
+            rotate(side, angles[row], angles[table[ROWS] + row], table[NEIGHBORS])
+
+    @cfunc(job)
+    def before(thread, address):  # type: ignore[no-untyped-def]
+        linears = table_of(address, part_words)[LINEARS]
+        table = table_of(address, part_words + linears * linear_words)
+        threads, rows, width, digits = table[0], table[ROWS], table[WIDTH], table[DIGITS]
+        x, normed = array(table[X], rows, width), array(table[NORMED], threads, width)
+        for row in range(thread, rows, threads):
+            norm_and_round(table, row, (x[row], normed[thread]), width)
+        waited = wait(address, threads, 0)
+        into = table[RESULT]
+        for number in range(linears):
+            linear = table[part_words + number * linear_words :]
+            product(linear, thread, threads, rows, digits, table[ROUNDED], table[SCALES], into,
+                    table[STRIDE])  # fmt: skip
+            into += 4 * tile_rows * linear[TILES]
+        if table[ANGLES] == 0 and table[Q_NORM] == 0:
+            return
+        wait(address, threads, waited)
+        sides = array(table[RESULT], rows, table[STRIDE])
+        heads, dim, keys = table[HEADS], table[DIM], table[KEYS]
+        angles = array(table[ANGLES], 2 * rows, table[PAIRS])
+        epsilon = array(table[CONSTANTS], 1, constants)[0, HEAD_EPSILON]
+        together = heads + table[KV_HEADS]
+        for item in range(thread, rows * together, threads):
+            row, head = item // together, item % together
+            if head < heads:
+                side = sides[row, head * dim : (head + 1) * dim]
+                finish_head(side, table[Q_NORM], epsilon, dim, table, angles, row)
+            else:
+                start = keys + (head - heads) * dim
+                side = sides[row, start : start + dim]
+                finish_head(side, table[K_NORM], epsilon, dim, table, angles, row)
+
+    @cfunc(job)
+    def behind(thread, address):  # type: ignore[no-untyped-def]
+        table = table_of(address, part_words + 4 * linear_words)
+        threads, rows, width, digits = table[0], table[ROWS], table[WIDTH], table[DIGITS]
+        output, gate = table[part_words:], table[part_words + linear_words :]
+        up, down = table[part_words + 2 * linear_words :], table[part_words + 3 * linear_words :]
+        rounded, scales = table[ROUNDED], table[SCALES]
+        numbers = array(table[CONSTANTS], 1, constants)[0]
+        epsilon, factor = numbers[EPSILON], numbers[FACTOR]
+        x, normed = array(table[X], rows, width), array(table[NORMED], threads, width)
+        residual, result = array(table[RESIDUAL], rows, width), array(table[RESULT], rows, width)
+        # Output projection of attention.
+        columns = output[BLOCKS] * block
+        round_rows(table[MIXED], columns, columns, rows, digits, rounded, scales, thread, threads)
+        waited = wait(address, threads, 0)
+        product(output, thread, threads, rows, digits, rounded, scales, table[RESIDUAL], width)
+        waited = wait(address, threads, waited)
+        for row in range(thread, rows, threads):
+            added = residual[row]
+            if table[MIXED_NORM] != 0:
+                norm(added, array(table[MIXED_NORM], 1, width)[0], epsilon, added)
+            for place in range(width):
+                added[place] = x[row, place] + factor * added[place]
+            norm_and_round(table, row, (added, normed[thread]), width)
+        waited = wait(address, threads, waited)
+        # Gate and up projection.
+        hidden = gate[TILES] * tile_rows
+        raised = table[HIDDEN] + 4 * rows * hidden
+        first, last = product(gate, thread, threads, rows, digits, rounded, scales,
+                              table[HIDDEN], hidden)  # fmt: skip
+        product(up, thread, threads, rows, digits, rounded, scales, raised, hidden)
+        gates, ups = array(table[HIDDEN], rows, hidden), array(raised, rows, hidden)
+        for row in range(rows):
+            activate(gates[row, first:last], ups[row, first:last], table[GELU])
+        waited = wait(address, threads, waited)
+        # Down projection.
+        round_rows(table[HIDDEN], hidden, hidden, rows, digits, rounded, scales, thread, threads)
+        waited = wait(address, threads, waited)
+        first, last = product(down, thread, threads, rows, digits, rounded, scales,
+                              table[RESULT], width)  # fmt: skip
+        if table[LOWERED_NORM] == 0:
+            for row in range(rows):
+                for place in range(first, last):
+                    result[row, place] = residual[row, place] + factor * result[row, place]
+            return
+        wait(address, threads, waited)
+        for row in range(thread, rows, threads):
+            lowered = result[row]
+            norm(lowered, array(table[LOWERED_NORM], 1, width)[0], epsilon, lowered)
+            for place in range(width):
+                lowered[place] = residual[row, place] + factor * lowered[place]
+
+    _KEPT.extend((multiply, before, behind))
+    return int(multiply.address), int(before.address), int(behind.address)
+
+
+_KEPT: list[Any] = []
+"""Compiled functions, whose addresses are in use."""

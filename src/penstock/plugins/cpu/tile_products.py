@@ -1,0 +1,346 @@
+"""Compiled products of activations in signed bytes with weights in 4- or 8-bit codes.
+
+A tile is 16 rows of a weight matrix. For each block of 32 columns it holds the codes of all 16 rows
+so that one vector register takes four columns of every row, as the processor's dot-product
+instructions read them: no sum over lanes is needed, and a step reads the weights once, in order.
+Integer sums are exact and the order of float operations is fixed, so that a result has the same
+bits for any number of rows and on every processor.
+
+The functions are written as LLVM IR, inside of loops that Numba compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+DotProduct: TypeAlias = Callable[[Any, Any, Any, Any], Any]
+"""Takes an IR builder, sums, codes and activations, each in 16 lanes of four bytes; returns sums
+with the products of the four bytes added."""
+
+TILE_ROWS = 16
+"""Rows of a weight matrix that are multiplied together."""
+BLOCK = 32
+"""Columns whose activations share a scale."""
+ROW_GROUP = 4
+"""Rows of activations that are multiplied together, if there are as many."""
+CHAINS = 4
+"""Independent integer sums of a row of activations: an addition takes as many cycles."""
+PREFETCHED_BYTES = 4096
+"""Distance at which codes are requested from memory."""
+
+
+def block_bytes(bits: int, per_scale: int, scale_bytes: int) -> int:
+    """Return the bytes of a tile's columns that share a scale.
+
+    Args:
+        bits: bits of a code, 4 or 8.
+        per_scale: blocks of 32 columns that share a scale.
+        scale_bytes: bytes of a scale, and of an offset.
+    """
+    return TILE_ROWS * (2 * scale_bytes + per_scale * BLOCK * bits // 8)
+
+
+@cache
+def dot_product_name() -> str:
+    """Return the instructions that this processor has: `vnni`, `avx2`, `neon` or `plain`."""
+    import llvmlite.binding as llvm
+
+    has = llvm.get_host_cpu_features()
+    if has.get("avx512f") and has.get("avx512vnni") and _takes_bytes():
+        return "vnni"
+    if has.get("avx2"):
+        return "avx2"
+    return "neon" if has.get("dotprod") and has.get("neon") else "plain"
+
+
+def _takes_bytes() -> bool:
+    """Return whether LLVM's function for VNNI takes vectors of bytes, as LLVM 22 has it."""
+    import llvmlite.binding as llvm
+
+    try:
+        llvm.parse_assembly(
+            "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)"
+        ).verify()
+    except RuntimeError:
+        return False
+    return True
+
+
+@cache
+def multiply_loop(
+    bits: int, per_scale: int, scale_bytes: int, digits: int, instructions: str = ""
+) -> int:
+    """Compile the product of rows with tiles; return the address of the function.
+
+    The function takes nine 64-bit integers: the address of the weights, the first tile, the last
+    and one, the blocks of a row; the address of the rows of activations, (rows, digits, columns)
+    int8; of their scales, (rows, blocks, 2) float32, each a scale and the sum of the block; the
+    number of rows; the address of the result, float32, and the numbers from one row of it to the
+    next.
+
+    Args:
+        bits: bits of a code, 4 or 8.
+        per_scale: blocks of 32 columns that share a scale and an offset.
+        scale_bytes: 2 or 4, for scales and offsets in float16 or float32.
+        digits: bytes of an activation: the first counts 256 times the next.
+        instructions: see `dot_product_name`, whose result is the default.
+    """
+    from numba import cfunc, types
+
+    dot = _DOT_PRODUCTS[instructions or dot_product_name()]
+    few = dot is not _dot_vnni  # sums of two products of 8 bits do not fit in 16
+    form = (bits, per_scale, scale_bytes, digits)
+    single = _tile_product(*form, 1, dot, halved=few and bits == 8)
+    group = _tile_product(*form, ROW_GROUP, dot, halved=few and bits == 8)
+    record = block_bytes(bits, per_scale, scale_bytes)
+    together, tile_bytes, columns = ROW_GROUP, 4 * TILE_ROWS, BLOCK
+    word = types.int64
+
+    @cfunc(types.void(*[word] * 9))
+    def multiply(weights, first, last, blocks, x, scales, rows, result, stride):  # type: ignore[no-untyped-def]
+        row_bytes, row_scales = digits * blocks * columns, 8 * blocks
+        whole = rows - rows % together
+        for tile in range(first, last):
+            codes = weights + tile * (blocks // per_scale) * record
+            into = result + tile * tile_bytes
+            for row in range(0, whole, together):
+                group(codes, blocks, x + row * row_bytes, scales + row * row_scales,
+                      into + 4 * row * stride, stride)  # fmt: skip
+            for row in range(whole, rows):
+                single(codes, blocks, x + row * row_bytes, scales + row * row_scales,
+                       into + 4 * row * stride, stride)  # fmt: skip
+
+    _KEPT.append(multiply)
+    return int(multiply.address)
+
+
+_KEPT: list[Any] = []
+"""Compiled functions, whose addresses are in tables."""
+
+
+def _tile_product(
+    bits: int,
+    per_scale: int,
+    scale_bytes: int,
+    digits: int,
+    rows: int,
+    dot: DotProduct,
+    *,
+    halved: bool,
+) -> Any:
+    """Return a function for compiled loops that multiplies some rows with one tile."""
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    byte, word32, word = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+    real = ir.FloatType()
+    stored = ir.HalfType() if scale_bytes == 2 else real
+    integers, reals = ir.VectorType(word32, TILE_ROWS), ir.VectorType(real, TILE_ROWS)
+    header, loads = 2 * scale_bytes * TILE_ROWS, bits
+
+    def number(value: int) -> Any:
+        return ir.Constant(word, value)
+
+    def every(value: float, of: Any) -> Any:
+        return ir.Constant(of, [value] * TILE_ROWS)
+
+    def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
+        return builder.load(builder.inttoptr(address, ir.PointerType(kind)), align=align)
+
+    def spread(builder: Any, value: Any) -> Any:
+        """Return a vector with the same value in all lanes."""
+        empty = ir.Constant(ir.VectorType(value.type, TILE_ROWS), ir.Undefined)
+        first = builder.insert_element(empty, value, ir.Constant(word32, 0))
+        return builder.shuffle_vector(first, empty, every(0, integers))
+
+    def pieces(builder: Any, codes: Any, load_number: int) -> list[tuple[int, int, Any]]:
+        """Return the columns of vectors of codes, the power of two they count, and themselves."""
+        low = builder.and_(codes, every(0x0F0F0F0F, integers))
+        shifted = builder.lshr(codes, every(4, integers))
+        high = builder.and_(shifted, every(0x0F0F0F0F, integers))
+        if bits == 4:
+            return [(8 * load_number, 0, low), (8 * load_number + 4, 0, high)]
+        if halved:
+            return [(4 * load_number, 0, low), (4 * load_number, 4, high)]
+        return [(4 * load_number, 0, codes)]
+
+    def block_sums(builder: Any, codes: Any, x: Any, row_bytes: Any) -> list[Any]:
+        """Return the integer sums of a block for each row and digit, as float32 vectors."""
+        chains = max(1, CHAINS // (rows * digits))
+        sums: dict[tuple[int, int, int], Any] = {}
+        taken = 0
+        for index in range(loads):
+            vector = load(builder, builder.add(codes, number(64 * index)), integers, 4)
+            for column, power, part in pieces(builder, vector, index):
+                for place in range(rows * digits):
+                    start = builder.add(x, builder.mul(number(place), row_bytes))
+                    four = load(builder, builder.add(start, number(column)), word32, 1)
+                    key = (place, power, taken % chains)
+                    so_far = sums.get(key, every(0, integers))
+                    sums[key] = dot(builder, so_far, part, spread(builder, four))
+                taken += 1
+        as_floats = []
+        for place in range(rows * digits):
+            total = None
+            for (of, power, _), part in sums.items():
+                if of == place:
+                    counted = builder.shl(part, every(power, integers)) if power else part
+                    total = counted if total is None else builder.add(total, counted)
+            as_floats.append(builder.sitofp(total, reals))
+        return as_floats
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def multiply(
+        context: Any, codes: Any, blocks: Any, x: Any, scales: Any, result: Any, stride: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            codes, blocks, x, scales, result, stride = values
+
+            def declared(name: str, kind: Any) -> Any:
+                return cgutils.get_or_insert_function(builder.module, kind, name)
+
+            fused = declared("llvm.fma.v16f32", ir.FunctionType(reals, [reals] * 3))
+            text = ir.PointerType(byte)
+            prefetch = declared(
+                "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [text, *[word32] * 3])
+            )
+            row_bytes = builder.mul(blocks, number(BLOCK))
+            totals = [cgutils.alloca_once_value(builder, every(0.0, reals)) for _ in range(rows)]
+            for total in totals:
+                builder.store(every(0.0, reals), total)
+            groups = builder.sdiv(blocks, number(per_scale))
+            record = block_bytes(bits, per_scale, scale_bytes)
+            with cgutils.for_range(builder, groups) as loop:
+                start = builder.add(codes, builder.mul(loop.index, number(record)))
+                for ahead in range(0, record, 64):
+                    address = builder.add(start, number(PREFETCHED_BYTES + ahead))
+                    flags = [ir.Constant(word32, flag) for flag in (0, 3, 1)]
+                    builder.call(prefetch, [builder.inttoptr(address, text), *flags])
+                sides = []
+                for side in range(2):
+                    address = builder.add(start, number(side * header // 2))
+                    kept = load(builder, address, ir.VectorType(stored, TILE_ROWS), scale_bytes)
+                    sides.append(kept if stored == real else builder.fpext(kept, reals))
+                for inner in range(per_scale):
+                    block = builder.add(builder.mul(loop.index, number(per_scale)), number(inner))
+                    address = builder.add(start, number(header + inner * BLOCK * bits // 8 * 16))
+                    own = builder.add(x, builder.mul(block, number(BLOCK)))
+                    sums = block_sums(builder, address, own, row_bytes)
+                    for row, total in enumerate(totals):
+                        value = sums[row * digits]
+                        for digit in range(1, digits):
+                            lower = sums[row * digits + digit]
+                            value = builder.call(fused, [value, every(256.0, reals), lower])
+                        place = builder.add(builder.mul(number(row), blocks), block)
+                        address = builder.add(scales, builder.mul(place, number(8)))
+                        scale = spread(builder, load(builder, address, real, 4))
+                        address = builder.add(address, number(4))
+                        block_sum = spread(builder, load(builder, address, real, 4))
+                        scale = builder.fmul(sides[0], scale)
+                        value = builder.call(fused, [scale, value, builder.load(total)])
+                        value = builder.call(fused, [sides[1], block_sum, value])
+                        builder.store(value, total)
+            for row, total in enumerate(totals):
+                address = builder.add(result, builder.mul(number(4 * row), stride))
+                into = builder.inttoptr(address, ir.PointerType(reals))
+                builder.store(builder.load(total), into, align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), generate
+
+    return multiply
+
+
+# ---- dot products of four bytes a lane
+
+
+def _declared(builder: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    from llvmlite import ir
+    from numba.core import cgutils
+
+    kind = ir.FunctionType(result, arguments)
+    return cgutils.get_or_insert_function(builder.module, kind, name)
+
+
+def _vector(bits: int, lanes: int) -> Any:
+    from llvmlite import ir
+
+    return ir.VectorType(ir.IntType(bits), lanes)
+
+
+def _dot_vnni(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
+    """Use AVX-512's `vpdpbusd`."""
+    whole, bytes_ = _vector(32, 16), _vector(8, 64)
+    arguments = (whole, bytes_, bytes_)
+    dot = _declared(builder, "llvm.x86.avx512.vpdpbusd.512", whole, arguments)
+    return builder.call(dot, [sums, builder.bitcast(codes, bytes_), builder.bitcast(x, bytes_)])
+
+
+def _in_parts(builder: Any, lanes: int, sums: Any, codes: Any, x: Any, dot: DotProduct) -> Any:
+    """Compute the dot products of some lanes at a time."""
+    from llvmlite import ir
+
+    parts = []
+    for first in range(0, TILE_ROWS, lanes):
+        mask = ir.Constant(_vector(32, lanes), list(range(first, first + lanes)))
+        parts.append(dot(builder, *(builder.shuffle_vector(y, y, mask) for y in (sums, codes, x))))
+    while len(parts) > 1:
+        size = 2 * parts[0].type.count
+        mask = ir.Constant(_vector(32, size), list(range(size)))
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [builder.shuffle_vector(one, two, mask) for one, two in pairs]
+    return parts[0]
+
+
+def _dot_avx2(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
+    """Use AVX2's `vpmaddubsw`, whose sums of two products have 16 bits, and `vpmaddwd`."""
+    from llvmlite import ir
+
+    words, halves, bytes_ = _vector(32, 8), _vector(16, 16), _vector(8, 32)
+    ones = ir.Constant(halves, [1] * 16)
+
+    def dot(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
+        pairs = _declared(builder, "llvm.x86.avx2.pmadd.ub.sw", halves, (bytes_, bytes_))
+        added = _declared(builder, "llvm.x86.avx2.pmadd.wd", words, (halves, halves))
+        twos = builder.call(pairs, [builder.bitcast(y, bytes_) for y in (codes, x)])
+        return builder.add(sums, builder.call(added, [twos, ones]))
+
+    return _in_parts(builder, 8, sums, codes, x, dot)
+
+
+def _dot_neon(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
+    """Use Arm's `sdot`; codes have at most 4 bits, so that they are positive as signed bytes."""
+    words, bytes_ = _vector(32, 4), _vector(8, 16)
+
+    def dot(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
+        name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+        function = _declared(builder, name, words, (words, bytes_, bytes_))
+        return builder.call(function, [sums, *(builder.bitcast(y, bytes_) for y in (codes, x))])
+
+    return _in_parts(builder, 4, sums, codes, x, dot)
+
+
+def _dot_plain(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
+    """Use multiplications of 32 bits, which every processor has."""
+    from llvmlite import ir
+
+    whole = _vector(32, TILE_ROWS)
+    for byte in range(4):
+        left = ir.Constant(whole, [24 - 8 * byte] * TILE_ROWS)
+        right = ir.Constant(whole, [24] * TILE_ROWS)
+        code = builder.lshr(builder.shl(codes, left), right)
+        number = builder.ashr(builder.shl(x, left), right)
+        sums = builder.add(sums, builder.mul(code, number))
+    return sums
+
+
+_DOT_PRODUCTS: dict[str, DotProduct] = {
+    "vnni": _dot_vnni,
+    "avx2": _dot_avx2,
+    "neon": _dot_neon,
+    "plain": _dot_plain,
+}
