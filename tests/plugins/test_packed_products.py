@@ -88,7 +88,7 @@ def test_rows_are_bit_identical_in_any_batch(bits: int, group: int, exact: bool)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("scales", ["float16", "float32"])
 @pytest.mark.parametrize("exact", [False, True])
-def test_products_have_the_same_bits_with_any_instructions(
+def test_products_are_bit_identical_with_any_instructions(
     bits: int, scales: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = linear(256, 48, bits, 64)
@@ -109,7 +109,7 @@ def test_products_have_the_same_bits_with_any_instructions(
     assert error(mx.array(found["plain"]), layer(mx.array(x))) < ROUNDED_ERROR
 
 
-def test_rows_of_another_machine_are_compiled_to_its_instructions() -> None:
+def test_arm_dot_products_compile_to_sdot() -> None:
     """Arm's `sdot` cannot run here: its machine code is looked at."""
     llvm = pytest.importorskip("llvmlite.binding")
     from llvmlite import ir
@@ -131,7 +131,7 @@ def test_rows_of_another_machine_are_compiled_to_its_instructions() -> None:
     assert assembly.count("sdot\t") == 4
 
 
-def test_rows_of_zeros_and_of_very_large_numbers() -> None:
+def test_products_of_zero_and_extreme_rows() -> None:
     layer = linear(64, 32, 4, 32)
     x = mx.zeros((3, 64))
     x[1, :32] = 1e30
