@@ -202,6 +202,6 @@ def test_templates_are_rendered_in_one_place() -> None:
     assert set(jinja) == {"template_child.py"}
     assert sorted(calls) == [
         ("mlx_lm.py", "base.apply_chat_template"),
-        ("mlx_lm.py", "own.apply_chat_template"),
         ("mlx_lm.py", "tokenizer.apply_chat_template"),
+        ("mlx_lm.py", "tokenizer_class.apply_chat_template"),
     ]

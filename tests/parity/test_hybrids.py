@@ -183,7 +183,7 @@ def test_checkpoints_take_a_quarter_of_prefix_bytes() -> None:
         ask(core, prompt_of(2_000), 40)
         drain(core)
         (path,) = [node.path() for node in core.prefixes.tree if not node.children]
-        places = [node.start + each.at for node in path for each in node.segment.checkpoints]
+        places = [node.start + each.offset for node in path for each in node.segment.checkpoints]
         assert places[-2:] == [2_032, 2_039] and 1_984 in places
         drop_partial_blocks(core)
         gaps = [after - before for before, after in pairwise(places)]
