@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from threadpoolctl import ThreadpoolController
 
-from penstock.user_cache import user_cache
+from penstock.user_cache import is_private, user_cache
 
 VARIABLE = "PENSTOCK_BLAS"
 """Path or soname of the CBLAS to load; `none` loads nothing."""
@@ -215,7 +214,7 @@ def _load_wheel(wheel: _Wheel) -> tuple[str, str | None]:
     """
     for folder in _copy_folders():
         copy = folder / wheel.copy_name
-        if _is_private(folder) and _open(str(copy)) is None:
+        if is_private(folder) and _open(str(copy)) is None:
             return str(copy), None
     problem: str | None = "there is no folder for its copy"
     for folder in _copy_folders():
@@ -239,16 +238,6 @@ def _copy_folders() -> Iterator[Path]:
         yield Path(gettempdir()) / f"penstock-{os.getuid()}"
 
 
-def _is_private(folder: Path) -> bool:
-    """Return whether no other user can write to a folder from which a library is loaded."""
-    try:
-        status = folder.lstat()
-    except OSError:
-        return False
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    return is_own and not status.st_mode & 0o022
-
-
 def _copy_renamed(wheel: _Wheel, copy: Path) -> None:
     """Copy the wheel's library with unprefixed symbols, atomically; OSError on failure."""
     # These and those of _patchelf take 60 ms, when a copy is made.
@@ -256,7 +245,7 @@ def _copy_renamed(wheel: _Wheel, copy: Path) -> None:
     from tempfile import TemporaryDirectory
 
     copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_private(copy.parent):
+    if not is_private(copy.parent):
         raise PermissionError(f"others than its user can write to {copy.parent}")
     # Every string that begins so, not the symbols alone: patchelf passes over the others.
     names = set(re.findall(rb"\0scipy_(\w+)(?=\0)", wheel.library.read_bytes()))

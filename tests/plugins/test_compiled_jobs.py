@@ -24,22 +24,22 @@ def exchange() -> Any:
 
     @cfunc(types.void(types.int64, types.int64))
     def job(thread: Any, address: Any) -> None:
-        table = table_of(address, 6)
+        table = table_of(address, 7)
         waited = 0
         for number in range(3):
-            table[2 + thread] = table[2 + thread] + 1 + number
+            table[3 + thread] = table[3 + thread] + 1 + number
             waited = wait(address, table[0], waited)
-            table[4 + thread] += table[2 + (table[0] - 1 - thread)]
+            table[5 + thread] += table[3 + (table[0] - 1 - thread)]
             waited = wait(address, table[0], waited)
 
     return job
 
 
 def run(team: Team, job: Any) -> None:
-    table = np.zeros(6, np.int64)
+    table = np.zeros(7, np.int64)
     team.run(job.address, table)
     other = [1 + 3 + 6] * team.threads
-    assert table[4 : 4 + team.threads].tolist() == other
+    assert table[5 : 5 + team.threads].tolist() == other
 
 
 def test_threads_of_a_job_meet(exchange: Any) -> None:

@@ -17,15 +17,18 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from penstock.plugins.cpu.compiled import pointer
+from penstock.plugins.cpu.compiled_cache import function_address
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-TICKET, DONE, HOT, FUNCTION, TABLE = 0, 8, 16, 24, 32
-"""Places on a board, which are a cache line apart: the number of the last job, of the last one
-that the second thread ended, whether it looks for jobs, and the job itself."""
+TICKET, DONE, HOT, FUNCTION, TABLE, LEAVES = 0, 8, 16, 24, 32, 33
+"""Places on a board: the number of the last job, of the last one that the second thread ended,
+whether it looks for jobs, the job itself, and the address of a function as in a table. Those that
+change are a cache line apart."""
 BOARD_WORDS = 40
-THREADS, BARRIER = 0, 1
-"""First entries of a job's table: number of threads, and how often one of them has waited."""
+THREADS, BARRIER, LEAVE = 0, 1, 2
+"""First entries of a job's table: number of threads, how often one of them has waited, and the
+address of a function that lets another thread run."""
 SPINS_BEFORE_YIELD = 200
 SPINS_BEFORE_SLEEP = 20_000
 
@@ -100,11 +103,9 @@ def _atomics() -> tuple[Any, Any, Any]:
 
 
 @cache
-def _leave() -> Any:
-    """Return the C library's function that lets another thread run."""
-    leave = ctypes.CDLL(None).sched_yield
-    leave.argtypes, leave.restype = [], ctypes.c_int
-    return leave
+def _leave() -> int:
+    """Return the address of the C library's function that lets another thread run."""
+    return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
 
 
 @cache
@@ -116,8 +117,8 @@ def barrier() -> Any:
     from numba import njit
 
     add, load, pause = _atomics()
-    spins_before_yield, place = SPINS_BEFORE_YIELD, 8 * BARRIER
-    leave = _leave()
+    spins_before_yield, place, of_leave = SPINS_BEFORE_YIELD, 8 * BARRIER, 8 * LEAVE
+    leave = call(1)
 
     @njit(nogil=True)
     def wait(table, threads, waited):  # type: ignore[no-untyped-def]
@@ -129,34 +130,32 @@ def barrier() -> Any:
                 pause()
                 spins += 1
                 if spins % spins_before_yield == 0:
-                    leave()
+                    leave(load(table + of_leave), (0,))
         return waited
 
     return wait
 
 
 @cache
-def _board_loops() -> tuple[Any, Any, Any]:
-    """Compile the second thread's loop, the start of a job, and its end."""
-    from numba import njit
+def _board_loops() -> tuple[Any, Any, Any, Any]:
+    """Compile the second thread's loop, the start of a job, its end, and a job of one thread."""
+    from numba import cfunc, njit, types
 
     add, load, pause = _atomics()
-    run = call(2)
+    run, leave = call(2), call(1)
     ticket, done, hot = 8 * TICKET, 8 * DONE, 8 * HOT
-    function, table = 8 * FUNCTION, 8 * TABLE
+    function, table, leaves = 8 * FUNCTION, 8 * TABLE, 8 * LEAVES
     spins_before_yield, spins_before_sleep = SPINS_BEFORE_YIELD, SPINS_BEFORE_SLEEP
-    leave = _leave()
 
-    @njit(nogil=True)
     def serve(board):  # type: ignore[no-untyped-def]
-        """Return False once the board is closed, True after a while without a job."""
+        """Return 0 once the board is closed, 1 after a while without a job."""
         if load(board + hot) == 0:
             add(board + hot, 1)
         spins = 0
         while True:
             if load(board + ticket) != load(board + done):
                 if load(board + function) == 0:
-                    return False
+                    return 0
                 run(load(board + function), (1, load(board + table)))
                 add(board + done, 1)
                 spins = 0
@@ -164,36 +163,55 @@ def _board_loops() -> tuple[Any, Any, Any]:
                 pause()
                 spins += 1
                 if spins % spins_before_yield == 0:
-                    leave()
+                    leave(load(board + leaves), (0,))
             else:
                 add(board + hot, -1)
                 if load(board + ticket) == load(board + done):
-                    return True
+                    return 1
                 add(board + hot, 1)  # a job came meanwhile
                 spins = 0
 
     @njit(nogil=True)
-    def finish(board, address, entries):  # type: ignore[no-untyped-def]
+    def end(board, address, entries):  # type: ignore[no-untyped-def]
         run(address, (0, entries))
         spins = 0
         while load(board + ticket) != load(board + done):
             pause()
             spins += 1
             if spins % spins_before_yield == 0:
-                leave()
+                leave(load(board + leaves), (0,))
 
-    @njit(nogil=True)
     def start(board, address, entries):  # type: ignore[no-untyped-def]
-        """Return whether the job has ended; False if the second thread must be woken for it."""
+        """Return 1 if the job has ended; 0 if the second thread must be woken for it."""
         add(board + function, address - load(board + function))
         add(board + table, entries - load(board + table))
         add(board + ticket, 1)
         if load(board + hot) == 0:
-            return False
-        finish(board, address, entries)
-        return True
+            return 0
+        end(board, address, entries)
+        return 1
 
-    return serve, start, finish
+    def finish(board, address, entries):  # type: ignore[no-untyped-def]
+        end(board, address, entries)
+        return 1
+
+    def alone(address, entries):  # type: ignore[no-untyped-def]
+        run(address, (0, entries))
+        return 1
+
+    def callable_of(function: Any, arguments: int) -> Any:
+        words = [types.int64] * arguments
+        address = function_address(
+            f"board {function.__name__}", lambda: cfunc(types.int64(*words))(function)
+        )
+        return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)(address)
+
+    return (
+        callable_of(serve, 1),
+        callable_of(start, 3),
+        callable_of(finish, 3),
+        callable_of(alone, 2),
+    )
 
 
 class Team:
@@ -201,8 +219,9 @@ class Team:
 
     def __init__(self) -> None:
         self.threads = min(2, cores())
-        _, self._start, self._finish = _board_loops()
+        _, self._start, self._finish, self._alone = _board_loops()
         self._board = np.zeros(BOARD_WORDS, np.int64)
+        self._board[LEAVES] = _leave()
         self._address = self._board.ctypes.data
         self._wake = threading.Semaphore(0)
         if self.threads > 1:
@@ -221,32 +240,19 @@ class Team:
 
         Args:
             function: address of a function of a thread's number and a table's address.
-            table: (n,), whose first entries, `THREADS` and `BARRIER`, are set here.
+            table: (n,), whose first entries, up to `LEAVE`, are set here.
         """
-        table[THREADS], table[BARRIER] = self.threads, 0
+        table[THREADS], table[BARRIER], table[LEAVE] = self.threads, 0, _leave()
         entries = table.ctypes.data
         if self.threads == 1:
-            _run_alone()(function, entries)
+            self._alone(function, entries)
         elif not self._start(self._address, function, entries):
             self._wake.release()
             self._finish(self._address, function, entries)
 
 
-@cache
-def _run_alone() -> Any:
-    from numba import njit
-
-    run = call(2)
-
-    @njit(nogil=True)
-    def alone(function, table):  # type: ignore[no-untyped-def]
-        run(function, (0, table))
-
-    return alone
-
-
 def _serve(board: Integers, wake: threading.Semaphore) -> None:
-    serve, _, _ = _board_loops()
+    serve, _, _, _ = _board_loops()
     while True:
         wake.acquire()
         if not serve(board.ctypes.data):

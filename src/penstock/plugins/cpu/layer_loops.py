@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.plugins.cpu.compiled import SUMS, pointer
+from penstock.plugins.cpu.compiled_cache import function_address
 from penstock.plugins.cpu.compiled_jobs import array_at, barrier, call, table_at
 from penstock.plugins.cpu.tile_products import BLOCK, TILE_ROWS
 
@@ -44,48 +45,49 @@ class PartTable(IntEnum):
 
     THREADS = 0
     BARRIER = 1
-    ROWS = 2
-    X = 3
+    LEAVE = 2
+    ROWS = 3
+    X = 4
     """Rows (rows, width): the layer's input."""
-    WIDTH = 4
-    DIGITS = 5
+    WIDTH = 5
+    DIGITS = 6
     """Bytes of an activation."""
-    ROUNDED = 6
+    ROUNDED = 7
     """Address of space for rounded activations, (rows, digits, most columns) int8."""
-    SCALES = 7
+    SCALES = 8
     """Space for their scales and sums, (rows, most blocks, 2)."""
-    NORMED = 8
+    NORMED = 9
     """Space for a normalized row of each thread."""
-    CONSTANTS = 9
+    CONSTANTS = 10
     """Address of `Constant`."""
-    NORM = 10
+    NORM = 11
     """Weights of the norm before the first product, or of the one before the MLP."""
-    RESULT = 11
+    RESULT = 12
     """(rows, stride): queries, keys and values, or the layer's output."""
-    STRIDE = 12
-    LINEARS = 13
+    STRIDE = 13
+    LINEARS = 14
     """Number of linear layers before attention."""
-    Q_NORM = 14
-    K_NORM = 15
-    HEADS = 16
-    KV_HEADS = 17
-    DIM = 18
-    KEYS = 19
+    Q_NORM = 15
+    K_NORM = 16
+    HEADS = 17
+    KV_HEADS = 18
+    DIM = 19
+    KEYS = 20
     """First column of the keys in the result."""
-    ANGLES = 20
+    ANGLES = 21
     """Cosines and sines of the rows' positions, (2, rows, pairs); 0 to rotate nothing."""
-    PAIRS = 21
-    NEIGHBORS = 22
+    PAIRS = 22
+    NEIGHBORS = 23
     """Whether a pair is two neighbors, and not of the two halves."""
-    MIXED = 23
+    MIXED = 24
     """(rows, columns): output of attention."""
-    RESIDUAL = 24
+    RESIDUAL = 25
     """Space (rows, width)."""
-    HIDDEN = 25
+    HIDDEN = 26
     """Space (2, rows, hidden): gate and up projection."""
-    MIXED_NORM = 26
-    LOWERED_NORM = 27
-    GELU = 28
+    MIXED_NORM = 27
+    LOWERED_NORM = 28
+    GELU = 29
     """Whether the activation is the approximate GELU, and not SiLU."""
 
 
@@ -290,7 +292,7 @@ def part_loops() -> tuple[int, int, int]:
     product, activate, wait = _product_loop(), _activation_loop(), barrier()
     array, table_of, address_of = array_at(), table_at(), pointer()
     block, floats, linear_words, part_words = BLOCK, SCALE_FLOATS, LINEAR_WORDS, PART_WORDS
-    (_, _, ROWS, X, WIDTH, DIGITS, ROUNDED, SCALES, NORMED, CONSTANTS, NORM, RESULT, STRIDE,
+    (_, _, _, ROWS, X, WIDTH, DIGITS, ROUNDED, SCALES, NORMED, CONSTANTS, NORM, RESULT, STRIDE,
      LINEARS, Q_NORM, K_NORM, HEADS, KV_HEADS, DIM, KEYS, ANGLES, PAIRS, NEIGHBORS, MIXED,
      RESIDUAL, HIDDEN, MIXED_NORM, LOWERED_NORM, GELU) = map(int, PartTable)  # fmt: skip
     EPSILON, HEAD_EPSILON, FACTOR = map(int, Constant)
@@ -309,7 +311,6 @@ def part_loops() -> tuple[int, int, int]:
         factors = array(table[SCALES] + 4 * row * blocks * floats, blocks, floats)
         rounded_row(normed, into, factors, 0, blocks)
 
-    @cfunc(job)
     def multiply(thread, address):  # type: ignore[no-untyped-def]
         table = table_of(address, part_words + linear_words)
         threads, rows, digits = table[0], table[ROWS], table[DIGITS]
@@ -327,7 +328,6 @@ def part_loops() -> tuple[int, int, int]:
         if table[ANGLES] != 0:
             rotate(side, angles[row], angles[table[ROWS] + row], table[NEIGHBORS])
 
-    @cfunc(job)
     def before(thread, address):  # type: ignore[no-untyped-def]
         linears = table_of(address, part_words)[LINEARS]
         table = table_of(address, part_words + linears * linear_words)
@@ -360,7 +360,6 @@ def part_loops() -> tuple[int, int, int]:
                 side = sides[row, start : start + dim]
                 finish_head(side, table[K_NORM], epsilon, dim, table, angles, row)
 
-    @cfunc(job)
     def behind(thread, address):  # type: ignore[no-untyped-def]
         table = table_of(address, part_words + 4 * linear_words)
         threads, rows, width, digits = table[0], table[ROWS], table[WIDTH], table[DIGITS]
@@ -412,9 +411,7 @@ def part_loops() -> tuple[int, int, int]:
             for place in range(width):
                 lowered[place] = residual[row, place] + factor * lowered[place]
 
-    _KEPT.extend((multiply, before, behind))
-    return int(multiply.address), int(before.address), int(behind.address)
+    def address(function: Any) -> int:
+        return function_address(f"part {function.__name__}", lambda: cfunc(job)(function))
 
-
-_KEPT: list[Any] = []
-"""Compiled functions, whose addresses are in use."""
+    return address(multiply), address(before), address(behind)

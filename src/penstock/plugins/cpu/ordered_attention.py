@@ -233,7 +233,7 @@ def _attend(
     rows, heads, _ = queries.shape
     mixed = np.empty((rows, heads, value_dim), np.float32)
     table = np.array(
-        [0, 0, queries.ctypes.data, rows, heads, kv_heads, spans.ctypes.data, len(spans),
+        [0, 0, 0, queries.ctypes.data, rows, heads, kv_heads, spans.ctypes.data, len(spans),
          firsts.ctypes.data, len(firsts) - 1, seen.ctypes.data, width, mixed.ctypes.data],
         np.int64,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.plugins.cpu.compiled import SUMS, exp_loop, pointer
+from penstock.plugins.cpu.compiled_cache import function_address
 from penstock.plugins.cpu.compiled_jobs import table_at
 
 IN_ORDER = {"contract"}
@@ -20,23 +21,24 @@ class AttendTable(IntEnum):
 
     THREADS = 0
     BARRIER = 1
-    QUERIES = 2
+    LEAVE = 2
+    QUERIES = 3
     """(rows, heads, key_dim) float32, already scaled."""
-    ROWS = 3
-    HEADS = 4
-    KV_HEADS = 5
-    SPANS = 6
+    ROWS = 4
+    HEADS = 5
+    KV_HEADS = 6
+    SPANS = 7
     """(spans, 5): address of the first key, bytes between heads, the same of the values, and number
     of tokens."""
-    SPAN_COUNT = 7
-    FIRSTS = 8
+    SPAN_COUNT = 8
+    FIRSTS = 9
     """(sequences + 1,): the index of each sequence's first span, and the end."""
-    SEQUENCES = 9
-    SEEN = 10
+    SEQUENCES = 10
+    SEEN = 11
     """(rows, 2): visible columns of each row, first and end."""
-    WIDTH = 11
+    WIDTH = 12
     """Rows per sequence."""
-    MIXED = 12
+    MIXED = 13
     """(rows, heads, value_dim) float32: the result."""
 
 
@@ -139,10 +141,9 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
             item += step
 
     table_of, address_of, words = table_at(), pointer(), ATTEND_WORDS
-    (threads, _, of_queries, rows, heads, kv_heads, spans, span_count, firsts, sequences, seen,
+    (threads, _, _, of_queries, rows, heads, kv_heads, spans, span_count, firsts, sequences, seen,
      width, mixed) = map(int, AttendTable)  # fmt: skip
 
-    @cfunc(types.void(types.int64, types.int64))
     def job(thread, address):  # type: ignore[no-untyped-def]
         table = table_of(address, words)
         n, count = table[rows], table[heads]
@@ -158,9 +159,7 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
             carray(address_of(table[mixed]), (n, count, value_dim), np.float32),
         )
 
-    _KEPT.append(job)
-    return int(job.address)
-
-
-_KEPT: list[Any] = []
-"""Compiled functions, whose addresses are in use."""
+    return function_address(
+        f"attend {key_dim} {value_dim} {soft_cap}",
+        lambda: cfunc(types.void(types.int64, types.int64))(job),
+    )

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
+from penstock.plugins.cpu.compiled_cache import function_address
+
 DotProduct: TypeAlias = Callable[[Any, Any, Any, Any], Any]
 """Takes an IR builder, sums, codes and activations, each in 16 lanes of four bytes; returns sums
 with the products of the four bytes added."""
@@ -89,16 +91,15 @@ def multiply_loop(
     """
     from numba import cfunc, types
 
-    dot = _DOT_PRODUCTS[instructions or dot_product_name()]
+    instructions = instructions or dot_product_name()
+    dot = _DOT_PRODUCTS[instructions]
     few = dot is not _dot_vnni  # sums of two products of 8 bits do not fit in 16
     form = (bits, per_scale, scale_bytes, digits)
     single = _tile_product(*form, 1, dot, halved=few and bits == 8)
     group = _tile_product(*form, ROW_GROUP, dot, halved=few and bits == 8)
     record = block_bytes(bits, per_scale, scale_bytes)
     together, tile_bytes, columns = ROW_GROUP, 4 * TILE_ROWS, BLOCK
-    word = types.int64
 
-    @cfunc(types.void(*[word] * 9))
     def multiply(weights, first, last, blocks, x, scales, rows, result, stride):  # type: ignore[no-untyped-def]
         row_bytes, row_scales = digits * blocks * columns, 8 * blocks
         whole = rows - rows % together
@@ -112,12 +113,8 @@ def multiply_loop(
                 single(codes, blocks, x + row * row_bytes, scales + row * row_scales,
                        into + 4 * row * stride, stride)  # fmt: skip
 
-    _KEPT.append(multiply)
-    return int(multiply.address)
-
-
-_KEPT: list[Any] = []
-"""Compiled functions, whose addresses are in tables."""
+    signature = types.void(*[types.int64] * 9)
+    return function_address(f"multiply {form} {instructions}", lambda: cfunc(signature)(multiply))
 
 
 def _tile_product(
