@@ -65,7 +65,9 @@ def run_all(*calls: Callable[[], Any]) -> list[Any]:
 
 def test_concurrent_requests_from_many_threads(engine: Engine) -> None:
     def client(number: int) -> list[Handle]:
-        handles = [ask(engine, 10 + 30 * (i % 2), seed=number % 3) for i in range(3)]
+        handles = [ask(engine, 10 + 30 * i, seed=number) for i in range(2)]
+        handles[0].result(SOON)
+        handles.append(ask(engine, 10, seed=number))
         for handle in handles:
             handle.result(SOON)
             engine.stats()
