@@ -335,7 +335,7 @@ def test_second_signal_stops_at_once() -> None:
 
 def test_largest_request_in_banner_fits() -> None:
     """The largest request is answered; a few tokens more are refused."""
-    with serving(engine={"memory_limit": "40MB"}) as running:
+    with serving(engine={"memory_limit": "48MB"}) as running:
         ask = running.service.engine.ask
         stats = ask(EngineView.stats).result()
         free = stats.limit_bytes - stats.used_bytes
@@ -354,7 +354,7 @@ def test_largest_request_in_banner_fits() -> None:
 
 
 def test_largest_request_agrees_in_banner_models_and_admission() -> None:
-    with serving(engine={"memory_limit": "34MB"}) as running:
+    with serving(engine={"memory_limit": "38MB"}) as running:
         service = running.service
         most = service.context_tokens
         told = banner(service.engine, "recall", settings(), 8_000, largest_request=most)
