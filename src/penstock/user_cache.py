@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+
+MOST_FILES = 200
+"""Maximum number of files that `write_private` keeps in a folder; the oldest are removed."""
 
 
 def user_cache() -> Path:
@@ -23,3 +27,22 @@ def is_private(folder: Path) -> bool:
         return False
     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     return is_own and not status.st_mode & 0o022
+
+
+def write_private(file: Path, content: bytes) -> None:
+    """Write a file that its owner alone can read, at once; without a private folder, do nothing."""
+    folder = file.parent
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_private(folder):
+            return
+        part = file.with_suffix(f".{os.getpid()}.part")
+        try:
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as stream:
+                stream.write(content)
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+        files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
+        for old in files[:-MOST_FILES]:
+            old.unlink(missing_ok=True)

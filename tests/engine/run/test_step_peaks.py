@@ -18,10 +18,11 @@ from tiny_families import build, uncompiled
 from penstock.attention import devices
 from penstock.engine.core import Core
 from penstock.engine.model import step_peaks, step_trials
-from penstock.engine.model.remembered_peaks import MOST_FILES, RememberedPeaks
+from penstock.engine.model.remembered_peaks import RememberedPeaks
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.step_peaks import StepPeaks
 from penstock.errors import NeverFits
+from penstock.user_cache import MOST_FILES
 
 LIMITS: dict[str, Any] = {"max_kv_size": 512, "prefill_chunk": 128, "max_batch_size": 4}
 FAMILIES = ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mamba2", "falcon_h1", "qwen3_next"]

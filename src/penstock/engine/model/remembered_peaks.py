@@ -17,17 +17,15 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
-from penstock import regular_files
 from penstock.attention import devices
 from penstock.blas import load_blas
 from penstock.engine.model.step_peaks import StepPeaks
-from penstock.user_cache import user_cache
+from penstock.regular_files import read_text
+from penstock.user_cache import user_cache, write_private
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-MOST_FILES = 200
-"""Maximum number of files kept; the oldest are removed."""
 MOST_FILE_BYTES = 10_000
 LIBRARIES = ("mlx", "mlx-lm", "numpy")
 
@@ -45,7 +43,7 @@ class RememberedPeaks:
     def read(self) -> StepPeaks | None:
         """Return the peaks that were measured before; None without a valid file."""
         try:
-            content = json.loads(regular_files.read_text(self._file, MOST_FILE_BYTES))
+            content = json.loads(read_text(self._file, MOST_FILE_BYTES))
             values = {field.name: content["peaks"][field.name] for field in fields(StepPeaks)}
             if content["checksum"] != self._checksum(values):
                 raise ValueError("its checksum is wrong")
@@ -65,19 +63,8 @@ class RememberedPeaks:
         """Write a file that only its owner can read; without a writable folder, do nothing."""
         values = asdict(peaks)
         content = {"peaks": values, "checksum": self._checksum(values)}
-        with suppress(OSError, RuntimeError):
-            folder = self._file.parent
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part = self._file.with_suffix(f".{os.getpid()}.part")
-            try:
-                with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600), "w") as stream:
-                    json.dump(content, stream)
-                part.replace(self._file)
-            finally:
-                part.unlink(missing_ok=True)
-            files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
-            for old in files[:-MOST_FILES]:
-                old.unlink(missing_ok=True)
+        with suppress(RuntimeError):  # no home folder
+            write_private(self._file, json.dumps(content).encode())
 
     @property
     def _file(self) -> Path:

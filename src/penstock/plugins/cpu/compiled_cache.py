@@ -19,13 +19,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from penstock import regular_files
-from penstock.user_cache import is_private, user_cache
+from penstock.regular_files import open_regular
+from penstock.user_cache import is_private, user_cache, write_private
 
 logger = logging.getLogger(__name__)
 
-MOST_FILES = 200
-"""Maximum number of files kept; the oldest are removed."""
 MOST_FILE_BYTES = 4 << 20
 DIGEST_BYTES = 32
 
@@ -56,7 +54,7 @@ def _read(key: bytes) -> int | None:
         file = _file(key)
         if not is_private(file.parent):
             return None
-        with regular_files.open_regular(file, MOST_FILE_BYTES) as stream:
+        with open_regular(file, MOST_FILE_BYTES) as stream:
             checksum, content = stream.read(DIGEST_BYTES), stream.read()
         if sha256(key + content).digest() != checksum:
             raise ValueError("its checksum is wrong")
@@ -95,22 +93,8 @@ def _write(key: bytes, function: Any) -> None:
     except Exception as error:  # noqa: BLE001 - parts of Numba that may change
         logger.debug("cannot keep machine code: %s: %s", type(error).__name__, error)
         return
-    with suppress(OSError, RuntimeError):
-        file = _file(key)
-        folder = file.parent
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not is_private(folder):
-            return
-        part = file.with_suffix(f".{os.getpid()}.part")
-        try:
-            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as stream:
-                stream.write(sha256(key + content).digest() + content)
-            part.replace(file)
-        finally:
-            part.unlink(missing_ok=True)
-        files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
-        for old in files[:-MOST_FILES]:
-            old.unlink(missing_ok=True)
+    with suppress(RuntimeError):  # no home folder
+        write_private(_file(key), sha256(key + content).digest() + content)
 
 
 def _file(key: bytes) -> Path:

@@ -8,7 +8,6 @@ does; then it sleeps.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import threading
 from functools import cache
@@ -18,6 +17,7 @@ import numpy as np
 
 from penstock.plugins.cpu.compiled import pointer
 from penstock.plugins.cpu.compiled_cache import function_address
+from penstock.plugins.cpu.cpu_rows import cores
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -31,11 +31,6 @@ THREADS, BARRIER, LEAVE = 0, 1, 2
 address of a function that lets another thread run."""
 SPINS_BEFORE_YIELD = 200
 SPINS_BEFORE_SLEEP = 20_000
-
-
-def cores() -> int:
-    """Return the number of processors available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -96,10 +95,6 @@ class _Lane(threading.local):
 _second = _Lane()
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @dataclass(frozen=True, slots=True)
 class CPUMemory(AttentionMemory):
     """Working memory of attention on a CPU."""
@@ -130,7 +125,7 @@ class CPUMemory(AttentionMemory):
 class CPUBackend(MLXBackend):
     """MLX's CPU backend on two cores, the lanes, with BLAS in place of slow kernels."""
 
-    lanes: int = field(default_factory=lambda: min(2, _cores()))
+    lanes: int = field(default_factory=lambda: min(2, cpu_rows.cores()))
     facts = DeviceFacts(on_heap=True, slow_half=True, fuses_attention=False)
     uses_numpy = True
     independent_products = True
@@ -249,7 +244,7 @@ class CPUBackend(MLXBackend):
     @contextmanager
     def piece_reads(self, stacked: Sequence[mx.array]) -> Iterator[PieceReads]:
         """See `AttentionBackend`; in lanes, unless BLAS keeps more cores busy."""
-        divided = _cores() <= self.lanes
+        divided = cpu_rows.cores() <= self.lanes
         with self.one_thread_of_blas() if divided else nullcontext():
             yield CPUPieceReads(self, stacked, divided=divided)
 

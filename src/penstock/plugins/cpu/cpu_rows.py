@@ -6,6 +6,7 @@ dispatch took more than half of a step with eight rows; NumPy needs ten.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -86,6 +87,11 @@ class Sums:
 
 
 _Task: TypeAlias = "tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]"
+
+
+def cores() -> int:
+    """Return the number of processors available to this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class SecondThread:

@@ -111,9 +111,9 @@ def packed_layer(layer: nn.Module, *, exact: bool) -> PackedDecoderLayer | None:
         return None
     attention, mlp = layer.self_attn, layer.mlp
     heads, kv_heads = attention.n_heads, attention.n_kv_heads
-    before = _parts([attention[name] for name in form.before], (heads, kv_heads, kv_heads))
+    before = _rows_of_parts([attention[name] for name in form.before], (heads, kv_heads, kv_heads))
     behind = [(attention[O_PROJ], slice(None))]
-    behind += _parts([mlp[name] for name in form.raising], (1, 1))
+    behind += _rows_of_parts([mlp[name] for name in form.raising], (1, 1))
     behind.append((mlp[DOWN], slice(None)))
     projections = []
     for module, rows in (*before, *behind):
@@ -124,7 +124,7 @@ def packed_layer(layer: nn.Module, *, exact: bool) -> PackedDecoderLayer | None:
     return PackedDecoderLayer(layer, form, projections, exact=exact)
 
 
-def _parts(modules: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, slice]]:
+def _rows_of_parts(modules: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, slice]]:
     """Return the module and the rows of each part; a fused layer has parts of these sizes."""
     if len(modules) > 1:
         return [(module, slice(None)) for module in modules]
@@ -160,7 +160,7 @@ class PackedDecoderLayer(PackedModule):
         self._attention_module = sys.modules[type(attention).__module__]
         self._soft_cap = float(getattr(attention, "attn_logit_softcapping", 0))
         self._rotation = RotaryPositions.of(attention.rope)
-        self._parts = LayerParts(layer, form, projections, exact=exact)
+        self._parts = LayerParts(layer, form, projections, self._rotation, exact=exact)
         self.packed_bytes += self._parts.small_bytes
         for name in [key for key in attention if key in (*form.before, O_PROJ, *NORMS)]:
             attention.pop(name)
@@ -260,10 +260,11 @@ class LayerParts:
         layer: nn.Module,
         form: DecoderForm,
         projections: Sequence[PackedProjection],
+        rotation: RotaryPositions | None,
         *,
         exact: bool,
     ) -> None:
-        """See `PackedDecoderLayer`."""
+        """See `PackedDecoderLayer`; without a `rotation`, queries and keys are not rotated."""
         attention = layer.self_attn
         digits = EXACT if exact else ROUNDED
         self._projections = projections
@@ -273,7 +274,6 @@ class LayerParts:
         self._widths = [len(side.tiles) * TILE_ROWS for side in (queries, keys, values)]
         self._dim = queries.rows // attention.n_heads
         self._hidden = gate.rows
-        rotation = RotaryPositions.of(attention.rope)
         norms = [attention.get(name) for name in NORMS]
         epsilon = next((float(norm.eps) for norm in norms if norm is not None), 0.0)
         factor = float(getattr(layer, "residual_multiplier", 1.0))
