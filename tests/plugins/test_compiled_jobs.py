@@ -64,8 +64,8 @@ def test_second_thread_sleeps_when_idle_and_is_woken(exchange: Any) -> None:
 
 
 def test_teams_of_several_threads_are_independent_and_end(exchange: Any) -> None:
-    def helpers() -> int:
-        return sum(thread.name == "penstock-layers" for thread in threading.enumerate())
+    def helpers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "penstock-layers"}
 
     before, failures = helpers(), []
 
@@ -84,7 +84,7 @@ def test_teams_of_several_threads_are_independent_and_end(exchange: Any) -> None
     assert not failures
     del threads, thread
     deadline = time.monotonic() + 20
-    while helpers() > before and time.monotonic() < deadline:
+    while helpers() - before and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert helpers() == before
+    assert not helpers() - before
