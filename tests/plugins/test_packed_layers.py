@@ -23,8 +23,9 @@ from penstock.engine.run.measured_steps import run_steps
 from penstock.errors import ModelError
 from penstock.extensions import extension
 from penstock.models import weight_packer as packing_seam
+from penstock.models.fingerprint import fingerprint
 from penstock.models.loading import load_all
-from penstock.models.weight_packer import PackedParts, weight_packer
+from penstock.models.weight_packer import PackedParts, pack, weight_packer
 from penstock.recall import MODEL_PATH
 from support.gguf_files import small_model, write_model
 from support.small_models import BASE, build
@@ -150,6 +151,32 @@ def test_plan_matches_packed_weights(
     counted = weight_bytes(load_all(file, weights_dtype="packed").model)
     assert planned["weight_bytes"] == pytest.approx(counted, rel=0.03)
     assert planned["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "granite"])
+def test_fingerprint_covers_all_that_packed_layers_compute_with(name: str, tmp_path: Path) -> None:
+    source = folder(tmp_path, name, 4)
+    quantization = {"group_size": 32, "bits": 4}
+    weights: Any = mx.load(str(source / "model.safetensors"))
+    config = {**BASE, **FAMILIES[name], "model_type": name, "vocab_size": 512}
+
+    def packed_fingerprint(changed: str, epsilon: float | None = None) -> str:
+        model = build(config)
+        nn.quantize(model, **quantization)
+        other = {changed: weights[changed] + 1e-3} if changed else {}
+        model.load_weights(list({**weights, **other}.items()))
+        if epsilon is not None:
+            model.layers[0].input_layernorm.eps = epsilon
+        pack(model, lambda _: None, exact=False)
+        assert type(model.layers[0]).__name__ == "PackedDecoderLayer"
+        return fingerprint(model)
+
+    vectors = [x for x in weights if "layers.0." in x and weights[x].ndim == 1]
+    assert len(vectors) == {"llama": 9, "gemma3_text": 6, "granite": 9}[name]
+    own = packed_fingerprint("")
+    assert packed_fingerprint("") == own
+    changed = [packed_fingerprint(vector) for vector in vectors]
+    assert len({own, packed_fingerprint("", 1e-3), *changed}) == 2 + len(vectors)
 
 
 def test_engine_runs_packed_model(tmp_path: Path) -> None:

@@ -168,10 +168,32 @@ def test_packed_embedding_matches_mlx(bits: int, group: int) -> None:
 
 def test_weights_have_identity_and_size() -> None:
     one = packed(linear(128, 64, 4, 32), exact=False)
-    assert repr(packed(linear(128, 64, 4, 32, bias=True), exact=False)) == repr(one)
-    assert repr(packed(linear(128, 96, 4, 32), exact=False)) != repr(one)
-    assert repr(packed(linear(128, 64, 4, 32), exact=True)) != repr(one)
+    assert repr(packed(linear(128, 64, 4, 32), exact=False)) == repr(one)
+    biased = linear(128, 64, 4, 32, bias=True)
+    other_bias = linear(128, 64, 4, 32, bias=True)
+    other_bias.bias = other_bias.bias + mx.arange(64) * 1e-3
+    others = [
+        packed(biased, exact=False),
+        packed(other_bias, exact=False),
+        packed(linear(128, 96, 4, 32), exact=False),
+        packed(linear(128, 64, 4, 32), exact=True),
+    ]
+    assert len({repr(one), *map(repr, others)}) == 5
     assert one.packed_bytes == 128 * 64 // 2 + 2 * 4 * 128 * 64 // 32
+    assert others[0].packed_bytes == one.packed_bytes + 4 * 64
+
+
+def zero_matrix(rows: int, bits: int, group: int) -> PackedMatrix:
+    layer = linear(128, rows, bits, group)
+    for name in ("weight", "scales", "biases"):
+        layer[name] = mx.zeros_like(layer[name])
+    return matrix_of(layer)
+
+
+@pytest.mark.parametrize(("rows", "bits", "group"), [(63, 4, 32), (64, 8, 32), (64, 4, 64)])
+def test_matrices_of_another_form_have_another_digest(rows: int, bits: int, group: int) -> None:
+    """A row of zeros more fills the same tile."""
+    assert zero_matrix(rows, bits, group).digest != zero_matrix(64, 4, 32).digest
 
 
 def test_unsupported_layers_are_unchanged() -> None:

@@ -152,16 +152,22 @@ class PackedDecoderLayer(PackedModule):
             projections: queries, keys, values, output of attention, gate, up, and down.
             exact: whether activations have 24 bits, not 16.
         """
-        super().__init__([projection.matrix for projection in projections], exact=exact)
+        attention = layer.self_attn
+        rotation = RotaryPositions.of(attention.rope)
+        parts = LayerParts(layer, form, projections, rotation, exact=exact)
+        super().__init__(
+            [projection.matrix for projection in projections],
+            exact=exact,
+            vectors=parts.vectors,
+            settings=(form, parts.constants.tolist()),
+        )
         for name, value in vars(layer).items():  # such as `use_sliding`, which the model reads
             if not name.startswith("_"):
                 setattr(self, name, value)
-        attention = layer.self_attn
         self._attention_module = sys.modules[type(attention).__module__]
         self._soft_cap = float(getattr(attention, "attn_logit_softcapping", 0))
-        self._rotation = RotaryPositions.of(attention.rope)
-        self._parts = LayerParts(layer, form, projections, self._rotation, exact=exact)
-        self.packed_bytes += self._parts.small_bytes
+        self._rotation = rotation
+        self._parts = parts
         for name in [key for key in attention if key in (*form.before, O_PROJ, *NORMS)]:
             attention.pop(name)
         self.self_attn = attention
@@ -277,9 +283,12 @@ class LayerParts:
         norms = [attention.get(name) for name in NORMS]
         epsilon = next((float(norm.eps) for norm in norms if norm is not None), 0.0)
         factor = float(getattr(layer, "residual_multiplier", 1.0))
-        self._arrays: list[Floats] = []
-        constants = self._kept(np.array([layer.input_layernorm.eps, epsilon, factor], np.float32))
-        shared = {PartTable.WIDTH: self._width, PartTable.CONSTANTS: constants}
+        self.constants: Floats = np.array([layer.input_layernorm.eps, epsilon, factor], np.float32)
+        self.vectors: dict[str, Floats | None] = {
+            f"bias {number}": projection.bias for number, projection in enumerate(projections)
+        }
+        """Biases, and the norms' weights as they are multiplied, by name; None if missing."""
+        shared = {PartTable.WIDTH: self._width, PartTable.CONSTANTS: self.constants.ctypes.data}
         one = int(form.from_one)
         linears = [x.matrix.linear(digits, x.bias) for x in projections]
         _, before, behind = part_loops()
@@ -287,11 +296,11 @@ class LayerParts:
             before, linears[:3], digits, self._width,
             {
                 **shared,
-                PartTable.NORM: self._weights(layer.input_layernorm, one),
+                PartTable.NORM: self._norm("input", layer.input_layernorm, one),
                 PartTable.STRIDE: sum(self._widths),
                 PartTable.LINEARS: 3,
-                PartTable.Q_NORM: self._weights(norms[0], one),
-                PartTable.K_NORM: self._weights(norms[1], one),
+                PartTable.Q_NORM: self._norm(NORMS[0], norms[0], one),
+                PartTable.K_NORM: self._norm(NORMS[1], norms[1], one),
                 PartTable.HEADS: attention.n_heads,
                 PartTable.KV_HEADS: attention.n_kv_heads,
                 PartTable.DIM: self._dim,
@@ -305,15 +314,12 @@ class LayerParts:
             behind, linears[3:], digits, columns,
             {
                 **shared,
-                PartTable.NORM: self._weights(layer[form.mlp_norm], one),
-                PartTable.MIXED_NORM: self._weights(layer.get(form.mixed_norm), one),
-                PartTable.LOWERED_NORM: self._weights(layer.get(form.lowered_norm), one),
+                PartTable.NORM: self._norm("mlp", layer[form.mlp_norm], one),
+                PartTable.MIXED_NORM: self._norm("mixed", layer.get(form.mixed_norm), one),
+                PartTable.LOWERED_NORM: self._norm("lowered", layer.get(form.lowered_norm), one),
                 PartTable.GELU: int(form.activation == "gelu"),
             },
         )  # fmt: skip
-        biases = [x.bias for x in projections if x.bias is not None]
-        self.small_bytes = sum(array.nbytes for array in (*self._arrays[1:], *biases))
-        """Bytes of biases, and of the norms' weights as they are multiplied."""
 
     def before(self, x: Floats, angles: Floats | None) -> list[Floats]:
         """Return queries, keys and values (n, heads, dim) of rows (n, width).
@@ -354,13 +360,10 @@ class LayerParts:
         self._behind.run(len(x), self._width, places, self._width + 2 * self._hidden)
         return result
 
-    def _weights(self, norm: Any, one: int) -> int:
-        """Return the address of a norm's weights, to which `one` is added; 0 without a norm."""
+    def _norm(self, name: str, norm: Any, one: int) -> int:
+        """Keep a norm's weights, to which `one` is added; return their address, 0 without any."""
         if norm is None:
             return 0
-        return self._kept(np.asarray(norm.weight.astype(mx.float32)) + np.float32(one))
-
-    def _kept(self, array: Floats) -> int:
-        """Keep an array, and return its address."""
-        self._arrays.append(np.ascontiguousarray(array))
-        return int(self._arrays[-1].ctypes.data)
+        weights = np.asarray(norm.weight.astype(mx.float32)) + np.float32(one)
+        self.vectors[name] = weights = np.ascontiguousarray(weights)
+        return int(weights.ctypes.data)

@@ -9,7 +9,7 @@ row's result does not depend on other rows, nor on the processor; see `tile_prod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -87,8 +87,11 @@ class PackedMatrix:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the exact values."""
-        return xxhash.xxh3_128_hexdigest(self.tiles.tobytes())
+        """A hash of the exact values and of how they lie."""
+        shape = (self.rows, self.columns, self.bits, self.per_scale, self.scale_bytes)
+        hashed = xxhash.xxh3_128(repr(shape).encode())
+        hashed.update(self.tiles.data)
+        return hashed.hexdigest()
 
     def linear(self, digits: int, bias: Floats | None = None) -> list[int]:
         """Return the values of `LinearEntry`; the caller keeps the matrix and the bias alive."""
@@ -264,23 +267,48 @@ class Job:
 
 
 class PackedModule(nn.Module):
-    """Module whose weights are in tiles, outside MLX's arrays."""
+    """Module whose weights are in tiles, outside MLX's arrays.
+
+    Its `repr` has a hash of all that its results depend on: fingerprints of models are made of it.
+    """
 
     packed_bytes = 0
     """Bytes of the weights."""
     packed_row_bytes = 0
     """Bytes of a row's activations; 0 if only rows with logits are computed."""
 
-    def __init__(self, matrices: Sequence[PackedMatrix], *, exact: bool) -> None:
+    def __init__(
+        self,
+        matrices: Sequence[PackedMatrix],
+        *,
+        exact: bool,
+        vectors: Mapping[str, Floats | None] | None = None,
+        settings: object = None,
+    ) -> None:
+        """Count and hash the weights.
+
+        Args:
+            matrices: packed matrices, in a fixed order.
+            exact: whether activations have 24 bits, not 16.
+            vectors: biases and the weights of norms by name; None for one that is missing.
+            settings: other values that results depend on, with an exact `repr`.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        present = {name: x for name, x in (vectors or {}).items() if x is not None}
         self.packed_bytes = sum(matrix.tiles.nbytes for matrix in matrices)
+        self.packed_bytes += sum(vector.nbytes for vector in present.values())
         self.packed_width = max(matrix.rows for matrix in matrices)
         self.packed_row_bytes = ACTIVATIONS * 4 * sum(matrix.rows for matrix in matrices)
-        self.name_of_weights = f"{'exact' if exact else 'rounded'} rows, weights "
-        self.name_of_weights += " ".join(matrix.digest for matrix in matrices)
+        hashed = xxhash.xxh3_128(repr((exact, settings)).encode())
+        for matrix in matrices:
+            hashed.update(matrix.digest.encode())
+        for name, vector in sorted(present.items()):
+            hashed.update(f"{name} {len(vector)}".encode())
+            hashed.update(np.ascontiguousarray(vector).data)
+        self.weights_digest = hashed.hexdigest()
 
     def _extra_repr(self) -> str:
-        return self.name_of_weights
+        return f"weights={self.weights_digest}"
 
 
 class Product:
@@ -311,9 +339,8 @@ class PackedLinear(PackedModule):
     """Linear layer with quantized weights, computed when called."""
 
     def __init__(self, matrix: PackedMatrix, bias: mx.array | None, *, exact: bool) -> None:
-        super().__init__([matrix], exact=exact)
         padded = padded_bias(bias)
-        self.packed_bytes += 0 if padded is None else padded.nbytes
+        super().__init__([matrix], exact=exact, vectors={"bias": padded})
         self._product = Product(matrix, padded, exact=exact)
 
     def __call__(self, x: mx.array) -> mx.array:
