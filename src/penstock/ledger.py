@@ -23,9 +23,7 @@ class Kind(Enum):
     TAILS = "tails"
     CHECKPOINTS = "checkpoints"
     BUFFERS = "buffers"
-    """Buffers of the step in flight."""
     PROMPTS = "prompts"
-    """Texts and tokens of requests, and memory for parsing them."""
     GRAMMARS = "grammars"
     """Compiled grammars, including their future states."""
     INDEX = "index"
@@ -45,7 +43,6 @@ class Reservation:
         self.nbytes = nbytes
 
     def resize(self, nbytes: int) -> None:
-        """Change the reserved bytes; LedgerFull or NeverFits leaves them unchanged."""
         self._ledger._resize(self, nbytes)
 
     def pass_on(self, to: Reservation, nbytes: int) -> None:
@@ -97,7 +94,6 @@ class Ledger:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes up to the limit; negative after `set_limit` lowered it."""
         return self.limit_bytes - self._used_bytes
 
     def by_class(self) -> dict[Kind, int]:
@@ -120,7 +116,6 @@ class Ledger:
         return reservation
 
     def set_limit(self, limit_bytes: int) -> int:
-        """Change the limit and return the bytes in use beyond it."""
         self.limit_bytes = _count("limit_bytes", limit_bytes)
         return max(0, self._used_bytes - self.limit_bytes)
 

@@ -99,8 +99,6 @@ class RoutedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The replica chosen for a prompt."""
-
     replica: str
     known_blocks: int
     """Number of the prompt's leading blocks that the replica is expected to have cached."""
@@ -108,13 +106,9 @@ class Routed:
 
 @dataclass(slots=True)
 class _ReplicaState:
-    """The router's state of a replica."""
-
     bit: int
-    """Bit of the replica in the masks of the index."""
     seed: int
     reported: set[int] = field(default_factory=set)
-    """Blocks in the replica's last report."""
     sent: set[int] = field(default_factory=set)
     """Other blocks, of prompts sent to the replica since its last report."""
     sent_before: set[int] = field(default_factory=set)
@@ -194,7 +188,6 @@ class Router:
 
     @property
     def index_bytes(self) -> int:
-        """Approximate size of the index in memory, which grows with all replicas' blocks."""
         return sys.getsizeof(self._index) + sum(
             sys.getsizeof(block) + sys.getsizeof(mask) for block, mask in self._index.items()
         )
@@ -257,11 +250,7 @@ class Router:
         self._recount()
 
     def update(self, replica: str, summary: Summary) -> None:
-        """Replace the blocks of a replica by those in a summary; KeyError if it has not joined.
-
-        Blocks sent to it since its last summary are kept once more, as they may not have been
-        computed when the summary was made.
-        """
+        """Replace the blocks of a replica by those in a summary; KeyError if it has not joined."""
         place = self._places[replica]
         self.change(replica, summary.blocks - place.reported, place.reported - summary.blocks)
 
@@ -318,11 +307,7 @@ class Router:
         self._seeds = np.array([place.seed for place in self._places.values()], np.uint64)
 
     def _levels(self, block_hashes: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Return pairs of a number of first blocks and a mask of the replicas with exactly these.
-
-        The pair with the most blocks is first.
-        Trees hold whole paths, so a replica that lacks a block lacks all later ones.
-        """
+        """Return pairs of a number of first blocks and a mask of replicas, most blocks first."""
         levels: list[tuple[int, int]] = []
         mask = (1 << len(self._names)) - 1
         for blocks, key in enumerate(block_hashes):
@@ -344,7 +329,6 @@ class Router:
             mask ^= lowest
 
     def _some(self, mask: int) -> list[str]:
-        """Return the replicas of a mask, or two at random if there are many."""
         if mask.bit_count() <= MOST_ASKED:
             return list(self._named(mask))
         drawn: list[str] = []
@@ -355,7 +339,6 @@ class Router:
         return drawn
 
     def _hashed(self, prompt: RoutedPrompt, among: Sequence[str] | None = None) -> str:
-        """Return the replica with the highest combined hash of its name and the prompt."""
         names = self.replicas if among is None else among
         seeds = self._seeds
         if among is not None:
@@ -372,7 +355,6 @@ class Router:
         return Routed(self._hashed(prompt, list(self._named(mask))), blocks)
 
     def _soonest(self, prompt: RoutedPrompt, loads: Mapping[str, float]) -> Routed:
-        """Return the replica with the least work before this prompt's first token."""
         levels, prices = self._levels(prompt.block_hashes), self.prices(prompt.block_hashes)
         knowing = 0
         for _, mask in levels:

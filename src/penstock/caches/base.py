@@ -14,7 +14,6 @@ from penstock.kv.columns import Side
 Self = TypeVar("Self", bound="LayerCache")
 Other = TypeVar("Other", bound="LayerCache")
 Pieces = Callable[[Any, Side], Iterable[tuple[int, Side]]]
-"""Function that returns the used columns of a side as (target column, columns) pairs."""
 
 
 class LayerCache:
@@ -59,7 +58,6 @@ class LayerCache:
         return {name: value for name, value in vars(self).items() if name not in transient}
 
     def _sibling(self, kind: type[Other]) -> Other:
-        """Create an empty cache of another class with the settings of this one."""
         cache = kind.__new__(kind)
         cache._capacity, cache.read_by_others = self._capacity, self.read_by_others
         for name in self.carried:
@@ -156,7 +154,6 @@ class LayerCache:
                 raise TypeError(f"{name} are {dtype}; this cache holds {want}")
 
     def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None: ...
-
     def _accept_widths(self, key_width: int, value_width: int) -> None: ...
 
     def _held_shape(self) -> tuple[Any, ...] | None:
@@ -260,13 +257,10 @@ class Bounded(LayerCache):
 
 
 class Batch(LayerCache):
-    """A cache of several rows: `_tokens[i]` is the position of row i's next token."""
-
     _tokens: list[int]
 
     @property
     def offset(self) -> mx.array:
-        """Position of each row's next token; (batch,) int32."""
         return mx.array(self._tokens, mx.int32)
 
     def _pick(self, rows: list[int], start: int, stop: int) -> None:

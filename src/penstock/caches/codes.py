@@ -30,7 +30,6 @@ class Codes(Growing):
 
     @property
     def span(self) -> int:
-        """Number of columns at whose multiples the codes can be cut."""
         return max((codec.span for codec in self.scheme.codecs), default=1)
 
     def append(self, keys: mx.array, values: mx.array) -> None:
@@ -49,7 +48,6 @@ class Codes(Growing):
             self.put(new, self.offset + tokens - start)
 
     def put(self, new: tuple[Side, Side], needed: int) -> None:
-        """Append encoded columns, with room for `needed` columns in total; evaluated."""
         self._make_room(min(needed, self.max_columns or needed), self.offset, new)
         self._write(self.offset, new)
         self.offset += col.columns(new[0])
@@ -77,11 +75,7 @@ class Codes(Growing):
 
 
 def encoded(side: mx.array, codec: Codec | None) -> Side:
-    """Encode a side, evaluated; None leaves it raw.
-
-    Raises:
-        SettingError: numbers are too large for the codec.
-    """
+    """Encode a side, evaluated, or leave it raw (None); SettingError if numbers are too large."""
     if codec is None:
         return side
     coded = codec.encode(side, devices.current())
@@ -95,7 +89,6 @@ def encoded(side: mx.array, codec: Codec | None) -> Side:
 
 
 def whole_blocks(tokens: int) -> int:
-    """Round a number of tokens up to whole blocks."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 

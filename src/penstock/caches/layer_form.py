@@ -29,7 +29,6 @@ class LayerForm:
     settings: tuple[Any, ...]
     max_size: int | None
     dtypes: tuple[mx.Dtype, ...]
-    """Dtypes of the arrays of the keys, then of the values."""
     heads: tuple[tuple[int, int], ...]
     """Number of heads and head dimension of each of those arrays."""
 
@@ -104,16 +103,12 @@ def _miscounted(cache: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class CachesForm:
-    """Recipe for recreating all caches of a model."""
-
     forms: list[LayerForm]
     states: list[type[Any]]
-    """Types of the caches of recurrent layers."""
     places: tuple[Place, ...]
 
 
 def difference(stored: CachesForm, offered: CachesForm) -> str:
-    """Describe how the caches of a prompt differ from those already stored."""
     what = "the caches are of other classes, sizes or types than those held"
     if len(stored.forms) != len(offered.forms):
         return f"{what}: {len(offered.forms)} layers with keys and values, not {len(stored.forms)}"

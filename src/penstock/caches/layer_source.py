@@ -19,11 +19,8 @@ from penstock.plurals import counted
 
 @dataclass(frozen=True, slots=True)
 class LayerSource:
-    """KV in the cache of one layer."""
-
     form: LayerForm
     sample: Layer
-    """Keys and values of some columns."""
     tokens: int
     cut: Callable[[int, int], Layer]
     """Function that returns columns start..stop-1: views, or copies of coded columns; SettingError
@@ -42,14 +39,10 @@ class LayerSource:
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """Consecutive tokens that become one node."""
-
     start: int
     stop: int
     nbytes: int
-    """Bytes of their KV in its final format."""
     meanwhile: int = 0
-    """Bytes of workspace while the tokens are encoded."""
     rule: QuantizationRule = ALL_RAW
 
 

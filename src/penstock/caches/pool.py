@@ -33,8 +33,6 @@ Layout: TypeAlias = Literal["heads_first", "tokens_first"]
 
 @dataclass(slots=True)
 class _Sequence:
-    """Slot, capacity and length of one sequence."""
-
     slot: int
     max_len: int
     length: int = 0
@@ -69,12 +67,7 @@ class KVCacheManager:
         head_dim: int,
         dtype: mx.Dtype = mx.float16,
     ) -> None:
-        """Allocate the memory: 2 x layers x slots x heads x max_seq_len x head_dim numbers.
-
-        Raises:
-            TypeError: a size is not an integer, or the dtype is not a floating MLX dtype.
-            ValueError: a size is below 1.
-        """
+        """Allocate the memory: 2 x layers x slots x heads x max_seq_len x head_dim numbers."""
         self.max_batch_size = positive("max_batch_size", max_batch_size)
         self.num_layers = positive("num_layers", num_layers)
         self.max_seq_len = positive("max_seq_len", max_seq_len)

@@ -106,8 +106,6 @@ class QuantizedKVCache(Quantized, Growing):
 
 
 class BatchQuantizedKVCache(Quantized, BatchGrowing):
-    """A left-padded batch of merged `QuantizedKVCache`s."""
-
     carried: ClassVar[tuple[str, ...]] = ("group_size", "bits")
 
     def __init__(
@@ -151,8 +149,6 @@ class QuantizedRotatingKVCache(Quantized, SinkRing):
 
 
 class BatchQuantizedRotatingKVCache(Quantized, BatchSinkRing):
-    """A batch of merged `QuantizedRotatingKVCache`s."""
-
     carried: ClassVar[tuple[str, ...]] = (*Ring.carried, "group_size", "bits")
     row_classes = (QuantizedRotatingKVCache,)
     single_class = QuantizedRotatingKVCache

@@ -39,9 +39,6 @@ class Ring(Bounded):
         keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order for one
         token, and in order of time for a chunk, up to max_size - 1 + tokens of them; only the
         window is kept.
-
-        Raises:
-            TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
         """
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)
@@ -82,7 +79,6 @@ class Ring(Bounded):
         return self._in_order(self.keys, full), self._in_order(self.values, full)
 
     def _oldest(self) -> int:
-        """Return the column that the next token overwrites, once the window is full."""
         return self._idx if self._idx < self.max_size else self.keep
 
     def _in_order(self, side: Side, without_oldest: bool = False) -> list[Side]:
@@ -326,7 +322,6 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._ends = ends_of(self._tokens, lengths, right_padding)
 
     def finalize(self) -> None:
-        """Turn remaining right padding into left padding, so that all rows end together."""
         self._turn_padding()
         self._ends = None
 
@@ -400,10 +395,7 @@ class BatchRotatingKVCache(Bounded, Padded):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
-        """Return a batch of copies of the windows, which end in the same column.
-
-        Windows with `keep` go to a `BatchSinkRotatingKVCache`.
-        """
+        """Return a batch of copies of the windows, which end in the same column."""
         if any(cache.keep for cache in caches):
             return cls.keeping_class.merge(caches)
         batch = batch_of(cls, caches)

@@ -32,13 +32,6 @@ class SelectiveKVCache(SinkRotatingKVCache):
     The selection is that of `--attend-tokens`. Chunks, batches, sequences of up to `attend` tokens,
     and windows that have dropped tokens attend to all. The model must be passed to
     `penstock.attach` first.
-
-    Args:
-        max_size: see `RotatingKVCache`.
-        keep: see `RotatingKVCache`.
-        capacity: see `RotatingKVCache`.
-        attend: number of tokens selected per key head, at least 128.
-        rest: whether to also read the other tokens at two bits per number.
     """
 
     attend_tokens: int
@@ -69,11 +62,7 @@ class SelectiveKVCache(SinkRotatingKVCache):
         return super().nbytes + col.nbytes(self._index)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write tokens and return the columns that queries may attend to; see `Ring`.
-
-        Raises:
-            ModelError: the model did not attend to the last token through `attend`.
-        """
+        """Write tokens, return the visible columns; ModelError unless the last used `attend`."""
         if self._given is not None:
             self._given = None
             raise ModelError(

@@ -69,7 +69,6 @@ class BatchSinkRing(Bounded, Batch):
         return self.keep + (position - self.keep) % (self.max_size - self.keep)
 
     def _used(self, more: int = 0) -> int:
-        """Return the number of columns in use after `more` tokens in every row."""
         return min(max(self._tokens) + more, self.max_size)
 
     def _overflows(self, tokens: int) -> bool:
@@ -146,10 +145,7 @@ class BatchSinkRing(Bounded, Batch):
         ]
 
     def _runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the runs of positions start..stop-1 that the window holds at `stop`.
-
-        The tokens of a run are in consecutive columns.
-        """
+        """Return the runs of positions start..stop-1 that the window holds at `stop`."""
         ring = self.max_size - self.keep
         recent = max(start, self.keep, stop - ring)
         turn = max(recent, self.keep + (stop - 1 - self.keep) // ring * ring)
@@ -188,10 +184,7 @@ class BatchSinkRing(Bounded, Batch):
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Announce the lengths of right-padded prompts; `finalize` must follow.
-
-        This layout does not support left padding.
-        """
+        """Announce the lengths of right-padded prompts; `finalize` must follow."""
         if left_padding is not None and max(left_padding) > 0:
             raise ValueError("left_padding does not work with keep; pad the prompts on the right")
         self._ends = ends_of(self._tokens, lengths, right_padding)
@@ -283,8 +276,6 @@ class BatchSinkRing(Bounded, Batch):
 
 
 class BatchSinkRotatingKVCache(BatchSinkRing):
-    """Bounded windows of a batch with `keep`, as merging `RotatingKVCache`s returns."""
-
     row_classes = (SinkRotatingKVCache, RotatingKVCache)
     single_class = SinkRotatingKVCache
 

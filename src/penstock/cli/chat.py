@@ -31,11 +31,8 @@ class Partner(Protocol):
     """Source of answers: a model in this process, or a server; forgets interrupted turns."""
 
     def answer(self, text: str, sampling: config.SamplingSettings) -> Generator[str]: ...
-
     def reset(self) -> None: ...
-
     def stats(self) -> str: ...
-
     def close(self) -> None: ...
 
 
@@ -150,7 +147,6 @@ class Chat:
             print(f"penstock: unknown command {command}; /help lists them", file=sys.stderr)
 
     def _answer(self, text: str) -> None:
-        """Print the answer as it streams; at a terminal, Ctrl-C interrupts only the answer."""
         try:
             with closing(self.partner.answer(text, self.sampling)) as pieces:
                 for piece in pieces:
@@ -167,7 +163,6 @@ class Chat:
 
 
 def _is_readable(line: str) -> bool:
-    """Return whether a line is valid UTF-8; print an error if not."""
     try:
         options.check_text("this line", line)
     except SettingError as error:
@@ -190,7 +185,6 @@ def _typed_lines() -> Iterator[str]:
 
 @contextmanager
 def _line_editing(history: Path | None) -> Iterator[None]:
-    """Enable line editing at the prompt, with the history in a file if one is given."""
     import readline  # changes how input() behaves, so only at a terminal
 
     if history is None:

@@ -130,7 +130,6 @@ def examine() -> MachineReport:
 
 
 def find_problems(machine: MachineReport) -> list[DoctorProblem]:
-    """Return the problems found, most serious first."""
     problems = []
     versions = machine.versions
     cuda = [name for name in CUDA_PACKAGES if name in versions]
@@ -227,7 +226,6 @@ def _show(
 
 
 def _add_fit(rows: list[tuple[str, str]], fit: FitnessReport) -> None:
-    """Add the rows about a model; error texts are not treated as markup."""
     rows.append(("model", f"{fit.model} ({fit.model_type})"))
     rows.append(("  layers", ", ".join(map(str, fit.layers))))
     rows.append(("  KV", f"{counted(fit.kv_bytes_per_token, 'byte')} a token"))

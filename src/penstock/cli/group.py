@@ -28,7 +28,6 @@ LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 LAUNCHERS = ("mlx.launch", "mlx._distributed_utils.launch")
 """Texts that identify MLX's launcher in a command line."""
 PRINT_SECONDS = 0.5
-"""Seconds for the launcher to print the last output of its ranks."""
 
 
 @contextmanager
@@ -88,10 +87,7 @@ def _end(why: str) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Send this process SIGTERM when `mlx.launch`, which holds its standard input, exits.
-
-    Rank 0 then lets open answers finish, and the other ranks end with it.
-    """
+    """Send this process SIGTERM when `mlx.launch`, which holds its standard input, exits."""
     if "MLX_RANK" not in os.environ or not stat.S_ISFIFO(os.fstat(0).st_mode):
         return
 

@@ -64,10 +64,7 @@ class GroupedCommand(TyperCommand):
 
 
 class ListedCommands(TyperGroup):
-    """Command group that shows whole summaries and names replacements of removed commands."""
-
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command or None; SettingError names the replacement of a removed command."""
         command = super().get_command(ctx, cmd_name)
         name = f"{ctx.command_path} {cmd_name}"
         if command is None and name in REPLACED:
@@ -96,14 +93,11 @@ def flag_columns(width: int) -> int:
 
 
 class CommandGroup(ListedCommands):
-    """Group of penstock's commands, followed by those of entry points, loaded on demand."""
-
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
         return names + [name for name in _added() if name not in names]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command or None; SettingError if a known command's package is not installed."""
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             return command

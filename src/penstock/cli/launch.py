@@ -228,7 +228,6 @@ def _wait(server: subprocess.Popen[bytes], http: httpx.Client, output: IO[bytes]
 
 
 def _signs(server: subprocess.Popen[bytes], output: IO[bytes]) -> tuple[float, ...]:
-    """Return the bytes a process has written and its CPU time, rounded to 0.1 s."""
     written = os.fstat(output.fileno()).st_size
     with suppress(psutil.Error):
         times = psutil.Process(server.pid).cpu_times()

@@ -20,7 +20,6 @@ KEY_VARIABLE = "PENSTOCK_API_KEY"
 MADE_UP_KEY = "none-needed"
 """Key for a server without keys, since the agents require one."""
 MOST_OUTPUT = 32_000
-"""Maximum answer length configured for an agent, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,6 @@ def past_proxies(setup: Setup, target: Endpoint, environment: Mapping[str, str])
 
 
 def claude(target: Endpoint) -> Setup:
-    """Return Claude Code's settings, which map all of its models to the server's."""
     models = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     window = str(target.context_tokens)
     # Claude Code raises smaller values to this size, with a warning, but not MAX_CONTEXT_TOKENS.
@@ -99,7 +97,6 @@ def claude(target: Endpoint) -> Setup:
 
 
 def codex(target: Endpoint) -> Setup:
-    """Return Codex's settings, which override its config.toml for this run."""
     values = {
         "model": target.model,
         "model_provider": "penstock",
@@ -115,7 +112,6 @@ def codex(target: Endpoint) -> Setup:
 
 
 def opencode(target: Endpoint) -> Setup:
-    """Return opencode's settings, which opencode merges into its configuration."""
     limit = {"context": target.context_tokens, "output": target.output_tokens}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -129,7 +125,6 @@ def opencode(target: Endpoint) -> Setup:
 
 
 def pi(target: Endpoint) -> Setup:
-    """Return an extension that adds a provider to pi for this run."""
     model = {
         "id": target.model,
         "name": target.model,
@@ -157,7 +152,6 @@ def pi(target: Endpoint) -> Setup:
 
 
 def qwen(target: Endpoint) -> Setup:
-    """Return Qwen Code's settings file, which overrides the user's for this run."""
     model = {
         "id": target.model,
         "name": target.model,

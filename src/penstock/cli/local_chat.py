@@ -17,7 +17,6 @@ from penstock.plurals import counted
 
 
 def open_engine(model: str, weights_dtype: WeightsDtype, limits: dict[str, Any]) -> Engine:
-    """Load a model, and create an engine that answers one request at a time."""
     loaded = options.load_model(model, weights_dtype, limits["memory_limit"])
     # Only one answer decodes at a time, so blocks can be quantized during decoding.
     return make_engine(loaded, max_batch_size=1, kv_cache_quantize_when="active", **limits)

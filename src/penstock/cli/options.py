@@ -249,7 +249,6 @@ def warn_of_slow_blas(blas: Blas) -> None:
 
 
 def lenient_input() -> None:
-    """Read bytes that are not UTF-8 as surrogates, which `check_text` reports."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
 

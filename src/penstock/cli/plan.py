@@ -46,8 +46,6 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory use of a model, by precision of its caches; unknown weights count as 0."""
-
     model: str
     model_type: str
     dtype: str
@@ -259,7 +257,6 @@ def _window(spec: ModelSpec, max_kv_size: int | None) -> int:
 
 
 def _notes(spec: ModelSpec, window: int) -> tuple[str, ...]:
-    """Return the assumptions of a spec, and reasons why a plan may be wrong."""
     notes = list(spec.notes)
     if spec.weight_bytes is None:
         notes.append(f"weights: {spec.weight_source}; they are not counted")
@@ -469,7 +466,6 @@ def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int)
 
 
 def _find(model: str) -> Path:
-    """Return a folder, a file, or the local copy of a Hugging Face model; never downloads."""
     path = Path(model).expanduser()
     if path.exists():
         return path

@@ -178,7 +178,6 @@ def _load(
 
 
 def _name(model: str) -> str:
-    """Return the name of a model's folder or .gguf file, or else its name on the hub."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         return path.stem
@@ -245,7 +244,6 @@ def _listening(settings: config.ServerSettings) -> socket.socket:
 
 @contextmanager
 def _stopped_by_signals(server: Server) -> Iterator[None]:
-    """Let signals stop a server during startup in the same way as after it."""
     before = {number: signal.signal(number, server.handle_exit) for number in STOPPING}
     try:
         yield

@@ -35,7 +35,6 @@ def _switched(read: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(file: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read settings from a TOML file, whose keys are flag names with `-` or `_`."""
     try:
         content = tomllib.loads(read_text(file.expanduser()))
     except OSError as error:

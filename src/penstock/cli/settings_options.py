@@ -30,10 +30,7 @@ PREFIX = "PENSTOCK_"
 
 
 class Fields:
-    """Settings fields offered as options of a command: those named, or all with a flag.
-
-    `unset` describes the default of each flag for which the command has its own default.
-    """
+    """Settings fields offered as options of a command: those named, or all with a flag."""
 
     def __init__(
         self,
@@ -52,7 +49,6 @@ class Fields:
             yield _option(self.kind, name, self.variables, self.unset.get(name))
 
     def take(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Pop the values of these options from a command's values; omit unset ones."""
         options = {name: values.pop(_parameter_name(self.kind, name)) for name in self.names}
         return {
             name: _value(self.kind, name, value)
@@ -194,7 +190,6 @@ def _range(field: FieldInfo, read: Any) -> dict[str, Any]:
 
 
 def _is_unset(field: FieldInfo, value: Any) -> bool:
-    """Return whether an option is unset; an empty secret counts as unset."""
     return value is None or value == [] or (value == "" and not field.repr)
 
 

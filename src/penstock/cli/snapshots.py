@@ -20,7 +20,6 @@ Snapshot: TypeAlias = dict[str, Any]
 
 
 def snapshots(url: str, api_key: str | None) -> Iterator[Snapshot]:
-    """Yield the server's snapshots, twice a second."""
     address = base_url(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)

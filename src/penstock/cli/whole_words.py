@@ -10,12 +10,7 @@ from rich.text import Text
 
 
 def print_line(console: Console, line: str, *, indent: int = 0, label: str = "") -> None:
-    """Print a line; on a terminal, wrap it between words.
-
-    Args:
-        indent: indentation of continuation lines.
-        label: start of the line that is printed in bold.
-    """
+    """Print a line; on a terminal, wrap it between words."""
     if console.is_terminal:
         line = broken(line, console.width, indent)
     text = Text(line)
@@ -24,7 +19,6 @@ def print_line(console: Console, line: str, *, indent: int = 0, label: str = "")
 
 
 def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Print labels and their values in two columns."""
     pairs = list(rows)
     width = max(len(label) for label, _ in pairs) + 2
     for label, value in pairs:

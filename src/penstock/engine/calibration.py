@@ -34,11 +34,7 @@ SQUARES_BYTES = 2 * 4
 
 
 class Calibration:
-    """Measurements of the model that an engine makes once, before it accepts requests.
-
-    Args:
-        estimator: estimates the bytes of a step; those of the largest step are reserved.
-    """
+    """Measurements of the model that an engine makes once, before it accepts requests."""
 
     def __init__(
         self, runner: Runner, estimator: MemoryEstimator, limits: EngineSettings, ledger: Ledger
@@ -49,11 +45,7 @@ class Calibration:
         self._ledger = ledger
 
     def centered(self, selection: Selection) -> Selection:
-        """Return a copy of `selection` whose index subtracts the mean key of each layer.
-
-        Raises:
-            LedgerFull: the memory limit has no room for the run.
-        """
+        """Return a copy whose index subtracts each layer's mean key; LedgerFull without room."""
         if not selection.layers:
             return selection
         shapes = self._runner.shapes
@@ -63,11 +55,7 @@ class Calibration:
             return replace(selection, index=replace(selection.index, centers=self._centers()))
 
     def key_scales(self) -> tuple[Scales, ...]:
-        """Measure the scales of each layer's key channels; see `Runner.key_scales`.
-
-        Raises:
-            LedgerFull: the memory limit has no room for the runs.
-        """
+        """Measure the scales of each layer's key channels; LedgerFull without room for the runs."""
         runner = self._runner
         numbers = (SCALES_CHUNK * (s.kv_heads + runner.heads) * s.key_dim for s in runner.shapes)
         beside = SQUARES_BYTES * max(numbers, default=0)

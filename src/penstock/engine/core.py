@@ -34,15 +34,6 @@ from penstock.errors import PenstockError, SettingError
 class Core(EngineParts):
     """The sequences, prefix tree and ledger of one model. Not thread-safe; see `Engine`.
 
-    Args:
-        model: model, as loaded by mlx-lm.
-        tokenizer: mlx-lm's tokenizer wrapper; None disables text output and end-of-sequence tokens.
-        clock: returns the time in seconds, for deadlines and recency.
-        group: processes that run the same engine on the other parts of a divided model.
-        fingerprint: identifies everything besides the tokens that KV depends on.
-        draft_model: folder, file or name of a draft model, or a pair of model and tokenizer.
-        settings: fields of `config.EngineSettings`; `memory_limit` may be a string like "16GB".
-
     Raises:
         ModelError: the engine cannot run this model.
         NeverFits: weights and buffers alone exceed the memory limit.
@@ -79,20 +70,12 @@ class Core(EngineParts):
     # ---- requests
 
     def submit(self, request: Request) -> Handle:
-        """Queue a request and return its handle.
-
-        Raises:
-            NeverFits: prompt and answers would not fit into memory beside the weights.
-            QueueFull: the queue is full.
-            SettingError: a token is outside the vocabulary, or the grammar is invalid.
-            EngineStopped: the engine is draining.
-        """
+        """Queue a request and return its handle."""
         handle = Handle(request, self.cancel)
         self.enqueue(handle)
         return handle
 
     def enqueue(self, handle: Handle) -> list[bytes]:
-        """Queue the request of a handle; see `Intake.enqueue`."""
         self.group.note("enqueue", request=handle.request)
         return self.intake.enqueue(handle)
 
@@ -102,13 +85,11 @@ class Core(EngineParts):
         return self.budget.set_aside_prompts(nbytes)
 
     def reserve_grammars(self, nbytes: int) -> None:
-        """Reserve memory for all compiled grammars; see `MemoryBudget.reserve_grammars`."""
         if self.group.rank == 0:  # it tells the others
             self.group.note("reserve_grammars", nbytes=nbytes)
             self.budget.reserve_grammars(nbytes)
 
     def cancel(self, handle: Handle) -> None:
-        """Cancel all unfinished answers of a request; their KV stays in the prefix tree."""
         self._cancel([s.id for s in self.admission.sequences.values() if s.handle is handle])
 
     def _cancel(self, ids: Items[int]) -> None:
@@ -169,26 +150,16 @@ class Core(EngineParts):
             {"drain": self.drain, "clear": self.clear}[command.name]()
 
     def preload(self) -> int:
-        """Restore the most valuable prefixes from the cold tiers into free memory.
-
-        Returns:
-            Number of tokens added to the prefix tree.
-        """
+        """Restore the most valuable prefixes from the cold tiers; return their number of tokens."""
         if self.group.size > 1:  # each rank would wait for its own disk
             return 0
         return self.tiers.preload(self.stores.capture)
 
     def flush_tiers(self, timeout_seconds: float) -> bool:
-        """Wait until the cold tiers have written all offered blocks; return False on timeout."""
         return self.tiers.flush(timeout_seconds)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Change the memory limit; evict cold nodes and preempt sequences until it is met.
-
-        Raises:
-            NeverFits: weights, tails and buffers alone exceed the new limit; nothing is changed.
-            SettingError: the model is divided among several processes.
-        """
+        """Change the memory limit; evict cold nodes and preempt sequences until it is met."""
         if self.group.size > 1:
             raise SettingError("the memory limit of a model on several machines cannot change")
         self.budget.check_limit(limit_bytes)
@@ -201,11 +172,7 @@ class Core(EngineParts):
         self.pressure.bound_process()
 
     def clear(self) -> tuple[Cleared, dict[str, Future[int | None]]]:
-        """Evict all prefixes not in use by a sequence and return their memory to the system.
-
-        Returns:
-            The evicted nodes and bytes, and a future of the removed blocks for each cold tier.
-        """
+        """Evict all prefixes not in use; return what went, and a future for each tier."""
         self.group.note("clear")
         tree = self.prefixes.tree
         nodes, nbytes = len(tree), tree.nbytes
@@ -224,11 +191,7 @@ class Core(EngineParts):
         return self._closed
 
     def close(self, error: PenstockError | None = None) -> None:
-        """Cancel all requests and free all memory but the weights and the empty index.
-
-        Args:
-            error: error with which open answers end; None cancels them.
-        """
+        """Cancel all requests, or end them with `error`; free all but weights and empty index."""
         if error is None and not self._closed:  # else the end of this process tells the others
             self.group.note("close")
             self._begin()

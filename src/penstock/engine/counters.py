@@ -10,8 +10,6 @@ REMEMBERED_STEPS = 512
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start of the engine; see `stats.Stats` for their meaning."""
-
     requests: int = 0
     finished: int = 0
     failed: int = 0

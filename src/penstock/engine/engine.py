@@ -43,7 +43,6 @@ STEP_SECONDS = 600.0
 """Longest time of a step or a call. An engine that takes longer is taken to hang, as an MLX
 evaluation may, and counts as dead."""
 IDLE_SECONDS = 0.2
-"""Longest sleep of the idle thread."""
 CLEAR_SECONDS = 30.0
 """Longest time that `clear` waits for the cold tiers."""
 SHARED_TIER = "its blocks are shared with other servers, and stay"
@@ -227,9 +226,6 @@ class Engine:
         For callers that must not wait: `engine.enqueue([handle])` queues the request. A caller that
         gives up on `enqueue` must cancel the handle. A grammar is compiled here, which may take a
         second the first time: do not call this on the thread of an event loop.
-
-        Raises:
-            SettingError: the grammar is invalid.
         """
         constraint = self._core.intake.constraint(request)
         return Handle(request, self._cancel, lambda: self.alive, constraint)
@@ -272,7 +268,6 @@ class Engine:
         return True
 
     def stats(self) -> Stats:
-        """Return the engine's statistics, taken between two steps."""
         return self._wait(self.ask(EngineView.stats))
 
     def explain(self, tokens: Sequence[int], salt: str = "") -> Explanation:
@@ -319,19 +314,11 @@ class Engine:
         return cleared
 
     def preload(self) -> int:
-        """Restore the most valuable prefixes from the cold tiers into free memory.
-
-        Returns:
-            Number of tokens added to the prefix tree.
-        """
+        """Restore the most valuable prefixes from the cold tiers; return the tokens added."""
         return self._wait(self._later(lambda core: core.preload()))
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Resize the reservation for the texts and tokens of prompts that a server holds.
-
-        Returns:
-            The bytes reserved: `nbytes`, or half of the free bytes if that is less.
-        """
+        """Reserve bytes for a server's prompts; return them: at most half of the free ones."""
         return self._wait(self._later(lambda core: core.set_aside_prompts(nbytes)))
 
     def check(self) -> None:

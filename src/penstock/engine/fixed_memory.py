@@ -20,7 +20,6 @@ TAIL_TOKENS = 8
 """Minimum columns of a tail. More columns are copied out less often and leave fewer segments to
 read; fewer columns waste less memory."""
 MOST_TAIL_TOKENS = 32
-"""Maximum columns of a tail."""
 POOL_TOKENS = 64
 """Columns of all tails together if the batch is small: eight tails of the minimum length."""
 LARGE_POOL_TOKENS = 128
@@ -61,11 +60,7 @@ def reserve_fixed(
 def measured_estimator(
     runner: Runner, limits: EngineSettings, tails: Tails, ledger: Ledger
 ) -> MemoryEstimator:
-    """Measure the memory of the largest steps, and return an estimator for all steps.
-
-    Raises:
-        LedgerFull, NeverFits: there is no room for a step, or for one to measure.
-    """
+    """Measure the largest steps, for an estimator of all. Raises LedgerFull or NeverFits."""
     reserve = partial(ledger.reserve, Kind.BUFFERS)
     peaks = step_peaks(runner, limits, tails, reserve, lambda: ledger.free_bytes)
     return MemoryEstimator(figures_of(runner), limits, runner.device.memory, peaks, runner.ways)

@@ -30,7 +30,6 @@ class Foundation:
     """Ledger, runner and tails of an engine, with the memory of weights and steps reserved."""
 
     limits: EngineSettings
-    """Settings, fitted to the model."""
     group: ProcessGroup
     ledger: Ledger
     beside: Beside[Any]
@@ -45,13 +44,7 @@ class Foundation:
 def lay_foundation(
     model: Any, limits: EngineSettings, group: ProcessGroup, ledger: Ledger
 ) -> Foundation:
-    """Create the runner and the tails, and reserve the memory of weights, pool and steps.
-
-    Raises:
-        LedgerFull: weights and buffers alone exceed the memory limit; see `too_small`.
-        ModelError: the engine cannot run this model.
-        SettingError: the model does not support these settings.
-    """
+    """Create the runner and the tails, and reserve the memory of weights, pool and steps."""
     device = devices.current()
     if device.facts.on_heap:
         keep_freed_memory(limits.memory_limit)

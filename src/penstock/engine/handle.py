@@ -26,7 +26,6 @@ class Choice:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Token] = field(default_factory=list)
-    """Token events that carry a log-probability."""
     finish: Finish | None = None
     _written: StringIO = field(default_factory=StringIO, repr=False, compare=False)
 
@@ -56,7 +55,6 @@ class PromptProgress:
     done_tokens: int
     """Prompt tokens processed so far, cached tokens included."""
     seconds: float
-    """Seconds since the start of the prefill."""
 
     @property
     def done(self) -> bool:
@@ -108,7 +106,6 @@ class Handle:
 
     @property
     def unread(self) -> int:
-        """Number of posted events not read yet."""
         return self._events.qsize()
 
     @property
@@ -150,11 +147,7 @@ class Handle:
         return events
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield events as they arrive, until the last answer has ended.
-
-        Raises:
-            EngineStopped: the engine stopped before the answers ended.
-        """
+        """Yield events as they arrive, until the last answer has ended."""
         while not self.done:
             yield self._wait(None)
 

@@ -28,12 +28,7 @@ between two checks, the excess stays below 150 MB."""
 
 
 class MemoryPressure:
-    """Evicts cold nodes while the machine or the process is short of memory. Engine thread only.
-
-    Args:
-        threshold: share of the machine's memory in use at which eviction starts.
-        group: processes of the engine; the one with the largest excess decides.
-    """
+    """Evicts cold nodes while the machine or the process is short of memory. Engine thread only."""
 
     def __init__(self, threshold: float, prefixes: Prefixes[Segment], group: ProcessGroup) -> None:
         self._threshold = threshold
@@ -66,10 +61,7 @@ class MemoryPressure:
 
 
 def bytes_over(threshold: float) -> int:
-    """Return the bytes by which the machine's memory use exceeds a share of its memory.
-
-    Return 0 if the use is unknown; the engine's own limit still applies.
-    """
+    """Return the bytes by which the machine's memory use exceeds a share of its memory."""
     if threshold >= 1:
         return 0
     memory = _looked_at(psutil.virtual_memory)
@@ -121,7 +113,6 @@ class MLXShare:
     """One engine's share of the limits of MLX's allocator, which is global to the process."""
 
     cache_bytes: int
-    """Freed bytes that MLX may keep: those of one step."""
     limit_bytes: int
     """Active bytes at which MLX stops scheduling operations until some have finished.
 
@@ -144,7 +135,6 @@ class MLXLimits:
         engine."""
 
     def share(self, owner: int, share: MLXShare | None) -> None:
-        """Set the share of one engine; None removes it."""
         with self._lock:
             if share is None:
                 self._shares.pop(owner, None)

@@ -29,18 +29,7 @@ from penstock.ledger import Ledger
 
 
 class EngineParts:
-    """Connected parts of one engine. Engine thread only.
-
-    Args:
-        limits: checked settings; `self.limits` holds them fitted to the model.
-        group: processes that run the same engine on the other parts of the model.
-        fingerprint: identifies everything besides the tokens that KV depends on.
-
-    Raises:
-        ModelError: the engine cannot run this model.
-        NeverFits: weights and buffers alone exceed the memory limit.
-        SettingError: the model does not support these settings.
-    """
+    """Connected parts of one engine. Engine thread only."""
 
     def __init__(
         self,
@@ -79,7 +68,6 @@ class EngineParts:
         self.admission, self.restoring = scheduling.admission, scheduling.restoring
 
     def _make_step(self) -> None:
-        """Create the parts of a step: planner, executor and postprocessor."""
         self.pressure = MemoryPressure(self.limits.memory_threshold, self.prefixes, self.group)
         self.planner = StepPlanner(
             self.scheduler,
@@ -109,7 +97,6 @@ class EngineParts:
         )
 
     def _make_ways_in(self) -> None:
-        """Create the intake of requests, and the view that answers queries."""
         self.intake = Intake(
             self.text,
             stores=self.stores,

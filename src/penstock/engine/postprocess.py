@@ -31,13 +31,7 @@ MICROSECONDS = 1_000_000
 
 
 class Postprocessor:
-    """Commits, emits, requantizes and offloads. Engine thread only.
-
-    Args:
-        group: processes that run the same step on the other parts of the model.
-        prefill_rate: measured prefill speed, updated after each chunk.
-        ends: tokens that end an answer.
-    """
+    """Commits, emits, requantizes and offloads. Engine thread only."""
 
     def __init__(
         self,
@@ -51,7 +45,6 @@ class Postprocessor:
         ends: Collection[int],
     ) -> None:
         self.failed_in_a_row = 0
-        """Number of consecutive decode passes that ran out of memory."""
         self._stores = stores
         self._tiers = tiers
         self._scheduler = scheduler
@@ -75,13 +68,7 @@ class Postprocessor:
     def postprocess(
         self, plan: StepPlan[Sequence], output: StepOutput, *, send_later: bool = False
     ) -> bool:
-        """Commit, emit, requantize and offload; return False if there was nothing to do.
-
-        Args:
-            output: passes of the step; each is computed after the previous one was committed.
-            send_later: whether tokens are sent while the next step computes; an answer's first
-                token is sent at once, and no token waits for a prefill chunk.
-        """
+        """Commit, emit, requantize and offload; return False if there was nothing to do."""
         if not plan.decode:
             self.send()
         for computed in output:
@@ -105,7 +92,6 @@ class Postprocessor:
     # ---- decoded
 
     def _decoded(self, computed: DecodePass) -> None:
-        """Commit and emit the tokens of each sequence, or handle a failed pass."""
         if computed.error is not None:
             self._decode_failed(computed.sequences, computed.error)
             return
@@ -125,7 +111,6 @@ class Postprocessor:
         choice: list[SampledToken] | Exception,
         state: RecurrentState | None,
     ) -> None:
-        """Commit and emit a sequence's tokens of a pass, up to the end of its answer."""
         if isinstance(choice, Exception):
             raise choice
         for number, token in enumerate(choice):
@@ -138,7 +123,6 @@ class Postprocessor:
                 break
 
     def _emit(self, sequence: Sequence, chosen: SampledToken) -> None:
-        """Emit a token, or finish the answer if the token ends it."""
         request = sequence.request
         self._stores.counters.generated_tokens += 1
         ends = chosen.token in self._ends and (
@@ -182,7 +166,6 @@ class Postprocessor:
     # ---- prefilled
 
     def _prefilled(self, computed: PrefillPass) -> None:
-        """Commit a prefill chunk, or fail the answer if the chunk failed."""
         sequence = computed.sequence
         if isinstance(computed.error, SpilledLost):
             self._admission.compute_again(computed.error)
@@ -197,7 +180,6 @@ class Postprocessor:
             self._failed(sequence, error)
 
     def _commit(self, computed: PrefillPass) -> None:
-        """Commit a prefill chunk; after the last one, the sequence decodes."""
         sequence = computed.sequence
         chunk, start = computed.take(), sequence.position
         if not self._group.least(chunk.segment.is_finite()):
@@ -228,7 +210,6 @@ class Postprocessor:
         self._stores.scored.remember(logprobs, start, scores, sequence.block_hashes)
 
     def _count(self, computed: PrefillPass, start: int) -> None:
-        """Record a chunk and its time, including the commit."""
         counters, seconds = self._stores.counters, time.perf_counter() - computed.started_seconds
         counters.prefill_steps += 1
         counters.prefilled_tokens += computed.tokens
@@ -255,11 +236,7 @@ class Postprocessor:
     # ---- parts
 
     def _failed(self, sequence: Sequence, error: Exception) -> None:
-        """Fail a single answer, after an error in its sampler, detokenizer or stop strings.
-
-        Raises:
-            Exception: `error`, if the sequence has already ended.
-        """
+        """Fail one answer; raises `error` if the sequence has already ended."""
         if sequence.id not in self._admission.sequences:
             raise error
         self._admission.fail(sequence, step_error("choosing its next token", error))

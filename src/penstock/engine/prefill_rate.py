@@ -17,8 +17,6 @@ TOLERANCE = 1.4
 
 
 class RunningMean:
-    """Exponentially weighted running mean."""
-
     def __init__(self, first: float) -> None:
         self.value = first
 
@@ -40,11 +38,9 @@ class _Chunk:
     seconds: float
 
     def most_seconds(self, tokens: int, middle: float) -> float:
-        """Return an upper bound on the seconds of another chunk."""
         return self.seconds * max(1.0, tokens / self.tokens * max(1.0, middle / self.middle))
 
     def least_seconds(self, tokens: int, middle: float) -> float:
-        """Return a lower bound on the seconds of another chunk."""
         return self.seconds * min(1.0, tokens / self.tokens * min(1.0, middle / self.middle))
 
     def contradicts(self, other: _Chunk) -> bool:
@@ -54,16 +50,11 @@ class _Chunk:
         return not lower / TOLERANCE <= other.seconds <= upper * TOLERANCE
 
     def likely_seconds(self, tokens: int, middle: float) -> float:
-        """Estimate the seconds of another chunk, without a constant time per chunk."""
         return self.seconds * tokens / self.tokens * max(1.0, middle / self.middle)
 
 
 class PrefillRate:
-    """Measured prefill speed of a model. It reads no clock.
-
-    Args:
-        chunk_tokens: tokens of the chunk, at the start of a prompt, of the first measurement.
-    """
+    """Measured prefill speed of a model, of which `chunk_seconds` is the first measurement."""
 
     def __init__(self, token_seconds: RunningMean, chunk_tokens: int = 1) -> None:
         self._token_seconds = token_seconds
@@ -73,7 +64,6 @@ class PrefillRate:
             self._note(_Chunk(chunk_tokens, chunk_tokens / 2, chunk_tokens * token_seconds.value))
 
     def prefilled(self, tokens: int, seconds: float, start: int = 0) -> None:
-        """Add the measured seconds of a chunk of `tokens` tokens at position `start`."""
         self._token_seconds.add(seconds / tokens)
         chunk = _Chunk(tokens, start + tokens / 2, seconds)
         known = list(self._chunks.items())
@@ -83,7 +73,6 @@ class PrefillRate:
         self._note(chunk)
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Estimate the seconds to compute `tokens` prompt tokens."""
         return tokens * self._token_seconds.value
 
     def chunk_seconds(self, tokens: int, start: int) -> float:
@@ -143,20 +132,14 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 class ReadRate:
-    """Measured read rate of a store. It reads no clock.
-
-    Args:
-        byte_seconds: running mean of the seconds per byte of the store's files.
-    """
+    """Measured read rate of a store."""
 
     def __init__(self, byte_seconds: RunningMean) -> None:
         self._byte_seconds = byte_seconds
 
     def restored(self, nbytes: int, seconds: float) -> None:
-        """Add the measured seconds of a read of `nbytes`; reads of 0 bytes are ignored."""
         if nbytes:
             self._byte_seconds.add(seconds / nbytes)
 
     def seconds(self, nbytes: int) -> float:
-        """Estimate the seconds to read `nbytes`."""
         return nbytes * self._byte_seconds.value

@@ -34,11 +34,7 @@ def make_retentions(
     rule: QuantizationRule,
     tiers: TierGroup,
 ) -> tuple[Retention, ...]:
-    """Create the retentions that the model and the settings need; add further kinds here.
-
-    Raises:
-        LedgerFull: there is no room for the buffers of a retention.
-    """
+    """Create the retentions that the model and the settings need; add further kinds here."""
     return (
         *_windows(base, prefixes),
         *_states(base, prefixes),
@@ -50,7 +46,6 @@ def make_retentions(
 
 
 def _windows(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retention]:
-    """Create the retention of sliding-window layers, if the model has any."""
     runner = base.runner
     windows = windows_of(runner.attention_windows, base.limits.max_kv_size)
     if windows:
@@ -59,7 +54,6 @@ def _windows(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retentio
 
 
 def _states(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retention]:
-    """Create the retention of recurrent states, if any; prompts capture them at chunk ends."""
     if base.runner.is_recurrent:
         size = prefixes.block_size
         chunk = base.limits.step_tokens // size * size
@@ -68,7 +62,6 @@ def _states(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retention
 
 
 def _rows(base: Foundation) -> Iterator[Retention]:
-    """Create the retention of compressed rows, if layers compress their KV."""
     if rows := base.runner.layout.rows:
         yield CompressedRows(rows)
 
@@ -76,13 +69,11 @@ def _rows(base: Foundation) -> Iterator[Retention]:
 def _codecs(
     base: Foundation, prefixes: Prefixes[Segment], rule: QuantizationRule
 ) -> Iterator[Retention]:
-    """Create the retention of quantized KV, if the settings name a codec."""
     if not rule.is_raw:
         yield Requantizer(rule, prefixes, base.runner.shapes, base.limits, base.runner.device)
 
 
 def _index(base: Foundation, prefixes: Prefixes[Segment]) -> Iterator[Retention]:
-    """Create the retention of the key index, if decode steps select tokens with it."""
     runner = base.runner
     if runner.selection.layers:
         yield KeyIndexing(runner.selection.index, prefixes, runner.index_token_bytes, runner.device)
@@ -94,7 +85,6 @@ def _spilling(
     rule: QuantizationRule,
     tiers: TierGroup,
 ) -> Iterator[Retention]:
-    """Create the retention of KV spilled to the tiers, if spilling is enabled."""
     active, selection = base.limits.active_kv_size, base.runner.selection
     if active is None or not selection.layers or not tiers:
         return

@@ -17,8 +17,6 @@ from penstock.engine.schedule.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """Parts that decide which sequences run and how much memory they get."""
-
     budget: MemoryBudget
     scheduler: Scheduler[Sequence]
     admission: Admission
@@ -28,11 +26,7 @@ class Scheduling:
 def make_scheduling(
     base: Foundation, stores: KVStores, tiers: TierGroup, draft_bytes: int = 0
 ) -> Scheduling:
-    """Create the scheduling parts and connect them to the ledger and the stores.
-
-    Args:
-        draft_bytes: fixed bytes of the draft model, before it reads any tokens.
-    """
+    """Create the scheduling parts and connect them to the ledger and the stores."""
     limits, prefixes = base.limits, stores.prefixes
     budget = MemoryBudget(
         base.fixed,

@@ -31,12 +31,9 @@ LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """Tokens and size of a session file."""
-
     tokens: int
     """Number of first prompt tokens in the file, in whole blocks."""
     nbytes: int
-    """Size of the file."""
 
 
 def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = "") -> SavedSession:
@@ -104,13 +101,10 @@ def load_session(engine: Engine, file: Path) -> SavedSession:
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """Engine settings that a session file depends on."""
-
     folder: Path
     limit_bytes: int
     block_size: int
     least_tokens: int
-    """Minimum tokens of a prompt to be written."""
     fingerprint: str
 
 

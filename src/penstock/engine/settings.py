@@ -41,10 +41,6 @@ LONG_CHUNK_ROOM = 8 * 10**9
 def checked(settings: dict[str, Any], *, drafts: bool = False) -> EngineSettings:
     """Validate an engine's settings and fill in the defaults of this machine.
 
-    Args:
-        settings: settings by name; None means not set.
-        drafts: whether there is a draft model, which sets a default for `speculative_tokens`.
-
     Raises:
         SettingError: a value is out of range, or a name is unknown.
     """
@@ -71,10 +67,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def _takes_long_chunks(runner: Runner, room_bytes: int) -> bool:
-    """Return whether a long chunk is faster on this device and takes little more memory.
-
-    If all attention scores of a chunk are in memory at once, they grow with the chunk.
-    """
+    """Return whether a long chunk is faster on this device and takes little more memory."""
     fuses = runner.device.facts.fuses_attention and not holds_all_scores(
         figures_of(runner), runner.device.memory
     )
@@ -84,14 +77,7 @@ def _takes_long_chunks(runner: Runner, room_bytes: int) -> bool:
 def fitting(
     limits: EngineSettings, runner: Runner, room_bytes: int, ranks: int = 1
 ) -> EngineSettings:
-    """Adapt the settings to the model and the number of ranks.
-
-    Args:
-        room_bytes: bytes of the memory limit beside the weights, equal on all ranks.
-
-    Raises:
-        SettingError: the model or the ranks do not support a setting.
-    """
+    """Adapt the settings to the model and the ranks, or raise SettingError."""
     if runner.divided and limits.kv_cache_skip_layers:
         raise SettingError(
             "kv_cache_skip_layers does not work with whole layers for each rank, which would "
@@ -195,14 +181,7 @@ def identity(
     fingerprint: str,
     measure_scales: Callable[[], tuple[Scales, ...]],
 ) -> tuple[QuantizationRule, str]:
-    """Return the quantization rule and the fingerprint.
-
-    Args:
-        model: model whose weights are hashed if a cold tier needs a fingerprint.
-        group: processes among which the model is divided.
-        fingerprint: caller's fingerprint of the weights; empty to compute it.
-        measure_scales: measures the scales of the keys, for codecs that need them.
-    """
+    """Return the quantization rule and the fingerprint."""
     if limits.cold_tiers and not fingerprint:
         logger.info("hashing the weights, to identify this model's blocks in cold tiers")
         fingerprint = fingerprint_of(model)

@@ -12,8 +12,6 @@ from penstock.tiers.worker import TierStats
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Durations of the last steps of one kind; 0 without steps."""
-
     count: int
     """Number of steps since the start."""
     median_seconds: float
@@ -70,7 +68,6 @@ class Stats:
     """Statistics of an engine, taken between two steps."""
 
     limit_bytes: int
-    """Memory limit."""
     used_bytes: int
     """Bytes in the ledger: allocated, or reserved for admitted sequences."""
     held_bytes: int
@@ -120,7 +117,6 @@ class Stats:
     failed_proposals: int
     """Number of times that proposing failed and the step ran without proposals."""
     nodes: int
-    """Nodes in the prefix tree."""
     held_tokens: int
     """Tokens in the prefix tree."""
     evicted_nodes: int

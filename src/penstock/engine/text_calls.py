@@ -23,11 +23,7 @@ NAMES = frozenset(Sampling.model_fields) | (frozenset(Request.model_fields) - _G
 
 
 def text_request(tokens: Sequence[int], *, goes_on: bool, settings: Mapping[str, Any]) -> Request:
-    """Create a request from settings, which are fields of `Request` and `Sampling` together.
-
-    Raises:
-        SettingError: a name is unknown, or a value is out of range.
-    """
+    """Create a request from fields of `Request` and `Sampling` together, or raise SettingError."""
     for name in settings:
         if name not in NAMES:
             near = get_close_matches(name, NAMES, 1)
@@ -42,11 +38,7 @@ def text_request(tokens: Sequence[int], *, goes_on: bool, settings: Mapping[str,
 
 
 def check_length(request: Request, context_tokens: int | None) -> None:
-    """Check that prompt and answer fit into the model's context.
-
-    Raises:
-        SettingError: prompt and `max_tokens` exceed the model's context.
-    """
+    """Raise SettingError if prompt and `max_tokens` exceed the model's context."""
     left = (context_tokens or 2**31) - len(request.prompt)
     if left < 1:
         raise SettingError(
@@ -62,11 +54,7 @@ def check_length(request: Request, context_tokens: int | None) -> None:
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text for the model to continue.
-
-    Raises:
-        SettingError: `text` is not a string, or is empty; or there is no tokenizer.
-    """
+    """Encode a text for the model to continue; SettingError without text or tokenizer."""
     _check_tokenizer(tokenizer)
     if not isinstance(text, str):
         raise SettingError(
@@ -85,12 +73,7 @@ def chat_tokens(
     template_args: Mapping[str, Any],
     renderer: TemplateRenderer,
 ) -> list[int]:
-    """Encode a conversation with the model's chat template.
-
-    Raises:
-        SettingError: a message has an unknown role, or no content.
-        ModelError: there is no chat template, or it rejects the messages or does not terminate.
-    """
+    """Encode a conversation with the model's chat template."""
     _check_tokenizer(tokenizer)
     talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     return render(tokenizer, list(_checked(talk)), renderer=renderer, **template_args)
@@ -131,7 +114,6 @@ class Text(Iterator[str]):
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
-        """Handle of the request; its `choices` hold tokens and log-probabilities."""
 
     @property
     def finish(self) -> Finish | None:
@@ -139,11 +121,6 @@ class Text(Iterator[str]):
         return self.handle.choices[0].finish
 
     def __next__(self) -> str:
-        """Return the next non-empty piece of text.
-
-        Raises:
-            PenstockError: the error of a failed answer.
-        """
         while not self.handle.done:
             event: Token | Finish = next(iter(self.handle))
             if isinstance(event, Finish) and event.error is not None:
@@ -157,7 +134,6 @@ class Text(Iterator[str]):
         return "".join(self)
 
     def close(self) -> None:
-        """Cancel the answer if it has not ended."""
         if not self.handle.done:
             self.handle.cancel()
 

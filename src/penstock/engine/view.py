@@ -44,8 +44,6 @@ NOT_SHARED = (
 
 @dataclass(frozen=True, slots=True)
 class SequenceBytes:
-    """Memory of sequences of one length."""
-
     per_sequence: int
     """Bytes of every sequence: its KV, its part of a decode step and its index."""
     shared: int
@@ -54,8 +52,6 @@ class SequenceBytes:
 
 @dataclass(frozen=True, slots=True)
 class SpilledBytes:
-    """Bytes in memory of one sequence, most of whose keys and values are in a cold tier."""
-
     tokens: int
     active_tokens: int
     """Tokens whose keys and values are in memory, at most."""
@@ -72,12 +68,7 @@ class SpilledBytes:
 
 
 class EngineView:
-    """Read-only view of memory, cache and prefix matches. Not thread-safe: see `Engine.ask`.
-
-    Args:
-        count_weights: counts the bytes of the model's weights.
-        decode: returns the text of tokens; empty without a tokenizer.
-    """
+    """Read-only view of memory, cache and prefix matches. Not thread-safe: see `Engine.ask`."""
 
     def __init__(
         self,
@@ -115,7 +106,6 @@ class EngineView:
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens that the model knows."""
         return self._stores.figures.vocabulary_size
 
     @property
@@ -194,7 +184,7 @@ class EngineView:
         return max(0, claimed) / room
 
     def generated(self, handle: Handle) -> list[list[int]]:
-        """Return the tokens of a request's open answers so far, whether they are posted or not."""
+        """Return the tokens of a request's open answers so far, posted or not."""
         sequences = self._admission.sequences.values()
         return [list(s.generated) for s in sequences if s.handle is handle]
 
@@ -202,12 +192,10 @@ class EngineView:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is open."""
         return not self._admission.sequences
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in arrays between two steps: weights, nodes, own spans, tails and states."""
         sequences = self._admission.sequences.values()
         own_spans = self._stores.own_bytes(span for s in sequences for span in s.kv.own_spans)
         fixed = self._budget.weights_bytes + self._stores.tails.nbytes
@@ -225,11 +213,9 @@ class EngineView:
         return sum(nbytes_by_id.values())
 
     def tree(self) -> list[NodeView]:
-        """Return a view of every node of the tree, parents before their children. O(nodes)."""
         return self._prefixes.views()
 
     def block_hashes(self) -> list[bytes]:
-        """Return the hashes of all blocks in the tree. O(blocks)."""
         nodes = (node for node in self._prefixes.tree if not node.partial)
         return [block_hash for node in nodes for block_hash in node.block_hashes]
 
@@ -238,7 +224,7 @@ class EngineView:
         return self._prefixes.find(tokens, salt).tokens
 
     def stats(self) -> Stats:
-        """Return all figures, in O(open sequences), and O(nodes) where nodes leave memory."""
+        """Return all figures."""
         counters, tree, counts = self._stores.counters, self._prefixes.tree, self._prefixes.counts
         spilling = [part.stats() for part in self._stores.all_of(Spilling)]
         by_client = self.waiting_by_client()
@@ -264,7 +250,6 @@ class EngineView:
         )
 
     def waiting_by_client(self) -> dict[str | int, int]:
-        """Return the sequences that were never admitted, by the client of their request."""
         return self._scheduler.waiting_by_client
 
     # ---- one prompt
@@ -277,12 +262,7 @@ class EngineView:
         ask_tiers: bool = False,
         block_hashes: Sequence[bytes] = (),
     ) -> Explanation:
-        """Return how far a prompt would match now, and why no further.
-
-        Args:
-            ask_tiers: whether to look the prompt up in the cold tiers, and wait for the result.
-            block_hashes: hashes of all whole blocks of the prompt, if known; else computed.
-        """
+        """Return how far a prompt would match now, and why no further."""
         if len(block_hashes) != len(tokens) // self._prefixes.block_size:
             block_hashes = self._prefixes.block_hashes(tokens, salt)
         explanation = explain(self._prefixes, tokens, salt, block_hashes)
@@ -344,11 +324,7 @@ class EngineView:
     # ---- checks
 
     def check(self) -> None:
-        """Recount all bytes, pins and slots from the arrays.
-
-        Raises:
-            AssertionError: a count differs.
-        """
+        """Recount all bytes, pins and slots from the arrays; AssertionError if a count differs."""
         self._prefixes.check()
         self._scheduler.check()
         self._draft.check()

@@ -23,8 +23,6 @@ from penstock.kv.tails import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class ArrayFormat:
-    """Format of one side of a layer."""
-
     heads: int
     dim: int
     dtype: mx.Dtype
@@ -63,8 +61,6 @@ class ArrayFormat:
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Format of the keys and values of all layers."""
-
     layers: tuple[tuple[ArrayFormat, ArrayFormat], ...]
 
     @classmethod
@@ -92,8 +88,6 @@ class BlockFormat:
         return tokens * sum(side.token_bits for layer in self.layers for side in layer) // 8
 
     def blank(self, tokens: int) -> Segment:
-        """Return a segment of `tokens` zero tokens; not evaluated."""
-
         def side(form: ArrayFormat) -> Side:
             return form.side([mx.zeros(shape, dtype) for shape, dtype in form.arrays(tokens)])
 
@@ -101,7 +95,6 @@ class BlockFormat:
         return Segment(layers, length=tokens)
 
     def decoded(self, segment: Segment, ops: CodeOps) -> Segment:
-        """Return a segment with all codes dequantized; not evaluated."""
         layers = (
             (keys_of.decoded(keys, ops), values_of.decoded(values, ops))
             for (keys_of, values_of), (keys, values) in zip(
@@ -119,13 +112,7 @@ class BlockFormat:
 
 
 class BlockFormats:
-    """Formats of the blocks of a chain; without a rule all blocks stay raw.
-
-    Args:
-        block_size: tokens per block.
-        rule: selects the blocks to encode.
-        decodes: whether blocks coded in memory are dequantized where the format is raw.
-    """
+    """Formats of the blocks of a chain; without a rule all blocks stay raw."""
 
     def __init__(
         self,
@@ -148,7 +135,6 @@ class BlockFormats:
             self._coded = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
             self._first = rule.first_tokens // block_size
         self.least_blocks = -(-rule.least_tokens // block_size)
-        """Whole blocks below which a chain stays raw, and out of cold tiers."""
 
     @property
     def coded(self) -> BlockFormat:

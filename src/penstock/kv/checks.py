@@ -41,7 +41,6 @@ def loaded_model(where: str, model: object) -> None:
 
 
 def positive(name: str, value: object) -> int:
-    """Return `value` as an int of at least 1."""
     return whole(name, value, 1)
 
 
@@ -60,7 +59,6 @@ def ints(values: Any) -> list[int]:
 
 
 def counts(name: str, values: Any) -> list[int]:
-    """Return a list of integers of at least 0."""
     if not isinstance(values, Iterable):
         raise WrongType(f"{name} must be a sequence of integers, not {values!r}")
     return [whole(f"{name}[{i}]", value, 0) for i, value in enumerate(ints(values))]

@@ -128,11 +128,7 @@ def _piece_tokens(codec: Codec) -> int:
 
 
 def _cuts(shape: Sequence[int], codec: Codec) -> list[Cut]:
-    """Return (heads, tokens) of the pieces of (1, heads, tokens, dim).
-
-    A piece has at most as many values as `_piece_tokens` tokens of all heads, and as few heads as
-    possible, so that its tokens are contiguous.
-    """
+    """Return (heads, tokens) of the pieces of (1, heads, tokens, dim)."""
     _, heads, tokens, _ = shape
     most_tokens = _piece_tokens(codec) * heads
     if tokens > most_tokens:

@@ -31,7 +31,6 @@ def map_arrays(function: Callable[..., mx.array], *sides: Side) -> Side:
 
 
 def arrays(*sides: Side | None) -> list[mx.array]:
-    """Return the arrays of sides in a list."""
     flat: list[mx.array] = []
     for side in sides:
         if isinstance(side, mx.array):
@@ -63,7 +62,6 @@ def take(side: Side, start: int, stop: int) -> Side:
 
 
 def join(*sides: Side) -> Side:
-    """Return a concatenated copy of sides."""
     return map_arrays(lambda *parts: mx.concatenate(list(parts), axis=TOKEN_AXIS), *sides)
 
 
@@ -85,11 +83,7 @@ def blank(like: Side, count: int, rows: int | None = None) -> Side:
 
 
 def write(side: Side, column: int, new: Side, row: int | None = None, head: int = 0) -> Side:
-    """Write `new` at `column` and `head`, into all rows or from `row` on; return the side.
-
-    In place if the buffer has no other reference when it is evaluated; do not use `side`
-    afterwards.
-    """
+    """Write `new` at `column` and `head`, in place if possible; return the new side."""
     if isinstance(side, Coded):
         column //= side.codec.span
     if not isinstance(side, mx.array):
@@ -133,7 +127,6 @@ def resized(side: Side, count: int, used: int) -> Side:
 
 
 def rows_of(side: Side, start: int, stop: int) -> Side:
-    """Return rows `start..stop - 1` as a view."""
     return map_arrays(lambda part: part[start:stop], side)
 
 

@@ -33,8 +33,6 @@ ROWS = ("compress_kv", "index_k")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Layout of the rows that a layer stores for every `ratio` tokens."""
-
     name: str
     ratio: int
     width: int
@@ -50,7 +48,6 @@ class Rows:
         return LayerShape(1, share, share, self.dtype)
 
     def columns(self, rows: mx.array | None, tokens: int) -> tuple[mx.array, mx.array]:
-        """Split rows, (1, n, width), into columns, (1, 1, tokens, share) a side, zero-padded."""
         share = self.shape.key_dim
         if rows is None:
             nothing = mx.zeros((1, 1, tokens, share), self.dtype)
@@ -76,11 +73,7 @@ class RowReads:
     def __init__(
         self, rows: Rows, layer: int, parts: Sequence[KVSpan], position: int, *, chunk: bool
     ) -> None:
-        """Wrap the rows of a step; with `chunk` they are stored in columns of their own.
-
-        This requires that the first token starts a group. Otherwise the rows stay loose in the
-        state.
-        """
+        """Wrap the rows of a step; with `chunk` they are stored in columns of their own."""
         self.rows = rows
         self.layer = layer
         self._parts = parts
@@ -125,7 +118,6 @@ class CompressedReads:
     """One layer of one step of a sequence, with the interface of DeepSeek 4.1's own cache."""
 
     def __init__(self, window_tokens: int, *inner: Any) -> None:
-        """Wrap `inner`: `RowReads` for each of the layer's `ROWS`, then a cache with its state."""
         *self._reads, kept = inner
         self.window_size = window_tokens
         self.offset = 0
@@ -154,8 +146,6 @@ class CompressedReads:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """Cache of a compressed layer before a step: `Rows` and a cache for its state."""
-
     window_tokens: int
     caches: tuple[Any, ...]
 

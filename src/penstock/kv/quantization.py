@@ -23,14 +23,11 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRule:
-    """Selects the tokens and layers to quantize, and their scheme."""
-
     scheme: Scheme
     first_tokens: int
     """Number of leading tokens of every prompt that stay raw, in whole blocks."""
     raw_layers: frozenset[int]
     least_tokens: int = 0
-    """Prompts with fewer tokens stay raw."""
 
     @staticmethod
     def block_size(codec: str | None, every: int = 1) -> int:
@@ -52,18 +49,7 @@ class QuantizationRule:
         skip_layers: Collection[int] = (),
         least_tokens: int = 0,
     ) -> QuantizationRule:
-        """Return the rule of the settings, or raise SettingError.
-
-        Args:
-            codec: name of a scheme, or None.
-            block_size: tokens per block, which is encoded as a whole.
-            first_tokens: number of leading tokens that stay raw, rounded up to whole blocks.
-            skip_layers: layers that stay raw.
-            least_tokens: shorter prompts stay raw as well.
-
-        Raises:
-            SettingError: a setting is invalid.
-        """
+        """Return the rule of the settings, or raise SettingError."""
         for name, tokens in (
             ("kv_cache_min_quantize_tokens", least_tokens),
             ("kv_cache_raw_first_tokens", first_tokens),
@@ -135,4 +121,3 @@ class QuantizationRule:
 
 
 ALL_RAW = QuantizationRule(Scheme("raw", None, None), 0, frozenset())
-"""Rule by which nothing is quantized."""

@@ -19,9 +19,7 @@ from penstock.kv.states import Checkpoint
 
 _Value = TypeVar("_Value")
 _Codecs: TypeAlias = tuple[Codec | None, Codec | None]
-"""Codec of keys and codec of values; None is raw."""
 Layer: TypeAlias = tuple[Side, Side]
-"""Keys and values of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +31,7 @@ class Segment:
     """
 
     layers: tuple[Layer, ...]
-    """Keys and values of each layer, in the model's order."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """States of the recurrent layers, by the position at which they were captured."""
     length: int = 0
     """Number of tokens; needed if the model has only recurrent layers, without KV to count."""
     missing: tuple[int, ...] = ()
@@ -51,7 +47,6 @@ class Segment:
 
     @classmethod
     def views(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
-        """Return views of columns `start..stop - 1`, to be encoded or copied immediately."""
         return cls(
             tuple(
                 (col.take(keys, start, stop), col.take(values, start, stop))
@@ -76,7 +71,6 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, including those that some layers lack."""
         if not self.layers:
             return self.length
         return col.columns(self.layers[0][0]) + (self.missing[0] if self.missing else 0)
@@ -89,11 +83,7 @@ class Segment:
         return start - gone, stop - gone
 
     def derived(self, compute: Callable[[Segment], _Value]) -> _Value:
-        """Return `compute(self)`, computed once and cached in the segment.
-
-        For data that a device needs to read it, such as addresses of its arrays. The value must not
-        refer to the segment, which would create a cycle.
-        """
+        """Return `compute(self)`, computed once and cached in the segment."""
         if self._derived is None:
             object.__setattr__(self, "_derived", {})
         assert self._derived is not None
@@ -119,7 +109,6 @@ class Segment:
         return sum(checkpoint.nbytes for checkpoint in self.checkpoints)
 
     def checkpointed(self, checkpoints: Iterable[Checkpoint]) -> Segment:
-        """Return this segment with other checkpoints, at distinct positions; KV is shared."""
         ordered = tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.offset))
         places = [checkpoint.offset for checkpoint in ordered]
         inside = not places or 0 < places[0] <= places[-1] <= self.tokens
@@ -133,9 +122,6 @@ class Segment:
         A side is shared unchanged if it is already coded, if a value is too large for the codec's
         scales, or if it is in `raw_layers`. A spilled side is read from now on as the codec decodes
         it.
-
-        Raises:
-            ValueError: the number of tokens or the head size does not fit a codec.
         """
         codecs: list[_Codecs] = [
             (None, None) if number in raw_layers else (codecs_of.keys, codecs_of.values)
@@ -224,10 +210,7 @@ class Segment:
         return replace(self, missing=_if_any(missing))._with(layers, self.index)
 
     def filled(self, source: Segment, start: int) -> Segment:
-        """Fill the incomplete layers from `source`, whose token `start` is this segment's first.
-
-        Copies those layers, evaluated; shares the other layers and the checkpoints.
-        """
+        """Fill the incomplete layers from `source`, whose token `start` is this segment's first."""
         complete = source.part(start, start + self.tokens)
         if complete.missing or complete.tokens != self.tokens:
             raise ValueError(
@@ -251,13 +234,11 @@ class Segment:
         )
 
     def _forms(self) -> list[object]:
-        """Return the format of each side: a codec, an array, or MLX's triple."""
         sides = [side for layer in self.layers for side in layer]
         everything = (*sides, *self.index)
         return [side.codec if isinstance(side, Coded) else type(side) for side in everything]
 
     def join(self, *others: Segment) -> Segment:
-        """Return a concatenated copy of this and other segments, see `joins`; evaluated."""
         segments = (self, *others)
         missing: Sequence[int] = ()
         if any(segment.missing for segment in segments):

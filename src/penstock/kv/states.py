@@ -28,8 +28,6 @@ def nbytes(states: Sequence[LayerState]) -> int:
 
 
 def copied(states: Sequence[LayerState], row: int | None = None) -> States:
-    """Copy states, all rows or one, into buffers of exact size; evaluated."""
-
     def copied_array(array: mx.array | None) -> mx.array | None:
         if array is None:
             return None
@@ -59,8 +57,6 @@ def unpinned(states: Sequence[LayerState]) -> States:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """States at a block boundary."""
-
     offset: int
     """Number of the segment's tokens before the boundary; at least 1."""
     states: States
@@ -73,14 +69,11 @@ class Checkpoint:
         return nbytes(self.states)
 
     def moved(self, by: int) -> Checkpoint:
-        """Return this checkpoint for a segment that starts `by` tokens earlier."""
         return Checkpoint(self.offset + by, self.states, self.turn_end)
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """States of a running sequence: one row of the last step's output."""
-
     states: States
     """States of all rows of that step."""
     row: int = 0
@@ -124,7 +117,6 @@ def stacked(sequences: Sequence[RecurrentState]) -> States:
 
 
 def blank(states: Sequence[LayerState]) -> States:
-    """Return zeros of the same shapes as states."""
     return tuple(
         tuple(None if array is None else mx.zeros_like(array) for array in state)
         for state in states
@@ -137,7 +129,6 @@ def before(checkpoints: Sequence[Checkpoint], position: int) -> Iterator[Checkpo
 
 
 def is_finite(states: Sequence[LayerState]) -> bool:
-    """Return whether all values are finite."""
     checks = [mx.isfinite(array).all() for array in arrays(states)]
     return not checks or bool(mx.stack(checks).all())
 
@@ -148,7 +139,6 @@ class StateForm:
 
     arrays: tuple[tuple[str, tuple[int, ...], mx.Dtype], ...]
     sizes: tuple[int, ...]
-    """Number of arrays of each layer, including None."""
 
     @classmethod
     def of(cls, states: States) -> StateForm:
@@ -181,8 +171,7 @@ def named(states: States) -> Iterator[tuple[str, mx.array]]:
 
 
 Place: TypeAlias = "int | tuple[Callable[..., Any], tuple[Place, ...]]"
-"""Index of a cache among those with KV, or the complement (~) of its index among those with a
-state. A cache made of several is its constructor and the places of its parts."""
+"""Index of a cache with KV, or complement (~) of one with a state; or a constructor of several."""
 
 
 def keeps_state(cache: Any) -> bool:
@@ -198,7 +187,6 @@ def taken_apart(caches: Sequence[Any]) -> tuple[list[Any], list[Any], tuple[Plac
 
 
 def put_together(places: Sequence[Place], kept: Sequence[Any], states: Sequence[Any]) -> list[Any]:
-    """Undo `taken_apart`."""
     return [_cache(place, kept, states) for place in places]
 
 

@@ -24,8 +24,6 @@ PIECE_BUFFERS = 10
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV shape of one token in one layer."""
-
     kv_heads: int
     key_dim: int
     value_dim: int
@@ -33,7 +31,6 @@ class LayerShape:
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> LayerShape:
-        """Return the per-token shape of keys and values, (batch, kv_heads, tokens, dim) each."""
         return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
     @property
@@ -42,7 +39,6 @@ class LayerShape:
 
 
 def token_bytes(shapes: Sequence[LayerShape]) -> int:
-    """Return the KV bytes of one token in all layers."""
     return sum(shape.nbytes for shape in shapes)
 
 
@@ -53,19 +49,13 @@ def piece_bytes(shapes: Sequence[LayerShape], lanes: int) -> int:
 
 
 class Tails:
-    """KV of up to `slots` sequences with `columns` tokens each, in all layers.
-
-    Not thread-safe: owned by the thread that runs the model. The columns that a step writes become
-    visible when its graph is evaluated. The caller tracks which columns are valid, so an abandoned
-    step has no effect.
-    """
+    """KV of up to `slots` sequences with `columns` tokens each, in all layers."""
 
     def __init__(
         self, slots: int, columns: int, shapes: Sequence[LayerShape], spare: int = 0
     ) -> None:
         self.slots = slots
         self.columns = columns
-        """Number of columns in a slot."""
         self.spare = spare
         """Number of additional columns, written by steps of several tokens and never read."""
         self.shapes = tuple(shapes)
@@ -77,7 +67,6 @@ class Tails:
         self._values: list[mx.array] = []
 
     def ready(self) -> None:
-        """Allocate all memory, if not done yet, before a step that writes."""
         if not self._keys:
             self.renew()
 
@@ -95,7 +84,6 @@ class Tails:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated: those of the whole pool, or 0 before the first step."""
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
     @property
@@ -157,11 +145,9 @@ class Tails:
         self._values[layer] = _written(self._values[layer], slot, column, values)
 
     def read(self, layer: int, slots: mx.array, columns: int) -> tuple[mx.array, mx.array]:
-        """Return copies of the slots' first columns, (b, kv_heads, columns, dim)."""
         return self._keys[layer][slots, :, :columns], self._values[layer][slots, :, :columns]
 
     def layer(self, layer: int) -> tuple[mx.array, mx.array]:
-        """Return the buffers of all slots, (slots, kv_heads, columns, dim)."""
         return self._keys[layer], self._values[layer]
 
     def read_block(

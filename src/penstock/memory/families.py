@@ -13,8 +13,6 @@ from penstock.memory.spec import DTYPE_BYTES, LayerKind, LayerSpec
 
 
 class Config:
-    """A config.json with typed reads whose errors name the key and the model."""
-
     def __init__(self, values: Mapping[str, object], name: str) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
         self.name = name
@@ -105,7 +103,6 @@ def _plain(c: Config) -> list[LayerSpec]:
 
 
 def _derived_head_dim(c: Config) -> list[LayerSpec]:
-    """Return full layers, ignoring `head_dim` as some mlx-lm models do."""
     return [c.full(head_dim=c.hidden // c.attention_heads)] * c.layer_count
 
 

@@ -23,12 +23,7 @@ class MachineMemory:
 
 
 def read_machine_memory(device_info: Mapping[str, str | int]) -> MachineMemory:
-    """Read the machine's memory; a container's limit counts as its memory.
-
-    Args:
-        device_info: result of `mx.device_info()`; empty if MLX cannot be imported. It is
-            passed by `attention.devices.machine_memory`, as this package does not import MLX.
-    """
+    """Read the machine's memory; a container's limit counts as its memory."""
     seen = psutil.virtual_memory()
     total = min(seen.total, _container_limit_bytes() or seen.total)
     recommended = device_info.get("max_recommended_working_set_size")

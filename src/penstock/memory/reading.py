@@ -27,14 +27,7 @@ def read_model_spec(
     files: Mapping[str, int] | None = None,
     float32: bool = False,
 ) -> ModelSpec:
-    """Return the memory-related specification of a model.
-
-    Args:
-        source: a model folder, a config.json, or its content. safetensors files next to the
-            config provide bytes and dtype.
-        files: bytes of the weights by dtype, if already known.
-        float32: whether the weights become float32 when loaded.
-    """
+    """Return the memory-related specification of a model."""
     outer, name, folder = _load_config(source)
     inner = outer.get("text_config")
     values = {**outer, **inner} if isinstance(inner, dict) else outer
@@ -156,14 +149,7 @@ def _read_headers(folder: Path) -> dict[str, int]:
 
 
 def packed_weight_bytes(folder: str | Path) -> int | None:
-    """Return the bytes of a folder's weights in 4 and 8 bits, the rest in float32.
-
-    Each group of a packed matrix has a scale and an offset, in float16 if the file has them so, or
-    else in float32. Experts become float32.
-
-    Returns:
-        The bytes, 0 without weight files, or None if the weights are not in affine codes.
-    """
+    """Return the bytes of a folder's weights in 4 and 8 bits, the rest in float32."""
     values = _load_config(folder)[0]
     common = values.get("quantization")
     if not isinstance(common, dict) or common.get("mode", "affine") != "affine":

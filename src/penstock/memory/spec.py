@@ -15,11 +15,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """KV and state that one layer holds for a sequence.
-
-    `state_bytes` is the size of convolution and recurrent states, which does not depend on the
-    tokens; None if the config does not say.
-    """
+    """KV and state that one layer holds for a sequence."""
 
     kind: LayerKind
     kv_heads: int = 0
@@ -29,7 +25,6 @@ class LayerSpec:
     state_bytes: int | None = 0
 
     def columns(self, max_kv_size: int) -> int:
-        """Return the number of tokens this layer holds in a cache of at most `max_kv_size`."""
         if self.kind == "recurrent":
             return 0
         return min(max_kv_size, self.window_tokens or max_kv_size)

@@ -85,8 +85,6 @@ _active = _Active()
 
 
 class Linear(nn.Linear):
-    """A linear layer that uses the back end in decode steps, and MLX otherwise."""
-
     def __call__(self, x: mx.array) -> mx.array:
         if _active.device is None:
             return super().__call__(x)
@@ -118,10 +116,7 @@ def decoding(device: AttentionBackend) -> Iterator[None]:
 
 @contextmanager
 def without_logits() -> Iterator[None]:
-    """Let a model skip its logits on this thread, as nothing reads them.
-
-    MLX computes lazily; layers that compute eagerly check `skips_logits`.
-    """
+    """Let a model skip its logits on this thread, as nothing reads them."""
     _active.no_logits = True
     try:
         yield
@@ -130,5 +125,4 @@ def without_logits() -> Iterator[None]:
 
 
 def skips_logits() -> bool:
-    """Return whether the logits that a model would compute now are not needed."""
     return _active.no_logits

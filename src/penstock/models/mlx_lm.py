@@ -74,8 +74,6 @@ SAFELY = {"trust_remote_code": False}
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model, its tokenizer and its config."""
-
     model: nn.Module
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
@@ -136,14 +134,7 @@ def load_written(
     path: Path,
     name: str,
 ) -> Loaded:
-    """Load a model from another format than a folder.
-
-    Args:
-        write: writes a folder for mlx-lm's loaders, without weights.
-        weights: names and arrays of the weights, evaluated one by one.
-        widening: decision about the dtype of the weights.
-        path: path of the model, for error messages.
-    """
+    """Load a model from another format than a folder."""
     try:
         with TemporaryDirectory(prefix="penstock-") as written:
             folder = Path(written)
@@ -186,9 +177,6 @@ def load_part(
     Without `pipeline`, that is a part of the heads of every layer, and of the matrices between
     them. With it, or if the model's class has nothing else, it is whole layers. All processes of
     the group must load.
-
-    Raises:
-        ModelError: see `loading.load`; or mlx-lm cannot divide this model among the group.
     """
     source, ranks = checked_source(path_or_name), group.size()
     if pipeline and Path(source).is_dir() and not (Path(source) / INDEX).is_file():
@@ -259,12 +247,10 @@ def _refusal(what: str, error: BaseException) -> BaseException:
 
 
 def _check_first_step(model: nn.Module) -> None:
-    """Build the graph of a step without computing it, which checks the model's config."""
     model(mx.array([[0]]), cache=mlx_lm.models.cache.make_prompt_cache(model))
 
 
 def _check_tokenizer(tokenizer: TokenizerWrapper, name: str) -> None:
-    """Raise ModelError for invalid end-of-sequence tokens or a chat template that does not end."""
     for token in tokenizer.eos_token_ids:
         if not isinstance(token, int) or token < 0:
             raise ModelError(f"{name}: the end token {token!r} is not a token's number")
@@ -282,7 +268,6 @@ def _complete_templates(tokenizer: TokenizerWrapper, source: str) -> None:
 
 
 def chat_templates(tokenizer: TokenizerWrapper) -> dict[str, str]:
-    """Return the texts of a model's chat templates by name; a single one is `default`."""
     templates = getattr(tokenizer, "chat_template", None) or {}
     named = templates if isinstance(templates, dict) else {template_files.DEFAULT: templates}
     return {str(name): str(text) for name, text in named.items()}
@@ -308,13 +293,6 @@ def rendered_text(
 
     The text is that of mlx-lm's `apply_chat_template`. A transformers tokenizer class that renders
     by itself is trusted, and runs in this process.
-
-    Args:
-        messages: Messages in OpenAI's format, oldest first.
-        tools: Tools in OpenAI's format.
-        answer: Whether to end with the opening of the model's answer.
-        gone: Returns whether the text is no longer needed.
-        template_args: Arguments of the template; `chat_template` replaces it.
 
     Raises:
         TemplateRefusal: The template raises, or there is none.
@@ -377,18 +355,7 @@ def render(
     renderer: TemplateRenderer | None = None,
     **template_args: Any,
 ) -> list[int]:
-    """Render a conversation with the model's chat template, and tokenize it.
-
-    Args:
-        messages: `role` and `content` of each message, oldest first.
-        answer: Whether to end with the opening of the model's answer.
-        renderer: Renderer to reuse; None starts a process for this conversation.
-        template_args: Arguments of the template; `chat_template` replaces it.
-
-    Raises:
-        ModelError: The model has no chat template, or its template refuses the messages, does not
-            end, or takes too much memory.
-    """
+    """Render a conversation with the model's chat template, and tokenize it."""
     if not (tokenizer.has_chat_template or "chat_template" in template_args):
         raise ModelError(
             "this model has no chat template; use penstock generate --raw, or Engine.generate"
@@ -410,15 +377,11 @@ def render(
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """KV of a model with compressing layers; see `kv.compressed`."""
-
     rows: tuple[Rows, ...]
     """Rows of all layers, in the model's order."""
     every: int
-    """Number of tokens after which all groups are full; blocks are multiples of it."""
     state_form: StateForm
-    """Form of a sequence's states at a boundary where all groups are full, no row is loose, and
-    enough tokens precede to fill the windows."""
+    """Form of a sequence's states where groups and windows are full, and no row is loose."""
     state_bytes: int
     """Upper bound for a sequence's states in bytes, except loose rows."""
 
@@ -436,31 +399,22 @@ class ModelLayout:
     """
 
     attention_windows: tuple[AttentionWindow, ...]
-    """Attention windows of the layers with keys and values, in the model's order."""
     state_sizes: tuple[int, ...]
-    """Number of arrays that each recurrent layer keeps."""
     places: tuple[Place, ...]
-    """Kinds of the model's caches, in order."""
     compression: Compression = NO_COMPRESSION
-    """Compression of the model's layers; all of them compress, or none."""
 
     @property
     def compresses(self) -> bool:
-        """Whether the layers compress what they keep."""
         return bool(self.compression.rows)
 
     @property
     def rows(self) -> dict[int, Rows]:
-        """Layouts of compressed rows, by index among layers with KV; empty if none compresses."""
         return dict(enumerate(self.compression.rows))
 
     def caches(
         self, reads: Sequence[Any], states: States | None, position: int = 0
     ) -> tuple[list[Any], list[Any]]:
-        """Return the caches for the model, and those among them that recurrent layers write to.
-
-        `states` is None at the beginning; layers that compress need the step's `position`.
-        """
+        """Return the caches for the model, and those among them that recurrent layers write to."""
         kept = []
         for number, size in enumerate(self.state_sizes):
             cache = mlx_lm.models.cache.ArraysCache(size)
@@ -476,7 +430,6 @@ class ModelLayout:
 
 
 def states_of(kept: Sequence[Any]) -> States:
-    """Return the states that recurrent layers have written to `ModelLayout.caches`."""
     return tuple(
         cache.leave() if isinstance(cache, CompressedReads) else tuple(cache.cache)
         for cache in kept
@@ -501,11 +454,7 @@ def _compresses(cache: Any) -> bool:
 
 
 def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression]:
-    """Return the caches of a model with compressing layers, split into their parts.
-
-    A trial step with enough tokens to fill every window and group shows the shapes of a layer's
-    states, without computing them.
-    """
+    """Return the caches of a model with compressing layers, split into their parts."""
     ratios = [int(layer.self_attn.ratio) for layer in model.layers]
     every = lcm(*(ratio for ratio in ratios if ratio))
     tokens = -(-max(cache.window_size for cache in caches) // every) * every

@@ -17,23 +17,20 @@ GROUP = "penstock.model_files"
 
 
 class ModelFile(Protocol):
-    """A model in a file. Only `load` needs MLX and reads more than the header."""
+    """A model in a file; only `load` needs MLX and reads more than the header."""
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The model's `config.json`, as mlx-lm expects it."""
+    def config(self) -> dict[str, Any]: ...
 
     def bytes_by_kind(self, *, float32: bool) -> Mapping[str, int]:
         """Return weight bytes by kind for `memory.read_model_spec`, as loaded or in float32."""
 
-    def packed_bytes(self) -> int | None:
-        """Return the bytes of the weights if codes are multiplied directly; None without codes."""
+    def packed_bytes(self) -> int | None: ...
 
     def codes_errors(self) -> dict[str, float]:
         """Return the relative error of codes without a counterpart in MLX, by format."""
 
-    def load(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded:
-        """Load the model; see `loading.load_all`."""
+    def load(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded: ...
 
 
 def open_model_file(path: str | Path) -> ModelFile | None:

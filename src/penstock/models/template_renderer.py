@@ -23,7 +23,6 @@ from penstock.models import template_child
 from penstock.plurals import counted
 
 CPU_SECONDS = 2
-"""CPU seconds allowed per rendering; real templates take milliseconds."""
 WALL_SECONDS = 60.0
 """Seconds after which a rendering counts as hung, if CPU time cannot be limited."""
 MEMORY_BYTES = 1 << 30
@@ -38,13 +37,11 @@ LEAST_TEXT = 1_000_000
 
 
 class TemplateOverrun(ModelError):
-    """A chat template does not end in time, or uses too much memory."""
-
     status = 400
 
 
 class TemplateRefusal(ModelError):
-    """A chat template raised an error; the message is its class and first line."""
+    """A chat template raised an error."""
 
     status = 400
 
@@ -68,12 +65,10 @@ class TemplateRenderer:
         self.close()
 
     def close(self) -> None:
-        """End all processes; a later call starts a new one."""
         while self._ends:
             self._ends.pop()()
 
     def start(self) -> None:
-        """Start this thread's process, so that no rendering waits for it."""
         self.render("", {})
 
     def render(
@@ -89,10 +84,6 @@ class TemplateRenderer:
         Args:
             gone: returns whether the text is no longer needed.
             program: file and name of a function to call instead of a template.
-
-        Raises:
-            TemplateRefusal: the template raises.
-            TemplateOverrun: the template does not end in time, or uses too much memory.
         """
         encoded = json.dumps(variables, default=str)
         max_characters = LEAST_TEXT + len(source) + TEXT_SHARE * len(encoded)
@@ -119,7 +110,6 @@ class TemplateRenderer:
     def _exchange(
         self, process: subprocess.Popen[bytes], line: bytes, gone: Callable[[], bool]
     ) -> bytes | None:
-        """Return the answer to a request; empty if the process ended, None if timed out or gone."""
         assert process.stdin is not None and process.stdout is not None
         until = time.monotonic() + WALL_SECONDS
         try:

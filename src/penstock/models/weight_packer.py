@@ -26,42 +26,26 @@ Packing: TypeAlias = Literal["layer", "product"]
 
 
 class WeightPacker(Protocol):
-    """Direct multiplication by quantized weights, for the modules of a loaded model."""
-
-    def takes(self, module: nn.Module) -> bool:
-        """Return whether a module's codes can be multiplied directly."""
-
-    def packed_bytes(self, module: nn.Module) -> int:
-        """Return the bytes of a module that `takes` accepts, once packed."""
+    def takes(self, module: nn.Module) -> bool: ...
+    def packed_bytes(self, module: nn.Module) -> int: ...
 
     def pack(self, model: nn.Module, *, exact: bool) -> None:
-        """Replace quantized modules one by one; the rest of the model is in float32.
+        """Replace quantized modules one by one; the rest of the model is in float32."""
 
-        Args:
-            exact: whether activations have 24 bits, not 16.
-        """
-
-    def packing(self, module: nn.Module) -> Packing | None:
-        """Return how a module multiplies by its codes; None if `pack` did not make it."""
+    def packing(self, module: nn.Module) -> Packing | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PackedParts:
-    """The modules of a packed model by how they multiply: how many of each name.
-
-    Numbers in names, such as those of layers, are asterisks.
-    """
+    """The modules of a packed model by how they multiply: how many of each name."""
 
     layers: Mapping[str, int]
-    """Decoder layers that are compiled."""
     products: Mapping[str, int]
     """Modules that multiply by their codes, outside of a compiled layer."""
     float32: Mapping[str, int]
-    """Modules whose matrices are in float32."""
 
     @classmethod
     def of(cls, model: nn.Module) -> PackedParts | None:
-        """Return those of a model; None if none of its modules is packed."""
         packer = weight_packer()
         modules: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
         by_kind: dict[str, Counter[str]] = {"layer": Counter(), "product": Counter()}
@@ -100,7 +84,6 @@ def can_pack() -> bool:
 
 
 def decision(model: nn.Module, choice: WeightsDtype, limit_bytes: int | None) -> Widening:
-    """Decide the dtype of the weights of a loaded model, none of which is evaluated."""
     native, wide = model_bytes(model)
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
     quantized = any("scales" in module for module in modules)
@@ -124,11 +107,6 @@ def _packed_bytes(model: nn.Module, wide_bytes: int) -> int | None:
 
 def pack(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None], *, exact: bool) -> None:
     """Replace quantized modules by ones that multiply codes directly; convert the rest to float32.
-
-    Args:
-        model: loaded lazily, or evaluated.
-        dense: see `widen`; used for modules whose codes cannot be multiplied directly.
-        exact: whether activations have 24 bits, not 16.
 
     Raises:
         ModelError: the plug-in is not installed.

@@ -34,13 +34,10 @@ class Widening:
     """Requested dtype; on a CPU `auto` packs quantized weights, and converts others to float32 if
     that leaves a quarter of the limit free."""
     native_bytes: int
-    """Bytes of the native weights."""
     wide_bytes: int
-    """Bytes of the weights in float32."""
     limit_bytes: int | None
     """Memory limit for everything, including weights; None if there is none."""
     packed_bytes: int | None = None
-    """Bytes of the packed weights; None if the weights, or this installation, cannot be packed."""
 
     @property
     def widens(self) -> bool:
@@ -50,7 +47,6 @@ class Widening:
 
     @property
     def packs(self) -> bool:
-        """Whether codes are kept and multiplied directly."""
         if self.choice == "auto":
             return self.packed_bytes is not None and self._leaves(BESIDE_PACKED, self.packed_bytes)
         return self.choice in ("packed", "packed-exact") and self.wide_bytes != self.native_bytes
@@ -73,7 +69,6 @@ class Widening:
         return self.wide_bytes if self.widens else self.native_bytes
 
     def check_limit(self, name: str) -> None:
-        """Raise NeverFits if the weights alone exceed the limit; call before reading tensors."""
         # Codes take at least what they take as they come: some offsets may be left out.
         needed = self.native_bytes if self.packs else self.loaded_bytes
         if self.limit_bytes is None or needed <= self.limit_bytes:
@@ -127,10 +122,7 @@ def model_bytes(model: nn.Module) -> tuple[int, int]:
 
 
 def widen(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Convert a model's weights to float32 one by one, so that only one is held twice.
-
-    `dense` returns a dense module for a quantized one, or None to leave it.
-    """
+    """Convert a model's weights to float32 one by one, so that only one is held twice."""
     for name, module in _modules(model).items():
         if "scales" not in module:
             continue
@@ -148,7 +140,6 @@ def widen(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None]) -> N
 
 
 def _numbers(module: nn.Module) -> mx.array:
-    """Return the weights of a quantized module in float32, evaluated."""
     affine = {} if module.get("biases") is None else {"biases": module.biases.astype(mx.float32)}
     scales = module.scales.astype(mx.float32) if affine else module.scales
     numbers = mx.dequantize(

@@ -12,8 +12,7 @@ class Yielding(Protocol):
     """Memory outside the tree that the tree can reclaim."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in use."""
+    def nbytes(self) -> int: ...
 
     def shrink(self, nbytes: int) -> int:
         """Free `nbytes`, or everything if there is less; return the bytes freed."""
@@ -37,8 +36,6 @@ class Relief(Protocol[S]):
 
 
 class NoRelief:
-    """A relief that frees nothing."""
-
     pinned_bytes = 0
 
     def relieve(self, nbytes: int) -> int:
@@ -66,7 +63,6 @@ class Beside(Generic[S]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the parts can free."""
         return sum(part.nbytes for part in (*self.first, *self.last))
 
     def free_first(self, nbytes: int) -> int:
@@ -79,13 +75,11 @@ class Beside(Generic[S]):
         return _shrunk(self.last, nbytes)
 
     def clear(self) -> None:
-        """Shrink all parts to nothing."""
         for part in (*reversed(self.last), *self.first):
             part.shrink(part.nbytes)
 
 
 def _shrunk(parts: Sequence[Yielding], nbytes: int) -> int:
-    """Shrink parts in order until `nbytes` are free; return the bytes freed."""
     freed = 0
     for part in parts:
         if freed < nbytes:

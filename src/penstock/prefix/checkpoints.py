@@ -32,10 +32,7 @@ Path = Sequence[Node[Segment]]
 
 
 class Checkpoints:
-    """Captures and evicts the checkpoints of a tree. Not thread-safe: owned by the engine's thread.
-
-    Near the end of a path they are `spacing_tokens` apart; by default a span of blocks.
-    """
+    """Captures and evicts the checkpoints of a tree. Engine thread only."""
 
     def __init__(
         self,
@@ -49,10 +46,7 @@ class Checkpoints:
         self._spacing_tokens = spacing_tokens or span_tokens(prefixes.block_size)
 
     def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> bool:
-        """Store the states after `position` tokens; return whether they are stored.
-
-        `turn_end` is whether a prompt ends in the next block.
-        """
+        """Store the states after `position` tokens; return whether they are stored."""
         node = next(
             (candidate for candidate in path if candidate.start < position <= candidate.end), None
         )
@@ -140,13 +134,6 @@ def retained(
     At a distance of d spacings from the end, checkpoints at multiples of 2^k spacings stay, with
     2^k at most d / NEAR. So a dropped place is never needed again as the path grows. If more than
     `limit` are left, distances count twice, four times ...
-
-    Args:
-        places: positions of the checkpoints, in tokens.
-        tip: end of the path, in tokens.
-        spacing_tokens: distance between two near the end.
-        fixed: positions that always stay, like the path's last one.
-        limit: maximum number of others.
     """
     last = max((place for place in places if place <= tip), default=None)
     always = {place for place in places if place in fixed or place == last or place > tip}

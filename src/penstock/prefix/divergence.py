@@ -53,11 +53,7 @@ def tokens_held_at(
     block_hashes: Sequence[bytes],
     salt: str = "",
 ) -> TokenArray:
-    """Return the tokens of the nearest cached prompt from a position on.
-
-    `tokens` is the prompt that differs there, with the hashes of its whole blocks. Only prompts
-    with this salt are considered.
-    """
+    """Return the tokens of the nearest cached prompt from a position on."""
     match, values = prefixes.match(block_hashes), as_tokens(tokens)
     rest, common = values[match.tokens :], position - match.tokens
     runs = _continuations(prefixes, match, prefixes.root(salt))

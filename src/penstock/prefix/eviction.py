@@ -33,7 +33,6 @@ class EvictionQueue:
         return self._queued.get(item)
 
     def offer(self, item: int, worth: float) -> None:
-        """Queue `item`, unless it is queued at this worth or less."""
         queued = self._queued.get(item)
         if queued is not None and queued <= worth:
             return
@@ -70,8 +69,6 @@ class EvictionQueue:
 
 
 class EvictionOrder(Generic[S]):
-    """Order in which nodes are evicted: leaves without pins, least worth first."""
-
     def __init__(self, policy: Policy, nodes: Mapping[int, Node[S]]) -> None:
         self.policy = policy
         self._nodes = nodes
@@ -101,7 +98,6 @@ class EvictionOrder(Generic[S]):
         self._holds.offer(node.id, node.held_until_seconds)
 
     def expire(self, now_seconds: float) -> None:
-        """End the holds that have expired, restoring the nodes' own worth."""
         while (node_id := self._holds.first(self._held_until)) is not None:
             node = self._nodes[node_id]
             if node.held_until_seconds is None or node.held_until_seconds > now_seconds:

@@ -17,12 +17,9 @@ class TreeSegment(Protocol):
     """
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-
+    def tokens(self) -> int: ...
     @property
-    def nbytes(self) -> int:
-        """Bytes of all its arrays."""
+    def nbytes(self) -> int: ...
 
     @property
     def checkpoint_nbytes(self) -> int:
@@ -32,14 +29,9 @@ class TreeSegment(Protocol):
     def key_index_nbytes(self) -> int:
         """Bytes of the key index, included in `nbytes`; the ledger counts them separately."""
 
-    def split(self, at_tokens: int) -> tuple[Self, Self]:
-        """Return the first `at_tokens` tokens, and the rest."""
-
-    def join(self, *others: Self) -> Self:
-        """Return a concatenated copy of this and other segments."""
-
-    def joins(self, other: Self) -> bool:
-        """Return whether another segment has the same format, so that it can be joined."""
+    def split(self, at_tokens: int) -> tuple[Self, Self]: ...
+    def join(self, *others: Self) -> Self: ...
+    def joins(self, other: Self) -> bool: ...
 
 
 S = TypeVar("S", bound=TreeSegment)
@@ -60,7 +52,6 @@ class Node(Generic[S]):
     """Node of whole blocks after its parent's, or a partial block. Changed only by the tree."""
 
     id: int
-    """Number of the node, unique within a tree."""
     parent: Node[S] | None
     block_hashes: tuple[bytes, ...]
     """Hash of each block. The parent finds this node by the first one."""
@@ -72,7 +63,6 @@ class Node(Generic[S]):
     pins: int = 0
     """Number of pins on this node or its descendants."""
     hits: int = 0
-    """Number of reads since it was inserted."""
     last_used_seconds: float
     heat: float
     """Sum of the decayed uses, as the policy computes it."""
@@ -105,20 +95,15 @@ class Node(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Snapshot of a node, without arrays."""
-
     id: int
     parent: int | None
-    """Id of the parent; None below the root."""
     start: int
-    """Number of tokens before this node's."""
     end: int
     nbytes: int
     """Bytes of its segment and of its entry in the index."""
     pins: int
     hits: int
     idle_seconds: float
-    """Seconds since the last read, or since the insertion."""
     held_seconds: float
     tokens: tuple[int, ...]
     """The first `VIEW_TOKENS` tokens."""
@@ -128,7 +113,6 @@ VIEW_TOKENS = 32
 
 
 def view(node: Node[S], now_seconds: float) -> NodeView:
-    """Return a snapshot of a node."""
     until = node.held_until_seconds
     return NodeView(
         id=node.id,
@@ -157,11 +141,9 @@ class Match(Generic[S]):
     path: tuple[Node[S], ...]
     """Nodes of which at least the first block matched."""
     tokens: int
-    """Number of matched tokens, in whole blocks."""
     blocks_in_last: int
     """Blocks of the last node that matched; 0 if there is none."""
 
     @property
     def ends_inside(self) -> bool:
-        """Whether the last node continues differently from the prompt, or further."""
         return bool(self.path) and self.blocks_in_last < len(self.path[-1].block_hashes)

@@ -8,16 +8,9 @@ from penstock.prefix.node import Node, S
 
 
 class Pinned(Protocol[S]):
-    """Owner of pins: the tree."""
-
-    def extend(self, pin: Pin[S], child: Node[S], now_seconds: float | None) -> None:
-        """Move a pin to a child of its node."""
-
-    def withdraw(self, pin: Pin[S], node: Node[S] | None) -> None:
-        """Move a pin up to a node of its path."""
-
-    def unpin(self, pin: Pin[S]) -> None:
-        """Remove a pin."""
+    def extend(self, pin: Pin[S], child: Node[S], now_seconds: float | None) -> None: ...
+    def withdraw(self, pin: Pin[S], node: Node[S] | None) -> None: ...
+    def unpin(self, pin: Pin[S]) -> None: ...
 
 
 class Pin(Generic[S]):
@@ -35,15 +28,10 @@ class Pin(Generic[S]):
 
     @property
     def path(self) -> tuple[Node[S], ...]:
-        """Current nodes from the root to the pinned one."""
         return () if self.node is None else self.node.path()
 
     def extend(self, child: Node[S], now_seconds: float | None = None) -> None:
-        """Extend the pin to a child of the pinned node.
-
-        With a time, counts a use, for blocks that other sequences committed. Without one it is the
-        sequence's own block, whose insertion was counted.
-        """
+        """Extend the pin to a child of the pinned node."""
         self._tree.extend(self, child, now_seconds)
 
     def withdraw(self, node: Node[S] | None) -> None:

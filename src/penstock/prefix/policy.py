@@ -53,14 +53,9 @@ class Policy(Protocol):
     def nbytes(self) -> int:
         """Upper bound of the policy's own bytes, counted once."""
 
-    def used(self, heat: float, now_seconds: float) -> float:
-        """Return the heat after one more use."""
-
-    def joined(self, heat: float, nbytes: int, other: float, other_nbytes: int) -> float:
-        """Return the heat of two merged nodes."""
-
-    def worth(self, heat: float, start: int, end: int, nbytes: int) -> float:
-        """Return the worth of a node with the tokens `start` to `end` of a prompt."""
+    def used(self, heat: float, now_seconds: float) -> float: ...
+    def joined(self, heat: float, nbytes: int, other: float, other_nbytes: int) -> float: ...
+    def worth(self, heat: float, start: int, end: int, nbytes: int) -> float: ...
 
     def forget(self, key: bytes, heat: float, last_used_seconds: float) -> None:
         """Remember the heat of an evicted node, whose first block is `key`."""
@@ -84,8 +79,6 @@ class PrefillCost:
 
 
 class HalfLife:
-    """Policy with exponentially decaying uses; see the module's docstring."""
-
     def __init__(
         self,
         half_life_seconds: float = HALF_LIFE_SECONDS,

@@ -36,8 +36,6 @@ REMEMBERED_MATCHES = 64
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """Counts of events since the start."""
-
     hits: int = 0
     fetched_tokens: int = 0
     """Tokens read from the cache instead of being prefilled."""
@@ -56,12 +54,9 @@ def remembered_nodes(limit_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InsertResult:
-    """Result of `insert`."""
-
     blocks_readable: int
     """Number of whole blocks of the chain that can be read below the pin."""
     new_tokens: int
-    """Number of tokens that were not in the tree before."""
     refused: str | None = None
     """Reason why nothing was inserted if memory is full; None if all blocks were known."""
 
@@ -145,7 +140,6 @@ class Prefixes(Generic[S]):
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes freed by evicting all unpinned nodes and shrinking the parts beside the tree."""
         tree = self.tree
         return tree.nbytes + tree.index_bytes - tree.pinned_bytes + self._beside.nbytes
 
@@ -158,10 +152,7 @@ class Prefixes(Generic[S]):
         return index_bytes(blocks, self.block_size)
 
     def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
-        """Return the longest cached prefix of a chain. Valid until the tree changes.
-
-        The result is cached until then, by the last hash of the chain.
-        """
+        """Return the longest cached prefix of a chain. Valid until the tree changes."""
         if not block_hashes:
             return self.tree.match(block_hashes)
         if self._matches_version != self.tree.version or len(self._matches) >= REMEMBERED_MATCHES:
@@ -202,11 +193,7 @@ class Prefixes(Generic[S]):
         return self.ledger.reserve(kind, nbytes)
 
     def shrink(self, nbytes: int, why: Why = "pressure") -> int:
-        """Evict the nodes of least worth until `nbytes` are free, or no node is left to evict.
-
-        First drops parts of nodes that no sequence needs, if a relief is set. Returns the bytes
-        freed, index included.
-        """
+        """Evict the nodes of least worth until `nbytes` are free, or no node is left to evict."""
         self.tree.order.expire(self.clock())
         freed = self._beside.free_first(nbytes)
         while freed < nbytes and (node := self.tree.victim()) is not None:
@@ -241,19 +228,11 @@ class Prefixes(Generic[S]):
     # ---- reading
 
     def pin(self, match: Match[S]) -> Pin[S]:
-        """Pin the nodes of a match until released, and count a use. Nothing is split.
-
-        The match may end inside its last node; the sequence tracks how many blocks of the path it
-        reads (`blocks_done`).
-        """
+        """Pin the nodes of a match until released, and count a use. Nothing is split."""
         return self.tree.pin(match.path[-1] if match.path else None, self.clock())
 
     def follow(self, pin: Pin[S], block_hashes: Sequence[bytes], blocks_done: int) -> int:
-        """Extend a pin along blocks of the chain that other sequences have committed.
-
-        Returns the number of whole blocks that can be read now, at least `blocks_done`, the number
-        that the sequence reads already. The caller can then free its own copies.
-        """
+        """Extend a pin along blocks of the chain that other sequences have committed."""
         match = self._match_at_least(block_hashes, blocks_done)
         self._lead(pin, match.path)
         return match.tokens // self.block_size
@@ -286,14 +265,6 @@ class Prefixes(Generic[S]):
         which counts the segment, shrinks by exactly the bytes that the tree has taken over. Unless
         refused, the caller then drops the segment, and the bytes that `paid` still counts for it.
         A refusal changes and evicts nothing: the caller keeps and reads the blocks.
-
-        Args:
-            pin: pin of the sequence.
-            blocks_done: number of whole blocks of the path that the sequence reads.
-            block_hashes: hashes of the sequence's blocks, from its first one on.
-            tokens: tokens of the segment's blocks.
-            segment: KV of the blocks after the first `blocks_done`; not changed.
-            paid: reservation that already counts the segment's bytes.
         """
         values = as_tokens(tokens)
         blocks = self._blocks_of(segment, values, block_hashes, blocks_done, paid)
@@ -329,13 +300,7 @@ class Prefixes(Generic[S]):
         segment: S,
         paid: Reservation,
     ) -> Node[S] | None:
-        """Add a partial block below the blocks that the sequence reads; None if there is no room.
-
-        The node is not pinned; if it exists already, it is returned. `root` is the hash of the
-        last block, or the root hash. `paid` shrinks by the keys and values. Room is made for the
-        checkpoints, and for keys and values beyond `paid`: on a spilled path, the key index has
-        taken some of it.
-        """
+        """Add a partial block, unpinned, below the blocks that a sequence reads; None if full."""
         if not self._end_at(pin, blocks_done):
             return None
         known = self.tree.match_partial(pin.node, root, tokens)
@@ -370,11 +335,7 @@ class Prefixes(Generic[S]):
             self._settle()
 
     def split(self, pin: Pin[S], match: Match[S]) -> bool:
-        """Truncate a pinned path to its match, splitting the last node if needed.
-
-        `insert` does this itself; call it earlier to avoid having the copy beside a segment.
-        Returns False, changing nothing, if memory is full.
-        """
+        """Truncate a pinned path to its match, splitting the last node if needed."""
         if not match.ends_inside:
             return True
         node = match.path[-1]
@@ -385,13 +346,7 @@ class Prefixes(Generic[S]):
         return True
 
     def tidy(self, last: Pin[S] | Node[S] | None) -> int:
-        """Merge the small nodes of a path; return the reduction in their number.
-
-        A node is merged with its parent if the parent is not longer, as in a binary counter, or if
-        both together are at most a span. So a sequence that commits block by block copies each
-        token O(log) times beyond its span. Nodes merged together are copied once. The copy needs
-        free memory; nothing is evicted for it.
-        """
+        """Merge the small nodes of a path; return the reduction in their number."""
         node = last.node if isinstance(last, Pin) else last
         merged = 0
         while node is not None:
@@ -403,7 +358,6 @@ class Prefixes(Generic[S]):
         return merged
 
     def cut(self, node: Node[S], blocks: int) -> bool:
-        """Split off the first `blocks` blocks of a node; False without free memory for the copy."""
         if node.copy_bytes + node.index_bytes > self.ledger.free_bytes:
             return False
         with self._copying(node.copy_bytes, node.index_bytes):
@@ -411,11 +365,7 @@ class Prefixes(Generic[S]):
         return True
 
     def exchange(self, node: Node[S], make: Callable[[S], S], nbytes: int) -> bool:
-        """Replace a node's KV by another format, which sequences read from the next step on.
-
-        `make` converts it into at most `nbytes`; its working memory is counted by the caller.
-        Returns False if memory cannot hold both formats; nothing is evicted for it.
-        """
+        """Replace a node's KV by another format, which sequences read from the next step on."""
         if nbytes > self.ledger.free_bytes:
             return False
         with self.ledger.reserve(Kind.BUFFERS, nbytes) as reserved:
@@ -481,7 +431,6 @@ class Prefixes(Generic[S]):
         self._index.resize(self.tree.index_bytes + self.fixed_bytes)
 
     def _forget_matches(self) -> None:
-        """Clear the cached matches, which would keep evicted nodes alive."""
         self._matches.clear()
         self._matches_version = self.tree.version
 
@@ -526,7 +475,6 @@ class Prefixes(Generic[S]):
         return self.split(pin, inside)
 
     def _lead(self, pin: Pin[S], path: Sequence[Node[S]]) -> None:
-        """Move a pin to the end of `path`, and count a use of nodes new to it."""
         pinned = set(pin.path)
         shared = [node for node in path if node in pinned]
         pin.withdraw(shared[-1] if shared else None)
@@ -559,7 +507,6 @@ class Prefixes(Generic[S]):
         return node.copy_bytes + node.index_bytes + NODE_BYTES
 
     def _run_to_merge(self, last: Node[S]) -> list[Node[S]]:
-        """Return the nodes, parents first, to merge with `last` in the free memory."""
         run, tokens, nbytes = [last], len(last.tokens), last.copy_bytes + last.index_bytes
         for node in upwards(last.parent):
             nbytes += node.copy_bytes + node.index_bytes

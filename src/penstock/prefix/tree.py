@@ -32,13 +32,6 @@ class PrefixTree(Generic[S]):
 
     The tree counts bytes but has no limit: the caller of `insert` makes room first by removing
     `victim()` repeatedly.
-
-    Args:
-        block_size: number of tokens per block.
-        policy: orders evictions, a `HalfLife` by default; not shared between trees.
-        max_merge_tokens: maximum tokens of a merged node,
-        max_merge_bytes: or its maximum bytes without checkpoints, if it is at most `LONGER` times
-            as long.
     """
 
     def __init__(
@@ -113,7 +106,6 @@ class PrefixTree(Generic[S]):
         return Match(tuple(path), done * self.block_size, inside)
 
     def match_partial(self, parent: Node[S] | None, root: bytes, tokens: Tokens) -> Node[S] | None:
-        """Return the longest partial block below a node that these tokens begin with."""
         siblings = self._tops if parent is None else parent.children
         values = as_tokens(tokens[: self.block_size - 1])
         for size in sorted(self.totals.partial_sizes, reverse=True) if siblings else ():
@@ -135,11 +127,7 @@ class PrefixTree(Generic[S]):
         return views
 
     def can_merge(self, node: Node[S], last: Node[S] | None = None) -> bool:
-        """Return whether the nodes from `node` down to `last` are small and have the same readers.
-
-        All pins of `node` must also be pins of its child, since only those remain after a merge.
-        Held nodes are not merged with others. `last` is its only child by default.
-        """
+        """Return whether the nodes from `node` to `last` are small, with the same readers."""
         run = self._run(node, last)
         return len(run) > 1 and self._is_small(run) and all(map(_inseparable, run, run[1:]))
 
@@ -153,7 +141,6 @@ class PrefixTree(Generic[S]):
     # ---- acts
 
     def pin(self, node: Node[S] | None, now_seconds: float) -> Pin[S]:
-        """Pin a path, None for an empty one; counts a use of each of its nodes."""
         if node is not None:
             self._check_known(node)
         for above in upwards(node):
@@ -171,11 +158,7 @@ class PrefixTree(Generic[S]):
         segment: S,
         now_seconds: float,
     ) -> Node[S]:
-        """Add a node below `parent` (None is the root) and return it; the tokens are copied.
-
-        `block_hashes` has only the new blocks, the first of which must not exist: match first, and
-        split there.
-        """
+        """Add a node below `parent` (None is the root) and return it; the tokens are copied."""
         siblings = self._children(parent)
         values = as_tokens(tokens).copy()
         count = len(block_hashes) * self.block_size
@@ -200,11 +183,7 @@ class PrefixTree(Generic[S]):
         return self._insert(parent, (key,), values, segment, now_seconds, partial=True)
 
     def split(self, node: Node[S], blocks: int) -> Node[S]:
-        """Split `node` after its first `blocks` blocks, and return the new node with these.
-
-        `node` becomes its child and keeps the rest, its children and its pins, so that a pin on it
-        still ends the same path.
-        """
+        """Split `node` after its first `blocks` blocks, and return the new node with these."""
         self._check_known(node)
         if not 0 < blocks < len(node.block_hashes):
             raise ValueError(f"cannot split {len(node.block_hashes)} blocks behind block {blocks}")
@@ -231,11 +210,7 @@ class PrefixTree(Generic[S]):
         return head
 
     def merge(self, node: Node[S], last: Node[S] | None = None) -> Node[S]:
-        """Merge `node` and its descendants down to `last`, and return the remaining node.
-
-        That is `last`, the only child by default, extended upwards. Every token is copied once.
-        Pins through all of the nodes are unchanged.
-        """
+        """Merge `node` and its descendants down to `last`, and return the remaining node."""
         self._check_known(node)
         if not self.can_merge(node, last):
             raise ValueError(
@@ -306,10 +281,7 @@ class PrefixTree(Generic[S]):
     # ---- parts of acts
 
     def _run(self, node: Node[S], last: Node[S] | None) -> list[Node[S]]:
-        """Return the nodes from `node` down to `last`, by default to its only child.
-
-        Return only `node` if `last` is not below it, or if it has no single child.
-        """
+        """Return the nodes from `node` down to `last`, by default to its only child."""
         if last is None:
             last = next(iter(node.children.values())) if len(node.children) == 1 else node
         run = []

@@ -11,11 +11,8 @@ from penstock.prefix.node import Node, S
 
 @dataclass(slots=True)
 class TreeTotals:
-    """Tokens and bytes of all nodes of a tree."""
-
     tokens: int = 0
     nbytes: int = 0
-    """Bytes of all segments."""
     checkpoint_bytes: int = 0
     """Bytes of checkpoints among `nbytes`."""
     key_index_bytes: int = 0
@@ -28,7 +25,6 @@ class TreeTotals:
     """Number of partial blocks, by length in tokens."""
 
     def count(self, node: Node[S], sign: int = 1) -> None:
-        """Add or subtract a node, whose bytes must not change in between."""
         nbytes, index_bytes = node.segment.nbytes, node.index_bytes
         node.held_bytes = nbytes + index_bytes
         self.tokens += sign * len(node.tokens)
@@ -40,7 +36,6 @@ class TreeTotals:
             self.pinned_bytes += sign * node.held_bytes
 
     def claim(self, node: Node[S], pins: int) -> None:
-        """Add `pins` to a node's pins; a negative number removes some."""
         before, node.pins = node.pins, node.pins + pins
         if bool(before) != bool(node.pins):
             self.pinned_bytes += node.held_bytes if node.pins else -node.held_bytes

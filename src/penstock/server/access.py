@@ -44,7 +44,6 @@ class KeyHolder:
 
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""Client of the current request: its address, or the name of its key."""
 KEY_HOLDER: ContextVar[KeyHolder | None] = ContextVar("key_holder", default=None)
 """Key of the current request; None if the server needs no keys."""
 
@@ -77,14 +76,11 @@ class NotAdmin(ServerError):
 
 @dataclass(slots=True)
 class _Allowance:
-    """Token bucket that refills up to `per_minute`; `left` is negative when overdrawn."""
-
     per_minute: int
     left: float
     filled: float
 
     def wait_seconds(self, now: float, least: float) -> float:
-        """Refill the bucket and return the seconds until it holds `least`."""
         rate = self.per_minute / MINUTE
         self.left = min(self.per_minute, self.left + (now - self.filled) * rate)
         self.filled = now
@@ -102,8 +98,6 @@ class _Account:
 
 
 class Access(Collector):
-    """API keys, their limits and counters; used by the event loop and the main thread only."""
-
     def __init__(
         self,
         api_key: str | None = None,
@@ -128,7 +122,6 @@ class Access(Collector):
         return cls(settings.api_key, () if file is None else read_keys(file), file=file)
 
     def reload(self) -> None:
-        """Reload the key file; if it is invalid, log the error and keep the previous keys."""
         if self._file is None:
             return
         try:

@@ -30,8 +30,6 @@ PATIENCE = 32
 
 @dataclass(slots=True)
 class _Times:
-    """Start of a request and latest token of each answer, in seconds of `time.monotonic`."""
-
     started: float = field(default_factory=time.monotonic)
     last: dict[int, float] = field(default_factory=dict)
 
@@ -91,7 +89,6 @@ class ActiveRequest:
 
     @property
     def progress(self) -> PromptProgress | None:
-        """Progress of all prompts together; None while they wait for admission."""
         return progress_of(self.handles)
 
     def usage(self) -> Usage:
@@ -102,11 +99,7 @@ class ActiveRequest:
         return Usage(*map(sum, zip(*map(astuple, totals), strict=True)))
 
     async def batches(self, *, with_progress: bool = False) -> AsyncIterator[list[Event]]:
-        """Yield batches of events until the last answer ends.
-
-        With `with_progress`, also yield an empty list when more of the prompts is read. Raises the
-        error of a failed answer: timeout, engine stopped, or client too slow.
-        """
+        """Yield batches of events until the last answer ends."""
         shown_tokens = -1
         self._follows = with_progress
         for handle in self.handles if with_progress else ():
@@ -133,7 +126,6 @@ class ActiveRequest:
                 yield event
 
     async def result(self, http: HttpRequest | None = None) -> list[Choice]:
-        """Return all answers in order; cancel them and raise ClientGone if the client leaves."""
         self._patient = True
         await (self._read_all() if http is None else until_gone(http, self._read_all()))
         return [choice for handle in self.handles for choice in handle.choices]

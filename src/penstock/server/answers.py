@@ -41,25 +41,16 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Newly parsed part of an answer."""
-
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     growth: tuple[CallStart | ArgumentsPart | CallEnd | CallBroken, ...] = ()
-    """Starts, argument parts and ends of calls."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
 
 
 class Reader:
-    """Incremental parser of one answer; holds back text that may begin a tag.
-
-    Without `tools`, calls are plain text. `reasoning`: the prompt ends inside the model's
-    reasoning. Unless `parallel`, only the first call is kept.
-    """
-
     def __init__(
         self,
         form: AnswerFormat,
@@ -92,11 +83,9 @@ class Reader:
         return "tool_calls" if self.calls else "stop"
 
     def push(self, text: str) -> Delta:
-        """Feed text; return the newly parsed part."""
         return self._note(self._parser.feed(text))
 
     def end(self, finish: Finish) -> Delta:
-        """Feed the finish event and its text; return the last delta."""
         self.finish = finish
         cut = finish.reason != "stop" or isinstance(finish.stop, str)
         return self._note([*self._parser.feed(finish.text), *self._parser.end(cut=cut)])
@@ -151,10 +140,7 @@ def join(deltas: Iterable[Delta]) -> Delta:
 
 
 def total_usage(finishes: Sequence[Finish]) -> Usage:
-    """Sum the usage of all answers to one prompt, counting the prompt once.
-
-    Cached tokens are those of the first answer; the others match its newly computed tokens.
-    """
+    """Sum the usage of all answers to one prompt, counting the prompt once."""
     usages = [finish.usage for finish in finishes]
     return Usage(
         prompt_tokens=max((usage.prompt_tokens for usage in usages), default=0),

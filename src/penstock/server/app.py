@@ -109,7 +109,6 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _respond(http: HttpRequest, error: Exception) -> Response:
-    """Answer an error raised by a route, or an unknown route."""
     if isinstance(error, HTTPException):
         error = unserved(http, error, http.app.state.served)
     problem = problem_of(error)
@@ -331,7 +330,6 @@ class Server(uvicorn.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain; on the second signal end open requests; on the third stop at once."""
         if not self.service.draining:
             self.drain()
         elif not self._hurries:
@@ -367,7 +365,6 @@ class Server(uvicorn.Server):
             return False
 
     def _all_read(self, seconds: float) -> bool:
-        """Wait until every client has read the end of its answer; False on timeout."""
         until = time.monotonic() + seconds
         while self.service.open_requests and time.monotonic() < until:
             time.sleep(TAIL_LOOK_SECONDS)

@@ -41,10 +41,7 @@ class BodyScan:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Upper bounds on memory during and after parsing, in bytes.
-
-        Python stores a string with 1, 2 or 4 bytes per character, depending on its widest.
-        """
+        """Upper bounds on memory during and after parsing, in bytes."""
         size, width = self.nbytes, self._width
         return size * (2 + 3 * width) + self._objects, size * (1 + width) + self._objects
 

@@ -156,7 +156,6 @@ def router(service: Service) -> APIRouter:
 
 
 def tree_of(views: Sequence[NodeView], max_nodes: int) -> Tree:
-    """Describe the tree; above `max_nodes`, the least recently used nodes are omitted."""
     shown = sorted(views, key=lambda view: view.start)  # a parent starts before its children
     if len(views) > max_nodes:
         # A node is pinned and touched together with its ancestors: no parent is left out.
@@ -179,7 +178,6 @@ def _add_text(tokenizer: Any, tree: Tree, views: Sequence[NodeView]) -> None:
 
 
 def _read(service: Service, question: ExplainRequest) -> tuple[tuple[int, ...], str | None]:
-    """Return a prompt's tokens, and a note on changes to its history. Worker thread."""
     tokens, rewritten, mended = tokens_of(service, question), REWRITTEN.get(), MENDED.get()
     if rewritten is None and question.messages is not None:
         rewritten = rewritten_in_front(service.prompts, question.messages, question.tools)
@@ -190,7 +188,6 @@ def _read(service: Service, question: ExplainRequest) -> tuple[tuple[int, ...], 
 
 
 def tokens_of(service: Service, question: ExplainRequest) -> tuple[int, ...]:
-    """Tokenize a prompt. Worker thread."""
     if question.messages is not None:
         salt = question.cache_salt or ""
         return service.prompts.render(question.messages, question.tools, salt=salt)
@@ -207,10 +204,7 @@ NO_OPENING = Opening("", "")
 def rewritten_in_front(
     prompts: Prompts, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str | None:
-    """Describe the text that the template rewrites before a conversation's last answer.
-
-    Returns None if nothing is rewritten or there is no answer. Blocking: renders the prompt twice.
-    """
+    """Describe the text that the template rewrites before a conversation's last answer."""
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers or not answers[-1]:
         return None

@@ -45,7 +45,6 @@ class Connections:
         self.settings = settings
         self.limit = room_for(settings.max_connections, open_files.limit())
         self.spare: dict[Connection, None] = {}
-        """Connections over the limit, oldest first."""
         if self.limit < settings.max_connections:
             logger.warning(
                 "limiting connections to %d instead of --max-connections %d: this process may open "
@@ -59,7 +58,6 @@ class Connections:
         return Connection(self, **arguments)
 
     def opened(self, connection: Connection) -> bool:
-        """Register a new connection; False if it is over the limit."""
         if len(connection.connections) <= self.limit:
             return True
         if len(self.spare) >= SPARE_PLACES:
@@ -214,7 +212,6 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Forward a request to the application and wait for its body, or refuse it."""
         if self.transport.is_closing():
             return
         self._unused, self._in_body = 0, True
@@ -261,7 +258,6 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _refuse(self, status: int, why: str) -> None:
-        """Send an error and close, unless a response is being sent."""
         if self.transport.is_closing():
             return
         if self._answering or self.pipeline:

@@ -97,7 +97,6 @@ class Dialect(ABC):
         """Return the stream events for a batch. Worker thread if `is_long_chunk()`."""
 
     def progress(self) -> Iterable[bytes]:
-        """Return the stream events for prompt progress, if `batches` reports it."""
         return ()
 
     def end(self, usage: dict[str, Any]) -> Iterable[bytes]:
@@ -108,7 +107,6 @@ class Dialect(ABC):
         yield error_event(self.path, problem)
 
     def ping(self, progress: PromptProgress | None) -> ServerSentEvent:
-        """Return the keep-alive event sent during prefill."""
         return ping_comment(progress)
 
     @property
@@ -119,7 +117,6 @@ class Dialect(ABC):
         return self.answering.batches()
 
     def is_long(self, choices: Sequence[Choice]) -> bool:
-        """Return whether serializing the answers would block the event loop for too long."""
         return sum(len(choice.text) for choice in choices) > LONG_BYTES
 
     def is_long_chunk(self, events: Sequence[Event]) -> bool:
@@ -130,11 +127,7 @@ class Dialect(ABC):
     def budget(
         self, prompt: Sequence[int], limit: ReasoningBudget | None = None
     ) -> ReasoningBudget | None:
-        """Return the reasoning limit, and set `in_reasoning` if the answer starts inside reasoning.
-
-        A grammar applies after reasoning that the prompt has opened. A grammar that itself allows
-        reasoning excludes a reasoning limit.
-        """
+        """Return the reasoning limit; set `in_reasoning` if the prompt ends inside reasoning."""
         prompts, bound = self.service.prompts, self.rule.grammar is not None
         if bound and self.rule.free:
             limit = None
@@ -145,7 +138,6 @@ class Dialect(ABC):
         return limit
 
     def delta(self, event: Event) -> Delta:
-        """Feed an event to its answer's reader; return the newly parsed part."""
         reader = self.readers[event.choice]
         return reader.end(event) if isinstance(event, Finish) else reader.push(event.text)
 

@@ -14,10 +14,7 @@ T = TypeVar("T")
 
 
 async def until_gone(http: HttpRequest, doing: Awaitable[T]) -> T:
-    """Await `doing`; if the client disconnects first, cancel it and raise ClientGone.
-
-    The request body must have been read.
-    """
+    """Await `doing`; if the client disconnects first, cancel it and raise ClientGone."""
     task = asyncio.ensure_future(doing)
     gone = asyncio.ensure_future(_disconnected(http))
     try:

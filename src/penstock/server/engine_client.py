@@ -20,27 +20,17 @@ T = TypeVar("T")
 
 
 class EngineState(Protocol):
-    """State of an engine between two steps; `EngineView` implements it."""
-
     @property
     def limits(self) -> EngineSettings: ...
-
     @property
-    def context_tokens(self) -> int | None:
-        """Context length of the model; None if its configuration has none."""
-
+    def context_tokens(self) -> int | None: ...
     @property
     def fitting_tokens(self) -> int: ...
-
     @property
     def vocabulary_size(self) -> int: ...
-
     def held_tokens(self, tokens: Sequence[int], salt: str = "") -> int: ...
-
     def tree(self) -> list[NodeView]: ...
-
     def stats(self) -> Stats: ...
-
     def waiting_by_client(self) -> dict[str | int, int]: ...
 
     def explain(
@@ -51,20 +41,15 @@ class EngineState(Protocol):
 class EngineClient(Protocol):
     @property
     def alive(self) -> bool: ...
-
     @property
     def hangs(self) -> bool: ...
-
     def open(self, request: Request) -> Handle: ...
 
     def enqueue(self, handles: Sequence[Handle]) -> Future[Explanation | None]:
         """Enqueue the requests of all handles or of none. Does not block."""
 
-    def ask(self, question: Callable[[EngineState], T]) -> Future[T]:
-        """Evaluate `question` on the engine's state between two steps. Does not block."""
-
+    def ask(self, question: Callable[[EngineState], T]) -> Future[T]: ...
     def drain(self, timeout_seconds: float) -> bool: ...
-
     def clear(self) -> Cleared: ...
 
     def set_aside_prompts(self, nbytes: int) -> int:

@@ -42,7 +42,6 @@ Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 
 
 def _few(value: Any) -> Any:
-    """Reject an object with too many keys before validating each."""
     if isinstance(value, dict) and len(value) > MOST_NAMES:
         raise ValueError(f"at most {MOST_NAMES} names")
     return value
@@ -70,14 +69,11 @@ Prompt: TypeAlias = Annotated[str | Each[str] | Each[Id] | Each[Each[Id]], WrapV
 
 
 class RequestForm(BaseModel):
-    """Base of all request bodies: strict about types, ignores unknown fields."""
-
     model_config = ConfigDict(extra="ignore", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        """Drop null fields, which clients send for unset ones."""
         if isinstance(body, dict) and None in body.values():
             return {name: value for name, value in body.items() if value is not None}
         return body

@@ -189,7 +189,6 @@ def _with_arguments(
 def _with_calls_in_front(
     messages: list[dict[str, Any]], mended: dict[str, None]
 ) -> list[dict[str, Any]]:
-    """Turn tool results without a preceding call into user messages."""
     fitted: list[dict[str, Any]] = []
     called = False
     for message in messages:
@@ -254,10 +253,7 @@ def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_reasoning(traits: TemplateTraits, message: dict[str, Any]) -> dict[str, Any]:
-    """Move the reasoning to the key that the template uses.
-
-    If the template raises on reasoning next to text and a call, the reasoning is dropped.
-    """
+    """Move the reasoning to the key that the template uses."""
     key = traits.reasoning_key
     if key is None or REASONING not in message:
         return message

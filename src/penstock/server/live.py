@@ -108,8 +108,6 @@ class Look:
 
 
 class Pulse:
-    """Periodic polling of the engine, shared by all watching clients. Event loop only."""
-
     def __init__(self, service: Service) -> None:
         self.service = service
         self.watchers = 0
@@ -126,7 +124,6 @@ class Pulse:
         self._wanted = asyncio.Event()
 
     async def run(self) -> None:
-        """Poll until the engine stops."""
         try:
             while not self.service.draining:
                 self._wanted.clear()  # before polling: no new client is missed
@@ -147,7 +144,6 @@ class Pulse:
                 self._changed.notify_all()
 
     async def snapshots(self) -> AsyncIterator[Snapshot]:
-        """Yield a snapshot now and after every poll, until the server stops."""
         self.watchers += 1
         try:
             seen, tree_seen = self._number, 0
@@ -316,7 +312,6 @@ def _read(folder: Traversable, path: str, pages: dict[str, PageFile]) -> None:
 
 
 def _add_page(router: APIRouter) -> None:
-    """Add routes for the page's files."""
     pages = page_files()
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)

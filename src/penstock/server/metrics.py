@@ -64,8 +64,6 @@ class Metrics:
 
 
 class EngineMetrics(Collector):
-    """Collector of the engine's statistics; without `stats`, the engine is reported as down."""
-
     def __init__(self) -> None:
         self.stats: Stats | None = None
         self.waiting: dict[str | int, int] = {}

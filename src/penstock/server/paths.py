@@ -61,7 +61,6 @@ def served_methods(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
 def unserved(
     http: HttpRequest, error: HTTPException, served: Mapping[str, Iterable[str]]
 ) -> Exception:
-    """Return an error for an unknown path or method that names served ones."""
     path = http.url.path
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "").split(", ")

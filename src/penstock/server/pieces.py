@@ -28,8 +28,6 @@ Check = Callable[[int, int], None]
 
 
 class FairLock:
-    """Lock that prefers a waiting thread to the thread that has just released it."""
-
     def __init__(self) -> None:
         self._next = Lock()
         self._held = Lock()
@@ -43,8 +41,6 @@ class FairLock:
 
 
 class PieceEncoder:
-    """Encoder that tokenizes long texts in pieces, holding `lock` for each. Thread-safe."""
-
     def __init__(self, tokenizer: Any, lock: FairLock, size: int = PIECE_CHARACTERS) -> None:
         self._tokenizer = tokenizer
         self._lock = lock
@@ -53,14 +49,7 @@ class PieceEncoder:
     def encode(
         self, text: str, *, special: bool, check: Check, large: Callable[[int], None]
     ) -> list[int]:
-        """Tokenize a text.
-
-        Args:
-            text: text to tokenize.
-            special: whether to add special tokens around the text.
-            check: called after each piece with the tokens and characters so far; may raise.
-            large: called with the length of each piece before it is tokenized; may raise.
-        """
+        """Tokenize a text."""
         if len(text) <= self._size or not self.can_cut:
             large(len(text))
             return self._read(text, special=special)
@@ -84,7 +73,6 @@ class PieceEncoder:
 
     @cached_property
     def _sizes(self) -> array[int]:
-        """Bytes of each token in the vocabulary's notation, an upper bound for its text."""
         with self._lock:
             vocabulary = self._tokenizer.get_vocab()
         sizes = array("I", [0]) * (max(vocabulary.values(), default=-1) + 1)

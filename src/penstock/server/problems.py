@@ -43,14 +43,7 @@ SHOWN_CHARACTERS = 80
 
 
 class ServerError(PenstockError):
-    """Error that is returned to the client.
-
-    Args:
-        message: what is wrong and what to do.
-        status: HTTP status; defaults to that of the class.
-        code: error code, such as "context_length_exceeded".
-        param: the invalid field, such as "messages.0.content".
-    """
+    """Error that is returned to the client."""
 
     status = 500
     headers: Mapping[str, str] = {}
@@ -128,8 +121,6 @@ class ShuttingDown(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Error as returned to a client."""
-
     status: int
     message: str
     code: str | None = None
@@ -138,7 +129,6 @@ class Problem:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Convert an exception for the client, without the text of internal errors."""
     if isinstance(error, ServerError):
         headers = {**_retry(error.status), **error.headers}
         of_field = isinstance(error, BadRequest) and error.param is not None

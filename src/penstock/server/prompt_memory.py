@@ -46,10 +46,7 @@ GIVE_BACK_SECONDS = 0.2
 
 
 class PromptMemory:
-    """Byte budget for reading and tokenizing requests, and for cached answers; not for KV.
-
-    It is shared fairly among clients. Thread-safe.
-    """
+    """Byte budget for reading and tokenizing requests, and for cached answers; not for KV."""
 
     def __init__(self, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes
@@ -65,12 +62,7 @@ class PromptMemory:
         return self._used_bytes
 
     def hold(self, client: str | None = None, *, relieves: bool = True) -> PromptHold:
-        """Return an empty hold.
-
-        Args:
-            client: name of the key or address whose share the bytes are of; None for a cache.
-            relieves: whether it may evict cached answers and responses.
-        """
+        """Return an empty hold."""
         return PromptHold(self, client, relieves=relieves)
 
     def check_fits(self, nbytes: int) -> None:
@@ -112,7 +104,6 @@ class PromptMemory:
         return min(free, (CLIENT_SHARE * free - client_bytes) // (CLIENT_SHARE + 1))
 
     def give_back_soon(self) -> None:
-        """Return freed memory to the system, shortly after a request has ended."""
         if self._giving_back:
             return
         self._giving_back = True
@@ -127,8 +118,6 @@ class PromptMemory:
 
 
 class PromptHold:
-    """Bytes of the pool held by one request or by a cache."""
-
     __slots__ = (
         "_client",
         "_memory",
@@ -155,7 +144,6 @@ class PromptHold:
         """Bytes of tokens and scores, kept until the answer's end."""
 
     def resize(self, nbytes: int) -> None:
-        """Hold `nbytes`; TooLarge if they exceed the pool, Unavailable if too few are free."""
         self._memory._change(self._client, self.nbytes, nbytes, relieves=self._relieves)
         self.nbytes = nbytes
         self.most_bytes = max(self.most_bytes, nbytes)
@@ -169,26 +157,21 @@ class PromptHold:
         self._memory.check_fits(nbytes)
 
     def take_body(self, scan: BodyScan) -> None:
-        """Hold the cost of parsing a body, before parsing it. Raises like `resize`."""
         self.body_bytes = scan.nbytes
         peak, self.kept_bytes = scan.cost
         self.resize(peak)
 
     def add_tokens(self, count: int) -> None:
-        """Add the cost of prompt tokens. Raises like `resize`."""
         self.keep(TOKEN_BYTES * count)
 
     def keep(self, nbytes: int) -> None:
-        """Add bytes that are held until the answer ends. Raises like `resize`."""
         self.resize(self.nbytes + nbytes)
         self.token_bytes += nbytes
 
     def settle(self) -> None:
-        """Shrink to the bytes needed after parsing: the body and its tokens."""
         self.resize(min(self.nbytes, self.kept_bytes + self.token_bytes))
 
     def release(self) -> None:
-        """Free all bytes; after a large request, return memory to the system. Event loop only."""
         self.resize(0)
         if self.most_bytes >= GIVE_BACK_BYTES:
             self._memory.give_back_soon()

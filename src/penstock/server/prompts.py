@@ -65,15 +65,6 @@ class Prompts:
 
     Calls are serialized, as not all tokenizers are thread-safe; long texts are tokenized in
     pieces, with other calls in between. `Service.work` runs the methods in worker threads.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        keep_billing_header: whether to keep Claude Code's billing header in the prompt.
-        most_tokens: maximum prompt length; None means unlimited.
-        answers: store of answers whose tokens later prompts reuse.
-        tool_parser: name of the call format; None detects it from the template.
-        reasoning_parser: name of the reasoning marks; None detects them from the template.
-        refuses_tools: whether to reject tools if the template does not render them.
     """
 
     def __init__(
@@ -126,16 +117,7 @@ class Prompts:
         salt: str = "",
         **template_args: Any,
     ) -> tuple[int, ...]:
-        """Render and tokenize a conversation; BadRequest if a message is invalid.
-
-        Args:
-            messages: messages in OpenAI's format. Parts other than text become placeholders, except
-                in the last user message, where they are rejected.
-            tools: tools in OpenAI's format.
-            answer: whether to end the prompt with the opening of the model's answer.
-            salt: the request's cache salt; that of its key is added.
-            template_args: the client's `chat_template_kwargs`.
-        """
+        """Render and tokenize a conversation; BadRequest if a message is invalid."""
         flat = self._flat(messages)
         rendered = self._templated(flat, tools, answer, template_args)
         return self._some(self._remembering(rendered, tools, salt), "messages")
@@ -153,7 +135,6 @@ class Prompts:
         answer: bool = True,
         **template_args: Any,
     ) -> str:
-        """Return the rendered text of a conversation. Raises like `render`."""
         return self._templated(self._flat(messages), tools, answer, template_args)
 
     def _flat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -177,7 +158,6 @@ class Prompts:
         answer: bool,
         template_args: dict[str, Any],
     ) -> str:
-        """Return the rendered text of flattened messages. Raises like `render`."""
         for name in ("return_dict", "return_tensors", "add_generation_prompt", "tokenize"):
             template_args.pop(name, None)
         if self._refuses_tools and self.described_tools(tools):
@@ -210,7 +190,6 @@ class Prompts:
             raise BadRequest(str(error), param="messages", code="invalid_value") from None
 
     def start_renderer(self) -> None:
-        """Start the process that renders templates, so that no request waits for it."""
         if self.tokenizer is not None and self.tokenizer.has_chat_template:
             self._renderer.start()
 
@@ -243,12 +222,10 @@ class Prompts:
             return token_bytes(self.tokenizer, token)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Decode tokens for the client, holding the memory of the text. Raises like `hold_text`."""
         hold_text(self._pieces.count_bytes(tokens))
         return self.decode(tokens)
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text that each token completes; holds the memory of the texts."""
         hold = HOLD.get()
         if hold is not None:
             hold.keep(TEXT_BYTES * len(tokens))
@@ -320,7 +297,6 @@ class Prompts:
         return tuple(tokens)
 
     def _tokens(self, text: str, param: str, *, special: bool) -> list[int]:
-        """Tokenize in pieces; stop if the text is far too long or the client disconnects."""
         max_tokens = self.most_tokens
         if max_tokens is not None and len(text) > max_tokens:
             size = len(text) if text.isascii() else len(text.encode())
@@ -346,7 +322,6 @@ class Prompts:
 
 
 def _first(tokens: Sequence[int], mark: Sequence[int], start: int) -> int:
-    """Return the first position of a mark from `start` on; `len(tokens)` if there is none."""
     size = len(mark)
     for index in range(start, len(tokens) - size + 1):
         if tokens[index] == mark[0] and tuple(tokens[index : index + size]) == tuple(mark):
@@ -355,7 +330,6 @@ def _first(tokens: Sequence[int], mark: Sequence[int], start: int) -> int:
 
 
 def _last(tokens: Sequence[int], mark: Sequence[int]) -> int:
-    """Return the last position of a mark; -1 if there is none."""
     size = len(mark)
     for index in range(len(tokens) - size, -1, -1):
         if tokens[index] == mark[0] and tuple(tokens[index : index + size]) == tuple(mark):
@@ -380,7 +354,6 @@ def client_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def last_user(messages: Sequence[Message]) -> int:
-    """Return the index of the last user message; -1 if there is none."""
     roles = [message.get("role") for message in messages]
     return len(roles) - 1 - roles[::-1].index("user") if "user" in roles else -1
 

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 @dataclass(slots=True)
 class Recent:
-    """Statistics of a request, without its text."""
-
     id: str
     label: str
     started: float
@@ -26,7 +24,6 @@ class Recent:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens generated per second after the first token; None until the request has ended."""
         if self.first_token_seconds is None or self.seconds is None:
             return None
         took = self.seconds - self.first_token_seconds
@@ -38,7 +35,5 @@ class Recent:
 
 class Listener(Protocol):
     def first_token(self, seconds: float) -> None: ...
-
     def next_token(self, seconds: float) -> None: ...
-
     def ended(self, recent: Recent) -> None: ...

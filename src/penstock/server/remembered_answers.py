@@ -104,7 +104,6 @@ class RememberedAnswers:
         return self._hold.nbytes
 
     def note(self, text: str, prompt: Sequence[int]) -> None:
-        """Remember the text of a tokenized prompt until its answer arrives."""
         with self._lock:
             self._pending[_digest_of(prompt)] = blake2b(text.encode(), digest_size=16).digest()
             while len(self._pending) > PENDING:
@@ -157,10 +156,7 @@ class RememberedAnswers:
     # ---- parts
 
     def _ends_of_answer(self, text: str, start: int, form: AnswerFormat) -> Iterator[int]:
-        """Yield the positions where an answer may end, those of end marks.
-
-        In harmony each message has an end mark, and an answer may be several messages.
-        """
+        """Yield the positions where an answer may end, those of end marks."""
         harmony = form.call_name == HARMONY
         marks = [self._tokenizer.decode([token]) for token in self._tokenizer.eos_token_ids]
         marks += [END_OF_MESSAGE] if harmony else []
@@ -219,10 +215,7 @@ class RememberedAnswers:
 def openings_of(
     tokenizer: Any, traits: TemplateTraits, renderer: TemplateRenderer
 ) -> tuple[Opening, ...]:
-    """Return the texts with which a chat template opens an answer to a user and to a tool result.
-
-    If the template opens answers with no text, the end of the previous message is used.
-    """
+    """Return the texts with which a chat template opens answers to users and tool results."""
     talks = (talk_of(USER), [*talk_of(USER), called(THOUGHT, None), result_of(RESULT)])
     openings = [_opening(tokenizer, traits, renderer, talk, [TOOL]) for talk in talks]
     if plain := _opening(tokenizer, traits, renderer, talks[0]):  # some templates require a tool

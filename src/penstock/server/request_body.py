@@ -36,12 +36,7 @@ from penstock.server.workers import LONG_BYTES
 
 
 class Body:
-    """Middleware that reads a request's whole body and enforces limits.
-
-    Responds 413 to too many bytes, 400 to too deep nesting, 408 to a slow body, 415 if not JSON,
-    and 503 if memory is short (413 if the body can never fit). The application receives the body
-    disconnect alone.
-    """
+    """Middleware that reads a request's whole body and enforces limits."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, memory: PromptMemory) -> None:
         self.app = app
@@ -80,7 +75,6 @@ class Body:
         return await self.app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive, hold: PromptHold) -> bytes | None:
-        """Return the body, with its memory held; None if the client has disconnected."""
         length = Headers(scope=scope).get("content-length", "0")
         limit = self._settings.max_body_bytes
         if length.isdigit() and (len(length) > 18 or int(length) > limit):
@@ -119,10 +113,7 @@ class _Arriving:
         self._refusal: ServerError | None = None
 
     def add(self, part: bytes) -> None:
-        """Add a part; raises TooLarge beyond the byte limit.
-
-        Other errors are kept until the end of the body, and later parts are only counted.
-        """
+        """Add a part; raises TooLarge beyond the byte limit."""
         if self._refusal is not None:
             self._scan.nbytes += len(part)
         else:

@@ -33,11 +33,7 @@ class Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Store of conversations by salt, including the key's, and response id.
-
-    Thread-safe; called in the context of a request. Memory is held before a response is stored, and
-    freed when open requests need it. Each conversation counts in full, even if it shares items.
-    """
+    """Store of conversations by salt, including the key's, and response id."""
 
     def __init__(self, memory: PromptMemory, max_bytes: int) -> None:
         self._max_bytes = min(max_bytes, memory.pool_bytes // SHARE)
@@ -56,7 +52,6 @@ class ResponseStore:
     def put(
         self, salt: str, response_id: str, items: Sequence[Item], response: dict[str, Any]
     ) -> None:
-        """Store a conversation and its last response if memory allows, evicting older ones."""
         kept = Kept(dumps(items), dumps(response))
         if kept.nbytes > self._max_bytes:
             return
@@ -73,7 +68,6 @@ class ResponseStore:
             self._forget(max(0, self.nbytes - nbytes))
 
     def _grow(self, nbytes: int) -> bool:
-        """Hold more bytes; return False if open requests hold them."""
         try:
             self._hold.resize(self.nbytes + nbytes)
         except ServerError:

@@ -116,11 +116,7 @@ class Service:
         return await self.open_all((request,), label)
 
     async def open_all(self, requests: Sequence[Request], label: str) -> ActiveRequest:
-        """Submit several requests, all or none; their answers are numbered consecutively.
-
-        Raises BadRequest (too many answers, or a prompt that is too long), NeverFits, QueueFull,
-        SettingError (an unknown token) and EngineStopped.
-        """
+        """Submit several requests, all or none; their answers are numbered consecutively."""
         if self.draining:
             raise ShuttingDown()
         answers = sum(request.n for request in requests)
@@ -163,11 +159,7 @@ class Service:
         return answering
 
     def rest_tokens(self, prompt_tokens: int) -> int:
-        """Return the default maximum answer length for a prompt.
-
-        This is `--max-tokens`, or the rest of the context and window. Near a window's end, a few
-        tokens more are allowed, as the window slides.
-        """
+        """Return the default maximum answer length for a prompt."""
         if self.settings.max_tokens is not None:
             return self.settings.max_tokens
         end = self.window_tokens
@@ -176,10 +168,7 @@ class Service:
         return max(end - prompt_tokens, MAX_TOKENS)
 
     def _in_context(self, request: Request) -> Request:
-        """Limit an answer to the rest of the context; PromptTooLong if nothing is left.
-
-        Clients may request 32,000 tokens of any model, so a larger value is no error.
-        """
+        """Limit an answer to the rest of the context; PromptTooLong if nothing is left."""
         prompt, context = len(request.prompt), self.model_context
         if context is None or prompt + request.max_tokens <= context:
             return request
@@ -193,7 +182,6 @@ class Service:
         return await self.workers.compile(self.engine.open, request)
 
     async def created_tokens(self, answering: ActiveRequest) -> int:
-        """Return the number of prompt tokens computed for a request that are now cached."""
         request, used = answering.handles[0].request, answering.usage()
         try:
             held_tokens = await self.ask(
@@ -234,7 +222,6 @@ class Service:
                 handle.cancel()
 
     def fail_all(self, error: BaseException) -> None:
-        """End every open request with an error after its pending events. Thread-safe."""
         for answering in list(self._open):
             answering.fail_soon(error)
 
@@ -246,7 +233,6 @@ class Service:
         self.workers.close()
 
     def wake_soon(self) -> None:
-        """Schedule waking the readers, unless already scheduled. Thread-safe."""
         if self._wakes or self._loop is None:
             return
         self._wakes = True

@@ -45,16 +45,7 @@ def error_event(path: str, problem: Problem) -> bytes:
 
 
 class Stream(EventSourceResponse):
-    """Response that streams events; when it ends, unfinished answers are cancelled.
-
-    Args:
-        service: service whose settings apply.
-        answering: request to close at the end; None for a stream without one.
-        events: encoded events; if they raise, those of `failure` follow.
-        failure: returns the last events for an error.
-        headers: additional response headers.
-        ping: returns the keep-alive event, given the prompt's progress.
-    """
+    """Response that streams events; when it ends, unfinished answers are cancelled."""
 
     def __init__(
         self,
@@ -97,7 +88,6 @@ class Stream(EventSourceResponse):
         self._sending_since = None
 
     def _look(self) -> None:
-        """End the stream if the client has read nothing for too long."""
         assert self.send_timeout is not None
         since = self._sending_since
         if since is not None and time.monotonic() - since >= self.send_timeout:
@@ -118,7 +108,6 @@ class Stream(EventSourceResponse):
 async def _with_error(
     events: AsyncIterator[bytes], failure: Callable[[Problem], Iterable[bytes]]
 ) -> AsyncIterator[bytes]:
-    """Yield the events; an error is converted to the last events."""
     try:
         async for event in events:
             yield event

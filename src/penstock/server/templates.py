@@ -219,7 +219,6 @@ class _Probe:
         return self._called(arguments=json.dumps({"text": ARGUMENT}))[1] is None
 
     def object_arguments(self) -> bool:
-        """Return whether call arguments that are text or a list are dropped or raise."""
         forms: tuple[Any, ...] = (ARGUMENT, [ARGUMENT])
         return any(ARGUMENT not in self._called(arguments=arguments)[0] for arguments in forms)
 
@@ -232,7 +231,6 @@ class _Probe:
         return self._render([*talk_of(USER), call, {**result, "name": name}])
 
     def takes_tools(self) -> bool:
-        """Return whether the prompt contains the name of an offered tool."""
         talks = (talk_of(USER), talk_of(SYSTEM, USER))
         name = TOOL["function"]["name"]
         return any(name in self._render(talk, tools=[TOOL])[0] for talk in talks)
@@ -282,7 +280,6 @@ class _Probe:
         return TraitRow(what, "changes where the answer begins")
 
     def _render(self, talk: list[dict[str, Any]], **switches: Any) -> tuple[str, str | None]:
-        """Render a conversation; return its text and None, or "" and the error."""
         calls = any(message["role"] == "tool" for message in talk)
         tools = switches.pop("tools", [TOOL] if calls else self._tools)
         plain = [in_parts(message) if self.text_parts else message for message in talk]

@@ -27,10 +27,7 @@ P = ParamSpec("P")
 
 
 class FairThread:
-    """Worker thread in which clients take turns. Call `run` on the event loop.
-
-    After its turn, a client waits for the other clients, however many calls it has queued.
-    """
+    """Worker thread in which clients take turns. Call `run` on the event loop."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -40,11 +37,9 @@ class FairThread:
         self._busy = False
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Submit a function that runs before all calls waiting for a turn. Thread-safe."""
         return self._executor.submit(call, *args, **kwargs)
 
     async def run(self, client: str, call: Callable[[], T]) -> T:
-        """Run a function in the thread once it is the client's turn."""
         loop = asyncio.get_running_loop()
         if self._busy:
             await self._turn(client, loop.create_future())
@@ -89,7 +84,6 @@ class FairThread:
         self._busy = False
 
     def close(self) -> None:
-        """Shut the thread down."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -97,10 +91,6 @@ class Workers:
     """Worker threads: one each for short prompts, long prompts and grammars, two for the disk.
 
     Clients take turns, except for the disk. Call all methods on the event loop.
-
-    Args:
-        max_waiting: number of calls that may wait for prompts and grammars. If one client fills
-            the queue, others may exceed it up to an equal share.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -116,11 +106,7 @@ class Workers:
         return self._pending.total()
 
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function that tokenizes a prompt: `await workers.read(prompts.render, messages)`.
-
-        Long requests use a separate thread, which lets others run between a text's pieces, and stop
-        once the client has disconnected. Raises ServerError 429 if the queue is full.
-        """
+        """Run a function that tokenizes a prompt; ServerError 429 if the queue is full."""
         hold = HOLD.get()
         worker = self.short if hold is None or hold.body_bytes < LONG_BYTES else self.long
         return await self._run(worker, call, *args, **kwargs)
@@ -135,10 +121,7 @@ class Workers:
         return await self._run(self.compiling, compile_all)
 
     async def write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function that writes a long response, in the thread for long prompts.
-
-        The call is never refused, since the answer has already been computed.
-        """
+        """Run a function that writes a long response, in the thread for long prompts."""
         run = partial(copy_context().run, call, *args, **kwargs)
         return await self.long.run(CLIENT.get(), run)
 
@@ -166,11 +149,9 @@ class Workers:
                 del self._pending[client]
 
     async def use_disk(self, call: Callable[[], T]) -> T:
-        """Run a function that uses the disk, at most `DISK_THREADS` at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, call)
 
     def close(self) -> None:
-        """Shut the threads down."""
         for worker in (self.short, self.long, self.compiling):
             worker.close()
         self._disk.shutdown(wait=False, cancel_futures=True)

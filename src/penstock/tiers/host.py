@@ -24,11 +24,7 @@ _S = TypeVar("_S")
 
 
 def host_block(block: Segment, tokens: TokenArray, *more: Segment) -> dict[str, HostArray]:
-    """Copy the tokens and the arrays of all layers of blocks, which may be views, by name.
-
-    Names are `3.keys` for layer 3, and `3.keys.0`, `3.keys.1`, ... if a side has several arrays.
-    The segments must have one format. Call only on the thread that owns them.
-    """
+    """Copy the tokens and arrays of blocks, by names such as `3.keys`; on the owner's thread."""
     pieces = (block, *more)
     mx.eval([col.arrays(*layer) for piece in pieces for layer in piece.layers])
     host_arrays = {TOKENS: _host([tokens.astype(np.uint32)], "uint32")}
@@ -48,8 +44,6 @@ def host_states(states: States) -> dict[str, HostArray]:
 
 
 class StateRestoreBuffer:
-    """Memory for the states of one sequence, which is filled from a file; see `RestoreBuffer`."""
-
     blocks = 1
 
     def __init__(self, form: StateForm, *, in_place: bool = True) -> None:
@@ -113,7 +107,6 @@ class RestoreBuffer:
         self._layers: list[tuple[list[_BufferPool], ...]] = []
 
     def targets(self) -> list[dict[str, Target]]:
-        """Allocate the memory if needed, and return the targets of each block's arrays."""
         if not self._layers:
             self._layers = [
                 tuple([self._made(*form) for form in side.arrays(self._tokens)] for side in layer)
@@ -201,7 +194,6 @@ class _BufferPool:
 def _named(
     number: int, layer: Sequence[_S], arrays: Callable[[_S], Sequence[_A]]
 ) -> Iterator[tuple[str, _A]]:
-    """Yield a layer's arrays with names: `3.keys`, or `3.keys.0`, `3.keys.1`, ... if several."""
     for name, side in zip(_SIDES, layer, strict=True):
         parts = arrays(side)
         for part, array in enumerate(parts):
@@ -227,5 +219,4 @@ def _name(dtype: mx.Dtype) -> str:
 
 
 def _number(dtype: str) -> str:
-    """Return a NumPy dtype of the same size, as NumPy has no bfloat16."""
     return "uint16" if dtype == "bfloat16" else dtype

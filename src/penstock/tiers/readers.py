@@ -52,7 +52,6 @@ class Readers:
         """Whether the calls of the last `map` were fast."""
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Queue a call. Not thread-safe."""
         read_call = _ReadCall(call, arguments)
         self._put([read_call])
         return read_call.answer
@@ -87,7 +86,6 @@ class Readers:
         self._calls.put(calls)
 
     def close(self, timeout_seconds: float) -> None:
-        """End the threads once their calls are done. Idempotent."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:

@@ -58,7 +58,6 @@ class HostArray:
     """Name of the dtype in MLX: `float32`, `bfloat16`, ..."""
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
-    """Bytes of the array, (n,), in row-major order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,6 @@ class Record:
     depth: int
     """Number of blocks before the record."""
     arrays: Mapping[str, HostArray]
-    """Arrays by name, such as `3.keys`."""
     blocks: int = 1
     replaces: Sequence[bytes] = ()
     """Hashes of shorter records with the same first block, which this one replaces; not in the
@@ -92,8 +90,6 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Memory allocated by the caller, into which an array is read."""
-
     dtype: str
     shape: tuple[int, ...]
     pieces: Sequence[NDArray[np.uint8]]
@@ -158,14 +154,9 @@ class Source(Protocol):
     """Source of a file's bytes."""
 
     @property
-    def nbytes(self) -> int:
-        """Size of the file."""
-
-    def read(self, nbytes: int, offset: int) -> bytes:
-        """Return `nbytes` bytes from `offset` on, or fewer at the end of the file."""
-
-    def fill(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> None:
-        """Read bytes from `offset` on into consecutive buffers; OSError on failure."""
+    def nbytes(self) -> int: ...
+    def read(self, nbytes: int, offset: int) -> bytes: ...
+    def fill(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> None: ...
 
 
 def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
@@ -253,7 +244,6 @@ class FileSource:
 
 
 def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
-    """Return the names of a file's arrays, which must be the targets, in order of their bytes."""
     fields = json.loads(head)
     del fields["__metadata__"]
     try:
@@ -284,7 +274,6 @@ def read_header(source: Source) -> dict[str, str]:
 
 
 def header(raw: bytes) -> dict[str, str]:
-    """Return a file's header fields, of which only the format is checked; Damaged if invalid."""
     size = int.from_bytes(raw[:8], "little")
     try:
         words = _words(raw[8 : 8 + size])
@@ -342,20 +331,13 @@ def _hash_of(words: Mapping[str, str], arrays: Sequence[_Pieces]) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ArrayPart:
-    """Consecutive bytes of one array of a record."""
-
     name: str
-    """Name of the array, such as `3.keys`."""
     start: int
-    """Position of the part's first byte in the array."""
     nbytes: int
 
 
 def read_parts(source: Source, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
-    """Read parts of a record's arrays, adjacent ones in one read.
-
-    The parts are not verified, as the checksum covers whole records. Damaged if a part is missing.
-    """
+    """Read parts of a record's arrays, unverified; Damaged if one is missing."""
     offsets = array_offsets(source)
     buffers = [np.empty(part.nbytes, np.uint8) for part in parts]
     placed = sorted((_place(offsets, part), number) for number, part in enumerate(parts))

@@ -39,9 +39,7 @@ class TierCounts:
 
     written_blocks: int = 0
     written_bytes: int = 0
-    """Bytes of files written, which wear the disk."""
     known_blocks: int = 0
-    """Writes of blocks that were already stored."""
     refused_blocks: int = 0
     """Writes refused for lack of room, or because the parent is missing."""
     read_blocks: int = 0
@@ -50,7 +48,6 @@ class TierCounts:
     """Seconds spent on `read_bytes`."""
     damaged_blocks: int = 0
     missing_blocks: int = 0
-    """Blocks that were expected but missing."""
 
 
 class Store(ABC):
@@ -76,7 +73,6 @@ class Store(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored; 0 if unknown."""
         return 0
 
     def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
@@ -99,23 +95,16 @@ class Store(ABC):
         return []
 
     @abstractmethod
-    def _first(self, block_hashes: Sequence[bytes]) -> int:
-        """Return the number of first records that are present."""
+    def _first(self, block_hashes: Sequence[bytes]) -> int: ...
 
     @abstractmethod
-    def _last(self, block_hashes: Sequence[bytes]) -> int:
-        """Return the number of the last record that is present, counted from 1; 0 if none."""
+    def _last(self, block_hashes: Sequence[bytes]) -> int: ...
 
     # ---- acts
 
     @abstractmethod
     def write(self, record: Record) -> object:
-        """Write a record unless it is already present.
-
-        Raises:
-            OSError: the store fails; no part of the record is left.
-            ValueError: the record cannot be encoded.
-        """
+        """Write a record unless present; OSError or ValueError leaves no part of it."""
 
     def restore(
         self,
@@ -153,11 +142,7 @@ class Store(ABC):
         """Read parts of a record's arrays, unverified. Raises like `_read_into`. Thread-safe."""
 
     def is_whole(self, key: bytes, read: Future[Any]) -> bool:
-        """Return whether a block was read; a damaged or missing block is removed.
-
-        Raises:
-            OSError: the store fails; a block that the disk could not read is also removed.
-        """
+        """Return whether a block was read; a damaged, missing or unreadable one is removed."""
         try:
             read.result()
         except (OSError, Damaged) as error:
@@ -195,13 +180,10 @@ class Store(ABC):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return the number of first blocks of a chain that can be read, and count their use.
-
-        The first `known` blocks are in memory already and need not be read.
-        """
+        """Return the number of first blocks of a chain that can be read, and count their use."""
 
     def note_uses(self) -> None:  # noqa: B027 - not every store needs to
-        """Record the uses since the last call."""
+        ...
 
     def clear(self, *, all_models: bool = True) -> int:
         """Remove all blocks, or this model's, that this store owns; return the number removed."""
@@ -212,25 +194,16 @@ class Store(ABC):
         yield from ()
 
     @abstractmethod
-    def close(self) -> None:
-        """Close the store and its resources."""
+    def close(self) -> None: ...
 
     @abstractmethod
-    def abandon(self, error: Exception) -> None:
-        """Close after an error."""
+    def abandon(self, error: Exception) -> None: ...
 
     # ---- parts
 
     @abstractmethod
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
-        """Read a record into buffers; return the size of its file. Thread-safe.
-
-        Raises:
-            Damaged: the file differs from the record written.
-            FileNotFoundError: the record is missing.
-            OSError: the store fails.
-        """
+        """Read a record into buffers; return the size of its file. Thread-safe."""
 
     @abstractmethod
-    def _forget(self, block_hashes: Sequence[bytes]) -> None:
-        """Remove blocks, including partial files."""
+    def _forget(self, block_hashes: Sequence[bytes]) -> None: ...

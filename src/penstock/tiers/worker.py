@@ -45,8 +45,6 @@ Parts: TypeAlias = dict[bytes, list[NDArray[np.uint8]]]
 
 @dataclass(slots=True)
 class TierStats:
-    """Statistics of a tier. Bytes are file sizes."""
-
     off: str | None = None
     """Reason why the tier is switched off; None while it is on."""
     full: str | None = None
@@ -58,18 +56,14 @@ class TierStats:
     limit_bytes: int = 0
     """Limit of the folder in bytes; 0 for a remote store, whose limit is unknown."""
     faults: int = 0
-    """Number of failures of the store."""
     counts: TierCounts = field(default_factory=TierCounts)
     """Counts of the store, accumulated over reopening."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call(Generic[T]):
-    """A call queued by another thread."""
-
     run: Callable[[Store], T]
     otherwise: T
-    """Answer if the tier is off."""
     prepare: Callable[[], object] | None
     """Preparation that may run earlier on the worker thread."""
     answer: Future[T] = field(default_factory=Future)
@@ -102,7 +96,6 @@ class ColdTier:
         self._make = make
         self._tombstone = tombstone
         self._unnoted: list[Future[int | None]] = []
-        """Deletions requested while the store was off and not yet recorded."""
         self._queue_bytes = queue_bytes
         self._name = name
         self._retry_seconds = retry_seconds
@@ -114,11 +107,9 @@ class ColdTier:
         self._to_clear: bool | None = None
         """Whether to remove all models' blocks or only this model's; None if nothing."""
         self._chores: Iterator[None] | None = None
-        """Work for idle times."""
         self._closing = False
         self._busy = False
         self._store: Store | None = None
-        """The store, while it is open."""
         thread_name = f"penstock-{name.split()[0].lower()}"
         self._asked = Readers(1, f"{thread_name}-parts")
         self._readers = Readers(READERS, f"{thread_name}-parts-read")
@@ -180,10 +171,7 @@ class ColdTier:
         )
 
     def read_parts(self, parts: Mapping[bytes, Sequence[ArrayPart]]) -> Future[Parts]:
-        """Read parts of records by key, unverified, even while the thread writes; for one caller.
-
-        Damaged and missing records are omitted from the answer; the thread counts and removes them.
-        """
+        """Read parts of records by key, unverified, also during writes; for one caller."""
         with self._changed:
             store = None if self.is_off else self._store
         if store is None:
@@ -230,7 +218,6 @@ class ColdTier:
             return replace(self._stats, counts=replace(self._stats.counts))
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until all queued writes and calls are done; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.is_busy, timeout_seconds)
 
@@ -263,7 +250,6 @@ class ColdTier:
         return removed
 
     def _remember(self) -> None:
-        """Record the pending deletion, and answer the calls that wait for it."""
         with self._changed:
             all_models, unnoted = self._to_clear, self._unnoted
             self._unnoted = []
@@ -297,7 +283,6 @@ class ColdTier:
         return self._stats.off is not None or self._closing
 
     def _run(self) -> None:
-        """Run the worker thread; when it ends, answer all waiting callers."""
         try:
             self._serve()
         finally:

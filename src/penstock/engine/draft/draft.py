@@ -29,11 +29,7 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class Draft:
-    """Draft model, its prefix tree, and its KV of the running sequences. Engine thread only.
-
-    `fixed` holds the reservations of weights, pool and buffers in its ledger; `main` is the prefix
-    cache of the main model.
-    """
+    """Draft model, its prefix tree, and its KV of the running sequences. Engine thread only."""
 
     proposes = True
 
@@ -110,13 +106,11 @@ class Draft:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of running sequences; 0 while the draft itself is making room."""
         if self._asking:
             return 0
         return self.stores.prefixes.tree.pinned_bytes + sum(kv.reserved_bytes for kv in self.live)
 
     def shrink(self, nbytes: int) -> int:
-        """Release running sequences, the longest first, until `nbytes` are free."""
         before = self._ledger.used_bytes
         live = [] if self._asking else sorted(self.live, key=lambda kv: kv.position)
         while live and before - self._ledger.used_bytes < nbytes:
@@ -131,7 +125,6 @@ class Draft:
         self.stores.tails.drop()
 
     def close(self) -> None:
-        """Free everything but the weights, which stay in the ledger."""
         self.drop()
         self.stores.prefixes.clear()
         for reservation in self._fixed[1:]:
@@ -279,22 +272,14 @@ class Draft:
 
 
 class NoDraft:
-    """Null object for an engine without a draft model."""
-
     fixed_bytes = used_bytes = held_bytes = 0
     proposes = False
 
-    def check(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def drop(self) -> None:
-        """Do nothing."""
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+    def drop(self) -> None: ...
 
     def follow(self, sequences: Items[Sequence], worth_seconds: Items[float]) -> list[bool]:
-        """Return False for every sequence: none can be drafted."""
         return [False] * len(sequences)
 
     def draft(self, sequences: Items[Sequence], limits: Items[int]) -> list[list[int]]:

@@ -49,7 +49,6 @@ class DraftKV(SequenceKV):
         return min(columns - self.tail, size - self.position % size) - len(self.drafted)
 
     def settle(self) -> None:
-        """Keep the KV of accepted tokens; leave the last token unread, to compute its logits."""
         came, right = self.tokens[self.position : -1], 0
         while right < min(len(came), len(self.drafted)) and came[right] == self.drafted[right]:
             right += 1

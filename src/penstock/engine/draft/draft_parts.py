@@ -128,7 +128,6 @@ def _check(runner: Runner, main: Runner, draft_tokenizer: Any, tokenizer: Any) -
 def _stores(
     runner: Runner, tails: Tails, ledger: PartLedger, base: Foundation, main: KVStores
 ) -> KVStores:
-    """Create the stores of the draft; its block hashes equal those of the main model."""
     size = main.block_size
     prefixes: Prefixes[Segment] = Prefixes(
         ledger,

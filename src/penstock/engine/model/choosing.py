@@ -9,11 +9,7 @@ from penstock.engine.model.runner import Runner
 
 
 def selection(runner: Runner, limits: EngineSettings, *, compiled: bool) -> Selection:
-    """Create the token selection of decode steps, without key centers yet.
-
-    Returns:
-        The selection; `READ_ALL` without `attend_tokens`.
-    """
+    """Create the token selection, without key centers yet; `READ_ALL` without `attend_tokens`."""
     if limits.attend_tokens is None:
         return READ_ALL
     layers = runner.selectable_layers - set(limits.attend_full_layers)

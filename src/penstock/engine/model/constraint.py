@@ -79,7 +79,6 @@ def check_grammar(grammar: str, what: str) -> None:
 
 
 def pool_bytes(limit_bytes: int) -> int:
-    """Return the memory for compiled grammars, given the memory limit."""
     return min(max(limit_bytes // POOL_SHARE, LEAST_POOL_BYTES), MOST_POOL_BYTES)
 
 
@@ -89,7 +88,6 @@ class Compiled:
     def __init__(self, matcher: LLMatcher, nbytes: int) -> None:
         self.matcher = matcher
         self.nbytes = nbytes
-        """Upper bound of its memory in bytes, as counted in the ledger."""
         self.spoilt = False
         """Whether the lexer's states are used up, so that no further answer can use it."""
 
@@ -132,12 +130,7 @@ class Grammars:
         self._looking = Lock()
 
     def constraint(self, grammar: str) -> Constraint:
-        """Return a matcher of one answer for a grammar.
-
-        Raises:
-            SettingError: the grammar is invalid or too expensive to compile.
-            LedgerFull, NeverFits: no memory for it, beside grammars in use.
-        """
+        """Return a matcher of one answer. Raises SettingError, LedgerFull or NeverFits."""
         compiled = self._kept(grammar)
         if compiled is None:
             nbytes = _tried(grammar, "the grammar")
@@ -190,7 +183,6 @@ class Grammars:
         return compiled
 
     def _make_room(self, nbytes: int) -> None:
-        """Reserve memory for another grammar, evicting the least recently used ones as needed."""
         if nbytes > self.pool_bytes:
             raise NeverFits(
                 f"the grammar needs {format_bytes(nbytes)}; there are "
@@ -240,7 +232,6 @@ class GrammarTime:
             self._late_seconds += time.thread_time() - began
 
     def next_token(self) -> None:
-        """Add the time budget of one token."""
         self._late_seconds = max(0.0, self._late_seconds - STEP_SECONDS / self._parts)
 
     def check(self) -> None:
@@ -275,7 +266,6 @@ class Constraint:
         self._spent = spent
 
     def copy(self) -> Constraint:
-        """Return a copy at the same position, for another answer or for look-ahead."""
         return Constraint(self._compiled, self._shares, self._matcher, self._spent)
 
     def forced(self) -> list[int]:
@@ -327,7 +317,6 @@ class Constraint:
 
 
 def _vocabulary(tokenizer: Any, size: int) -> LLTokenizer:
-    """Return llguidance's view of a tokenizer: bytes of each token, and end tokens."""
     ends = sorted(token for token in tokenizer.eos_token_ids if token is not None and token < size)
     # A tokenizer without an end of sequence gets one that the model cannot choose.
     room, ends = (size, ends) if ends else (size + 1, [size])
@@ -367,7 +356,6 @@ class _DecodingTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _texts(self, size: int) -> Iterable[bytes]:
-        """Yield the bytes of each token in the middle of a text; empty if it has none."""
         decode = self._tokenizer.decode
         names = {token: name for name, token in self._tokenizer.get_vocab().items()}
         before = list(self._tokenizer.encode("a", add_special_tokens=False))
@@ -384,10 +372,7 @@ class _DecodingTokenizer:
 
 
 def _begin(matcher: LLMatcher) -> None:
-    """Raise SettingError if a grammar matches nothing, or is too complex at its start.
-
-    Such a grammar may compile, for instance a schema that only refers to itself.
-    """
+    """Raise SettingError if a grammar matches nothing, or is too complex at its start."""
     first = matcher.deep_copy()
     first.compute_bitmask()
     if first.is_error():

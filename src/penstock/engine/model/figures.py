@@ -28,9 +28,7 @@ class ModelFigures:
     """Sizes of a model's KV and states, and properties that limit their reuse."""
 
     shapes: tuple[LayerShape, ...]
-    """KV shape of one token, by layer."""
     heads: int = 1
-    """Number of query heads."""
     choice: ChoiceFigures = ChoiceFigures()
     """Selective attention of decode steps; by default all tokens are read."""
     most_joined: int = ALL_TOKENS
@@ -54,22 +52,18 @@ class ModelFigures:
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of one token in all layers."""
         return token_bytes(self.shapes)
 
     @property
     def layer_bytes(self) -> int:
-        """KV bytes of one token in the largest layer."""
         return max((shape.nbytes for shape in self.shapes), default=0)
 
     @property
     def index_token_bytes(self) -> int:
-        """Index bytes of one token's keys in all layers; 0 without selective attention."""
         return self.choice.index_token_bytes
 
     @property
     def held_token_bytes(self) -> int:
-        """KV and index bytes of one token in all layers."""
         return self.token_bytes + self.index_token_bytes
 
     @property

@@ -93,10 +93,7 @@ def grammar_limits(grammar: str) -> dict[str, Any]:
 
 
 class GrammarTrials:
-    """Runs trials one at a time. Thread-safe.
-
-    The subprocess starts with the first trial.
-    """
+    """Runs trials one at a time. Thread-safe."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -104,7 +101,7 @@ class GrammarTrials:
         self._lock = Lock()
 
     def verdict(self, grammar: str) -> Verdict:
-        """Return the verdict on a grammar, from the cache or a trial of up to `COMPILE_SECONDS`."""
+        """Return the verdict on a grammar, from the cache or a trial."""
         key = blake2b(grammar.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         with self._lock:
             verdict = self._verdicts.get(key)
@@ -149,7 +146,6 @@ class GrammarTrials:
         return Verdict(result["error"], max(0, result["nbytes"]) + states_bytes)
 
     def _answer(self, line: str) -> dict[str, Any] | None:
-        """Return the subprocess's answer; None on timeout."""
         for _ in range(2):  # it may have been ended from outside since the last trial
             process = self._process = self._process or _started()
             assert process.stdin is not None and process.stdout is not None

@@ -11,8 +11,6 @@ __all__ = ["MinTokens"]
 
 
 class MinTokens:
-    """Position of one answer before its minimum length; a `Rule`. Used by the engine's thread."""
-
     def __init__(self, tokens: int, ends: Collection[int]) -> None:
         self._missing = tokens
         self._ends = ends

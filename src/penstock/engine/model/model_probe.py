@@ -55,28 +55,20 @@ class Fitness:
 
 
 class ProbedChunk(Protocol):
-    """KV and states that a chunk has produced."""
-
     @property
-    def segment(self) -> Segment:
-        """KV of the chunk's tokens."""
-
+    def segment(self) -> Segment: ...
     @property
-    def states(self) -> States:
-        """States of the recurrent layers after the last token."""
+    def states(self) -> States: ...
 
 
 class ProbedRunner(Protocol):
-    """A model under test. See `runner.Runner`."""
-
     model: Any
     device: Any
     layout: seam.ModelLayout
     shapes: tuple[LayerShape, ...]
     attention_windows: list[AttentionWindow]
 
-    def take_forms(self, segment: Segment, states: Sequence[States]) -> None:
-        """Store the forms of KV and states."""
+    def take_forms(self, segment: Segment, states: Sequence[States]) -> None: ...
 
     def chunk(
         self,
@@ -85,23 +77,18 @@ class ProbedRunner(Protocol):
         position: int,
         recurrent_state: RecurrentState | None,
         way: Way,
-    ) -> ProbedChunk:
-        """Run a chunk of one sequence on a given path."""
+    ) -> ProbedChunk: ...
 
     def decode_joined(
         self, token: int, row: DecodeRow, tails: Tails, recurrent_state: RecurrentState | None
-    ) -> tuple[mx.array, States]:
-        """Decode one token over joined KV; return its logits and states."""
+    ) -> tuple[mx.array, States]: ...
 
-    def fresh_state(self) -> RecurrentState:
-        """Return the initial states of the recurrent layers."""
-
-    def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
-        """Return the logits of the last tokens, (b, vocabulary)."""
+    def fresh_state(self) -> RecurrentState: ...
+    def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array: ...
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of a model's weights, including those outside MLX arrays."""
+    """Return the bytes of a model's weights, also outside of MLX arrays."""
     arrays: Any = tree_flatten(model.parameters())
     outside: int = sum(getattr(module, "packed_bytes", 0) for module in model.modules())
     return outside + sum(int(array.nbytes) for _, array in arrays)
@@ -144,10 +131,6 @@ def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, 
 
     Returns the path and the vocabulary size. The runner stores the forms of KV and states.
 
-    Args:
-        runner: runs the model, with windows that drop nothing.
-        modules: patched modules of mlx-lm.
-
     Raises:
         ModelError: no path matches.
     """
@@ -183,10 +166,7 @@ def _plain_logits(runner: ProbedRunner) -> mx.array:
 
 
 def _difference(runner: ProbedRunner, way: Way, expected: mx.array, *, whole: bool = False) -> str:
-    """Return the deviation of the test prompt on this path; empty if it is within tolerance.
-
-    With `whole`, the prompt is chunked exactly as for the expected logits.
-    """
+    """Return the deviation of the test prompt on this path; empty if it is within tolerance."""
     try:
         logits, dtype = _probe(runner, way, whole=whole)
     # A boundary: a model's own code is handed caches it was not written for, and may do

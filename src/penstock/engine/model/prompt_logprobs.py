@@ -49,7 +49,6 @@ class Scores:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both arrays."""
         return self.values.nbytes + self.numbers.nbytes
 
     def part(self, start: int, end: int, top: int) -> Scores:
@@ -60,15 +59,12 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """One token of a prompt."""
-
     token: int
     logprob: float | None
     """Natural logarithm of its probability given the tokens before it; None for the first token."""
     rank: int
     """Number of more probable tokens, plus 1; 0 for the first token."""
     top: tuple[tuple[int, float], ...]
-    """Ids and log-probabilities of the most probable tokens, in order."""
 
 
 class PromptLogprobs:
@@ -89,12 +85,10 @@ class PromptLogprobs:
 
     @property
     def done(self) -> bool:
-        """Whether the log-probabilities of all tokens are known."""
         return self.read_positions >= len(self.tokens) - 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays once they exist."""
         return SCORE_BYTES * len(self.tokens) * (1 + self.top)
 
     def chunk_bytes(self, tokens: int, vocabulary_size: int) -> int:
@@ -135,13 +129,10 @@ class PromptLogprobs:
 
 
 class BlockTree(Protocol):
-    """The part of `Prefixes` that `ScoredBlocks` uses."""
-
     ledger: Ledger
     block_size: int
 
-    def make_room(self, nbytes: int) -> bool:
-        """Evict nodes until `nbytes` are free; False, evicting none, if that is impossible."""
+    def make_room(self, nbytes: int) -> bool: ...
 
 
 class ScoredBlocks:
@@ -149,9 +140,6 @@ class ScoredBlocks:
 
     The key includes the next token, because the last row of a block is its log-probability. Not
     thread-safe: owned by the engine's thread.
-
-    Args:
-        prefixes: prefix tree, which makes room, and takes these bytes back when memory is short.
     """
 
     def __init__(self, prefixes: BlockTree, limit_bytes: int) -> None:
@@ -195,7 +183,7 @@ class ScoredBlocks:
             self._put((block_hashes[block], tokens[first + size]), part)
 
     def shrink(self, nbytes: int) -> int:
-        """Evict the oldest entries until `nbytes` are free or none is left; return the bytes."""
+        """Evict the oldest entries until `nbytes` are free; return the bytes freed."""
         before = self.nbytes
         while self._blocks and before - self.nbytes < nbytes:
             self._forget(next(iter(self._blocks)))
@@ -225,12 +213,7 @@ class ScoredBlocks:
 
 
 def score(logits: mx.array, targets: Sequence[int], top: int) -> Scores:
-    """Return the log-probabilities of tokens under the model's unmodified distribution.
-
-    Args:
-        logits: (n or more, vocabulary), evaluated; row i is the distribution of target i.
-        targets: n token ids.
-    """
+    """Return the log-probabilities of tokens under the model's unmodified distribution."""
     count, size = len(targets), logits.shape[-1]
     top = min(top, size)
     values = np.empty((count, 1 + top), np.float32)

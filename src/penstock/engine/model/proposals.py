@@ -43,7 +43,6 @@ LEAST_PREDICTION = 1_024
 
 Tokens = npt.NDArray[np.intc]
 TextPlaces = npt.NDArray[np.intp]
-"""Positions in a text."""
 
 
 class Proposal(NamedTuple):
@@ -58,15 +57,11 @@ NOTHING = Proposal([])
 
 
 class Proposer(Protocol):
-    """Source of proposals for one sequence."""
-
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
-        """Return up to `limit` proposed tokens; `tokens` only grows from call to call."""
+        """Return up to `limit` tokens; `tokens` only grows from call to call."""
 
 
 class NgramProposer:
-    """Proposes the continuation of the last n-gram at earlier positions of the same text."""
-
     def __init__(self) -> None:
         self._text = array("i")
 
@@ -153,23 +148,16 @@ def agreements(text: Tokens, last: Tokens) -> tuple[TextPlaces, int]:
 
 
 class Speculation:
-    """Proposals of one sequence, and their acceptance rate."""
-
     def __init__(self, proposers: Sequence[Proposer] = ()) -> None:
         self.accepted_tokens = 0
         self.rejected_tokens = 0
         self.proposers = proposers
         self._shares = {kind: RunningMean(FIRST_SHARE) for kind in (*TEXT_KINDS, "draft")}
         self._ahead: list[int] = []
-        """Text after the last proposal, at the position that it came from."""
         self._agreed = 0
-        """Number of tokens that matched at that position."""
         self._missed = False
-        """Whether the last token differed there."""
         self._read = 0
-        """Number of tokens compared with that position, or before it."""
         self._without = 0
-        """Number of tokens since the last proposal."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
         """Return the tokens most likely to follow; empty if no proposer has any.

@@ -31,17 +31,12 @@ LIBRARIES = ("mlx", "mlx-lm", "numpy")
 
 
 class RememberedPeaks:
-    """The file of a model's peaks.
-
-    Args:
-        identity: text of all that the peaks depend on, besides the machine and the code.
-    """
+    """The file of a model's peaks."""
 
     def __init__(self, identity: str) -> None:
         self._digest = sha256(f"{VERSION} {_code()} {identity}".encode()).hexdigest()
 
     def read(self) -> StepPeaks | None:
-        """Return the peaks that were measured before; None without a valid file."""
         try:
             content = json.loads(read_text(self._file, MOST_FILE_BYTES))
             values = {field.name: content["peaks"][field.name] for field in fields(StepPeaks)}

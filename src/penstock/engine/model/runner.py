@@ -57,22 +57,14 @@ SCALES_CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """KV and states after a prefill chunk, evaluated."""
-
     segment: Segment
-    """KV of the chunk's tokens."""
     states: States
-    """States of the recurrent layers after the last token, in buffers of exact size."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
-    """Logits and states of a decode step, not evaluated yet."""
-
     logits: mx.array
-    """Logits after each new token, (rows, width, vocabulary)."""
     recurrent_states: list[RecurrentState]
-    """States of the recurrent layers after the tokens, one per row."""
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays to evaluate, besides the tails, before the next step."""
@@ -85,12 +77,6 @@ class DecodeOutput:
 
 class Runner:
     """Runs a model on cached spans, tails and states.
-
-    Args:
-        model: mlx-lm model, whose weights are evaluated here.
-        max_kv_size: maximum number of tokens that a sequence attends to, including the kept ones.
-        keep: number of leading tokens that are never dropped.
-        ranks: number of processes that share the model.
 
     Raises:
         ModelError: the model has unsupported layers, or computes different results on spans than on
@@ -140,7 +126,6 @@ class Runner:
         """Approximate activation bytes of one token in the widest layer."""
 
     def take_forms(self, segment: Segment, states: Sequence[States]) -> None:
-        """Store the forms of KV and states, from a segment and the states of two rows."""
         self.shapes = tuple(
             LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
             for keys, values in segment.layers
@@ -154,32 +139,26 @@ class Runner:
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of one token in all layers."""
         return token_bytes(self.shapes)
 
     @property
     def index_token_bytes(self) -> int:
-        """Bytes of the index of one token's keys in all layers."""
         return self.selection.index.token_bytes(self.shapes)
 
     @property
     def held_token_bytes(self) -> int:
-        """KV and index bytes of one token in all layers."""
         return self.token_bytes + self.index_token_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """KV bytes of one token in the largest layer."""
         return max((shape.nbytes for shape in self.shapes), default=0)
 
     @property
     def context_tokens(self) -> int | None:
-        """Context length of the model in tokens; None if unknown."""
         return positions(self.model)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some layers have recurrent states, each valid at a single position."""
         return bool(self.layout.state_sizes)
 
     @property
@@ -192,10 +171,7 @@ class Runner:
 
     @property
     def keeps(self) -> list[str]:
-        """Return descriptions of facts that must agree on all ranks.
-
-        These are the bytes of a token and of a sequence, the windows, and the attention path.
-        """
+        """Return descriptions of facts that must agree on all ranks."""
         return [
             f"{self.token_bytes} bytes a token, {self.state_bytes} of states",
             f"{self.shapes}",
@@ -206,7 +182,6 @@ class Runner:
 
     @property
     def divided(self) -> str:
-        """Description of how the model is split over ranks; empty if by heads."""
         return " by layers" if seam.is_stage(self.model) else ""
 
     @property
@@ -219,7 +194,6 @@ class Runner:
 
     @property
     def state_bytes(self) -> int:
-        """Maximum bytes of one sequence's states, without loose rows."""
         return self._state_bytes
 
     @property
@@ -233,7 +207,6 @@ class Runner:
         return self.selection.index.indexed(segment, start, self.device)
 
     def nearest(self, position: int) -> int:
-        """Return the first position, after the kept ones, that any layer sees from `position`."""
         return min(
             (attention_window.starts_at(position) for attention_window in self.distinct_windows),
             default=0,
@@ -249,11 +222,6 @@ class Runner:
         """Run a decode step over the new tokens of each row; nothing is evaluated yet.
 
         Evaluate the tails' buffers together with the output.
-
-        Args:
-            tokens: new tokens of each row, equally many; one unless `takes_several`.
-            rows: rows in the order of `in_order`, with free columns in their tails.
-            recurrent_states: states of the rows, if the model is recurrent.
         """
         tails.ready()
         if self.fitness.way == "joined":
@@ -295,7 +263,6 @@ class Runner:
         position: int,
         recurrent_state: RecurrentState | None = None,
     ) -> PrefillOutput:
-        """Prefill tokens of one sequence after its spans and states."""
         return self.chunk(tokens, parts, position, recurrent_state, self.fitness.way)
 
     def read(
@@ -306,13 +273,7 @@ class Runner:
         recurrent_state: RecurrentState | None = None,
         reads: Sequence[ChunkReads] | None = None,
     ) -> tuple[mx.array, PrefillOutput]:
-        """Prefill tokens, and also return the logits after each, (n, vocabulary).
-
-        Args:
-            parts: spans with the KV of the tokens before.
-            recurrent_state: states before the tokens.
-            reads: readers, one per layer, that replace the default ones.
-        """
+        """Prefill tokens, and also return the logits after each, (n, vocabulary)."""
         readers = reads or self._chunk_reads(parts, position, self.fitness.way, read_whole=True)
         caches, kept = self.layout.caches(readers, _row(recurrent_state), position)
         logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
@@ -324,9 +285,6 @@ class Runner:
 
         Computed from the magnitudes of keys and queries on a fixed sequence of tokens. Empty for
         models that compute attention themselves, because their queries are not accessible.
-
-        Args:
-            piece_tokens: maximum number of tokens computed at once.
         """
         if self.fitness.way == "joined":
             return ()
@@ -345,12 +303,7 @@ class Runner:
         piece_tokens: int,
         squares: Sequence[Squares] = (),
     ) -> list[Segment]:
-        """Prefill a sequence without cached tokens, piece by piece; return the segments.
-
-        Args:
-            piece_tokens: maximum number of tokens computed at once.
-            squares: accumulators per layer for channel scales.
-        """
+        """Prefill a sequence without cached tokens, piece by piece; return the segments."""
         spans: list[KVSpan] = []
         recurrent_state = self.fresh_state()
         for offset in range(0, len(tokens), piece_tokens):
@@ -369,10 +322,7 @@ class Runner:
         way: Way,
         squares: Sequence[Squares] = (),
     ) -> PrefillOutput:
-        """Prefill tokens of one sequence on a given attention path; `prefill` uses the tested one.
-
-        Keys and queries are added to the accumulators in `squares`, if any.
-        """
+        """Prefill tokens of one sequence on an attention path; `prefill` uses the tested one."""
         reads = self._chunk_reads(parts, position, way)
         for cache, into in zip(reads, squares, strict=bool(squares)):
             assert isinstance(cache, ChunkReads)
@@ -406,7 +356,6 @@ class Runner:
         tokens: int,
         position: int,
     ) -> PrefillOutput:
-        """Return the KV and states after a chunk of `tokens` tokens, evaluated."""
         layers, states = [], seam.states_of(kept)
         for cache in reads:
             if isinstance(cache, RowReads):
@@ -433,7 +382,6 @@ class Runner:
     def decode_joined(
         self, token: int, row: DecodeRow, tails: Tails, recurrent_state: RecurrentState | None
     ) -> tuple[mx.array, States]:
-        """Decode one token of a row over joined KV; return its logits and states."""
         reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
         caches, kept = self.layout.caches(reads, _row(recurrent_state), row.position)
         logits = self.last_logits([[token]], caches)
@@ -445,12 +393,10 @@ class Runner:
         return logits, copied(seam.states_of(kept))
 
     def fresh_state(self) -> RecurrentState:
-        """Return the initial states of the recurrent layers: zeros, for one step."""
         zeros = {name: mx.zeros(shape, dtype) for name, shape, dtype in self.state_form.arrays}
         return RecurrentState(self.state_form.states(zeros))
 
     def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
-        """Return the logits of the last tokens, (b, vocabulary)."""
         logits: mx.array = self.model(mx.array(tokens), cache=caches)[:, -1]
         return logits
 

@@ -24,7 +24,6 @@ def figures_of(runner: Runner) -> ModelFigures:
 
 
 def _choice(runner: Runner) -> ChoiceFigures:
-    """Return the figures of selective attention; the defaults if a runner reads all tokens."""
     if not runner.selection.layers:
         return ChoiceFigures()
     index, memory = runner.selection.index, runner.device.memory

@@ -53,17 +53,14 @@ class SampledToken:
 
 
 class Rule(Protocol):
-    """A constraint on an answer, such as a grammar or a reasoning budget, and its position."""
+    """Constraint on an answer, such as a grammar or a reasoning budget."""
 
     @property
     def free(self) -> bool:
         """Whether any token may come next."""
 
-    def allowed(self, size: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the allowed next tokens, (size,)."""
-
-    def accept(self, token: int) -> bool:
-        """Advance by a token; return whether it completes the answer."""
+    def allowed(self, size: int) -> npt.NDArray[np.bool_]: ...
+    def accept(self, token: int) -> bool: ...
 
     def forced(self) -> list[int]:
         """Return the only tokens that may come next; empty if there is a choice."""
@@ -71,13 +68,10 @@ class Rule(Protocol):
     def allowed_tokens(self, tokens: Sequence[int]) -> int:
         """Return the number of leading tokens of a proposal that are allowed."""
 
-    def copy(self) -> Rule:
-        """Return a copy at the same position."""
+    def copy(self) -> Rule: ...
 
 
 class NoRule:
-    """Rule without constraints."""
-
     free = True
 
     def allowed(self, size: int) -> npt.NDArray[np.bool_]:
@@ -100,17 +94,7 @@ NO_RULE = NoRule()
 
 
 class TokenSampler:
-    """Samples the tokens of one answer; owned by the thread that computes the logits.
-
-    Args:
-        sampling: sampling parameters; without a seed, one is drawn here. Choices of a request share
-            the seed of `Sampling.with_seed()`.
-        prompt_tokens: all tokens of the prompt, cached or not.
-        choice: index of the answer; part of the random key.
-        vocabulary_size: vocabulary of the model, to check `logit_bias` here; None to check it in
-            `choose`.
-        constraint: constraint of the answer; `accept` is called with each committed token.
-    """
+    """Sampler of one answer; owned by the thread that computes the logits."""
 
     def __init__(
         self,
@@ -131,17 +115,12 @@ class TokenSampler:
 
     @property
     def plain(self) -> bool:
-        """Whether sampling is plain argmax."""
         return self.sampling.plain and self.constraint.free
 
     def choose(self, logits: mx.array, generated: Sequence[int]) -> SampledToken:
         """Sample the token after `generated`, from logits (vocabulary,) of any float dtype.
 
         From call to call `generated` only grows, or is truncated.
-
-        Raises:
-            SettingError: `logit_bias` names a token beyond the logits.
-            PenstockError: no logit is finite.
         """
         draft = self._draft(logits, generated)
         mx.eval(draft.arrays)
@@ -365,8 +344,6 @@ def _at_least(logprobs: mx.array, ascending: mx.array, dropped: mx.array) -> mx.
 
 @dataclass(slots=True)
 class _Draft:
-    """Sampling of a row, not evaluated yet."""
-
     token: mx.array
     value: mx.array
     enough: mx.array | None = None
@@ -403,10 +380,8 @@ class _Occurrences:
         self._window = window
         self._counts: npt.NDArray[np.int32] | None = None
         self._taken = 0
-        """Tokens of the answer counted so far."""
 
     def counts(self, answer: Sequence[int], size: int) -> npt.NDArray[np.int32]:
-        """Return (size,) counts, not to be written to. Tokens beyond `size` are left out."""
         if self._counts is None or self._counts.size != size or len(answer) < self._taken:
             self._counts = self._counted(answer, size)
         else:
@@ -422,7 +397,6 @@ class _Occurrences:
         return np.bincount(tokens[tokens < size], minlength=size).astype(np.int32)
 
     def _move(self, counts: npt.NDArray[np.int32], answer: Sequence[int], position: int) -> None:
-        """Count the answer's token at `position`, and drop the one it pushes out of the window."""
         if answer[position] < counts.size:
             counts[answer[position]] += 1
         if self._window is None:

@@ -31,8 +31,6 @@ NONE = -1
 
 
 class SharedText:
-    """Ring of pages with the most recent tokens of all sequences."""
-
     def __init__(self, tokens: int = SHARED_TEXT_TOKENS) -> None:
         self._pages = tokens // PAGE_TOKENS
         self.clear()
@@ -86,7 +84,6 @@ class SharedText:
     # ---- parts
 
     def _others(self, writer: TextWriter, places: TextPlaces) -> TextPlaces:
-        """Return the positions with a next token in the tenant's other sequences."""
         pages = places // PAGE_TOKENS
         places = places[
             (self._tenants[pages] == writer.tenant) & (self._writers[pages] != writer.id)
@@ -106,13 +103,11 @@ class SharedText:
         return tokens
 
     def _moved(self, places: TextPlaces, by: int) -> TextPlaces:
-        """Return the positions shifted by one token; `NONE` past either end."""
         pages, moved = places // PAGE_TOKENS, places + by
         beyond = (self._behind if by > 0 else self._before)[pages]
         return np.where(moved // PAGE_TOKENS == pages, moved, beyond)
 
     def _turn(self, writer: TextWriter, previous: int) -> None:
-        """Give a sequence the oldest page, linked to its previous one."""
         page, self._next = self._next, (self._next + 1) % self._pages
         start = page * PAGE_TOKENS
         # Pages beside it in its old text end there now.
@@ -141,14 +136,10 @@ class TextWriter:
         self.tenant = tenant
         self.page = NONE
         self.used = 0
-        """Number of tokens in the current page."""
 
 
 class SharedProposer:
-    """Proposes continuations from other sequences of the same tenant, given by `root`.
-
-    The first `known_tokens` were added by an earlier sequence.
-    """
+    """Proposes continuations from other sequences of the same tenant, given by `root`."""
 
     def __init__(
         self, text: SharedText, sequence_id: int, root: bytes, known_tokens: int = 0

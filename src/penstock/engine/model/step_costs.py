@@ -21,14 +21,11 @@ FORGET_STEPS = 512
 
 @dataclass(slots=True)
 class _WidthTimes:
-    """Recent times of steps of one width."""
-
     last_step: int
     _median: float | None = None
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
     def add(self, seconds: float, step: int) -> None:
-        """Add the time of a step, and drop expired ones."""
         if step - self.last_step > FORGET_STEPS:
             self._seconds.clear()
         self._seconds.append(seconds)
@@ -37,15 +34,12 @@ class _WidthTimes:
 
     @property
     def median_seconds(self) -> float | None:
-        """Median time; None if there are too few."""
         if self._median is None and len(self._seconds) >= LEAST_SAMPLES:
             self._median = median(self._seconds)
         return self._median
 
 
 class StepCosts:
-    """Measured times of decode steps by number of rows and proposed tokens."""
-
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], _WidthTimes] = {}
         self._steps = 0
@@ -72,7 +66,6 @@ class StepCosts:
         return 1.0 if alone is None or proposed_seconds is None else proposed_seconds / alone
 
     def add_draft(self, rows: int, seconds: float) -> None:
-        """Add the time of a draft pass, which produces one token for each of `rows` rows."""
         self._add(rows, DRAFT_PASS, seconds)
 
     def draft_ratio(self, rows: int, drafted_rows: int, tokens: int) -> float:
@@ -129,5 +122,4 @@ def _expected(length: int, share: float) -> float:
 
 
 def _bucket(proposed: int) -> int:
-    """Return the width under which a step with such a proposal is recorded."""
     return next((width for width in WIDTHS if proposed <= width), WIDTHS[-1])

@@ -35,27 +35,18 @@ class StepPeaks:
     prefill: int
     """Bytes of the first chunk of a prompt."""
     decode: int
-    """Bytes of a decode step."""
     sample: int
-    """Bytes of sampling a token for each sequence."""
     far: int
-    """Bytes of a chunk far into a prompt; 0 if it needs no more than the first."""
     far_tokens: int
     """Context length of that chunk in tokens."""
     token_seconds: float
     """Seconds per token of the first chunk of a prompt."""
     measured_tokens: int
-    """Number of tokens in the measured chunk; `prefill` is scaled to a whole one."""
 
 
 class PeaksFile(Protocol):
-    """A file of peaks; see `RememberedPeaks`."""
-
-    def read(self) -> StepPeaks | None:
-        """Return the peaks in it; None if there are none."""
-
-    def write(self, peaks: StepPeaks) -> None:
-        """Write peaks into it."""
+    def read(self) -> StepPeaks | None: ...
+    def write(self, peaks: StepPeaks) -> None: ...
 
 
 def measured_once(
@@ -64,16 +55,7 @@ def measured_once(
     measure: Callable[[], StepPeaks],
     open_file: Callable[[str], PeaksFile] | None = None,
 ) -> StepPeaks:
-    """Return the peaks measured before of a model of this form that ran in the same way.
-
-    Measure them otherwise.
-
-    Args:
-        model: mlx-lm model; its form is its settings and the shapes and dtypes of its weights.
-        run_as: everything else on which the peaks depend.
-        measure: runs the steps.
-        open_file: opens the file of other processes' peaks by their identity; None without one.
-    """
+    """Return the peaks measured before of a model of this form that ran in the same way."""
     key = (_form(model), run_as)
     if key not in _measured:
         file = None if open_file is None else open_file(repr(key))

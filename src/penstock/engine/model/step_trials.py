@@ -41,8 +41,6 @@ SECOND_WEIGHT_BYTES = 5_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step that was run."""
-
     size: int
     nbytes: int
     seconds: float
@@ -53,15 +51,7 @@ class MeasuredStep:
 
 
 class StepTrials:
-    """Runs steps within reserved bytes and limited time, starting with small ones.
-
-    Args:
-        free: returns the bytes that could be reserved.
-        alone: whether this is the only process. Ranks wait for each other within a step, so
-            all must run the same steps.
-        seconds: maximum expected seconds of a step that is measured; see `trial_seconds`.
-        clock: clock of these seconds. Processor time does not depend on other processes.
-    """
+    """Runs steps within reserved bytes and limited time, starting with small ones."""
 
     def __init__(
         self,
@@ -87,16 +77,7 @@ class StepTrials:
         beside: int = 0,
         scores: Callable[[int], int] = lambda size: 0,
     ) -> MeasuredStep:
-        """Measure a step of `size` tokens or rows, or the largest that the time allows.
-
-        Args:
-            unit_bytes: approximate bytes per token or row.
-            beside: constant bytes of every step, excluded from the result.
-            scores: bytes that do not grow linearly, by size; 0 by default.
-
-        Raises:
-            LedgerFull, NeverFits: no memory for the next larger step.
-        """
+        """Measure a step of `size` tokens or rows, or the largest that the time allows."""
         if not self._alone:
             taken, seconds = peak_of(lambda: run(size), float("inf"), RANK_ROUNDS)
             return MeasuredStep(size, max(0, taken - beside), seconds)

@@ -16,27 +16,16 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer(Protocol):
     """Interface of mlx-lm's streaming detokenizers; each answer has its own copy."""
 
-    def add_token(self, token: int) -> None:
-        """Add one token."""
-
-    def finalize(self) -> None:
-        """Flush an incomplete character."""
-
-    def reset(self) -> None:
-        """Start a new text, in new buffers."""
-
+    def add_token(self, token: int) -> None: ...
+    def finalize(self) -> None: ...
+    def reset(self) -> None: ...
     @property
-    def text(self) -> str:
-        """All complete characters."""
-
+    def text(self) -> str: ...
     @property
-    def last_segment(self) -> str:
-        """Complete characters since the last read."""
+    def last_segment(self) -> str: ...
 
 
 class NoText:
-    """Detokenizer of an engine without a tokenizer."""
-
     text = last_segment = ""
 
     def add_token(self, token: int) -> None:
@@ -55,13 +44,6 @@ class TextStream:
     The stop string completed first ends the text, the longest one on a tie; the text is cut before
     it. The result does not depend on how the text is split into tokens. A possible start of a stop
     string is held back until decided. Linear in the length of the text.
-
-    Args:
-        before: last tokens of the prompt, to emit a leading space, which mlx-lm's detokenizers drop
-            at the start of a text.
-        keep_stop: whether the text includes the stop string.
-        min_tokens: number of leading tokens in which no stop string can end the text.
-        silent: tokens without text.
     """
 
     __slots__ = (
@@ -119,7 +101,6 @@ class TextStream:
         return text + pending
 
     def _begin_behind(self, before: Sequence[int]) -> None:
-        """Feed the prompt's last tokens to the detokenizer without emitting them."""
         if not before:
             return
         for token in before:
@@ -168,7 +149,6 @@ class _Stops:
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [_ROOT]
         self.depth = [0]
-        """Length of each state in characters."""
         self.matches: list[str | None] = [None]
         """Longest string that ends at each state."""
         for stop in stops:

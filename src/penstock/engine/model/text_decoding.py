@@ -17,20 +17,15 @@ TEXT_BEFORE_TOKENS = 16
 
 
 class TokensOnly:
-    """Answers of an engine without a tokenizer: tokens without text."""
-
     ends: frozenset[int] = frozenset()
-    """Tokens that end an answer."""
 
     def grammars(self, vocabulary_size: int, limit_bytes: int) -> Grammars | NoGrammars:
-        """Create the cache of compiled grammars, under a memory limit."""
         return NoGrammars()
 
     def stream(self, request: Request) -> TextStream:
         return TextStream(NoText())
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; empty without a tokenizer."""
         return ""
 
 
@@ -59,7 +54,6 @@ class TextDecoding(TokensOnly):
 
     @cached_property
     def _detokenizer(self) -> Detokenizer:
-        """Detokenizer whose tables are built from the whole vocabulary, once; copies share them."""
         detokenizer: Detokenizer = detokenizer_of(self._tokenizer)
         return detokenizer
 
@@ -70,5 +64,4 @@ class TextDecoding(TokensOnly):
 
 
 def text_of(tokenizer: Any) -> TokensOnly:
-    """Return the text decoding for mlx-lm's tokenizer wrapper; None gives tokens only."""
     return TokensOnly() if tokenizer is None else TextDecoding(tokenizer)

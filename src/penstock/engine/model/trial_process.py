@@ -23,7 +23,7 @@ LINE_BYTES = 1_000
 
 
 class Bytes:
-    """Tokenizer with one token per byte, and a special one."""
+    """Tokenizer with one token per byte."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -31,7 +31,6 @@ class Bytes:
     tokens = (*(bytes([byte]) for byte in range(256)), b"<|special|>")
 
     def __call__(self, text: str) -> list[int]:
-        """Return the UTF-8 bytes of a text."""
         return list(text.encode())
 
 
@@ -72,7 +71,6 @@ def _forked(
 
 
 def _limit(seconds: float, nbytes: int) -> None:
-    """Limit this process to `seconds` of processor time and `nbytes` more memory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)

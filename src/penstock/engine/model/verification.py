@@ -70,7 +70,6 @@ def _go_on(
     sampler: TokenSampler,
     generated: Sequence[int],
 ) -> list[SampledToken]:
-    """Sample further tokens as long as the last one matches the proposal."""
     ahead = sampler.ahead() if proposal else sampler
     for index, proposed in enumerate(proposal):
         if tokens[index].token != proposed:

@@ -219,15 +219,7 @@ class ColdBlocks(BlockCache):
         return raw
 
     def as_recorded(self, layer: int, side: int, places: Numbers) -> mx.array:
-        """Return the numbers of all heads in the tiers, unchecked, or raise SpilledLost.
-
-        Args:
-            side: 0 for keys, 1 for values.
-            places: places of the blocks, (blocks,).
-
-        Returns:
-            (1, heads, tokens, dim).
-        """
+        """Return the numbers of all heads in the tiers, unchecked, or raise SpilledLost."""
         shape = self._shapes[layer]
         heads = np.repeat(np.arange(shape.kv_heads, dtype=np.int32), len(places))
         every = np.tile(places, shape.kv_heads)
@@ -313,7 +305,6 @@ class ColdBlocks(BlockCache):
         return missing
 
     def _slices(self, of: BlockList, raw: RawBlocks) -> Iterator[_Slice]:
-        """Yield the blocks of a list, consecutive ones of a record together."""
         numbers, offsets = np.divmod(of.places & ~AT_REST, self.record_blocks)
         starts = of.heads * self.record_blocks + offsets
         order = np.lexsort((starts, numbers))
@@ -348,7 +339,6 @@ class ColdBlocks(BlockCache):
 def _codecs(
     rule: QuantizationRule, layers: Collection[int]
 ) -> dict[int, tuple[Codec | None, Codec | None]]:
-    """Return the codecs of keys and values of layers at rest."""
     schemes = {n: rule.scheme.of_layer(n) for n in layers if n not in rule.raw_layers}
     return {n: (scheme.keys, scheme.values) for n, scheme in schemes.items()}
 
@@ -362,20 +352,14 @@ def _drop_damaged(store: Store, key: bytes) -> None:
 
 
 class _Slice(NamedTuple):
-    """Consecutive blocks of a list that are also consecutive in an array of a record."""
-
     key: bytes
     part: ArrayPart
     places: list[int]
     checksums: list[int]
-    """Checksums of the blocks; none to take these unchecked."""
     raw: RawBlocks
-    """Rows of the list's blocks, (blocks, bytes)."""
     rows: NDArray[np.int64]
-    """Indices of the rows that the bytes are copied to."""
 
     def takes(self, data: RawBlocks) -> bool:
-        """Copy bytes to their rows if their checksums are right; else return False."""
         blocks = data.reshape(len(self.rows), -1)
         if (
             self.checksums

@@ -27,10 +27,8 @@ class ConversationEnd:
     """A position at which a conversation resumes if it continues."""
 
     block_hashes: tuple[bytes, ...]
-    """Chain of the conversation, up to the end."""
     root: bytes
     due_seconds: float
-    """Time at which it is written."""
     written_blocks: int
     """Blocks of the chain before the last written end."""
     requested: bool = False
@@ -118,7 +116,6 @@ class ConversationEnds:
         return any(end.block_hashes == tuple(block_hashes) for end in self._ends)
 
     def _take(self, is_taken: Callable[[ConversationEnd], bool]) -> list[ConversationEnd]:
-        """Remove and return ends, the longest first: a record replaces shorter ones."""
         taken = [end for end in self._ends if is_taken(end)]
         if taken:
             self._ends = [end for end in self._ends if end not in taken]

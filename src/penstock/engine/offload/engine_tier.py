@@ -76,16 +76,7 @@ class Restore:
 
 
 class EngineTier:
-    """One of an engine's cold tiers. Not thread-safe: the engine's thread.
-
-    Args:
-        open_tier: opens the tier, given the maximum bytes queued for writing.
-        in_place: whether files can be read into MLX's arrays.
-        state_form: format of the recurrent layers' states; without arrays if the model has none.
-        buffer_bytes: memory of the store itself, besides blocks being written.
-        queue_records: copied records that may wait to be written.
-        group: the ranks of the engine; an answer of a tier counts when all have it.
-    """
+    """One of an engine's cold tiers. Not thread-safe: the engine's thread."""
 
     def __init__(
         self,
@@ -136,7 +127,7 @@ class EngineTier:
         return sum(restore.paid.nbytes for restore in (*self._restores, *self._left))
 
     def stats(self) -> TierStats:
-        """Return the tier's figures; blocks evicted before they were written count as dropped."""
+        """Return the tier's figures."""
         stats = self.tier.stats()
         stats.dropped_blocks += self.writer.dropped_blocks
         return stats
@@ -150,7 +141,6 @@ class EngineTier:
 
     @property
     def has_states(self) -> bool:
-        """Whether the model has recurrent layers: a sequence resumes only at a checkpoint."""
         return bool(self._state_form.arrays)
 
     def saved_seconds(self, first: int, stop: int) -> float:
@@ -220,7 +210,6 @@ class EngineTier:
         return begun
 
     def _runs(self, first: int, stop: int) -> Iterator[list[int]]:
-        """Yield the ends of the records of blocks first..stop-1, equal ones together."""
         most_tokens = self._prefixes.tree.max_merge_tokens
         spans, most_blocks = self._spans, max(1, most_tokens // self._prefixes.block_size)
         while first < stop:

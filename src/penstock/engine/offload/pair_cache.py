@@ -33,13 +33,11 @@ class PairCache:
         self._request = 0
         self._order = np.arange(count)
         self._names = np.zeros(count, np.uint64)
-        """In order."""
 
     def __len__(self) -> int:
         return len(self.held_checksums())
 
     def held_checksums(self) -> Checksums:
-        """Return the checksums of the cached pairs, (pairs, 2)."""
         cached: Checksums = self._checksums[self._requests != FREE]
         return cached
 

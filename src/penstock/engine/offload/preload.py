@@ -21,8 +21,6 @@ PRELOAD_SECONDS = 60.0
 
 
 class Capture(Protocol):
-    """Keeps recurrent states at a boundary of a path, if there is room."""
-
     def __call__(
         self, path: Sequence[Node[Segment]], position: int, state: RecurrentState, *, turn_end: bool
     ) -> None: ...
@@ -46,7 +44,6 @@ class Preloader:
         self._capture = capture
 
     def run(self) -> int:
-        """Read as many chains as fit; return the tokens added to the tree."""
         ledger, before = self._prefixes.ledger, self._prefixes.tree.tokens
         none: list[list[bytes]] = []
         chains = self._tier.tier.call(lambda store: store.chains(ledger.free_bytes), none)

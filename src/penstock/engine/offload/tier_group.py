@@ -59,10 +59,7 @@ class TierLookup:
         self._late_at = clock() + LATE_SECONDS
 
     def done(self) -> bool:
-        """Return whether there is nothing to wait for.
-
-        All have answered, or one has the whole chain, or one has answered and the others timed out.
-        """
+        """Return whether there is nothing to wait for."""
         blocks_by_tier = self.blocks_by_tier()
         if any(blocks == self._blocks for blocks in blocks_by_tier.values()):
             return True
@@ -83,10 +80,7 @@ class TierLookup:
 
 
 class TierGroup:
-    """Cold tiers of an engine, nearest first. Not thread-safe: owned by the engine's thread.
-
-    At most `records` are offered to a tier between two steps.
-    """
+    """Cold tiers of an engine, nearest first. Not thread-safe: owned by the engine's thread."""
 
     def __init__(
         self,
@@ -116,7 +110,6 @@ class TierGroup:
 
     @property
     def has_states(self) -> bool:
-        """Whether the model has recurrent layers: a sequence resumes only at a checkpoint."""
         return any(tier.has_states for tier in self)
 
     @property
@@ -138,10 +131,7 @@ class TierGroup:
     def fastest(
         self, blocks_by_tier: Mapping[EngineTier, int], first: int
     ) -> tuple[EngineTier, int] | None:
-        """Return the tier that saves most time beyond the `first` blocks, and its number of blocks.
-
-        None if computing the blocks is as fast.
-        """
+        """Return the tier that saves most time beyond `first` blocks, and its blocks."""
         saved = {tier: tier.saved_seconds(first, n) for tier, n in blocks_by_tier.items()}
         tier = max(saved, key=lambda tier: saved[tier], default=None)
         if tier is None or not saved[tier]:
@@ -151,10 +141,7 @@ class TierGroup:
     # ---- reading
 
     def ask(self, block_hashes: Sequence[bytes]) -> TierLookup:
-        """Ask every tier how many first blocks of a request's chain it has.
-
-        This counts as a use of the blocks, and lets the system read ahead those not in the tree.
-        """
+        """Ask every tier how many first blocks of a request's chain it has."""
         cached = self._prefixes.match(block_hashes).tokens // self._prefixes.block_size
         return TierLookup(
             {tier: tier.ask(block_hashes, cached) for tier in self}, len(block_hashes), self._clock
@@ -168,7 +155,6 @@ class TierGroup:
             restore.tier.leave(restore)
 
     def preload(self, capture: Capture) -> int:
-        """Restore the most valuable chains into free memory; return their tokens."""
         return sum(Preloader(tier, self._prefixes, capture).run() for tier in self)
 
     # ---- writing
@@ -232,10 +218,7 @@ class TierGroup:
         return bool(waited_for)
 
     def clear(self) -> dict[str, Future[int | None]]:
-        """Forget the noted blocks, and remove this model's blocks from tiers that are not shared.
-
-        Returns how many each tier has removed, by its name; None for one that is off.
-        """
+        """Forget the noted blocks, and remove this model's blocks from unshared tiers."""
         self._late.clear()
         for tier in self:
             tier.writer.forget()
@@ -313,7 +296,6 @@ def _records_a_step(limits: EngineSettings, spans: Spans) -> int:
 
 
 def _tier_of(store: StoreOpener) -> Callable[[int], ColdTier]:
-    """Return a function that opens a store's tier, given the maximum bytes queued for writing."""
     return lambda queue_bytes: ColdTier(
         store.open, queue_bytes=queue_bytes, name=store.name, tombstone=store.tombstone
     )

@@ -23,12 +23,9 @@ class TierContent:
 
 @dataclass(frozen=True, slots=True)
 class StoreOpener:
-    """A store to be opened by the thread of a tier."""
-
     open: Callable[[], Store]
     """Opener, called again after a fault; may raise `OSError` or `sqlite3.Error`."""
     name: str
-    """Name in messages, without secrets."""
     buffer_bytes: int = 0
     """Memory of the store in bytes, besides blocks being written."""
     tombstone: Tombstone | None = None
@@ -37,10 +34,7 @@ class StoreOpener:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierKind:
-    """A kind of cold tier."""
-
     name: str
-    """Name in `Stats.tiers`, in the interfaces and on the page."""
     setting: str
     """Field of `EngineSettings` that names a tier of this kind; None for no tier."""
     where: str

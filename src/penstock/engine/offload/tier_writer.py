@@ -41,17 +41,15 @@ PENDING_BYTES = PENDING_HASHES * (PENDING_HASH_BYTES + LINGERING_HASH_BYTES)
 
 @dataclass(slots=True)
 class _Pending:
-    """Pending blocks of a chain, from `first` on; their KV is in the tree."""
+    """Pending blocks of a chain; their KV is in the tree."""
 
     block_hashes: tuple[bytes, ...]
     root: bytes
     first: int
-    """First block of the next record."""
     ended: bool
     """Whether the last blocks of the chain are written even as an incomplete record."""
 
     def goes_on(self, block_hashes: Sequence[bytes], first: int) -> bool:
-        """Return whether a chain's blocks from `first` on continue these."""
         end = len(self.block_hashes)
         return (
             self.first <= first <= end <= len(block_hashes)
@@ -94,7 +92,6 @@ class TierWriter:
 
     @property
     def has_pending(self) -> bool:
-        """Whether blocks or checkpoints wait to be offered to the tier, besides lingering ends."""
         return bool(self._pending or self._turns)
 
     def note(
@@ -178,7 +175,6 @@ class TierWriter:
             self._release(end)
 
     def save(self, node: Node[Segment]) -> None:
-        """Offer the ends whose chains need a node about to be evicted."""
         for end in self._ends.take_needing(node):
             self._release(end, urgent=True)
             while self._pending and self._pending[0].block_hashes == end.block_hashes:
@@ -201,7 +197,6 @@ class TierWriter:
         return len(block_hashes) < self._forms.least_blocks
 
     def _whole(self, block_hashes: Sequence[bytes]) -> int:
-        """Return the number of a chain's first blocks that fill whole records."""
         return self._spans.start(len(block_hashes))
 
     def _linger(

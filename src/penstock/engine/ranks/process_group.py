@@ -59,9 +59,7 @@ class Command:
 
     name: str
     arguments: dict[str, Any]
-    """JSON values, or a `Request`."""
     now: float
-    """Time of the command on rank 0's clock, in seconds."""
 
 
 class ProcessGroup:
@@ -116,7 +114,6 @@ class AgreedMean(RunningMean):
     def __init__(self, first: float) -> None:
         super().__init__(first)
         self.local = RunningMean(first)
-        """Mean of this rank's measurements."""
 
     def add(self, measured: float) -> None:
         self.local.add(measured)
@@ -138,7 +135,6 @@ class RankGroup(ProcessGroup):
         self._now = 0.0
         self._journal: list[Command] = []
         self._answers: list[tuple[Future[int], Future[int]]] = []
-        """Pairs of own and agreed answers, in the same order on all ranks."""
         self._means: list[AgreedMean] = []
         self.names = self._gather_names()
         """Names of the ranks for people: number and machine."""
@@ -228,7 +224,6 @@ class RankGroup(ProcessGroup):
     # ---- parts
 
     def _words(self) -> bytes:
-        """Return rank 0's message before a step, with the commands since the last one."""
         commands, self._journal = self._journal, []
         self._now = self._source()
         means = [mean.local.value for mean in self._means]
@@ -283,7 +278,6 @@ class RankGroup(ProcessGroup):
         return heads, text
 
     def _gather(self, local: bytes) -> Any:
-        """Return the bytes of every rank, (ranks, bytes); all send as many."""
         row = mx.array(np.frombuffer(local, np.uint8))[None]
         return np.array(mx.distributed.all_gather(row, group=self.group))
 

@@ -37,14 +37,7 @@ ANY = "0.0.0.0"
 
 
 class Watch:
-    """The heartbeats of one rank. Use it in a `with` block, which closes it.
-
-    Args:
-        ranks: the group. All its ranks create their `Watch` together, to exchange a key.
-        gone: called once, in the watch's thread, with one line that names the lost rank. It should
-            end the process, as its other threads may never come back.
-        silent_seconds: silence after which a rank counts as lost.
-    """
+    """The heartbeats of one rank. Use it in a `with` block, which closes it."""
 
     def __init__(
         self,
@@ -117,7 +110,6 @@ class Watch:
     # ---- the thread
 
     def _run(self) -> None:
-        """Run the thread, the only one to use the connections."""
         beat_at = 0.0
         while not self._closing.is_set() and self._group:
             now = time.monotonic()
@@ -154,7 +146,6 @@ class Watch:
         return True
 
     def _send(self, message: bytes) -> None:
-        """Send a message to all; `_hear` notices a rank that has hung up."""
         for connection in self._group.values():
             with suppress(OSError):
                 connection.send_bytes(message)

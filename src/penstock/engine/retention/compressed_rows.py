@@ -11,8 +11,6 @@ from penstock.kv.states import RecurrentState
 
 
 class CompressedRows(Retention):
-    """Keeps the rows of compressed layers in whole blocks."""
-
     def __init__(self, rows: Mapping[int, Rows]) -> None:
         self._rows = rows
 
@@ -27,5 +25,4 @@ class CompressedRows(Retention):
         return False
 
     def completed(self, segment: Segment, state: RecurrentState) -> tuple[Segment, RecurrentState]:
-        """Move the loose rows of a full block from the states into its segment."""
         return completed(segment, state, self._rows)

@@ -13,12 +13,6 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class KeyIndexing(Retention):
-    """Indexes the keys of segments. Not thread-safe: owned by the engine's thread.
-
-    Args:
-        token_bytes: index bytes of one token in all layers.
-    """
-
     def __init__(
         self, index: KeyIndex, prefixes: Prefixes[Segment], token_bytes: int, ops: AttentionOps
     ) -> None:
@@ -31,14 +25,11 @@ class KeyIndexing(Retention):
         return self._index.indexed(segment, start, self._ops)
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return a segment with its key index; encoding a segment drops it."""
+        """Return a segment with its key index."""
         return self._index.indexed(segment, start, self._ops)
 
     def attached(self, path: Path) -> None:
-        """Index the keys of nodes without an index, for instance nodes read from a tier.
-
-        A node whose index does not fit into memory is attended to in full.
-        """
+        """Index the keys of nodes without an index, for instance nodes read from a tier."""
         for node in path:
             if self._index.complete(node.segment):
                 continue

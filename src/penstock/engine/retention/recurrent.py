@@ -12,12 +12,7 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class RecurrentStates(Retention):
-    """Captures and evicts checkpoints of a tree. Not thread-safe: owned by the engine's thread.
-
-    Args:
-        state_bytes: bytes of one sequence's states.
-        spacing_tokens: distance between two checkpoints kept near the end of a path.
-    """
+    """Captures and evicts checkpoints of a tree."""
 
     def __init__(
         self, prefixes: Prefixes[Segment], state_bytes: int, *, spacing_tokens: int
@@ -32,11 +27,9 @@ class RecurrentStates(Retention):
         return True
 
     def resume(self, path: Path, limit: int) -> int:
-        """Return the position of the deepest checkpoint of a path, up to a limit; 0 without one."""
         return marks.resume(path, limit)[0]
 
     def state(self, path: Path, position: int) -> RecurrentState | None:
-        """Return the states at a position returned by `resume`; None at position 0."""
         return marks.resume(path, position)[1]
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
@@ -49,9 +42,7 @@ class RecurrentStates(Retention):
         return segment.checkpointed([Checkpoint(segment.tokens, states, turn_end=True)])
 
     def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> None:
-        """Checkpoint states at a boundary of a path; see `Checkpoints.capture`."""
         self.checkpoints.capture(path, position, state, turn_end=turn_end)
 
     def end_turn(self, path: Path, position: int) -> int:
-        """Mark the deepest checkpoint as the end of a turn; see `Checkpoints.end_turn`."""
         return self.checkpoints.end_turn(path, position)

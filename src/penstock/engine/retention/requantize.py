@@ -38,12 +38,7 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class Requantizer(Retention):
-    """Quantizes nodes by a rule. Not thread-safe: owned by the engine's thread.
-
-    Raises:
-        LedgerFull: no memory for the codes being computed.
-        SettingError: the scheme does not support this model's head size or its joined KV.
-    """
+    """Quantizes nodes by a rule."""
 
     def __init__(
         self,
@@ -65,7 +60,6 @@ class Requantizer(Retention):
         self._begins_long: set[int] = set()
         """Ids of nodes that end before `least_tokens` but are part of a longer path."""
         self.active = limits.kv_cache_quantize_when == "active"
-        """Whether blocks are encoded as soon as they are complete."""
         self._due: deque[ref[Node[Segment]]] = deque()
         """Weak references to nodes to encode; the tree owns them."""
         self._looked = True
@@ -80,57 +74,35 @@ class Requantizer(Retention):
 
     @property
     def nbytes(self) -> int:
-        """Bytes set aside for encoding."""
         return self._buffers.nbytes
 
     @property
     def codec_name(self) -> str:
-        """Name of the rule's codec."""
         return self.rule.scheme.name
 
     def coded_token_bytes(self, nbytes: float) -> float:
-        """Return the encoded bytes of one token's KV."""
         return self.token_bytes
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether prompts are prefilled block by block; True with `active`."""
         return self.active
 
     @property
     def ends_blocks(self) -> bool:
-        """Whether each block is committed alone, as codes; True with `active`."""
         return self.active
 
     def changed(self) -> None:
-        """Note that nodes were added, or are no longer read."""
         self._looked = False
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return a whole block in the form that later tokens attend to: coded with `active`.
-
-        Args:
-            segment: the block in full precision; not changed.
-
-        Raises:
-            MemoryError, RuntimeError: MLX is out of memory.
-        """
+        """Return a whole block as later tokens attend to it: coded with `active`."""
         if not self.active or start < self._first:
             return segment
         # An index is that of the codes, as it is where they were read from a tier.
         return replace(self.rule.encoded(segment, self._ops), index=())
 
     def exchange_one(self, awaited: Iterable[Path]) -> Node[Segment] | None:
-        """Encode one node and return it; None if no node is due.
-
-        Also None if memory cannot hold both forms; the next step tries again.
-
-        Args:
-            awaited: paths of preempted sequences, which will read them again.
-
-        Raises:
-            MemoryError, RuntimeError: MLX is out of memory; the node is unchanged.
-        """
+        """Encode one node and return it; None if none is due, or memory cannot hold both forms."""
         if not self._looked:
             self._look(awaited)
         while self._due:
@@ -144,13 +116,11 @@ class Requantizer(Retention):
         return None
 
     def release(self) -> None:
-        """Release the bytes set aside for encoding."""
         self._buffers.release()
 
     # ---- parts
 
     def _look(self, awaited: Iterable[Path]) -> None:
-        """Find the nodes to encode, parents before children."""
         self._looked = True
         self._awaited = {node.id for path in awaited for node in path}
         self._begins_long = self._find_beginnings()

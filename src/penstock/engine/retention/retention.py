@@ -17,22 +17,13 @@ PathReader: TypeAlias = tuple[Path, int]
 
 
 class RunningPath(Protocol):
-    """KV of a running sequence with a path in the prefix tree."""
-
     @property
-    def pin(self) -> Pin[Segment] | None:
-        """Pinned path; None without one."""
-
+    def pin(self) -> Pin[Segment] | None: ...
     @property
-    def num_cached_tokens(self) -> int:
-        """Number of cached tokens that the sequence reads."""
-
+    def num_cached_tokens(self) -> int: ...
     @property
-    def block_hashes(self) -> list[bytes]:
-        """Hashes of the sequence's whole blocks."""
-
-    def note_again(self, first: int) -> None:
-        """Queue cached blocks from index `first` on again, for tiers that lack them."""
+    def block_hashes(self) -> list[bytes]: ...
+    def note_again(self, first: int) -> None: ...
 
 
 class Retention:
@@ -45,7 +36,6 @@ class Retention:
 
     @property
     def nbytes(self) -> int:
-        """Bytes set aside."""
         return 0
 
     @property
@@ -95,14 +85,7 @@ class Retention:
         """Prepare a path that a sequence starts to read."""
 
     def check(self, path: Path, read: int, position: int) -> None:
-        """Check that a path has the state that a sequence needs.
-
-        Args:
-            read: number of leading tokens that it reads.
-
-        Raises:
-            AssertionError: state is missing.
-        """
+        """Raise AssertionError if a path lacks state of a sequence that reads `read` tokens."""
 
     # ---- new tokens
 
@@ -111,11 +94,7 @@ class Retention:
         return segment
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return whole blocks in the form that later tokens attend to.
-
-        Raises:
-            MemoryError, RuntimeError: MLX is out of memory.
-        """
+        """Return whole blocks in the form that later tokens attend to."""
         return segment
 
     def completed(self, segment: Segment, state: RecurrentState) -> tuple[Segment, RecurrentState]:
@@ -125,13 +104,7 @@ class Retention:
     def fill(
         self, pin: Pin[Segment], block_hashes: Sequence[bytes], segment: Segment, start: int
     ) -> bool:
-        """Copy KV of whole blocks into nodes of the tree that lack it; False if out of memory.
-
-        Args:
-            pin: pin of a sequence that reads its path up to `start`; shortened to what the sequence
-                reads if out of memory.
-            segment: blocks from `start` on, recomputed or read from a tier.
-        """
+        """Copy KV of recomputed or read blocks into nodes that lack it; False if out of memory."""
         return True
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
@@ -159,22 +132,11 @@ class Retention:
     # ---- between two steps
 
     def exchange_one(self, awaited: Iterable[Path]) -> Node[Segment] | None:
-        """Convert one node to another format, such as codes, and return it; None if none is due.
-
-        Args:
-            awaited: paths of preempted sequences, which will be read again.
-
-        Raises:
-            MemoryError, RuntimeError: MLX found no room; the node stays as it is.
-        """
+        """Convert one node to another format, such as codes, and return it; None if none is due."""
         return None
 
     def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:
-        """Spill KV that lies far before the end of all its readers.
-
-        Args:
-            wait: whether to wait for pending writes.
-        """
+        """Spill KV far before the end of all its readers; `wait` also waits for pending writes."""
 
     def lost_nodes(self, places: Collection[int]) -> list[Node[Segment]]:
         """Return the nodes that contain any of the given spilled blocks."""
@@ -183,5 +145,4 @@ class Retention:
     def drop_lost(self, places: Collection[int]) -> None:
         """Evict the unpinned nodes that contain any of the given lost blocks."""
 
-    def release(self) -> None:
-        """Release the bytes set aside."""
+    def release(self) -> None: ...

@@ -42,11 +42,7 @@ RETAIN_FROM = 64
 
 
 class Spilling(Retention):
-    """Spills nodes to cold tiers. Not thread-safe: owned by the engine's thread.
-
-    Args:
-        active_tokens: number of last tokens of a sequence that stay in memory.
-    """
+    """Spills nodes to cold tiers, but the last `active_tokens` of a sequence."""
 
     def __init__(
         self,
@@ -69,13 +65,11 @@ class Spilling(Retention):
         self._clock = clock
         self._paused_until = -np.inf
         self._records = 0
-        """Number of records with a place after the last clean-up."""
 
     # ---- questions
 
     @property
     def nbytes(self) -> int:
-        """Bytes set aside; see `ColdBlocks`."""
         return self.blocks.nbytes
 
     @property
@@ -84,7 +78,6 @@ class Spilling(Retention):
         return sum(len(node.tokens) for node in self._prefixes.tree if is_spilled(node.segment))
 
     def stats(self) -> SpillStats:
-        """Return the current statistics. O(nodes)."""
         spilled = self.spilled_tokens
         counts = replace(self.blocks.counts)
         return SpillStats(self._prefixes.tree.tokens - spilled, spilled, counts)
@@ -103,15 +96,7 @@ class Spilling(Retention):
             self.work(readers)
 
     def work(self, readers: Iterable[RunningPath], *, urgent: bool = False) -> bool:
-        """Spill written nodes outside the active tokens of all their readers.
-
-        Args:
-            readers: paths of the running sequences.
-            urgent: whether memory is needed, so that the pause after a loss is skipped.
-
-        Returns:
-            Whether nodes remain to spill because no tier has them yet.
-        """
+        """Spill written nodes outside their readers' active tokens; return whether nodes remain."""
         paths = [path for path in readers if path.pin is not None]
         if not urgent and self._clock() < self._paused_until:
             return False
@@ -160,7 +145,6 @@ class Spilling(Retention):
         return False
 
     def drop_lost(self, places: Collection[int]) -> None:
-        """Evict the unpinned nodes that contain lost blocks, and their descendants."""
         self._paused_until = self._clock() + PAUSE_SECONDS
         self.blocks.forget(places)
         for node in self.lost_nodes(places):
@@ -168,7 +152,6 @@ class Spilling(Retention):
                 self._prefixes.drop(node)
 
     def lost_nodes(self, places: Collection[int]) -> list[Node[Segment]]:
-        """Return the nodes that contain any of the given blocks."""
         lost = set(places)
         return [n for n in self._prefixes.tree if not lost.isdisjoint(places_of(n.segment))]
 
@@ -191,11 +174,7 @@ class Spilling(Retention):
         return not (node.partial or is_spilled(segment)) and self._is_indexed(segment)
 
     def _spill(self, node: Node[Segment], records: Mapping[int, bytes]) -> bool:
-        """Spill a node whose blocks are in a tier; False if out of memory.
-
-        Raises:
-            SpilledLost: records differ from the codes of the node.
-        """
+        """Spill a node whose blocks are in a tier; False if out of memory; raises SpilledLost."""
         places = self._places(node, records)
         if places is None:
             return False
@@ -206,10 +185,7 @@ class Spilling(Retention):
         return self._prefixes.exchange(node, lambda segment: self._spilled(segment, places), nbytes)
 
     def _records_of(self, node: Node[Segment], block_hashes: Sequence[bytes]) -> dict[int, bytes]:
-        """Return the records that contain a node's blocks, by the first block of each.
-
-        Empty if the chain ends inside the last record.
-        """
+        """Return the records that contain a node's blocks, by the first block of each."""
         size, records = self._prefixes.block_size, {}
         first, stop = node.start // size, node.end // size
         while first < stop:
@@ -256,11 +232,7 @@ class Spilling(Retention):
         return parts[0].join(*parts[1:]) if len(parts) > 1 else parts[0]
 
     def _resting(self, coded: Coded, layer: int, side: int, places: Numbers) -> Coded:
-        """Spill codes. The tier has each block either as encoded from or as decoded to its records.
-
-        Raises:
-            SpilledLost: a record matches neither.
-        """
+        """Spill codes, recorded as computed or as decoded; SpilledLost if neither."""
         there, ops = self.blocks.as_recorded(layer, side, places), self.blocks.ops
         encoded = coded.codec.encode(there, ops).parts
         resting = _equal_blocks(encoded, coded.parts, len(places))
@@ -283,12 +255,10 @@ class Spilling(Retention):
 
 
 def is_spilled(segment: Segment) -> bool:
-    """Return whether part of a segment's KV is only in a tier."""
     return _spilled_side(segment) is not None
 
 
 def places_of(segment: Segment) -> set[int]:
-    """Return the places of a segment's blocks that are only in a tier."""
     side = _spilled_side(segment)
     return set() if side is None else set((np.array(side.parts[1])[0, 0] & ~AT_REST).tolist())
 
@@ -309,7 +279,6 @@ def _equal_blocks(
 
 
 def _spilled_side(segment: Segment) -> Coded | None:
-    """Return the first spilled side of a segment; None if there is none."""
     sides = (keys for keys, _ in segment.layers)
     return next(
         (side for side in sides if isinstance(side, Coded) and isinstance(side.codec, Spilled)),

@@ -36,16 +36,7 @@ Droppable = dict[int, dict[int, int]]
 
 
 class Windows(Retention):
-    """Drops and refills KV of sliding-window layers. Not thread-safe: owned by the engine's thread.
-
-    Args:
-        windows: window of each layer, from `windows_of`; not empty.
-        marks_prompts: whether the ends of prompts are retained; with recurrent layers, checkpoints
-            mark the ends of turns instead.
-
-    Raises:
-        LedgerFull: no memory for the copy of one layer's window.
-    """
+    """Drops and refills KV of sliding-window layers."""
 
     def __init__(
         self,
@@ -58,7 +49,6 @@ class Windows(Retention):
         self._marks_prompts = marks_prompts
         self.windows = dict(windows)
         self._layers: dict[int, list[int]] = {}
-        """Layer numbers by window."""
         for layer, tokens in windows.items():
             self._layers.setdefault(tokens, []).append(layer)
         self._prefixes = prefixes
@@ -79,7 +69,6 @@ class Windows(Retention):
     # ---- questions
 
     def complete(self, path: Path, limit: int) -> int:
-        """Return the deepest position, up to a limit, at which every window is complete."""
         return resume(path, limit, self.windows)
 
     def is_useless(self, node: Node[Segment]) -> bool:
@@ -89,14 +78,7 @@ class Windows(Retention):
         return self.resume(node.path(), node.end) <= node.start
 
     def check(self, path: Path, read: int, position: int) -> None:
-        """Check that every layer has the tokens that a sequence sees.
-
-        Args:
-            read: number of leading tokens that it reads.
-
-        Raises:
-            AssertionError: a layer lacks a token.
-        """
+        """Raise AssertionError if a layer lacks a token that a sequence sees."""
         for node in path:
             for layer, gone in enumerate(node.segment.missing):
                 sees = position - self.windows.get(layer, position + 1) + 1
@@ -106,11 +88,7 @@ class Windows(Retention):
                     )
 
     def droppable(self, readers: Iterable[PathReader], *, turns: bool) -> Droppable:
-        """Return the leading tokens of nodes that no retained position needs. O(nodes).
-
-        Args:
-            turns: whether the ends of turns are retained.
-        """
+        """Return the leading tokens of nodes that no retained position needs. O(nodes)."""
         nearest = self._nearest(readers, turns=turns)
         droppable = {
             node.id: self._droppable_of(node, nearest[node.id]) for node in self._prefixes.tree
@@ -118,11 +96,7 @@ class Windows(Retention):
         return {node_id: layers for node_id, layers in droppable.items() if layers}
 
     def _droppable_of(self, node: Node[Segment], nearest: float) -> dict[int, int]:
-        """Return the number of leading tokens of a node that each layer can drop.
-
-        Args:
-            nearest: first retained position in or after the node.
-        """
+        """Return the leading tokens that each layer can drop, if `nearest` is retained."""
         missing, size = node.segment.missing, self._prefixes.block_size
         droppable: dict[int, int] = {}
         for window, layers in self._layers.items():
@@ -146,10 +120,7 @@ class Windows(Retention):
     # ---- acts
 
     def end_prompt(self, path: Path, position: int) -> None:
-        """Retain the position where a prompt ends, until a later prompt ends on the same branch.
-
-        The next turn may omit part of the answer, or regenerate it.
-        """
+        """Retain the position where a prompt ends, until a later prompt ends on the same branch."""
         if not self._marks_prompts:
             return
         forks = [number for number, node in enumerate(path, 1) if len(node.children) > 1]
@@ -170,9 +141,6 @@ class Windows(Retention):
 
         Drops from the least recently used nodes first, and before the ends of turns as long as that
         frees enough.
-
-        Args:
-            waiting: ids of nodes with blocks still to be written, which come last.
 
         Returns:
             Bytes freed; less than `nbytes` if nothing is left to drop.
@@ -205,16 +173,7 @@ class Windows(Retention):
     def fill(
         self, pin: Pin[Segment], block_hashes: Sequence[bytes], segment: Segment, start: int
     ) -> bool:
-        """Copy KV of a segment into the nodes that contain its tokens but lack some layers.
-
-        Args:
-            pin: pin of a sequence that reads its path up to `start`.
-            segment: blocks from `start` on, recomputed or read from a tier.
-            start: position of the segment, a block boundary.
-
-        Returns:
-            False if out of memory; the pin is then shortened to what its sequence reads.
-        """
+        """Copy KV of a segment into the nodes that lack some layers; False if out of memory."""
         prefixes, size = self._prefixes, self._prefixes.block_size
         chain = block_hashes[: (start + segment.tokens) // size]
         match = prefixes.match(chain)
@@ -280,12 +239,7 @@ class Windows(Retention):
 
 
 def windows_of(attention_windows: Sequence[AttentionWindow], max_kv_tokens: int) -> dict[int, int]:
-    """Return the window sizes of layers that see less than a whole path, by layer number.
-
-    Args:
-        attention_windows: windows of all layers; those that keep leading tokens are ignored.
-        max_kv_tokens: maximum length of a path.
-    """
+    """Return the window sizes of layers that see less than a path of `max_kv_tokens`, by number."""
     return {
         layer: attention_window.window
         for layer, attention_window in enumerate(attention_windows)
@@ -299,9 +253,6 @@ def resume(path: Path, max_kv_tokens: int, windows: Mapping[int, int]) -> int:
     """Return the deepest position of a path before which every layer has its window.
 
     Only leading tokens of a node can be missing, so only the starts of incomplete nodes are tried.
-
-    Args:
-        windows: window sizes by layer, from `windows_of`.
     """
     position = max_kv_tokens
     for node in reversed(path):
@@ -331,7 +282,6 @@ def _turn_ends(leaf: Node[Segment]) -> Iterator[tuple[Node[Segment], int]]:
 
 
 def _sizes(node: Node[Segment], layer: int, count: int) -> tuple[int, int]:
-    """Return the bytes of a layer's first `count` tokens, and of the rest."""
     gone = node.segment.missing[layer] if node.segment.missing else 0
     nbytes = col.nbytes(*node.segment.layers[layer])
     stays = nbytes * (len(node.tokens) - count) // (len(node.tokens) - gone)
@@ -344,12 +294,7 @@ def _short(path: Path, start: int) -> list[Node[Segment]]:
 
 
 class WindowRelief:
-    """Frees KV of windows, given the running sequences. See `prefix.beside.Relief`.
-
-    Args:
-        waiting: returns the ids of nodes with blocks still to be written. Empty with several ranks,
-            whose tiers write at different speeds.
-    """
+    """Frees KV of windows, given the running sequences. See `prefix.beside.Relief`."""
 
     def __init__(
         self,
@@ -362,14 +307,11 @@ class WindowRelief:
         self._waiting = waiting
 
     def relieve(self, nbytes: int) -> int:
-        """Drop KV that no sequence can resume from, until `nbytes` are free; see `Windows`."""
         return self._windows.relieve(nbytes, self._readers(), self._waiting())
 
     @property
     def pinned_bytes(self) -> int:
-        """Lower bound of the bytes that `relieve` frees from pinned nodes."""
         return self._windows.pinned_bytes(self._readers())
 
     def is_useless(self, node: Node[Segment]) -> bool:
-        """Return whether no sequence reads a node, and none can resume in or after it."""
         return self._windows.is_useless(node)

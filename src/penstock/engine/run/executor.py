@@ -39,20 +39,15 @@ from penstock.kv.states import RecurrentState
 
 @dataclass(frozen=True, slots=True)
 class DecodePass:
-    """New tokens of the decoded sequences, or the error of the pass."""
-
     sequences: list[Sequence]
     choices: list[list[SampledToken] | Exception]
-    """Sampled tokens of each sequence, at least one, or the error that prevented sampling."""
+    """Sampled tokens of each sequence, at least one, or an error."""
     states: list[RecurrentState | None]
-    """Recurrent states of each sequence after its tokens; None without recurrent layers."""
     error: Exception | None = None
 
 
 @dataclass(slots=True)
 class PrefillPass:
-    """KV of the next tokens of one prompt, or the error of the pass."""
-
     sequence: Sequence
     tokens: int
     started_seconds: float
@@ -75,13 +70,7 @@ StepOutput: TypeAlias = Iterator[DecodePass | PrefillPass]
 
 
 class ModelExecutor:
-    """Runs the model over the engine's sequences. Not thread-safe: owned by the engine's thread.
-
-    Args:
-        stores: KV stores; cold nodes are evicted when MLX runs out of memory.
-        group: processes that run the same passes over the other shards of the model.
-        logits_tokens: maximum number of prompt tokens whose logits are computed together.
-    """
+    """Runs the model over the engine's sequences."""
 
     def __init__(
         self,
@@ -105,9 +94,6 @@ class ModelExecutor:
 
         So decoded tokens are postprocessed before the prefill chunk starts, and a chunk can read
         the codes of the block before it. The arrays of two passes are never alive together.
-
-        Args:
-            meanwhile: callback to run while a decode pass computes.
         """
         if plan.decode:
             yield self._decode(list(plan.decode), meanwhile)
@@ -166,7 +152,6 @@ class ModelExecutor:
         return DecodePass(sequences, chosen, states)
 
     def _recurrent_states(self, sequences: list[Sequence]) -> list[RecurrentState | None]:
-        """Return the recurrent states of each sequence; empty without recurrent layers."""
         return [s.kv.recurrent_state for s in sequences] if self._runner.is_recurrent else []
 
     def _states_behind(
@@ -234,7 +219,6 @@ class ModelExecutor:
         return [*sorted(stop for stop in boundaries if start < stop < end), end]
 
     def _read(self, sequence: Sequence, count: int, *, captures: bool) -> PrefillPass:
-        """Compute the next `count` tokens of a prompt in one pass."""
         start, state = sequence.position, sequence.kv.recurrent_state
         tokens = sequence.tokens[start : start + count]
         started = time.perf_counter()
@@ -269,7 +253,6 @@ class ModelExecutor:
 
 
 def _evaluate(meanwhile: Callable[[], object], *arrays: mx.array) -> None:
-    """Evaluate arrays while running a callback."""
     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
     try:
         meanwhile()
@@ -284,7 +267,6 @@ def _unruled(samplers: list[TokenSampler], proposals: list[list[int]]) -> bool:
 
 
 def _alone(chosen: list[list[SampledToken] | Exception]) -> list[SampledToken | Exception]:
-    """Return the only token of each row."""
     return [of if isinstance(of, Exception) else of[0] for of in chosen]
 
 

@@ -35,14 +35,7 @@ DOUBLINGS = 3
 def check_largest_steps(
     ledger: Ledger, limits: EngineSettings, runner: Runner, group: ProcessGroup, columns: int
 ) -> None:
-    """Raise if a batch or chunk cannot fit beside the weights; default sizes are not checked.
-
-    Args:
-        group: ranks; the one that needs most memory counts.
-
-    Raises:
-        StepTooLarge: a step cannot fit; the error has the bytes needed.
-    """
+    """Raise StepTooLarge if a batch or chunk cannot fit; default sizes are not checked."""
     free, reserve = ledger.free_bytes, partial(ledger.reserve, Kind.BUFFERS)
     sequences, tokens = limits.max_batch_size, limits.step_tokens
     if sequences > MAX_BATCH_SIZE:
@@ -83,12 +76,7 @@ def _check(setting: str, value: int, needed: int, ledger: Ledger) -> None:
 
 
 class SizedTrial:
-    """Measures steps of growing size, each within the bytes that it is expected to take.
-
-    Args:
-        unit_bytes: approximate bytes per token or sequence.
-        group: ranks; the one that needs most memory counts.
-    """
+    """Measures steps of growing size, each within the bytes that it is expected to take."""
 
     def __init__(
         self,
@@ -103,13 +91,7 @@ class SizedTrial:
         self._group = group
 
     def needed(self, small: int, target: int, free_bytes: int) -> int:
-        """Return the bytes of a step of `target` tokens or sequences, running only steps that fit.
-
-        Args:
-            small: size from twice which on linear extrapolation is trusted.
-            target: size to estimate; larger than `small`.
-            free_bytes: bytes available for a step.
-        """
+        """Return the bytes of a step of `target` tokens or rows, running only steps that fit."""
         size, less, taken = min(FIRST, small), 0, 0
         expected = self._unit_bytes * size
         while expected <= free_bytes:
@@ -142,7 +124,6 @@ def _line(size: int, less: int, taken: int, target: int) -> int:
 
 
 def _decode(runner: Runner, columns: int, width: int, count: int) -> None:
-    """Decode `width` tokens for each of `count` empty sequences, in new tails."""
     decode(runner, Tails(count, columns, runner.shapes), width, count)
 
 

@@ -47,12 +47,10 @@ EVERYTHING = Sampling(
 
 
 def no_reservation(nbytes: int) -> AbstractContextManager[object]:
-    """Return a context manager that reserves nothing."""
     return nullcontext()
 
 
 def no_bound() -> float:
-    """Return infinity: no limit on reservations."""
     return inf
 
 
@@ -68,13 +66,6 @@ def step_peaks(
     They run once, unless an engine with the same limits was made on a model of this form before,
     in this process or, where measuring takes long, in another one.
     The tails may have allocated their memory afterwards.
-
-    Args:
-        reserve: reserves the expected bytes of a step before it runs.
-        free: returns the bytes that could be reserved.
-
-    Raises:
-        LedgerFull, NeverFits: no memory for a step, or for a smaller one to extrapolate from.
     """
     run_as = (
         *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),
@@ -97,10 +88,7 @@ def run_steps(
     reserve: Reserve = no_reservation,
     free: Callable[[], float] = no_bound,
 ) -> StepPeaks:
-    """Measure the peak memory of the largest steps on blank input.
-
-    Where they would take too long, it is extrapolated from smaller ones.
-    """
+    """Measure the peak memory of the largest steps on blank input."""
     width, slots = limits.speculative_tokens + 1, limits.max_batch_size
     figures = figures_of(runner)
     # The bytes of states, and of compressed rows, do not grow in proportion.
@@ -138,12 +126,10 @@ def run_steps(
 
 
 def prefill(runner: Runner, count: int) -> None:
-    """Prefill a chunk of `count` tokens with id 0."""
     runner.prefill([0] * count, (), 0)
 
 
 def decode(runner: Runner, tails: Tails, width: int, count: int) -> None:
-    """Decode `width` tokens for each of `count` empty sequences."""
     rows = [DecodeRow((), 0, slot, 0) for slot in range(count)]
     recurrent_states = [None] * count if runner.is_recurrent else []
     decoded = runner.decode([[0] * width] * count, rows, tails, recurrent_states)
@@ -151,7 +137,6 @@ def decode(runner: Runner, tails: Tails, width: int, count: int) -> None:
 
 
 def sample(runner: Runner, count: int) -> None:
-    """Sample a token for each of `count` sequences from random logits."""
     logits = mx.random.normal((count, runner.vocabulary_size), key=mx.random.key(0))
     samplers = [TokenSampler(EVERYTHING, (0,), choice) for choice in range(count)]
     sample_all(logits, samplers, [()] * count)

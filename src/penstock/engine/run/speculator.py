@@ -36,12 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Speculator:
-    """Proposes tokens for an engine's sequences. Not thread-safe: owned by the engine's thread.
-
-    Args:
-        stores: KV stores; proposals end with tails and blocks.
-        limit: maximum proposed tokens per sequence and step; 0 for none.
-    """
+    """Proposes tokens for an engine's sequences, at most `limit` each."""
 
     def __init__(self, stores: KVStores, limit: int, draft: Draft | NoDraft) -> None:
         self.max_tokens = limit
@@ -54,13 +49,11 @@ class Speculator:
         self._draft_share = RunningMean(FIRST_SHARE)
         """Share of drafted tokens that were accepted, over all sequences."""
         self._undrafted = 0
-        """Number of steps since a drafted token was verified."""
 
     def forget(self) -> None:
         self._shared.clear()
 
     def propose(self, sequences: Items[Sequence]) -> list[Proposal]:
-        """Return the tokens of each sequence to verify in the next step."""
         checked = nothing = [NOTHING] * len(sequences)
         if not self.max_tokens:
             return nothing
@@ -84,11 +77,7 @@ class Speculator:
         accepted: Items[int | None],
         seconds: float,
     ) -> None:
-        """Record the accepted tokens and the time of a step.
-
-        Args:
-            accepted: number of accepted tokens of each; None for a failed row.
-        """
+        """Record the accepted tokens (None for a failed row) and the time of a step."""
         if not self.max_tokens:
             return
         try:
@@ -163,7 +152,6 @@ class Speculator:
                 sequence.speculation.expect(DRAFTED, self._draft_share.value)
 
     def _proposal(self, sequence: Sequence) -> Proposal:
-        """Return a sequence's proposal; an empty one if an error occurs."""
         try:
             limit, speculation = self._room(sequence), sequence.speculation
             if not speculation.proposers:
@@ -195,7 +183,6 @@ class Speculator:
         return max(0, min(self.max_tokens, room - 1))
 
     def _proposers(self, sequence: Sequence) -> list[Proposer]:
-        """Return the proposers of a sequence, in order of preference."""
         request = sequence.request
         root = self._stores.prefixes.root(request.salt)
         shared = SharedProposer(self._shared, sequence.id, root, sequence.kv.matched_tokens)

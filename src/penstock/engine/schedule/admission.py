@@ -26,10 +26,7 @@ from penstock.errors import Displaced, LedgerFull, NeverFits, PenstockError, Spi
 
 
 class Restorers(Protocol):
-    """The part of `TierGroup` that `Admission` uses."""
-
-    def leave(self, restores: Items[Restore]) -> None:
-        """Abandon restores."""
+    def leave(self, restores: Items[Restore]) -> None: ...
 
 
 class Admission:
@@ -74,22 +71,12 @@ class Admission:
     # ---- queueing and admission
 
     def add(self, sequences: Items[Sequence]) -> None:
-        """Queue the sequences of a request.
-
-        Raises:
-            QueueFull: too many sequences are waiting; none is added.
-        """
+        """Queue the sequences of a request; QueueFull if too many wait, and none is added."""
         self._scheduler.add(*sequences)
         self.sequences.update((sequence.id, sequence) for sequence in sequences)
 
     def make_queue_room(self, owners: Path, added: int) -> None:
-        """Make room in the queue for a request of `added` sequences.
-
-        May displace requests of other clients, which then fail with `Displaced`.
-
-        Raises:
-            QueueFull: the queue is full even so; none is displaced.
-        """
+        """Make room in the queue, displacing other clients' requests, or raise QueueFull."""
         displaced = self._scheduler.to_displace(owners, added)
         waiting = self._scheduler.waiting_by_client
         for sequence in displaced:
@@ -187,10 +174,7 @@ class Admission:
         sequence.note_prompt()
 
     def advance(self, sequence: Sequence) -> None:
-        """Move a prefilled sequence to RUNNING, or finish it if `max_tokens` is 0.
-
-        Does nothing while tokens are left to prefill.
-        """
+        """Move a prefilled sequence to RUNNING, or finish it if `max_tokens` is 0."""
         if sequence.remaining_tokens or sequence.state is not State.PREFILLING:
             return
         if sequence.request.max_tokens:
@@ -201,10 +185,7 @@ class Admission:
     # ---- leaving
 
     def preempt(self, sequence: Sequence) -> None:
-        """Preempt a sequence: release its place and bytes, and queue it again.
-
-        Its whole blocks stay cached, for as long as they are not evicted.
-        """
+        """Preempt a sequence: release its place and bytes, and queue it again."""
         sequence.kv.keep_end()
         node = sequence.kv.node
         self._release(sequence)
@@ -264,7 +245,6 @@ class Admission:
                 self.fail(sequence, error)
 
     def drop_overdue(self, now_seconds: float) -> None:
-        """Finish the sequences whose deadline has passed."""
         for sequence in self._scheduler.overdue(now_seconds):
             self.finish(sequence, lambda s: s.end("timeout"))
 
@@ -297,15 +277,7 @@ class Admission:
         return True
 
     def _take(self, sequence: Sequence, block_hashes: list[bytes] | None = None) -> bool:
-        """Attach the cached path and reserve bytes for the next tokens.
-
-        Args:
-            sequence: a sequence without a place.
-            block_hashes: blocks to look up; None for all.
-
-        Returns:
-            False, with nothing changed, if out of memory.
-        """
+        """Attach the cached path and reserve bytes; False, unchanged, if out of memory."""
         # Pinned from now on: the path is not evicted to make room for the rest.
         sequence.kv.attach(block_hashes)
         has_room = self._budget.has_room(sequence, self._scheduler.placed())
@@ -347,7 +319,6 @@ class Admission:
                 self.finish(sequence, lambda s: s.end("length"))
 
     def _release(self, sequence: Sequence) -> None:
-        """Release everything but the tokens of a sequence."""
         self._tiers.leave(sequence.restores)
         sequence.restores = []
         sequence.resumed_at = None

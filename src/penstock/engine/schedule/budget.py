@@ -32,81 +32,46 @@ GROWTH_TOKENS = 32
 
 
 class Copying(Protocol):
-    """A component that sets bytes aside for copies."""
-
     @property
-    def nbytes(self) -> int:
-        """Number of bytes set aside."""
+    def nbytes(self) -> int: ...
 
 
 class KVTree(BlockTree, Protocol):
-    """The part of `Prefixes` that the budget uses."""
-
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes in use while the tree is empty."""
-
+    def fixed_bytes(self) -> int: ...
     @property
-    def evictable_bytes(self) -> int:
-        """Bytes that evicting all unpinned nodes would free."""
-
+    def evictable_bytes(self) -> int: ...
     @property
-    def pinned_relief_bytes(self) -> int:
-        """Bytes that can be freed from pinned nodes."""
-
-    def index_bytes(self, blocks: int) -> int:
-        """Return the size in bytes of the index of a node of `blocks` blocks."""
-
-    def recount(self) -> dict[Kind, int]:
-        """Recount the bytes in use."""
+    def pinned_relief_bytes(self) -> int: ...
+    def index_bytes(self, blocks: int) -> int: ...
+    def recount(self) -> dict[Kind, int]: ...
 
 
 class ReservedKV(Protocol):
-    """The part of `SequenceKV` that the budget uses."""
-
     reservation: Reservation | None
-    """Bytes of KV outside the tree, computed or still to compute; None without a place."""
 
     @property
-    def pin(self) -> Pin[Segment] | None:
-        """Pinned path in the prefix tree; None without one."""
-
+    def pin(self) -> Pin[Segment] | None: ...
     @property
-    def num_cached_tokens(self) -> int:
-        """Number of cached tokens that the sequence reads."""
-
+    def num_cached_tokens(self) -> int: ...
     @property
-    def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Log-probabilities of the prompt's tokens; None if not requested."""
+    def prompt_logprobs(self) -> PromptLogprobs | None: ...
 
 
 class Admissible(Protocol):
-    """The part of `Sequence` that the budget uses."""
-
     step_reservation: Reservation | None
-    """Bytes that the sequence adds to a step's buffers; None without a place."""
     reserved_tokens: int
-    """Number of tokens whose bytes are reserved."""
 
     @property
-    def kv(self) -> ReservedKV:
-        """KV of the sequence."""
-
+    def kv(self) -> ReservedKV: ...
     @property
-    def tokens(self) -> Items[int]:
-        """Prompt tokens followed by generated tokens."""
-
+    def tokens(self) -> Items[int]: ...
     @property
-    def generated_tokens(self) -> int:
-        """Number of generated tokens."""
-
+    def generated_tokens(self) -> int: ...
     @property
-    def max_kv_tokens(self) -> int:
-        """Maximum number of tokens whose KV the sequence can read."""
-
+    def max_kv_tokens(self) -> int: ...
     @property
-    def stuck(self) -> bool:
-        """Whether to reserve all the memory that the sequence may need at once."""
+    def stuck(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +87,7 @@ class FixedReservations:
 
 
 class MemoryBudget:
-    """Memory of an engine and its sequences. Not thread-safe: owned by the engine's thread.
-
-    Args:
-        prefixes: prefix tree, whose unpinned nodes are evicted to make room for sequences.
-        copying: components that set bytes aside for copies: blocks being written or encoded, and
-            windows.
-        token_bytes: bytes of one token's KV in all layers, key index included.
-        draft_bytes: bytes of the draft model before it reads any tokens.
-    """
+    """Memory of an engine and its sequences. Not thread-safe: owned by the engine's thread."""
 
     def __init__(
         self,
@@ -144,7 +101,6 @@ class MemoryBudget:
     ) -> None:
         self.token_bytes = token_bytes
         self.lengths = AnswerLengths()
-        """Lengths of recent answers, to estimate those of the next ones."""
         self.evict_grammars: Callable[[], int] = lambda: self._grammars.nbytes
         """Callback that evicts unused compiled grammars and returns the bytes of the others."""
         self._aside = aside
@@ -160,7 +116,6 @@ class MemoryBudget:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the model's weights."""
         return self._aside.weights.nbytes
 
     @property
@@ -205,17 +160,12 @@ class MemoryBudget:
         )
 
     def fits_alone(self, sequence: Admissible) -> bool:
-        """Return whether a sequence could get one more token if it ran alone."""
         room = self._ledger.limit_bytes - self.fixed_bytes
         needed = self._needed_bytes(len(sequence.tokens)) + self._logits_bytes(sequence)
         return needed + _score_bytes(sequence) <= room
 
     def most_tokens(self, logits_bytes: int = 0) -> int:
-        """Return the maximum length of prompt and answer that fits alone; at most 2**31.
-
-        Args:
-            logits_bytes: bytes of prompt logits needed in addition.
-        """
+        """Return the maximum length of prompt and answer that fits alone; at most 2**31."""
         room = self._ledger.limit_bytes - self.fixed_bytes - logits_bytes
         fits, over = 0, 2**31
         while over - fits > 1:
@@ -227,7 +177,6 @@ class MemoryBudget:
         return fits
 
     def check_limit(self, limit_bytes: int) -> None:
-        """Raise NeverFits if the fixed bytes exceed a limit."""
         fixed = self.fixed_bytes
         if fixed > limit_bytes:
             raise NeverFits(
@@ -243,9 +192,6 @@ class MemoryBudget:
 
         Evictable bytes count as free. A sequence that is alone always has room: it may grow until
         memory is full.
-
-        Args:
-            sequence: sequence with an attached path and no reservation.
         """
         placed = list(placed)
         if not placed:
@@ -263,12 +209,7 @@ class MemoryBudget:
         *,
         evict: bool = True,
     ) -> bool:
-        """Return whether a sequence would fit if all `others` were preempted.
-
-        Args:
-            num_cached_tokens: number of its tokens in the tree.
-            evict: whether nodes may be evicted, including those that only `others` read.
-        """
+        """Return whether a sequence would fit without `others`, and with `evict` without nodes."""
         freed = self._ledger.free_bytes + (self._prefixes.evictable_bytes if evict else 0)
         for other in others:
             reservations = (other.kv.reservation, other.step_reservation)
@@ -291,14 +232,7 @@ class MemoryBudget:
         reading: int,
         scored: int,
     ) -> None:
-        """Raise AssertionError if the ledger differs from a recount of the bytes in use.
-
-        Args:
-            weights: recounted bytes of the model's weights.
-            draft: recounted bytes of the draft model.
-            reading: bytes of blocks being read from cold tiers.
-            scored: recounted bytes of prompt log-probabilities.
-        """
+        """Raise AssertionError if the ledger differs from a recount of the bytes in use."""
         reserved = [(s.kv.reservation, s.step_reservation) for s in sequences]
         promised = sum(kv.nbytes for kv, _ in reserved if kv is not None)
         steps = sum(step.nbytes for _, step in reserved if step is not None)
@@ -321,33 +255,19 @@ class MemoryBudget:
     # ---- acts
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Set aside bytes for the texts and tokens of prompts, and return how many.
-
-        At most half of the free bytes are set aside.
-        """
+        """Set aside bytes for prompts, half of the free ones at most; return them."""
         self._prefixes.make_room(max(0, nbytes - self._prompts.nbytes))
         room = self._ledger.free_bytes + self._prompts.nbytes
         self._prompts.resize(min(nbytes, room // 2))
         return self._prompts.nbytes
 
     def reserve_grammars(self, nbytes: int) -> None:
-        """Reserve memory for all compiled grammars.
-
-        Raises:
-            LedgerFull, NeverFits: the bytes do not fit beside running sequences or weights; nothing
-                is changed.
-        """
+        """Reserve memory for all compiled grammars; without room, LedgerFull or NeverFits."""
         self._prefixes.make_room(max(0, nbytes - self._grammars.nbytes))
         self._grammars.resize(nbytes)
 
     def reserve(self, sequence: Admissible) -> bool:
-        """Reserve the uncached KV of a sequence, and the bytes that it adds to a step.
-
-        Covers all of its tokens and the next few to generate.
-
-        Returns:
-            False, with nothing reserved, if out of memory.
-        """
+        """Reserve uncached KV and the next tokens' bytes; False, unchanged, if out of memory."""
         sequence.kv.reservation = self._ledger.reserve(Kind.TAILS, 0)
         sequence.step_reservation = self._ledger.reserve(Kind.BUFFERS, 0)
         sequence.reserved_tokens = 0
@@ -359,13 +279,7 @@ class MemoryBudget:
         return False
 
     def grow(self, sequence: Admissible) -> bool:
-        """Reserve bytes for the next few tokens of a sequence, or for one if memory is short.
-
-        A stuck sequence gets everything it can use, including the index bytes of its evicted nodes.
-
-        Returns:
-            False, with nothing changed, if not even one token fits.
-        """
+        """Reserve bytes for the next few tokens, or all if stuck; False if not even one fits."""
         tokens, limit = len(sequence.tokens), sequence.max_kv_tokens
         ahead = [min(tokens - 1 + more, limit) for more in (GROWTH_TOKENS, 1)]
         if sequence.stuck:
@@ -374,11 +288,7 @@ class MemoryBudget:
         return any(self._reserve_up_to(sequence, end) for end in ahead)
 
     def reserve_anew(self, sequence: Admissible) -> bool:
-        """Adjust the KV reservation after the number of cached tokens has changed.
-
-        Returns:
-            False, with nothing changed, if out of memory.
-        """
+        """Adjust the KV reservation to the cached tokens; False, unchanged, if out of memory."""
         assert sequence.kv.reservation is not None
         cached = sequence.kv.num_cached_tokens
         more = (
@@ -402,10 +312,7 @@ class MemoryBudget:
         return True
 
     def release(self, sequence: Admissible, sequences: Iterable[Admissible]) -> None:
-        """Release the reservations of a sequence.
-
-        Shrinks the chunk reservation to the longest remaining sequence.
-        """
+        """Release the reservations of a sequence."""
         for reservation in (sequence.kv.reservation, sequence.step_reservation):
             if reservation is not None:
                 reservation.release()
@@ -416,7 +323,6 @@ class MemoryBudget:
         self._aside.chunk.resize(max(chunks, default=0))
 
     def close(self) -> None:
-        """Release everything but the weights."""
         self._aside.pool.resize(0)
         self._aside.step.resize(0)
         self._prompts.resize(0)

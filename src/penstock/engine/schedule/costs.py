@@ -45,17 +45,11 @@ STEPS_OF_TWO = 16
 
 
 class WaysMemory(Protocol):
-    """Working memory of decode attention; see `AttentionWays`."""
-
-    def nbytes(self, tokens: int, width: int) -> int:
-        """Return the maximum bytes that a sequence adds to a step."""
+    def nbytes(self, tokens: int, width: int) -> int: ...
 
 
 class MemoryEstimator:
-    """Estimates the bytes of sequences and steps from the model and the engine's settings.
-
-    `tokens` of a sequence counts the tokens whose KV is read: all but the last one.
-    """
+    """Estimates the bytes of sequences and steps from the model and the engine's settings."""
 
     def __init__(
         self,

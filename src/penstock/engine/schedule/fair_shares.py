@@ -38,27 +38,16 @@ Path: TypeAlias = tuple[str | int, ...]
 
 
 class Sharer(Protocol):
-    """The part of a sequence that fair sharing uses."""
-
     @property
-    def id(self) -> int:
-        """Unique number, in order of arrival."""
-
+    def id(self) -> int: ...
     @property
-    def owners(self) -> Path:
-        """Client, salt and request of the sequence."""
-
+    def owners(self) -> Path: ...
     @property
-    def remaining_tokens(self) -> int:
-        """Number of tokens still to prefill before it decodes."""
-
+    def remaining_tokens(self) -> int: ...
     @property
-    def served_tokens(self) -> int:
-        """Number of tokens that the model has prefilled for it."""
-
+    def served_tokens(self) -> int: ...
     @property
-    def generated_tokens(self) -> int:
-        """Number of generated tokens."""
+    def generated_tokens(self) -> int: ...
 
 
 T = TypeVar("T", bound=Sharer)
@@ -66,8 +55,6 @@ T = TypeVar("T", bound=Sharer)
 
 @dataclass(slots=True)
 class _Share:
-    """Work and sequences of a client, a salt or a request."""
-
     work: int
     """Work of finished turns, plus the work of the busiest sibling when this share was opened."""
     sequences: int = 0
@@ -95,7 +82,6 @@ class _ShareTurn(Generic[T]):
 
     @property
     def whole(self) -> int:
-        """Work of the turn, interrupted parts included."""
         return self.work + self.credit
 
     @property
@@ -105,7 +91,6 @@ class _ShareTurn(Generic[T]):
 
     @property
     def may_end_early(self) -> bool:
-        """Whether the turn may end when no computed KV is lost."""
         if self.sequence.remaining_tokens > TURN_WORK:
             return self.work >= EARLY_WORK
         new = max(EARLY_WORK, min(self.repeated, TURN_WORK))
@@ -195,7 +180,6 @@ class FairShares(Generic[T]):
         return sorted(early, key=lambda other: (self._turns[other.id].work, other.id))[::-1]
 
     def places(self, sequence: T) -> list[int]:
-        """Return the number of places of each share of a sequence, the client's first."""
         places, _ = self._standing()
         return [places[share] for share in shares_of(sequence)]
 
@@ -218,7 +202,6 @@ class FairShares(Generic[T]):
             parent = share
 
     def close(self, sequence: T) -> None:
-        """Remove a sequence without a place."""
         parent = self._shares[()]
         for share in shares_of(sequence):
             entry = self._shares[share]

@@ -22,23 +22,17 @@ _R = TypeVar("_R", bound=Retention)
 
 
 class Tiers(Protocol):
-    """The part of `TierGroup` that the KV of a sequence uses."""
-
     def note(
         self, block_hashes: Items[bytes], root: bytes, first: int, *, seen: bool = False
-    ) -> None:
-        """Queue new blocks of the tree to be written; see `TierGroup.note`."""
+    ) -> None: ...
 
-    def note_end(self, block_hashes: Items[bytes], root: bytes) -> None:
-        """Queue the end of a conversation to be written."""
+    def note_end(self, block_hashes: Items[bytes], root: bytes) -> None: ...
 
     def note_checkpoint(
         self, block_hashes: Items[bytes], root: bytes, *, answered: bool = False
-    ) -> None:
-        """Queue the checkpoint at the end of a chain of blocks to be written."""
+    ) -> None: ...
 
-    def close(self) -> None:
-        """Write pending records until time runs out, and close."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +44,6 @@ class KVStores:
     """Kinds of state that layers resume from, besides plain keys and values."""
     tiers: Tiers
     scored: ScoredBlocks
-    """Log-probabilities of prompt tokens, by block."""
     tails: Tails
     figures: ModelFigures
     counters: Counters = field(default_factory=Counters)
@@ -72,10 +65,7 @@ class KVStores:
 
     @property
     def by_block(self) -> bool:
-        """Whether prompts are prefilled block by block.
-
-        Then each block attends to its own tokens unquantized and to earlier blocks quantized.
-        """
+        """Whether prompts are prefilled block by block."""
         return self.shared_tokens > 0 and any(part.reads_blocks for part in self.retentions)
 
     @property
@@ -85,10 +75,7 @@ class KVStores:
 
     @property
     def commit_tokens(self) -> int:
-        """Number of tokens committed together during decoding.
-
-        Several blocks form one segment unless the end of each block needs work of its own.
-        """
+        """Number of tokens committed together during decoding."""
         single = any(part.ends_blocks for part in self.retentions)
         return self.block_size if single else self.span_tokens(self.block_size)
 
@@ -103,10 +90,7 @@ class KVStores:
         return any(part.spills for part in self.retentions)
 
     def own_bytes(self, spans: Iterable[KVSpan]) -> int:
-        """Return the bytes of sequences' own spans, except those that are leaves of the tree.
-
-        A leaf from which several sequences resumed counts once, even after its eviction.
-        """
+        """Return the bytes of sequences' own spans, except those that are leaves of the tree."""
         nbytes_by_id = {id(span.segment.layers): span.segment.nbytes for span in spans}
         for node in self.prefixes.tree:
             if node.partial:
@@ -114,11 +98,7 @@ class KVStores:
         return sum(nbytes_by_id.values())
 
     def resume(self, path: Path, max_kv_tokens: int) -> tuple[int, RecurrentState | None]:
-        """Return the last position at which a sequence can resume, and the recurrent states there.
-
-        All windows before the position are complete, and all recurrent layers have a checkpoint
-        there.
-        """
+        """Return the last position to resume at: windows complete, with recurrent states."""
         position = limit = max_kv_tokens
         while True:
             for part in self.retentions:
@@ -136,10 +116,7 @@ class KVStores:
         return limit
 
     def readable_tokens(self, tokens: int) -> int:
-        """Return the maximum number of a sequence's tokens that can be read from the cache.
-
-        The last token is always computed for its logits; with prefill by block, so is its block.
-        """
+        """Return the maximum number of a sequence's tokens that can be read from the cache."""
         last = max(0, tokens - 1)
         return last // self.block_size * self.block_size if self.by_block else last
 
@@ -150,14 +127,7 @@ class KVStores:
     def explain(
         self, tokens: Items[int], block_hashes: Items[bytes], salt: str = ""
     ) -> tuple[int | None, str]:
-        """Return the position at which a prompt could resume, and the reason why it is no later.
-
-        The position is None if it is the end of the cached tokens, apart from the prompt's last
-        token.
-
-        Args:
-            block_hashes: hashes of its whole blocks.
-        """
+        """Return where a prompt could resume, None for the end of the cache, and the reason."""
         match = self.prefixes.match(block_hashes)
         cached = min(match.tokens, max(0, len(tokens) - 1))
         readable = min(cached, self.readable_tokens(len(tokens)))
@@ -173,10 +143,7 @@ class KVStores:
         return resumes, _resume_reason(match.tokens, cached, readable, whole, resumes)
 
     def coded(self, segment: Segment, start: int) -> Segment:
-        """Return whole blocks in the form that later blocks read: encoded if a codec is set.
-
-        Independent of the free memory of the tree. Blocks stay raw if MLX runs out of memory.
-        """
+        """Return whole blocks in the form that later blocks read: encoded if a codec is set."""
         coded = segment
         try:
             for part in self.retentions:
@@ -187,11 +154,7 @@ class KVStores:
         return coded
 
     def cut_tail(self, slot: int, stop: int, start: int, behind: Segment | None = None) -> Segment:
-        """Copy the first columns of a slot, appended to a segment if one is given.
-
-        Args:
-            start: position of the first copied token, or of `behind`.
-        """
+        """Copy the first columns of a slot, appended to a segment if given; both from `start`."""
         if not self.figures.index_token_bytes:
             return self.tails.cut(slot, stop, behind)
         tail_start = start + (0 if behind is None else behind.tokens)
@@ -199,48 +162,40 @@ class KVStores:
         return tail if behind is None else self.computed(behind, start).join(tail)
 
     def computed(self, segment: Segment, start: int) -> Segment:
-        """Return a computed segment with the data that retentions keep beside its KV."""
         for part in self.retentions:
             segment = part.computed(segment, start)
         return segment
 
     def attached(self, path: Path) -> None:
-        """Prepare a path that a sequence starts to read."""
         for part in self.retentions:
             part.attached(path)
 
     def fill(
         self, pin: Pin[Segment], block_hashes: Items[bytes], segment: Segment, start: int
     ) -> bool:
-        """Copy KV of whole blocks into nodes that lack it; False if out of memory."""
         return all(part.fill(pin, block_hashes, segment, start) for part in self.retentions)
 
     def completed(self, segment: Segment, state: RecurrentState) -> tuple[Segment, RecurrentState]:
-        """Move the loose rows of a full block from the states into its segment; return both."""
         for part in self.retentions:
             segment, state = part.completed(segment, state)
         return segment, state
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
-        """Return the end of a sequence in a form that can be resumed; None if impossible."""
         end: Segment | None = segment
         for part in self.retentions:
             end = None if end is None else part.ended(end, state)
         return end
 
     def capture(self, path: Path, position: int, state: RecurrentState, *, turn_end: bool) -> None:
-        """Keep the recurrent states at a boundary of a path, if memory allows."""
         for part in self.retentions:
             part.capture(path, position, state, turn_end=turn_end)
 
     def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:
-        """Spill KV that lies far before the end of all its readers."""
         paths = list(readers)
         for part in self.retentions:
             part.spill(paths, wait=wait)
 
     def changed(self) -> None:
-        """Notify retentions that nodes were added, or are no longer read."""
         for part in self.retentions:
             part.changed()
 
@@ -252,7 +207,6 @@ class KVStores:
             self.counters.out_of_memory += 1
 
     def close(self) -> None:
-        """Free all unpinned KV; tiers write their pending blocks until time runs out."""
         self.tiers.close()
         for part in self.retentions:
             part.release()
@@ -280,15 +234,7 @@ def out_of_memory(error: Exception) -> bool:
 def _resume_reason(
     cached: int, before_last: int, readable: int, complete: int, resumes: int
 ) -> str:
-    """Return the reason why a prompt can resume no later than at `resumes`.
-
-    Args:
-        cached: cached tokens of the prompt.
-        before_last: the same without the prompt's last token.
-        readable: tokens of these that can be read from the cache.
-        complete: tokens of these before which all windows are complete.
-        resumes: position at which the prompt resumes.
-    """
+    """Return the reason why a prompt can resume no later than at `resumes`."""
     why = ""
     if readable < before_last:
         why = (

@@ -29,13 +29,7 @@ ASK_SECONDS = 0.5
 
 
 class Restoring:
-    """Reads blocks from cold tiers for sequences. Not thread-safe: owned by the engine's thread.
-
-    Args:
-        prefixes: prefix tree that takes the restored blocks.
-        budget: reserves bytes for tokens that are computed after all.
-        clock: time in seconds, for deadlines.
-    """
+    """Reads blocks from cold tiers for sequences."""
 
     def __init__(
         self,
@@ -111,7 +105,6 @@ class Restoring:
         return (cached + self._budget.in_flight_tokens) // self._size
 
     def _begin(self, sequence: Sequence, blocks_by_tier: dict[EngineTier, int]) -> bool:
-        """Start restoring a chain from the fastest tier; return False if that saves no time."""
         cached = sequence.kv.num_cached_tokens // self._size
         if self._stores.by_block:  # the last token's block is computed
             max_blocks = sequence.kv.readable_tokens // self._size
@@ -140,11 +133,7 @@ class Restoring:
         return True
 
     def _go_on(self, sequence: Sequence) -> bool:
-        """Resume at the deepest restored position with states.
-
-        Returns:
-            False if there is no memory to compute the remaining tokens; the sequence is preempted.
-        """
+        """Resume at the deepest restored position with states; False if preempted instead."""
         before, sequence.resumed_at = sequence.resumed_at, None
         sequence.kv.resume()
         if not self._budget.reserve_anew(sequence):

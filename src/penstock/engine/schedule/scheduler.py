@@ -36,20 +36,16 @@ from penstock.errors import QueueFull, UnknownSequence
 
 
 class State(Enum):
-    """State of a sequence."""
-
     WAITING = "waiting"
     """Queued and never placed."""
     PREFILLING = "prefilling"
     """Placed; its prompt is being prefilled in chunks."""
     RESTORING = "restoring"
-    """Placed; blocks of its prompt are being read from a tier."""
     RUNNING = "running"
     """Placed; decodes one token per step."""
     PREEMPTED = "preempted"
     """Preempted: its place and bytes are released; waits to be admitted again."""
     DONE = "done"
-    """Removed from the scheduler."""
 
 
 Event = Literal["admit", "fetch", "fetched", "prefilled", "preempt", "finish"]
@@ -83,26 +79,16 @@ def next_state(state: State, event: Event) -> State:
 
 
 class SchedulerSequence(Sharer, Protocol):
-    """The part of a sequence that the scheduler uses."""
-
     state: State
-    """State, written only by the scheduler; WAITING when the sequence is added."""
 
     @property
-    def priority(self) -> int:
-        """Priority; higher values go first."""
-
+    def priority(self) -> int: ...
     @property
-    def deadline_seconds(self) -> float | None:
-        """Deadline in seconds on the caller's clock; None for no limit."""
-
+    def deadline_seconds(self) -> float | None: ...
     @property
-    def position(self) -> int:
-        """Number of tokens with computed KV, at which the next chunk starts."""
-
+    def position(self) -> int: ...
     @property
-    def next_block_hash(self) -> bytes | None:
-        """Hash of the block at which the next chunk starts; None if it cannot be shared."""
+    def next_block_hash(self) -> bytes | None: ...
 
 
 T = TypeVar("T", bound=SchedulerSequence)
@@ -126,8 +112,6 @@ class StepPlan(Generic[T]):
 
 @dataclass(eq=False, slots=True)
 class _Place(Generic[T]):
-    """A placed sequence and its progress up to an earlier step."""
-
     sequence: T
     position: int
     served_tokens: int
@@ -217,15 +201,10 @@ class Scheduler(Generic[T]):
     # ---- questions
 
     def sequences(self, state: State) -> list[T]:
-        """Return the sequences in a state, highest priority first, then by arrival."""
         return sorted((s for s in self._sequences.values() if s.state is state), key=_order)
 
     def in_line(self) -> list[T]:
-        """Return the waiting and preempted sequences, highest priority first.
-
-        Within a priority, preempted sequences go before those that were never placed; then by
-        arrival.
-        """
+        """Return the waiting and preempted sequences, highest priority first."""
         return list(self._line)
 
     def next_in_line(self) -> T | None:
@@ -244,7 +223,6 @@ class Scheduler(Generic[T]):
         return next((sequence for sequence in order if self.to_preempt(sequence)), order[0])
 
     def placed(self) -> list[T]:
-        """Return the placed sequences, highest priority first, then by arrival."""
         return sorted([place.sequence for place in self._placed.values()], key=_order)
 
     def restoring_hashes(self) -> set[bytes]:
@@ -257,7 +235,6 @@ class Scheduler(Generic[T]):
         return {block_hash for block_hash in hashes if block_hash is not None}
 
     def overdue(self, now_seconds: float) -> list[T]:
-        """Return the sequences whose deadline has passed."""
         return [
             sequence
             for sequence in self._sequences.values()
@@ -265,11 +242,7 @@ class Scheduler(Generic[T]):
         ]
 
     def to_preempt(self, sequence: T) -> list[T]:
-        """Return the placed sequences that may be preempted for another, in order.
-
-        First the lower priorities, lowest and latest arrival first. Then those of the same priority
-        whose share has more places than is fair.
-        """
+        """Return the placed sequences that may be preempted for another, in order."""
         placed = self.placed()
         lower = [other for other in placed if other.priority < sequence.priority]
         if not self._preempts_for_shares:
@@ -278,10 +251,7 @@ class Scheduler(Generic[T]):
         return [*lower[::-1], *self._shares.to_preempt(sequence, equal)]
 
     def to_preempt_early(self, sequence: T) -> list[T]:
-        """Return the placed sequences to preempt, in order, for a short one before their turn ends.
-
-        Only if memory is short but places are not, and if none of their computed KV is lost.
-        """
+        """Return placed sequences to preempt in mid-turn, in order, if only memory is short."""
         is_new = sequence.state is State.WAITING
         if not (self._preempts_for_shares and is_new and self.free_places):
             return []
@@ -292,9 +262,6 @@ class Scheduler(Generic[T]):
         """Return the waiting sequences to displace so that a request can be queued: whole requests.
 
         They belong to clients with more waiting sequences, and have not begun.
-
-        Args:
-            owners: client, salt and request of the new request.
 
         Raises:
             QueueFull: displacing them would not make enough room.
@@ -316,10 +283,7 @@ class Scheduler(Generic[T]):
         return dict(self._waiting)
 
     def lowest(self) -> T:
-        """Return the placed sequence to preempt when memory runs out.
-
-        The lowest priority goes first, then the largest share, then the latest arrival.
-        """
+        """Return the placed sequence to preempt when memory runs out."""
         return min(
             self.placed(),
             key=lambda s: (s.priority, *(-places for places in self._shares.places(s)), -s.id),
@@ -328,12 +292,7 @@ class Scheduler(Generic[T]):
     # ---- acts
 
     def add(self, *sequences: T) -> None:
-        """Queue new sequences: all or none.
-
-        Raises:
-            QueueFull: more than `max_queue` would wait for their first place.
-            ValueError: a sequence is already known, or has a negative count.
-        """
+        """Queue new sequences: all or none."""
         new: set[int] = set()
         for sequence in sequences:
             known = sequence.id in new or sequence.id in self._sequences
@@ -350,16 +309,7 @@ class Scheduler(Generic[T]):
             self._enter(sequence)
 
     def act(self, sequence: T, event: Event) -> State:
-        """Apply `event` to a sequence, and return its new state.
-
-        Admit a sequence without tokens to prefill like any other, then apply "prefilled" at once. A
-        finished sequence is forgotten.
-
-        Raises:
-            UnknownSequence: the sequence was never added, or is finished.
-            ValueError: the event is not allowed in this state, or "admit" without a free place, or
-                "prefilled" with tokens left to prefill. Nothing is changed.
-        """
+        """Apply `event` to a sequence, and return its new state."""
         if self._sequences.get(sequence.id) is not sequence:
             raise UnknownSequence(sequence.id, len(self._sequences))
         state = next_state(sequence.state, event)
@@ -390,10 +340,6 @@ class Scheduler(Generic[T]):
         the first is prefilled; the others find the block in the tree afterwards, as do sequences
         whose next block is being restored. At most `budget_tokens` are prefilled in total, and at
         least one if any can be.
-
-        Args:
-            time: time limit for prefill; None for no limit beyond `budget_tokens`. A block is
-                prefilled even if not one token fits into the time.
         """
         self._note_progress()
         placed = self.placed()
@@ -431,7 +377,6 @@ class Scheduler(Generic[T]):
     # ---- parts
 
     def _fault(self, key: int, sequence: T) -> str:
-        """Return the inconsistency of the sequence registered under `key`; empty if none."""
         is_placed, remaining = sequence.id in self._placed, sequence.remaining_tokens
         if (
             sequence.id != key
@@ -509,7 +454,6 @@ class Scheduler(Generic[T]):
     def _prefill(
         self, readers: list[_Reader[T]], time: StepTime | None
     ) -> tuple[PrefillChunk[T], ...]:
-        """Distribute the prefill tokens of a step over the sequences."""
         if not readers:
             return ()
         chunk_tokens = {reader.sequence: 0 for reader in readers}

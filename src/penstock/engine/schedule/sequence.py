@@ -25,10 +25,7 @@ WHOLE_CHUNK = 2_048
 
 
 class DraftedKV(Protocol):
-    """KV of a sequence in the draft model."""
-
-    def release(self) -> None:
-        """Release all of its memory."""
+    def release(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -45,11 +42,8 @@ class Sequence:
     owners: Path
     """Client, salt and request that it belongs to."""
     priority: int
-    """Priority of the request; higher goes first."""
     deadline_seconds: float | None
-    """Latest end of the answer, in seconds on the engine's clock; None for no limit."""
     state: State = State.WAITING
-    """State, written only by the scheduler."""
     served_tokens: int = 0
     """Number of tokens that the model has prefilled for it."""
     cached_tokens: int = 0
@@ -71,9 +65,7 @@ class Sequence:
     draft_kv: DraftedKV | None = None
     """KV in the draft model; None if nothing was drafted."""
     step_reservation: Reservation | None = None
-    """Bytes that it adds to a step's buffers."""
     reserved_tokens: int = 0
-    """Number of tokens whose bytes are reserved; set by the memory budget."""
     read_again: bool = False
     """Whether its last pass recomputed generated tokens as part of a prefill."""
     stuck: bool = False
@@ -103,7 +95,6 @@ class Sequence:
 
     @property
     def missing_tokens(self) -> int:
-        """Number of tokens that can still be generated."""
         return self.request.max_tokens + len(self.request.prompt) - len(self.kv.tokens)
 
     @property
@@ -123,7 +114,6 @@ class Sequence:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt tokens followed by generated tokens."""
         return self.kv.tokens
 
     @property
@@ -143,21 +133,14 @@ class Sequence:
 
     @property
     def next_block_hash(self) -> bytes | None:
-        """Hash of the block at which the next chunk starts; None if it cannot be shared.
-
-        While a restore waits for its states, the chunk starts where the restore did.
-        """
+        """Hash of the block at which the next chunk starts; None if it cannot be shared."""
         if not self.remaining_tokens:
             return None
         return self.kv.block_hash_at(self.position if self.resumed_at is None else self.resumed_at)
 
     @property
     def whole_stop(self) -> int:
-        """Position at which mlx-lm's generate would end the chunk that starts here.
-
-        It prefills a prompt, without its last token, in equal chunks, and all other tokens one by
-        one.
-        """
+        """Position at which mlx-lm's generate would end the chunk that starts here."""
         start, last = self.position, self.prompt_tokens - 1
         return min(start + WHOLE_CHUNK, last) if start < last else start + 1
 
@@ -173,13 +156,11 @@ class Sequence:
         return DecodeRow(kv.spans(), kv.position, kv.slot, kv.tail, self.follows_prompt)
 
     def note_prompt(self) -> None:
-        """Report the progress of the prefill to the handle; only the first choice reports."""
         if self.choice == 0:
             done = self.position if self.remaining_tokens else self.prompt_tokens
             self.handle.note_prompt(min(done, self.prompt_tokens), self.cached_tokens)
 
     def usage(self) -> Usage:
-        """Return the token counts so far."""
         return Usage(
             self.prompt_tokens,
             self.cached_tokens,
@@ -198,10 +179,7 @@ class Sequence:
             self._post()
 
     def send(self) -> None:
-        """Post the pending tokens; the caller notifies the handle afterwards.
-
-        An error of the detokenizer is raised at the next token, because a pass may be in flight.
-        """
+        """Post the pending tokens; the caller notifies the handle afterwards."""
         try:
             self._post()
         # A boundary: a detokenizer's fault is this answer's, and the engine goes on.

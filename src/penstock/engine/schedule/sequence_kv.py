@@ -34,14 +34,6 @@ class SequenceKV:
     The KV of a sequence consists of three consecutive parts: the first `num_cached_tokens` of the
     pinned path, its `own_spans`, and `tail` columns of its slot in the pool. The last two are
     freed when the sequence leaves the batch.
-
-    Args:
-        tokens: prompt and generated tokens; the caller appends to it.
-        block_hashes: hashes of the whole blocks of `tokens` that may be shared.
-        hold_tokens: number of leading tokens to evict last for a while; 0 for none.
-        hold_seconds: duration of the hold.
-        transient: whether to evict its blocks at the end, and write them to tiers only to spill.
-        prompt_logprobs: log-probabilities of the prompt to fill in; None if not requested.
     """
 
     def __init__(
@@ -84,7 +76,6 @@ class SequenceKV:
 
     @property
     def node(self) -> Node[Segment] | None:
-        """Deepest node of the path; None without one."""
         return None if self.pin is None else self.pin.node
 
     @property
@@ -94,10 +85,7 @@ class SequenceKV:
 
     @property
     def readable_tokens(self) -> int:
-        """Maximum number of tokens that may be read from the cache.
-
-        With prompt log-probabilities, only tokens whose log-probabilities are known.
-        """
+        """Maximum number of tokens that may be read from the cache."""
         readable = self._stores.readable_tokens(len(self.tokens))
         logprobs = self.prompt_logprobs
         if logprobs is None:
@@ -152,7 +140,6 @@ class SequenceKV:
 
     @property
     def position(self) -> int:
-        """Number of tokens with computed KV; the position of the next one."""
         return self.committed_end + self.tail
 
     @property
@@ -169,14 +156,12 @@ class SequenceKV:
         return bool(self.own_spans) and not self.resumed_tokens
 
     def block_hash_at(self, position: int) -> bytes | None:
-        """Return the hash of the block at a position; None if the block cannot be shared."""
         blocks = position // self._size
         if self._diverged or blocks >= len(self.block_hashes):
             return None
         return self.block_hashes[blocks]
 
     def spans(self) -> tuple[KVSpan, ...]:
-        """Return all spans before the tail, in order."""
         return (*self.cached_spans(), *self.own_spans)
 
     def check(self) -> None:
@@ -199,9 +184,6 @@ class SequenceKV:
 
         The path is read up to the last position at which every layer can resume. A partial block
         after it becomes an own span.
-
-        Args:
-            block_hashes: blocks to look up; None for all.
         """
         stores = self._stores
         match = stores.prefixes.match(self.block_hashes if block_hashes is None else block_hashes)
@@ -230,7 +212,6 @@ class SequenceKV:
             self._stores.tails.wipe(self.slot)
 
     def detach(self) -> None:
-        """Release the path, the spans and the slot; the tokens stay."""
         self.own_spans.clear()
         self.tail = 0
         self.recurrent_state = None
@@ -283,12 +264,6 @@ class SequenceKV:
         """Make the first `accepted` of the `written` columns after the tail visible.
 
         The rejected columns are overwritten by the next step.
-
-        Args:
-            written: number of columns that the step wrote.
-            accepted: number of accepted tokens, at most `written`.
-            recurrent_state: states after the accepted tokens; None if unknown or without recurrent
-                layers.
         """
         if not 0 <= accepted <= written:
             raise ValueError(f"{accepted} tokens accepted of {written} written")
@@ -303,12 +278,7 @@ class SequenceKV:
                 self._fold()
 
     def append_chunk(self, segment: Segment, states: States | None = None) -> None:
-        """Append a prefilled chunk: commit its whole blocks, and keep the rest as a partial block.
-
-        Args:
-            segment: KV of the tokens from `position` on.
-            states: states after them; None without recurrent layers.
-        """
+        """Append a prefilled chunk: commit whole blocks, keep the rest as a partial block."""
         if states is not None:
             self.recurrent_state = RecurrentState(states, exclusive=True)
         self._place_chunk(segment)
@@ -366,7 +336,6 @@ class SequenceKV:
         return resumed
 
     def spare(self, nbytes: int) -> None:
-        """Release `nbytes` of the reservation."""
         assert self.reservation is not None
         self.reservation.resize(max(0, self.reservation.nbytes - nbytes))
 
@@ -383,7 +352,6 @@ class SequenceKV:
                 self._note_checkpoint(self.num_cached_tokens)
 
     def capture_restored(self, position: int, states: States) -> None:
-        """Checkpoint states that were read from a tier."""
         self._capture(position, RecurrentState(states, exclusive=True), turn_end=True)
 
     def _capture(self, position: int, state: RecurrentState, *, turn_end: bool) -> None:
@@ -398,10 +366,7 @@ class SequenceKV:
                 part.end_prompt(self.pin.path, last)
 
     def keep_end(self) -> None:
-        """Commit whole blocks after the path, and cache the rest as a leaf, if memory allows.
-
-        A sequence that continues all of its tokens then recomputes none of them.
-        """
+        """Commit whole blocks after the path, and cache the rest as a leaf, if memory allows."""
         stores, start = self._stores, self.num_cached_tokens
         tokens = min(self.position, len(self.tokens), stores.shared_tokens) - start
         if self.pin is None or tokens <= 0 or self.transient or self._diverged_from_path:
@@ -467,7 +432,6 @@ class SequenceKV:
         self.own_spans, self.tail = [], 0
 
     def _place_chunk(self, segment: Segment) -> None:
-        """Commit the whole blocks of a chunk, if memory allows, and keep the rest."""
         size, start = self._size, self.position
         end = start + segment.tokens
         if self.own_spans and start % size:  # cut by mlx-lm within a block
@@ -578,11 +542,7 @@ class SequenceKV:
     # ---- the path
 
     def _pin(self, match: Match[Segment], cached_tokens: int, *, whole: bool) -> None:
-        """Pin a path, of which the sequence reads the first `cached_tokens`.
-
-        Args:
-            whole: whether all blocks of the sequence were looked up.
-        """
+        """Pin a path, of which the sequence reads the first `cached_tokens`."""
         self.pin = self._stores.prefixes.pin(match)
         self._index_path()
         self.num_cached_tokens = cached_tokens
@@ -603,10 +563,7 @@ class SequenceKV:
         self.num_cached_tokens = cached_tokens
 
     def _follow_others(self) -> int:
-        """Extend the pin to blocks that other sequences have committed; return the whole blocks.
-
-        Skips the look-up while the tree is unchanged.
-        """
+        """Extend the pin to blocks that other sequences have committed; return the whole blocks."""
         cached_blocks = self.num_cached_tokens // self._size
         version = self._version
         if self.pin is None or version == self._matched_version:
@@ -617,10 +574,7 @@ class SequenceKV:
         return self._stores.prefixes.follow(self.pin, self.block_hashes, cached_blocks)
 
     def follow(self, block_hashes: list[bytes]) -> int:
-        """Extend the pin to all cached blocks of a chain, and return the number of cached blocks.
-
-        Ignores recurrent states.
-        """
+        """Extend the pin to all cached blocks of a chain, and return their number."""
         assert self.pin is not None
         stores, size = self._stores, self._size
         blocks = stores.prefixes.follow(self.pin, block_hashes, self.num_cached_tokens // size)
@@ -647,10 +601,7 @@ class SequenceKV:
         yield []
 
     def drop_unread(self) -> None:
-        """Evict the cached nodes that the sequence would read in part or not at all.
-
-        They would be pinned whole, and there may be no memory to split them.
-        """
+        """Evict the cached nodes that the sequence would read in part or not at all."""
         prefixes = self._stores.prefixes
         path, readable = prefixes.match(self.block_hashes).path, self.reachable_tokens
         end = -(-readable // self._size) * self._size
@@ -665,13 +616,7 @@ class SequenceKV:
             prefixes.drop(path[0], "cleared")
 
     def _insert(self, segment: Segment, paid: Reservation) -> bool:
-        """Insert whole blocks after the cached tokens into the tree; False if out of memory.
-
-        Args:
-            segment: KV of the blocks.
-            paid: reservation that includes the segment; reduced by the bytes that the tree takes
-                over.
-        """
+        """Insert whole blocks after the cached tokens, paid by `paid`; False if out of memory."""
         assert self.pin is not None
         stores, size, start = self._stores, self._size, self.num_cached_tokens
         if not stores.fill(self.pin, self.block_hashes, segment, start):
@@ -696,7 +641,6 @@ class SequenceKV:
         return True
 
     def _withdraw(self, keep: int) -> None:
-        """Unpin the nodes after the first `keep` tokens."""
         assert self.pin is not None
         self._hold()
         path = [node for node in self.pin.path if node.start < keep]
@@ -719,11 +663,9 @@ class SequenceKV:
             stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first, seen=spills)
 
     def note_again(self, first: int) -> None:
-        """Queue the cached blocks from index `first` on again, for tiers that lack them."""
         self._note_blocks(first)
 
     def _note_checkpoint(self, position: int, *, answered: bool = False) -> None:
-        """Queue the checkpoint at a position to be written to the tiers."""
         stores = self._stores
         if not self.transient:
             root = stores.prefixes.root(self._salt)
@@ -731,11 +673,7 @@ class SequenceKV:
             stores.tiers.note_checkpoint(block_hashes, root, answered=answered)
 
     def end_turn(self, known_tokens: int) -> None:
-        """Retain the states from which the conversation continues after this answer.
-
-        Args:
-            known_tokens: number of tokens that were cached before.
-        """
+        """Retain the states from which the conversation continues after this answer."""
         if self.transient:
             return
         stores = self._stores

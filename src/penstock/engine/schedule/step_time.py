@@ -17,19 +17,10 @@ ALONE_SECONDS = 1.0
 
 
 class ChunkSpeed(Protocol):
-    """Measured prefill speed as a function of the position of a chunk."""
-
-    def chunk_seconds(self, tokens: int, start: int) -> float:
-        """Return the maximum seconds that a chunk takes."""
-
-    def tokens_within(self, seconds: float, start: int, max_tokens: int) -> int:
-        """Return the longest chunk, up to `max_tokens` tokens, known to take at most `seconds`."""
-
-    def tokens_to_try(self, seconds: float, start: int, max_tokens: int) -> int:
-        """Return the longest chunk, up to `max_tokens`, that might take at most `seconds`."""
-
-    def tokens_worth(self, start: int) -> int:
-        """Return the chunk length from which per-token time exceeds the overhead."""
+    def chunk_seconds(self, tokens: int, start: int) -> float: ...
+    def tokens_within(self, seconds: float, start: int, max_tokens: int) -> int: ...
+    def tokens_to_try(self, seconds: float, start: int, max_tokens: int) -> int: ...
+    def tokens_worth(self, start: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +45,7 @@ class StepTime:
         return replace(self, seconds=seconds, others_wait=False)
 
     def tokens(self, start: int, max_tokens: int, beside: Iterable[tuple[int, int]] = ()) -> int:
-        """Return the longest chunk from `start` that fits into the remaining time.
-
-        Args:
-            start: position of its first token.
-            max_tokens: maximum number of tokens.
-            beside: (start, tokens) of the other chunks of the step.
-        """
+        """Return the longest chunk from `start` that fits into the remaining time."""
         spent = sum(self.speed.chunk_seconds(tokens, begin) for begin, tokens in beside)
         left = self.seconds - spent
         return self.speed.tokens_within(left, start, max_tokens) if left > 0 else 0
@@ -74,10 +59,7 @@ class StepTime:
         return self.speed.tokens_to_try(self.seconds, start, rest) == rest
 
     def part(self, start: int, block: int) -> int:
-        """Return the tokens to prefill of a block that may exceed the limit; all if not one fits.
-
-        At least so many that per-token time exceeds the overhead of a chunk.
-        """
+        """Return the tokens to prefill of a block beyond the limit; all if not one fits."""
         if self.whole_blocks or self.speed.chunk_seconds(block, start) <= SLACK * self.seconds:
             return block
         tokens = self.speed.tokens_to_try(self.seconds, start, block) or block

@@ -70,7 +70,6 @@ class Affine(Scaled):
 
     @property
     def takes_scales(self) -> bool:
-        """Whether channel scales improve its keys: if they are rotated."""
         return self.rotated
 
     def encode(self, x: mx.array, ops: CodeOps) -> Coded:

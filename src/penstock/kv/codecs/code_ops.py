@@ -16,14 +16,11 @@ class CodeOps:
     """Operations used by codecs, in MLX operations; devices may override them."""
 
     lanes: int = 1
-    """Number of parallel streams."""
 
     def lane(self, number: int | None) -> AbstractContextManager[None]:
-        """Run the computations of a `with` block on a lane, by index; None for no lane."""
         return nullcontext()
 
     def settle(self, number: int) -> None:
-        """Wait until all work that this thread queued on a lane has finished."""
         with self.lane(number):
             mx.synchronize()
 
@@ -65,10 +62,7 @@ class CodeOps:
         )
 
     def multiply_signs(self, x: mx.array, codes: mx.array, levels: mx.array) -> mx.array:
-        """Multiply x (heads, m, n) by signs (heads, rows, n / 32) scaled by `levels` (heads, rows).
-
-        One bit per value; 1 is plus. Returns (heads, m, rows), float32. MLX has no kernel for it.
-        """
+        """Multiply x (heads, m, n) by signs (heads, rows, n / 32) times `levels` (heads, rows)."""
         steps, x = 2 * mx.expand_dims(levels, -1), x.astype(mx.float32)
         parts = x, codes, steps, -steps / 2
         return multiply(*parts, transpose=True, bits=1, at_once=SIGNS_AT_ONCE)

@@ -56,8 +56,7 @@ class Codec(ABC):
 
     @property
     @abstractmethod
-    def name(self) -> str:
-        """Name in settings; identifies the codec together with the head size."""
+    def name(self) -> str: ...
 
     @abstractmethod
     def token_bits(self, dim: int) -> int:
@@ -124,10 +123,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Encoded keys or values of some tokens.
-
-    Every part has tokens, or spans of them, on axis 2: (batch, heads, tokens / span, ...).
-    """
+    """Encoded keys or values of some tokens; every part has tokens, or spans of them, on axis 2."""
 
     codec: Codec
     parts: tuple[mx.array, ...]
@@ -154,7 +150,6 @@ class Coded:
         return Coded(self.codec.of_heads(start, stop), parts, self.dim)
 
     def join(self, *others: Coded) -> Coded:
-        """Return a concatenated copy of sides with the same codec."""
         runs = zip(self.parts, *(other.parts for other in others), strict=True)
         return Coded(
             self.codec,
@@ -163,10 +158,7 @@ class Coded:
         )
 
     def after(self, earlier: mx.array) -> Coded:
-        """Return this side with a dependency on `earlier`.
-
-        Reading sides in order limits how much is dequantized at a time.
-        """
+        """Return this side with a dependency on `earlier`."""
         codes, *others = self.parts
         return Coded(self.codec, (*mx.depends([codes], [earlier]), *others), self.dim)
 
@@ -232,10 +224,7 @@ class Grid:
 
     @classmethod
     def of(cls, x: mx.array, group_size: int, ops: CodeOps) -> tuple[mx.array, mx.array, Grid]:
-        """Return float16 scales and offsets, and the grid of their codes.
-
-        Offsets are rounded down and scales up, so that no code is out of range.
-        """
+        """Return float16 scales and offsets, and the grid of their codes."""
         *rows, n = x.shape
         smallest, largest = ops.extremes(x.reshape(*rows, n // group_size, group_size))
         offsets = (smallest - mx.abs(smallest) * (1.01 * ROUNDING) - SMALLEST).astype(mx.float16)
@@ -255,10 +244,7 @@ class Grid:
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
-    """Pack codes (..., n) below 2^bits as `mx.quantize` does: (..., n * bits / 32) uint32.
-
-    A single bit stream, lowest bits first; n is a multiple of 32.
-    """
+    """Pack codes (..., n) below 2^bits as `mx.quantize` does: (..., n * bits / 32) uint32."""
     *rows, n = codes.shape
     codes = codes.astype(mx.uint32).reshape(*rows, n // 32, 32)
     words = []

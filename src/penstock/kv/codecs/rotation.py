@@ -26,7 +26,6 @@ def rotate(x: mx.array, width: int | None = None) -> mx.array:
 
 
 def rotate_back(x: mx.array, dim: int | None = None) -> mx.array:
-    """Undo `rotate`: (..., width) to (..., dim)."""
     back = _transform(x) * _signs(x.shape[-1])
     return back if dim is None else back[..., :dim]
 

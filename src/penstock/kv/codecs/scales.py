@@ -105,7 +105,6 @@ class Squares:
 
 
 def digest(layers: Sequence[Scales]) -> str:
-    """Return a hash of all scales."""
     hashed = xxhash.xxh3_128()
     for scales in layers:
         for head in (len(scales).to_bytes(8, "little"), *scales):

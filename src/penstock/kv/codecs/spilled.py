@@ -35,17 +35,11 @@ RawBlocks = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockList:
-    """Blocks of one side of a layer, in any order."""
-
     layer: int
     side: int
-    """0 for keys, 1 for values."""
     heads: Numbers
-    """Head of each block, (blocks,)."""
     places: Numbers
-    """Place of each block, (blocks,)."""
     checksums: Checksums
-    """Checksum of each block's bytes, (blocks,)."""
 
     @classmethod
     def joined(cls, lists: Sequence[BlockList]) -> BlockList:
@@ -62,9 +56,7 @@ class BlockPairs:
 
     layer: int
     heads: Numbers
-    """See `BlockList`, (pairs,)."""
     places: Numbers
-    """See `BlockList`, (pairs,)."""
     checksums: Checksums
     """Checksums of each pair's keys and values, (pairs, 2)."""
 
@@ -123,8 +115,6 @@ class HeldPairs:
 
 
 class BlockReader(ABC):
-    """Reads blocks from a tier."""
-
     @abstractmethod
     def fetch(self, lists: Sequence[BlockList]) -> list[RawBlocks]:
         """Return the bytes of blocks, (blocks, bytes) for each list, or raise SpilledLost."""
@@ -145,7 +135,6 @@ class Spilled(Codec):
     reader: BlockReader
     layer: int
     side: int
-    """0 for keys, 1 for values."""
     dtype: mx.Dtype
     first_head: int = 0
     rest: Codec | None = None
@@ -231,7 +220,6 @@ class Spilled(Codec):
         return mx.array(self.numbers(coded, raw))[None]
 
     def dequantize(self, coded: Coded, ops: CodeOps) -> mx.array:
-        """Return the original keys or values, (1, heads, tokens, dim)."""
         (raw,) = self.reader.fetch([self.all_blocks(coded)])
         return self.as_array(coded, raw)
 
@@ -243,5 +231,4 @@ class Spilled(Codec):
 
 
 def is_spilled(side: object) -> TypeGuard[Coded]:
-    """Return whether keys or values are in a cold tier."""
     return isinstance(side, Coded) and isinstance(side.codec, Spilled)

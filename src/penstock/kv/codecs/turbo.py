@@ -146,7 +146,6 @@ class Turbo(Scaled):
         return mixed[0] if len(mixed) == 1 else mx.concatenate(mixed, axis=-1)
 
     def _readable(self, coded: Coded) -> list[tuple[mx.array, mx.array, mx.array, int, int]]:
-        """Return codes, offsets, scales, width and bits of each half, as MLX reads them."""
         *codes, scales = (part.squeeze(0) for part in coded.parts)
         return self._as_mlx(codes, scales, coded.dim)
 

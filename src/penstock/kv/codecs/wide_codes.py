@@ -78,14 +78,12 @@ class _WideCodes:
     """
 
     codes: mx.array
-    """(..., rows, words)"""
     scales: mx.array
     """Shape (..., rows, groups), like the offsets."""
     biases: mx.array
     bits: int
 
     def along(self, x: mx.array) -> mx.array:
-        """Return x (..., m, n) times the rows: (..., m, rows)."""
         total, groups = None, self.scales.shape[-1]
         width = x.shape[-1] // groups
         for group in range(groups):
@@ -102,7 +100,6 @@ class _WideCodes:
         return total
 
     def across(self, x: mx.array) -> mx.array:
-        """Return the sum of rows weighted by x (..., m, rows): (..., m, n)."""
         products = []
         for group in range(self.scales.shape[-1]):
             weights = x * self.scales[..., None, :, group]
@@ -112,7 +109,6 @@ class _WideCodes:
         return products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)
 
     def _floats(self, group: int) -> list[mx.array]:
-        """Return the planes of one group, centered on zero."""
         width = self.codes.shape[-1] // self.scales.shape[-1]
         codes = self.codes[..., group * width : (group + 1) * width]
         half = 2 ** (self.bits - 1)

@@ -59,10 +59,7 @@ _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Config and tensor names of one architecture for mlx-lm."""
-
     model_type: str
-    """Name of mlx-lm's module."""
     special: Callable[[Header, str], Config]
     """Function that returns the architecture-specific part of the config."""
     names: Mapping[str, str] = field(default_factory=lambda: _COMMON)

@@ -27,7 +27,6 @@ class AffineCodes:
     """Quantized matrix in MLX's affine format: value = code x scale + bias."""
 
     weight: mx.array
-    """Codes as uint32, (rows, packed columns)."""
     scales: mx.array
     """Scales in float32, (rows, groups); the file's are float16, or products of two."""
     biases: mx.array

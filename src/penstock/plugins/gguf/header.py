@@ -42,15 +42,12 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Storage format of a tensor: blocks with a fixed number of values and bytes."""
-
     name: str
     numbers: int
     block_bytes: int
     bits: int | None = None
     """Bits of the corresponding MLX codes; None for formats that are not quantized in MLX."""
     is_exact: bool = True
-    """Whether MLX represents the values exactly."""
 
 
 GROUP = 32
@@ -75,15 +72,12 @@ FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Location, shape and format of one tensor."""
-
     name: str
     shape: tuple[int, ...]
     """Rows first, as in MLX; reversed compared with the file."""
     form: Form
     file: Path
     offset: int
-    """Offset of the data in the file, in bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -127,17 +121,12 @@ class Header:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return whether a path is an existing GGUF file."""
     file = Path(path).expanduser()
     return file.suffix == SUFFIX and file.is_file()
 
 
 def read_header(path: str | Path) -> Header:
-    """Read the header of a GGUF file, or of all parts starting with `NAME-00001-of-0000N.gguf`.
-
-    Raises:
-        ModelError: not a GGUF file, a missing part, an unknown format, or a damaged header.
-    """
+    """Read the header of a GGUF file, or of all parts starting with `NAME-00001-of-0000N.gguf`."""
     first = Path(path).expanduser()
     files = _parts(first)
     headers = [_read_file(file) for file in files]

@@ -25,21 +25,15 @@ def activation_dtype(header: Header) -> str:
 
 
 def native_bytes(header: Header) -> int:
-    """Return the bytes of the weights if quantized tensors stay quantized."""
     return sum(sum(_bytes(tensor, activation_dtype(header))) for tensor in model_tensors(header))
 
 
 def wide_bytes(header: Header) -> int:
-    """Return the bytes of the weights in float32."""
     return sum(4 * prod(tensor.shape) for tensor in model_tensors(header))
 
 
 def packed_bytes(header: Header) -> int | None:
-    """Return the bytes of the weights if codes are multiplied directly; None without codes.
-
-    Codes are not dequantized before products. They have 4 or 8 bits, and a scale and an offset per
-    group, in float16 where that holds them exactly.
-    """
+    """Return the bytes of the weights if codes are multiplied directly; None without codes."""
     total, has_codes = 0, False
     for tensor in model_tensors(header):
         numbers, bits = prod(tensor.shape), tensor.form.bits
@@ -54,7 +48,6 @@ def packed_bytes(header: Header) -> int | None:
 
 
 def model_tensors(header: Header) -> list[TensorInfo]:
-    """Return the tensors that become weights of the model."""
     return [x for x in header.tensors.values() if x.name not in ROPE_TENSORS]
 
 

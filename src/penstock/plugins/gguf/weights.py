@@ -26,10 +26,7 @@ MEASURED_TENSORS = 2
 
 
 def write_folder(header: Header, folder: Path, *, float32: bool, dtype: str) -> None:
-    """Write a model folder for mlx-lm's loaders, without weights.
-
-    `float32` gives dense matrices; unquantized values have the `dtype`.
-    """
+    """Write a model folder for mlx-lm's loaders, without weights."""
     config = architectures.config(header)
     config["torch_dtype"] = dtype
     if not float32 and (quantization := _quantization(header)):
@@ -39,11 +36,7 @@ def write_folder(header: Header, folder: Path, *, float32: bool, dtype: str) -> 
 
 
 def weights(header: Header, *, float32: bool, dtype: str) -> Iterator[tuple[str, mx.array]]:
-    """Yield the weights by mlx-lm's names, evaluated; only one tensor is in memory at a time.
-
-    With `float32`, codes are dequantized. All unquantized values (scales, norms and biases too) get
-    the `dtype`.
-    """
+    """Yield the weights by mlx-lm's names, evaluated; only one tensor is in memory at a time."""
     kind = architectures.architecture(header)
     config = architectures.config(header)
     heads = {

@@ -33,14 +33,11 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One dispatch of a kernel."""
-
     text: KernelText
     inputs: list[mx.array]
     template: tuple[tuple[str, Any], ...]
     threadgroups: tuple[int, int, int]
     threads: int
-    """Number of threads per threadgroup."""
     shapes: tuple[Shape, ...]
     dtypes: tuple[mx.Dtype, ...]
 
@@ -84,10 +81,7 @@ class DeviceKernels:
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """One layer of a decode step."""
-
     queries: mx.array
-    """Queries of the model, (b, heads, width, d)."""
     reading: StepReading
     layout: AttentionPlan
     layer: int
@@ -109,13 +103,10 @@ def device_kernels(device: AttentionBackend) -> KernelAttention | None:
 
 
 class KernelAttention:
-    """Decode attention by kernels in "metal", "cuda", or "lockstep" in tests."""
-
     def __init__(self, run: Run, target: str) -> None:
         self._call = run
         self._target = target
         self.known: set[Hashable] = set()
-        """Kernels called so far."""
         self.threadgroups = THREADGROUPS
         """Number of threadgroups that keeps the device busy."""
         self.only_known = False
@@ -127,10 +118,7 @@ class KernelAttention:
         plans: dict[Hashable, list[Dispatch]],
         most_bytes: int | None = None,
     ) -> mx.array | None:
-        """Attend like `Reads.attend`: (b, heads, width, value_dim), by the step's `plans`.
-
-        None if no kernel supports a part, one is unknown, or partial results exceed `most_bytes`.
-        """
+        """Attend like `Reads.attend`: (b, heads, width, value_dim), by the step's `plans`."""
         keys, values = of.tails
         assert isinstance(keys, mx.array) and isinstance(values, mx.array)
         tail_form = form_of(of.tails, keys.dtype)

@@ -53,10 +53,9 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Columns c of a span that are visible to a row's first new token.
+    """Columns visible to a row's first new token: c < end, c < last, and c < keep or c >= low.
 
-    These have c < end and c < last, and c < keep or c >= low. For each following token `last` and
-    `low` increase by one.
+    For each following token `last` and `low` increase by one.
     """
 
     end: int
@@ -108,14 +107,11 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class StepReading:
-    """Heads and rows of a step."""
-
     rows: Sequence[DecodeRow]
     window: AttentionWindow
     width: int
     kv_heads: int
     repeats: int
-    """Number of query heads per KV head."""
 
     @property
     def per_row(self) -> int:
@@ -159,7 +155,6 @@ def signature(layout: AttentionPlan, layer: int, dtype: mx.Dtype) -> Hashable:
 
 
 def segments_of(layout: AttentionPlan) -> Iterator[Segment]:
-    """Yield the segment of each piece."""
     for level in layout.levels:
         for shared in level:
             for segment, _, _ in shared.pieces:

@@ -46,8 +46,6 @@ STAGE_INDENT = " " * 8
 
 @dataclass(frozen=True, slots=True)
 class KernelText:
-    """Arguments of `mx.fast.metal_kernel` and `mx.fast.cuda_kernel`."""
-
     name: str
     header: str
     source: str
@@ -56,12 +54,10 @@ class KernelText:
 
 
 def most_spans(form: SpanForm) -> int:
-    """Return the maximum number of spans with this format per dispatch."""
     return min(SPANS[-1], MOST_BUFFERS // form.arrays)
 
 
 def padded_spans(form: SpanForm, spans: int) -> int:
-    """Round `spans` up to a number for which kernels are compiled."""
     return next(count for count in (*SPANS[:-1], most_spans(form)) if count >= spans)
 
 

@@ -37,7 +37,6 @@ TOKENS = 2_048
 CHECKED_TOKENS = 192
 """Tokens of a sequence whose results are compared."""
 BLOCK = 64
-"""Multiple of every codec's span."""
 PARTS = 8
 """Number of parts of a sequence timed with many parts."""
 MANY_PARTS = 16
@@ -45,15 +44,12 @@ MANY_PARTS = 16
 TAIL = 6
 """Tokens in a row's tail."""
 AT_ONCE = 4
-"""Layers per timed step; with one, waiting for the device would dominate."""
 SHARE = 0.9
 """Maximum time relative to plain operations at which another way replaces them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds per layer of attention, by way; without the ways that failed."""
-
     layer: AttentionForm
     situation: Situation
     milliseconds: dict[AttentionWay, float]
@@ -81,8 +77,6 @@ class WayChoice:
 
 
 class TimeBudget:
-    """Time limit of a self-test, not counting compilation."""
-
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self.clock, self._seconds, self._began = clock, seconds, clock()
 
@@ -108,11 +102,7 @@ def choose(
     tokens: int = TOKENS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> WayChoice:
-    """Compare the ways on random steps, and choose the fastest with correct results.
-
-    Afterwards only tested kernels are used. No step starts after `seconds`, not counting
-    compilation. With a scheme, codes are tested as well as raw values.
-    """
+    """Compare the ways on random steps, and choose the fastest with correct results."""
     choice = WayChoice(Ways(kernels))
     if kernels is None:
         choice.why_off = "this device has none"

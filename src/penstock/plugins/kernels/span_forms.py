@@ -33,8 +33,6 @@ MOST_TILE_BYTES = 24_576
 
 
 class ArrayKind(Enum):
-    """Content of an array."""
-
     OWN = "the model's"
     CODES = "32 bits of codes"
     HALF = "float16"
@@ -42,8 +40,6 @@ class ArrayKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HeldArray:
-    """One array of a side."""
-
     suffix: str
     """Suffix of its name among a kernel's arguments, after the side's."""
     kind: ArrayKind
@@ -61,8 +57,6 @@ class HeldArray:
 
 @dataclass(frozen=True, slots=True)
 class SideForm:
-    """Format of the keys or values of a span: raw, or codes."""
-
     dim: int
     """Size of a column, including padding by a codec."""
     bits: int = 0
@@ -124,12 +118,9 @@ class SideForm:
 
 @dataclass(frozen=True, slots=True)
 class SpanForm:
-    """Format of the keys and values of a span."""
-
     keys: SideForm
     values: SideForm
     dtype: mx.Dtype
-    """Dtype of raw values."""
 
     @property
     def arrays(self) -> int:

@@ -59,8 +59,6 @@ class Situation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """Heads, sizes and dtype of a layer's attention."""
-
     heads: int
     kv_heads: int
     key_dim: int
@@ -81,8 +79,6 @@ StepForm: TypeAlias = tuple[AttentionForm, Situation, bool]
 
 @dataclass(slots=True)
 class Ways:
-    """The way for each kind of step; plain unless another is faster."""
-
     kernels: KernelAttention | None = None
     table: Mapping[StepForm, AttentionWay] = field(default_factory=dict)
     always: AttentionWay | None = None

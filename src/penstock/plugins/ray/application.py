@@ -59,7 +59,6 @@ class Fleet(FleetSettings):
 
 
 def application(served: Served, fleet: Fleet) -> serve.Application:
-    """Return door and replicas; deployed again, all replicas are replaced, one after the other."""
     batch, queue = served.limits.get("max_batch_size", 8), served.limits.get("max_queue", 256)
     drain_seconds = served.settings.drain_timeout_seconds
     scaling: dict[str, object] = {"num_replicas": fleet.replicas}
@@ -143,7 +142,6 @@ def running(served: Served, fleet: Fleet) -> Iterator[str]:
 
 
 def deploy(served: Served, fleet: Fleet) -> None:
-    """Start door and replicas, or replace the replicas that run, one after the other."""
     target = serve.RunTarget(application(served, fleet), name=NAME, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
 
@@ -200,7 +198,6 @@ def _wait_until_ready() -> None:
 
 
 def wait_for_signal(settings: ServerSettings, restart: Callable[[], None]) -> None:
-    """Wait for SIGTERM or Ctrl-C; reload the keys on SIGHUP, and restart replicas on SIGUSR1."""
     signaled, hung_up, restarts = threading.Event(), threading.Event(), threading.Event()
     events = {signal.SIGTERM: signaled, signal.SIGINT: signaled, signal.SIGUSR1: restarts}
     if settings.keys is not None:

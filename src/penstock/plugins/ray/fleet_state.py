@@ -83,10 +83,7 @@ class FleetState:
             return len(self._ejected)
 
     def eject(self, replica: str) -> None:
-        """Send a replica no more requests and abandon its attempts; idempotent.
-
-        Attempts that no replica has taken are abandoned too: they may be waiting for this one.
-        """
+        """Send a replica no more requests and abandon its attempts; idempotent."""
         with self._lock:
             if replica in self._ejected:
                 return

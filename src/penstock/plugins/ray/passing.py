@@ -62,10 +62,7 @@ class Passing:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Answer the request; `forwarded` is the scope and body that a replica gets.
-
-        `hint` is for the router: block hashes of the prompt, and the client's cache key.
-        """
+        """Answer the request; `forwarded` is the scope and body that a replica gets."""
         error: ServerError = Unavailable("the replicas have failed", code="replica_failed")
         try:
             while True:

@@ -34,8 +34,6 @@ GONE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Settings of the replicas."""
-
     model: str
     """Folder or Hugging Face name."""
     name: str
@@ -130,7 +128,6 @@ class Replica:
         return {}
 
     async def check_health(self) -> None:
-        """Raise EngineStopped if the engine has died, so that Ray starts another replica."""
         if not self._engine.alive:
             raise EngineStopped("the engine's thread has died")
 
@@ -138,7 +135,6 @@ class Replica:
         await self.close()
 
     async def close(self) -> None:
-        """Write pending blocks and end the engine; idempotent."""
         if self._watching is not None:
             self._watching.cancel()
         self._service.draining = True

@@ -130,7 +130,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Record the prompt in the replica's expected cache, and its uncached blocks as load."""
         name, block_hashes = _name(replica_id), prompt_of(pending_request).block_hashes
         known_blocks = self._ours.known(block_hashes).get(name, 0)
         attempt = pending_request.kwargs.get("attempt", "")

@@ -22,10 +22,7 @@ PACKAGES = {
 def open_objects(
     url: str, *, ttl_seconds: int, timeout_seconds: float, put_seconds: float
 ) -> Objects:
-    """Open the store of a URL, without connecting; raises like `check_url`, and OSError.
-
-    Values expire `ttl_seconds` after their last use, if the store supports it.
-    """
+    """Open the store of a URL, without connecting; raises like `check_url`, and OSError."""
     check_url(url)
     seconds = {"timeout_seconds": timeout_seconds, "put_seconds": put_seconds}
     # Imported only if used: neither package need be there.

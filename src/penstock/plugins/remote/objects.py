@@ -14,10 +14,7 @@ MOST_WORDS = 300
 
 @dataclass(frozen=True, slots=True)
 class ObjectPiece:
-    """Part of a value."""
-
     nbytes: int
-    """Size of the whole value in bytes."""
     raw: bytes | memoryview
 
 
@@ -39,8 +36,7 @@ class Objects(Protocol):
     def remove(self, names: Sequence[str]) -> None:
         """Remove values, if they exist and the store is writable."""
 
-    def close(self) -> None:
-        """Close all connections."""
+    def close(self) -> None: ...
 
 
 def described(error: BaseException, url: str) -> str:

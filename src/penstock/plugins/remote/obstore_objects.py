@@ -23,8 +23,6 @@ from penstock.plugins.remote.objects import ObjectPiece, described
 
 
 class ObstoreObjects:
-    """See `Objects`."""
-
     def __init__(self, url: str, *, timeout_seconds: float, put_seconds: float) -> None:
         self._url = url
         with self._in_words():
@@ -80,8 +78,7 @@ class ObstoreObjects:
                 with suppress(FileNotFoundError):
                     obstore.delete(self._quick, name)
 
-    def close(self) -> None:
-        """Do nothing: there are no connections."""
+    def close(self) -> None: ...
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:

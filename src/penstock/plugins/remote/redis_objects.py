@@ -25,8 +25,6 @@ MOST_CONNECTIONS = 4
 
 
 class RedisObjects:
-    """See `Objects`; each value expires on its own."""
-
     def __init__(
         self, url: str, *, ttl_seconds: int, timeout_seconds: float, put_seconds: float
     ) -> None:

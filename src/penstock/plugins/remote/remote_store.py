@@ -65,10 +65,7 @@ def buffer_bytes(piece_bytes: int) -> int:
 
 
 class RemoteStore(Store):
-    """One model's blocks in a store shared with other servers; see `Store`.
-
-    Raises OSError if the store does not answer.
-    """
+    """One model's blocks in a store shared with other servers; see `Store`."""
 
     def __init__(
         self,

@@ -36,11 +36,8 @@ BILLING_HEADER = "x-anthropic-billing-header"
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Prefix of a prompt that the client asks to hold in the cache."""
-
     seconds: float
     tokens: int | None
-    """Length in tokens; None means the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +71,7 @@ def without_billing_header(request: CountRequest) -> CountRequest:
 
 
 def _check_asked(turns: Sequence[Turn]) -> None:
-    """Reject non-text parts of the last user message; elsewhere placeholders replace them.
-
-    A message with tool results may have such parts: agents attach pictures or documents that a tool
-    read.
-    """
+    """Reject non-text parts of the last user message; elsewhere placeholders replace them."""
     last = last_user([{"role": turn.role} for turn in turns])
     if last < 0 or any(isinstance(block, ToolResult) for block in turns[last].blocks):
         return
@@ -125,7 +118,6 @@ def _render(
     *,
     whole: bool = True,
 ) -> tuple[int, ...]:
-    """Render a conversation; a final assistant message is continued."""
     messages: list[dict[str, Any]] = []
     if text := _text_of(system):
         messages.append({"role": "system", "content": text})
@@ -143,7 +135,6 @@ def _render(
 
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Convert messages to OpenAI's format; consecutive messages of one role are merged."""
     converted: list[dict[str, Any]] = []
     names = {
         block.id: block.name
@@ -237,7 +228,6 @@ def _deepest(marks: Sequence[_Mark]) -> _Mark:
 
 
 def _up_to(request: CountRequest, prompts: Prompts, mark: _Mark) -> tuple[int, ...]:
-    """Render the conversation up to a mark, followed by text that differs from the prompt's."""
     # A template may want a user's message, whatever it says: its text is where the two part.
     turns = mark.turns or [Turn(role="user", content=_other(request))]
     return _render(request, prompts, mark.system, turns, whole=False)

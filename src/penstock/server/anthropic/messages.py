@@ -218,7 +218,6 @@ class Messages(Dialect):
         return _grammar(self.service, self.body, self.prompt) or CallGrammar(None)
 
     def requests(self) -> Sequence[Request]:
-        """Return the engine request, and create the reader of its answer."""
         body, service, prompt = self.body, self.service, self.prompt
         chosen: dict[str, Any] = service.sampling.model_dump(include=set(SAMPLED))
         chosen |= body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
@@ -290,7 +289,6 @@ class Messages(Dialect):
         }
 
     def _start(self) -> dict[str, Any]:
-        """Return the empty message that starts a stream; its cache usage is sent at the end."""
         usage = UsageOut(
             input_tokens=len(self.prompt.tokens),
             cache_creation_input_tokens=None,
@@ -337,8 +335,6 @@ def _grammar(
 
 
 class Blocks:
-    """Content blocks of an answer, and their stream events; without `thinking`, drops reasoning."""
-
     def __init__(self, *, thinking: bool) -> None:
         self.content: list[dict[str, Any]] = []
         self._thinking = thinking

@@ -127,7 +127,6 @@ class ChatCompletions(Dialect):
         return includes_usage(self.body.stream_options)
 
     def is_long(self, choices: Sequence[Choice]) -> bool:
-        """Return whether the answers are long, or include prompt log-probabilities."""
         return self.answering.handles[0].prompt_logprobs is not None or super().is_long(choices)
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +148,6 @@ class ChatCompletions(Dialect):
         return whole
 
     def batches(self) -> AsyncIterator[list[Event]]:
-        """Return batches of events; with `return_progress`, empty ones report progress."""
         return self.answering.batches(with_progress=bool(self.body.return_progress))
 
     def progress(self) -> Iterator[bytes]:
@@ -158,7 +156,6 @@ class ChatCompletions(Dialect):
         yield self._chunk(self._choice(0, delta, [], None), **prompt_progress(self.answering))
 
     def chunk(self, events: Sequence[Event]) -> Iterator[bytes]:
-        """Yield chunks; tokens of one answer that arrive together share a chunk."""
         for index, (delta, tokens, finish) in self._read_all(events).items():
             content = _delta(delta, self.calls[index])
             if index not in self.started:
@@ -234,7 +231,6 @@ def _delta(delta: Delta, calls: CallParts) -> dict[str, Any]:
 
 
 def _call_part(part: CallPart) -> dict[str, Any]:
-    """Return the delta of a call; the first one includes its id and name."""
     if not part.begins:
         return {"index": part.index, "function": {"arguments": part.grown}}
     return {"index": part.index, **_call(replace(part.call, arguments=part.grown))}

@@ -124,11 +124,9 @@ class Completions(Dialect):
         return includes_usage(self.body.stream_options)
 
     def is_long(self, choices: Sequence[Choice]) -> bool:
-        """Return whether the response includes prompt log-probabilities or long echoes."""
         return self._is_long
 
     def is_long_chunk(self, events: Sequence[Event]) -> bool:
-        """Return whether the batch starts an answer whose prompt scores or echo are long."""
         return self._is_long and any(event.choice not in self.offsets for event in events)
 
     @property
@@ -169,10 +167,7 @@ class Completions(Dialect):
         return self.logprobs.completion(tokens, offset)
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yield batches of events; a prompt's events wait for its log-probabilities.
-
-        The first answer computes them; another may find the prompt cached and start earlier.
-        """
+        """Yield batches of events; a prompt's events wait for its log-probabilities."""
         early: list[Event] = []
         with_progress = bool(self.body.return_progress)
         async for events in self.answering.batches(with_progress=with_progress):
@@ -222,7 +217,6 @@ def _has_scores(handle: Handle) -> bool:
 
 
 def _sum_up(events: Iterable[Event]) -> dict[int, Part]:
-    """Group events by answer: text, tokens with a log-probability, finish reason."""
     texts: dict[int, list[str]] = {}
     tokens: dict[int, list[Token]] = {}
     ends: dict[int, str] = {}

@@ -34,7 +34,6 @@ def choice_of(function_call: str | Mapping[str, Any] | None) -> str | dict[str, 
 
 
 def with_tool_calls(messages: Sequence[Message]) -> list[Message]:
-    """Convert function calls to tool calls, and their results to tool messages."""
     converted: list[Message] = []
     for index, message in enumerate(messages):
         call = message.get("function_call")

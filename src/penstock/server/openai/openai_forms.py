@@ -229,7 +229,6 @@ class ChatRequest(Sampled, Structured):
         return self.tools is None and self.functions is not None
 
     def plan(self, form: AnswerFormat) -> ToolPlan:
-        """Return the tools for prompt and answer; BadRequest if `tool_choice` is unknown."""
         if self.legacy:
             functions = [f.model_dump(exclude_none=True) for f in self.functions or ()]
             return ToolPlan.of(form, tools_of(functions), choice_of(self.function_call))

@@ -18,7 +18,6 @@ TOP_SCORE_BYTES = 400
 
 
 def check_scores(top: int | None, *, stream: bool) -> None:
-    """Reject `prompt_logprobs` in a stream, as vLLM does."""
     if top is not None and stream:
         raise BadRequest(
             "prompt_logprobs do not come in a stream; leave stream out", param="prompt_logprobs"

@@ -17,8 +17,6 @@ from penstock.server.tools.allowed_tools import ToolPlan
 
 @dataclass(frozen=True, slots=True)
 class ResponseInput:
-    """A request's input, with the previous response's items, and references resolved."""
-
     items: list[dict[str, Any]]
     messages: list[dict[str, Any]]
     tools: Tools

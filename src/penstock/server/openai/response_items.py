@@ -30,7 +30,6 @@ def items_of(content: str | Sequence[Item]) -> list[Item]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop null fields at any depth, which clients send for unset ones."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -74,7 +73,6 @@ def page_of(
 
 
 def _whole_message(item: Item) -> Item:
-    """Add the type and content parts of a message that clients may omit."""
     if item.get("type", "message") != "message":
         return item
     content = item.get("content")
@@ -86,8 +84,6 @@ def _whole_message(item: Item) -> Item:
 
 
 class Conversation:
-    """Chat messages built from resolved items, of which the first `first` come from the store."""
-
     def __init__(self, items: Sequence[Item], first: int = 0) -> None:
         self.messages: list[dict[str, Any]] = []
         self.left_out: list[str] = []

@@ -54,7 +54,6 @@ class ResponseOutput:
             yield from self._emit("message", delta.text)
 
     def _part_of(self, part: CallPart) -> Iterator[Event]:
-        """Yield the events of a call; calls of tools that are not functions are sent complete."""
         if not self.tools.is_function(part.call.name):
             if part.ends and not part.broken:
                 yield from self._call(part.call)
@@ -77,7 +76,6 @@ class ResponseOutput:
             yield "response.output_item.done", self._item()
 
     def end(self, *, incomplete: bool) -> list[Event]:
-        """Finish the last item; an empty answer gets an empty message."""
         events: list[Event] = []
         if self.custom is not None:
             arguments = json.dumps({"input": "".join(self._text)})

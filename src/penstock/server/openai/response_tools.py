@@ -55,11 +55,9 @@ class Tools:
     chat: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     offered: dict[str, Offered] = field(default_factory=dict)
-    """Tools by the names used in the prompt."""
 
     @classmethod
     def of(cls, offered: Iterable[dict[str, Any]] | None) -> Tools:
-        """Parse the tools of a request; BadRequest for a missing name or an invalid grammar."""
         tools = cls()
         for index, tool in enumerate(offered or ()):
             tools._read(tool, f"tools.{index}", None)

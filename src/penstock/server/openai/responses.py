@@ -191,7 +191,6 @@ class Responses(Dialect):
         return [request]
 
     def _calls(self) -> CallGrammar:
-        """Return the grammar of the calls; for a required custom tool, that of its input."""
         choice, prompts = self.body.tool_choice, self.service.prompts
         if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
             name = flat_name(str(choice.get("name")), choice.get("namespace"))
@@ -296,7 +295,6 @@ def _status(reader: Reader) -> str:
 
 
 def _settings(body: ResponsesRequest, sampling: Sampling) -> dict[str, Any]:
-    """Return all settings, with the effective value of those the request does not set."""
     effort = body.reasoning.effort if body.reasoning is not None else None
     return {
         "instructions": body.instructions,

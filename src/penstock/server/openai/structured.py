@@ -45,7 +45,6 @@ class Structured(RequestForm):
     structured_outputs: StructuredOutputs | None = None
 
     def structure(self) -> str | None:
-        """Return the grammar of the answer, or None; BadRequest if several are set. Blocking."""
         structures = self._given()
         if len(structures) > 1:
             names = " and ".join(structures)

@@ -22,7 +22,6 @@ Reading: TypeAlias = Generator[None, None, T]
 """Generator that yields to wait for text, and returns the parsed value."""
 Emit: TypeAlias = Callable[[str], None]
 Pattern: TypeAlias = regex.Pattern[str]
-"""Pattern that supports partial matches."""
 Match: TypeAlias = regex.Match[str]
 
 
@@ -34,7 +33,6 @@ class AnswerText:
         self.position = 0
         self.closed = False
         self.cut = False
-        """Whether the answer was cut off, so that its last call may be incomplete."""
         self.stops: tuple[str, ...] = ()
         """Marks of the answer's format that never occur in a call."""
         self._reread = 0
@@ -65,7 +63,6 @@ class AnswerText:
 
     @property
     def sign(self) -> str:
-        """Next character; empty if there is none yet."""
         return self.text[self.position : self.position + 1]
 
     def advance(self, count: int = 1) -> str:
@@ -97,10 +94,7 @@ class AnswerText:
 def until(
     source: AnswerText, marks: Sequence[str], emit: Emit, *, take: bool = True
 ) -> Reading[str | None]:
-    """Emit the text before the first of `marks`; return that mark, or None at the end.
-
-    No mark may be a prefix of another.
-    """
+    """Emit the text before the first of `marks`; return that mark, or None at the end."""
     pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
     while True:
         if match := pattern.search(source.text, source.position):
@@ -114,10 +108,7 @@ def until(
 
 
 def peek(source: AnswerText, pattern: Pattern, offset: int = 0) -> Reading[Match | None]:
-    """Match a pattern `offset` characters ahead without consuming text.
-
-    The pattern must end with a mark, so that more text cannot extend its match.
-    """
+    """Match a pattern `offset` characters ahead without consuming text."""
     while True:
         match = pattern.match(source.text, source.position + offset, partial=not source.closed)
         if match is None or not match.partial:

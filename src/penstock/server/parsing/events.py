@@ -81,7 +81,6 @@ class Events:
         self._events.append(CallEnd())
 
     def broken(self, text: str) -> None:
-        """Add the text of a broken call, and end the call if it has started."""
         if self._in_call:
             self._in_call = False
             self._events.append(CallBroken())

@@ -85,7 +85,6 @@ class AnswerFormat:
 
     @property
     def shape(self) -> CallShape | None:
-        """Text around names and arguments of calls; None if unknown."""
         if self.call_name == HARMONY:
             return harmony.SHAPE
         return None if self.calls is None else self.calls.shape
@@ -203,7 +202,6 @@ def _reasoning(
 
 
 def _template(tokenizer: Any) -> str:
-    """Return the chat template's text; if it is code, the known marks in the vocabulary."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("tool_use") or template.get("default")

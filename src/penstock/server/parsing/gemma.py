@@ -75,7 +75,6 @@ class _Notation:
         self._quote, self._closing = form.quote, form.closing
         self._keys = keys
         self._open: list[str] = []
-        """Closing brackets of the currently open brackets."""
 
     def value(self) -> Reading[None]:
         source = self._source
@@ -122,8 +121,6 @@ class _Notation:
         self._emit(f"{json.dumps(key, ensure_ascii=False)}: ")
 
     def _text(self) -> Reading[None]:
-        """Parse a string; an end mark after which the call cannot continue is part of it."""
-
         def inner(part: str) -> None:
             self._emit(json.dumps(part, ensure_ascii=False)[1:-1])
 

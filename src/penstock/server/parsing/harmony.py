@@ -61,7 +61,6 @@ def begins_with_a_header(source: AnswerText) -> Reading[bool]:
 
 
 def _message(source: AnswerText, out: Events, tools: Tools, opening: str) -> Reading[None]:
-    """Parse a message's header and body, up to its end mark."""
     header: list[str] = []
     source.keep(opening)
     mark = yield from until(source, (MESSAGE, END, CALL, RETURN, START), header.append, take=False)
@@ -81,11 +80,7 @@ def _message(source: AnswerText, out: Events, tools: Tools, opening: str) -> Rea
 
 
 def _read_header(header: str, tools: Tools) -> Head | None:
-    """Parse the header of a message; None if malformed.
-
-    The recipient is the word after `to=`, or else the first of at most two words, as in
-    `openai-harmony`; the second word is the content type.
-    """
+    """Parse the header of a message; None if malformed."""
     match = _CHANNEL.search(header)
     channel = "" if match is None else match["channel"]
     words = _words(_CHANNEL.sub(" ", header, count=1))

@@ -123,10 +123,7 @@ def _scalar(source: AnswerText, emit: Emit) -> Reading[None]:
 
 
 def call(source: AnswerText, out: Events) -> Reading[None]:
-    """Parse a call object: its name, and its arguments under `arguments` or `parameters`.
-
-    The call starts once both keys have been read; its arguments are streamed from then on.
-    """
+    """Parse a call object: its name, and its arguments under `arguments` or `parameters`."""
     state = _CallState(out)
     yield from members(source, _ignore, lambda key: _member(source, key, state))
     state.close()
@@ -234,7 +231,6 @@ def calls(
 
 
 def listed(source: AnswerText, out: Events) -> Reading[None]:
-    """Parse the calls of a list, after its opening bracket."""
     if (yield from accept(source, "]")):
         return
     while True:

@@ -37,7 +37,6 @@ def muse_answer(
 
 
 def _message(source: AnswerText, out: Events, opening: str) -> Reading[None]:
-    """Parse the header of a message, and its body if it is reasoning."""
     header: list[str] = []
     source.keep(opening)
     mark = yield from until(source, (MESSAGE, *_OVER), header.append, take=False)

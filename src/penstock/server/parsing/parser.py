@@ -36,10 +36,7 @@ class CallFormat(Protocol):
         """Text around names and arguments; None if grammars do not support the format."""
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
-        """Parse calls after an opening; a `bare` character has not been consumed.
-
-        Raises BrokenCall if there is no call; everything after the last complete call is then text.
-        """
+        """Parse calls after an opening; a `bare` character has not been consumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +47,6 @@ class ReasoningMarks:
 
 
 class Parser:
-    """Parser of one answer: feeds text to the reader of its format."""
-
     def __init__(self, source: AnswerText, out: Events, reading: Reading[None]) -> None:
         self._source = source
         self._out = out
@@ -63,7 +58,6 @@ class Parser:
         return self._out.take()
 
     def end(self, *, cut: bool = False) -> list[ParsedEvent]:
-        """Return the last events; if the answer was `cut` off, an incomplete call is text."""
         self._source.close(cut=cut)
         next(self._reading, None)
         return self._out.take()
@@ -90,7 +84,6 @@ def marked_answer(
     calls: CallFormat | None,
     tools: Tools,
 ) -> Reading[None]:
-    """Parse an answer with reasoning and calls between marks."""
     openings = calls.openings if calls is not None else ()
     around = (reasoning.start, *reasoning.dropped) if reasoning is not None else ()
     if reasoning is not None:
@@ -115,11 +108,7 @@ def marked_answer(
 def _thought(
     source: AnswerText, out: Events, end: str, calls: CallFormat | None, tools: Tools
 ) -> Reading[None]:
-    """Parse reasoning and its end mark.
-
-    A call inside reasoning is a draft if the reasoning ends later. If it never ends, text from the
-    the first call on is unread, and parsed as calls.
-    """
+    """Parse reasoning and its end mark."""
     openings = calls.openings if calls is not None else ()
     drafted: list[str] = []
     emit: Emit = out.reasoning
@@ -146,7 +135,6 @@ def _thought(
 def call_or_text(
     source: AnswerText, out: Events, opening: str, reading: Reading[None]
 ) -> Reading[None]:
-    """Parse calls; on BrokenCall, text after the last complete call is parsed again as text."""
     source.keep(opening)
     try:
         yield from reading

@@ -111,7 +111,6 @@ class TagCalls:
         return bool(self.shape.before.strip()) and bool(self.shape.closing)
 
     def _head_of(self, tools: Tools) -> Pattern:
-        """Return the pattern of a call's head, limited to the offered names."""
         names = [re.escape(tool["function"]["name"]) for tool in tools]
         twice = [rf"{name}\.(?P<name>{name})" for name in names] if self.doubled else []
         choice = "|".join((*twice, *(f"(?P<name>{name})" for name in names)))
@@ -169,7 +168,6 @@ class _Arguments:
         yield from self._end_of_call()
 
     def _block(self, end: str) -> Reading[None]:
-        """Parse all arguments as one JSON object, whose opening brace has been emitted."""
         parts: list[str] = []
         yield from json_text.value(self._source, parts.append)
         text = json_text.arguments_text(json.loads("".join(parts)))
@@ -273,7 +271,6 @@ class _Arguments:
             yield
 
     def _end_of_call(self) -> Reading[None]:
-        """Consume the end of the call; BrokenCall if it is missing or cut off."""
         source, after = self._source, self._form.shape.after.strip()
         if after and (yield from accept(source, after)):
             return

@@ -36,7 +36,6 @@ class ToolPlan(NamedTuple):
     def of(
         cls, form: AnswerFormat, tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None
     ) -> ToolPlan:
-        """Parse a `tool_choice`; BadRequest for an unknown mode or tool."""
         if not (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
             plain = offered(tools, choice)
             return cls(plain, choice, plain)
@@ -54,7 +53,6 @@ class ToolPlan(NamedTuple):
         return cls(kept, mode, allowed, narrow)
 
     def keeping(self, strict: Iterable[str]) -> ToolPlan:
-        """Return a copy of the plan with additional strict tools."""
         return self._replace(strict=frozenset(strict))
 
     def binds(self, inputs: Collection[str] = ()) -> bool:
@@ -95,7 +93,6 @@ def flat_name(name: str, namespace: Any = None) -> str:
 
 
 def _allowed(tools: list[Tool], named: Any) -> list[Tool]:
-    """Return the tools named by `allowed_tools`, in the order of the prompt."""
     names = {_name(tool) for tool in named} if isinstance(named, list) else set()
     allowed = [tool for tool in tools if tool["function"]["name"] in names]
     unknown = names - {tool["function"]["name"] for tool in allowed}
@@ -106,7 +103,6 @@ def _allowed(tools: list[Tool], named: Any) -> list[Tool]:
 
 
 def _name(named: Any) -> str:
-    """Return a tool's name as `allowed_tools` writes it; empty if it has none."""
     if not isinstance(named, dict):
         return ""
     function = named.get("function", named)

@@ -206,7 +206,6 @@ def _set(part: str) -> str:
 
 
 def _matched(part: str) -> str:
-    """Return the characters of `ESCAPED` that a part of a regular expression matches."""
     try:
         pattern = re.compile(re.sub(r"\\[xu]\{([0-9A-Fa-f]+)\}", _code, part))
     except re.error as error:

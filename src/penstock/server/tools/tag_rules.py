@@ -90,7 +90,6 @@ class TagWriter:
         return self.marks.of(self.tags.separator) if self.tags.separator else ""
 
     def _any(self, name: str) -> str:
-        """Return the rules of an argument with any name."""
         tags, rule = self.tags, f"{name}_any"
         before, key = self.marks.of(tags.before), f"/{tags.keys}/"
         if tags.notation == "json":
@@ -203,7 +202,6 @@ def _alone(value: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _texts(value: Any, root: Mapping[str, Any]) -> list[str] | None:
-    """Return all strings allowed for a value; None if they are not enumerated."""
     texts = list[str]()
     for branch in branches(value, root):
         listed = constants(branch)

@@ -96,7 +96,6 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_composed(part: Mapping[str, Any]) -> bool:
-    """Return whether one object's properties are defined in several places."""
     several = isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1
     return several or ("properties" in part and bool(COMPOSING & part.keys()))
 
@@ -126,10 +125,7 @@ def _mapped(
     change: Callable[[str, Any], tuple[str, Any] | None],
     finish: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Any:
-    """Rewrite the keys and values of a schema, recursively.
-
-    `change` returns a new key and value, or None to drop them; `finish` rewrites each object.
-    """
+    """Rewrite the keys and values of a schema, recursively."""
     if isinstance(schema, list):
         return [_mapped(part, change, finish) for part in schema]
     if not isinstance(schema, Mapping):

@@ -42,22 +42,14 @@ _MOST_SECONDS = 8**11 - 1
 
 @dataclass(slots=True)
 class Exported:
-    """Statistics of an export."""
-
     blocks: int = 0
-    """Number of blocks, including checkpoints of recurrent layers."""
     tokens: int = 0
-    """Tokens of the longest chain."""
 
 
 @dataclass(slots=True)
 class Imported:
-    """Statistics of an import, by outcome for the tar file's members."""
-
     blocks: int = 0
-    """Number of blocks and checkpoints added to the folder."""
     tokens: int = 0
-    """Number of tokens of the longest chain, new or known."""
     nbytes: int = 0
     known: int = 0
     """Number of blocks and checkpoints already in the folder."""
@@ -70,7 +62,6 @@ class Imported:
 
     @property
     def is_all(self) -> bool:
-        """Whether all members are in the folder now."""
         return not (self.damaged or self.refused or self.broken)
 
     def refuse(self, reason: str) -> None:
@@ -111,13 +102,6 @@ def import_blocks(
     """Import the blocks of a tar file into a folder of the cold tier.
 
     Evicts the least valuable blocks to make room; ends of chains beyond the limit are omitted.
-
-    Args:
-        path: folder of the cold tier.
-        file: tar file to import.
-        limit_bytes: limit of the folder, as configured for its server.
-        fingerprint: fingerprint of the model whose blocks are imported.
-        floor_bytes: bytes of the disk to leave free.
 
     Raises:
         SettingError: the tar file has a block of another model; no block is imported.

@@ -45,7 +45,6 @@ def opened(path: Path | str) -> Iterator[int]:
 
 
 def file_size(path: Path) -> int | None:
-    """Return the size of a file in bytes; None if it does not exist."""
     with suppress(FileNotFoundError, Damaged), opened(path) as file:
         return os.fstat(file).st_size
     return None
@@ -64,7 +63,6 @@ def read_ahead(descriptor: int) -> None:
 
 
 def listed(folder: Path) -> list[Path]:
-    """Return the entries of a folder; empty if it does not exist."""
     try:
         return list(folder.iterdir())
     except OSError as error:

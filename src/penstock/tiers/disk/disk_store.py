@@ -85,19 +85,6 @@ class SSDStore(Store):
     """Store of one model's blocks, in a folder that other processes and models may share.
 
     Not thread-safe: used only by the tier's thread.
-
-    Args:
-        folder: folder of the blocks; created if missing, accessible only to its owner.
-        limit_bytes: limit for all files in the folder, including unfinished ones and the index.
-        fingerprint: identity of everything except tokens that KV depends on.
-        floor_bytes: bytes of the disk to leave free.
-        budget_bytes: bytes that all processes may write per day; None means no limit.
-        spans: numbers of blocks that form a record together.
-
-    Raises:
-        OSError: the folder cannot be created or written to.
-        sqlite3.OperationalError: another process holds the index for too long.
-        ValueError: the limit is too small for an index.
     """
 
     def __init__(
@@ -242,11 +229,7 @@ class SSDStore(Store):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return the number of first blocks of a chain that can be read, and count their use.
-
-        `note_uses` writes the uses to the index, even of blocks read from memory. The
-        operating system is asked to read ahead the blocks after the first `known` ones.
-        """
+        """Return the number of first blocks of a chain that can be read, and count their use."""
         count = self.held(block_hashes, resumable=resumable)
         ends = [*self.spans.ends(count), count] if count else []
         self._used += [block_hashes[end - 1] for end in dict.fromkeys(ends)]
@@ -421,7 +404,6 @@ class SSDStore(Store):
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Hold the lock on opening the index, waiting up to `BUSY_SECONDS` for other processes."""
     until = time.monotonic() + BUSY_SECONDS
     with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         while True:

@@ -36,29 +36,22 @@ class IndexDamaged(CacheFileError):
 
 @dataclass(frozen=True, slots=True)
 class ModelUsage:
-    """Statistics of one model's blocks in a folder."""
-
     fingerprint: str
     blocks: int
     nbytes: int
-    """Bytes of the files, including unfinished ones."""
     chains: int
-    """Number of blocks without children, the ends of prefixes."""
     hits: int
     writing_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class FolderUsage:
-    """Statistics of a folder. Bytes are file sizes."""
-
     models: tuple[ModelUsage, ...]
     """Usage of each model, largest first."""
     index_bytes: int
     written_today_bytes: int
     """Bytes written by all processes since midnight UTC, including files removed since."""
     writing_files: int
-    """Unfinished files of live writers."""
     left_over_files: int
     """Unfinished files of dead writers, removed by the next process that opens the folder."""
     other_formats: tuple[str, ...]
@@ -71,23 +64,14 @@ class FolderUsage:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Statistics of a removal."""
-
     blocks: int
     nbytes: int
-    """Bytes of the removed files."""
     held_bytes: int
     """Bytes in the folder afterwards."""
 
 
 class Folder:
-    """Context manager for the blocks of all models in a folder. Not thread-safe.
-
-    Raises:
-        SettingError: the folder does not exist, or is not one of the cold tier.
-        IndexDamaged: the index is missing or damaged.
-        OSError, sqlite3.OperationalError: the folder is unreadable, or the index is locked.
-    """
+    """Context manager for the blocks of all models in a folder. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         check_is_ours(path)

@@ -86,14 +86,11 @@ class _Full(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A block in the index."""
-
     key: bytes
     fingerprint: str
     parent: bytes
     depth: int
     nbytes: int
-    """Bytes of the block's file."""
     hits: int
     used: int
     """Number of the last use; uses are counted over all blocks."""
@@ -107,10 +104,7 @@ _COLUMNS = ", ".join(Entry.__dataclass_fields__)
 
 
 class Index:
-    """A process's connection to the index. Not thread-safe: used only by the tier's thread.
-
-    Raises sqlite3.DatabaseError if the file is not an index or is damaged.
-    """
+    """A process's connection to the index. Not thread-safe: used only by the tier's thread."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -146,7 +140,6 @@ class Index:
 
     @property
     def uses(self) -> int:
-        """Number of uses of all blocks so far."""
         return self._number("SELECT uses FROM sums")
 
     def __len__(self) -> int:
@@ -161,7 +154,6 @@ class Index:
         return None if row is None else Entry(*row)
 
     def entries(self) -> Iterator[Entry]:
-        """Yield all entries, most valuable first."""
         query = f"SELECT {_COLUMNS} FROM blocks ORDER BY worth DESC, depth"
         return (Entry(*row) for row in self._db.execute(query).fetchall())
 
@@ -207,10 +199,7 @@ class Index:
     def claim(
         self, entry: Entry, limit_bytes: int, unlink: Unlink, budget_bytes: int | None = None
     ) -> Claim:
-        """Add an entry for a block to write, making room; its bytes count towards its day.
-
-        The limit is for all files, the budget for what all processes write per day.
-        """
+        """Add an entry for a block to write, making room; its bytes count towards its day."""
         day = int(entry.written_seconds // DAY_SECONDS)
         with suppress(_Full), self._writing():
             if self._knows(entry.key):
@@ -235,7 +224,6 @@ class Index:
         return "full"
 
     def adopt(self, entries: Iterable[Entry]) -> None:
-        """Add entries of existing files unless already present."""
         names = list(Entry.__dataclass_fields__)
         with self._writing():
             self._db.executemany(
@@ -249,7 +237,6 @@ class Index:
             self._db.execute("UPDATE blocks SET owner = NULL WHERE key = ?", (key,))
 
     def touch(self, key: bytes) -> None:
-        """Mark a block as used now, without counting a hit."""
         with self._writing():
             used = self._next_use()
             self._db.execute(
@@ -271,7 +258,6 @@ class Index:
             self._remove(block_hashes, unlink)
 
     def remove_ends(self, block_hashes: Sequence[bytes], unlink: Unlink) -> None:
-        """Remove the records without children, and their files."""
         with self._writing():
             query = "SELECT 1 FROM blocks WHERE parent = ? LIMIT 1"
             ends = [
@@ -331,7 +317,6 @@ class Index:
         return row[0]
 
     def _make_room(self, nbytes: int, limit_bytes: int, unlink: Unlink, keep: bytes = b"") -> None:
-        """Remove the least valuable ends of chains except `keep`; _Full if that is not enough."""
         over = self.nbytes + nbytes - limit_bytes
         gone: list[bytes] = []
         while over > 0:
@@ -384,7 +369,6 @@ def new_writer() -> str:
 
 
 def end_writer(name: str) -> None:
-    """Unregister a writer; any process may then remove its unfinished blocks."""
     _writers.discard(name)
 
 
@@ -430,7 +414,6 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _text(raw: bytes) -> str:
-    """Decode text; invalid bytes are replaced instead of raising an error."""
     return raw.decode(errors="replace")
 
 

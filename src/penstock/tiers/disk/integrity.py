@@ -39,8 +39,6 @@ the index lacks; a file left by a dead writer."""
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault found by the check."""
-
     kind: Kind
     name: str
     """Path of the file within the folder."""
@@ -49,8 +47,6 @@ class Fault:
 
 @dataclass(slots=True)
 class IntegrityReport:
-    """Result of an integrity check."""
-
     checked_blocks: int = 0
     checked_bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
@@ -62,8 +58,6 @@ class IntegrityReport:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Content of a valid block file."""
-
     record: Record
     fingerprint: str
 
@@ -115,7 +109,6 @@ def verify(folder: Folder, *, repair: bool, progress: Progress) -> IntegrityRepo
 
 
 def reconcile(path: Path) -> None:
-    """Make index and files of all models consistent, whatever the folder's limit."""
     store = SSDStore(path, UNBOUNDED_BYTES, fingerprint=NO_MODEL)
     try:
         store.reconcile()

@@ -23,7 +23,6 @@ class Tombstone:
     def __init__(self, folder: Path, fingerprint: str) -> None:
         name = PREFIX + hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         self.places = (folder / FORMAT / name, folder.with_name(f".{folder.name}-{name}"))
-        """Paths of the file, in the folder and next to it."""
 
     def place(self, *, all_models: bool) -> None:
         """Record a deletion; OSError if neither path is writable."""
@@ -43,7 +42,6 @@ class Tombstone:
         return any(word == ALL for word in words) if words else None
 
     def remove(self) -> None:
-        """Remove the record of a completed deletion; OSError if that fails."""
         for path in self.places:
             with suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
