@@ -243,7 +243,7 @@ def test_activations_outside_mlx_count_in_step_bytes(tmp_path: Path) -> None:
     assert step_token_bytes(model) >= row
     peaks = []
     for bytes_of_a_row in (row, 0):
-        for module in model.layers:
+        for module in (*model.layers, model.model.embed_tokens):
             module.packed_row_bytes = bytes_of_a_row
         with running(None, model=model) as core:
             peaks.append(run_steps(core.runner, core.limits, core.tails))

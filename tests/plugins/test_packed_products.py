@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -10,6 +13,8 @@ import pytest
 pytest.importorskip("numba", reason="products with packed weights are compiled by Numba")
 
 from penstock.plugins.cpu import tile_products
+from penstock.plugins.cpu.compiled_jobs import team
+from penstock.plugins.cpu.layer_loops import LINEAR_WORDS, PART_WORDS, PartTable, part_loops
 from penstock.plugins.cpu.packed_products import (
     PackedEmbedding,
     PackedLinear,
@@ -164,6 +169,57 @@ def test_packed_embedding_matches_mlx(bits: int, group: int) -> None:
     assert error(both(tokens), embedding(tokens)) < 1e-7
     x = mx.random.normal((2, 64))
     assert error(both.as_linear(x), embedding.as_linear(x)) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_no_rows_give_no_rows(bits: int) -> None:
+    assert packed(linear(64, 48, bits, 32), exact=False)(mx.zeros((2, 0, 64))).shape == (2, 0, 48)
+    embedding = nn.QuantizedEmbedding(48, 64, group_size=32, bits=bits)
+    both = PackedEmbedding(matrix_of(embedding), exact=False)
+    assert both(mx.zeros((0,), mx.int32)).shape == (0, 64)
+    assert both.as_linear(mx.zeros((0, 64))).shape == (0, 48)
+
+
+def test_product_of_no_rows_writes_nothing() -> None:
+    matrix = matrix_of(linear(64, 48, 4, 32))
+    space = np.full(1000, 7.0, np.float32)
+    entries = {PartTable.DIGITS: 2, PartTable.WIDTH: 64, PartTable.STRIDE: 48}
+    for entry in (PartTable.X, PartTable.ROUNDED, PartTable.SCALES, PartTable.RESULT):
+        entries[entry] = space.ctypes.data
+    table = np.zeros(PART_WORDS + LINEAR_WORDS, np.int64)
+    table[list(entries)] = list(entries.values())
+    table[PART_WORDS:] = matrix.linear(2)
+    team().run(part_loops()[0], table)
+    assert (space == 7).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_embeddings_copy_only_the_rows_of_tokens(bits: int) -> None:
+    """All rows of a tile would take 16 times the codes."""
+    embedding = nn.QuantizedEmbedding(1600, 256, group_size=32, bits=bits)
+    both = PackedEmbedding(matrix_of(embedding), exact=False)
+    tokens = np.arange(400) * 4
+    peak = peak_bytes(lambda: both._product.matrix.rows_of(tokens))
+    floats = 400 * 256 * 4
+    assert floats < peak < 1.5 * floats
+    assert max(peak, 2 * floats) <= 400 * both.packed_row_bytes, "a copy becomes an MLX array"
+
+
+def test_rows_of_a_product_are_counted() -> None:
+    layer = packed(linear(2048, 64, 4, 32), exact=True)
+    x = np.ones((100, 2048), np.float32)
+    layer._product(x[:1])  # compiles
+    peak = peak_bytes(lambda: layer._product(x))
+    assert 0.9 < (peak + x.nbytes + 100 * 64 * 4) / (100 * layer.packed_row_bytes) < 1.1
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Return the most bytes that a function has allocated with NumPy."""
+    tracemalloc.start()
+    run()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 def test_weights_have_identity_and_size() -> None:

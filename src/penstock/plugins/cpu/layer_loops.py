@@ -260,7 +260,7 @@ def _product_loop() -> Any:
 
 @cache
 def _round_rows_loop() -> Any:
-    """Compile the rounding of a thread's rows, of one row's blocks if there is no other."""
+    """Compile the rounding of a thread's rows, or of its share of each if there are too few."""
     from numba import carray, njit
 
     rounded_row, array, address_of = round_loop(), array_at(), pointer()
@@ -268,15 +268,15 @@ def _round_rows_loop() -> Any:
 
     @njit(nogil=True)
     def round_rows(x, stride, columns, rows, digits, rounded, scales, thread, threads):  # type: ignore[no-untyped-def]
-        blocks = columns // block
+        first_row, step, first, last = thread, threads, 0, columns // block
+        if rows < threads:
+            first_row, step = 0, 1
+            first, last = last * thread // threads, last * (thread + 1) // threads
         values = array(x, rows, stride)
-        for item in range(thread, max(rows, threads), threads):
-            row, first, last = item, 0, blocks
-            if rows < threads:
-                row, first, last = 0, blocks * item // threads, blocks * (item + 1) // threads
+        for row in range(first_row, rows, step):
             start = rounded + row * digits * columns
             into = carray(address_of(start), (digits, columns), np.int8)
-            factors = array(scales + 4 * row * blocks * floats, blocks, floats)
+            factors = array(scales + 4 * row * columns // block * floats, columns // block, floats)
             rounded_row(values[row], into, factors, first, last)
 
     return round_rows

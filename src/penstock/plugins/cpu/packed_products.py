@@ -22,7 +22,7 @@ import xxhash
 from penstock.memory.sizes import packed_matrix_bytes
 from penstock.models.layer_seams import skips_logits
 from penstock.plugins.cpu.compiled_jobs import team
-from penstock.plugins.cpu.layer_loops import PART_WORDS, PartTable, part_loops
+from penstock.plugins.cpu.layer_loops import PART_WORDS, SCALE_FLOATS, PartTable, part_loops
 from penstock.plugins.cpu.tile_products import BLOCK, TILE_ROWS, block_bytes, multiply_loop
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -102,20 +102,27 @@ class PackedMatrix:
 
     def rows_of(self, tokens: Integers) -> Floats:
         """Return rows of the matrix as float32, (n, columns)."""
-        tiles, lane = self.tiles[tokens // TILE_ROWS], tokens % TILE_ROWS
-        sides, size = [], TILE_ROWS * self.scale_bytes
-        every = np.arange(len(tokens))
-        for start in (0, size):
-            stored = np.ascontiguousarray(tiles[..., start : start + size])
-            by_lane = stored.view(f"f{self.scale_bytes}")
-            sides.append(by_lane[every, :, lane].astype(np.float32)[..., None])
-        fours = tiles[..., 2 * size :].reshape(*tiles.shape[:2], -1, TILE_ROWS, 4)
-        codes = fours[every, :, :, lane]
+        tile, lane = tokens // TILE_ROWS, tokens % TILE_ROWS
+        rows: Floats = self._codes_of(tile, lane).astype(np.float32)
+        size = TILE_ROWS * self.scale_bytes
+        scales, offsets = (
+            self.tiles[..., start : start + size].view(f"f{self.scale_bytes}")[tile, :, lane, None]
+            for start in (0, size)
+        )
+        rows *= scales
+        rows += offsets
+        return rows.reshape(len(tokens), self.columns)
+
+    def _codes_of(self, tile: Integers, lane: Integers) -> Array:
+        """Return the codes of rows of tiles as bytes, (n, groups, columns of a group)."""
+        tiles, groups, _ = self.tiles.shape
+        words = self.tiles[..., 2 * TILE_ROWS * self.scale_bytes :].view(np.uint32)
+        by_lane = words.reshape(tiles, groups, words.shape[2] // TILE_ROWS, TILE_ROWS)
+        codes = np.ascontiguousarray(by_lane[tile, :, :, lane]).view(np.uint8)
         if self.bits == 4:
-            codes = np.stack([codes & 15, codes >> 4], axis=-2)
-        numbers = codes.reshape(*tiles.shape[:2], -1).astype(np.float32)
-        rows: Floats = (numbers * sides[0] + sides[1]).reshape(len(tokens), -1)
-        return rows
+            fours = codes.reshape(len(tile), groups, codes.shape[2] // 4, 1, 4)
+            codes = np.concatenate([fours & 15, fours >> 4], axis=-2)
+        return codes.reshape(len(tile), groups, self.columns // groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +239,11 @@ class Job:
         flat = np.array([word for linear in linears for word in linear], np.int64)
         self._table = np.concatenate([table, flat])
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of rounded activations with their scales."""
+        return self._columns * self._digits + self._columns // BLOCK * 4 * SCALE_FLOATS
+
     def run(self, rows: int, width: int, entries: dict[PartTable, int], floats: int = 0) -> None:
         """Run the part on rows.
 
@@ -244,8 +256,7 @@ class Job:
         threads = team()
         blocks = rows * self._columns // BLOCK
         space = np.empty(
-            rows * floats + threads.threads * width + 2 * blocks
-            + rows * self._digits * self._columns // 4,
+            rows * floats + threads.threads * width + rows * self.row_bytes // 4,
             np.float32,
         )  # fmt: skip
         start = space.ctypes.data
@@ -275,7 +286,7 @@ class PackedModule(nn.Module):
     packed_bytes = 0
     """Bytes of the weights."""
     packed_row_bytes = 0
-    """Bytes of a row's activations; 0 if only rows with logits are computed."""
+    """Bytes of a row's activations; logits do not count."""
 
     def __init__(
         self,
@@ -322,6 +333,11 @@ class Product:
         linears = [matrix.linear(digits, bias)]
         self._job = Job(part_loops()[0], linears, digits, matrix.columns, entries)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in float32 and rounded."""
+        return 4 * int(self.matrix.columns) + self._job.row_bytes
+
     def __call__(self, x: Floats) -> Floats:
         """Multiply rows (n, columns), giving (n, rows of the matrix)."""
         stride = len(self.matrix.tiles) * TILE_ROWS
@@ -342,6 +358,7 @@ class PackedLinear(PackedModule):
         padded = padded_bias(bias)
         super().__init__([matrix], exact=exact, vectors={"bias": padded})
         self._product = Product(matrix, padded, exact=exact)
+        self.packed_row_bytes += self._product.row_bytes
 
     def __call__(self, x: mx.array) -> mx.array:
         """Multiply (..., n) by the weights, giving (..., m), and add the bias."""
@@ -365,7 +382,7 @@ class PackedEmbedding(PackedModule):
 
     def __init__(self, matrix: PackedMatrix, *, exact: bool) -> None:
         super().__init__([matrix], exact=exact)
-        self.packed_row_bytes = 0
+        self.packed_row_bytes = ACTIVATIONS * 4 * matrix.columns
         self._product = Product(matrix, None, exact=exact)
 
     def __call__(self, tokens: mx.array) -> mx.array:
