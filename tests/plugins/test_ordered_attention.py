@@ -11,12 +11,15 @@ from penstock.attention.attention_plan import DecodeRow
 from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.tails import LayerShape, Tails
+from penstock.plugins.cpu.attention_tiles import BLOCK_TOKENS
 from penstock.plugins.cpu.compiled import has_numba
+from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.cpu_backend import CPUBackend
 from penstock.plugins.cpu.ordered_attention import attend_buffer, attend_step, decode_rows
+from penstock.plugins.cpu.ordered_loops import BLOCKS_OF_WAVE
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="the loop is compiled by Numba")
-HEADS, KV_HEADS, DIM, VALUE_DIM, COLUMNS = 6, 2, 32, 16, 75
+HEADS, KV_HEADS, DIM, VALUE_DIM, COLUMNS = 6, 2, 40, 24, 275
 SCALE = 0.2
 ALL, NEAR = AttentionWindow(), AttentionWindow(20)
 
@@ -75,24 +78,24 @@ def test_attention_matches_causal_softmax(window: AttentionWindow, soft_cap: flo
 
 @pytest.mark.parametrize("soft_cap", [0.0, 1.5])
 def test_chunks_are_bit_identical_to_whole(soft_cap: float) -> None:
-    for start, stop in ((0, 1), (0, 40), (40, 41), (33, 75)):
+    for start, stop in ((0, 1), (0, 40), (40, 41), (33, 275), (250, 252), (128, 160)):
         part = QUERIES[:, :, start:stop], KEYS[:, :, :stop], VALUES[:, :, :stop]
         mixed = attend_buffer(*part, SCALE, soft_cap=soft_cap)
         assert np.array_equal(np.array(mixed), whole(ALL, soft_cap)[:, :, start:stop])
 
 
 def test_window_needs_no_earlier_columns() -> None:
-    for start, stop, first in ((40, 41, 21), (33, 75, 14), (30, 40, 3)):
+    for start, stop, first in ((40, 41, 21), (33, 75, 14), (30, 40, 3), (140, 275, 121)):
         sides = (side[:, :, first:stop] for side in (KEYS, VALUES))
-        mixed = attend_buffer(QUERIES[:, :, start:stop], *sides, SCALE, window=NEAR)
+        mixed = attend_buffer(QUERIES[:, :, start:stop], *sides, SCALE, first=first, window=NEAR)
         assert np.array_equal(np.array(mixed), whole(NEAR)[:, :, start:stop])
 
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("window", [ALL, NEAR])
 def test_decode_steps_are_bit_identical_to_whole(width: int, window: AttentionWindow) -> None:
-    cuts = [[], [32, 64], [5, 8, 41, 70], [7]]
-    ends = [4, 70, 71, 17]
+    cuts = [[], [32, 64, 200, 264], [5, 8, 41, 130, 260], [7], [130], [256]]
+    ends = [4, 270, 271, 17, 136, 256]
     mixed = step_over(cuts, ends, width, window)
     for row, end in enumerate(ends):
         assert np.array_equal(mixed[row], whole(window)[0, :, end : end + width]), row
@@ -129,6 +132,41 @@ def test_check_detects_other_summation_order() -> None:
     theirs = mx.fast.scaled_dot_product_attention(QUERIES, KEYS, VALUES, scale=SCALE, mask="causal")
     assert np.abs(np.array(theirs) - whole()).max() < 1e-5
     assert not np.array_equal(np.array(theirs), whole())
+
+
+def test_rows_that_divide_blocks_are_bit_identical_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads divide the blocks of few rows; many rows, or one thread, take them in order."""
+    row = QUERIES[:, :, 270:271], KEYS[:, :, :271], VALUES[:, :, :271]
+    divided = attend_buffer(*row, SCALE)
+    assert np.array_equal(np.array(divided), whole()[:, :, 270:271])
+    monkeypatch.setattr(team(), "threads", 1)
+    assert np.array_equal(np.array(attend_buffer(*row, SCALE)), np.array(divided))
+
+
+def test_long_rows_take_several_waves() -> None:
+    columns = (2 * BLOCKS_OF_WAVE + 1) * BLOCK_TOKENS + 5
+    queries = drawn(1, HEADS, 70, DIM)
+    keys, values = drawn(1, KV_HEADS, columns, DIM), drawn(1, KV_HEADS, columns, VALUE_DIM)
+    many = attend_buffer(queries, keys, values, SCALE)
+    single = attend_buffer(queries[:, :, -1:], keys, values, SCALE)
+    assert many is not None and single is not None
+    assert np.array_equal(np.array(single), np.array(many)[:, :, -1:])
+    theirs = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask="causal")
+    assert np.abs(np.array(theirs) - np.array(many)).max() < 1e-5
+
+
+@pytest.mark.parametrize("side", [0, 1, 2])
+def test_invalid_numbers_reach_the_result(side: int) -> None:
+    arrays = [np.array(x) for x in (QUERIES, KEYS, VALUES)]
+    arrays[side][0, 0, 150, 3] = np.nan
+    mixed = attend_buffer(*map(mx.array, arrays), SCALE)
+    assert mixed is not None
+    seen = np.isnan(np.array(mixed)[0, 0]).any(axis=-1)
+    assert not seen[:150].any()
+    assert seen[150]
+    assert seen[151:].all() == (side > 0)
 
 
 def test_unsupported_dtypes_are_not_handled() -> None:

@@ -19,6 +19,7 @@ from penstock.plugins.cpu.compiled import pointer
 from penstock.plugins.cpu.compiled_cache import function_address
 from penstock.plugins.cpu.cpu_rows import cores
 
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 TICKET, DONE, HOT, FUNCTION, TABLE, LEAVES = 0, 8, 16, 24, 32, 33
@@ -219,6 +220,7 @@ class Team:
         self._board[LEAVES] = _leave()
         self._address = self._board.ctypes.data
         self._wake = threading.Semaphore(0)
+        self._space: Floats = np.empty(0, np.float32)
         if self.threads > 1:
             arguments = (self._board, self._wake)
             name = "penstock-layers"
@@ -229,6 +231,12 @@ class Team:
             self._board[FUNCTION] = 0
             self._board[TICKET] += 1
             self._wake.release()
+
+    def space(self, floats: int) -> Floats:
+        """Return working memory of at least so many numbers, for one job at a time."""
+        if len(self._space) < floats:
+            self._space = np.empty(floats, np.float32)
+        return self._space
 
     def run(self, function: int, table: Integers) -> None:
         """Run a job on all threads.

@@ -157,7 +157,9 @@ class CPUBackend(MLXBackend):
         heads, n, m = queries.shape[1], queries.shape[2], keys.shape[2]
         nearest = ordered_attention.gapless(attention_window, start + n - 1)
         if sinks is None and nearest is not None and ordered_attention.keeps_order():
-            ordered = ordered_attention.attend_buffer(queries, keys, values, scale, window=nearest)
+            ordered = ordered_attention.attend_buffer(
+                queries, keys, values, scale, first=start + n - m, window=nearest
+            )
             if ordered is not None:
                 return ordered
         queries_in_2 = span_attention.in_base_2(queries, scale)

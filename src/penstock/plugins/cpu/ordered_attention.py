@@ -1,9 +1,8 @@
 """Batch-invariant attention: results do not depend on the batch or on segment boundaries.
 
-Each row attends to its visible columns in order, under one softmax, by the same compiled loop: in
-any batch, in prefill and decode, from shared spans or from one buffer. In BLAS the order of
-summation depends on shapes; where activations are then rounded to 8 bits, a difference in the last
-bit grows to one of 0.5 %.
+Each row attends to blocks of its visible columns in order, by the same compiled loop: in any batch,
+in prefill and decode, from shared spans or from one buffer. In BLAS the order of summation depends
+on shapes; where activations are then rounded, a difference in the last bit grows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from penstock.plugins.cpu.attending_loops import PLACES
 from penstock.plugins.cpu.choice_loops import segment_addresses, side_addresses
 from penstock.plugins.cpu.compiled import has_numba
 from penstock.plugins.cpu.compiled_jobs import team
-from penstock.plugins.cpu.ordered_loops import ordered_loop
+from penstock.plugins.cpu.ordered_loops import ordered_loop, space_floats
 
 _StepPlan: TypeAlias = tuple[Integers, Integers, list[int], list[int], AttentionWindow]
 """Spans of all layers, start index of each row, positions, slots, and the layers' window."""
@@ -64,6 +63,7 @@ def attend_buffer(
     values: mx.array,
     scale: float,
     *,
+    first: int = 0,
     window: AttentionWindow = AttentionWindow(),  # noqa: B008
     soft_cap: float = 0.0,
 ) -> mx.array | None:
@@ -74,6 +74,7 @@ def attend_buffer(
         keys: (b, kv_heads, m, d).
         values: (b, kv_heads, m, value_dim).
         scale: scale of the scores.
+        first: position of the first column.
         window: attention window, without kept columns.
         soft_cap: logit soft-capping; 0 for none.
     """
@@ -83,13 +84,13 @@ def attend_buffer(
     b, _, n, _ = queries.shape
     sides = [_with_whole_heads(np.asarray(side)) for side in (keys, values)]
     columns = keys.shape[2]
-    spans = np.array(
-        [[*side_addresses(sides[0][i]), *side_addresses(sides[1][i]), columns] for i in range(b)],
-        np.int64,
+    addresses = [[*side_addresses(sides[0][i]), *side_addresses(sides[1][i])] for i in range(b)]
+    spans = np.array([[*row, columns, first] for row in addresses], np.int64)
+    end = first + columns
+    seen = np.tile(_seen(range(end - n, end), window), (b, 1))
+    mixed = _attend(
+        rows, keys.shape[1], spans, np.arange(b + 1), seen, n, values.shape[-1], soft_cap
     )
-    seen = np.tile(_seen(range(columns - n, columns), window), (b, 1))
-    loop = ordered_loop(queries.shape[-1], values.shape[-1], soft_cap)
-    mixed = _attend(loop, rows, keys.shape[1], spans, np.arange(b + 1), seen, n, values.shape[-1])
     return _as_queries(mixed, queries)
 
 
@@ -166,8 +167,7 @@ def _attend_tails(
         [*side_addresses(tails[0][slot]), *side_addresses(tails[1][slot])] for slot in slots
     ]
     seen, dim = _seen(positions, window), tails[1].shape[-1]
-    loop = ordered_loop(rows.shape[-1], dim)
-    return _attend(loop, rows, tails[0].shape[1], own, firsts, seen, step.width, dim)
+    return _attend(rows, tails[0].shape[1], own, firsts, seen, step.width, dim)
 
 
 def _seen(positions: Sequence[int], window: AttentionWindow) -> Integers:
@@ -176,7 +176,7 @@ def _seen(positions: Sequence[int], window: AttentionWindow) -> Integers:
 
 
 def _plan(step: DecodeStep) -> tuple[Integers, Integers, list[int], list[int]] | None:
-    """Return spans of all layers, (layers, spans, 5), rows' start indices, positions and slots.
+    """Return spans of all layers, (layers, spans, 6), rows' start indices, positions and slots.
 
     The last span of a row is its tail, whose addresses differ by layer. None if a span is coded,
     spilled or incomplete.
@@ -188,13 +188,15 @@ def _plan(step: DecodeStep) -> tuple[Integers, Integers, list[int], list[int]] |
     for row in step.rows:
         if row.held_tokens + row.tail != row.position:
             return None
+        column = 0
         for part in row.parts:
             sides = part.segment.derived(segment_addresses)
             if part.segment.missing or sides[:, PLACES].any() or not sides[:, :2, 0].all():
                 return None
-            counted = np.full((layers, 1), part.columns)
+            counted = np.tile([part.columns, column], (layers, 1))
             spans.append(np.concatenate([sides[:, :2].reshape(layers, 4), counted], axis=1))
-        spans.append(np.full((layers, 5), row.tail + step.width))
+            column += part.columns
+        spans.append(np.tile([0, 0, 0, 0, row.tail + step.width, column], (layers, 1)))
         firsts.append(len(spans))
         positions += range(row.position, row.position + step.width)
     slots = [row.slot for row in step.rows]
@@ -220,7 +222,6 @@ def _with_whole_heads(side: Floats) -> Floats:
 
 
 def _attend(
-    loop: int,
     queries: Floats,
     kv_heads: int,
     spans: Integers,
@@ -228,14 +229,18 @@ def _attend(
     seen: Integers,
     width: int,
     value_dim: int,
+    soft_cap: float = 0.0,
 ) -> Floats:
     """Run the loop on all threads; arrays are contiguous."""
-    rows, heads, _ = queries.shape
+    rows, heads, dim = queries.shape
+    threads = team()
     mixed = np.empty((rows, heads, value_dim), np.float32)
+    space = threads.space(space_floats(dim, value_dim, threads.threads))
     table = np.array(
         [0, 0, 0, queries.ctypes.data, rows, heads, kv_heads, spans.ctypes.data, len(spans),
-         firsts.ctypes.data, len(firsts) - 1, seen.ctypes.data, width, mixed.ctypes.data],
+         firsts.ctypes.data, len(firsts) - 1, seen.ctypes.data, width, mixed.ctypes.data,
+         space.ctypes.data],
         np.int64,
     )  # fmt: skip
-    team().run(loop, table)
+    threads.run(ordered_loop(dim, value_dim, soft_cap), table)
     return mixed

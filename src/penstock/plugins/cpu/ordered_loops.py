@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import cache
-from typing import Any
 
 import numpy as np
 
-from penstock.plugins.cpu.compiled import SUMS, exp_loop, pointer
+from penstock.plugins.cpu.attention_tiles import (
+    BLOCK_TOKENS,
+    MAXIMUM,
+    QUERIES,
+    TOTAL,
+    UNSEEN,
+    merge_function,
+    mix_function,
+    padded,
+    score_function,
+    state_floats,
+    weigh_function,
+)
+from penstock.plugins.cpu.compiled import pointer
 from penstock.plugins.cpu.compiled_cache import function_address
-from penstock.plugins.cpu.compiled_jobs import table_at
+from penstock.plugins.cpu.compiled_jobs import barrier, table_at
 
-IN_ORDER = {"contract"}
-"""Fast-math flags that keep the order of sums: fused multiply-add only."""
+QUERIES_OF_ITEM = 32
+"""Queries that read a block one after the other, while it is in the processor's cache."""
+BLOCKS_OF_WAVE = 16
+"""Blocks whose states are in memory at once, where threads divide a query's blocks."""
+ITEMS_OF_THREAD = 4
+"""Fewest items of a thread; if there are fewer, threads divide the blocks of each."""
 
 
 class AttendTable(IntEnum):
@@ -28,8 +44,8 @@ class AttendTable(IntEnum):
     HEADS = 5
     KV_HEADS = 6
     SPANS = 7
-    """(spans, 5): address of the first key, bytes between heads, the same of the values, and number
-    of tokens."""
+    """(spans, 6): address of the first key, bytes between heads, the same of the values, number
+    of tokens, and the first token's column."""
     SPAN_COUNT = 8
     FIRSTS = 9
     """(sequences + 1,): the index of each sequence's first span, and the end."""
@@ -40,53 +56,20 @@ class AttendTable(IntEnum):
     """Rows per sequence."""
     MIXED = 13
     """(rows, heads, value_dim) float32: the result."""
+    SPACE = 14
+    """Space for `space_floats` float32."""
 
 
 ATTEND_WORDS = len(AttendTable)
 
 
-@cache
-def _score_loop(key_dim: int) -> Any:
-    """Compile the products of one query with keys, with a fixed order of summation."""
-    from numba import carray, float32, njit
-
-    address_of = pointer()
-
-    @njit(nogil=True, fastmath=SUMS)
-    def score(query, address, scores):  # type: ignore[no-untyped-def]
-        keys = carray(address_of(address), (len(scores), key_dim), np.float32)
-        for token in range(len(scores)):
-            total = float32(0)
-            for number in range(key_dim):
-                total += query[number] * keys[token, number]
-            scores[token] = total
-
-    return score
-
-
-@cache
-def _mix_loop(value_dim: int) -> Any:
-    """Compile the sum of weighted values, token by token."""
-    from numba import carray, njit
-
-    address_of = pointer()
-
-    @njit(nogil=True, fastmath=IN_ORDER)
-    def mix(weights, address, mixed):  # type: ignore[no-untyped-def]
-        tokens = len(weights)
-        values = carray(address_of(address), (tokens, value_dim), np.float32)
-        four = tokens - tokens % 4
-        for token in range(0, four, 4):
-            for number in range(value_dim):
-                total = mixed[number] + weights[token] * values[token, number]
-                total = total + weights[token + 1] * values[token + 1, number]
-                total = total + weights[token + 2] * values[token + 2, number]
-                mixed[number] = total + weights[token + 3] * values[token + 3, number]
-        for token in range(four, tokens):
-            for number in range(value_dim):
-                mixed[number] = mixed[number] + weights[token] * values[token, number]
-
-    return mix
+def space_floats(key_dim: int, value_dim: int, threads: int) -> int:
+    """Return the float32 numbers of working memory of a job."""
+    state = QUERIES * state_floats(value_dim)
+    groups = QUERIES_OF_ITEM // QUERIES
+    of_thread = groups * (QUERIES * padded(key_dim) + state) + QUERIES * BLOCK_TOKENS + state
+    of_waves = BLOCKS_OF_WAVE * threads * ITEMS_OF_THREAD * state
+    return threads * of_thread + (of_waves if threads > 1 else 0)
 
 
 @cache
@@ -98,66 +81,195 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
         value_dim: size of a value.
         soft_cap: logit soft-capping, soft_cap x tanh(score / soft_cap); 0 for none.
     """
-    from numba import carray, cfunc, float32, njit, types
+    from numba import carray, cfunc, njit, types
 
-    score, mix, exp = _score_loop(key_dim), _mix_loop(value_dim), exp_loop()
-    capped, cap = soft_cap > 0, float32(soft_cap)
-    key_bytes, value_bytes = 4 * key_dim, 4 * value_dim
+    score, weigh = score_function(key_dim), weigh_function(soft_cap)
+    mix, merge = mix_function(value_dim), merge_function(value_dim)
+    table_of, address_of, words, wait = table_at(), pointer(), ATTEND_WORDS, barrier()
+    block_tokens, together, most_queries = BLOCK_TOKENS, QUERIES, QUERIES_OF_ITEM
+    key_bytes, value_bytes, key_width = 4 * key_dim, 4 * value_dim, padded(key_dim)
+    state_width, maximum, of_total = state_floats(value_dim), padded(value_dim), TOTAL
+    maximum += MAXIMUM
+    of_total += padded(value_dim)
+    state_bytes, nothing = 4 * state_width, np.float32(UNSEEN)
+    wave, items_of_thread = BLOCKS_OF_WAVE, ITEMS_OF_THREAD
+    (THREADS, _, _, OF_QUERIES, ROWS, HEADS, KV_HEADS, SPANS, SPAN_COUNT, FIRSTS, SEQUENCES, SEEN,
+     WIDTH, MIXED, SPACE) = map(int, AttendTable)  # fmt: skip
 
     @njit(nogil=True)
-    def attend(queries, kv_heads, spans, firsts, seen, width, item, step, mixed):  # type: ignore[no-untyped-def]
-        rows, heads, _ = queries.shape
-        scores = np.empty(seen[:, 1].max(), np.float32)
-        while item < rows * heads:
-            row, head = item // heads, item % heads
-            sequence, key_head = row // width, head * kv_heads // heads
-            start, limit = seen[row]
-            column, span = 0, firsts[sequence]
-            while column < limit:
-                tokens = min(spans[span, 4], limit - column)
-                hidden = max(start - column, 0)
-                if hidden < tokens:
-                    keys = spans[span, 0] + key_head * spans[span, 1] + hidden * key_bytes
-                    score(queries[row, head], keys, scores[column + hidden : column + tokens])
-                column, span = column + tokens, span + 1
-            if capped:
-                for place in range(start, limit):
-                    scores[place] = cap * np.tanh(scores[place] / cap)
-            top = scores[start]
-            for place in range(start, limit):
-                top = max(top, scores[place])
-            total = exp(scores[start:limit], top)
-            into = mixed[row, head]
-            into[:] = 0
-            column, span = 0, firsts[sequence]
-            while column < limit:
-                tokens = min(spans[span, 4], limit - column)
-                hidden = max(start - column, 0)
-                if hidden < tokens:
-                    values = spans[span, 2] + key_head * spans[span, 3] + hidden * value_bytes
-                    mix(scores[column + hidden : column + tokens], values, into)
-                column, span = column + tokens, span + 1
-            into /= total
-            item += step
+    def clear(state, queries):  # type: ignore[no-untyped-def]
+        """Empty the states of some queries."""
+        numbers = carray(address_of(state), (queries, state_width), np.float32)
+        numbers[:] = 0
+        numbers[:, maximum] = nothing
 
-    table_of, address_of, words = table_at(), pointer(), ATTEND_WORDS
-    (threads, _, _, of_queries, rows, heads, kv_heads, spans, span_count, firsts, sequences, seen,
-     width, mixed) = map(int, AttendTable)  # fmt: skip
+    @njit(nogil=True)
+    def attend_block(queries, seen, spans, span, end, key_head, block, weights, state):  # type: ignore[no-untyped-def]
+        """Write four queries' states of a block; `state` is empty before.
+
+        Return the span from which to search for the next block.
+        """
+        first = block * block_tokens
+        last = min(first + block_tokens, seen[:, 1].max())
+        while span + 1 < end and spans[span, 5] + spans[span, 4] <= first:
+            span += 1
+        first_span = span
+        while span < end and spans[span, 5] < last:
+            start = max(first, spans[span, 5])
+            count = min(last, spans[span, 5] + spans[span, 4]) - start
+            keys = spans[span, 0] + key_head * spans[span, 1]
+            keys += (start - spans[span, 5]) * key_bytes
+            score((queries, keys, count, weights + 4 * (start - first)))
+            span += 1
+        for query in range(together):
+            weigh(
+                (
+                    weights + 4 * query * block_tokens,
+                    max(seen[query, 0] - first, 0),
+                    seen[query, 1] - first,
+                    state + query * state_bytes + 4 * maximum,
+                )
+            )
+        span = first_span
+        while span < end and spans[span, 5] < last:
+            start = max(first, spans[span, 5])
+            count = min(last, spans[span, 5] + spans[span, 4]) - start
+            values = spans[span, 2] + key_head * spans[span, 3]
+            values += (start - spans[span, 5]) * value_bytes
+            mix((weights + 4 * (start - first), values, count, state))
+            span += 1
+        return first_span
+
+    @njit(nogil=True)
+    def take_queries(table, sequence, key_head, first, count, copied, seen):  # type: ignore[no-untyped-def]
+        """Copy queries of a key head, and their visible columns; the last one fills the rest."""
+        rows, heads, width = table[ROWS], table[HEADS], table[WIDTH]
+        queries = carray(address_of(table[OF_QUERIES]), (rows, heads, key_dim), np.float32)
+        columns = carray(address_of(table[SEEN]), (rows, 2), np.int64)
+        into = carray(address_of(copied), (len(seen), key_width), np.float32)
+        group = heads // table[KV_HEADS]
+        for place in range(len(seen)):
+            query = first + min(place, count - 1)
+            row = sequence * width + query // group
+            into[place, :key_dim] = queries[row, key_head * group + query % group]
+            into[place, key_dim:] = 0
+            seen[place] = columns[row]
+
+    @njit(nogil=True)
+    def write(table, sequence, key_head, first, count, state):  # type: ignore[no-untyped-def]
+        """Write the mixed values of some queries to the result."""
+        rows, heads, width = table[ROWS], table[HEADS], table[WIDTH]
+        mixed = carray(address_of(table[MIXED]), (rows, heads, value_dim), np.float32)
+        states = carray(address_of(state), (count, state_width), np.float32)
+        group = heads // table[KV_HEADS]
+        for place in range(count):
+            query = first + place
+            into = mixed[sequence * width + query // group, key_head * group + query % group]
+            total = states[place, of_total]
+            for number in range(value_dim):
+                into[number] = states[place, number] / total
+
+    @njit(nogil=True)
+    def attend_item(table, spans, firsts, item, space, seen):  # type: ignore[no-untyped-def]
+        """Attend with up to `QUERIES_OF_ITEM` queries of a sequence and key head."""
+        kv_heads = table[KV_HEADS]
+        queries = table[WIDTH] * (table[HEADS] // kv_heads)
+        items = (queries + most_queries - 1) // most_queries
+        first = item % items * most_queries
+        key_head, sequence = item // items % kv_heads, item // items // kv_heads
+        count = min(most_queries, queries - first)
+        groups = (count + together - 1) // together
+        take_queries(table, sequence, key_head, first, count, space, seen[: groups * together])
+        states = space + 4 * most_queries * key_width
+        weights = states + most_queries * state_bytes
+        own = weights + 4 * together * block_tokens
+        clear(states, groups * together)
+        seen = seen[: groups * together]
+        begin = seen[:, 0].min() // block_tokens
+        blocks = (seen[:, 1].max() + block_tokens - 1) // block_tokens
+        span, end = firsts[sequence], firsts[sequence + 1]
+        for block in range(begin, blocks):
+            following = span
+            for group in range(groups):
+                visible = seen[group * together : (group + 1) * together]
+                column = block * block_tokens
+                if visible[:, 1].max() <= column or visible[:, 0].min() >= column + block_tokens:
+                    continue
+                clear(own, together)
+                following = attend_block(
+                    space + 4 * group * together * key_width, visible, spans, span, end, key_head,
+                    block, weights, own,
+                )  # fmt: skip
+                for query in range(together):
+                    into = states + (group * together + query) * state_bytes
+                    merge((into, own + query * state_bytes))
+            span = following
+        write(table, sequence, key_head, first, count, states)
+
+    @njit(nogil=True)
+    def attend_divided(table, address, spans, firsts, units, space, shared, seen):  # type: ignore[no-untyped-def]
+        """Attend with few queries: threads divide the blocks of each."""
+        thread_count, kv_heads = table[THREADS], table[KV_HEADS]
+        thread = seen[0, 0]
+        queries = table[WIDTH] * (table[HEADS] // kv_heads)
+        groups = (queries + together - 1) // together
+        states = space + 4 * most_queries * key_width
+        weights = states + most_queries * state_bytes
+        visible = seen[:together]
+        all_seen = carray(address_of(table[SEEN]), (table[ROWS], 2), np.int64)
+        most = (all_seen[:, 1].max() + block_tokens - 1) // block_tokens
+        waited = 0
+        clear(states, most_queries)
+        for begin in range(0, most, wave):
+            stop = min(begin + wave, most)
+            work = units * (stop - begin)
+            for number in range(thread, work, thread_count):
+                unit, block = number // (stop - begin), begin + number % (stop - begin)
+                first = unit % groups * together
+                key_head, sequence = unit // groups % kv_heads, unit // groups // kv_heads
+                count = min(together, queries - first)
+                take_queries(table, sequence, key_head, first, count, space, visible)
+                column = block * block_tokens
+                state = shared + number * together * state_bytes
+                clear(state, together)
+                if visible[:, 1].max() <= column or visible[:, 0].min() >= column + block_tokens:
+                    continue
+                attend_block(space, visible, spans, firsts[sequence], firsts[sequence + 1],
+                             key_head, block, weights, state)  # fmt: skip
+            waited = wait(address, thread_count, waited)
+            for unit in range(thread, units, thread_count):
+                into = states + unit // thread_count * together * state_bytes
+                for block in range(stop - begin):
+                    state = shared + (unit * (stop - begin) + block) * together * state_bytes
+                    for query in range(together):
+                        merge((into + query * state_bytes, state + query * state_bytes))
+            waited = wait(address, thread_count, waited)
+        for unit in range(thread, units, thread_count):
+            first = unit % groups * together
+            key_head, sequence = unit // groups % kv_heads, unit // groups // kv_heads
+            into = states + unit // thread_count * together * state_bytes
+            write(table, sequence, key_head, first, min(together, queries - first), into)
 
     def job(thread, address):  # type: ignore[no-untyped-def]
         table = table_of(address, words)
-        n, count = table[rows], table[heads]
-        attend(
-            carray(address_of(table[of_queries]), (n, count, key_dim), np.float32),
-            table[kv_heads],
-            carray(address_of(table[spans]), (table[span_count], 5), np.int64),
-            carray(address_of(table[firsts]), (table[sequences] + 1,), np.int64),
-            carray(address_of(table[seen]), (n, 2), np.int64),
-            table[width],
-            thread,
-            table[threads],
-            carray(address_of(table[mixed]), (n, count, value_dim), np.float32),
-        )
+        threads, kv_heads, sequences = table[THREADS], table[KV_HEADS], table[SEQUENCES]
+        spans = carray(address_of(table[SPANS]), (table[SPAN_COUNT], 6), np.int64)
+        firsts = carray(address_of(table[FIRSTS]), (sequences + 1,), np.int64)
+        queries = table[WIDTH] * (table[HEADS] // kv_heads)
+        of_thread = 4 * (most_queries * key_width + together * block_tokens)
+        of_thread += (most_queries + together) * state_bytes
+        space, shared = table[SPACE] + thread * of_thread, table[SPACE] + threads * of_thread
+        seen = np.empty((most_queries, 2), np.int64)
+        units = sequences * kv_heads * ((queries + together - 1) // together)
+        columns = carray(address_of(table[SEEN]), (table[ROWS], 2), np.int64)
+        longest = columns[:, 1].max()
+        if threads > 1 and longest > block_tokens and units <= threads * items_of_thread:
+            seen[0, 0] = thread
+            attend_divided(table, address, spans, firsts, units, space, shared, seen)
+            return
+        items = sequences * kv_heads * ((queries + most_queries - 1) // most_queries)
+        for item in range(thread, items, threads):
+            attend_item(table, spans, firsts, item, space, seen)
 
     return function_address(
         f"attend {key_dim} {value_dim} {soft_cap}",

@@ -1,0 +1,408 @@
+"""Vector code of attention: scores, weights and mixed values of four queries at a time.
+
+Sums have a fixed order: of a score, over 16 lanes and then by halves; of weights, the same by the
+token's position; of values, token by token. A token that a query does not see has the weight 0,
+which changes no bit of a sum. So results do not depend on which queries are computed together.
+
+The functions are written as LLVM IR, for loops that Numba compiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+LANES = 16
+"""Numbers of a vector."""
+QUERIES = 4
+"""Queries that are computed together."""
+KEYS = 4
+"""Keys that are multiplied together."""
+BLOCK_TOKENS = 128
+"""Tokens under one softmax; blocks begin at multiples of it, and are merged in order."""
+PREFETCHED_BYTES = 4096
+"""Distance at which keys and values are requested from memory."""
+UNSEEN = -1e30
+"""Score of a token that is not seen, and the maximum of no scores."""
+LOWEST = -87.0
+"""Lowest exponent whose power is a normal number."""
+ROUNDER = 1.5 * 2**23
+"""Added to a float32, it leaves the nearest integer in the low bits."""
+MAXIMUM, TOTAL = 0, 1
+"""Numbers of a query behind its mixed values."""
+
+
+def padded(dim: int) -> int:
+    """Return a number of dimensions, rounded up to whole vectors."""
+    return -(-dim // LANES) * LANES
+
+
+def state_floats(value_dim: int) -> int:
+    """Return the numbers of a query's state: mixed values, maximum and sum of weights."""
+    return padded(value_dim) + LANES
+
+
+def _halves(unit: int) -> tuple[list[int], list[int]]:
+    """Return the lanes of two vectors that are the low and high halves of their units."""
+    lanes = list(range(2 * LANES))
+    if unit <= 4:  # 128 bits of one, and of the other
+        lanes = [v * LANES + 4 * i + k for i in range(4) for v in (0, 1) for k in range(4)]
+    low = [lane for place, lane in enumerate(lanes) if place % unit < unit // 2]
+    high = [lane for place, lane in enumerate(lanes) if place % unit >= unit // 2]
+    return low, high
+
+
+_HALVES = [_halves(unit) for unit in (16, 8, 4, 2)]
+
+
+@cache
+def lane_order(count: int) -> tuple[int, ...]:
+    """Return which of 1, 4 or 16 vectors has its sum in each lane; see `sums_of_lanes`."""
+    left = [[place] * LANES for place in range(count)]
+    for low, _ in _HALVES:
+        pairs = zip(left[::2], left[1::2] or left, strict=True)
+        left = [[(one + other)[lane] for lane in low] for one, other in pairs]
+    return tuple(left[0])
+
+
+class _Vectors:
+    """Builds IR on vectors of 16 float32."""
+
+    def __init__(self, builder: Any) -> None:
+        from llvmlite import ir
+
+        self.builder = builder
+        self.word, self.int32 = ir.IntType(64), ir.IntType(32)
+        self.float, self.bit = ir.FloatType(), ir.IntType(1)
+        self.floats, self.ints = (ir.VectorType(x, LANES) for x in (self.float, self.int32))
+        self._constant, self._vector, self._pointer = ir.Constant, ir.VectorType, ir.PointerType
+        self._function = ir.FunctionType
+
+    def number(self, value: int) -> Any:
+        return self._constant(self.word, value)
+
+    def every(self, value: float) -> Any:
+        return self._constant(self.floats, [value] * LANES)
+
+    def every_int(self, value: int) -> Any:
+        return self._constant(self.ints, [value] * LANES)
+
+    def offset(self, address: Any, numbers: Any) -> Any:
+        """Return the address of a float32 behind another; `numbers` is an int or a value."""
+        if isinstance(numbers, int):
+            return self.builder.add(address, self.number(4 * numbers))
+        return self.builder.add(address, self.builder.shl(numbers, self.number(2)))
+
+    def load(self, address: Any, lanes: int = LANES) -> Any:
+        """Load a vector; lanes from `lanes` on are 0, and not read."""
+        place = self.builder.inttoptr(address, self._pointer(self.floats))
+        if lanes == LANES:
+            return self.builder.load(place, align=4)
+        kind = self._vector(self.bit, LANES)
+        mask = self._constant(kind, [int(lane < lanes) for lane in range(LANES)])
+        pointer = self._pointer(self.floats)
+        arguments = [pointer, self.int32, kind, self.floats]
+        function = self._declared("llvm.masked.load.v16f32.p0", self.floats, arguments)
+        align = self._constant(self.int32, 4)
+        return self.builder.call(function, [place, align, mask, self.every(0.0)])
+
+    def load_float(self, address: Any) -> Any:
+        place = self.builder.inttoptr(address, self._pointer(self.float))
+        return self.builder.load(place, align=4)
+
+    def store(self, value: Any, address: Any) -> None:
+        place = self.builder.inttoptr(address, self._pointer(value.type))
+        self.builder.store(value, place, align=4)
+
+    def lanes_of(self, value: Any, other: Any, lanes: Sequence[int]) -> Any:
+        kind = self._vector(self.int32, len(lanes))
+        return self.builder.shuffle_vector(value, other, self._constant(kind, list(lanes)))
+
+    def prefetch(self, address: Any, floats: int) -> None:
+        """Request the cache lines of some numbers, `PREFETCHED_BYTES` ahead."""
+        from llvmlite import ir
+
+        text = self._pointer(ir.IntType(8))
+        arguments = [text, self.int32, self.int32, self.int32]
+        function = self._declared("llvm.prefetch.p0", ir.VoidType(), arguments)
+        flags = [self._constant(self.int32, flag) for flag in (0, 3, 1)]
+        for ahead in range(0, 4 * floats, 64):
+            place = self.builder.add(address, self.number(PREFETCHED_BYTES + ahead))
+            self.builder.call(function, [self.builder.inttoptr(place, text), *flags])
+
+    def spread(self, value: Any) -> Any:
+        """Return a vector with the same number in all lanes."""
+        empty = self._constant(self.floats, self._undefined)
+        first = self.builder.insert_element(empty, value, self._constant(self.int32, 0))
+        return self.lanes_of(first, empty, [0] * LANES)
+
+    @property
+    def _undefined(self) -> Any:
+        from llvmlite import ir
+
+        return ir.Undefined
+
+    def fused(self, x: Any, y: Any, z: Any) -> Any:
+        """Return x y + z, rounded once."""
+        function = self._declared("llvm.fma.v16f32", self.floats, [self.floats] * 3)
+        return self.builder.call(function, [x, y, z])
+
+    def greater(self, x: Any, y: Any) -> Any:
+        """Return the larger of each lane; NaN where `x` is NaN."""
+        less = self.builder.fcmp_ordered("<", x, y)
+        return self.builder.select(less, y, x)
+
+    def sums_of_lanes(self, vectors: Sequence[Any]) -> Any:
+        """Return a vector with the sum of each vector's lanes, by halves, in `lane_order`.
+
+        Shuffles stay within 128 bits where they can: others are slower, and take registers.
+        """
+        left = list(vectors)
+        for low, high in _HALVES:
+            pairs = zip(left[::2], left[1::2] or left, strict=True)
+            left = [
+                self.builder.fadd(self.lanes_of(*pair, low), self.lanes_of(*pair, high))
+                for pair in pairs
+            ]
+        return left[0]
+
+    def maximum_of_lanes(self, vector: Any) -> Any:
+        """Return a vector with the maximum of all lanes in each."""
+        half = LANES // 2
+        while half:
+            turned = self.lanes_of(vector, vector, [lane ^ half for lane in range(LANES)])
+            vector = self.greater(vector, turned)
+            half //= 2
+        return vector
+
+    def exp(self, x: Any) -> Any:
+        """Return e^x for x <= 0, exactly 1 for 0: a power of two, times a Taylor polynomial."""
+        builder, log_2 = self.builder, math.log(2)
+        low = self.every(LOWEST)
+        x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+        rounder = self.every(ROUNDER)
+        biased = self.fused(x, self.every(1 / log_2), rounder)
+        rest = self.fused(builder.fsub(biased, rounder), self.every(-log_2), x)
+        result = self.every(1 / 720)
+        for factor in (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+            result = self.fused(result, rest, self.every(factor))
+        power = builder.shl(builder.bitcast(biased, self.ints), self.every_int(23))
+        power = builder.add(power, self.every_int(127 << 23))
+        return builder.fmul(result, builder.bitcast(power, self.floats))
+
+    def tanh(self, x: Any) -> Any:
+        """Return the hyperbolic tangent: 1 - 2 / (e^2x + 1), by e^-2|x|."""
+        builder = self.builder
+        bits = builder.bitcast(x, self.ints)
+        sign = builder.and_(bits, self.every_int(-(2**31)))
+        size = builder.bitcast(builder.and_(bits, self.every_int(2**31 - 1)), self.floats)
+        power = self.exp(builder.fmul(size, self.every(-2.0)))
+        one = self.every(1.0)
+        ratio = builder.fdiv(builder.fsub(one, power), builder.fadd(one, power))
+        signed = builder.or_(builder.bitcast(ratio, self.ints), sign)
+        return builder.bitcast(signed, self.floats)
+
+    def _declared(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+        from numba.core import cgutils
+
+        kind = self._function(result, arguments)
+        return cgutils.get_or_insert_function(self.builder.module, kind, name)
+
+
+def _vector_function(arguments: int, body: Any) -> Any:
+    """Return a function for compiled loops of so many 64-bit integers, with a body of IR."""
+    from numba import types
+    from numba.extending import intrinsic
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        from numba.core import cgutils
+
+        body(_Vectors(builder), *cgutils.unpack_tuple(builder, values[0], arguments))
+        return context.get_dummy_value()
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def function(context: Any, values: Any) -> Any:
+        return types.void(types.UniTuple(types.int64, arguments)), generate
+
+    return function
+
+
+@cache
+def score_function(key_dim: int) -> Any:
+    """Return a function that multiplies four queries with keys.
+
+    Its arguments: addresses of the queries, (4, padded key_dim) float32, and of the keys, (n,
+    key_dim); n; and the address of the first score, in rows of `BLOCK_TOKENS`.
+    """
+    width = padded(key_dim)
+    vectors = width // LANES
+
+    def body(of: _Vectors, queries: Any, keys: Any, tokens: Any, scores: Any) -> None:
+        def products(count: int, token: Any) -> Any:
+            start = of.offset(keys, of.builder.mul(token, of.number(key_dim)))
+            sums: list[Any] = [None] * (QUERIES * count)
+            of.prefetch(start, count * key_dim)
+            for vector in range(vectors):
+                lanes = min(LANES, key_dim - vector * LANES)
+                sides = [
+                    of.load(of.offset(start, key * key_dim + vector * LANES), lanes)
+                    for key in range(count)
+                ]
+                for query in range(QUERIES):
+                    x = of.load(of.offset(queries, query * width + vector * LANES))
+                    for key, side in enumerate(sides):
+                        place = query * count + key
+                        so_far = sums[place]
+                        sums[place] = (
+                            of.builder.fmul(x, side) if vector == 0 else of.fused(x, side, so_far)
+                        )
+            order = lane_order(len(sums))
+            by_lane: list[Any] = [None] * len(sums)
+            for lane, vector in enumerate(order[:: LANES // len(sums)]):
+                by_lane[vector] = sums[lane]
+            return of.sums_of_lanes(by_lane)
+
+        from numba.core import cgutils
+
+        whole = of.builder.and_(tokens, of.number(-KEYS))
+        with cgutils.for_range_slice(of.builder, of.number(0), whole, of.number(KEYS), of.word) as (
+            token,
+            _,
+        ):
+            result = products(KEYS, token)
+            into = of.offset(scores, token)
+            for query in range(QUERIES):
+                four = of.lanes_of(result, result, range(query * KEYS, (query + 1) * KEYS))
+                of.store(four, of.offset(into, query * BLOCK_TOKENS))
+        with cgutils.for_range_slice(of.builder, whole, tokens, of.number(1), of.word) as (
+            token,
+            _,
+        ):
+            result = products(1, token)
+            into = of.offset(scores, token)
+            for query in range(QUERIES):
+                lane = LANES // QUERIES * query
+                single = of.builder.extract_element(result, of.int32(lane))
+                of.store(single, of.offset(into, query * BLOCK_TOKENS))
+
+    return _vector_function(4, body)
+
+
+@cache
+def weigh_function(soft_cap: float) -> Any:
+    """Return a function that turns a query's scores of a block into weights.
+
+    Its arguments: address of the scores, (BLOCK_TOKENS,); the first visible column of the block,
+    and the end; and the address of the query's maximum and sum, which it writes.
+    """
+
+    def body(of: _Vectors, scores: Any, start: Any, end: Any, totals: Any) -> None:
+        builder = of.builder
+        lanes = of.ints([of.int32(lane) for lane in range(LANES)])
+        first, last = (
+            of.lanes_of(
+                builder.insert_element(of.every_int(0), builder.trunc(x, of.int32), of.int32(0)),
+                of.every_int(0),
+                [0] * LANES,
+            )
+            for x in (start, end)
+        )
+        values, masks = [], []
+        for place in range(0, BLOCK_TOKENS, LANES):
+            columns = builder.add(lanes, of.every_int(place))
+            seen = builder.and_(
+                builder.icmp_signed(">=", columns, first), builder.icmp_signed("<", columns, last)
+            )
+            value = of.load(of.offset(scores, place))
+            if soft_cap:
+                capped = of.tanh(builder.fmul(value, of.every(1 / soft_cap)))
+                value = builder.fmul(capped, of.every(soft_cap))
+            values.append(builder.select(seen, value, of.every(UNSEEN)))
+            masks.append(seen)
+        top = values[0]
+        for value in values[1:]:
+            top = of.greater(value, top)
+        top = of.maximum_of_lanes(top)
+        total = None
+        for place, (value, seen) in enumerate(zip(values, masks, strict=True)):
+            weight = of.exp(builder.fsub(value, top))
+            weight = builder.select(seen, weight, of.every(0.0))
+            of.store(weight, of.offset(scores, place * LANES))
+            total = weight if total is None else builder.fadd(total, weight)
+        zero = of.int32(0)
+        of.store(builder.extract_element(top, zero), of.offset(totals, MAXIMUM))
+        total = of.sums_of_lanes([total])
+        of.store(builder.extract_element(total, zero), of.offset(totals, TOTAL))
+
+    return _vector_function(4, body)
+
+
+@cache
+def mix_function(value_dim: int) -> Any:
+    """Return a function that adds four queries' weighted values to their states.
+
+    Its arguments: address of the first token's weight, in rows of `BLOCK_TOKENS`; of the values,
+    (n, value_dim) float32; n; and of the states, in rows of `state_floats`.
+    """
+    width = state_floats(value_dim)
+
+    def body(of: _Vectors, weights: Any, values: Any, tokens: Any, states: Any) -> None:
+        from numba.core import cgutils
+
+        for first in range(0, value_dim, LANES * 4):
+            starts = list(range(first, min(first + LANES * 4, value_dim), LANES))
+            places = [
+                of.offset(states, query * width + start)
+                for query in range(QUERIES)
+                for start in starts
+            ]
+            sums = [cgutils.alloca_once_value(of.builder, of.load(place)) for place in places]
+            with cgutils.for_range(of.builder, tokens) as loop:
+                token = loop.index
+                row = of.offset(values, of.builder.mul(token, of.number(value_dim)))
+                of.prefetch(of.offset(row, first), len(starts) * LANES)
+                sides = [
+                    of.load(of.offset(row, start), min(LANES, value_dim - start))
+                    for start in starts
+                ]
+                of_token = of.offset(weights, token)
+                for query in range(QUERIES):
+                    address = of.offset(of_token, query * BLOCK_TOKENS)
+                    weight = of.spread(of.load_float(address))
+                    for number, side in enumerate(sides):
+                        place = sums[query * len(starts) + number]
+                        total = of.fused(weight, side, of.builder.load(place))
+                        of.builder.store(total, place)
+            for place, total in zip(places, sums, strict=True):
+                of.store(of.builder.load(total), place)
+
+    return _vector_function(4, body)
+
+
+@cache
+def merge_function(value_dim: int) -> Any:
+    """Return a function that merges a query's state of a block into its state of those before.
+
+    Its arguments: addresses of the merged state and of the block's.
+    """
+    width = padded(value_dim)
+
+    def body(of: _Vectors, state: Any, block: Any) -> None:
+        builder = of.builder
+        tops = [of.load_float(of.offset(x, width + MAXIMUM)) for x in (state, block)]
+        spreads = [of.spread(top) for top in tops]
+        top = of.greater(*spreads)
+        factors = [of.exp(builder.fsub(x, top)) for x in spreads]
+        for place in range(0, width, LANES):
+            before = builder.fmul(of.load(of.offset(state, place)), factors[0])
+            mixed = of.fused(of.load(of.offset(block, place)), factors[1], before)
+            of.store(mixed, of.offset(state, place))
+        totals = [of.spread(of.load_float(of.offset(x, width + TOTAL))) for x in (state, block)]
+        total = of.fused(totals[1], factors[1], builder.fmul(totals[0], factors[0]))
+        for number, value in ((MAXIMUM, top), (TOTAL, total)):
+            single = builder.extract_element(value, of.int32(0))
+            of.store(single, of.offset(state, width + number))
+
+    return _vector_function(2, body)
