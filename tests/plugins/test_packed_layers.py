@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from cold_engine import running, settle
 from mlx.utils import tree_flatten, tree_map_with_path
@@ -26,6 +27,7 @@ from penstock.models import weight_packer as packing_seam
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loading import load_all
 from penstock.models.weight_packer import PackedParts, pack, weight_packer
+from penstock.plugins.cpu.packed_layers import LayerParts, PackedProjection, form_of
 from penstock.recall import MODEL_PATH
 from support.gguf_files import small_model, write_model
 from support.small_models import BASE, build
@@ -124,6 +126,32 @@ def test_gguf_codes_are_multiplied_directly(name: str, form: str, tmp_path: Path
     kinds = {type(module).__name__ for module in packed.modules()}
     assert "QuantizedLinear" not in kinds
     assert ("PackedDecoderLayer" in kinds) is (name != "qwen3moe")
+
+
+@pytest.mark.parametrize("missing", ["q_norm", "k_norm"])
+def test_norm_of_queries_or_keys_alone_is_computed(missing: str) -> None:
+    config = {**BASE, **FAMILIES["qwen3"], "model_type": "qwen3", "vocab_size": 512}
+    layer = build(config).layers[0]
+    nn.quantize(layer, group_size=32, bits=8)
+    attention = layer.self_attn
+    attention.pop(missing)
+    form = form_of(layer)
+    assert form is not None
+    names = (*form.before, "o_proj")
+    modules = [attention[name] for name in names] + [
+        layer.mlp[x] for x in ("gate_proj", "up_proj", "down_proj")
+    ]
+    projections = [PackedProjection.of(module, slice(None)) for module in modules]
+    parts = LayerParts(layer, form, projections, None, exact=True)
+    x = mx.random.normal((5, attention.q_proj.scales.shape[1] * 32))
+    queries, keys, values = parts.before(np.asarray(x), None)
+    normed = layer.input_layernorm(x)
+    for side, name, norm in ((queries, "q_proj", "q_norm"), (keys, "k_proj", "k_norm")):
+        expected = attention[name](normed).reshape(side.shape)
+        if norm in attention:
+            expected = attention[norm](expected)
+        assert off(mx.array(side), expected) < 1e-4
+    assert off(mx.array(values), attention.v_proj(normed).reshape(values.shape)) < 1e-4
 
 
 def test_weight_bytes_count_packed_codes(tmp_path: Path) -> None:

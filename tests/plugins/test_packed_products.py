@@ -19,6 +19,7 @@ from penstock.plugins.cpu.packed_products import (
     PackedEmbedding,
     PackedLinear,
     PackedMatrix,
+    Product,
     packed_matrix,
 )
 
@@ -191,6 +192,19 @@ def test_product_of_no_rows_writes_nothing() -> None:
     table[PART_WORDS:] = matrix.linear(2)
     team().run(part_loops()[0], table)
     assert (space == 7).all()
+
+
+def test_product_refuses_arrays_that_its_loops_would_misread() -> None:
+    matrix = matrix_of(linear(64, 48, 4, 32))
+    product = Product(matrix, None, exact=False)
+    x = np.zeros((3, 64), np.float32)
+    for other in (x[:, :32], x.T, x[0], x.astype(np.float64), np.zeros((64, 3), np.float32).T):
+        with pytest.raises(ValueError, match=r"need \(n, 64\) float32"):
+            product(other)
+    for bias in (np.zeros(47, np.float32), np.zeros(48), np.zeros(96, np.float32)[::2]):
+        with pytest.raises(ValueError, match=r"need \(n, 48\) float32"):
+            Product(matrix, bias, exact=False)
+    assert not product(x).any()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -342,7 +342,7 @@ def part_loops() -> tuple[int, int, int]:
             product(linear, thread, threads, rows, digits, table[ROUNDED], table[SCALES], into,
                     table[STRIDE])  # fmt: skip
             into += 4 * tile_rows * linear[TILES]
-        if table[ANGLES] == 0 and table[Q_NORM] == 0:
+        if table[ANGLES] == 0 and table[Q_NORM] == 0 and table[K_NORM] == 0:
             return
         wait(address, threads, waited)
         sides = array(table[RESULT], rows, table[STRIDE])

@@ -28,6 +28,7 @@ from penstock.plugins.cpu.packed_products import (
     PackedModule,
     packed_matrix,
     padded_bias,
+    rows_address,
     rows_of,
 )
 from penstock.plugins.cpu.packed_rope import RotaryPositions
@@ -202,7 +203,7 @@ class PackedDecoderLayer(PackedModule):
 
     def _finished(self, mixed: Floats, rows: Floats, x: mx.array) -> mx.array:
         """Compute the part after attention, from its output and the layer's input."""
-        return mx.array(self._parts.behind(mixed.reshape(len(rows), -1), rows)).reshape(x.shape)
+        return mx.array(self._parts.behind(mixed, rows)).reshape(x.shape)
 
     def _decoded(self, sides: Sequence[Floats], mask: Any, cache: Any) -> Floats | None:
         """Append and attend on the step's own memory; None if MLX arrays are needed."""
@@ -280,6 +281,8 @@ class LayerParts:
         self._widths = [len(side.tiles) * TILE_ROWS for side in (queries, keys, values)]
         self._dim = queries.rows // attention.n_heads
         self._hidden = gate.rows
+        self._output_columns = output.columns
+        self._pairs = 0 if rotation is None else rotation.pairs
         norms = [attention.get(name) for name in NORMS]
         epsilon = next((float(norm.eps) for norm in norms if norm is not None), 0.0)
         factor = float(getattr(layer, "residual_multiplier", 1.0))
@@ -305,7 +308,7 @@ class LayerParts:
                 PartTable.KV_HEADS: attention.n_kv_heads,
                 PartTable.DIM: self._dim,
                 PartTable.KEYS: self._widths[0],
-                PartTable.PAIRS: 0 if rotation is None else rotation.pairs,
+                PartTable.PAIRS: self._pairs,
                 PartTable.NEIGHBORS: int(rotation is not None and rotation.neighbors),
             },
         )  # fmt: skip
@@ -330,9 +333,10 @@ class LayerParts:
         """
         n = len(x)
         result = np.empty((n, sum(self._widths)), np.float32)
-        places = {PartTable.X: x.ctypes.data, PartTable.RESULT: result.ctypes.data}
+        places = {PartTable.X: rows_address(x, self._width), PartTable.RESULT: result.ctypes.data}
         if angles is not None and angles.size:
-            places[PartTable.ANGLES] = angles.ctypes.data
+            by_row = angles.reshape(2 * n, angles.shape[-1])
+            places[PartTable.ANGLES] = rows_address(by_row, self._pairs)
         self._before.run(n, self._width, places)
         sides: list[Floats] = []
         start = 0
@@ -347,14 +351,14 @@ class LayerParts:
         """Return the layer's output, (n, width).
 
         Args:
-            mixed: output of attention, (n, heads x dim).
+            mixed: output of attention, (n, heads x dim) or (n, heads, dim).
             x: the layer's input, (n, width).
         """
-        result = np.empty_like(x)
-        mixed = np.ascontiguousarray(mixed)
+        result = np.empty((len(x), self._width), np.float32)
+        mixed = np.ascontiguousarray(mixed).reshape(len(x), -1)
         places = {
-            PartTable.X: x.ctypes.data,
-            PartTable.MIXED: mixed.ctypes.data,
+            PartTable.X: rows_address(x, self._width),
+            PartTable.MIXED: rows_address(mixed, self._output_columns),
             PartTable.RESULT: result.ctypes.data,
         }
         self._behind.run(len(x), self._width, places, self._width + 2 * self._hidden)

@@ -94,11 +94,16 @@ class PackedMatrix:
         return hashed.hexdigest()
 
     def linear(self, digits: int, bias: Floats | None = None) -> list[int]:
-        """Return the values of `LinearEntry`; the caller keeps the matrix and the bias alive."""
+        """Return the values of `LinearEntry`; the caller keeps the matrix and the bias alive.
+
+        Args:
+            digits: bytes of an activation.
+            bias: (tiles x 16,), of `padded_bias`; None without one.
+        """
         function = multiply_loop(self.bits, self.per_scale, self.scale_bytes, digits)
         tiles = len(self.tiles)
-        where = 0 if bias is None else bias.ctypes.data
-        return [function, self.tiles.ctypes.data, tiles, self.columns // BLOCK, where]
+        bias_address = 0 if bias is None else rows_address(bias[None], tiles * TILE_ROWS)
+        return [function, self.tiles.ctypes.data, tiles, self.columns // BLOCK, bias_address]
 
     def rows_of(self, tokens: Integers) -> Floats:
         """Return rows of the matrix as float32, (n, columns)."""
@@ -208,6 +213,21 @@ def padded_bias(bias: mx.array | None) -> Floats | None:
 
 
 # ---- jobs
+
+
+def rows_address(rows: Array, columns: int) -> int:
+    """Return the address of rows (n, columns) for compiled loops, which check nothing.
+
+    Raises ValueError for arrays of another shape, dtype or order.
+    """
+    if (
+        rows.shape != (len(rows), columns)
+        or rows.dtype != np.float32
+        or not rows.flags.c_contiguous
+    ):
+        order = "" if rows.flags.c_contiguous else ", not contiguous"
+        raise ValueError(f"need (n, {columns}) float32, not {rows.shape} {rows.dtype}{order}")
+    return int(rows.ctypes.data)
 
 
 class Job:
@@ -339,11 +359,11 @@ class Product:
         return 4 * int(self.matrix.columns) + self._job.row_bytes
 
     def __call__(self, x: Floats) -> Floats:
-        """Multiply rows (n, columns), giving (n, rows of the matrix)."""
+        """Multiply rows (n, columns) float32, in C order, giving (n, rows of the matrix)."""
         stride = len(self.matrix.tiles) * TILE_ROWS
         result = np.empty((len(x), stride), np.float32)
         places = {
-            PartTable.X: x.ctypes.data,
+            PartTable.X: rows_address(x, self.matrix.columns),
             PartTable.RESULT: result.ctypes.data,
             PartTable.STRIDE: stride,
         }
