@@ -14,7 +14,13 @@ pytest.importorskip("numba", reason="products with packed weights are compiled b
 
 from penstock.plugins.cpu import tile_products
 from penstock.plugins.cpu.compiled_jobs import team
-from penstock.plugins.cpu.layer_loops import LINEAR_WORDS, PART_WORDS, PartTable, part_loops
+from penstock.plugins.cpu.layer_loops import (
+    LINEAR_WORDS,
+    PART_WORDS,
+    PartTable,
+    part_loops,
+    round_loop,
+)
 from penstock.plugins.cpu.packed_products import (
     PackedEmbedding,
     PackedLinear,
@@ -146,6 +152,54 @@ def test_products_of_zero_and_extreme_rows() -> None:
     assert not products[0].any()
     for row in (1, 2):
         assert error(products[row] / x[row, 0], (layer(x[row] / x[row, 0]))) < 1e-5
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("exact", [False, True])
+def test_row_that_is_not_finite_has_products_that_are_not(number: float, exact: bool) -> None:
+    product = Product(matrix_of(linear(128, 48, 4, 32)), None, exact=exact)
+    x = np.random.default_rng(0).standard_normal((5, 128), np.float32)
+    expected = product(x)
+    for place in (0, 77, 127):
+        broken = x.copy()
+        broken[2, place] = number
+        products = product(broken)
+        assert np.isnan(products[2]).all()
+        others = [0, 1, 3, 4]
+        assert np.array_equal(products[others], expected[others])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("size", [3e36, 1e-30, 2e-32, 1e-34, 1e-38, 1e-44])
+def test_products_of_huge_and_tiny_rows_are_finite(size: float, exact: bool) -> None:
+    """Numbers below 1e-31 may count as zeros."""
+    layer = linear(128, 48, 8, 32)
+    x = (np.random.default_rng(0).uniform(-1, 1, (2, 128)) * size).astype(np.float32)
+    products = Product(matrix_of(layer), None, exact=exact)(x).astype(np.float64)
+    weights = mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=32, bits=8)
+    off = np.abs(products - x.astype(np.float64) @ np.asarray(weights).T.astype(np.float64))
+    assert off.max() < max(1e-29, 1e-3 * size)
+
+
+@pytest.mark.parametrize("digits", [2, 3])
+def test_rounding_matches_reference_to_the_bit(digits: int) -> None:
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((60, 32)).astype(np.float32)
+    x *= np.float32(10.0) ** generator.integers(-25, 25, (60, 1)).astype(np.float32)
+    x[::3] = np.round(x[::3] * 4)  # ties of the most to a power of two
+    x[::7, 1:] = 0
+    most = np.float32(127 * 256 ** (digits - 1))
+    top = np.abs(x).max(axis=1, keepdims=True)
+    factor = np.divide(most, top, out=np.zeros_like(top), where=top > 0)
+    values = np.rint(x * factor).astype(np.int32)
+    rounded = np.empty((digits, x.size), np.int8)
+    scales = np.empty((60, 2), np.float32)
+    round_loop()(x.ravel(), rounded, scales, 0, 60)
+    powers = 256 ** np.arange(digits)[::-1, None]
+    assert np.array_equal((rounded * powers).sum(axis=0), values.ravel())
+    assert np.array_equal(scales[:, :1], top / most)
+    sums = values.sum(axis=1, keepdims=True).astype(np.float32)
+    assert np.array_equal(scales[:, 1:], top / most * sums)
 
 
 def test_rows_are_bit_identical_at_any_alignment() -> None:

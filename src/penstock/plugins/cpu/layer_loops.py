@@ -106,35 +106,61 @@ class Constant(IntEnum):
 def round_loop() -> Any:
     """Compile the rounding of a row to digits of 8 bits with a scale for each block.
 
-    Arguments: the row (columns,), its digits (digits, columns) int8, and scales (blocks, 2).
+    Arguments: the row (columns,), its digits (digits, columns) int8, scales (blocks, 2), and the
+    first block and one past the last.
+
+    A block with an infinity or NaN gets a scale of NaN, and so do its products. One whose scale
+    would be subnormal becomes zeros: its numbers are below 1e-31. No fast-math flag is set, so that
+    bits are the same on every processor.
     """
     from numba import float32, int8, int32, njit
 
     block = BLOCK
+    magnitude, infinity = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+    smallest, not_a_number = float32(np.finfo(np.float32).tiny), float32(np.nan)
+    whole_from = float32(2**23)  # larger floats are whole numbers
 
-    @njit(nogil=True, fastmath=True)
+    @njit(nogil=True)
+    def nearest(number):  # type: ignore[no-untyped-def]
+        """Return the nearest integer below 2^23, even for a tie; `np.rint` is not vectorized."""
+        shift = whole_from if number >= 0 else -whole_from
+        return int32((number + shift) - shift)
+
+    @njit(nogil=True)
     def rounded(row, digits, scales, first, last):  # type: ignore[no-untyped-def]
         count = len(digits)
         most = float32(127)
         for _ in range(1, count):
             most *= float32(256)
+        row_bits = row.view(np.int32)
         for number in range(first, last):
-            start = number * block
-            top = float32(0)
-            for place in range(block):
-                top = max(top, abs(row[start + place]))
-            factor = most / top if top > 0 else float32(0)
+            start, end = number * block, (number + 1) * block
+            values, bits = row[start:end], row_bits[start:end]
+            top_bits = int32(0)  # without their signs, floats are in the order of their bits
+            for place in range(len(bits)):
+                top_bits = max(top_bits, int32(bits[place] & magnitude))
+            if top_bits >= infinity:
+                scales[number, 0] = scales[number, 1] = not_a_number
+                continue
+            top = np.int32(top_bits).view(np.float32)
+            scale, factor = top / most, float32(0)
+            if scale < smallest:
+                scale = float32(0)
+            else:
+                factor = most / top
             total = int32(0)
-            for place in range(block):
-                value = int32(np.rint(row[start + place] * factor))
-                total += value
-                for digit in range(count - 1, 0, -1):
-                    low = ((value + 128) & 255) - 128
-                    digits[digit, start + place] = int8(low)
-                    value = (value - low) >> 8
-                digits[0, start + place] = int8(value)
-            scales[number, 0] = top / most
-            scales[number, 1] = top / most * float32(total)
+            for place in range(len(values)):
+                total += nearest(values[place] * factor)
+            half, lower_bits = int32(0), int32(0)  # digits have signs: lower ones are rounded away
+            for digit in range(count - 1, -1, -1):
+                of_digit = digits[digit, start:end]
+                for place in range(len(values)):
+                    value = int32(nearest(values[place] * factor) + half)
+                    of_digit[place] = int8(value >> lower_bits)
+                half = int32(int32(half << 8) + int32(128))
+                lower_bits += int32(8)
+            scales[number, 0] = scale
+            scales[number, 1] = scale * float32(total)
 
     return rounded
 
