@@ -30,15 +30,19 @@ def is_private(folder: Path) -> bool:
 
 
 def write_private(file: Path, content: bytes) -> None:
-    """Write a file that its owner alone can read, at once; without a private folder, do nothing."""
+    """Write a file atomically that its owner alone can read; without a private folder, do nothing.
+
+    Threads and processes may write the same file: one of their contents stays.
+    """
     folder = file.parent
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not is_private(folder):
             return
-        part = file.with_suffix(f".{os.getpid()}.part")
+        part = folder / f"{os.urandom(8).hex()}.part"
         try:
-            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as stream:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with os.fdopen(os.open(part, flags, 0o600), "wb") as stream:
                 stream.write(content)
             part.replace(file)
         finally:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +15,16 @@ import pytest
 
 pytest.importorskip("numba", reason="functions are compiled by Numba")
 
+from penstock.plugins.cpu import compiled_cache
 from penstock.plugins.cpu.compiled_cache import function_address
 
 
 @pytest.fixture
-def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of machine code, which does not exist yet."""
+def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield the folder of machine code, which does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "penstock" / "loops"
+    yield tmp_path / "penstock" / "loops"
+    compiled_cache._identity.cache_clear()
 
 
 class Compilation:
@@ -85,3 +92,63 @@ def test_unwritable_cache_folder_only_costs_time(
     compilation = Compilation()
     assert [compilation.result(), compilation.result()] == [14, 14]
     assert compilation.count == 2
+
+
+def test_machine_code_of_another_python_is_not_used(
+    loops: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation = Compilation()
+    assert compilation.result() == 14
+    compiled_cache._identity.cache_clear()
+    monkeypatch.setattr(platform, "python_version", lambda: "3.999.0")
+    assert compilation.result() == 14
+    assert compilation.count == 2
+
+
+def test_packages_without_metadata_only_cost_time(
+    loops: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(compiled_cache, "version", unknown)
+    compiled_cache._identity.cache_clear()
+    compilation = Compilation()
+    assert [compilation.result(), compilation.result()] == [14, 14]
+    assert compilation.count == 2
+    assert not loops.exists()
+
+
+def test_machine_code_too_large_to_be_read_is_not_written(
+    loops: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation = Compilation()
+    assert compilation.result() == 14
+    (file,) = loops.iterdir()
+    size = file.stat().st_size
+    for most, files in ((size, 2), (size - 1, 2)):
+        monkeypatch.setattr(compiled_cache, "MOST_FILE_BYTES", most)
+        assert compilation.result(f"under {most:09}") == 14
+        assert len(list(loops.iterdir())) == files
+
+
+def test_processes_share_machine_code(loops: Path) -> None:
+    """Two compile and write at the same time; this one only reads."""
+    script = "\n".join(
+        [
+            "from numba import cfunc, types",
+            "from penstock.plugins.cpu.compiled_cache import function_address",
+            "def compile():",
+            "    return cfunc(types.int64(types.int64))(lambda x: 3 * x - 1)",
+            "import ctypes",
+            "function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)",
+            "print(function(function_address('line', compile))(5))",
+        ]
+    )
+    command = [sys.executable, "-c", script]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert {process.communicate()[0].strip() for process in both} == {"14"}
+    assert len(list(loops.iterdir())) == 1
+    compilation = Compilation()
+    assert compilation.result() == 14
+    assert compilation.count == 0

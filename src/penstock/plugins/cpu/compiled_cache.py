@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -25,6 +26,7 @@ from penstock.user_cache import is_private, user_cache, write_private
 logger = logging.getLogger(__name__)
 
 MOST_FILE_BYTES = 4 << 20
+"""Maximum size of a file that is written, or read."""
 DIGEST_BYTES = 32
 
 _KEPT: list[Any] = []
@@ -38,14 +40,24 @@ def function_address(name: str, compiled: Callable[[], Any]) -> int:
         name: name of the function with all that its code depends on, besides the plug-in's sources.
         compiled: compiles it, as an object of `numba.cfunc` without addresses of this process.
     """
-    digest = sha256(f"{name}\n{_identity()}".encode())
-    address = _read(digest.digest())
+    key = _key(name)
+    address = None if key is None else _read(key)
     if address is None:
         function = compiled()
         _KEPT.append(function)
         address = int(function.address)
-        _write(digest.digest(), function)
+        if key is not None:
+            _write(key, function)
     return address
+
+
+def _key(name: str) -> bytes | None:
+    """Return the hash that names a function's file; None if the versions are unknown."""
+    try:
+        return sha256(f"{name}\n{_identity()}".encode()).digest()
+    except Exception as error:  # noqa: BLE001 - such as no metadata of a package
+        logger.debug("keep no machine code: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _read(key: bytes) -> int | None:
@@ -90,6 +102,8 @@ def _write(key: bytes, function: Any) -> None:
     try:
         _, _, (code, _) = function._library.serialize_using_object_code()
         content = f"{function._wrapper_name}\n".encode() + code
+        if DIGEST_BYTES + len(content) > MOST_FILE_BYTES:
+            raise ValueError(f"{len(content):,} bytes are too many")
     except Exception as error:  # noqa: BLE001 - parts of Numba that may change
         logger.debug("cannot keep machine code: %s: %s", type(error).__name__, error)
         return
@@ -104,7 +118,7 @@ def _file(key: bytes) -> Path:
 
 @cache
 def _identity() -> str:
-    """Return the identity of the plug-in's sources, the compilers, and the processor."""
+    """Return the identity of the plug-in's sources, Python, the compilers, and the processor."""
     import llvmlite.binding as llvm
 
     sources = sha256()
@@ -112,7 +126,8 @@ def _identity() -> str:
         sources.update(file.read_bytes())
     settings = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
     processor = [llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
-    versions = [version("numba"), version("llvmlite"), version("numpy")]
+    versions = [platform.python_version()]
+    versions += [version(name) for name in ("numba", "llvmlite", "numpy")]
     return "\n".join(
         [sources.hexdigest(), *versions, *processor, json.dumps(settings, sort_keys=True)]
     )
