@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import pytest
 
 pytest.importorskip("numba", reason="jobs are compiled by Numba")
 
-from penstock.plugins.cpu.compiled_jobs import HOT, Team, barrier, table_at, team
+from penstock.plugins.cpu.compiled_jobs import DONE, HOT, TICKET, Team, barrier, table_at, team
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +57,7 @@ def test_second_thread_sleeps_when_idle_and_is_woken(exchange: Any) -> None:
         pytest.skip("needs two processors")
     for _ in range(3):
         run(pair, exchange)
-        deadline = time.monotonic() + 20
-        while pair._board[HOT] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not pair._board[HOT], "the second thread never slept"
+        sleep_again(pair)
         before = time.process_time()
         time.sleep(0.2)
         assert time.process_time() - before < 0.1, "an idle team computes"
@@ -88,3 +88,93 @@ def test_teams_of_several_threads_are_independent_and_end(exchange: Any) -> None
         gc.collect()
         time.sleep(0.01)
     assert not helpers() - before
+
+
+def test_interrupt_leaves_no_job_half_done(exchange: Any) -> None:
+    """A signal handler of Python raises at any of its instructions, with a sleeping thread."""
+    pair = Team()
+    if pair.threads == 1:
+        pytest.skip("needs two processors")
+    interrupted = 0
+    for number in range(200):
+        sleep_again(pair)
+        if raised_at(number, pair, exchange):
+            interrupted += 1
+            assert pair._board[TICKET] == pair._board[DONE], f"at instruction {number}"
+            run(pair, exchange)
+        else:
+            break
+    assert interrupted > 20
+
+
+def sleep_again(pair: Team) -> None:
+    deadline = time.monotonic() + 20
+    while pair._board[HOT] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not pair._board[HOT], "the second thread never slept"
+
+
+def raised_at(number: int, pair: Team, job: Any) -> bool:
+    """Interrupt a job at an instruction of `Team.run`; return whether there are as many."""
+    left = number
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code is not Team.run.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    table = np.zeros(7, np.int64)
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        pair.run(job.address, table)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(previous)
+    return False
+
+
+FORKS = """
+import os, signal
+import numpy as np
+from numba import cfunc, types
+from penstock.plugins.cpu.compiled_jobs import Team, barrier, table_at, team
+
+wait, table_of = barrier(), table_at()
+
+@cfunc(types.void(types.int64, types.int64))
+def job(thread, address):
+    table = table_of(address, 5)
+    wait(address, table[0], 0)
+    table[3 + thread] = 1 + thread
+
+def run(team):
+    table = np.zeros(5, np.int64)
+    team.run(job.address, table)
+    return team.threads, table[3:].tolist()
+
+other = Team()
+expected = run(team()), run(other)
+files = len(os.listdir("/proc/self/fd"))
+child = os.fork()
+if not child:
+    signal.alarm(10)  # a job whose second thread is missing does not end
+    assert run(other)[1][0] == 1
+    assert len(os.listdir("/proc/self/fd")) < files or team().threads == 1
+    assert run(team()) == expected[0]
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert (run(team()), run(other)) == expected
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+def test_forked_process_has_threads_of_its_own() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], check=True, timeout=60)

@@ -2,14 +2,18 @@
 
 A job is a compiled function of a thread's number and the address of a table of 64-bit integers.
 The second thread looks for the next job for about a millisecond, and yields its processor while it
-does; then it sleeps.
+does; then it sleeps in a read of a pipe, to which the first one writes with the next job. A job
+begins, wakes the second thread and ends in one call of compiled code, so that no signal handler of
+Python leaves it half done. A closed pipe ends the second thread.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import threading
+import weakref
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -22,12 +26,14 @@ from penstock.plugins.cpu.cpu_rows import cores
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-TICKET, DONE, HOT, FUNCTION, TABLE, LEAVES = 0, 8, 16, 24, 32, 33
+TICKET, DONE, HOT, FUNCTION, TABLE = 0, 8, 16, 24, 32
 """Places on a board: the number of the last job, of the last one that the second thread ended,
-whether it looks for jobs, the job itself, and the address of a function as in a table. Those that
-change are a cache line apart."""
+whether it looks for jobs, and the job itself. Those that change are a cache line apart."""
+BOARD_YIELD, READ, READ_END, WRITE, WRITE_END, BYTE = 33, 34, 35, 36, 37, 38
+"""Places on a board that do not change, but for `BYTE`, a byte from the pipe: addresses of the C
+library's functions, and the ends of the pipe."""
 BOARD_WORDS = 40
-THREADS, BARRIER, LEAVE = 0, 1, 2
+THREADS, BARRIER, YIELD = 0, 1, 2
 """First entries of a job's table: number of threads, how often one of them has waited, and the
 address of a function that lets another thread run."""
 SPINS_BEFORE_YIELD = 200
@@ -36,7 +42,10 @@ SPINS_BEFORE_SLEEP = 20_000
 
 @cache
 def call(arguments: int) -> Any:
-    """Return a function for compiled loops: call an address with so many 64-bit integers."""
+    """Return a function for compiled loops: call an address with so many 64-bit integers.
+
+    It returns a 64-bit integer, which is undefined for functions that return nothing.
+    """
     from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
@@ -47,12 +56,11 @@ def call(arguments: int) -> Any:
             from numba.core import cgutils
 
             word = ir.IntType(64)
-            kind = ir.FunctionType(ir.VoidType(), [word] * arguments)
+            kind = ir.FunctionType(word, [word] * arguments)
             function = builder.inttoptr(given[0], ir.PointerType(kind))
-            builder.call(function, cgutils.unpack_tuple(builder, given[1], arguments))
-            return context.get_dummy_value()
+            return builder.call(function, cgutils.unpack_tuple(builder, given[1], arguments))
 
-        return types.void(types.int64, types.UniTuple(types.int64, arguments)), generate
+        return types.int64(types.int64, types.UniTuple(types.int64, arguments)), generate
 
     return call
 
@@ -99,9 +107,9 @@ def _atomics() -> tuple[Any, Any, Any]:
 
 
 @cache
-def _leave() -> int:
-    """Return the address of the C library's function that lets another thread run."""
-    return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+def _library_function(name: str) -> int:
+    """Return the address of a function of the C library."""
+    return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
 
 
 @cache
@@ -113,8 +121,8 @@ def barrier() -> Any:
     from numba import njit
 
     add, load, pause = _atomics()
-    spins_before_yield, place, of_leave = SPINS_BEFORE_YIELD, 8 * BARRIER, 8 * LEAVE
-    leave = call(1)
+    spins_before_yield, place, yield_place = SPINS_BEFORE_YIELD, 8 * BARRIER, 8 * YIELD
+    call_yield = call(1)
 
     @njit(nogil=True)
     def wait(table, threads, waited):  # type: ignore[no-untyped-def]
@@ -126,32 +134,30 @@ def barrier() -> Any:
                 pause()
                 spins += 1
                 if spins % spins_before_yield == 0:
-                    leave(load(table + of_leave), (0,))
+                    call_yield(load(table + yield_place), (0,))
         return waited
 
     return wait
 
 
 @cache
-def _board_loops() -> tuple[Any, Any, Any, Any]:
-    """Compile the second thread's loop, the start of a job, its end, and a job of one thread."""
-    from numba import cfunc, njit, types
+def _board_loops() -> tuple[Any, Any, Any]:
+    """Compile the second thread's loop, a job of both threads, and one of a single thread."""
+    from numba import cfunc, types
 
     add, load, pause = _atomics()
-    run, leave = call(2), call(1)
-    ticket, done, hot = 8 * TICKET, 8 * DONE, 8 * HOT
-    function, table, leaves = 8 * FUNCTION, 8 * TABLE, 8 * LEAVES
+    run, call_yield, call_file = call(2), call(1), call(3)
+    ticket, done, hot, function, table = (8 * x for x in (TICKET, DONE, HOT, FUNCTION, TABLE))
+    yield_place, byte = 8 * BOARD_YIELD, 8 * BYTE
+    read, read_end, write, write_end = (8 * x for x in (READ, READ_END, WRITE, WRITE_END))
     spins_before_yield, spins_before_sleep = SPINS_BEFORE_YIELD, SPINS_BEFORE_SLEEP
 
     def serve(board):  # type: ignore[no-untyped-def]
-        """Return 0 once the board is closed, 1 after a while without a job."""
-        if load(board + hot) == 0:
-            add(board + hot, 1)
+        """Run jobs until the pipe is closed."""
+        add(board + hot, 1)
         spins = 0
         while True:
             if load(board + ticket) != load(board + done):
-                if load(board + function) == 0:
-                    return 0
                 run(load(board + function), (1, load(board + table)))
                 add(board + done, 1)
                 spins = 0
@@ -159,41 +165,35 @@ def _board_loops() -> tuple[Any, Any, Any, Any]:
                 pause()
                 spins += 1
                 if spins % spins_before_yield == 0:
-                    leave(load(board + leaves), (0,))
+                    call_yield(load(board + yield_place), (0,))
             else:
                 add(board + hot, -1)
-                if load(board + ticket) == load(board + done):
-                    return 1
-                add(board + hot, 1)  # a job came meanwhile
+                if load(board + ticket) == load(board + done):  # else a job came meanwhile
+                    sleep = load(board + read)
+                    if call_file(sleep, (load(board + read_end), board + byte, 1)) == 0:
+                        return 0
+                add(board + hot, 1)
                 spins = 0
 
-    @njit(nogil=True)
-    def end(board, address, entries):  # type: ignore[no-untyped-def]
+    def together(board, address, entries):  # type: ignore[no-untyped-def]
+        add(board + function, address - load(board + function))
+        add(board + table, entries - load(board + table))
+        add(board + ticket, 1)
+        if load(board + hot) == 0:
+            wake = load(board + write)
+            call_file(wake, (load(board + write_end), board + byte, 1))
         run(address, (0, entries))
         spins = 0
         while load(board + ticket) != load(board + done):
             pause()
             spins += 1
             if spins % spins_before_yield == 0:
-                leave(load(board + leaves), (0,))
-
-    def start(board, address, entries):  # type: ignore[no-untyped-def]
-        """Return 1 if the job has ended; 0 if the second thread must be woken for it."""
-        add(board + function, address - load(board + function))
-        add(board + table, entries - load(board + table))
-        add(board + ticket, 1)
-        if load(board + hot) == 0:
-            return 0
-        end(board, address, entries)
-        return 1
-
-    def finish(board, address, entries):  # type: ignore[no-untyped-def]
-        end(board, address, entries)
-        return 1
+                call_yield(load(board + yield_place), (0,))
+        return 0
 
     def alone(address, entries):  # type: ignore[no-untyped-def]
         run(address, (0, entries))
-        return 1
+        return 0
 
     def callable_of(function: Any, arguments: int) -> Any:
         words = [types.int64] * arguments
@@ -202,12 +202,7 @@ def _board_loops() -> tuple[Any, Any, Any, Any]:
         )
         return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)(address)
 
-    return (
-        callable_of(serve, 1),
-        callable_of(start, 3),
-        callable_of(finish, 3),
-        callable_of(alone, 2),
-    )
+    return callable_of(serve, 1), callable_of(together, 3), callable_of(alone, 2)
 
 
 class Team:
@@ -215,22 +210,22 @@ class Team:
 
     def __init__(self) -> None:
         self.threads = min(2, cores())
-        _, self._start, self._finish, self._alone = _board_loops()
+        _, self._together, self._alone = _board_loops()
         self._board = np.zeros(BOARD_WORDS, np.int64)
-        self._board[LEAVES] = _leave()
         self._address = self._board.ctypes.data
-        self._wake = threading.Semaphore(0)
         self._space: Floats = np.empty(0, np.float32)
         if self.threads > 1:
-            arguments = (self._board, self._wake)
+            self._read_end, write_end = os.pipe()
+            os.set_blocking(write_end, False)  # a full pipe wakes as well
+            self._close = weakref.finalize(self, os.close, write_end)
+            self._close.atexit = False
+            for name, entry in (("sched_yield", BOARD_YIELD), ("read", READ), ("write", WRITE)):
+                self._board[entry] = _library_function(name)
+            self._board[READ_END], self._board[WRITE_END] = self._read_end, write_end
+            arguments = (self._board, self._read_end)
             name = "penstock-layers"
             threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
-
-    def __del__(self) -> None:
-        if self.threads > 1:
-            self._board[FUNCTION] = 0
-            self._board[TICKET] += 1
-            self._wake.release()
+            _teams.add(self)
 
     def space(self, floats: int) -> Floats:
         """Return working memory of at least so many numbers, for one job at a time."""
@@ -243,23 +238,27 @@ class Team:
 
         Args:
             function: address of a function of a thread's number and a table's address.
-            table: (n,), whose first entries, up to `LEAVE`, are set here.
+            table: (n,), whose first entries, up to `YIELD`, are set here.
         """
-        table[THREADS], table[BARRIER], table[LEAVE] = self.threads, 0, _leave()
+        table[THREADS], table[BARRIER] = self.threads, 0
+        table[YIELD] = self._board[BOARD_YIELD]
         entries = table.ctypes.data
         if self.threads == 1:
             self._alone(function, entries)
-        elif not self._start(self._address, function, entries):
-            self._wake.release()
-            self._finish(self._address, function, entries)
+        else:
+            self._together(self._address, function, entries)
+
+    def go_on_alone(self) -> None:
+        """Run further jobs on one thread; the second one is not in this process."""
+        self.threads = 1
+        self._close()
+        os.close(self._read_end)
 
 
-def _serve(board: Integers, wake: threading.Semaphore) -> None:
-    serve, _, _, _ = _board_loops()
-    while True:
-        wake.acquire()
-        if not serve(board.ctypes.data):
-            return
+def _serve(board: Integers, read_end: int) -> None:
+    serve, _, _ = _board_loops()
+    serve(board.ctypes.data)
+    os.close(read_end)
 
 
 class _OfThread(threading.local):
@@ -267,6 +266,8 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
+_teams: weakref.WeakSet[Team] = weakref.WeakSet()
+"""Teams of two threads."""
 
 
 def team() -> Team:
@@ -274,6 +275,17 @@ def team() -> Team:
     if _of_thread.team is None:
         _of_thread.team = Team()
     return _of_thread.team
+
+
+def _leave_teams_of_parent() -> None:
+    """Close the teams of a forked process: their second threads are in its parent alone."""
+    for parents_team in list(_teams):
+        parents_team.go_on_alone()
+    _teams.clear()
+    _of_thread.team = None
+
+
+os.register_at_fork(after_in_child=_leave_teams_of_parent)
 
 
 @cache

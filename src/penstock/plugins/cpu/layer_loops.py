@@ -45,7 +45,7 @@ class PartTable(IntEnum):
 
     THREADS = 0
     BARRIER = 1
-    LEAVE = 2
+    YIELD = 2
     ROWS = 3
     X = 4
     """Rows (rows, width): the layer's input."""
