@@ -103,7 +103,7 @@ def _write(key: bytes, function: Any) -> None:
         _, _, (code, _) = function._library.serialize_using_object_code()
         content = f"{function._wrapper_name}\n".encode() + code
         if DIGEST_BYTES + len(content) > MOST_FILE_BYTES:
-            raise ValueError(f"{len(content):,} bytes are too many")
+            raise ValueError(f"more than {MOST_FILE_BYTES:,} bytes")
     except Exception as error:  # noqa: BLE001 - parts of Numba that may change
         logger.debug("cannot keep machine code: %s: %s", type(error).__name__, error)
         return
