@@ -23,6 +23,7 @@ from penstock.cli.engines import make_engine
 from penstock.engine.request import Request
 from penstock.engine.stats import Stats
 from penstock.models.mlx_lm import Loaded, render
+from penstock.models.template_renderer import TemplateRenderer
 from penstock_bench.recall import Message, Question, dialogue
 
 ROUNDS = 2
@@ -181,6 +182,7 @@ class Crowd:
         self.loaded = loaded
         self.block_size = block_size
         self._tokenizing = threading.Lock()
+        self._templates = TemplateRenderer()
         self.spec = memory.read_model_spec(loaded.config)
         system, scripts = write_scripts(
             seed, agents, prompt_tokens, lambda messages: len(self._tokens(messages, answer=False))
@@ -253,8 +255,9 @@ class Crowd:
         )
 
     def close(self) -> None:
-        """Close the engine."""
+        """Close the engine and the processes that render prompts."""
         self.engine.close()
+        self._templates.close()
 
     def __enter__(self) -> Crowd:
         return self
@@ -313,7 +316,7 @@ class Crowd:
 
     def _tokens(self, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
         with self._tokenizing:  # a tokenizer is not safe to use from several threads
-            return render(self.loaded.tokenizer, messages, answer=answer)
+            return render(self.loaded.tokenizer, messages, answer=answer, renderer=self._templates)
 
 
 def write_scripts(

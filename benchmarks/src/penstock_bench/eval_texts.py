@@ -10,6 +10,7 @@ from typing import Any
 from penstock.errors import SettingError
 from penstock.models.loading import load
 from penstock.models.mlx_lm import encode, render
+from penstock.models.template_renderer import TemplateRenderer
 from penstock.recall import MODEL_PATH
 from penstock_bench.eval_load import (
     ANSWER_TOKENS,
@@ -43,13 +44,17 @@ class AskedDialogue:
 def dialogues(tokenizer: Any, load_: EvalLoad, length: int) -> Iterator[AskedDialogue]:
     """Yield dialogues of one length until there are enough questions."""
     facts = max(1, min(load_.per_dialogue, length // 64))
-    for number in range(-(-load_.questions // facts)):
-        talk = dialogue(FIRST_SEED + number, tokens=length, facts=facts)
-        yield AskedDialogue(
-            tuple(render(tokenizer, talk.messages, answer=False)),
-            tuple(tuple(render(tokenizer, talk.ask(question))) for question in talk.questions),
-            tuple((question.answer,) for question in talk.questions),
-        )
+    with TemplateRenderer() as renderer:
+        for number in range(-(-load_.questions // facts)):
+            talk = dialogue(FIRST_SEED + number, tokens=length, facts=facts)
+            yield AskedDialogue(
+                tuple(render(tokenizer, talk.messages, answer=False, renderer=renderer)),
+                tuple(
+                    tuple(render(tokenizer, talk.ask(question), renderer=renderer))
+                    for question in talk.questions
+                ),
+                tuple((question.answer,) for question in talk.questions),
+            )
 
 
 def long_texts(
@@ -129,9 +134,12 @@ def pieces(tokenizer: Any, load_: EvalLoad) -> list[EvalPiece]:
             for number in range(load_.text_tokens // size)
         ]
         if load_.model == str(MODEL_PATH):
-            cut = [
-                _spoken(tokenizer, render(tokenizer, talk.messages, answer=False)) for talk in talks
-            ]
+            with TemplateRenderer() as renderer:
+                written = [
+                    render(tokenizer, talk.messages, answer=False, renderer=renderer)
+                    for talk in talks
+                ]
+            cut = [_spoken(tokenizer, tokens) for tokens in written]
         else:
             texts = ["\n".join(message["content"] for message in talk.messages) for talk in talks]
             cut = [_whole(encode(tokenizer, text)) for text in texts]
@@ -197,7 +205,8 @@ class EvalTask:
         """Load the model and prepare its questions; raises as `measure` does."""
         model, tokenizer = load(load_.model)
         reform(model, form, load_.outlier_scale)
-        return cls(form, model, tokenizer, questions(tokenizer, load_), pieces(tokenizer, load_))
+        text = pieces(tokenizer, load_)  # which refuses what is too short before the rest is made
+        return cls(form, model, tokenizer, questions(tokenizer, load_), text)
 
     def steps(self, settings: int, passes: int, *, continues: bool) -> int:
         """Return the number of steps that `Progress` will count.

@@ -29,6 +29,7 @@ from penstock.engine.schedule.sequence import Sequence
 from penstock.kv.segment import ColumnRange
 from penstock.models.loading import load
 from penstock.models.mlx_lm import render
+from penstock.models.template_renderer import TemplateRenderer
 from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 from penstock_bench.recall import Question, dialogue
@@ -153,7 +154,11 @@ def _asked(
     """Yield the outcome of one side for each dialogue of a length."""
     for seed in range(load_.dialogues):
         talk = dialogue(seed, tokens=length, facts=load_.facts)
-        prompts = [tuple(render(tokenizer, talk.ask(question))) for question in talk.questions]
+        with TemplateRenderer() as renderer:
+            prompts = [
+                tuple(render(tokenizer, talk.ask(question), renderer=renderer))
+                for question in talk.questions
+            ]
         tokens = max(map(len, prompts))
         window = _window_tokens(model, attend, tokens) if side == RIVAL else 0
         core = _engine(load_, model, tokenizer, side, attend, window)

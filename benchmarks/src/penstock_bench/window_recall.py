@@ -19,6 +19,7 @@ import mlx.core as mx
 from penstock import caches
 from penstock.models.loading import load
 from penstock.models.mlx_lm import render
+from penstock.models.template_renderer import TemplateRenderer
 from penstock.plurals import counted
 from penstock.recall import MODEL_PATH
 from penstock_bench import rivals
@@ -147,18 +148,19 @@ def trials(
     make: Callable[[], list[Any]],
 ) -> Iterator[Trial]:
     """Prefill every dialogue once through `make`'s caches; ask for each fact on a copy of them."""
-    for seed in range(load_.dialogues):
-        talk = dialogue(seed, tokens=load_.tokens, facts=load_.facts)
-        begun = render(tokenizer, talk.messages, answer=False)
-        caches = make()
-        read(model, begun, caches)
-        for question in talk.questions:
-            whole = render(tokenizer, talk.ask(question))
-            rest, aside = whole[len(begun) :], copy.deepcopy(caches)
-            known = answer(model, tokenizer, rest, aside) == question.answer
-            end = question.token + count_tokens(talk.messages[question.message :][:1]) - 1
-            last = len(whole) + len(question.answer.split())
-            yield Trial(question.token, place_of(question.token, end, last, setting), known)
+    with TemplateRenderer() as renderer:
+        for seed in range(load_.dialogues):
+            talk = dialogue(seed, tokens=load_.tokens, facts=load_.facts)
+            begun = render(tokenizer, talk.messages, answer=False, renderer=renderer)
+            caches = make()
+            read(model, begun, caches)
+            for question in talk.questions:
+                whole = render(tokenizer, talk.ask(question), renderer=renderer)
+                rest, aside = whole[len(begun) :], copy.deepcopy(caches)
+                known = answer(model, tokenizer, rest, aside) == question.answer
+                end = question.token + count_tokens(talk.messages[question.message :][:1]) - 1
+                last = len(whole) + len(question.answer.split())
+                yield Trial(question.token, place_of(question.token, end, last, setting), known)
 
 
 def makers(model: Any, setting: RecallWindow) -> dict[str, Callable[[], list[Any]]]:
