@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
 import regex
@@ -95,7 +96,7 @@ def until(
     source: AnswerText, marks: Sequence[str], emit: Emit, *, take: bool = True
 ) -> Reading[str | None]:
     """Emit the text before the first of `marks`; return that mark, or None at the end."""
-    pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
+    pattern = _any_of(tuple(marks))
     while True:
         if match := pattern.search(source.text, source.position):
             emit(source.advance(match.start() - source.position))
@@ -167,6 +168,11 @@ def line(source: AnswerText, end: str, *, max_length: int = 256) -> Reading[str]
             raise BrokenCall(f"{end!r} is missing")
         text += source.advance()
     return text.removesuffix(end)
+
+
+@lru_cache(maxsize=64)
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
 
 def _beginning(source: AnswerText, marks: Sequence[str]) -> int:

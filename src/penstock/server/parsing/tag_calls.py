@@ -21,7 +21,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import regex
@@ -111,7 +111,11 @@ class TagCalls:
         return bool(self.shape.before.strip()) and bool(self.shape.closing)
 
     def _head_of(self, tools: Tools) -> Pattern:
-        names = [re.escape(tool["function"]["name"]) for tool in tools]
+        return self._head_named(tuple(tool["function"]["name"] for tool in tools))
+
+    @lru_cache(maxsize=16)  # noqa: B019 - the formats of a few modules
+    def _head_named(self, tools: tuple[str, ...]) -> Pattern:
+        names = [re.escape(name) for name in tools]
         twice = [rf"{name}\.(?P<name>{name})" for name in names] if self.doubled else []
         choice = "|".join((*twice, *(f"(?P<name>{name})" for name in names)))
         return regex.compile((self.head or self._shown_head()).replace(NAME, f"(?:{choice})"))
@@ -123,6 +127,7 @@ class TagCalls:
         return rf"\s*{_loose(shape.before)}{NAME}{between}"
 
     @property
+    @lru_cache(maxsize=16)  # noqa: B019
     def argument_head(self) -> Pattern:
         tags = self.tags
         shown = rf"\s*{_loose(tags.before)}{KEY}{_loose(tags.as_text)}"
@@ -148,16 +153,10 @@ class _Arguments:
         self._is_open = not self._keys or bool(schema.get("additionalProperties"))
         self._given: set[str] = set()
         self._argument = form.argument_head
-        shape, tags = form.shape, form.tags
+        tags = form.tags
         self._ends = (f"{tags.gap}{tags.end}", tags.end) if tags.gap else (tags.end,)
         self._call_head = head
-        self._call_end = regex.compile(rf"\s*{re.escape(shape.after.strip())}")
-        self._closing = regex.compile(rf"\s*{re.escape(shape.closing.strip())}")
-        opened = rf"(?P<call>{re.escape(shape.opening)}{head.pattern})"
-        stops = "|".join(map(re.escape, source.stops)) or "(?!)"
-        self._behind = regex.compile(
-            rf"(?P<end>{re.escape(tags.end)})|{opened}|(?P<stop>{stops})", regex.DOTALL
-        )
+        self._call_end, self._closing, self._behind = _ends(form, head.pattern, source.stops)
 
     def read(self) -> Reading[None]:
         source, form = self._source, self._form
@@ -279,6 +278,19 @@ class _Arguments:
         rest = yield from blanks(source)
         if (rest and not self._may_end(0, after or self._form.shape.closing)) or source.cut:
             raise BrokenCall("a call without an end")
+
+
+@lru_cache(maxsize=16)
+def _ends(form: TagCalls, head: str, stops: tuple[str, ...]) -> tuple[Pattern, Pattern, Pattern]:
+    """Return patterns of a call's end, of the closing, and of what may follow both."""
+    shape = form.shape
+    behind = rf"(?P<end>{re.escape(form.tags.end)})|(?P<call>{re.escape(shape.opening)}{head})"
+    stop = "|".join(map(re.escape, stops)) or "(?!)"
+    return (
+        regex.compile(rf"\s*{re.escape(shape.after.strip())}"),
+        regex.compile(rf"\s*{re.escape(shape.closing.strip())}"),
+        regex.compile(rf"{behind}|(?P<stop>{stop})", regex.DOTALL),
+    )
 
 
 def json_of(text: str, types: Collection[str], nulls: Iterable[str] = ("null",)) -> str:
