@@ -275,6 +275,18 @@ def test_verify_finds_and_repairs_each_kind_of_damage(tmp_path: Path, capsys: Ca
     assert held(tmp_path, records) == 5
 
 
+def test_verify_removes_damaged_file_that_index_lacks(tmp_path: Path, capsys: Capture) -> None:
+    (record,) = chain(1)
+    fill(tmp_path, chain(1, seed=1))
+    path = file_of(tmp_path, record)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"no block")
+    (fault,) = ask(capsys, "verify", tmp_path, code=1)["faults"]
+    assert (fault["kind"], fault["what"]) == ("unknown", "it is not a block")
+    run(capsys, "verify", tmp_path, "--repair")
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("at", [0, 20, 300, FILE_BYTES // 2, FILE_BYTES - 1])
 def test_verify_finds_any_flipped_bit(tmp_path: Path, capsys: Capture, at: int) -> None:
     records = chain(2)

@@ -366,6 +366,11 @@ def test_codec_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert parse_scheme("doubled4").values == Doubled(4)
 
 
+def test_codec_that_takes_no_scales_stays_itself() -> None:
+    codec = side("kivi8")
+    assert not codec.takes_scales and codec.scaled(((1,) * 64,)) is codec
+
+
 @pytest.mark.parametrize("kind", names.CODECS)
 def test_every_codec_is_listed_in_error(kind: type[Codec]) -> None:
     assert kind.FORMS and kind.FORMS in names.FORMS

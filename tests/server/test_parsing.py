@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from parsed_answers import halves, parse, read
-from written_answers import FAMILIES, MLX_LM, TOOLS, Written, form_of, written
+from written_answers import FAMILIES, MLX_LM, TOOLS, Written, form_of, written, written_call
 
+from penstock.server.parsing.answer_text import MOST_REREAD, AnswerText
 from penstock.server.parsing.events import (
     ArgumentsPart,
     CallBroken,
@@ -301,6 +302,29 @@ def test_function_gemma_bare_word_is_string() -> None:
         )
     )
     assert heard.calls == [("look_up", {"text": "Rome", "n": 2})]
+
+
+def test_gemma_quote_ends_string_before_next_member() -> None:
+    """In an object a member begins with its key; in a list any text begins one."""
+    form = form_of("gemma4")
+    for given in ({"text": 'a<|"|>, b'}, {"any": {"deep": 'a<|"|>, b'}}, {"any": ["a", 5]}):
+        assert read(parse([written_call("gemma4", given)], form)).calls == [("look_up", given)]
+
+
+def test_value_with_end_of_call_is_whole_in_any_pieces() -> None:
+    form = form_of("qwen3_coder")
+    given = {"text": "a\n</parameter>\n</function>\n</tool_call> b"}
+    call = written_call("qwen3_coder", given)
+    for cut in range(1, len(call)):
+        assert read(parse([call[:cut], call[cut:]], form)).calls == [("look_up", given)], cut
+
+
+def test_text_is_reread_up_to_limit() -> None:
+    source = AnswerText()
+    source.unread("x" * (MOST_REREAD - 1))
+    assert source.rereads
+    source.unread("x")
+    assert not source.rereads
 
 
 def test_required_call_needs_known_format() -> None:

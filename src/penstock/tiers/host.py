@@ -44,8 +44,6 @@ def host_states(states: States) -> dict[str, HostArray]:
 
 
 class StateRestoreBuffer:
-    blocks = 1
-
     def __init__(self, form: StateForm, *, in_place: bool = True) -> None:
         self._form = form
         self._in_place = in_place

@@ -485,6 +485,12 @@ def test_first_prompt_gets_half_and_least_served_the_rest() -> None:
     assert shares(scheduler.plan()) == {4: 256, 3: 256}
 
 
+def test_first_prompt_gets_larger_half() -> None:
+    scheduler = make(prefill_chunk=5, block_size=1)
+    admitted(scheduler, item(1, left=100), item(2, left=100))
+    assert shares(scheduler.plan()) == {1: 3, 2: 2}
+
+
 def test_fully_prefilled_prompt_is_no_longer_first() -> None:
     scheduler = make()
     admitted(scheduler, *(item(i, left=9_000) for i in range(3)))

@@ -250,6 +250,7 @@ class EngineTier:
 
         Bytes of blocks already in the tree are released; the caller reserves them at once.
         """
+        assert isinstance(restore.buffer, RestoreBuffer)
         self._restores.remove(restore)
         restore.paid.pass_on(reservation, restore.own_bytes)
         restore.paid.release()
