@@ -17,12 +17,10 @@ import numpy as np
 from penstock.plugins.cpu.compiled import SUMS, pointer
 from penstock.plugins.cpu.compiled_cache import function_address
 from penstock.plugins.cpu.compiled_jobs import array_at, barrier, call, table_at
-from penstock.plugins.cpu.tile_products import BLOCK, TILE_ROWS
+from penstock.plugins.cpu.tile_products import BLOCK, SCALE_FLOATS, TILE_ROWS
 
-ROWS_AT_ONCE = 64
+ROWS_TOGETHER = 64
 """Rows of activations multiplied with a part of the weights before the next ones."""
-SCALE_FLOATS = 2
-"""Floats of a block of activations: its scale, and its sum."""
 
 
 class LinearEntry(IntEnum):
@@ -243,38 +241,39 @@ def _product_loop() -> Any:
     from numba import njit
 
     multiply, array = call(9), array_at()
-    at_once, block, tile_rows = ROWS_AT_ONCE, BLOCK, TILE_ROWS
-    of_function, of_weights, of_tiles = (
+    rows_together, block, tile_rows = ROWS_TOGETHER, BLOCK, TILE_ROWS
+    scale_bytes = 4 * SCALE_FLOATS
+    function, weights, tile_count = (
         int(LinearEntry.MULTIPLY),
         int(LinearEntry.WEIGHTS),
         int(LinearEntry.TILES),
     )
-    of_blocks, of_bias = int(LinearEntry.BLOCKS), int(LinearEntry.BIAS)
+    block_count, bias_address = int(LinearEntry.BLOCKS), int(LinearEntry.BIAS)
 
     @njit(nogil=True)
     def product(linear, thread, threads, rows, digits, rounded, scales, result, stride):  # type: ignore[no-untyped-def]
         """Write to the result's columns first..last, and return them."""
-        tiles, blocks = linear[of_tiles], linear[of_blocks]
+        tiles, blocks = linear[tile_count], linear[block_count]
         first, last = tiles * thread // threads, tiles * (thread + 1) // threads
-        for start in range(0, rows, at_once):
-            count = min(at_once, rows - start)
+        for start in range(0, rows, rows_together):
+            count = min(rows_together, rows - start)
             multiply(
-                linear[of_function],
+                linear[function],
                 (
-                    linear[of_weights],
+                    linear[weights],
                     first,
                     last,
                     blocks,
                     rounded + start * digits * blocks * block,
-                    scales + start * blocks * 8,
+                    scales + start * blocks * scale_bytes,
                     count,
                     result + 4 * start * stride,
                     stride,
                 ),
             )
         first, last = first * tile_rows, last * tile_rows
-        if linear[of_bias] != 0:
-            bias = array(linear[of_bias], 1, last)[0]
+        if linear[bias_address] != 0:
+            bias = array(linear[bias_address], 1, last)[0]
             products = array(result, rows, stride)
             for row in range(rows):
                 for place in range(first, last):
@@ -327,11 +326,11 @@ def part_loops() -> tuple[int, int, int]:
     job = types.void(types.int64, types.int64)
 
     @njit(nogil=True)
-    def norm_and_round(table, row, values, width):  # type: ignore[no-untyped-def]
-        """Normalize a row, in space of the thread, and round it."""
-        normed, digits, blocks = values[1], table[DIGITS], width // block
+    def norm_and_round(table, row, values, normed, width):  # type: ignore[no-untyped-def]
+        """Normalize a row's values, in space of the thread, and round it."""
+        digits, blocks = table[DIGITS], width // block
         numbers = array(table[CONSTANTS], 1, constants)[0]
-        norm(values[0], array(table[NORM], 1, width)[0], numbers[EPSILON], normed)
+        norm(values, array(table[NORM], 1, width)[0], numbers[EPSILON], normed)
         start = table[ROUNDED] + row * digits * width
         into = carray(address_of(start), (digits, width), np.int8)
         factors = array(table[SCALES] + 4 * row * blocks * floats, blocks, floats)
@@ -360,7 +359,7 @@ def part_loops() -> tuple[int, int, int]:
         threads, rows, width, digits = table[0], table[ROWS], table[WIDTH], table[DIGITS]
         x, normed = array(table[X], rows, width), array(table[NORMED], threads, width)
         for row in range(thread, rows, threads):
-            norm_and_round(table, row, (x[row], normed[thread]), width)
+            norm_and_round(table, row, x[row], normed[thread], width)
         waited = wait(address, threads, 0)
         into = table[RESULT]
         for number in range(linears):
@@ -375,9 +374,9 @@ def part_loops() -> tuple[int, int, int]:
         heads, dim, keys = table[HEADS], table[DIM], table[KEYS]
         angles = array(table[ANGLES], 2 * rows, table[PAIRS])
         epsilon = array(table[CONSTANTS], 1, constants)[0, HEAD_EPSILON]
-        together = heads + table[KV_HEADS]
-        for item in range(thread, rows * together, threads):
-            row, head = item // together, item % together
+        heads_of_row = heads + table[KV_HEADS]
+        for item in range(thread, rows * heads_of_row, threads):
+            row, head = item // heads_of_row, item % heads_of_row
             if head < heads:
                 side = sides[row, head * dim : (head + 1) * dim]
                 finish_head(side, table[Q_NORM], epsilon, dim, table, angles, row)
@@ -408,15 +407,15 @@ def part_loops() -> tuple[int, int, int]:
                 norm(added, array(table[MIXED_NORM], 1, width)[0], epsilon, added)
             for place in range(width):
                 added[place] = x[row, place] + factor * added[place]
-            norm_and_round(table, row, (added, normed[thread]), width)
+            norm_and_round(table, row, added, normed[thread], width)
         waited = wait(address, threads, waited)
         # Gate and up projection.
         hidden = gate[TILES] * tile_rows
-        raised = table[HIDDEN] + 4 * rows * hidden
+        ups_address = table[HIDDEN] + 4 * rows * hidden
         first, last = product(gate, thread, threads, rows, digits, rounded, scales,
                               table[HIDDEN], hidden)  # fmt: skip
-        product(up, thread, threads, rows, digits, rounded, scales, raised, hidden)
-        gates, ups = array(table[HIDDEN], rows, hidden), array(raised, rows, hidden)
+        product(up, thread, threads, rows, digits, rounded, scales, ups_address, hidden)
+        gates, ups = array(table[HIDDEN], rows, hidden), array(ups_address, rows, hidden)
         for row in range(rows):
             activate(gates[row, first:last], ups[row, first:last], table[GELU])
         waited = wait(address, threads, waited)

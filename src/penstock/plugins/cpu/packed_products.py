@@ -22,8 +22,14 @@ import xxhash
 from penstock.memory.sizes import packed_matrix_bytes
 from penstock.models.layer_seams import skips_logits
 from penstock.plugins.cpu.compiled_jobs import team
-from penstock.plugins.cpu.layer_loops import PART_WORDS, SCALE_FLOATS, PartTable, part_loops
-from penstock.plugins.cpu.tile_products import BLOCK, TILE_ROWS, block_bytes, multiply_loop
+from penstock.plugins.cpu.layer_loops import PART_WORDS, PartTable, part_loops
+from penstock.plugins.cpu.tile_products import (
+    BLOCK,
+    SCALE_FLOATS,
+    TILE_ROWS,
+    block_bytes,
+    multiply_loop,
+)
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -39,7 +45,7 @@ ALIGNMENT = 64
 """Alignment of tiles, in bytes."""
 ACTIVATIONS = 2
 """Number of products of a row alive at once."""
-TILES_AT_ONCE = 256
+TILES_TOGETHER = 256
 """Number of tiles that are packed at a time."""
 
 
@@ -63,8 +69,8 @@ class PackedMatrix:
         record = block_bytes(bits, self.per_scale, self.scale_bytes)
         self.tiles: Array = _aligned(tiles * groups * record).reshape(tiles, groups, record)
         """Shape (tiles, groups, bytes): scales, offsets and codes of a tile's columns."""
-        for first in range(0, tiles, TILES_AT_ONCE):
-            last = min(first + TILES_AT_ONCE, tiles)
+        for first in range(0, tiles, TILES_TOGETHER):
+            last = min(first + TILES_TOGETHER, tiles)
             rows = slice(first * TILE_ROWS, min(last * TILE_ROWS, self.rows))
             self._pack(first, last, codes[rows], scales[rows], offsets[rows])
 
@@ -290,7 +296,7 @@ class Job:
         table[PartTable.NORMED] = start
         start += 4 * threads.threads * width
         table[PartTable.SCALES] = start
-        table[PartTable.ROUNDED] = start + 8 * blocks
+        table[PartTable.ROUNDED] = start + 4 * SCALE_FLOATS * blocks
         threads.run(self._function, table)
 
 

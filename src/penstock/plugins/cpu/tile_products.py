@@ -29,6 +29,8 @@ ROW_GROUP = 4
 """Rows of activations that are multiplied together, if there are as many."""
 CHAINS = 4
 """Independent integer sums of a row of activations: an addition takes as many cycles."""
+SCALE_FLOATS = 2
+"""Floats of a block of activations: its scale, and its sum."""
 PREFETCHED_BYTES = 4096
 """Distance at which codes are requested from memory."""
 
@@ -76,11 +78,11 @@ def multiply_loop(
 ) -> int:
     """Compile the product of rows with tiles; return the address of the function.
 
-    The function takes nine 64-bit integers: the address of the weights, the first tile, the last
-    and one, the blocks of a row; the address of the rows of activations, (rows, digits, columns)
-    int8; of their scales, (rows, blocks, 2) float32, each a scale and the sum of the block; the
-    number of rows; the address of the result, float32, and the numbers from one row of it to the
-    next.
+    The function takes nine 64-bit integers: the address of the weights, the first tile, one past
+    the last tile, the blocks of a row; the address of the rows of activations, (rows, digits,
+    columns) int8; of their scales, (rows, blocks, 2) float32, each a scale and the sum of the
+    block; the number of rows; the address of the result, float32, and the numbers from one row of
+    it to the next.
 
     Args:
         bits: bits of a code, 4 or 8.
@@ -93,15 +95,16 @@ def multiply_loop(
 
     instructions = instructions or dot_product_name()
     dot = _DOT_PRODUCTS[instructions]
-    few = dot is not _dot_vnni  # sums of two products of 8 bits do not fit in 16
+    needs_4_bit_codes = dot is not _dot_vnni  # sums of two products of 8 bits do not fit in 16
     form = (bits, per_scale, scale_bytes, digits)
-    single = _tile_product(*form, 1, dot, halved=few and bits == 8)
-    group = _tile_product(*form, ROW_GROUP, dot, halved=few and bits == 8)
+    single = _tile_product(*form, 1, dot, halved=needs_4_bit_codes and bits == 8)
+    group = _tile_product(*form, ROW_GROUP, dot, halved=needs_4_bit_codes and bits == 8)
     record = block_bytes(bits, per_scale, scale_bytes)
     together, tile_bytes, columns = ROW_GROUP, 4 * TILE_ROWS, BLOCK
+    scale_row_bytes = 4 * SCALE_FLOATS
 
     def multiply(weights, first, last, blocks, x, scales, rows, result, stride):  # type: ignore[no-untyped-def]
-        row_bytes, row_scales = digits * blocks * columns, 8 * blocks
+        row_bytes, row_scales = digits * blocks * columns, scale_row_bytes * blocks
         whole = rows - rows % together
         for tile in range(first, last):
             codes = weights + tile * (blocks // per_scale) * record
@@ -142,23 +145,23 @@ def _tile_product(
     def number(value: int) -> Any:
         return ir.Constant(word, value)
 
-    def every(value: float, of: Any) -> Any:
-        return ir.Constant(of, [value] * TILE_ROWS)
+    def in_all_lanes(value: float, kind: Any) -> Any:
+        return ir.Constant(kind, [value] * TILE_ROWS)
 
     def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
         return builder.load(builder.inttoptr(address, ir.PointerType(kind)), align=align)
 
-    def spread(builder: Any, value: Any) -> Any:
+    def broadcast(builder: Any, value: Any) -> Any:
         """Return a vector with the same value in all lanes."""
         empty = ir.Constant(ir.VectorType(value.type, TILE_ROWS), ir.Undefined)
         first = builder.insert_element(empty, value, ir.Constant(word32, 0))
-        return builder.shuffle_vector(first, empty, every(0, integers))
+        return builder.shuffle_vector(first, empty, in_all_lanes(0, integers))
 
     def pieces(builder: Any, codes: Any, load_number: int) -> list[tuple[int, int, Any]]:
         """Return the columns of vectors of codes, the power of two they count, and themselves."""
-        low = builder.and_(codes, every(0x0F0F0F0F, integers))
-        shifted = builder.lshr(codes, every(4, integers))
-        high = builder.and_(shifted, every(0x0F0F0F0F, integers))
+        low = builder.and_(codes, in_all_lanes(0x0F0F0F0F, integers))
+        shifted = builder.lshr(codes, in_all_lanes(4, integers))
+        high = builder.and_(shifted, in_all_lanes(0x0F0F0F0F, integers))
         if bits == 4:
             return [(8 * load_number, 0, low), (8 * load_number + 4, 0, high)]
         if halved:
@@ -169,23 +172,23 @@ def _tile_product(
         """Return the integer sums of a block for each row and digit, as float32 vectors."""
         chains = max(1, CHAINS // (rows * digits))
         sums: dict[tuple[int, int, int], Any] = {}
-        taken = 0
+        parts_added = 0
         for index in range(loads):
             vector = load(builder, builder.add(codes, number(64 * index)), integers, 4)
             for column, power, part in pieces(builder, vector, index):
                 for place in range(rows * digits):
                     start = builder.add(x, builder.mul(number(place), row_bytes))
                     four = load(builder, builder.add(start, number(column)), word32, 1)
-                    key = (place, power, taken % chains)
-                    so_far = sums.get(key, every(0, integers))
-                    sums[key] = dot(builder, so_far, part, spread(builder, four))
-                taken += 1
+                    key = (place, power, parts_added % chains)
+                    current = sums.get(key, in_all_lanes(0, integers))
+                    sums[key] = dot(builder, current, part, broadcast(builder, four))
+                parts_added += 1
         as_floats = []
         for place in range(rows * digits):
             total = None
-            for (of, power, _), part in sums.items():
-                if of == place:
-                    counted = builder.shl(part, every(power, integers)) if power else part
+            for (row_digit, power, _), part in sums.items():
+                if row_digit == place:
+                    counted = builder.shl(part, in_all_lanes(power, integers)) if power else part
                     total = counted if total is None else builder.add(total, counted)
             as_floats.append(builder.sitofp(total, reals))
         return as_floats
@@ -197,18 +200,14 @@ def _tile_product(
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             codes, blocks, x, scales, result, stride = values
 
-            def declared(name: str, kind: Any) -> Any:
-                return cgutils.get_or_insert_function(builder.module, kind, name)
-
-            fused = declared("llvm.fma.v16f32", ir.FunctionType(reals, [reals] * 3))
+            fused = _declared(builder, "llvm.fma.v16f32", reals, [reals] * 3)
             text = ir.PointerType(byte)
-            prefetch = declared(
-                "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [text, *[word32] * 3])
-            )
+            arguments = [text, *[word32] * 3]
+            prefetch = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), arguments)
             row_bytes = builder.mul(blocks, number(BLOCK))
-            totals = [cgutils.alloca_once_value(builder, every(0.0, reals)) for _ in range(rows)]
-            for total in totals:
-                builder.store(every(0.0, reals), total)
+            totals = [
+                cgutils.alloca_once_value(builder, in_all_lanes(0.0, reals)) for _ in range(rows)
+            ]
             groups = builder.sdiv(blocks, number(per_scale))
             record = block_bytes(bits, per_scale, scale_bytes)
             with cgutils.for_range(builder, groups) as loop:
@@ -217,29 +216,32 @@ def _tile_product(
                     address = builder.add(start, number(PREFETCHED_BYTES + ahead))
                     flags = [ir.Constant(word32, flag) for flag in (0, 3, 1)]
                     builder.call(prefetch, [builder.inttoptr(address, text), *flags])
-                sides = []
+                scale_and_offset = []
                 for side in range(2):
                     address = builder.add(start, number(side * header // 2))
-                    kept = load(builder, address, ir.VectorType(stored, TILE_ROWS), scale_bytes)
-                    sides.append(kept if stored == real else builder.fpext(kept, reals))
+                    vector = load(builder, address, ir.VectorType(stored, TILE_ROWS), scale_bytes)
+                    scale_and_offset.append(
+                        vector if stored == real else builder.fpext(vector, reals)
+                    )
                 for inner in range(per_scale):
                     block = builder.add(builder.mul(loop.index, number(per_scale)), number(inner))
                     address = builder.add(start, number(header + inner * BLOCK * bits // 8 * 16))
-                    own = builder.add(x, builder.mul(block, number(BLOCK)))
-                    sums = block_sums(builder, address, own, row_bytes)
+                    activations = builder.add(x, builder.mul(block, number(BLOCK)))
+                    sums = block_sums(builder, address, activations, row_bytes)
                     for row, total in enumerate(totals):
                         value = sums[row * digits]
                         for digit in range(1, digits):
                             lower = sums[row * digits + digit]
-                            value = builder.call(fused, [value, every(256.0, reals), lower])
+                            value = builder.call(fused, [value, in_all_lanes(256.0, reals), lower])
                         place = builder.add(builder.mul(number(row), blocks), block)
-                        address = builder.add(scales, builder.mul(place, number(8)))
-                        scale = spread(builder, load(builder, address, real, 4))
+                        distance = builder.mul(place, number(4 * SCALE_FLOATS))
+                        address = builder.add(scales, distance)
+                        scale = broadcast(builder, load(builder, address, real, 4))
                         address = builder.add(address, number(4))
-                        block_sum = spread(builder, load(builder, address, real, 4))
-                        scale = builder.fmul(sides[0], scale)
+                        block_sum = broadcast(builder, load(builder, address, real, 4))
+                        scale = builder.fmul(scale_and_offset[0], scale)
                         value = builder.call(fused, [scale, value, builder.load(total)])
-                        value = builder.call(fused, [sides[1], block_sum, value])
+                        value = builder.call(fused, [scale_and_offset[1], block_sum, value])
                         builder.store(value, total)
             for row, total in enumerate(totals):
                 address = builder.add(result, builder.mul(number(4 * row), stride))
