@@ -6,7 +6,9 @@ memory for its keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -19,11 +21,13 @@ from penstock.attention.selection.key_centers import (
 )
 from penstock.attention.selection.selection import Selection
 from penstock.config import EngineSettings
+from penstock.engine.model.remembered_keys import remembered_centers, remembered_scales
 from penstock.engine.model.runner import SCALES_CHUNK, Runner
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.kv.codecs.coded import Scales
 from penstock.kv.numpy_arrays import Floats
 from penstock.ledger import Kind, Ledger
+from penstock.models.fingerprint import fingerprint
 
 KEY_BYTES = 4
 """Bytes per element of the keys of all layers while centers are computed (float32)."""
@@ -31,6 +35,8 @@ LAYER_BYTES = 4 * 8 + 2 * 4
 """Extra bytes per element in the layer whose center is computed: four float64 arrays and copies."""
 SQUARES_BYTES = 2 * 4
 """Bytes per element of keys and queries while squared: the element and its square, in float32."""
+
+T = TypeVar("T")
 
 
 class Calibration:
@@ -43,6 +49,13 @@ class Calibration:
         self._estimator = estimator
         self._limits = limits
         self._ledger = ledger
+        self._fingerprint = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the weights; the first use hashes them, about a second per 5 GB."""
+        self._fingerprint = self._fingerprint or fingerprint(self._runner.model)
+        return self._fingerprint
 
     def centered(self, selection: Selection) -> Selection:
         """Return a copy whose index subtracts each layer's mean key; LedgerFull without room."""
@@ -52,15 +65,25 @@ class Calibration:
         numbers = [RUN_TOKENS * shape.kv_heads * shape.key_dim for shape in shapes]
         beside = KEY_BYTES * sum(numbers) + LAYER_BYTES * max(numbers, default=0)
         with self._ledger.reserve(Kind.BUFFERS, self._estimator.run_bytes(RUN_TOKENS) + beside):
-            return replace(selection, index=replace(selection.index, centers=self._centers()))
+            centers = self._remembered(remembered_centers, self._centers)
+            return replace(selection, index=replace(selection.index, centers=centers))
 
     def key_scales(self) -> tuple[Scales, ...]:
         """Measure the scales of each layer's key channels; LedgerFull without room for the runs."""
-        runner = self._runner
+        runner, chunk = self._runner, min(SCALES_CHUNK, self._limits.step_tokens)
         numbers = (SCALES_CHUNK * (s.kv_heads + runner.heads) * s.key_dim for s in runner.shapes)
         beside = SQUARES_BYTES * max(numbers, default=0)
         with self._ledger.reserve(Kind.BUFFERS, self._estimator.run_bytes(SCALES_CHUNK) + beside):
-            return runner.key_scales(min(SCALES_CHUNK, self._limits.step_tokens))
+            return self._remembered(remembered_scales, lambda: runner.key_scales(chunk))
+
+    def _remembered(
+        self, remembered: Callable[[str, Callable[[], T]], T], measure: Callable[[], T]
+    ) -> T:
+        runner, limits = self._runner, self._limits
+        if runner.ranks > 1:  # all ranks run together: none may have a file that another lacks
+            return measure()
+        run_as = (limits.step_tokens, limits.max_kv_size, limits.keep_tokens, repr(runner.device))
+        return remembered(f"{self.fingerprint} {run_as}", measure)
 
     def _centers(self) -> dict[int, KeyCenters]:
         runner = self._runner

@@ -60,7 +60,7 @@ class EngineParts:
         self.estimator, self.tails = base.estimator, base.tails
         token_seconds = self.group.mean(base.estimator.prefill_token_seconds)
         self.prefill_rate = PrefillRate(token_seconds, self.limits.step_tokens)
-        self.stores, self.tiers = open_stores(base, model, fingerprint, self.prefill_rate)
+        self.stores, self.tiers = open_stores(base, fingerprint, self.prefill_rate)
         self.counters, self.prefixes = self.stores.counters, self.stores.prefixes
         self.draft = open_draft(draft, self.tokenizer, base, self.stores)
         scheduling = make_scheduling(base, self.stores, self.tiers, self.draft.fixed_bytes)

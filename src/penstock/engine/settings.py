@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 from penstock.attention import devices
 from penstock.config import EngineSettings, parse, setting_of
 from penstock.config.defaults import DRAFT_TOKENS, KERNELS_VARIABLE
+from penstock.engine.calibration import Calibration
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.runner_figures import figures_of
 from penstock.engine.model.wide_steps import reads_several
@@ -18,12 +18,10 @@ from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.costs import holds_all_scores
 from penstock.engine.schedule.sequence import WHOLE_CHUNK
 from penstock.errors import SettingError
-from penstock.kv.codecs.coded import Scales
 from penstock.kv.codecs.names import RAW
 from penstock.kv.codecs.spilled import BLOCK_TOKENS
 from penstock.kv.quantization import QuantizationRule
 from penstock.memory import parse_bytes
-from penstock.models.fingerprint import fingerprint as fingerprint_of
 from penstock.models.fingerprint import with_settings
 
 logger = logging.getLogger(__name__)
@@ -173,18 +171,17 @@ def _check_rests(limits: EngineSettings, name: str) -> None:
 
 
 def identity(
-    model: Any,
     limits: EngineSettings,
     runner: Runner,
     group: ProcessGroup,
     *,
     fingerprint: str,
-    measure_scales: Callable[[], tuple[Scales, ...]],
+    calibration: Calibration,
 ) -> tuple[QuantizationRule, str]:
     """Return the quantization rule and the fingerprint."""
     if limits.cold_tiers and not fingerprint:
         logger.info("hashing the weights, to identify this model's blocks in cold tiers")
-        fingerprint = fingerprint_of(model)
+        fingerprint = calibration.fingerprint
     settings: dict[str, object] = {
         "block_size": limits.block_size,  # keys and records name whole blocks
         "keep": limits.keep_tokens,
@@ -205,7 +202,7 @@ def identity(
     )
     if not rule.is_raw:
         logger.info("measuring the keys' scales for %s", limits.kv_cache_quantization)
-        rule = rule.scaled(measure_scales)
+        rule = rule.scaled(calibration.key_scales)
         settings["codec"] = f"{rule.identity}:{limits.kv_cache_quantize_when}"
         if limits.active_kv_size is not None:
             settings["records"] = RAW

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.engine.counters import Counters
 from penstock.engine.foundation import Foundation
 from penstock.engine.model.prompt_logprobs import ScoredBlocks
@@ -21,17 +19,16 @@ from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes, remembered_node
 
 
 def open_stores(
-    base: Foundation, model: Any, fingerprint: str, prefill_rate: PrefillRate
+    base: Foundation, fingerprint: str, prefill_rate: PrefillRate
 ) -> tuple[KVStores, TierGroup]:
     """Make the tree, and open the cold tiers. Raises LedgerFull or SettingError."""
     limits, runner = base.limits, base.runner
     rule, fingerprint = identity(
-        model,
         limits,
         runner,
         base.group,
         fingerprint=fingerprint,
-        measure_scales=base.calibration.key_scales,
+        calibration=base.calibration,
     )
     prefixes = _tree(base, fingerprint)
     size = prefixes.block_size

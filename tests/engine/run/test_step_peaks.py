@@ -164,6 +164,7 @@ def test_peaks_are_remembered_for_the_next_process(
 
 
 def test_a_short_measurement_leaves_no_file(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_peaks, "REMEMBERED_SECONDS", 60.0)
     step_peaks._measured.clear()
     asked(build("llama"))
     assert not cached.exists()
@@ -185,7 +186,7 @@ def test_a_damaged_file_is_measured_again(damage: str, cached: Path) -> None:
         RememberedPeaks("b").write(PEAKS)
         next(cached.iterdir()).rename(file)
     else:
-        content["peaks"]["prefill"] -= 1
+        content["values"]["prefill"] -= 1
         texts = {"cut": text[:-9], "changed": json.dumps(content), "list": "[" * 9_000}
         file.write_text(texts.get(damage, text + " " * 10_000))
     assert RememberedPeaks("a").read() is None

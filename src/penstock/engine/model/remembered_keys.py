@@ -1,0 +1,63 @@
+"""Key centers and scales in the user's cache folder, for the next start with the same weights."""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+
+import numpy as np
+
+from penstock.attention.selection.key_centers import KeyCenters
+from penstock.engine.model.remembered_file import RememberedFile
+from penstock.engine.model.step_peaks import REMEMBERED_SECONDS
+from penstock.kv.codecs.coded import Scales
+from penstock.kv.numpy_arrays import Floats
+
+MOST_FILE_BYTES = 20_000_000
+
+
+def remembered_scales(
+    identity: str, measure: Callable[[], tuple[Scales, ...]]
+) -> tuple[Scales, ...]:
+    """Return the scales of each layer's key channels that were measured before, or measure them.
+
+    Args:
+        identity: text of all that they depend on, besides the machine and the code.
+    """
+    file = RememberedFile("scales", identity, MOST_FILE_BYTES)
+    values = file.read_values()
+    if values is not None:
+        return tuple(tuple(map(b64decode, layer)) for layer in values)
+    began = perf_counter()
+    scales = measure()
+    if perf_counter() - began >= REMEMBERED_SECONDS:
+        file.write_values([[b64encode(head).decode() for head in layer] for layer in scales])
+    return scales
+
+
+def remembered_centers(
+    identity: str, measure: Callable[[], Mapping[int, KeyCenters]]
+) -> dict[int, KeyCenters]:
+    """Return the key centers by layer that were measured before, or measure them.
+
+    Args:
+        identity: text of all that they depend on, besides the machine and the code.
+    """
+    file = RememberedFile("centers", identity, MOST_FILE_BYTES)
+    values = file.read_values()
+    if values is not None:
+        return {int(layer): KeyCenters.of_table(_array(*table)) for layer, table in values.items()}
+    began = perf_counter()
+    centers = dict(measure())
+    if perf_counter() - began >= REMEMBERED_SECONDS:
+        file.write_values({str(layer): _text(center.table) for layer, center in centers.items()})
+    return centers
+
+
+def _text(table: Floats) -> tuple[tuple[int, ...], str]:
+    return table.shape, b64encode(table.tobytes()).decode()
+
+
+def _array(shape: Sequence[int], text: str) -> Floats:
+    return np.frombuffer(b64decode(text), np.float32).reshape(shape)
