@@ -32,6 +32,7 @@ from support.gguf_files import (
     VOCABULARY,
     add_sentencepiece,
     add_vocabulary,
+    random_blocks,
     small_model,
     write_model,
 )
@@ -53,18 +54,6 @@ def tensor(path: Path, form: str, raw: bytes, shape: tuple[int, ...]) -> TensorI
     path.write_bytes(raw)
     kind = FORM[form]
     return TensorInfo("blk.0.attn_q.weight", shape, kind, path, 0)
-
-
-def random_blocks(form: str, rows: int, columns: int) -> np.ndarray[Any, Any]:
-    """Return random blocks whose scales are small numbers of float16."""
-    kind = FORM[form]
-    rng = np.random.default_rng(7)
-    raw = rng.integers(0, 256, (rows * columns // kind.numbers, kind.block_bytes), np.uint8)
-    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
-    for at in halves.get(form, (0, 2) if form in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)):
-        scales = rng.normal(0, 0.01, len(raw)).astype(np.float16)
-        raw[:, at : at + 2] = scales[:, None].view(np.uint8)
-    return raw.reshape(rows, -1)
 
 
 @pytest.mark.parametrize("form", EXACT)
@@ -97,6 +86,21 @@ def test_other_forms_are_within_half_a_step_of_mlx(form: str, tmp_path: Path) ->
     wide = blocks.read(tensor(tmp_path / "t", form, raw.tobytes(), (6, 512)), float32=True)
     assert isinstance(wide, mx.array)
     assert np.array_equal(np.array(wide), theirs)
+
+
+def test_nearest_codes_do_not_depend_on_the_rows_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = random_blocks("Q6_K", 15, 512)
+    info = tensor(tmp_path / "t", "Q6_K", raw.tobytes(), (3, 5, 512))
+    together = blocks.read(info)
+    monkeypatch.setattr(blocks, "NUMBERS_TOGETHER", 2 * 512)
+    by_twos = blocks.read(info)
+    assert isinstance(together, blocks.AffineCodes)
+    assert isinstance(by_twos, blocks.AffineCodes)
+    assert together.dequantized().shape == (3, 5, 512)
+    for name in ("weight", "scales", "biases"):
+        assert mx.array_equal(getattr(together, name), getattr(by_twos, name))
 
 
 @pytest.mark.parametrize(("form", "least", "most"), [("Q6_K", 1e-3, 0.02), ("Q3_K", 0.01, 0.2)])

@@ -128,6 +128,18 @@ def write_model(
     writer.close()
 
 
+def random_blocks(form: str, rows: int, columns: int) -> np.ndarray[Any, Any]:
+    """Return random blocks whose scales are small numbers of float16."""
+    numbers, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form]]
+    rng = np.random.default_rng(7)
+    raw = rng.integers(0, 256, (rows * columns // numbers, block_bytes), np.uint8)
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+    for at in halves.get(form, (0, 2) if form in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)):
+        scales = rng.normal(0, 0.01, len(raw)).astype(np.float16)
+        raw[:, at : at + 2] = scales[:, None].view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
 def interleaved(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Return rows of queries or keys as the converter leaves them for llama."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])

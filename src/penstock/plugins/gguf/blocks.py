@@ -2,14 +2,15 @@
 
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are affine in groups of 32, which is one of MLX's own
 forms: the codes are repacked without loss. Q2_K, Q3_K and Q6_K have groups of 16; the package
-`gguf` dequantizes them, and MLX quantizes them where codes stay codes. The layouts of blocks are
-those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+`gguf` dequantizes them, and MLX quantizes them where codes stay codes, with scales that float16
+holds. The layouts of blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -20,6 +21,9 @@ from penstock.plugins.gguf.header import GROUP, TensorInfo
 
 Bytes: TypeAlias = np.ndarray[Any, Any]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+
+NUMBERS_TOGETHER = 4 << 20
+"""Numbers of a tensor that are quantized anew at a time: 16 MB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,32 @@ def read(tensor: TensorInfo, *, float32: bool = False) -> mx.array | AffineCodes
             mx.array(biases.reshape(*rows, -1)),
             bits,
         )
-    numbers = mx.array(_dequantized(raw, tensor))
-    return numbers if float32 else AffineCodes(*mx.quantize(numbers, GROUP, bits), bits)
+    by_row = raw.reshape(prod(tensor.shape[:-1]), -1)
+    if float32:
+        return mx.array(_dequantized(by_row, tensor).reshape(tensor.shape))
+    return _nearest(by_row, tensor, bits)
+
+
+def _nearest(by_row: Bytes, tensor: TensorInfo, bits: int) -> AffineCodes:
+    """Quantize a tensor anew, with scales and biases in float16, some rows at a time."""
+    count = max(1, NUMBERS_TOGETHER // tensor.shape[-1])
+    parts: list[tuple[mx.array, ...]] = []
+    for first in range(0, len(by_row), count):
+        numbers = mx.array(_dequantized(by_row[first : first + count], tensor))
+        _, scales, biases = mx.quantize(numbers, GROUP, bits)
+        scales *= 1 + 2**-11  # a scale rounded down would clip a group's ends
+        scales, biases = (side.astype(mx.float16).astype(mx.float32) for side in (scales, biases))
+        by_group = numbers.reshape(*scales.shape, GROUP)
+        steps = (by_group - biases[..., None]) / mx.where(scales == 0, 1, scales)[..., None]
+        codes = mx.clip(mx.round(steps), 0, 2**bits - 1).astype(mx.uint8)
+        packed = _packed(np.asarray(codes).reshape(-1, GROUP), bits)
+        parts.append((mx.array(packed.reshape(len(numbers), -1)), scales, biases))
+        mx.eval(parts[-1])
+    weight, scales, biases = (
+        mx.concatenate([part[number] for part in parts]).reshape(*tensor.shape[:-1], -1)
+        for number in range(3)
+    )
+    return AffineCodes(weight, scales, biases, bits)
 
 
 def nearest_error(tensor: TensorInfo) -> float:
@@ -162,7 +190,8 @@ _AFFINE: dict[str, Callable[[Bytes], tuple[Bytes, Floats, Floats]]] = {
 """Functions that split blocks into codes, scales and biases."""
 
 
-def _dequantized(raw: Bytes, tensor: TensorInfo) -> Floats:
+def _dequantized(by_row: Bytes, tensor: TensorInfo) -> Floats:
+    """Return rows of a tensor, (rows, columns), from their bytes (rows, bytes)."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -172,6 +201,5 @@ def _dequantized(raw: Bytes, tensor: TensorInfo) -> Floats:
             f"needs the package gguf: pip install gguf"
         ) from None
     kind = GGMLQuantizationType[tensor.form.name]
-    blocks = np.asarray(raw).reshape(*tensor.shape[:-1], -1)
-    numbers: Floats = dequantize(blocks, kind).reshape(tensor.shape)
+    numbers: Floats = dequantize(np.asarray(by_row), kind)
     return numbers

@@ -11,7 +11,7 @@ from penstock.plugins.gguf.architectures import ROPE_TENSORS
 from penstock.plugins.gguf.header import GROUP, Header, TensorInfo
 
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
-_HALF_SCALES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+_HALF_SCALES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K")
 """Forms whose scales and offsets float16 holds exactly."""
 _NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 

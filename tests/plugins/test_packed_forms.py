@@ -1,0 +1,91 @@
+"""Forms of GGUF files and of MLX folders as packed matrices, against the numbers they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from gguf.quants import dequantize
+
+pytest.importorskip("numba", reason="products with packed weights are compiled by Numba")
+
+from penstock.plugins.cpu.packed_products import PackedMatrix, Product, packed_matrix
+from penstock.plugins.gguf import blocks
+from penstock.plugins.gguf.header import FORMS, TensorInfo
+from support.gguf_files import random_blocks
+
+ROWS, COLUMNS = 37, 512
+"""Rows that do not fill their last tile."""
+FORM = {form.name: form for form in FORMS.values()}
+
+
+def relative(off: Any, expected: Any) -> float:
+    """Return the root mean square of an error, as a share of that of what is expected."""
+    return float(np.sqrt((off**2).mean() / (expected**2).mean()))
+
+
+def errors(matrix: PackedMatrix, weights: Any) -> tuple[float, float]:
+    """Return the errors of a matrix's rows, and of its products with 24 bits, for 1 to 40 rows."""
+    expected = weights.astype(np.float64)
+    read = matrix.rows_of(np.arange(matrix.rows))
+    product = Product(matrix, None, exact=True)
+    x = np.random.default_rng(0).standard_normal((40, matrix.columns)).astype(np.float32)
+    together = product(x)
+    for rows in (1, 3, 17):
+        assert np.array_equal(product(x[:rows]), together[:rows])
+    products = x.astype(np.float64) @ expected.T
+    return relative(read - expected, expected), relative(together - products, products)
+
+
+@pytest.mark.parametrize(
+    ("form", "bits", "scale_bytes", "most"),
+    [
+        ("Q4_0", 4, 2, 1e-6),
+        ("Q4_1", 4, 2, 1e-6),
+        ("Q5_0", 8, 2, 1e-6),
+        ("Q5_1", 8, 2, 1e-6),
+        ("Q8_0", 8, 2, 1e-6),
+        ("Q4_K", 4, 4, 1e-6),
+        ("Q5_K", 8, 4, 1e-6),
+        ("Q6_K", 8, 2, 8e-3),
+        ("Q3_K", 4, 2, 8e-2),
+        ("Q2_K", 4, 2, 8e-2),
+    ],
+)
+def test_gguf_forms_match_the_package_gguf(
+    form: str, bits: int, scale_bytes: int, most: float, tmp_path: Path
+) -> None:
+    raw = random_blocks(form, ROWS, COLUMNS)
+    (tmp_path / "t").write_bytes(raw.tobytes())
+    info = TensorInfo("blk.0.attn_q.weight", (ROWS, COLUMNS), FORM[form], tmp_path / "t", 0)
+    codes = blocks.read(info)
+    assert isinstance(codes, blocks.AffineCodes)
+    layer = nn.Linear(COLUMNS, ROWS, bias=False).to_quantized(group_size=32, bits=codes.bits)
+    layer.weight, layer.scales, layer.biases = codes.weight, codes.scales, codes.biases
+    matrix = packed_matrix(layer)
+    assert matrix is not None
+    assert (matrix.bits, matrix.scale_bytes) == (bits, scale_bytes)
+    expected = dequantize(raw, gguf.GGMLQuantizationType[form])
+    of_rows, of_products = errors(matrix, expected)
+    assert of_rows < most
+    assert of_products < 3 * most
+    if most > 1e-3:
+        assert of_rows > most / 8, "the table of forms could say less"
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("bits", "stored"), [(4, 4), (5, 8), (6, 8), (8, 8)])
+def test_mlx_codes_match_mlx(bits: int, stored: int, group: int) -> None:
+    mx.random.seed(0)
+    layer = nn.Linear(COLUMNS, ROWS, bias=False).to_quantized(group_size=group, bits=bits)
+    matrix = packed_matrix(layer)
+    assert matrix is not None
+    assert matrix.bits == stored
+    weights = mx.dequantize(layer.weight, layer.scales, layer.biases, group, bits)
+    of_rows, of_products = errors(matrix, np.asarray(weights))
+    assert max(of_rows, of_products) < 1e-6
