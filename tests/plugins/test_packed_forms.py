@@ -89,3 +89,19 @@ def test_mlx_codes_match_mlx(bits: int, stored: int, group: int) -> None:
     weights = mx.dequantize(layer.weight, layer.scales, layer.biases, group, bits)
     of_rows, of_products = errors(matrix, np.asarray(weights))
     assert max(of_rows, of_products) < 1e-6
+
+
+def test_floats_of_4_bits_match_mlx() -> None:
+    mx.random.seed(0)
+    numbers = mx.random.normal((ROWS, COLUMNS)) * 2.0 ** mx.random.randint(-9, 9, (ROWS, 1))
+    layer = nn.Linear(COLUMNS, ROWS, bias=False)
+    layer.weight = numbers
+    layer = layer.to_quantized(group_size=32, bits=4, mode="mxfp4")
+    matrix = packed_matrix(layer)
+    assert matrix is not None
+    assert matrix.tiles.nbytes == 48 * COLUMNS * (4 + 1) // 8
+    weights = np.asarray(mx.dequantize(layer.weight, layer.scales, mode="mxfp4", dtype=mx.float32))
+    assert len(np.unique(np.abs(weights[0] / np.abs(weights[0]).max()))) > 7
+    of_rows, of_products = errors(matrix, weights)
+    assert of_rows == 0
+    assert of_products < 1e-6

@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5]])
 
 
-def folder(path: Path, name: str, bits: int, *, mixed: bool = False) -> Path:
+def folder(path: Path, name: str, bits: int, *, mixed: bool = False, mode: str = "affine") -> Path:
     """Save a random model in codes, with the embedded model's tokenizer."""
     config = {**BASE, **FAMILIES[name], "model_type": name, "vocab_size": 512}
     mx.random.seed(3)
@@ -77,14 +77,14 @@ def folder(path: Path, name: str, bits: int, *, mixed: bool = False) -> Path:
         return weights + (0.1 * mx.random.normal(weights.shape) if weights.ndim == 1 else 0.02)
 
     model.update(tree_map_with_path(spread, model.parameters()))
-    quantization: dict[str, Any] = {"group_size": 32, "bits": bits, "mode": "affine"}
+    quantization: dict[str, Any] = {"group_size": 32, "bits": bits, "mode": mode}
     if mixed:
         quantization["model.layers.1.self_attn.v_proj"] = {"group_size": 32, "bits": 8}
 
     def bits_of(name: str, module: nn.Module) -> Any:
         return quantization.get(name, hasattr(module, "to_quantized"))
 
-    nn.quantize(model, group_size=32, bits=bits, class_predicate=bits_of)
+    nn.quantize(model, group_size=32, bits=bits, mode=mode, class_predicate=bits_of)
     config["quantization"] = quantization
     mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
     (path / "config.json").write_text(json.dumps(config))
@@ -110,6 +110,21 @@ def test_packed_layers_match_mlx_lm(name: str, bits: int, mixed: bool, tmp_path:
     rounded = load_all(source, weights_dtype="packed")
     assert 3e-6 < off(rounded.model(TOKENS), expected) < 1e-3
     assert "16 bits" in str(rounded.weights_note)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
+def test_floats_of_4_bits_are_multiplied_directly(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = folder(tmp_path, name, 4, mode="mxfp4")
+    expected = load_all(source, weights_dtype="float32").model(TOKENS)
+    packed = load_all(source, weights_dtype="packed-exact").model
+    assert {type(x).__name__ for x in packed.layers} == {"PackedDecoderLayer"}
+    assert off(packed(TOKENS), expected) < 1e-4
+    assert PackedParts.of(load_all(source).model) is not None
+    main(["plan", str(source), "--memory-limit", "1GB", "--json"])
+    planned = json.loads(capsys.readouterr().out)["weight_bytes"]
+    assert planned == pytest.approx(weight_bytes(packed), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "gemma3"])

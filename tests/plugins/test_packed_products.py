@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,6 +43,13 @@ def linear(columns: int, rows: int, bits: int, group: int, *, bias: bool = False
     if bias:
         layer.bias = numbers[rows, :1] * mx.arange(rows)
     return layer.to_quantized(group_size=group, bits=bits)
+
+
+def float4_linear(columns: int, rows: int) -> nn.Module:
+    mx.random.seed(0)
+    layer = nn.Linear(columns, rows, bias=False)
+    layer.weight = mx.random.normal((rows, columns))
+    return layer.to_quantized(group_size=32, bits=4, mode="mxfp4")
 
 
 def packed(layer: nn.Module, *, exact: bool) -> PackedLinear:
@@ -97,14 +105,17 @@ def test_rows_are_bit_identical_in_any_batch(bits: int, group: int, exact: bool)
     assert not np.array_equal(product(other), together[:4])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, "mxfp4"])
 @pytest.mark.parametrize("scales", ["float16", "float32"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_products_are_bit_identical_with_any_instructions(
-    bits: int, scales: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+    bits: Any, scales: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = linear(256, 48, bits, 64)
-    if scales == "float16":
+    layer = float4_linear(256, 48) if bits == "mxfp4" else linear(256, 48, bits, 64)
+    if bits == "mxfp4":
+        if scales == "float32":
+            layer.scales[0, 0] = 90  # a power of two below those of float16
+    elif scales == "float16":
         for name in ("scales", "biases"):
             layer[name] = layer[name].astype(mx.float16).astype(mx.float32)
     matrix = matrix_of(layer)
@@ -121,8 +132,8 @@ def test_products_are_bit_identical_with_any_instructions(
     assert error(mx.array(found["plain"]), layer(mx.array(x))) < ROUNDED_ERROR
 
 
-def test_arm_dot_products_compile_to_sdot() -> None:
-    """Arm's `sdot` cannot run here: its machine code is looked at."""
+def test_arm_dot_products_compile_to_sdot_and_tbl() -> None:
+    """Arm's `sdot` and `tbl` cannot run here: their machine code is looked at."""
     llvm = pytest.importorskip("llvmlite.binding")
     from llvmlite import ir
 
@@ -132,15 +143,19 @@ def test_arm_dot_products_compile_to_sdot() -> None:
         target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
     except RuntimeError as error:
         pytest.skip(str(error))
-    module = ir.Module(name="dot")
-    module.triple = "aarch64-unknown-linux-gnu"
-    kind = ir.VectorType(ir.IntType(32), 16)
-    function = ir.Function(module, ir.FunctionType(kind, [kind] * 3), "dot")
-    builder = ir.IRBuilder(function.append_basic_block())
-    builder.ret(tile_products._dot_neon(builder, *function.args))
     machine = target.create_target_machine(features="+neon,+dotprod", opt=3)
-    assembly = machine.emit_assembly(llvm.parse_assembly(str(module)))
-    assert assembly.count("sdot\t") == 4
+
+    def assembly(write: Callable[..., Any], arguments: int) -> str:
+        module = ir.Module(name="dot")
+        module.triple = "aarch64-unknown-linux-gnu"
+        kind = ir.VectorType(ir.IntType(32), 16)
+        function = ir.Function(module, ir.FunctionType(kind, [kind] * arguments), "dot")
+        builder = ir.IRBuilder(function.append_basic_block())
+        builder.ret(write(builder, *function.args))
+        return str(machine.emit_assembly(llvm.parse_assembly(str(module))))
+
+    assert assembly(tile_products._dot_neon, 3).count("sdot\t") == 4
+    assert assembly(tile_products._LOOKUPS["neon"], 1).count("tbl\t") == 4
 
 
 def test_products_of_zero_and_extreme_rows() -> None:
@@ -322,5 +337,6 @@ def test_matrices_of_another_form_have_another_digest(rows: int, bits: int, grou
 
 def test_unsupported_layers_are_unchanged() -> None:
     assert packed_matrix(nn.Linear(64, 64)) is None
-    mxfp4 = nn.Linear(64, 64, bias=False).to_quantized(group_size=32, bits=4, mode="mxfp4")
-    assert packed_matrix(mxfp4) is None
+    for mode, bits, group in (("mxfp8", 8, 32), ("nvfp4", 4, 16)):
+        layer = nn.Linear(64, 64, bias=False).to_quantized(group_size=group, bits=bits, mode=mode)
+        assert packed_matrix(layer) is None

@@ -122,6 +122,8 @@ def _check_sizes(c: Config) -> None:
             raise ModelError(f"{c.name}: {key} is {value}, not a size")
 
 
+PACKED_MODES = ("affine", "mxfp4")
+"""MLX's quantizations whose codes a CPU multiplies directly."""
 MOST_HEADER_BYTES = 100_000_000
 """Maximum header size of a safetensors file in bytes, as in the safetensors library."""
 METADATA = "__metadata__"
@@ -152,10 +154,10 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
     """Return the bytes of a folder's weights in 4 and 8 bits, the rest in float32."""
     values = _load_config(folder)[0]
     common = values.get("quantization")
-    if not isinstance(common, dict) or common.get("mode", "affine") != "affine":
+    if not isinstance(common, dict):
         return None
     headers = dict(_tensors(Path(folder).expanduser()))
-    total = 0
+    total, has_packed = 0, False
     for name, entry in headers.items():
         numbers = prod(entry["shape"])
         stem, _, last = name.rpartition(".")
@@ -164,17 +166,18 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
         if f"{stem}.scales" not in headers or last != "weight":
             continue
         override = common.get(stem)
-        bits = int((override if isinstance(override, dict) else common).get("bits", 4))
-        numbers = numbers * 32 // bits
+        settings = override if isinstance(override, dict) else common
+        bits, mode = int(settings.get("bits", 4)), settings.get("mode", "affine")
         scales = headers[f"{stem}.scales"]
-        scale_bytes = 2 if scales["dtype"] == "F16" else 4
+        if mode not in PACKED_MODES or len(entry["shape"]) > 2:
+            total += 4 * numbers * 32 // bits
+            continue
+        has_packed = True
+        scale_bytes = 2 if scales["dtype"] == "F16" or mode != "affine" else 4
         rows, groups = entry["shape"][0], scales["shape"][-1]
         columns = entry["shape"][-1] * 32 // bits
-        packed = packed_matrix_bytes(rows, columns, bits, columns // groups, scale_bytes)
-        if len(entry["shape"]) > 2:
-            packed = 4 * numbers
-        total += packed
-    return total
+        total += packed_matrix_bytes(rows, columns, bits, columns // groups, scale_bytes)
+    return total if has_packed else None
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:

@@ -1,10 +1,11 @@
 """Products with packed 4- or 8-bit weights, by compiled loops over tiles.
 
 Affine codes stay as they are: value = scale x code + offset, with a scale and an offset for a group
-of columns. Activations are rounded in blocks of 32, to 16 bits (`packed`) or 24 (`packed-exact`, as
-near as float32 itself), in digits of 8 bits, which the processor multiplies with codes exactly. A
-product is that of the codes times the scale, plus the sum of the rounded block times the offset. A
-row's result does not depend on other rows, nor on the processor; see `tile_products`.
+of columns. Floats of 4 bits (mxfp4) are looked up in a table, and then are such codes. Activations
+are rounded in blocks of 32, to 16 bits (`packed`) or 24 (`packed-exact`, as near as float32
+itself), in digits of 8 bits, which the processor multiplies with codes exactly. A product is that
+of the codes times the scale, plus the sum of the rounded block times the offset. A row's result
+does not depend on other rows, nor on the processor; see `tile_products`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.layer_loops import PART_WORDS, PartTable, part_loops
 from penstock.plugins.cpu.tile_products import (
     BLOCK,
+    FLOAT4_CODES,
+    FLOAT4_ZERO,
     SCALE_FLOATS,
     TILE_ROWS,
     block_bytes,
@@ -41,6 +44,10 @@ GROUPS = (32, 64, 128, 256)
 """Numbers of columns that may share a scale."""
 WIDER = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}
 """Stored width of codes, by bits."""
+FLOAT4_MODE = "mxfp4"
+"""MLX's name of codes that are floats of 4 bits."""
+FLOAT4_BIAS = 128
+"""Exponent that is stored for a scale of 1, one more than usual: codes count twice."""
 ALIGNMENT = 64
 """Alignment of tiles, in bytes."""
 ACTIVATIONS = 2
@@ -57,12 +64,16 @@ class PackedMatrix:
         scales: scales, (rows, groups), float16 or float32.
         offsets: offsets, (rows, groups), of the same dtype.
         bits: width of a stored code, 4 or 8.
+        floats: whether codes are floats of 4 bits, which count as their `FLOAT4_CODES`.
     """
 
-    def __init__(self, codes: CodeRows, scales: Array, offsets: Array, bits: int) -> None:
+    def __init__(
+        self, codes: CodeRows, scales: Array, offsets: Array, bits: int, *, floats: bool = False
+    ) -> None:
         self.rows, groups = scales.shape
         self.columns = codes.group * groups
         self.bits = bits
+        self.floats = floats
         self.scale_bytes = scales.dtype.itemsize
         self.per_scale = codes.group // BLOCK
         tiles = -(-self.rows // TILE_ROWS)
@@ -95,7 +106,7 @@ class PackedMatrix:
     def digest(self) -> str:
         """A hash of the exact values and of how they lie."""
         shape = (self.rows, self.columns, self.bits, self.per_scale, self.scale_bytes)
-        hashed = xxhash.xxh3_128(repr(shape).encode())
+        hashed = xxhash.xxh3_128(repr((shape, self.floats)).encode())
         hashed.update(self.tiles.data)
         return hashed.hexdigest()
 
@@ -106,7 +117,8 @@ class PackedMatrix:
             digits: bytes of an activation.
             bias: (tiles x 16,), of `padded_bias`; None without one.
         """
-        function = multiply_loop(self.bits, self.per_scale, self.scale_bytes, digits)
+        form = (self.bits, self.per_scale, self.scale_bytes, digits)
+        function = multiply_loop(*form, floats=self.floats)
         tiles = len(self.tiles)
         bias_address = 0 if bias is None else rows_address(bias[None], tiles * TILE_ROWS)
         return [function, self.tiles.ctypes.data, tiles, self.columns // BLOCK, bias_address]
@@ -133,6 +145,8 @@ class PackedMatrix:
         if self.bits == 4:
             fours = codes.reshape(len(tile), groups, codes.shape[2] // 4, 1, 4)
             codes = np.concatenate([fours & 15, fours >> 4], axis=-2)
+        if self.floats:
+            codes = np.array(FLOAT4_CODES, np.uint8)[codes]
         return codes.reshape(len(tile), groups, self.columns // groups)
 
 
@@ -160,21 +174,28 @@ class CodeRows:
 
 def can_multiply(module: nn.Module) -> bool:
     """Return whether a linear layer or an embedding has codes that can be multiplied directly."""
-    if "scales" not in module or module.get("biases") is None or module.mode != "affine":
+    if "scales" not in module or module.weight.ndim != 2 or module.group_size not in GROUPS:
         return False
-    return module.bits in WIDER and module.group_size in GROUPS and module.weight.ndim == 2
+    if module.mode == FLOAT4_MODE:
+        return True
+    return module.mode == "affine" and module.get("biases") is not None and module.bits in WIDER
 
 
 def packed_matrix(module: nn.Module, rows: slice = slice(None)) -> PackedMatrix | None:
     """Return some rows of a module's matrix in tiles; None if it cannot be multiplied directly."""
     if not can_multiply(module):
         return None
-    sides = [np.asarray(module[x][rows].astype(mx.float32)) for x in ("scales", "biases")]
+    bits, floats = int(module.bits), module.mode == FLOAT4_MODE
+    if floats:  # the scales are exponents
+        powers = np.asarray(module.scales[rows]).astype(np.int32) - FLOAT4_BIAS
+        scales = np.ldexp(np.float32(1), powers)
+        sides = [scales, -FLOAT4_ZERO * scales]
+    else:
+        sides = [np.asarray(module[x][rows].astype(mx.float32)) for x in ("scales", "biases")]
     if all(map(_fits_half, sides)):
         sides = [side.astype(np.float16) for side in sides]
-    bits = int(module.bits)
     codes = CodeRows(module.weight[rows], bits, int(module.group_size))
-    return PackedMatrix(codes, sides[0], sides[1], WIDER[bits])
+    return PackedMatrix(codes, sides[0], sides[1], WIDER[bits], floats=floats)
 
 
 def _fits_half(numbers: Floats) -> bool:
@@ -184,8 +205,11 @@ def _fits_half(numbers: Floats) -> bool:
 
 
 def packed_bytes(module: nn.Module) -> int:
-    """Return the most bytes of a module's matrix in tiles."""
-    scale_bytes = 2 if module.scales.dtype == module.biases.dtype == mx.float16 else 4
+    """Return the most bytes of a module's matrix in tiles; float16 holds usual powers of two."""
+    is_half = module.mode == FLOAT4_MODE or (
+        module.scales.dtype == module.biases.dtype == mx.float16
+    )
+    scale_bytes = 2 if is_half else 4
     rows, groups = module.scales.shape
     group = int(module.group_size)
     return packed_matrix_bytes(rows, groups * group, module.bits, group, scale_bytes)

@@ -20,6 +20,9 @@ from penstock.plugins.cpu.compiled_cache import function_address
 DotProduct: TypeAlias = Callable[[Any, Any, Any, Any], Any]
 """Takes an IR builder, sums, codes and activations, each in 16 lanes of four bytes; returns sums
 with the products of the four bytes added."""
+Lookup: TypeAlias = Callable[[Any, Any], Any]
+"""Takes an IR builder and floats of 4 bits in 64 bytes of 16 lanes; returns their
+`FLOAT4_CODES`."""
 
 TILE_ROWS = 16
 """Rows of a weight matrix that are multiplied together."""
@@ -29,6 +32,11 @@ ROW_GROUP = 4
 """Rows of activations that are multiplied together, if there are as many."""
 CHAINS = 4
 """Independent integer sums of a row of activations: an addition takes as many cycles."""
+FLOAT4_ZERO = 12
+FLOAT4_CODES = tuple(
+    FLOAT4_ZERO + sign * twice for sign in (1, -1) for twice in (0, 1, 2, 3, 4, 6, 8, 12)
+)
+"""Twice the number of each float of 4 bits (e2m1, as mxfp4 has them), plus `FLOAT4_ZERO`."""
 SCALE_FLOATS = 2
 """Floats of a block of activations: its scale, and its sum."""
 PREFETCHED_BYTES = 4096
@@ -52,7 +60,7 @@ def dot_product_name() -> str:
     import llvmlite.binding as llvm
 
     has = llvm.get_host_cpu_features()
-    if has.get("avx512f") and has.get("avx512vnni") and _takes_bytes():
+    if all(map(has.get, ("avx512f", "avx512bw", "avx512vnni"))) and _takes_bytes():
         return "vnni"
     if has.get("avx2"):
         return "avx2"
@@ -74,7 +82,13 @@ def _takes_bytes() -> bool:
 
 @cache
 def multiply_loop(
-    bits: int, per_scale: int, scale_bytes: int, digits: int, instructions: str = ""
+    bits: int,
+    per_scale: int,
+    scale_bytes: int,
+    digits: int,
+    instructions: str = "",
+    *,
+    floats: bool = False,
 ) -> int:
     """Compile the product of rows with tiles; return the address of the function.
 
@@ -90,15 +104,17 @@ def multiply_loop(
         scale_bytes: 2 or 4, for scales and offsets in float16 or float32.
         digits: bytes of an activation: the first counts 256 times the next.
         instructions: see `dot_product_name`, whose result is the default.
+        floats: whether codes are floats of 4 bits, which count as their `FLOAT4_CODES`.
     """
     from numba import cfunc, types
 
     instructions = instructions or dot_product_name()
     dot = _DOT_PRODUCTS[instructions]
     needs_4_bit_codes = dot is not _dot_vnni  # sums of two products of 8 bits do not fit in 16
+    halved, lookup = needs_4_bit_codes and bits == 8, _LOOKUPS[instructions] if floats else None
     form = (bits, per_scale, scale_bytes, digits)
-    single = _tile_product(*form, 1, dot, halved=needs_4_bit_codes and bits == 8)
-    group = _tile_product(*form, ROW_GROUP, dot, halved=needs_4_bit_codes and bits == 8)
+    single = _tile_product(*form, 1, dot, lookup, halved=halved)
+    group = _tile_product(*form, ROW_GROUP, dot, lookup, halved=halved)
     record = block_bytes(bits, per_scale, scale_bytes)
     together, tile_bytes, columns = ROW_GROUP, 4 * TILE_ROWS, BLOCK
     scale_row_bytes = 4 * SCALE_FLOATS
@@ -117,7 +133,8 @@ def multiply_loop(
                        into + 4 * row * stride, stride)  # fmt: skip
 
     signature = types.void(*[types.int64] * 9)
-    return function_address(f"multiply {form} {instructions}", lambda: cfunc(signature)(multiply))
+    name = f"multiply {form} {floats} {instructions}"
+    return function_address(name, lambda: cfunc(signature)(multiply))
 
 
 def _tile_product(
@@ -127,6 +144,7 @@ def _tile_product(
     digits: int,
     rows: int,
     dot: DotProduct,
+    lookup: Lookup | None,
     *,
     halved: bool,
 ) -> Any:
@@ -162,6 +180,8 @@ def _tile_product(
         low = builder.and_(codes, in_all_lanes(0x0F0F0F0F, integers))
         shifted = builder.lshr(codes, in_all_lanes(4, integers))
         high = builder.and_(shifted, in_all_lanes(0x0F0F0F0F, integers))
+        if lookup is not None:
+            low, high = lookup(builder, low), lookup(builder, high)
         if bits == 4:
             return [(8 * load_number, 0, low), (8 * load_number + 4, 0, high)]
         if halved:
@@ -279,14 +299,14 @@ def _dot_vnni(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
     return builder.call(dot, [sums, builder.bitcast(codes, bytes_), builder.bitcast(x, bytes_)])
 
 
-def _in_parts(builder: Any, lanes: int, sums: Any, codes: Any, x: Any, dot: DotProduct) -> Any:
-    """Compute the dot products of some lanes at a time."""
+def _in_parts(builder: Any, lanes: int, operation: Callable[..., Any], *vectors: Any) -> Any:
+    """Compute an operation on some lanes of vectors at a time."""
     from llvmlite import ir
 
     parts = []
     for first in range(0, TILE_ROWS, lanes):
         mask = ir.Constant(_vector(32, lanes), list(range(first, first + lanes)))
-        parts.append(dot(builder, *(builder.shuffle_vector(y, y, mask) for y in (sums, codes, x))))
+        parts.append(operation(builder, *(builder.shuffle_vector(x, x, mask) for x in vectors)))
     while len(parts) > 1:
         size = 2 * parts[0].type.count
         mask = ir.Constant(_vector(32, size), list(range(size)))
@@ -308,7 +328,7 @@ def _dot_avx2(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
         twos = builder.call(pairs, [builder.bitcast(y, bytes_) for y in (codes, x)])
         return builder.add(sums, builder.call(added, [twos, ones]))
 
-    return _in_parts(builder, 8, sums, codes, x, dot)
+    return _in_parts(builder, 8, dot, sums, codes, x)
 
 
 def _dot_neon(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
@@ -320,7 +340,7 @@ def _dot_neon(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
         function = _declared(builder, name, words, (words, bytes_, bytes_))
         return builder.call(function, [sums, *(builder.bitcast(y, bytes_) for y in (codes, x))])
 
-    return _in_parts(builder, 4, sums, codes, x, dot)
+    return _in_parts(builder, 4, dot, sums, codes, x)
 
 
 def _dot_plain(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
@@ -342,4 +362,44 @@ _DOT_PRODUCTS: dict[str, DotProduct] = {
     "avx2": _dot_avx2,
     "neon": _dot_neon,
     "plain": _dot_plain,
+}
+
+
+# ---- codes of floats of 4 bits
+
+
+def _look_up(name: str, nbytes: int) -> Lookup:
+    """Return a lookup by a function of LLVM for vectors of some bytes, in runs of 16."""
+
+    def look_up(builder: Any, floats: Any) -> Any:
+        from llvmlite import ir
+
+        lanes, kind = _vector(32, nbytes // 4), _vector(8, nbytes)
+        table = ir.Constant(kind, list(FLOAT4_CODES) * (nbytes // 16))
+        function = _declared(builder, name, kind, (kind, kind))
+        return builder.bitcast(
+            builder.call(function, [table, builder.bitcast(floats, kind)]), lanes
+        )
+
+    return lambda builder, floats: _in_parts(builder, nbytes // 4, look_up, floats)
+
+
+def _look_up_plain(builder: Any, floats: Any) -> Any:
+    """Select the code of each float, one after the other."""
+    from llvmlite import ir
+
+    kind = _vector(8, 64)
+    indices = builder.bitcast(floats, kind)
+    codes = ir.Constant(kind, [0] * 64)
+    for index, code in enumerate(FLOAT4_CODES):
+        is_index = builder.icmp_unsigned("==", indices, ir.Constant(kind, [index] * 64))
+        codes = builder.select(is_index, ir.Constant(kind, [code] * 64), codes)
+    return builder.bitcast(codes, _vector(32, TILE_ROWS))
+
+
+_LOOKUPS: dict[str, Lookup] = {
+    "vnni": _look_up("llvm.x86.avx512.pshuf.b.512", 64),
+    "avx2": _look_up("llvm.x86.avx2.pshuf.b", 32),
+    "neon": _look_up("llvm.aarch64.neon.tbl1.v16i8", 16),
+    "plain": _look_up_plain,
 }
