@@ -19,7 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.model.model_probe import weight_bytes
 from penstock.errors import NeverFits, SettingError
 from penstock.memory.sizes import parse_bytes
-from penstock.models.loading import load_all, load_within
+from penstock.models.loading import check_fits, load_all, load_within
 from penstock.models.widening import Widening, model_bytes
 from penstock.recall import MODEL_PATH
 from support.gguf_files import MODELS, SIZES, small_file
@@ -125,6 +125,21 @@ def test_weights_beyond_limit_are_not_read(
         load_all(source, weights_dtype=weights_dtype, limit_bytes=least - 1)
     assert refused.value.needed_bytes <= held
     assert mx.get_peak_memory() - before < held // 10
+
+
+def test_parts_of_weights_are_checked_without_reading_them(tmp_path: Path) -> None:
+    path = folder(tmp_path, "llama", bits=None, dtype="float32")
+    nbytes = model_bytes(load_all(path).model)[0]
+    file = small_file(tmp_path)
+    file_nbytes = model_bytes(load_all(file, weights_dtype="native").model)[0]
+    for source, size in ((path, nbytes), (file, file_nbytes)):
+        check_fits(source, "native", size)
+        check_fits(source, "native", size // 2, parts=2)
+        with pytest.raises(NeverFits, match="alone exceed"):
+            check_fits(source, "native", size - 1)
+        with pytest.raises(NeverFits, match="alone exceed"):
+            check_fits(source, "native", size // 2 - 1, parts=2)
+    check_fits("owner/model-that-is-not-here", "native", 1)
 
 
 def test_engine_refuses_limit_below_weights_before_first_step(

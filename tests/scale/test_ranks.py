@@ -218,6 +218,14 @@ def test_group_stops_cleanly_before_it_listens(sig: signal.Signals) -> None:
     assert not any("the group has ended" in end.errors for end in ends), ends
 
 
+def test_limit_below_weights_is_refused_on_each_rank() -> None:
+    serve = ["-m", "penstock", "serve", "--port", "0", "--memory-limit", "1MB"]
+    with started(2, serve) as processes:
+        ends = [ended(process, 60.0) for process in processes]
+    assert [end.code for end in ends] == [2, 2], ends
+    assert all("alone exceed the memory limit of 1.00 MB" in end.errors for end in ends), ends
+
+
 # ---- mlx.launch
 
 LAUNCH = "from mlx._distributed_utils.launch import main; main()"

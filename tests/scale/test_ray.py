@@ -36,6 +36,7 @@ KEY = "correct-horse-battery-staple"
         (("--port", "0"), "--ray needs a fixed --port"),
         (("--replicas", "3", "--max-replicas", "2"), "--max-replicas 2 is less than --replicas 3"),
         (("--host", "0.0.0.0"), "set PENSTOCK_API_KEY"),
+        (("--memory-limit", "1MB"), "alone exceed the memory limit of 1.00 MB"),
     ],
 )
 def test_unsupported_flags_are_refused_before_ray_starts(

@@ -136,6 +136,15 @@ def load_quietly(
     return load_within(model, weights_dtype, memory_limit)
 
 
+def check_weights(
+    model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None, parts: int = 1
+) -> None:
+    """Raise NeverFits if weights that other processes will load exceed the memory limit."""
+    from penstock.models.loading import check_fits
+
+    check_fits(model, weights_dtype, memory_limit, parts)
+
+
 def check_template(template: str | None) -> None:
     """Check that a `--chat-template` file exists; identifiers name templates of the model."""
     if template is not None and not template.isidentifier():

@@ -88,7 +88,9 @@ def serve(
         if pipeline:
             raise SettingError(ALONE)
         replicas = config.parse(config.FleetSettings, **fleet)
-        return _check_ray(settings)(
+        run_in_ray = _check_ray(settings)
+        options.check_weights(model, weights_dtype, limits.get("memory_limit"))
+        return run_in_ray(
             model,
             name,
             settings,
@@ -168,6 +170,7 @@ def _load(
     if ranks is None:
         loaded = options.load_quietly(model, weights_dtype, limits.get("memory_limit"))
     else:
+        options.check_weights(model, "native", limits.get("memory_limit"), ranks.size)
         loaded = load_part(model, ranks.group, pipeline=pipeline)
     options.use_template(loaded, chat_template)
     if not loaded.tokenizer.eos_token_ids:

@@ -11,7 +11,7 @@ from penstock.config import WeightsDtype
 from penstock.errors import ModelError
 from penstock.memory.sizes import parse_bytes
 from penstock.models import named
-from penstock.models.mlx_lm import Loaded, TokenizerWrapper, load_folder
+from penstock.models.mlx_lm import Loaded, TokenizerWrapper, folder_widening, load_folder
 from penstock.models.model_files import open_model_file
 
 
@@ -45,8 +45,7 @@ def load_all(
     if not isinstance(path_or_name, str | Path):
         kind = type(path_or_name).__name__
         raise ModelError(f"a model is a folder, a .gguf file or a name, not a {kind}")
-    if str(path_or_name) in named.MODELS and not Path(path_or_name).exists():
-        path_or_name = named.fetch(str(path_or_name))
+    path_or_name = _fetched(path_or_name)
     file = open_model_file(path_or_name)
     if file is not None:
         return file.load(weights_dtype, limit_bytes)
@@ -57,7 +56,39 @@ def load_within(
     path_or_name: str | Path, weights_dtype: WeightsDtype, memory_limit: str | int | None = None
 ) -> Loaded:
     """Load a model for an engine with a memory limit, which defaults to the machine's."""
-    limit = devices.machine_memory().default_limit_bytes
-    if memory_limit is not None:
-        limit = parse_bytes(memory_limit)
+    limit = _limit(memory_limit)
     return load_all(path_or_name, weights_dtype=weights_dtype, limit_bytes=limit)
+
+
+def check_fits(
+    path_or_name: str | Path,
+    weights_dtype: WeightsDtype,
+    memory_limit: str | int | None = None,
+    parts: int = 1,
+) -> None:
+    """Raise NeverFits if one of equal parts of the weights alone exceeds the memory limit.
+
+    The weights are not read. A name whose folder is not here yet is not checked.
+    """
+    path = _fetched(path_or_name)
+    file, limit = open_model_file(path), _limit(memory_limit)
+    if file is not None:
+        widening = file.widening(weights_dtype, limit)
+    elif Path(path).is_dir():
+        widening = folder_widening(path, weights_dtype, limit)
+    else:
+        return
+    widening.part(parts).check_limit(Path(path).name)
+
+
+def _limit(memory_limit: str | int | None) -> int:
+    if memory_limit is None:
+        return devices.machine_memory().default_limit_bytes
+    return parse_bytes(memory_limit)
+
+
+def _fetched(path_or_name: str | Path) -> str | Path:
+    """Return the folder or file of a short name, which is fetched once; else what was passed."""
+    if str(path_or_name) in named.MODELS and not Path(path_or_name).exists():
+        return named.fetch(str(path_or_name))
+    return path_or_name

@@ -104,13 +104,29 @@ def load_folder(
     # A boundary: a config says anything, and mlx-lm, transformers, the hub client and MLX each
     # compute with it before they check it: no list of their errors is ever complete.
     except BaseException as error:
-        what = f"cannot load {source}"
-        if not Path(source).is_dir():
-            what = f"there is no folder {source}, and it cannot be fetched"
-        raise _refusal(what, error) from error
+        raise _unloadable(source, error) from error
     _complete_templates(tokenizer, source)
     _check_tokenizer(tokenizer, source)
     return Loaded(model, tokenizer, config, widening.note, read_generation_config(source))
+
+
+def folder_widening(
+    path: str | Path, weights_dtype: WeightsDtype, limit_bytes: int | None
+) -> Widening:
+    """Return the decision about a folder's weights without reading them."""
+    source = checked_source(path)
+    try:
+        model, *_ = mlx_lm.utils.load_model(Path(source), lazy=True)
+        return decision(model, weights_dtype, limit_bytes)
+    except BaseException as error:  # as above
+        raise _unloadable(source, error) from error
+
+
+def _unloadable(source: str, error: BaseException) -> BaseException:
+    what = f"cannot load {source}"
+    if not Path(source).is_dir():
+        what = f"there is no folder {source}, and it cannot be fetched"
+    return _refusal(what, error)
 
 
 def _dense(module: nn.Module) -> nn.Module | None:

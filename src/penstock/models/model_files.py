@@ -11,6 +11,7 @@ from penstock.extensions import extensions
 
 if TYPE_CHECKING:
     from penstock.models.mlx_lm import Loaded
+    from penstock.models.widening import Widening
 
 GROUP = "penstock.model_files"
 """Entry-point group of functions that return a path's `ModelFile`, or None if unsupported."""
@@ -29,6 +30,9 @@ class ModelFile(Protocol):
 
     def codes_errors(self) -> dict[str, float]:
         """Return the relative error of codes without a counterpart in MLX, by format."""
+
+    def widening(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Widening:
+        """Return the decision about the weights without reading them."""
 
     def load(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded: ...
 

@@ -8,7 +8,7 @@ is faster still and takes a quarter of the memory. On a GPU weights stay native.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -67,6 +67,12 @@ class Widening:
         if self.packs and self.packed_bytes is not None:
             return self.packed_bytes
         return self.wide_bytes if self.widens else self.native_bytes
+
+    def part(self, parts: int) -> Widening:
+        """Return the decision for one of equal parts, such as that of a rank."""
+        packed = None if self.packed_bytes is None else self.packed_bytes // parts
+        native, wide = self.native_bytes // parts, self.wide_bytes // parts
+        return replace(self, native_bytes=native, wide_bytes=wide, packed_bytes=packed)
 
     def check_limit(self, name: str) -> None:
         # Codes take at least what they take as they come: some offsets may be left out.

@@ -12,6 +12,7 @@ from penstock.plugins.gguf.header import Header, is_gguf, read_header
 
 if TYPE_CHECKING:
     from penstock.models.mlx_lm import Loaded
+    from penstock.models.widening import Widening
 
 
 class GGUFFile:
@@ -36,11 +37,9 @@ class GGUFFile:
 
         return nearest_errors(self._header)
 
-    def load(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded:
-        from penstock.models.mlx_lm import load_written
+    def widening(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Widening:
         from penstock.models.weight_packer import can_pack
         from penstock.models.widening import Widening
-        from penstock.plugins.gguf.weights import weights, write_folder
 
         header = self._header
         architectures.config(header)  # refuses what is no model before anything is counted
@@ -48,7 +47,13 @@ class GGUFFile:
         packed = self.packed_bytes()
         if packed is not None and not can_pack():
             packed = None
-        widening = Widening(weights_dtype, native, float32_bytes, limit_bytes, packed)
+        return Widening(weights_dtype, native, float32_bytes, limit_bytes, packed)
+
+    def load(self, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded:
+        from penstock.models.mlx_lm import load_written
+        from penstock.plugins.gguf.weights import weights, write_folder
+
+        header, widening = self._header, self.widening(weights_dtype, limit_bytes)
         widening.check_limit(header.name)
         is_wide = widening.widens
         dtype = loaded_bytes.activation_dtype(header)
