@@ -130,7 +130,6 @@ def test_floats_of_4_bits_are_multiplied_directly(
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "gemma3"])
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q4_1"])
 def test_gguf_codes_are_multiplied_directly(name: str, form: str, tmp_path: Path) -> None:
-    """Expert weights become float32."""
     model, config = small_model(name)
     file = tmp_path / "small.gguf"
     write_model(file, name, model, config, form)
@@ -139,7 +138,8 @@ def test_gguf_codes_are_multiplied_directly(name: str, form: str, tmp_path: Path
     packed = load_all(file, weights_dtype="packed-exact").model
     assert off(packed(tokens), expected) < 1e-4
     kinds = {type(module).__name__ for module in packed.modules()}
-    assert "QuantizedLinear" not in kinds
+    assert not {"QuantizedLinear", "SwitchLinear"} & kinds
+    assert ("PackedExperts" in kinds) is (name == "qwen3moe")
     assert ("PackedDecoderLayer" in kinds) is (name != "qwen3moe")
 
 
@@ -180,7 +180,7 @@ def test_weight_bytes_count_packed_codes(tmp_path: Path) -> None:
     assert weight_bytes(packed) == codes + rows
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe"])
 @pytest.mark.parametrize("form", ["Q8_0", "Q5_1", "Q4_1"])
 def test_plan_matches_packed_weights(
     name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -241,7 +241,7 @@ def test_doctor_reports_packed_modules(tmp_path: Path, capsys: pytest.CaptureFix
     assert packed["layers"] == {}
     assert packed["products"]["model.layers.*.self_attn.q_proj"] == 4
     assert packed["products"]["model.embed_tokens"] == 1
-    assert packed["float32"]["model.layers.*.mlp.switch_mlp.up_proj"] == 4
+    assert packed["products"]["model.layers.*.mlp.switch_mlp.up_proj"] == 4
     main(["doctor", str(folder(tmp_path, "llama", 4)), "--weights-dtype", "packed"])
     assert "compiled layers: model.layers.* (4)" in capsys.readouterr().out
     main(["doctor", str(file), "--weights-dtype", "float32", "--json"])

@@ -169,14 +169,15 @@ def packed_weight_bytes(folder: str | Path) -> int | None:
         settings = override if isinstance(override, dict) else common
         bits, mode = int(settings.get("bits", 4)), settings.get("mode", "affine")
         scales = headers[f"{stem}.scales"]
-        if mode not in PACKED_MODES or len(entry["shape"]) > 2:
+        if mode not in PACKED_MODES:
             total += 4 * numbers * 32 // bits
             continue
         has_packed = True
         scale_bytes = 2 if scales["dtype"] == "F16" or mode != "affine" else 4
-        rows, groups = entry["shape"][0], scales["shape"][-1]
-        columns = entry["shape"][-1] * 32 // bits
-        total += packed_matrix_bytes(rows, columns, bits, columns // groups, scale_bytes)
+        *experts, rows, columns = entry["shape"]
+        columns = columns * 32 // bits
+        group = columns // scales["shape"][-1]
+        total += prod(experts) * packed_matrix_bytes(rows, columns, bits, group, scale_bytes)
     return total if has_packed else None
 
 

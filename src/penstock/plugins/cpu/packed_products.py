@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -172,18 +173,26 @@ class CodeRows:
         return codes.reshape(len(part), groups, self.group)
 
 
-def can_multiply(module: nn.Module) -> bool:
-    """Return whether a linear layer or an embedding has codes that can be multiplied directly."""
-    if "scales" not in module or module.weight.ndim != 2 or module.group_size not in GROUPS:
+def can_multiply(module: nn.Module, *, dimensions: int = 2) -> bool:
+    """Return whether a linear layer or an embedding has codes that can be multiplied directly.
+
+    Weights have the given number of dimensions: 3 are those of experts.
+    """
+    if "scales" not in module or module.weight.ndim != dimensions:
+        return False
+    if module.group_size not in GROUPS:
         return False
     if module.mode == FLOAT4_MODE:
         return True
     return module.mode == "affine" and module.get("biases") is not None and module.bits in WIDER
 
 
-def packed_matrix(module: nn.Module, rows: slice = slice(None)) -> PackedMatrix | None:
-    """Return some rows of a module's matrix in tiles; None if it cannot be multiplied directly."""
-    if not can_multiply(module):
+def packed_matrix(module: nn.Module, rows: slice | int = slice(None)) -> PackedMatrix | None:
+    """Return some rows of a module's matrix in tiles; None if it cannot be multiplied directly.
+
+    Of a module with experts, `rows` is the number of one.
+    """
+    if not can_multiply(module, dimensions=3 if isinstance(rows, int) else 2):
         return None
     bits, floats = int(module.bits), module.mode == FLOAT4_MODE
     if floats:  # the scales are exponents
@@ -210,9 +219,10 @@ def packed_bytes(module: nn.Module) -> int:
         module.scales.dtype == module.biases.dtype == mx.float16
     )
     scale_bytes = 2 if is_half else 4
-    rows, groups = module.scales.shape
+    *experts, rows, groups = module.scales.shape
     group = int(module.group_size)
-    return packed_matrix_bytes(rows, groups * group, module.bits, group, scale_bytes)
+    one = packed_matrix_bytes(rows, groups * group, module.bits, group, scale_bytes)
+    return int(prod(experts)) * one
 
 
 def _halves(codes: Array) -> Array:

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numba  # noqa: F401 - where it is not installed, this plug-in is not there
 
 from penstock.models.weight_packer import Packing
+from penstock.plugins.cpu.packed_experts import are_experts, packed_experts
 from penstock.plugins.cpu.packed_layers import PackedDecoderLayer, form_of, packed_layer
 from penstock.plugins.cpu.packed_products import (
     PackedEmbedding,
@@ -23,8 +24,10 @@ from penstock.plugins.cpu.packed_products import packed_bytes as bytes_of
 
 
 def takes(module: nn.Module) -> bool:
-    """See `WeightPacker`; affine codes of linear layers and embeddings."""
-    return isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding) and can_multiply(module)
+    """See `WeightPacker`; codes of linear layers, embeddings and experts."""
+    if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        return can_multiply(module)
+    return are_experts(module)
 
 
 def packed_bytes(module: Any) -> int:
@@ -54,6 +57,8 @@ def pack(model: nn.Module, *, exact: bool) -> None:
 
 def _packed(name: str, module: Any, *, exact: bool) -> nn.Module | None:
     """Return the packed replacement of a module; None to keep the module."""
+    if are_experts(module):
+        return packed_experts(module, exact=exact)
     matrix = packed_matrix(module)
     if matrix is None:
         return None

@@ -37,13 +37,13 @@ def packed_bytes(header: Header) -> int | None:
     total, has_codes = 0, False
     for tensor in model_tensors(header):
         numbers, bits = prod(tensor.shape), tensor.form.bits
-        if bits is None or len(tensor.shape) > 2:  # experts become float32
+        if bits is None:
             total += 4 * numbers
             continue
         has_codes = True
         scale_bytes = 2 if tensor.form.name in _HALF_SCALES else 4
-        rows = tensor.shape[0]
-        total += packed_matrix_bytes(rows, numbers // rows, bits, GROUP, scale_bytes)
+        *experts, rows, columns = tensor.shape
+        total += prod(experts) * packed_matrix_bytes(rows, columns, bits, GROUP, scale_bytes)
     return total if has_codes else None
 
 
