@@ -163,7 +163,7 @@ def test_only_layers_with_equal_key_and_value_sizes_are_measured() -> None:
     ("given", "words"),
     [
         (["--codecs", "q4"], "is not a codec; supported: raw"),
-        (["--codecs", ","], "names none"),
+        (["--codecs", ","], "--codecs is empty"),
         (["--data", "nowhere"], "no such folder; or one of gauss"),
         (["--data", "no/where"], "there is no folder no/where"),
         (["--seq-len", "100"], "not a multiple of 64"),

@@ -109,7 +109,7 @@ def test_models_without_transform_are_refused() -> None:
         layers=1, hidden_size=64, intermediate_size=64, query_heads=2, kv_heads=2, head_dim=32
     )
     model = bench_model(ModelChoice.RANDOM, shape).model
-    with pytest.raises(ModelError, match="as many heads"):
+    with pytest.raises(ModelError, match="as many KV heads"):
         reform(model, KeyForm.BIASED)
     model.layers[0].self_attn.rope = object()
     with pytest.raises(ModelError, match="only a llama"):
@@ -286,9 +286,9 @@ def test_eval_command_with_other_model_and_text(
     assert four["kl"]["mean"] > 0 == raw["kl"]["mean"]
     assert four["kl"]["n"] > 300
     assert main(["eval", str(folder), "--length", "100"]) == 2
-    assert "name a text to hide things in" in capsys.readouterr().err
+    assert "--task needs a text: add --text" in capsys.readouterr().err
     assert main(["eval", "--task", "needle"]) == 2
-    assert "the embedded model knows its dialogues alone" in capsys.readouterr().err
+    assert "--task needs another model than the embedded one" in capsys.readouterr().err
 
 
 def test_long_tasks_on_text_and_layer_errors(

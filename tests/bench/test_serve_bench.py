@@ -135,7 +135,7 @@ def test_llama_cpp_needs_gguf_file() -> None:
 
 def test_random_model_refuses_llama_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--llama-server", "llama-server"]) == 2
-    assert "name a model with real weights" in capsys.readouterr().err
+    assert "need a model with real weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "speculate"])
@@ -492,9 +492,9 @@ def test_held_conversation_figures() -> None:
 
 def test_incompatible_plot_and_rival_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--conversations", "8", "--plot", "x.png"]) == 2
-    assert "the picture is of sessions" in capsys.readouterr().err
+    assert "needs sessions and mlx-lm's server" in capsys.readouterr().err
     assert main(["bench", "serve", "--no-mlx-lm"]) == 2
-    assert "name the other side by --llama-server" in capsys.readouterr().err
+    assert "add --llama-server" in capsys.readouterr().err
 
 
 def test_rivals_have_lines_and_goals_only_for_mlx_lm() -> None:

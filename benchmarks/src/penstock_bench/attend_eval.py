@@ -116,7 +116,9 @@ def measure(
     read = AttendText(model, text, progress.step, rest=load_.attend_rest)
     layers = read.layers
     if not layers:
-        raise SettingError("--attend: no layer of this model sees all tokens, so none can choose")
+        raise SettingError(
+            "--attend: this model has no full-attention layer, so no layer can select tokens"
+        )
     progress.of += len(text) * len(layers) * by_layer
     outcomes = {
         size: ChoiceOutcome(read.choice(size), read.window(size), max(read.window_tokens(size)))

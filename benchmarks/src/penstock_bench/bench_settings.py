@@ -16,25 +16,27 @@ class Machine(Settings):
     """Speed and memory of a simulated replica, linear in the tokens."""
 
     memory_tokens: Annotated[
-        int, Field(ge=1), Setting("KV that a replica holds.", "TOKENS", flag="memory")
+        int, Field(ge=1), Setting("Size of a replica's KV cache.", "TOKENS", flag="memory")
     ] = 500_000
     prefill_rate: Annotated[
         float,
         Field(ge=1.0),
         Setting(
-            "Prompt tokens that a replica reads a second, one prompt after the other.",
+            "Prefill speed of a replica in tokens per second, one prompt after the other.",
             "TOKENS",
             flag="prefill",
         ),
     ] = 5_000.0
     decode_rate: Annotated[
-        float, Field(ge=0.1), Setting("Tokens a second of an answer.", "TOKENS", flag="decode")
+        float,
+        Field(ge=0.1),
+        Setting("Decode speed of an answer in tokens per second.", "TOKENS", flag="decode"),
     ] = 30.0
     max_batch_size: Annotated[
         int,
         Field(ge=1),
         Setting(
-            "Sequences that a replica runs at the same time, the one that is read included.",
+            "Batch size of a replica, including the sequence in prefill.",
             "NUMBER",
             flag="batch",
         ),
@@ -56,22 +58,28 @@ class ReplaySettings(Settings):
     requests: Annotated[
         int,
         Field(ge=1),
-        Setting("Replay at most this many a run: the first ones of all replicas.", "NUMBER"),
+        Setting(
+            "Maximum number of requests per run; the first ones of all replicas are replayed.",
+            "NUMBER",
+        ),
     ] = 20_000
     routers: Annotated[
         int,
         Field(ge=1),
-        Setting("Routers that take turns; each knows at once what it sent itself.", "NUMBER"),
+        Setting(
+            "Number of routers, used in turn; each knows only its own requests at once.", "NUMBER"
+        ),
     ] = 1
     gossip_seconds: Annotated[
-        float, Field(ge=0.1), Setting("How often replicas say what they hold.", "SECONDS")
+        float,
+        Field(ge=0.1),
+        Setting("Interval at which replicas report their cached blocks.", "SECONDS"),
     ] = 5.0
     worth: Annotated[
         float,
         Field(ge=0.1),
         Setting(
-            "Weight of a block of one conversation that would be computed again, against a block "
-            "that waits.",
+            "Cost of recomputing a block of one conversation, relative to a queued block.",
             "NUMBER",
         ),
     ] = WORTH
@@ -81,47 +89,49 @@ class ServeSettings(Settings):
     """Load of a server; lengths in tokens of the embedded model's tokenizer."""
 
     rounds: Annotated[
-        int, Field(ge=1), Setting("How often each server is started and given the sessions.")
+        int, Field(ge=1), Setting("Number of runs, each with newly started servers.")
     ] = 1
-    sessions: Annotated[
-        int, Field(ge=1), Setting("Agents that talk at the same time.", "NUMBER")
-    ] = 8
-    turns: Annotated[int, Field(ge=1), Setting("Turns of each agent.", "NUMBER")] = 5
+    sessions: Annotated[int, Field(ge=1), Setting("Number of concurrent sessions.", "NUMBER")] = 8
+    turns: Annotated[int, Field(ge=1), Setting("Number of turns per session.", "NUMBER")] = 5
     system_tokens: Annotated[
         int,
         Field(ge=64),
-        Setting("Length of the system prompt that agents share.", "TOKENS", flag="system"),
+        Setting("Length of the shared system prompt.", "TOKENS", flag="system"),
     ] = 4_000
     answer_tokens: Annotated[
-        int, Field(ge=2), Setting("Length of an answer, at most.", "TOKENS", flag="answer")
+        int, Field(ge=2), Setting("Maximum length of an answer.", "TOKENS", flag="answer")
     ] = 64
     forks: Annotated[
-        int, Field(ge=0), Setting("Agents that go on twice after their second turn.", "NUMBER")
+        int,
+        Field(ge=0),
+        Setting("Number of sessions that are continued twice after their second turn.", "NUMBER"),
     ] = 0
     edits: Annotated[
-        int, Field(ge=0), Setting("Agents whose fourth turn replaces the third.", "NUMBER")
+        int,
+        Field(ge=0),
+        Setting("Number of sessions whose fourth turn replaces the third.", "NUMBER"),
     ] = 0
     rate: Annotated[
         float,
         Field(ge=0.0),
         Setting(
-            "Then send requests that come at random, this many a second on average, whether or "
-            "not the servers keep up; 0 leaves that out.",
+            "Mean number of randomly timed requests per second, sent after the sessions whether "
+            "or not the servers keep up; 0 disables them.",
             "REQUESTS",
         ),
     ] = 0.0
     arrivals: Annotated[
-        int, Field(ge=1), Setting("Number of requests that come at random.", "REQUESTS")
+        int, Field(ge=1), Setting("Number of randomly timed requests.", "REQUESTS")
     ] = 40
     connections: Annotated[
         int,
         Field(ge=0),
-        Setting("Requests to penstock at the same moment; 0 leaves them out.", "NUMBER"),
+        Setting("Number of simultaneous requests to penstock; 0 disables this test.", "NUMBER"),
     ] = 200
     overhead_rounds: Annotated[
         int,
         Field(ge=0),
-        Setting("How often the server and the engine alone are timed; 0 leaves that out."),
+        Setting("Number of rounds that time the server against the engine alone; 0 disables them."),
     ] = 5
 
 
@@ -134,21 +144,25 @@ class EvalSettings(Settings):
         Setting("Factor of the larger channels of the form outliers.", "FACTOR", flag="outliers"),
     ] = OUTLIER_SCALE
     questions: Annotated[
-        int, Field(ge=1), Setting("Questions for each length, and task, at least.")
+        int, Field(ge=1), Setting("Minimum number of questions per length and task.")
     ] = 64
     text_tokens: Annotated[
-        int, Field(ge=1), Setting("Tokens of the text that are read, at most.", "TOKENS")
+        int, Field(ge=1), Setting("Maximum number of tokens of the text.", "TOKENS")
     ] = 4_000
     piece_tokens: Annotated[
         int,
         Field(ge=1),
-        Setting("The text is read in pieces, each from an empty cache.", "TOKENS", flag="piece"),
+        Setting(
+            "Length of the pieces of the text, each processed from an empty cache.",
+            "TOKENS",
+            flag="piece",
+        ),
     ] = 1_000
     prompts: Annotated[
         int,
         Field(ge=0),
         Setting(
-            "Beginnings of each piece that the engine continues, at most; 0 leaves that out.",
+            "Maximum number of continuations per piece; 0 disables them.",
             "NUMBER",
             flag="continuations",
         ),
@@ -157,8 +171,8 @@ class EvalSettings(Settings):
         int,
         Field(ge=0),
         Setting(
-            "First tokens of every prompt that stay in full precision. 0 shows most of what a "
-            "codec does.",
+            "Number of first tokens of every prompt that stay in full precision. 0 shows a "
+            "codec's effect best.",
             "TOKENS",
             flag="kv-cache-raw-first-tokens",
         ),

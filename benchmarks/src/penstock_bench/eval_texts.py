@@ -87,7 +87,7 @@ def _shared(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 def _haystack(tokenizer: Any, load_: EvalLoad) -> Haystack:
     """Return the paragraphs of the text; raises SettingError if there is none."""
     if not load_.texts:
-        raise SettingError("--task: name a text to hide things in, by --text")
+        raise SettingError("--task needs a text: add --text")
     return Haystack("\n\n".join(load_.texts), lambda text: len(encode(tokenizer, text)))
 
 

@@ -65,7 +65,7 @@ def _check(attention: Any) -> None:
     rope = getattr(attention, "rope", None)
     plain = isinstance(rope, nn.RoPE) and not rope.traditional and rope.dims == attention.head_dim
     if not plain or any(type(part) is not nn.Linear or "bias" in part for part in parts):
-        raise ModelError("only a llama in full precision has other forms, and only with plain RoPE")
+        raise ModelError("--form needs a llama model in full precision, with plain RoPE")
 
 
 def _pairs(dim: int, count: int, layer: int) -> list[int]:
@@ -86,7 +86,10 @@ def _scale(attention: Any, layer: int, scale: float) -> None:
 
 def _bias(attention: Any, layer: int) -> None:
     if attention.n_heads == attention.n_kv_heads:
-        raise ModelError("this model's keys and queries have as many heads: they look alike")
+        raise ModelError(
+            "keys and queries cannot be told apart, because this model has as many "
+            "KV heads as query heads"
+        )
     dim = attention.head_dim
     signs = mx.zeros((dim,))
     for number, first in enumerate(_pairs(dim, BIAS_PAIRS, layer)):

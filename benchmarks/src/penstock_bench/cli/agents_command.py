@@ -41,7 +41,7 @@ AgentCount: TypeAlias = Annotated[
 PromptTokens: TypeAlias = Annotated[
     int,
     typer.Option(
-        help="Length of the system prompt that all share, at most.",
+        help="Maximum length of the shared system prompt.",
         envvar="PENSTOCK_TOKENS",
         metavar="TOKENS",
         min=32,

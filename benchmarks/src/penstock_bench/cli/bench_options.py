@@ -52,7 +52,7 @@ def _check_plot(file: Path | None) -> Path | None:
 Save: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        help="Store every round as a JSON file in this folder.",
+        help="Write the result of each round to a JSON file in this folder.",
         metavar="FOLDER",
         show_default="nothing is stored",
         file_okay=False,
@@ -72,7 +72,7 @@ Records: TypeAlias = Annotated[
 Plot: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        help="Draw the outcome into this file.",
+        help="Plot the result into this file.",
         metavar="FILE.png",
         show_default="nothing is drawn",
         dir_okay=False,
@@ -90,7 +90,7 @@ Docs: TypeAlias = Annotated[
     ),
 ]
 Rounds: TypeAlias = Annotated[
-    int, typer.Option(help="How often each side runs; medians are compared.", min=1)
+    int, typer.Option(help="Number of runs of each side; medians are compared.", min=1)
 ]
 Which: TypeAlias = Annotated[
     Literal["random", "embedded"],

@@ -12,12 +12,14 @@ from penstock_bench.cli.bench_options import Docs, Plot, Rounds, Save, finish, p
 
 def growth(
     window: Annotated[
-        int, typer.Option(help="Columns of the window.", metavar="TOKENS", min=2)
+        int, typer.Option(help="Size of the window in tokens.", metavar="TOKENS", min=2)
     ] = 4_096,
     tokens: Annotated[
-        int, typer.Option(help="Read this many.", metavar="TOKENS", min=1_024)
+        int, typer.Option(help="Number of tokens to process.", metavar="TOKENS", min=1_024)
     ] = 6_000,
-    layers: Annotated[int, typer.Option(help="Layers of 8 heads of size 128.", min=1)] = 16,
+    layers: Annotated[
+        int, typer.Option(help="Number of layers, with 8 heads of size 128.", min=1)
+    ] = 16,
     rounds: Rounds = 5,
     docs: Docs = None,
     as_json: options.Json = False,
@@ -36,7 +38,7 @@ def growth(
 
 
 def recall(
-    dialogues: Annotated[int, typer.Option(help="Dialogues to read.", min=1)] = 8,
+    dialogues: Annotated[int, typer.Option(help="Number of dialogues.", min=1)] = 8,
     tokens: Annotated[
         int, typer.Option(help="Length of a dialogue.", metavar="TOKENS", min=1_000)
     ] = 2_000,
@@ -55,7 +57,7 @@ def recall(
 
 
 def remember(
-    dialogues: Annotated[int, typer.Option(help="Dialogues of each length.", min=1)] = 2,
+    dialogues: Annotated[int, typer.Option(help="Number of dialogues per length.", min=1)] = 2,
     tokens: Annotated[
         list[int] | None,
         typer.Option(
@@ -69,7 +71,7 @@ def remember(
         list[int] | None,
         typer.Option(
             "--attend-tokens",
-            help="Tokens that a step reads; may be given several times.",
+            help="Number of tokens that a decode step attends to; may be given several times.",
             metavar="TOKENS",
             show_default="128 and 512",
             min=128,

@@ -43,7 +43,8 @@ def shared_prefix(
     cold_rounds: Annotated[
         int,
         typer.Option(
-            help="How often mlx-lm reads the prefix for every conversation, which takes minutes.",
+            help="Number of runs in which mlx-lm prefills the prefix of every conversation; "
+            "takes minutes.",
             min=0,
         ),
     ] = 1,
@@ -151,13 +152,13 @@ def single(
     longest: Annotated[
         int,
         typer.Option(
-            help="Show the cost of a step up to this length; 0 leaves that out.",
+            help="Length up to which the cost of a step is measured; 0 disables it.",
             metavar="TOKENS",
             min=0,
         ),
     ] = 32_768,
     curve_only: Annotated[
-        bool, typer.Option("--curve-only", help="Show that cost alone, and no comparison of speed.")
+        bool, typer.Option("--curve-only", help="Measure only the cost of a step (--longest).")
     ] = False,
     *,
     codec: EngineCodec,
@@ -177,7 +178,7 @@ def single(
     load = replace(load, curve_tokens=load.curve_to(longest))
     if curve_only:
         if not longest:
-            raise SettingError("--curve-only with --longest 0 leaves nothing to measure")
+            raise SettingError("--curve-only needs --longest above 0")
         load = replace(load, shapes=())
     finish(measure(load), as_json=as_json, save=save, plot=plot)
 
@@ -189,7 +190,7 @@ def quantized(
         typer.Option(
             "--codec",
             "--kv-cache-quantization",
-            help="Codec that is set against full precision.",
+            help="Codec that is compared with full precision.",
             metavar="CODEC",
         ),
     ] = "auto3.5x",
@@ -251,7 +252,10 @@ def speculate(
         ),
     ] = "random",
     tokens: Annotated[
-        int, typer.Option(help="Most proposed tokens of a step.", metavar="TOKENS", min=1, max=16)
+        int,
+        typer.Option(
+            help="Maximum number of proposed tokens per step.", metavar="TOKENS", min=1, max=16
+        ),
     ] = 16,
     rounds: Rounds = 5,
     as_json: options.Json = False,
@@ -281,11 +285,16 @@ def attend(
         ),
     ] = None,
     attend_tokens: Annotated[
-        int, typer.Option(help="Tokens that a step reads.", metavar="TOKENS", min=128)
+        int,
+        typer.Option(
+            help="Number of tokens that a decode step attends to.", metavar="TOKENS", min=128
+        ),
     ] = 1_024,
     attend_rest: Annotated[
         bool,
-        typer.Option("--attend-rest", help="A step reads the other tokens, too, in two bits."),
+        typer.Option(
+            "--attend-rest", help="Also attend to the other tokens, at two bits per number."
+        ),
     ] = False,
     rounds: Rounds = 5,
     as_json: options.Json = False,

@@ -42,7 +42,8 @@ Codecs: TypeAlias = Annotated[
 Text: TypeAlias = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Read this text; of several, given by more of these, a piece of each in turn.",
+        help="Text to evaluate on; may be given several times, and then pieces of the texts "
+        "alternate.",
         metavar="FILE",
         show_default="dialogues of the embedded model's",
         exists=True,
@@ -61,8 +62,8 @@ Windows: TypeAlias = Annotated[
 Keeps: TypeAlias = Annotated[
     list[int] | None,
     typer.Option(
-        help="First tokens that are never dropped, and stay in full precision; may be given "
-        "several times.",
+        help="Number of first tokens that are never dropped and stay in full precision; may be "
+        "given several times.",
         metavar="TOKENS",
         show_default="as penstock serve",
         min=0,
@@ -71,7 +72,7 @@ Keeps: TypeAlias = Annotated[
 Forms: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        help="Form of the model that computes the same with other keys: plain, outliers (some "
+        help="Variant of the model with equal outputs but other keys: plain, outliers (some "
         "channels are larger) or biased (by a constant); may be given several times.",
         metavar="FORM",
         show_default="all for the embedded model, else plain",
@@ -99,9 +100,10 @@ Lengths: TypeAlias = Annotated[
 Attend: TypeAlias = Annotated[
     list[int] | None,
     typer.Option(
-        help="Instead of codecs, measure steps that read so many tokens of each piece "
-        "(--attend-tokens of penstock serve), and a window of as many bytes. Proposes a number. "
-        "With --task the engine answers so, and no piece is read. May be given several times.",
+        help="Instead of codecs, measure steps that attend to this many tokens of each piece "
+        "(--attend-tokens of penstock serve), and a window of as many bytes. Proposes a "
+        "number. With --task, measure the engine's answers instead of pieces. May be "
+        "given several times.",
         metavar="TOKENS",
         show_default=False,
         min=LEAST_ATTEND_TOKENS,
@@ -111,16 +113,16 @@ AttendRest: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--attend-rest",
-        help="With --attend, steps read the other tokens, too, in two bits a number (--attend-rest "
-        "of penstock serve).",
+        help="With --attend, also attend to the other tokens, at two bits per number "
+        "(--attend-rest of penstock serve).",
     ),
 ]
 AttendLayers: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--attend-layers",
-        help="With --attend, also measure each layer that alone chooses, and leave the worst ones "
-        "whole if that makes fewer tokens enough. Takes a reading for each layer.",
+        help="With --attend, also measure each layer with selection alone, and exclude the "
+        "worst layers if fewer tokens are then enough. Takes a pass per layer.",
     ),
 ]
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -170,7 +172,7 @@ def evaluate(
     name = str(MODEL_PATH) if embedded else model
     load = EvalLoad(model=name, texts=texts, attend_rest=attend_rest, **sizes, **engine, **chosen)
     if attend_rest and not attend:
-        raise SettingError("--attend-rest: say how many tokens a step reads exactly (--attend)")
+        raise SettingError("--attend-rest needs --attend")
     if attend:
         from penstock_bench import attend_eval, attend_tasks
 
@@ -216,7 +218,9 @@ def _questions(
         SettingError: a form is unknown, or the model supports no questions.
     """
     if tasks and embedded:
-        raise SettingError("--task: the embedded model knows its dialogues alone")
+        raise SettingError(
+            "--task needs another model than the embedded one, which only knows its dialogues"
+        )
     chosen: dict[str, Any] = {}
     if forms or not embedded:
         chosen["forms"] = _forms(forms or ["plain"])

@@ -40,7 +40,8 @@ def lookup(
         int, typer.Option(help="Length of a prompt.", metavar="TOKENS", min=2_048)
     ] = 131_072,
     rounds: Annotated[
-        int, typer.Option(help="How often every look-up is timed; mlx-lm's only once.", min=1)
+        int,
+        typer.Option(help="Number of times that each look-up is timed; mlx-lm's only once.", min=1),
     ] = 15,
     as_json: options.Json = False,
     save: Save = None,
@@ -58,7 +59,7 @@ def lookup(
 def trace(
     file: TraceFile,
     node_blocks: Annotated[
-        int, typer.Option(help="Blocks that one eviction evicts, at most.", min=1)
+        int, typer.Option(help="Maximum number of blocks per eviction.", min=1)
     ] = 4,
     as_json: options.Json = False,
     save: Save = None,

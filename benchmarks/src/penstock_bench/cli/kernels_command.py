@@ -14,15 +14,17 @@ from penstock_bench.cli.bench_options import Save, finish
 def kernels(
     heads: Annotated[int, typer.Option(help="Query heads of a layer.", min=1)] = 32,
     kv_heads: Annotated[int, typer.Option(help="Key heads of a layer.", min=1)] = 8,
-    head_size: Annotated[int, typer.Option(help="Numbers of a head.", min=32)] = 128,
+    head_size: Annotated[int, typer.Option(help="Size of a head.", min=32)] = 128,
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32"] | None,
-        typer.Option(help="Type of keys and values.", show_default="float16; float32 on a CPU"),
+        typer.Option(
+            help="Data type of keys and values.", show_default="float16; float32 on a CPU"
+        ),
     ] = None,
     rows: Annotated[
         list[int] | None,
         typer.Option(
-            help="Sequences of a step; may be given several times.",
+            help="Number of sequences in a step; may be given several times.",
             metavar="NUMBER",
             show_default="2 and 8",
             min=2,

@@ -33,18 +33,18 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command()
 def bench_kv_cache(
-    layers: Annotated[int, typer.Option(help="Layers.", min=1)] = 32,
-    heads: Annotated[int, typer.Option(help="Heads of keys and values.", min=1)] = 8,
-    head_dim: Annotated[int, typer.Option(help="Numbers of a head.", min=1)] = 128,
-    seq_len: Annotated[int, typer.Option(help="Tokens.", min=64)] = 512,
+    layers: Annotated[int, typer.Option(help="Number of layers.", min=1)] = 32,
+    heads: Annotated[int, typer.Option(help="Number of KV heads.", min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(help="Size of a head.", min=1)] = 128,
+    seq_len: Annotated[int, typer.Option(help="Number of tokens.", min=64)] = 512,
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32"],
-        typer.Option(help="Number type of a raw cache; every ratio is against it."),
+        typer.Option(help="Data type of the unquantized cache, to which ratios refer."),
     ] = "float16",
     codecs: Annotated[
         str | None,
         typer.Option(
-            help="Codecs, with commas between.",
+            help="Comma-separated codecs.",
             metavar="NAMES",
             show_default="one or two of every kind and size",
         ),
@@ -58,7 +58,7 @@ def bench_kv_cache(
             metavar="DATA",
         ),
     ] = "gauss",
-    rounds: Annotated[int, typer.Option(help="How often each is timed.", min=1)] = 5,
+    rounds: Annotated[int, typer.Option(help="Number of timed runs per codec.", min=1)] = 5,
     save: Save = None,
     plot: Plot = None,
     as_json: options.Json = False,
@@ -93,7 +93,7 @@ def _codec_names(codecs: str | None) -> Sequence[str]:
 
     names = CODECS if codecs is None else [name for name in codecs.split(",") if name.strip()]
     if not names:
-        raise SettingError("--codecs names none")
+        raise SettingError("--codecs is empty")
     try:
         for name in names:
             parse_scheme(name)

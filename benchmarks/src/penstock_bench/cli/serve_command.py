@@ -38,7 +38,7 @@ ServedModel: TypeAlias = Annotated[
 Text: TypeAlias = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Text that a real model is told and asked about; may be given several times.",
+        help="Text for the prompts of a model with real weights; may be given several times.",
         metavar="FILE",
         show_default="sources of Python's library",
         exists=True,
@@ -48,7 +48,7 @@ Text: TypeAlias = Annotated[
 LlamaServer: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="Command of llama.cpp's server, with its own settings, to be measured too on the "
+        help="Command that runs llama.cpp's server with its own settings; also measured, on the "
         "same .gguf file.",
         metavar="COMMAND",
         show_default="it is left out",
@@ -58,15 +58,15 @@ MlxLm: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--mlx-lm/--no-mlx-lm",
-        help="Measure mlx-lm's server, too; without it the other side is --llama-server.",
+        help="Also measure mlx-lm's server; without it the other side is --llama-server.",
     ),
 ]
 Conversations: TypeAlias = Annotated[
     list[int] | None,
     typer.Option(
-        help="Measure servers that hold so many conversations of 1,000 tokens, in the place of "
-        "sessions. Reports memory, and the first token when one goes on, also behind a restart. "
-        "May be given several times.",
+        help="Instead of sessions, measure servers that cache this many conversations of 1,000 "
+        "tokens. Reports memory, and the time to first token of a next turn, also after "
+        "a restart. May be given several times.",
         metavar="NUMBER",
         show_default="sessions are measured",
         min=1,
@@ -102,11 +102,11 @@ def serve(
 
     real = model not in list(ModelChoice)
     if not real and (text or llama_server):
-        raise SettingError("--text and --llama-server: name a model with real weights by --model")
+        raise SettingError("--text and --llama-server need a model with real weights: add --model")
     if not mlx_lm and not llama_server:
-        raise SettingError("--no-mlx-lm: name the other side by --llama-server")
+        raise SettingError("--no-mlx-lm needs another side: add --llama-server")
     if plot and (conversations or not mlx_lm):
-        raise SettingError("--plot: the picture is of sessions, beside mlx-lm's server")
+        raise SettingError("--plot needs sessions and mlx-lm's server")
     settings = {
         "model": model if real else ModelChoice(model),
         "texts": tuple(map(str, text or ())),

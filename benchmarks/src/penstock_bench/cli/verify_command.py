@@ -38,13 +38,13 @@ Prompts: TypeAlias = Annotated[
     ),
 ]
 MaxTokens: TypeAlias = Annotated[
-    int, typer.Option(help="Tokens of each answer.", metavar="TOKENS", min=1)
+    int, typer.Option(help="Length of each answer.", metavar="TOKENS", min=1)
 ]
 Tolerance: TypeAlias = Annotated[
     float,
     typer.Option(
-        help="How much a log-probability may differ. Other shapes of the same products are "
-        "rounded otherwise: about 1e-4 in float32, 0.1 in bfloat16.",
+        help="Maximum difference of a log-probability. Matrix products of other shapes round "
+        "differently: by about 1e-4 in float32 and 0.1 in bfloat16.",
         min=0.0,
     ),
 ]
@@ -113,7 +113,9 @@ def _read_conversations(model: str, file: Path | None) -> list[Any]:
             raise SettingError(f"--prompts {file} holds no prompt")
         return conversations
     if Path(model).expanduser().resolve() != MODEL_PATH.resolve():
-        raise SettingError("--prompts is needed: there are prompts for the embedded model alone")
+        raise SettingError(
+            "--prompts is required, because only the embedded model has default prompts"
+        )
     dialogues = [dialogue(seed, tokens=OWN_TOKENS, facts=2) for seed in range(OWN_PROMPTS)]
     return [talk.ask(question) for talk in dialogues for question in talk.questions]
 

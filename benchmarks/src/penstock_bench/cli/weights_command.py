@@ -17,17 +17,17 @@ def weights(
     ] = "smollm2",
     tokens: Annotated[
         int,
-        typer.Option(help="Tokens of a prompt that both sides read.", metavar="TOKENS", min=1),
+        typer.Option(help="Length of the prompt that both sides prefill.", metavar="TOKENS", min=1),
     ] = 8,
-    steps: Annotated[int, typer.Option(help="Decode steps of both sides.", min=1)] = 2,
+    steps: Annotated[int, typer.Option(help="Number of decode steps on both sides.", min=1)] = 2,
     rounds: Annotated[
-        int, typer.Option(help="How often float32 runs; weights as they come run once.", min=1)
+        int, typer.Option(help="Number of runs in float32; native weights run once.", min=1)
     ] = 3,
     texts: Annotated[
         int,
         typer.Option(
-            help="Beginnings of texts, of --tokens each, that both sides read and continue, to see "
-            "whether they say the same. About a minute each.",
+            help="Number of texts of --tokens each that both sides prefill and continue, to "
+            "compare the generated tokens. Takes about a minute per text.",
             min=0,
         ),
     ] = 0,
