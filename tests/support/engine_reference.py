@@ -283,9 +283,9 @@ class Answer:
 def answer(kind: Kind, request: Request, choice: int) -> Answer:
     """Tell the answer to a request from what the model says alone."""
     seed = request.sampling.seed if request.sampling.temperature else None
-    most = MOST_NEW if request.max_tokens <= MOST_NEW else MOST_GROWN
-    steps = solo(kind, request.prompt, seed, choice if seed is not None else 0, most)
-    sure = next((i for i, step in enumerate(steps) if step.gap < TIE), len(steps))
+    drawn_as = choice if seed is not None else 0
+    steps = solo(kind, request.prompt, seed, drawn_as, min(request.max_tokens, MOST_GROWN))
+    sure = next((i for i, step in enumerate(steps) if step.gap < TIE), MOST_GROWN)
     if kind.codec is not None:
         sure = 0
     if kind.attend_tokens is not None:
