@@ -112,7 +112,7 @@ def test_models_without_transform_are_refused() -> None:
     with pytest.raises(ModelError, match="as many KV heads"):
         reform(model, KeyForm.BIASED)
     model.layers[0].self_attn.rope = object()
-    with pytest.raises(ModelError, match="only a llama"):
+    with pytest.raises(ModelError, match="needs a llama model"):
         reform(model, KeyForm.OUTLIERS)
 
 
