@@ -27,6 +27,7 @@ from penstock.models import weight_packer as packing_seam
 from penstock.models.fingerprint import fingerprint
 from penstock.models.loading import load_all
 from penstock.models.weight_packer import PackedParts, pack, weight_packer
+from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.packed_layers import LayerParts, PackedProjection, form_of
 from penstock.recall import MODEL_PATH
 from support.gguf_files import small_model, write_model
@@ -63,12 +64,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
     },
 }
+EXPERTS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5]])
 
 
 def folder(path: Path, name: str, bits: int, *, mixed: bool = False, mode: str = "affine") -> Path:
     """Save a random model in codes, with the embedded model's tokenizer."""
-    config = {**BASE, **FAMILIES[name], "model_type": name, "vocab_size": 512}
+    sizes = EXPERTS if name == "qwen3_moe" else FAMILIES[name]
+    config = {**BASE, **sizes, "model_type": name, "vocab_size": 512}
     mx.random.seed(3)
     model = build(config)
 
@@ -141,6 +152,31 @@ def test_gguf_codes_are_multiplied_directly(name: str, form: str, tmp_path: Path
     assert not {"QuantizedLinear", "SwitchLinear"} & kinds
     assert ("PackedExperts" in kinds) is (name == "qwen3moe")
     assert ("PackedDecoderLayer" in kinds) is (name != "qwen3moe")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_layers_whose_heads_do_not_fill_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys have 8 rows; one thread and two give the same bits, and a NaN stays in its row."""
+    sizes = {"torch_dtype": "float32", "hidden_size": 96, "intermediate_size": 160, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    config = {**BASE, **FAMILIES[name], "model_type": name, "vocab_size": 512, **sizes, **heads}
+    mx.random.seed(3)
+    model = build(config)
+    nn.quantize(model, group_size=32, bits=4)
+    expected = model(TOKENS)
+    pack(model, lambda _: None, exact=True)
+    assert {type(x).__name__ for x in model.layers} == {"PackedDecoderLayer"}
+    result = model(TOKENS)
+    assert off(result, expected) < 1e-4
+    layer = model.layers[0]
+    x = mx.random.normal((3, 1, 96))
+    by_two = layer(x)
+    x[1, 0, 50] = float("nan")
+    broken = np.asarray(layer(x))
+    assert np.isnan(broken[1]).all()
+    assert np.array_equal(broken[[0, 2]], np.asarray(by_two)[[0, 2]])
+    monkeypatch.setattr(team(), "threads", 1)
+    assert mx.array_equal(model(TOKENS), result)
 
 
 @pytest.mark.parametrize("missing", ["q_norm", "k_norm"])
@@ -220,6 +256,22 @@ def test_fingerprint_covers_all_that_packed_layers_compute_with(name: str, tmp_p
     assert packed_fingerprint("") == own
     changed = [packed_fingerprint(vector) for vector in vectors]
     assert len({own, packed_fingerprint("", 1e-3), *changed}) == 2 + len(vectors)
+
+
+def test_plan_matches_packed_experts_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = folder(tmp_path, "qwen3_moe", 4)
+    assert main(["plan", str(source), "--json", "--memory-limit", "1GB"]) == 0
+    planned = json.loads(capsys.readouterr().out)["weight_bytes"]
+    model = load_all(source).model
+    parts = PackedParts.of(model)
+    assert parts is not None
+    assert parts.products["model.layers.*.mlp.switch_mlp.down_proj"] == 4
+    assert not parts.float32
+    assert weight_bytes(model) <= planned <= 1.25 * weight_bytes(model)
+    expected = load_all(source, weights_dtype="float32").model(TOKENS)
+    assert off(load_all(source, weights_dtype="packed-exact").model(TOKENS), expected) < 1e-4
 
 
 def test_engine_runs_packed_model(tmp_path: Path) -> None:

@@ -217,6 +217,29 @@ def test_rounding_matches_reference_to_the_bit(digits: int) -> None:
     assert np.array_equal(scales[:, 1:], top / most * sums)
 
 
+@pytest.mark.parametrize("bits", [4, 8, "mxfp4"])
+@pytest.mark.parametrize(("columns", "rows"), [(32, 1), (96, 37), (288, 16)])
+def test_bits_do_not_depend_on_threads(
+    bits: Any, columns: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1 to 40 rows; tiles and the columns of a group are not filled, or fewer than threads."""
+    layer = (
+        float4_linear(columns, rows)
+        if bits == "mxfp4"
+        else linear(columns, rows, bits, 32, bias=True)
+    )
+    product = packed(layer, exact=False)._product
+    x = np.random.default_rng(0).standard_normal((40, columns), np.float32)
+    counts = range(1, 41)
+    by_two = [product(x[:count]) for count in counts]
+    monkeypatch.setattr(team(), "threads", 1)
+    by_one = [product(x[:count]) for count in counts]
+    assert all(np.array_equal(one, two) for one, two in zip(by_one, by_two, strict=True))
+    assert all(np.array_equal(part, by_one[-1][: len(part)]) for part in by_one)
+    expected = layer(mx.array(x))
+    assert error(mx.array(by_one[-1]), expected) < 2 * ROUNDED_ERROR
+
+
 def test_rows_are_bit_identical_at_any_alignment() -> None:
     product = packed(linear(576, 96, 4, 32), exact=False)._product
     x = np.random.default_rng(0).standard_normal(5 * 576, np.float32)
