@@ -233,6 +233,11 @@ class Team:
             self._space = np.empty(floats, np.float32)
         return self._space
 
+    def prepare(self, tables: Integers) -> None:
+        """Set the first entries, up to `YIELD`, of tables (..., n)."""
+        tables[..., THREADS], tables[..., BARRIER] = self.threads, 0
+        tables[..., YIELD] = self._board[BOARD_YIELD]
+
     def run(self, function: int, table: Integers) -> None:
         """Run a job on all threads.
 
@@ -240,8 +245,7 @@ class Team:
             function: address of a function of a thread's number and a table's address.
             table: (n,), whose first entries, up to `YIELD`, are set here.
         """
-        table[THREADS], table[BARRIER] = self.threads, 0
-        table[YIELD] = self._board[BOARD_YIELD]
+        self.prepare(table)
         entries = table.ctypes.data
         if self.threads == 1:
             self._alone(function, entries)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -24,8 +24,19 @@ from penstock.plugins.cpu.compiled import has_numba
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.ordered_loops import ordered_loop, space_floats
 
-_StepPlan: TypeAlias = tuple[Integers, Integers, list[int], list[int], AttentionWindow]
-"""Spans of all layers, start index of each row, positions, slots, and the layers' window."""
+
+@dataclass(frozen=True, slots=True)
+class OrderedReads:
+    """What a step's rows read."""
+
+    spans: Integers
+    """(layers, spans, 6), see `AttendTable`; a row's last span is its tail, without addresses."""
+    firsts: Integers
+    """Index of each row's first span, and the end."""
+    positions: list[int]
+    """Positions of all new tokens."""
+    window: AttentionWindow
+    """Window of a layer, or none if its rows see everything."""
 
 
 class _Order(threading.local):
@@ -87,7 +98,7 @@ def attend_buffer(
     addresses = [[*side_addresses(sides[0][i]), *side_addresses(sides[1][i])] for i in range(b)]
     spans = np.array([[*row, columns, first] for row in addresses], np.int64)
     end = first + columns
-    seen = np.tile(_seen(range(end - n, end), window), (b, 1))
+    seen = np.tile(seen_columns(range(end - n, end), window), (b, 1))
     mixed = _attend(
         rows, keys.shape[1], spans, np.arange(b + 1), seen, n, values.shape[-1], soft_cap
     )
@@ -98,7 +109,7 @@ def attend_step(
     step: DecodeStep, layer: int, window: AttentionWindow, queries: mx.array, scale: float
 ) -> mx.array | None:
     """Attend like `AttentionBackend.decode`; None with selective attention or dropped tokens."""
-    plan = None if queries.dtype != mx.float32 else _plan_of(step, layer, window)
+    plan = None if queries.dtype != mx.float32 else step_plan(step, layer, window)
     if plan is None:
         return None
     rows = _rows(queries, scale)
@@ -125,7 +136,7 @@ def decode_rows(
     Returns:
         Attention output, (rows x width, heads, value_dim).
     """
-    plan = _plan_of(step, layer, window)
+    plan = step_plan(step, layer, window)
     if plan is None:
         return None
     queries, *sides = new
@@ -138,18 +149,27 @@ def decode_rows(
     return _attend_tails(step, layer, plan, rows, tails)
 
 
-def _plan_of(step: DecodeStep, layer: int, window: AttentionWindow) -> _StepPlan | None:
+def step_plan(step: DecodeStep, layer: int, window: AttentionWindow) -> OrderedReads | None:
     """Return the plan of a layer's ordered reads; None if it is not read in order."""
     if step.choosing(layer, window) or step.has_apart(layer):
         return None
     if not {side.dtype for side in step.tails.layer(layer)} <= {mx.float32}:
         return None
-    plan = step.kernel_plans.get(attend_step)
+    plan = step.kernel_plans.get(step_plan)
     if plan is None:
-        plan = step.kernel_plans[attend_step] = _plan(step)
+        plan = step.kernel_plans[step_plan] = _plan(step)
     last = max(row.position for row in step.rows) + step.width - 1
     nearest = gapless(window, last)
-    return None if plan is None or nearest is None else (*plan, nearest)
+    return None if plan is None or nearest is None else replace(plan, window=nearest)
+
+
+def tail_addresses(step: DecodeStep, layer: int) -> list[list[int]]:
+    """Return where the keys and the values of all tails are, (2, 4).
+
+    Address of the first slot's first token, bytes between slots, between heads, and between tokens.
+    """
+    sides = _tails(step, layer)
+    return [[side.__array_interface__["data"][0], *side.strides[:3]] for side in sides]
 
 
 def _tails(step: DecodeStep, layer: int) -> list[Floats]:
@@ -158,29 +178,25 @@ def _tails(step: DecodeStep, layer: int) -> list[Floats]:
 
 
 def _attend_tails(
-    step: DecodeStep, layer: int, plan: _StepPlan, rows: Floats, tails: Sequence[Floats]
+    step: DecodeStep, layer: int, plan: OrderedReads, rows: Floats, tails: Sequence[Floats]
 ) -> Floats:
     """Attend with scaled query rows to their spans and tails."""
-    spans, firsts, positions, slots, window = plan
-    own = spans[layer]
-    own[firsts[1:] - 1, :4] = [
-        [*side_addresses(tails[0][slot]), *side_addresses(tails[1][slot])] for slot in slots
+    spans = plan.spans[layer]
+    spans[plan.firsts[1:] - 1, :4] = [
+        [*side_addresses(tails[0][row.slot]), *side_addresses(tails[1][row.slot])]
+        for row in step.rows
     ]
-    seen, dim = _seen(positions, window), tails[1].shape[-1]
-    return _attend(rows, tails[0].shape[1], own, firsts, seen, step.width, dim)
+    seen, dim = seen_columns(plan.positions, plan.window), tails[1].shape[-1]
+    return _attend(rows, tails[0].shape[1], spans, plan.firsts, seen, step.width, dim)
 
 
-def _seen(positions: Sequence[int], window: AttentionWindow) -> Integers:
+def seen_columns(positions: Sequence[int], window: AttentionWindow) -> Integers:
     """Return the columns visible from these positions, (n, 2): first and end."""
     return np.array([(window.starts_at(position), position + 1) for position in positions])
 
 
-def _plan(step: DecodeStep) -> tuple[Integers, Integers, list[int], list[int]] | None:
-    """Return spans of all layers, (layers, spans, 6), rows' start indices, positions and slots.
-
-    The last span of a row is its tail, whose addresses differ by layer. None if a span is coded,
-    spilled or incomplete.
-    """
+def _plan(step: DecodeStep) -> OrderedReads | None:
+    """Return what rows read without a window; None if a span is coded, spilled or incomplete."""
     spans: list[Integers] = []
     firsts: list[int] = [0]
     positions: list[int] = []
@@ -199,8 +215,7 @@ def _plan(step: DecodeStep) -> tuple[Integers, Integers, list[int], list[int]] |
         spans.append(np.tile([0, 0, 0, 0, row.tail + step.width, column], (layers, 1)))
         firsts.append(len(spans))
         positions += range(row.position, row.position + step.width)
-    slots = [row.slot for row in step.rows]
-    return np.stack(spans, axis=1), np.array(firsts), positions, slots
+    return OrderedReads(np.stack(spans, axis=1), np.array(firsts), positions, AttentionWindow())
 
 
 def _rows(queries: mx.array, scale: float) -> Floats:

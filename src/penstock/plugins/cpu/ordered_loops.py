@@ -37,7 +37,7 @@ class AttendTable(IntEnum):
 
     THREADS = 0
     BARRIER = 1
-    LEAVE = 2
+    YIELD = 2
     QUERIES = 3
     """(rows, heads, key_dim) float32, already scaled."""
     ROWS = 4

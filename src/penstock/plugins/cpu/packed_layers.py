@@ -32,6 +32,7 @@ from penstock.plugins.cpu.packed_products import (
     rows_of,
 )
 from penstock.plugins.cpu.packed_rope import RotaryPositions
+from penstock.plugins.cpu.packed_steps import LayersTogether
 from penstock.plugins.cpu.tile_products import TILE_ROWS
 
 ATTENTION = "scaled_dot_product_attention"
@@ -175,6 +176,12 @@ class PackedDecoderLayer(PackedModule):
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Compute the layer of (b, n, width) like mlx-lm's layer."""
+        if self._together is not None and _is_decoding(mask, cache) and not self._soft_cap:
+            together, place = self._together
+            window = cache.attention_window.within(mask.window)
+            x, done = together.decode(place, x, cache.step, cache.layer, window)
+            if done:
+                return x
         b, n, _ = x.shape
         rows = rows_of(x)
         offset = 0 if cache is None else cache.offset
@@ -201,15 +208,33 @@ class PackedDecoderLayer(PackedModule):
         result = self._attend(queries, keys, values, mask, cache)
         return self._finished(rows_of(result.transpose(0, 2, 1, 3)), rows, x)
 
+    @property
+    def parts(self) -> LayerParts:
+        """The compiled parts of the layer."""
+        return self._parts
+
+    def share_rotation(self, rotations: list[RotaryPositions]) -> None:
+        """Take the rotation with equal angles from a list, or add the layer's."""
+        rotation = self._rotation
+        if rotation is None:
+            return
+        known = next((other for other in rotations if other.equals(rotation)), None)
+        if known is None:
+            rotations.append(rotation)
+        else:
+            self._rotation = self._parts.rotation = known
+
+    def join(self, together: LayersTogether, place: int) -> None:
+        """Compute decode steps together with other layers; this is the `place`-th."""
+        self._together = together, place
+
     def _finished(self, mixed: Floats, rows: Floats, x: mx.array) -> mx.array:
         """Compute the part after attention, from its output and the layer's input."""
         return mx.array(self._parts.behind(mixed, rows)).reshape(x.shape)
 
     def _decoded(self, sides: Sequence[Floats], mask: Any, cache: Any) -> Floats | None:
         """Append and attend on the step's own memory; None if MLX arrays are needed."""
-        if not isinstance(cache, DecodeReads) or not isinstance(mask, MaskRequest):
-            return None
-        if self._soft_cap:
+        if not _is_decoding(mask, cache) or self._soft_cap:
             return None
         window = cache.attention_window.within(mask.window)
         return decode_rows(cache.step, cache.layer, window, sides, self.self_attn.scale)
@@ -229,6 +254,24 @@ class PackedDecoderLayer(PackedModule):
             with in_order():
                 mixed = attend(queries, keys, values, cache=cache, scale=scale, mask=mask)
         return mixed
+
+
+def _is_decoding(mask: Any, cache: Any) -> bool:
+    return isinstance(cache, DecodeReads) and isinstance(mask, MaskRequest)
+
+
+def compute_together(layers: Sequence[PackedDecoderLayer]) -> None:
+    """Let layers, which a model calls in turn, compute their decode steps in one job."""
+    if any(layer.parts.rotation is None for layer in layers):
+        return
+    rotations: list[RotaryPositions] = []
+    for layer in layers:
+        layer.share_rotation(rotations)
+    together = LayersTogether(
+        [layer.parts for layer in layers], [layer.self_attn.scale for layer in layers]
+    )
+    for place, layer in enumerate(layers):
+        layer.join(together, place)
 
 
 def _is_causal(mask: Any, n: int, m: int) -> bool:
@@ -275,12 +318,13 @@ class LayerParts:
         attention = layer.self_attn
         digits = EXACT if exact else ROUNDED
         self._projections = projections
-        self._heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
+        self.heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
         queries, keys, values, output, gate, _, down = (x.matrix for x in projections)
-        self._width = down.rows
-        self._widths = [len(side.tiles) * TILE_ROWS for side in (queries, keys, values)]
-        self._dim = queries.rows // attention.n_heads
-        self._hidden = gate.rows
+        self.width = down.rows
+        self.widths = [len(side.tiles) * TILE_ROWS for side in (queries, keys, values)]
+        self.dims = (queries.rows // attention.n_heads, values.rows // attention.n_kv_heads)
+        self.rotation = rotation
+        self.hidden = gate.rows
         self._output_columns = output.columns
         self._pairs = 0 if rotation is None else rotation.pairs
         norms = [attention.get(name) for name in NORMS]
@@ -291,29 +335,29 @@ class LayerParts:
             f"bias {number}": projection.bias for number, projection in enumerate(projections)
         }
         """Biases, and the norms' weights as they are multiplied, by name; None if missing."""
-        shared = {PartTable.WIDTH: self._width, PartTable.CONSTANTS: self.constants.ctypes.data}
+        shared = {PartTable.WIDTH: self.width, PartTable.CONSTANTS: self.constants.ctypes.data}
         one = int(form.from_one)
         linears = [x.matrix.linear(digits, x.bias) for x in projections]
         _, before, behind = part_loops()
-        self._before = Job(
-            before, linears[:3], digits, self._width,
+        self.before_job = Job(
+            before, linears[:3], digits, self.width,
             {
                 **shared,
                 PartTable.NORM: self._norm("input", layer.input_layernorm, one),
-                PartTable.STRIDE: sum(self._widths),
+                PartTable.STRIDE: sum(self.widths),
                 PartTable.LINEARS: 3,
                 PartTable.Q_NORM: self._norm(NORMS[0], norms[0], one),
                 PartTable.K_NORM: self._norm(NORMS[1], norms[1], one),
                 PartTable.HEADS: attention.n_heads,
                 PartTable.KV_HEADS: attention.n_kv_heads,
-                PartTable.DIM: self._dim,
-                PartTable.KEYS: self._widths[0],
+                PartTable.DIM: self.dims[0],
+                PartTable.KEYS: self.widths[0],
                 PartTable.PAIRS: self._pairs,
                 PartTable.NEIGHBORS: int(rotation is not None and rotation.neighbors),
             },
         )  # fmt: skip
-        columns = max(output.columns, self._width, down.columns)
-        self._behind = Job(
+        columns = max(output.columns, self.width, down.columns)
+        self.behind_job = Job(
             behind, linears[3:], digits, columns,
             {
                 **shared,
@@ -332,15 +376,15 @@ class LayerParts:
             angles: cosines and sines of the rows' positions, (2, n, 1, pairs); None to rotate none.
         """
         n = len(x)
-        result = np.empty((n, sum(self._widths)), np.float32)
-        places = {PartTable.X: rows_address(x, self._width), PartTable.RESULT: result.ctypes.data}
+        result = np.empty((n, sum(self.widths)), np.float32)
+        places = {PartTable.X: rows_address(x, self.width), PartTable.RESULT: result.ctypes.data}
         if angles is not None and angles.size:
             by_row = angles.reshape(2 * n, angles.shape[-1])
             places[PartTable.ANGLES] = rows_address(by_row, self._pairs)
-        self._before.run(n, self._width, places)
+        self.before_job.run(n, self.width, places)
         sides: list[Floats] = []
         start = 0
-        for heads, width in zip(self._heads, self._widths, strict=True):
+        for heads, width in zip(self.heads, self.widths, strict=True):
             side = result[:, start : start + width]
             dim = self._projections[len(sides)].matrix.rows // heads
             sides.append(side[:, : heads * dim].reshape(n, heads, dim))
@@ -354,14 +398,14 @@ class LayerParts:
             mixed: output of attention, (n, heads x dim) or (n, heads, dim).
             x: the layer's input, (n, width).
         """
-        result = np.empty((len(x), self._width), np.float32)
+        result = np.empty((len(x), self.width), np.float32)
         mixed = np.ascontiguousarray(mixed).reshape(len(x), -1)
         places = {
-            PartTable.X: rows_address(x, self._width),
+            PartTable.X: rows_address(x, self.width),
             PartTable.MIXED: rows_address(mixed, self._output_columns),
             PartTable.RESULT: result.ctypes.data,
         }
-        self._behind.run(len(x), self._width, places, self._width + 2 * self._hidden)
+        self.behind_job.run(len(x), self.width, places, self.width + 2 * self.hidden)
         return result
 
     def _norm(self, name: str, norm: Any, one: int) -> int:

@@ -289,20 +289,20 @@ class Job:
         columns: int,
         entries: dict[PartTable, int],
     ) -> None:
-        self._function = function
-        self._digits = digits
-        self._columns = columns
+        self.function = function
+        self.digits = digits
+        self.columns = columns
         table = np.zeros(PART_WORDS, np.int64)
         table[PartTable.DIGITS] = digits
         for entry, value in entries.items():
             table[entry] = value
         flat = np.array([word for linear in linears for word in linear], np.int64)
-        self._table = np.concatenate([table, flat])
+        self.table = np.concatenate([table, flat])
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of rounded activations with their scales."""
-        return self._columns * self._digits + self._columns // BLOCK * 4 * SCALE_FLOATS
+        return self.columns * self.digits + self.columns // BLOCK * 4 * SCALE_FLOATS
 
     def run(self, rows: int, width: int, entries: dict[PartTable, int], floats: int = 0) -> None:
         """Run the part on rows.
@@ -314,13 +314,13 @@ class Job:
             floats: space for RESIDUAL and HIDDEN, a row's floats of both.
         """
         threads = team()
-        blocks = rows * self._columns // BLOCK
+        blocks = rows * self.columns // BLOCK
         space = np.empty(
             rows * floats + threads.threads * width + rows * self.row_bytes // 4,
             np.float32,
         )  # fmt: skip
         start = space.ctypes.data
-        table = self._table.copy()
+        table = self.table.copy()
         table[PartTable.ROWS] = rows
         for entry, value in entries.items():
             table[entry] = value
@@ -331,7 +331,7 @@ class Job:
         start += 4 * threads.threads * width
         table[PartTable.SCALES] = start
         table[PartTable.ROUNDED] = start + 4 * SCALE_FLOATS * blocks
-        threads.run(self._function, table)
+        threads.run(self.function, table)
 
 
 # ---- modules

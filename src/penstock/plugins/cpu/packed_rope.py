@@ -31,6 +31,10 @@ MOST_BLOCKS = 64
 """Maximum cached blocks of angles: 8 MB with a head size of 256."""
 
 
+COMPARED_BLOCK = 4
+"""Block of positions, beside the first, by which rotations are compared."""
+
+
 class RotaryPositions:
     """Angles of RoPE, equal to those of a module of mlx-lm."""
 
@@ -70,6 +74,15 @@ class RotaryPositions:
             inside = blocks == block
             angles[:, inside] = self._block(int(block))[:, positions[inside] % BLOCK]
         return angles
+
+    def equals(self, other: RotaryPositions) -> bool:
+        """Return whether another one has the same angles, by two blocks of positions."""
+        if (self.pairs, self.neighbors) != (other.pairs, other.neighbors):
+            return False
+        if not self.pairs:
+            return True
+        blocks = (0, COMPARED_BLOCK)
+        return all(np.array_equal(self._block(i), other._block(i)) for i in blocks)
 
     def _parts(self) -> tuple[slice, slice]:
         """Return slices of the first and of the second value of each pair."""

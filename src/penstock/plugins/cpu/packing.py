@@ -11,7 +11,12 @@ import numba  # noqa: F401 - where it is not installed, this plug-in is not ther
 
 from penstock.models.weight_packer import Packing
 from penstock.plugins.cpu.packed_experts import are_experts, packed_experts
-from penstock.plugins.cpu.packed_layers import PackedDecoderLayer, form_of, packed_layer
+from penstock.plugins.cpu.packed_layers import (
+    PackedDecoderLayer,
+    compute_together,
+    form_of,
+    packed_layer,
+)
 from penstock.plugins.cpu.packed_products import (
     PackedEmbedding,
     PackedHead,
@@ -48,6 +53,9 @@ def pack(model: nn.Module, *, exact: bool) -> None:
         layer = packed_layer(_at(model, name), exact=exact)
         if layer is not None:
             _put(model, name, layer)
+    layers = getattr(model, "layers", None)
+    if layers and all(isinstance(layer, PackedDecoderLayer) for layer in layers):
+        compute_together(layers)
     for name in _names(model, takes):
         replacement = _packed(name, _at(model, name), exact=exact)
         if replacement is not None:

@@ -1,0 +1,257 @@
+"""Decode steps through all packed layers in one job, without Python between them.
+
+A model calls its layers in turn. In a decode step each layer only notes what it is to read; the
+last one computes all of them, as compiled parts one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.span_attention import AttentionWindow
+from penstock.kv.numpy_arrays import Floats, Integers
+from penstock.plugins.cpu.compiled_jobs import team
+from penstock.plugins.cpu.layer_loops import PartTable
+from penstock.plugins.cpu.ordered_attention import (
+    OrderedReads,
+    seen_columns,
+    step_plan,
+    tail_addresses,
+)
+from penstock.plugins.cpu.ordered_loops import (
+    ATTEND_WORDS,
+    AttendTable,
+    ordered_loop,
+    space_floats,
+)
+from penstock.plugins.cpu.packed_products import Job
+from penstock.plugins.cpu.packed_rope import RotaryPositions
+from penstock.plugins.cpu.step_loops import (
+    APPEND_WORDS,
+    PROGRAM_WORDS,
+    AppendTable,
+    ProgramTable,
+    append_loop,
+    program_loop,
+)
+from penstock.plugins.cpu.tile_products import BLOCK
+
+JOBS_OF_LAYER = 4
+"""Jobs of a layer: before attention, append, attend, and behind."""
+ALIGNED_FLOATS = 16
+
+
+class CompiledParts(Protocol):
+    """The two compiled parts of a layer, see `packed_layers.LayerParts`."""
+
+    before_job: Job
+    behind_job: Job
+    rotation: RotaryPositions | None
+    width: int
+    hidden: int
+    heads: tuple[int, int, int]
+    dims: tuple[int, int]
+    """Sizes of a key and of a value."""
+    widths: list[int]
+    """Columns of queries, keys and values in the result of the first part."""
+
+
+@dataclass(slots=True)
+class _Noted:
+    """The layers of a step that have been called, and not computed."""
+
+    x: mx.array
+    plans: list[OrderedReads] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+    """Indices of the caches."""
+
+
+class LayersTogether:
+    """Packed decoder layers that a model calls in turn."""
+
+    def __init__(self, parts: Sequence[CompiledParts], scales: Sequence[float]) -> None:
+        """Initialize.
+
+        Args:
+            parts: parts of each layer, with the same rotations where these have the same angles.
+            scales: scale of the scores of each layer.
+        """
+        self._parts = parts
+        self._scales = np.array(scales, np.float32)
+        jobs = [(part.before_job, part.behind_job) for part in parts]
+        self._functions = [(before.function, behind.function) for before, behind in jobs]
+        self._before, self._behind = (
+            np.stack([job.table for job in side]) for side in zip(*jobs, strict=True)
+        )
+        self._columns = max(job.columns for both in jobs for job in both)
+        self._digits = jobs[0][0].digits
+        self._width = parts[0].width
+        self._hidden = max(part.hidden for part in parts)
+        self._stride = max(sum(part.widths) for part in parts)
+        self._append = self._append_tables()
+        dims = {part.dims for part in parts}
+        self._mixed = max(part.heads[0] * part.dims[1] for part in parts)
+        self._query_floats = max(part.heads[0] * part.dims[0] for part in parts)
+        self._dims = dims
+
+    def decode(
+        self, place: int, x: mx.array, step: DecodeStep, layer: int, window: AttentionWindow
+    ) -> tuple[mx.array, bool]:
+        """Note a layer, or compute all if it is the last.
+
+        Args:
+            place: the layer's place in this list.
+            x: the layer's input, (b, width, dim), if it is the first; what the layer before has
+                returned.
+            step: decode step.
+            layer: index of the layer's cache.
+            window: attention window of the layer.
+
+        Returns:
+            The layer's output and True; or its input and False, if it must be computed by itself.
+        """
+        if place == 0:
+            step.kernel_plans[self] = _Noted(x)
+        noted = step.kernel_plans.get(self)
+        if noted is None or len(noted.plans) != place:
+            return x, False
+        plan = step_plan(step, layer, window)
+        if plan is not None:
+            noted.plans.append(plan)
+            noted.layers.append(layer)
+        if plan is not None and place < len(self._parts) - 1:
+            return x, True
+        del step.kernel_plans[self]
+        return (self._run(step, noted) if noted.plans else x), plan is not None
+
+    def _run(self, step: DecodeStep, noted: _Noted) -> mx.array:
+        """Compute the layers that were noted."""
+        x, count = noted.x, len(noted.plans)
+        rows, threads = len(step.rows) * step.width, team()
+        plan = noted.plans[0]
+        spans = plan.spans
+        buffers = self._buffers(rows, threads.threads)
+        ends = np.cumsum([0, *buffers.values()])
+        space = threads.space(int(ends[-1]) + ALIGNED_FLOATS)
+        start = space.ctypes.data
+        start += -start % 64
+        places = {name: start + 4 * int(end) for name, end in zip(buffers, ends, strict=False)}
+        first = (places["x"] - space.ctypes.data) // 4
+        into = space[first : first + rows * self._width].reshape(rows, self._width)
+        into[:] = np.asarray(x).reshape(rows, self._width)
+
+        before, behind = self._before[:count].copy(), self._behind[:count].copy()
+        for table in (before, behind):
+            threads.prepare(table)
+            table[:, PartTable.ROWS] = rows
+            table[:, PartTable.X] = places["x"]
+            table[:, PartTable.NORMED] = places["normed"]
+            table[:, PartTable.SCALES] = places["scales"]
+            table[:, PartTable.ROUNDED] = places["rounded"]
+        before[:, PartTable.RESULT] = places["sides"]
+        behind[:, PartTable.RESULT] = places["x"]
+        behind[:, PartTable.MIXED] = places["mixed"]
+        behind[:, PartTable.RESIDUAL] = places["residual"]
+        behind[:, PartTable.HIDDEN] = places["hidden"]
+        angles = self._angles(np.array(plan.positions), count)
+        before[:, PartTable.ANGLES] = [0 if x is None else x.ctypes.data for x in angles]
+
+        tails = np.array([tail_addresses(step, layer) for layer in noted.layers])
+        slots, columns = np.array([(row.slot, row.tail) for row in step.rows]).T
+        # (layers, sequences, 2): the first key and value of each tail.
+        of_slots = tails[:, None, :, 0] + slots[:, None] * tails[:, None, :, 1]
+        lasts = plan.firsts[1:] - 1
+        of_layers = spans[noted.layers]
+        of_layers[:, lasts, 0:4:2] = of_slots
+        of_layers[:, lasts, 1:4:2] = tails[:, None, :, 2]
+        new = (columns[:, None] + np.arange(step.width)).ravel()
+        to_rows = np.empty((count, rows, 4), np.int64)
+        to_rows[..., 0::2] = np.repeat(of_slots, step.width, axis=1)
+        to_rows[..., 0::2] += new[:, None] * tails[:, None, :, 3]
+        to_rows[..., 1::2] = tails[:, None, :, 2]
+
+        append = self._append[:count].copy()
+        threads.prepare(append)
+        append[:, AppendTable.ROWS] = rows
+        append[:, AppendTable.SIDES] = places["sides"]
+        append[:, AppendTable.QUERIES] = places["queries"]
+        append[:, AppendTable.PLACES] = _addresses(to_rows)
+
+        seen = {window: seen_columns(plan.positions, window) for window in
+                {plan.window for plan in noted.plans}}  # fmt: skip
+        attend = np.zeros((count, ATTEND_WORDS), np.int64)
+        threads.prepare(attend)
+        attend[:, AttendTable.QUERIES] = places["queries"]
+        attend[:, AttendTable.ROWS] = rows
+        attend[:, AttendTable.HEADS] = append[:, AppendTable.HEADS]
+        attend[:, AttendTable.KV_HEADS] = append[:, AppendTable.KV_HEADS]
+        attend[:, AttendTable.SPANS] = _addresses(of_layers)
+        attend[:, AttendTable.SPAN_COUNT] = of_layers.shape[1]
+        attend[:, AttendTable.FIRSTS] = plan.firsts.ctypes.data
+        attend[:, AttendTable.SEQUENCES] = len(step.rows)
+        attend[:, AttendTable.SEEN] = [seen[plan.window].ctypes.data for plan in noted.plans]
+        attend[:, AttendTable.WIDTH] = step.width
+        attend[:, AttendTable.MIXED] = places["mixed"]
+        attend[:, AttendTable.SPACE] = places["attention"]
+
+        jobs = np.empty((count, JOBS_OF_LAYER, 2), np.int64)
+        jobs[:, 0, 0], jobs[:, 3, 0] = np.array(self._functions[:count]).T
+        jobs[:, 1, 0] = append_loop()
+        jobs[:, 2, 0] = [ordered_loop(*part.dims) for part in self._parts[:count]]
+        for number, table in enumerate((before, append, attend, behind)):
+            jobs[:, number, 1] = _addresses(table)
+        program = np.zeros(PROGRAM_WORDS, np.int64)
+        program[ProgramTable.JOBS] = jobs.ctypes.data
+        program[ProgramTable.COUNT] = count * JOBS_OF_LAYER
+        threads.run(program_loop(), program)
+        return mx.array(into).reshape(x.shape)
+
+    def _append_tables(self) -> Integers:
+        """Return what never changes of the tables of `append_loop`."""
+        tables = np.zeros((len(self._parts), APPEND_WORDS), np.int64)
+        for table, part in zip(tables, self._parts, strict=True):
+            widths = part.widths
+            table[AppendTable.STRIDE] = sum(widths)
+            table[AppendTable.KEYS], table[AppendTable.VALUES] = widths[0], sum(widths[:2])
+            table[AppendTable.HEADS], table[AppendTable.KV_HEADS] = part.heads[:2]
+            table[AppendTable.KEY_DIM], table[AppendTable.VALUE_DIM] = part.dims
+        tables[:, AppendTable.SCALE] = _addresses(self._scales[:, None])
+        return tables
+
+    def _buffers(self, rows: int, threads: int) -> dict[str, int]:
+        """Return the float32 numbers of each buffer, in whole cache lines."""
+        floats = {
+            "x": rows * self._width,
+            "sides": rows * self._stride,
+            "queries": rows * self._query_floats,
+            "mixed": rows * self._mixed,
+            "residual": rows * self._width,
+            "hidden": 2 * rows * self._hidden,
+            "normed": threads * self._width,
+            "scales": 2 * rows * self._columns // BLOCK,
+            "rounded": rows * self._digits * self._columns // 4,
+            "attention": max(space_floats(*dims, threads) for dims in self._dims),
+        }
+        return {name: -(-size // ALIGNED_FLOATS) * ALIGNED_FLOATS for name, size in floats.items()}
+
+    def _angles(self, positions: Integers, count: int) -> list[Floats | None]:
+        """Return the angles of each layer; None for those that rotate nothing."""
+        known: dict[Any, Floats | None] = {}
+        for part in self._parts[:count]:
+            rotation = part.rotation
+            if rotation not in known:
+                angles = None if rotation is None else rotation.angles(positions)
+                known[rotation] = angles if angles is not None and angles.size else None
+        return [known[part.rotation] for part in self._parts[:count]]
+
+
+def _addresses(rows: Any) -> Integers:
+    """Return the addresses of an array's rows, (n,)."""
+    addresses: Integers = rows.ctypes.data + np.arange(len(rows)) * rows.strides[0]
+    return addresses

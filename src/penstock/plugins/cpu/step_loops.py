@@ -1,0 +1,107 @@
+"""Compiled jobs of a decode step: rows to their tails, and jobs one after the other."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cache
+
+import numpy as np
+
+from penstock.plugins.cpu.compiled import pointer
+from penstock.plugins.cpu.compiled_cache import function_address
+from penstock.plugins.cpu.compiled_jobs import array_at, barrier, call, table_at
+
+
+class AppendTable(IntEnum):
+    """Entries of the table of a job that takes a layer's new queries, keys and values."""
+
+    THREADS = 0
+    BARRIER = 1
+    YIELD = 2
+    ROWS = 3
+    SIDES = 4
+    """(rows, stride) float32: queries, keys and values, from the columns below."""
+    STRIDE = 5
+    KEYS = 6
+    VALUES = 7
+    HEADS = 8
+    KV_HEADS = 9
+    KEY_DIM = 10
+    VALUE_DIM = 11
+    SCALE = 12
+    """Address of the scale of the scores, float32."""
+    QUERIES = 13
+    """(rows, heads, key_dim) float32: the scaled queries."""
+    PLACES = 14
+    """(rows, 4): address of a row's first key, bytes between heads, the same of its values."""
+
+
+APPEND_WORDS = len(AppendTable)
+
+
+class ProgramTable(IntEnum):
+    """Entries of the table of jobs that run one after the other."""
+
+    THREADS = 0
+    BARRIER = 1
+    YIELD = 2
+    JOBS = 3
+    """(count, 2): address of each job, and of its table."""
+    COUNT = 4
+
+
+PROGRAM_WORDS = len(ProgramTable)
+
+
+@cache
+def append_loop() -> int:
+    """Compile the job of `AppendTable`; return its address."""
+    from numba import carray, cfunc, njit, types
+
+    array, table_of, address_of, words = array_at(), table_at(), pointer(), APPEND_WORDS
+    (THREADS, _, _, ROWS, SIDES, STRIDE, KEYS, VALUES, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SCALE,
+     QUERIES, PLACES) = map(int, AppendTable)  # fmt: skip
+
+    @njit(nogil=True)
+    def copy_heads(row, heads, dim, address, head_bytes):  # type: ignore[no-untyped-def]
+        for head in range(heads):
+            into = array(address + head * head_bytes, 1, dim)[0]
+            into[:] = row[head * dim : (head + 1) * dim]
+
+    def append(thread, address):  # type: ignore[no-untyped-def]
+        table = table_of(address, words)
+        rows, kv_heads = table[ROWS], table[KV_HEADS]
+        sides = array(table[SIDES], rows, table[STRIDE])
+        queries = array(table[QUERIES], rows, table[HEADS] * table[KEY_DIM])
+        places = carray(address_of(table[PLACES]), (rows, 4), np.int64)
+        scale = array(table[SCALE], 1, 1)[0, 0]
+        for row in range(thread, rows, table[THREADS]):
+            for number in range(queries.shape[1]):
+                queries[row, number] = sides[row, number] * scale
+            copy_heads(sides[row, table[KEYS] :], kv_heads, table[KEY_DIM], places[row, 0],
+                       places[row, 1])  # fmt: skip
+            copy_heads(sides[row, table[VALUES] :], kv_heads, table[VALUE_DIM], places[row, 2],
+                       places[row, 3])  # fmt: skip
+
+    signature = types.void(types.int64, types.int64)
+    return function_address("append", lambda: cfunc(signature)(append))
+
+
+@cache
+def program_loop() -> int:
+    """Compile the job of `ProgramTable`; return its address."""
+    from numba import carray, cfunc, types
+
+    table_of, address_of, wait, run = table_at(), pointer(), barrier(), call(2)
+    words, (threads, _, _, of_jobs, count) = PROGRAM_WORDS, map(int, ProgramTable)
+
+    def program(thread, address):  # type: ignore[no-untyped-def]
+        table = table_of(address, words)
+        jobs = carray(address_of(table[of_jobs]), (table[count], 2), np.int64)
+        waited = 0
+        for number in range(len(jobs)):
+            run(jobs[number, 0], (thread, jobs[number, 1]))
+            waited = wait(address, table[threads], waited)
+
+    signature = types.void(types.int64, types.int64)
+    return function_address("program", lambda: cfunc(signature)(program))

@@ -1,0 +1,164 @@
+"""Decode steps through all packed layers in one job: the same bits as layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.attention_plan import DecodeRow
+from penstock.attention.reads import decode_reads
+from penstock.attention.span_attention import AttentionWindow
+from penstock.kv.segment import KVSpan, Segment
+from penstock.kv.tails import LayerShape, Tails
+from penstock.models import layer_seams
+from penstock.models.weight_packer import pack, weight_packer
+from penstock.plugins.cpu.compiled_jobs import Team, team
+from penstock.plugins.cpu.cpu_backend import CPUBackend
+from support.small_models import BASE, build
+
+pytestmark = pytest.mark.skipif(
+    weight_packer() is None, reason="products with packed weights are compiled by Numba"
+)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"head_dim": 32},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "phi3": {},
+    "gemma3_text": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 40,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
+    },
+}
+ENDS = [3, 90, 41]
+"""Tokens that rows have read."""
+CUTS: list[list[int]] = [[], [32, 64], [40]]
+
+
+def packed(name: str, **changes: Any) -> Any:
+    mx.random.seed(3)
+    model = build({**BASE, **MODELS[name], "model_type": name, **changes})
+    nn.quantize(model, group_size=32, bits=4)
+    pack(model, lambda module: None, exact=False)
+    return model
+
+
+def apart(model: Any) -> Any:
+    """Let each layer compute by itself."""
+    for layer in model.layers:
+        layer._together = None
+    return model
+
+
+def drawn(seed: int, *shape: int) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def step_of(model: Any, width: int, rows: list[int]) -> DecodeStep:
+    """Return a step of rows behind random keys and values, the same ones for each call."""
+    attention = model.layers[0].self_attn
+    dim = model.layers[0].parts.dims[0]
+    shapes = (LayerShape(attention.n_kv_heads, dim, dim, mx.float32),) * len(model.layers)
+    tails = Tails(len(rows), 64, shapes)
+    tails.ready()
+    decode_rows = []
+    for slot, row in enumerate(rows):
+        parts, start = [], 0
+        sides = [
+            [drawn(100 * layer + side, 1, attention.n_kv_heads, 100, dim) for side in (0, 1)]
+            for layer in range(len(shapes))
+        ]
+        for cut in CUTS[row]:
+            layers = tuple(
+                tuple(mx.contiguous(side[:, :, start:cut]) for side in both) for both in sides
+            )
+            mx.eval(layers)
+            parts.append(KVSpan(Segment(layers), start, cut - start))  # type: ignore[arg-type]
+            start = cut
+        for layer, both in enumerate(sides):
+            tails.write_block(layer, slot, 0, *(side[:, :, start : ENDS[row]] for side in both))
+        decode_rows.append(DecodeRow(tuple(parts), ENDS[row], slot, ENDS[row] - start))
+    return DecodeStep.of(CPUBackend(), decode_rows, tails, width)
+
+
+def computed(
+    model: Any, width: int, rows: list[int], windows: list[AttentionWindow]
+) -> tuple[mx.array, list[mx.array]]:
+    """Return logits, and the tails behind the step."""
+    step = step_of(model, width, rows)
+    tokens = mx.array([[7 * row + n for n in range(width)] for row in rows])
+    layer_seams.attach(model)
+    with layer_seams.decoding(step.device):
+        logits = model(tokens, cache=decode_reads(step, windows))
+    tails = [mx.array(side) for n in range(len(windows)) for side in step.tails.layer(n)]
+    mx.eval(logits, tails)
+    return logits, tails
+
+
+def windows_of(model: Any) -> list[AttentionWindow]:
+    return [AttentionWindow() for _ in model.layers]
+
+
+def count_jobs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note each job's function."""
+    jobs: list[int] = []
+    run = Team.run
+
+    def noting(self: Team, function: int, table: Any) -> None:
+        jobs.append(function)
+        run(self, function, table)
+
+    monkeypatch.setattr(Team, "run", noting)
+    return jobs
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("width", "rows"), [(1, [1]), (1, [0, 1, 2]), (3, [2, 1])])
+def test_layers_together_are_bit_identical_to_one_by_one(
+    name: str, width: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = packed(name)
+    jobs = count_jobs(monkeypatch)
+    logits, tails = computed(model, width, rows, windows_of(model))
+    assert len(jobs) == 2, "one for the layers, one for the head"
+    expected, expected_tails = computed(apart(model), width, rows, windows_of(model))
+    assert len(jobs) == 2 + 3 * len(model.layers) + 1
+    assert mx.array_equal(logits, expected)
+    assert all(map(mx.array_equal, tails, expected_tails))
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_layers_before_one_with_kept_columns_are_computed_together(
+    odd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window that keeps its first columns is not read in order."""
+    model = packed("llama", num_hidden_layers=4)
+    windows = windows_of(model)
+    windows[odd] = AttentionWindow(20, keep=4)
+    jobs = count_jobs(monkeypatch)
+    logits, _ = computed(model, 1, [1, 2], windows)
+    together = 1 if odd else 0
+    assert len(jobs) == together + 2 + 3 * (3 - odd) + 1
+    expected, _ = computed(apart(model), 1, [1, 2], windows)
+    assert mx.array_equal(logits, expected)
+
+
+def test_one_thread_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed("llama")
+    expected, _ = computed(model, 1, [0, 1, 2], windows_of(model))
+    monkeypatch.setattr(team(), "threads", 1)
+    logits, _ = computed(model, 1, [0, 1, 2], windows_of(model))
+    assert mx.array_equal(logits, expected)
+
+
+def test_layers_with_equal_angles_share_them() -> None:
+    llama, gemma = packed("llama"), packed("gemma3_text")
+    assert len({layer.parts.rotation for layer in llama.layers}) == 1
+    assert len({layer.parts.rotation for layer in gemma.layers}) == 2
