@@ -43,7 +43,6 @@ _NAMES = {
     "penstock.models.layer_seams": "attach",
     "penstock.models.loading": "load",
 }
-"""Names by their modules."""
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = sorted((*_HOMES, "__version__"))
 

@@ -82,8 +82,6 @@ def short(key: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """A prompt to route."""
-
     block_hashes: Sequence[bytes]
     cache_key: str | None = None
     """The client's `prompt_cache_key`; None without one."""

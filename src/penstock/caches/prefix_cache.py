@@ -51,10 +51,7 @@ ROOM_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Result of `store`."""
-
     new_tokens: int
-    """Number of tokens newly stored."""
     held_tokens: int
     """Number of the prompt's tokens now stored, in whole blocks."""
     refused: str | None = None

@@ -70,7 +70,6 @@ class Core(EngineParts):
     # ---- requests
 
     def submit(self, request: Request) -> Handle:
-        """Queue a request and return its handle."""
         handle = Handle(request, self.cancel)
         self.enqueue(handle)
         return handle

@@ -47,8 +47,6 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """Progress of the prefill of a prompt."""
-
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens whose KV was in the cache."""

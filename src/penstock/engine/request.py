@@ -84,7 +84,6 @@ class Sampling(_RequestSettings):
     frequency_penalty: Added = 0.0
     """Subtracted from a token's logit for each time it was generated; the prompt does not count."""
     logit_bias: dict[TokenId, Added] = Field(default_factory=dict)
-    """Biases added to the logits, by token."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     """Random seed; each draw also depends on the index of the answer and of the token. None draws a
     seed per request."""
@@ -133,9 +132,7 @@ class ReasoningBudget(_RequestSettings):
     max_tokens: int = Field(ge=1)
     """Maximum reasoning tokens of an answer, after which `end` is forced."""
     start: tuple[TokenId, ...] = ()
-    """Tokens that begin the reasoning."""
     end: tuple[TokenId, ...] = Field(min_length=1)
-    """Tokens that end the reasoning."""
     inside: bool = False
     """Whether the prompt ends inside the reasoning."""
 
@@ -170,7 +167,6 @@ class Request(_RequestSettings):
     ignore_eos: bool = False
     """Whether an answer continues after an end-of-sequence token."""
     n: int = Field(default=1, ge=1, le=128)
-    """Number of answers."""
     priority: int = 0
     """Priority in the queue; higher is served first."""
     client: str = ""

@@ -178,7 +178,6 @@ def identity(
     fingerprint: str,
     calibration: Calibration,
 ) -> tuple[QuantizationRule, str]:
-    """Return the quantization rule and the fingerprint."""
     if limits.cold_tiers and not fingerprint:
         logger.info("hashing the weights, to identify this model's blocks in cold tiers")
         fingerprint = calibration.fingerprint

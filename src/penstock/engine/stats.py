@@ -39,7 +39,6 @@ class SpillCounts:
     streamed_blocks: int = 0
     """Blocks read from a tier for prefill chunks."""
     read_bytes: int = 0
-    """Bytes read from tiers."""
     requests: int = 0
     """Read requests to tiers: one per layer and step, more if a tier lacks blocks."""
     lost_blocks: int = 0
@@ -79,7 +78,6 @@ class Stats:
     waiting: int
     """Sequences in the queue that have never been admitted."""
     waiting_clients: int
-    """Clients with waiting sequences."""
     most_waiting: int
     """Waiting sequences of the client that has the most."""
     prefilling: int
@@ -105,7 +103,6 @@ class Stats:
     prefilled_tokens: int
     """Prompt tokens computed."""
     generated_tokens: int
-    """Tokens sampled."""
     proposed_tokens: int
     """Tokens proposed and verified, see `--speculative-tokens`."""
     accepted_tokens: int

@@ -56,7 +56,6 @@ class SpilledBytes:
     active_tokens: int
     """Tokens whose keys and values are in memory, at most."""
     index_bytes: int
-    """Bytes of the index of all tokens."""
     place_bytes: int
     """Bytes of places and checksums, and of layers that stay in memory, of the other tokens."""
     active_bytes: int
@@ -224,7 +223,6 @@ class EngineView:
         return self._prefixes.find(tokens, salt).tokens
 
     def stats(self) -> Stats:
-        """Return all figures."""
         counters, tree, counts = self._stores.counters, self._prefixes.tree, self._prefixes.counts
         spilling = [part.stats() for part in self._stores.all_of(Spilling)]
         by_client = self.waiting_by_client()

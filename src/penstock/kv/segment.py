@@ -320,5 +320,4 @@ def _all_finite(arrays: Sequence[mx.array]) -> bool:
 
 
 def bytes_per_token(layers: Sequence[Layer]) -> int:
-    """Return the bytes of one token of layers in a segment."""
     return sum(part.nbytes // part.shape[2] for layer in layers for part in col.arrays(*layer))

@@ -49,7 +49,6 @@ MODELS = {
         license="Apache-2.0",
     )
 }
-"""Models by short name."""
 
 
 def cache_folder() -> Path:

@@ -31,7 +31,6 @@ class Pin(Generic[S]):
         return () if self.node is None else self.node.path()
 
     def extend(self, child: Node[S], now_seconds: float | None = None) -> None:
-        """Extend the pin to a child of the pinned node."""
         self._tree.extend(self, child, now_seconds)
 
     def withdraw(self, node: Node[S] | None) -> None:

@@ -54,7 +54,6 @@ from penstock.server.service import Service
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
-"""Paths served without a key."""
 UNCOUNTED = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that rate limits do not count."""
 OPEN_FOLDER = "/page/"

@@ -15,7 +15,6 @@ from threading import Lock
 from typing import Any
 
 PIECE_CHARACTERS = 16_384
-"""Minimum number of characters per piece."""
 SIGNS = string.ascii_letters + string.digits
 """Characters that may begin a piece, if they follow a line end in no token."""
 SAMPLE = (
@@ -49,7 +48,6 @@ class PieceEncoder:
     def encode(
         self, text: str, *, special: bool, check: Check, large: Callable[[int], None]
     ) -> list[int]:
-        """Tokenize a text."""
         if len(text) <= self._size or not self.can_cut:
             large(len(text))
             return self._read(text, special=special)

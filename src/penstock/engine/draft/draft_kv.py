@@ -25,7 +25,6 @@ class DraftKV(SequenceKV):
         self.scores = ledger.reserve(Kind.BUFFERS, 0)
         """Reservation of the buffers that the sequence's length adds to a pass."""
         self.reserved_tokens = 0
-        """Number of tokens for which memory is reserved."""
         self.drafted: list[int] = []
         """Proposed tokens, not verified yet, whose KV is past the visible end."""
 

@@ -45,7 +45,6 @@ STATE_BYTES = 512
 STEP_FUEL = 200_000
 """Maximum lexer work per step, in llguidance's unit: about 15 ms."""
 STEP_ITEMS = 50_000
-"""Maximum parser items per step."""
 
 _SPECIAL = re.compile(r"<\[[^\]]*\]>|(?<!\?)(?<!\?P)<[^<>\s\"]+>")
 """Special tokens in Lark, by number or name."""
@@ -68,8 +67,6 @@ def one_request() -> Iterator[None]:
 
 
 class Verdict(NamedTuple):
-    """Result of a trial."""
-
     error: str
     """Reason for rejecting the grammar; empty if it is accepted."""
     nbytes: int

@@ -25,7 +25,6 @@ class KeyIndexing(Retention):
         return self._index.indexed(segment, start, self._ops)
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return a segment with its key index."""
         return self._index.indexed(segment, start, self._ops)
 
     def attached(self, path: Path) -> None:

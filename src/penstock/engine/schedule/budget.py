@@ -312,7 +312,6 @@ class MemoryBudget:
         return True
 
     def release(self, sequence: Admissible, sequences: Iterable[Admissible]) -> None:
-        """Release the reservations of a sequence."""
         for reservation in (sequence.kv.reservation, sequence.step_reservation):
             if reservation is not None:
                 reservation.release()

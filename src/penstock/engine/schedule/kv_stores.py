@@ -53,7 +53,6 @@ class KVStores:
     """Function from block size to the number of tokens merged into one segment."""
 
     def of(self, kind: type[_R]) -> _R | None:
-        """Return the retention of a kind; None if the engine has none."""
         return next(iter(self.all_of(kind)), None)
 
     def all_of(self, kind: type[_R]) -> list[_R]:

@@ -93,7 +93,6 @@ class LayerStep:
 
 
 def device_kernels(device: AttentionBackend) -> KernelAttention | None:
-    """Return the kernels for a backend's device; None without any."""
     if not isinstance(device, GPUBackend):
         return None
     call, language = device.call_kernel, device.kernel_language

@@ -69,7 +69,6 @@ class WayChoice:
     ways: Ways
     timings: list[Timing] = field(default_factory=list)
     why_off: str | None = None
-    """Reason why kernels are off; None if they are on."""
     unread: list[str] = field(default_factory=list)
     """Layers and codecs that no kernel supports, if others are supported."""
     is_cut_short: bool = False

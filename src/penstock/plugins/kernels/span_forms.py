@@ -16,7 +16,6 @@ from penstock.kv.codecs.turbo import Turbo, padded
 from penstock.kv.columns import Side
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
-"""Supported head sizes."""
 BITS = (2, 3, 4, 5, 6, 8)
 """Supported code widths in bits."""
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)

@@ -32,7 +32,6 @@ class AttentionWay(Enum):
     PLAIN = "plain"
     """MLX's operations on the parts in place."""
     KERNEL = "kernel"
-    """Kernels of this package."""
     FUSED = "fused"
     """MLX's fused attention on joined parts."""
 
@@ -155,7 +154,6 @@ def _counted_bytes(form: AttentionForm, reading: StepReading) -> int:
 
 
 def reads_codes(layout: AttentionPlan, layer: int) -> bool:
-    """Return whether a layer reads any coded parts."""
     sides = (side for segment in segments_of(layout) for side in segment.layers[layer])
     return any(isinstance(side, Coded) for side in sides)
 

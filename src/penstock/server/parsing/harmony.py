@@ -49,7 +49,6 @@ def harmony_answer(source: AnswerText, out: Events, tools: Tools) -> Reading[Non
 
 
 def begins_with_a_header(source: AnswerText) -> Reading[bool]:
-    """Return whether the answer begins with a header, as it does without a grammar."""
     yield from blanks(source)
     while True:
         rest = source.text[source.position :]

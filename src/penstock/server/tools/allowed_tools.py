@@ -67,7 +67,6 @@ class ToolPlan(NamedTuple):
     def grammar(
         self, form: AnswerFormat, inputs: Mapping[str, str] | None = None, *, inside: bool = False
     ) -> CallGrammar | None:
-        """Return the grammar of the calls, or None; `inputs` has the grammars of custom tools."""
         if self.choice not in (None, "auto"):
             return demanded(form, self.callable, self.choice, inputs)
         functions = [tool["function"] for tool in self.callable or ()]

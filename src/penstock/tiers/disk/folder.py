@@ -67,7 +67,6 @@ class Freed:
     blocks: int
     nbytes: int
     held_bytes: int
-    """Bytes in the folder afterwards."""
 
 
 class Folder:
