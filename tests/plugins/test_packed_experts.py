@@ -40,7 +40,7 @@ def test_experts_match_mlx(bits: int, mode: str, bias: bool) -> None:
     for shape in ((2, 5, 1, 1, WIDTH), (2, 5, 3, 1, WIDTH)):
         x = mx.random.normal(shape)
         assert off(packed(x, indices), layer(x, indices)) < 1e-5
-    assert packed.packed_bytes >= EXPERTS * HIDDEN * WIDTH * (4 if bits == 4 else 8) // 8
+    assert packed.packed_bytes >= EXPERTS * HIDDEN * WIDTH * bits // 8
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])

@@ -47,11 +47,11 @@ def errors(matrix: PackedMatrix, weights: Any) -> tuple[float, float]:
     [
         ("Q4_0", 4, 2, 1e-6),
         ("Q4_1", 4, 2, 1e-6),
-        ("Q5_0", 8, 2, 1e-6),
-        ("Q5_1", 8, 2, 1e-6),
+        ("Q5_0", 5, 2, 1e-6),
+        ("Q5_1", 5, 2, 1e-6),
         ("Q8_0", 8, 2, 1e-6),
         ("Q4_K", 4, 4, 1e-6),
-        ("Q5_K", 8, 4, 1e-6),
+        ("Q5_K", 5, 4, 1e-6),
         ("Q6_K", 8, 2, 8e-3),
         ("Q3_K", 4, 2, 8e-2),
         ("Q2_K", 4, 2, 8e-2),
@@ -79,13 +79,15 @@ def test_gguf_forms_match_the_package_gguf(
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize(("bits", "stored"), [(4, 4), (5, 8), (6, 8), (8, 8)])
+@pytest.mark.parametrize(("bits", "stored"), [(2, 4), (3, 4), (4, 4), (5, 5), (6, 6), (8, 8)])
 def test_mlx_codes_match_mlx(bits: int, stored: int, group: int) -> None:
     mx.random.seed(0)
     layer = nn.Linear(COLUMNS, ROWS, bias=False).to_quantized(group_size=group, bits=bits)
     matrix = packed_matrix(layer)
     assert matrix is not None
     assert matrix.bits == stored
+    scale_bytes = 8 * 48 * COLUMNS // group
+    assert matrix.tiles.nbytes == 48 * COLUMNS * stored // 8 + scale_bytes
     weights = mx.dequantize(layer.weight, layer.scales, layer.biases, group, bits)
     of_rows, of_products = errors(matrix, np.asarray(weights))
     assert max(of_rows, of_products) < 1e-6

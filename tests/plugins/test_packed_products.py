@@ -105,7 +105,7 @@ def test_rows_are_bit_identical_in_any_batch(bits: int, group: int, exact: bool)
     assert not np.array_equal(product(other), together[:4])
 
 
-@pytest.mark.parametrize("bits", [4, 8, "mxfp4"])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, "mxfp4"])
 @pytest.mark.parametrize("scales", ["float16", "float32"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_products_are_bit_identical_with_any_instructions(
@@ -217,7 +217,7 @@ def test_rounding_matches_reference_to_the_bit(digits: int) -> None:
     assert np.array_equal(scales[:, 1:], top / most * sums)
 
 
-@pytest.mark.parametrize("bits", [4, 8, "mxfp4"])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, "mxfp4"])
 @pytest.mark.parametrize(("columns", "rows"), [(32, 1), (96, 37), (288, 16)])
 def test_bits_do_not_depend_on_threads(
     bits: Any, columns: int, rows: int, monkeypatch: pytest.MonkeyPatch

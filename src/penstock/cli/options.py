@@ -36,7 +36,7 @@ WeightsDtype: TypeAlias = Annotated[
     config.WeightsDtype,
     typer.Option(
         help="Data type of the weights. native: as stored; float32: converted when loaded; "
-        "packed: codes of 4 and 8 bits are kept and multiplied by activations in 16 "
+        "packed: codes of 4 to 8 bits are kept and multiplied by activations in 16 "
         "bits, on a CPU; packed-exact: as packed, with activations in 24 bits; auto: on a "
         "CPU, packed if the weights are quantized and Numba is installed. Other "
         "weights become float32 there if a quarter of the memory limit stays free.",

@@ -151,7 +151,7 @@ def _read_headers(folder: Path) -> dict[str, int]:
 
 
 def packed_weight_bytes(folder: str | Path) -> int | None:
-    """Return the bytes of a folder's weights in 4 and 8 bits, the rest in float32."""
+    """Return the bytes of a folder's weights in their own bits, the rest in float32."""
     values = _load_config(folder)[0]
     common = values.get("quantization")
     if not isinstance(common, dict):

@@ -1,4 +1,4 @@
-"""Weights kept in 4 and 8 bits on a CPU: the interface to the plug-in that multiplies them."""
+"""Weights kept in their own bits on a CPU: the interface to the plug-in that multiplies them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with packed 4- or 8-bit weights, by compiled loops over tiles.
+"""Products with packed weights of 4, 5, 6 or 8 bits, by compiled loops over tiles.
 
 Affine codes stay as they are: value = scale x code + offset, with a scale and an offset for a group
 of columns. Floats of 4 bits (mxfp4) are looked up in a table, and then are such codes. Activations
@@ -43,7 +43,7 @@ ROUNDED, EXACT = 2, 3
 """Digits of 8 bits of an activation, in `packed` and in `packed-exact`."""
 GROUPS = (32, 64, 128, 256)
 """Numbers of columns that may share a scale."""
-WIDER = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}
+WIDER = {2: 4, 3: 4, 4: 4, 5: 5, 6: 6, 8: 8}
 """Stored width of codes, by bits."""
 FLOAT4_MODE = "mxfp4"
 """MLX's name of codes that are floats of 4 bits."""
@@ -64,7 +64,7 @@ class PackedMatrix:
         codes: codes as bytes, (rows, groups, columns of a group); rows are padded with zeros.
         scales: scales, (rows, groups), float16 or float32.
         offsets: offsets, (rows, groups), of the same dtype.
-        bits: width of a stored code, 4 or 8.
+        bits: width of a stored code: 4, 5, 6 or 8.
         floats: whether codes are floats of 4 bits, which count as their `FLOAT4_CODES`.
     """
 
@@ -95,13 +95,18 @@ class PackedMatrix:
             turned = np.ascontiguousarray(by_row.swapaxes(1, 2)).view(np.uint8)
             into[..., start : start + turned.shape[-1]] = turned
             start += turned.shape[-1]
-        by_tile: Array = _padded(codes, count).reshape(count, TILE_ROWS, groups, -1)
-        if self.bits == 4:  # four columns in the low halves of bytes, the next four in the high
-            eights = by_tile.reshape(count, TILE_ROWS, groups, -1, 2, 4)
-            fours: Array = eights[..., 0, :] | eights[..., 1, :] << 4
-        else:
-            fours = by_tile.reshape(count, TILE_ROWS, groups, -1, 4)
-        into[..., start:] = fours.transpose(0, 2, 3, 1, 4).reshape(count, groups, -1)
+        shape = (count, TILE_ROWS, groups, self.per_scale)
+        by_tile: Array = _padded(codes, count)
+        if self.bits == 8:
+            fours = by_tile.reshape(*shape, 8, 4)
+        else:  # four columns in the low halves of bytes, the next four in the high
+            eights = by_tile.reshape(*shape, 4, 2, 4)
+            fours = eights[..., 0, :] & 15 | eights[..., 1, :] << 4
+        if self.bits in (5, 6):
+            more = self.bits - 4
+            high = by_tile.reshape(*shape, more, 8 // more, 4) >> 4 << _shifts(more)
+            fours = np.concatenate([fours, np.bitwise_or.reduce(high, axis=-2)], axis=-2)
+        into[..., start:] = fours.transpose(0, 2, 3, 4, 1, 5).reshape(count, groups, -1)
 
     @cached_property
     def digest(self) -> str:
@@ -142,10 +147,16 @@ class PackedMatrix:
         tiles, groups, _ = self.tiles.shape
         words = self.tiles[..., 2 * TILE_ROWS * self.scale_bytes :].view(np.uint32)
         by_lane = words.reshape(tiles, groups, words.shape[2] // TILE_ROWS, TILE_ROWS)
-        codes = np.ascontiguousarray(by_lane[tile, :, :, lane]).view(np.uint8)
-        if self.bits == 4:
-            fours = codes.reshape(len(tile), groups, codes.shape[2] // 4, 1, 4)
-            codes = np.concatenate([fours & 15, fours >> 4], axis=-2)
+        stored = np.ascontiguousarray(by_lane[tile, :, :, lane]).view(np.uint8)
+        shape = (len(tile), groups, self.per_scale)
+        codes = stored.reshape(*shape, self.bits, 4)
+        if self.bits != 8:
+            codes, rest = codes[..., :4, :], codes[..., 4:, None, :]
+            codes = np.stack([codes & 15, codes >> 4], axis=-2)
+        if self.bits in (5, 6):
+            more = self.bits - 4
+            high = rest >> _shifts(more) & (2**more - 1)
+            codes |= high.reshape(codes.shape) << 4
         if self.floats:
             codes = np.array(FLOAT4_CODES, np.uint8)[codes]
         return codes.reshape(len(tile), groups, self.columns // groups)
@@ -223,6 +234,11 @@ def packed_bytes(module: nn.Module) -> int:
     group = int(module.group_size)
     one = packed_matrix_bytes(rows, groups * group, module.bits, group, scale_bytes)
     return int(prod(experts)) * one
+
+
+def _shifts(bits: int) -> Array:
+    """Return the places of numbers of 1 or 2 bits in a byte, (numbers, 1)."""
+    return np.arange(0, 8, bits, dtype=np.uint8)[:, None]
 
 
 def _halves(codes: Array) -> Array:

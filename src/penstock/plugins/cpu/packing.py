@@ -36,7 +36,7 @@ def takes(module: nn.Module) -> bool:
 
 
 def packed_bytes(module: Any) -> int:
-    """See `WeightPacker`: codes in 4 or 8 bits, a scale and an offset a group."""
+    """See `WeightPacker`: codes in 4, 5, 6 or 8 bits, a scale and an offset a group."""
     return bytes_of(module)
 
 

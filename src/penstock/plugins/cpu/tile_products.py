@@ -1,4 +1,4 @@
-"""Compiled products of activations in signed bytes with weights in 4- or 8-bit codes.
+"""Compiled products of activations in signed bytes with weights in codes of 4, 5, 6 or 8 bits.
 
 A tile is 16 rows of a weight matrix. For each block of 32 columns it holds the codes of all 16 rows
 so that one vector register takes four columns of every row, as the processor's dot-product
@@ -11,7 +11,7 @@ The functions are written as LLVM IR, inside of loops that Numba compiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -47,7 +47,7 @@ def block_bytes(bits: int, per_scale: int, scale_bytes: int) -> int:
     """Return the bytes of a tile's columns that share a scale.
 
     Args:
-        bits: bits of a code, 4 or 8.
+        bits: bits of a code: 4, 5, 6 or 8.
         per_scale: blocks of 32 columns that share a scale.
         scale_bytes: bytes of a scale, and of an offset.
     """
@@ -99,7 +99,7 @@ def multiply_loop(
     it to the next.
 
     Args:
-        bits: bits of a code, 4 or 8.
+        bits: bits of a code: 4, 5, 6 or 8.
         per_scale: blocks of 32 columns that share a scale and an offset.
         scale_bytes: 2 or 4, for scales and offsets in float16 or float32.
         digits: bytes of an activation: the first counts 256 times the next.
@@ -110,8 +110,8 @@ def multiply_loop(
 
     instructions = instructions or dot_product_name()
     dot = _DOT_PRODUCTS[instructions]
-    needs_4_bit_codes = dot is not _dot_vnni  # sums of two products of 8 bits do not fit in 16
-    halved, lookup = needs_4_bit_codes and bits == 8, _LOOKUPS[instructions] if floats else None
+    needs_halves = dot is not _dot_vnni  # sums of two products of 8 bits do not fit in 16
+    halved, lookup = needs_halves and bits == 8, _LOOKUPS[instructions] if floats else None
     form = (bits, per_scale, scale_bytes, digits)
     single = _tile_product(*form, 1, dot, lookup, halved=halved)
     group = _tile_product(*form, ROW_GROUP, dot, lookup, halved=halved)
@@ -158,7 +158,7 @@ def _tile_product(
     real = ir.FloatType()
     stored = ir.HalfType() if scale_bytes == 2 else real
     integers, reals = ir.VectorType(word32, TILE_ROWS), ir.VectorType(real, TILE_ROWS)
-    header, loads = 2 * scale_bytes * TILE_ROWS, bits
+    header = 2 * scale_bytes * TILE_ROWS
 
     def number(value: int) -> Any:
         return ir.Constant(word, value)
@@ -175,34 +175,54 @@ def _tile_product(
         first = builder.insert_element(empty, value, ir.Constant(word32, 0))
         return builder.shuffle_vector(first, empty, in_all_lanes(0, integers))
 
-    def pieces(builder: Any, codes: Any, load_number: int) -> list[tuple[int, int, Any]]:
-        """Return the columns of vectors of codes, the power of two they count, and themselves."""
-        low = builder.and_(codes, in_all_lanes(0x0F0F0F0F, integers))
-        shifted = builder.lshr(codes, in_all_lanes(4, integers))
-        high = builder.and_(shifted, in_all_lanes(0x0F0F0F0F, integers))
-        if lookup is not None:
-            low, high = lookup(builder, low), lookup(builder, high)
-        if bits == 4:
-            return [(8 * load_number, 0, low), (8 * load_number + 4, 0, high)]
-        if halved:
-            return [(4 * load_number, 0, low), (4 * load_number, 4, high)]
-        return [(4 * load_number, 0, codes)]
+    def bytes_of(builder: Any, vector: Any, first_bit: int, count: int) -> Any:
+        """Return some bits of each byte of a vector, from the lowest on."""
+        shifted = builder.lshr(vector, in_all_lanes(first_bit, integers)) if first_bit else vector
+        return builder.and_(shifted, in_all_lanes(0x01010101 * (2**count - 1), integers))
+
+    def pieces(builder: Any, codes: Any) -> Iterator[tuple[int, int, Any]]:
+        """Yield a block's columns, the power of two that their codes count, and the codes.
+
+        Codes of 5 and 6 bits have a block's low halves first, as codes of 4 bits, and then the
+        other bits of all.
+        """
+
+        def vector_at(index: int) -> Any:
+            return load(builder, builder.add(codes, number(64 * index)), integers, 4)
+
+        if bits == 8:
+            for index in range(8):
+                vector = vector_at(index)
+                if halved:
+                    yield 4 * index, 0, bytes_of(builder, vector, 0, 4)
+                    yield 4 * index, 4, bytes_of(builder, vector, 4, 4)
+                else:
+                    yield 4 * index, 0, vector
+            return
+        more = bits - 4
+        rest = [vector_at(4 + index) for index in range(more)]
+        for index in range(8):  # of four columns each
+            low = bytes_of(builder, vector_at(index // 2), 4 * (index % 2), 4)
+            if lookup is not None:
+                low = lookup(builder, low)
+            if more:
+                of_vector = 8 // more
+                shared = rest[index // of_vector]
+                high = bytes_of(builder, shared, more * (index % of_vector), more)
+                low = builder.or_(low, builder.shl(high, in_all_lanes(4, integers)))
+            yield 4 * index, 0, low
 
     def block_sums(builder: Any, codes: Any, x: Any, row_bytes: Any) -> list[Any]:
         """Return the integer sums of a block for each row and digit, as float32 vectors."""
         chains = max(1, CHAINS // (rows * digits))
         sums: dict[tuple[int, int, int], Any] = {}
-        parts_added = 0
-        for index in range(loads):
-            vector = load(builder, builder.add(codes, number(64 * index)), integers, 4)
-            for column, power, part in pieces(builder, vector, index):
-                for place in range(rows * digits):
-                    start = builder.add(x, builder.mul(number(place), row_bytes))
-                    four = load(builder, builder.add(start, number(column)), word32, 1)
-                    key = (place, power, parts_added % chains)
-                    current = sums.get(key, in_all_lanes(0, integers))
-                    sums[key] = dot(builder, current, part, broadcast(builder, four))
-                parts_added += 1
+        for parts_added, (column, power, part) in enumerate(pieces(builder, codes)):
+            for place in range(rows * digits):
+                start = builder.add(x, builder.mul(number(place), row_bytes))
+                four = load(builder, builder.add(start, number(column)), word32, 1)
+                key = (place, power, parts_added % chains)
+                current = sums.get(key, in_all_lanes(0, integers))
+                sums[key] = dot(builder, current, part, broadcast(builder, four))
         as_floats = []
         for place in range(rows * digits):
             total = None
@@ -332,7 +352,7 @@ def _dot_avx2(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
 
 
 def _dot_neon(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
-    """Use Arm's `sdot`; codes have at most 4 bits, so that they are positive as signed bytes."""
+    """Use Arm's `sdot`; codes have at most 6 bits, so that they are positive as signed bytes."""
     words, bytes_ = _vector(32, 4), _vector(8, 16)
 
     def dot(builder: Any, sums: Any, codes: Any, x: Any) -> Any:
