@@ -22,6 +22,7 @@ from spilled_engine import (
 
 from penstock.engine.core import Core
 from penstock.engine.offload.cold_blocks import RECORD_BYTES
+from penstock.engine.schedule.scheduler import State
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.ledger import Kind
 from penstock.models.loading import load
@@ -192,3 +193,16 @@ def test_later_turns_stay_within_limit(tmp_path: Path) -> None:
         assert core.counters.hit_tokens > 0 and spilling_of(core).spilled_tokens > 0
     finally:
         core.close()
+
+
+def test_decoded_blocks_leave_reservation_for_the_next(tmp_path: Path) -> None:
+    """The index takes a node's bytes for each block, until the block is merged."""
+    with running(tmp_path, "falcon_h1", kernels="off") as core:
+        handle = cold_engine.submit(core, prompt(40), max_tokens=250)
+        while core.step():
+            for sequence in core.scheduler.sequences(State.RUNNING):
+                kv = sequence.kv
+                assert kv.reservation is not None
+                ahead = sequence.reserved_tokens - kv.num_cached_tokens
+                assert kv.reservation.nbytes >= ahead * core.budget.token_bytes
+        assert handle.result(0.0)[0].finish.reason == "length"

@@ -352,8 +352,10 @@ class MemoryBudget:
         assert reservation is not None and step is not None
         estimator, before = self._estimator, sequence.reserved_tokens
         cached = sequence.kv.num_cached_tokens
-        kv = estimator.sequence_bytes(tokens, cached)
+        kv = needed = estimator.sequence_bytes(tokens, cached)
         kv -= estimator.sequence_bytes(before, cached) if before else 0
+        # With spilling, each block that is decoded takes the index of a node out of it.
+        kv = max(kv, needed - reservation.nbytes)
         scores = estimator.decode_bytes(tokens) + _score_bytes(sequence) - step.nbytes
         reading = max(0, self._chunk_bytes(sequence, tokens) - chunk.nbytes)
         if not self._make_room(kv + scores + reading):
