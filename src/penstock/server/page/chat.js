@@ -10,6 +10,8 @@ const CONTINUED_TOKENS = 256;
 const HINT_SECONDS = 0.35;
 /** Tokens from which an answer shows its speed: a shorter one comes in one piece. */
 const LEAST_TOKENS = 8;
+/** Of an answer that arrives within so few milliseconds no speed is shown. */
+const LEAST_MS = 100;
 /** First messages, and what may follow: long enough that the second prompt hits the cache. */
 const RECALL = [
   {
@@ -348,7 +350,7 @@ function cost({ first, last, usage, finish }, started) {
     said.push(`${count(cached)} of ${count(usage.prompt_tokens)} prompt tokens from the cache`);
   }
   if (first !== null) said.push(`first token ${duration((first - started) / 1000)}`);
-  if (usage?.completion_tokens >= LEAST_TOKENS && last > first) {
+  if (usage?.completion_tokens >= LEAST_TOKENS && last - first >= LEAST_MS) {
     said.push(`${speed((usage.completion_tokens - 1) / ((last - first) / 1000))} tokens/s`);
   }
   const guessed = usage?.completion_tokens_details;
