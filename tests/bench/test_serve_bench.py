@@ -26,6 +26,7 @@ from penstock.models.mlx_lm import render
 from penstock_bench import (
     serve_figures,
     serve_held,
+    serve_length,
     serve_model,
     serve_process,
     serve_runs,
@@ -490,9 +491,36 @@ def test_held_conversation_figures() -> None:
         serve_held._check("8", phase(1.0, [reply(1.0, 0.1), reply(1.0, 0.1, "500")], 9))
 
 
+# ---- one client
+
+
+@pytest.mark.slow
+def test_new_prompts_of_each_length_are_answered_by_both_servers() -> None:
+    report = serve_length.measure(serve.ServeLoad(llama=TINY), [40, 600])
+    for side in (report.penstock, report.rival_figures):
+        assert side["resident_bytes"] > 0
+        for length, figures in side["lengths"].items():
+            assert figures["prompt_tokens"] == pytest.approx(int(length), abs=60)
+            assert figures["first_token_seconds"] > 0 and figures["tokens_per_second"] > 0
+    for side in report.raw["replies"].values():
+        for replies in side.values():
+            assert len(replies) == serve_length.ROUNDS
+            assert all(reply["cached_tokens"] <= 32 for reply in replies), "new text each time"
+    goals = {line.figure: line.goal for line in report.lines}
+    assert goals["40 tokens: first token, s"] == ""
+    assert goals["600 tokens: first token, s"] == "2x"
+
+
+def test_decode_speed_counts_tokens_behind_the_first() -> None:
+    answer = Reply(0, 0.0, text_times=[2.0, 2.5, 3.0], completion_tokens=11)
+    assert serve_length._speed(answer) == 10.0
+
+
 def test_incompatible_plot_and_rival_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--conversations", "8", "--plot", "x.png"]) == 2
     assert "needs sessions and mlx-lm's server" in capsys.readouterr().err
+    assert main(["bench", "serve", "--conversations", "8", "--length", "20"]) == 2
+    assert "two benches" in capsys.readouterr().err
     assert main(["bench", "serve", "--no-mlx-lm"]) == 2
     assert "add --llama-server" in capsys.readouterr().err
 

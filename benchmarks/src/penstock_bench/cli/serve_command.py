@@ -72,6 +72,17 @@ Conversations: TypeAlias = Annotated[
         min=1,
     ),
 ]
+Lengths: TypeAlias = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--length",
+        help="Instead of sessions, one client asks new prompts of about this many tokens. Reports "
+        "time to first token, decode speed and memory. May be given several times.",
+        metavar="TOKENS",
+        show_default="sessions are measured",
+        min=1,
+    ),
+]
 
 
 @with_settings
@@ -81,6 +92,7 @@ def serve(
     llama_server: LlamaServer = None,
     mlx_lm: MlxLm = True,
     conversations: Conversations = None,
+    length: Lengths = None,
     *,
     load: Annotated[dict[str, Any], Fields(ServeSettings, variables=False)],
     codec: EngineCodec,
@@ -94,7 +106,7 @@ def serve(
     model with real weights gets real text, a system prompt of 3,000 tokens, and no test with 200
     connections. Prints the expected time. Exits with 1 if a goal is not met.
     """
-    from penstock_bench import serve_held
+    from penstock_bench import serve_held, serve_length
     from penstock_bench.models import ModelChoice
     from penstock_bench.serve_load import ServeLoad
     from penstock_bench.serve_picture import draw
@@ -105,7 +117,9 @@ def serve(
         raise SettingError("--text and --llama-server need a model with real weights: add --model")
     if not mlx_lm and not llama_server:
         raise SettingError("--no-mlx-lm needs another side: add --llama-server")
-    if plot and (conversations or not mlx_lm):
+    if conversations and length:
+        raise SettingError("--conversations and --length are two benches: run one of them")
+    if plot and (conversations or length or not mlx_lm):
         raise SettingError("--plot needs sessions and mlx-lm's server")
     settings = {
         "model": model if real else ModelChoice(model),
@@ -119,6 +133,8 @@ def serve(
     with progress_bar("loading the model") as notify:
         if conversations:
             report = serve_held.measure(served, conversations, _announced(notify))
+        elif length:
+            report = serve_length.measure(served, length, notify)
         else:
             report = measure(served, notify=_announced(notify))
     finish(report, as_json=as_json, save=save, plot=plot, draw=draw)
