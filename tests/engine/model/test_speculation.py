@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -303,6 +304,13 @@ def answers(core: Core, requests: Sequence[Request] = REQUESTS) -> list[Any]:
     ]
 
 
+@functools.cache
+def plain(family: str, *settings: tuple[str, Any]) -> tuple[list[Any], int]:
+    """Return the answers of an engine that proposes nothing, and its decode steps."""
+    with running(family, **dict(settings)) as core:
+        return answers(core), core.counters.decode_steps
+
+
 def oracle(texts: Sequence[Sequence[int]], wrong: float, seed: int = 0) -> Any:
     """Return a proposer that knows the answers, and errs in a share of the tokens."""
     draw = random.Random(seed)
@@ -334,9 +342,7 @@ def oracle(texts: Sequence[Sequence[int]], wrong: float, seed: int = 0) -> Any:
 def test_speculation_does_not_change_answers(
     family: str, more: dict[str, Any], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(family, **more) as core:
-        expected = answers(core)
-        steps = core.counters.decode_steps
+    expected, steps = plain(family, *more.items())
     pairs = zip(REQUESTS, expected, strict=True)
     texts = [[*request.prompt, *answer] for request, (answer, _) in pairs]
     monkeypatch.setattr(Speculation, "propose", oracle(texts, 0.1))
