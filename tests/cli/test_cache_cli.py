@@ -609,3 +609,10 @@ def test_verify_finds_damage_during_writes_by_other_process(
         found = ask(capsys, "verify", folder, code=1)
         assert {fault["name"].rpartition("/")[2] for fault in found["faults"]} == {damaged.name}
         end()
+
+
+def test_stats_name_only_folders_of_other_formats(tmp_path: Path, capsys: Capture) -> None:
+    fill(tmp_path, chain(1))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a").write_bytes(b"a" * 1_000)
+    assert "none (0 B)" in run(capsys, "stats", tmp_path)

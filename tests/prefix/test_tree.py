@@ -460,3 +460,10 @@ def test_lookup_time_is_linear() -> None:
         assert tree.match(hash_blocks(prompt, 64, ROOT)).tokens == len(prompt)
         seconds.append(time.thread_time() - began)
     assert min(seconds) < 0.1
+
+
+def test_contradictory_partial_block_is_refused(tree: PrefixTree[Blank]) -> None:
+    tree.insert_partial(None, ROOT, range(SIZE - 1), Blank(SIZE - 1), 0.0)
+    for tokens, segment in ((SIZE - 1, SIZE - 1), (SIZE, SIZE), (SIZE - 2, SIZE - 1), (0, 0)):
+        with pytest.raises(ValueError, match="do not make a new partial block"):
+            tree.insert_partial(None, ROOT, range(tokens), Blank(segment), 0.0)

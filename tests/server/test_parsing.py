@@ -319,6 +319,11 @@ def test_value_with_end_of_call_is_whole_in_any_pieces() -> None:
         assert read(parse([call[:cut], call[cut:]], form)).calls == [("look_up", given)], cut
 
 
+def test_mistral_mark_without_call_is_text() -> None:
+    heard = read(parse(["[TOOL_CALLS] {} so"], form_of("mistral")))
+    assert (heard.said, heard.calls) == ("[TOOL_CALLS] {} so", [])
+
+
 def test_text_is_reread_up_to_limit() -> None:
     source = AnswerText()
     source.unread("x" * (MOST_REREAD - 1))

@@ -27,6 +27,7 @@ from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, root_hash
 from penstock.tiers.disk import HostArray, Record, SSDStore
 from penstock.tiers.disk import disk_store as ssd_store
 from penstock.tiers.disk import folder as folder_module
+from penstock.tiers.disk.block_files import listed
 from penstock.tiers.disk.folder import Folder
 from penstock.tiers.disk.index import Entry
 from penstock.tiers.disk.integrity import check_block, verify
@@ -713,3 +714,28 @@ def test_live_writer_is_kept_by_reconcile(tmp_path: Path) -> None:
         other.reconcile()
         assert not list(aside.parent.iterdir())
         assert other.index.get(record.key) is None
+
+
+def test_folder_closes_its_index(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        write(store, chain(1))
+    with Folder(tmp_path) as folder:
+        assert folder.index.get(chain(1)[0].key) is not None
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        folder.index.get(chain(1)[0].key)
+
+
+def test_adopted_blocks_stay_within_limit(tmp_path: Path) -> None:
+    records = chain(8)
+    with opened(tmp_path) as store:
+        write(store, records)
+        store.index.remove([record.key for record in records], lambda key: None)
+    with opened(tmp_path, blocks=4) as store:
+        store.reconcile()
+        assert len(files(tmp_path)) == 4
+
+
+def test_unreadable_folder_is_no_empty_one(tmp_path: Path) -> None:
+    assert listed(tmp_path / "missing") == []
+    with pytest.raises(OSError, match="too long"):
+        listed(tmp_path / ("x" * 1_000))

@@ -14,6 +14,7 @@ from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
 from penstock.engine.schedule.scheduler import State
+from penstock.prefix.prefixes import InsertResult
 
 FIELDS = {
     "pin",
@@ -301,3 +302,17 @@ def test_last_token_of_fully_cached_prompt_is_computed(
     assert answer(core, handle) == expected
     (choice,) = handle.result(0.0)
     assert choice.finish is not None and choice.finish.usage.cached_tokens == cached
+
+
+def test_chunk_without_room_in_tree_is_kept(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that ends inside a block."""
+    request = Request(prompt=tuple(range(1, 60)), max_tokens=24)
+    expected = answer(core, core.submit(request))
+    core.clear()
+
+    def refuse(pin: Any, blocks_done: int, *given: Any) -> InsertResult:
+        return InsertResult(blocks_done, 0, "there is no room")
+
+    monkeypatch.setattr(core.prefixes, "insert", refuse)
+    assert answer(core, core.submit(request)) == expected
+    assert core.prefixes.tree.tokens == 0
