@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,3 +153,64 @@ def test_processes_share_machine_code(loops: Path) -> None:
     compilation = Compilation()
     assert compilation.result() == 14
     assert compilation.count == 0
+
+
+QUOTIENTS = """
+import ctypes, sys
+import numpy as np
+from penstock.plugins.cpu.compiled_cache import function_address
+
+def compiled(function):
+    from numba import cfunc, types
+    return cfunc(types.int64(types.int64))(function)
+
+def allocating(x):
+    numbers = np.empty(x, np.int64)
+    numbers[:] = x
+    return numbers.sum()
+
+FUNCTIONS = {"quotient": lambda x: 100 // x, "allocating": allocating}
+
+def result(name, x):
+    address = function_address(name, lambda: compiled(FUNCTIONS[name]))
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)(x)
+"""
+
+
+def printed(program: str) -> str:
+    command = [sys.executable, "-c", QUOTIENTS + program]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_kept_machine_code_runs_without_numba(loops: Path) -> None:
+    program = "print(result('quotient', 8), 'numba' in sys.modules)"
+    assert printed(program) == "12 True\n"
+    assert printed(program) == "12 False\n"
+
+
+def test_kept_machine_code_that_allocates_gets_numba(loops: Path) -> None:
+    program = "print(result('allocating', 8), 'numba' in sys.modules)"
+    assert [printed(program), printed(program)] == ["64 True\n"] * 2
+
+
+@pytest.mark.parametrize("first", ["", "import numba"])
+def test_numba_compiles_before_and_after_machine_code_is_loaded(first: str, loops: Path) -> None:
+    printed("result('quotient', 8)")
+    program = (
+        f"{first}\n"
+        "print(result('quotient', 8), 'numba' in sys.modules)\n"
+        "print(result('allocating', 8), result('quotient', 0), result('quotient', 7))\n"
+        "print(compiled(FUNCTIONS['quotient']).ctypes(0))\n"
+    )
+    expected = f"12 {bool(first)}\n64 0 14\n0\n"
+    if first:
+        assert printed(program) == expected
+    else:  # the function was loaded without Numba, and an error ends the process
+        assert printed(program.replace("result('quotient', 0)", "0")) == expected
+
+
+def test_error_in_machine_code_ends_a_process_without_numba(loops: Path) -> None:
+    printed("result('quotient', 8)")
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        printed("result('quotient', 0)")
+    assert error.value.returncode == -signal.SIGABRT

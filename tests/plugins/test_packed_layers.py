@@ -415,3 +415,20 @@ def test_loading_other_weights_imports_no_library_of_packed_ones() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_second_start_does_not_import_numba(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    program = (
+        "import sys, penstock\n"
+        f"model, tokenizer = penstock.load({str(folder(tmp_path, 'llama', 4))!r},"
+        " weights_dtype='packed')\n"
+        "with penstock.Engine(model, tokenizer, memory_limit='200MB') as engine:\n"
+        "    engine.submit(penstock.Request(prompt=range(40), max_tokens=3)).result(60)\n"
+        "print('numba' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program]
+    starts = [subprocess.run(command, capture_output=True, text=True) for _ in range(2)]
+    assert [start.stdout for start in starts] == ["True\n", "False\n"], starts[0].stderr

@@ -4,10 +4,13 @@ Compiling a decoder layer takes some seconds, loading its machine code a few mil
 own cache does not hold functions with instructions of their own, as `tile_products` has. A file
 belongs to these sources, versions and this processor. One that is damaged is a miss, as is one in a
 folder to which other users can write.
+
+Machine code is loaded by llvmlite alone: Numba takes 130 MB of memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -29,8 +32,22 @@ MOST_FILE_BYTES = 4 << 20
 """Maximum size of a file that is written, or read."""
 DIGEST_BYTES = 32
 
+FAILURES = frozenset(
+    {
+        "numba_do_raise",
+        "numba_gil_ensure",
+        "numba_gil_release",
+        "numba_runtime_build_excinfo_struct",
+        "numba_unpickle",
+        "NRT_Free",
+        "NRT_MemInfo_call_dtor",
+    }
+)
+"""Functions of Numba that are called after an error, or to free an array. Without Numba they end
+the process; functions that allocate have others, and need it."""
+
 _KEPT: list[Any] = []
-"""Functions and libraries whose addresses are in use."""
+"""Functions and engines whose addresses are in use."""
 
 
 def function_address(name: str, compiled: Callable[[], Any]) -> int:
@@ -38,7 +55,8 @@ def function_address(name: str, compiled: Callable[[], Any]) -> int:
 
     Args:
         name: name of the function with all that its code depends on, besides the plug-in's sources.
-        compiled: compiles it, as an object of `numba.cfunc` without addresses of this process.
+        compiled: imports Numba and compiles the function, as an object of `numba.cfunc` without
+            addresses of this process. Called only if no machine code was kept.
     """
     key = _key(name)
     address = None if key is None else _read(key)
@@ -70,8 +88,8 @@ def _read(key: bytes) -> int | None:
             checksum, content = stream.read(DIGEST_BYTES), stream.read()
         if sha256(key + content).digest() != checksum:
             raise ValueError("its checksum is wrong")
-        symbol, _, code = content.partition(b"\n")
-        return _load(symbol.decode(), code)
+        symbol, needed, code = content.split(b"\n", 2)
+        return _load(symbol.decode(), needed.decode().split(), code)
     except FileNotFoundError:
         return None
     except Exception as error:  # noqa: BLE001 - parts of Numba that may change: compile again
@@ -79,29 +97,54 @@ def _read(key: bytes) -> int | None:
         return None
 
 
-def _load(symbol: str, code: bytes) -> int:
+def _load(symbol: str, needed: list[str], code: bytes) -> int:
+    """Return the address of a function of an object file that needs these symbols.
+
+    LLVM ends the process if one is unknown.
+    """
     import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    names = sorted(FAILURES.intersection(needed))
+    module = llvm.parse_assembly("\n".join(f"declare void @{name}()" for name in names))
+    machine = llvm.Target.from_default_triple().create_target_machine()
+    engine = llvm.create_mcjit_compiler(module, machine)
+    if all(name in FAILURES or llvm.address_of_symbol(name) for name in needed):
+        for name in names:
+            if not llvm.address_of_symbol(name):
+                engine.add_global_mapping(module.get_function(name), library_function("abort"))
+    else:
+        _define_symbols_of_numba()
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    address = int(engine.get_function_address(symbol))
+    if not address:
+        raise ValueError("it does not have the function")
+    _KEPT.append(engine)
+    return address
+
+
+def library_function(name: str) -> int:
+    """Return the address of a function of the C library."""
+    return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
+
+
+def _define_symbols_of_numba() -> None:
     from numba.core.registry import cpu_target
     from numba.core.runtime import rtsys
 
     context = cpu_target.target_context
-    rtsys.initialize(context)  # symbols that the code may refer to
+    rtsys.initialize(context)
     context.refresh()
-    # Numba takes the names of what the code defines from a second module.
-    names = llvm.parse_assembly(f'define void @"{symbol}"() {{ ret void }}').as_bitcode()
-    library = context.codegen().unserialize_library((symbol, "object", (code, names)))
-    address = int(library.get_pointer_to_function(symbol))
-    if not address:
-        raise ValueError("it does not have the function")
-    _KEPT.append(library)
-    return address
 
 
 def _write(key: bytes, function: Any) -> None:
     """Write a file that only its owner can read; without a private folder, do nothing."""
     try:
         _, _, (code, _) = function._library.serialize_using_object_code()
-        content = f"{function._wrapper_name}\n".encode() + code
+        needed = " ".join(_declarations(function._library._final_module))
+        content = f"{function._wrapper_name}\n{needed}\n".encode() + code
         if DIGEST_BYTES + len(content) > MOST_FILE_BYTES:
             raise ValueError(f"more than {MOST_FILE_BYTES:,} bytes")
     except Exception as error:  # noqa: BLE001 - parts of Numba that may change
@@ -109,6 +152,13 @@ def _write(key: bytes, function: Any) -> None:
         return
     with suppress(RuntimeError):  # no home folder
         write_private(_file(key), sha256(key + content).digest() + content)
+
+
+def _declarations(module: Any) -> list[str]:
+    """Return the names that a module of LLVM uses and does not define."""
+    values = [*module.functions, *module.global_variables]
+    names = {value.name for value in values if value.is_declaration}
+    return sorted(name for name in names if not name.startswith("llvm."))
 
 
 def _file(key: bytes) -> Path:

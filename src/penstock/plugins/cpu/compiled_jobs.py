@@ -14,13 +14,13 @@ import os
 import platform
 import threading
 import weakref
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from penstock.plugins.cpu.compiled import pointer
-from penstock.plugins.cpu.compiled_cache import function_address
+from penstock.plugins.cpu.compiled_cache import function_address, library_function
 from penstock.plugins.cpu.cpu_rows import cores
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -107,12 +107,6 @@ def _atomics() -> tuple[Any, Any, Any]:
 
 
 @cache
-def _library_function(name: str) -> int:
-    """Return the address of a function of the C library."""
-    return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
-
-
-@cache
 def barrier() -> Any:
     """Return a function for compiled loops that waits until all threads of a job have come.
 
@@ -141,10 +135,28 @@ def barrier() -> Any:
 
 
 @cache
-def _board_loops() -> tuple[Any, Any, Any]:
-    """Compile the second thread's loop, a job of both threads, and one of a single thread."""
+def board_loops() -> tuple[Any, Any, Any]:
+    """Compile the second thread's loop, a job of both threads, and one of a single thread.
+
+    Raises ImportError if Numba is needed for it, and cannot be imported.
+    """
+
+    def loop(name: str, arguments: int) -> Any:
+        address = function_address(f"board {name}", partial(_compile_board_loop, name, arguments))
+        return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)(address)
+
+    return loop("serve", 1), loop("together", 3), loop("alone", 2)
+
+
+def _compile_board_loop(name: str, arguments: int) -> Any:
     from numba import cfunc, types
 
+    return cfunc(types.int64(*[types.int64] * arguments))(_board_functions()[name])
+
+
+@cache
+def _board_functions() -> dict[str, Any]:
+    """Return the functions of `board_loops`, to be compiled."""
     add, load, pause = _atomics()
     run, call_yield, call_file = call(2), call(1), call(3)
     ticket, done, hot, function, table = (8 * x for x in (TICKET, DONE, HOT, FUNCTION, TABLE))
@@ -195,14 +207,7 @@ def _board_loops() -> tuple[Any, Any, Any]:
         run(address, (0, entries))
         return 0
 
-    def callable_of(function: Any, arguments: int) -> Any:
-        words = [types.int64] * arguments
-        address = function_address(
-            f"board {function.__name__}", lambda: cfunc(types.int64(*words))(function)
-        )
-        return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)(address)
-
-    return callable_of(serve, 1), callable_of(together, 3), callable_of(alone, 2)
+    return {"serve": serve, "together": together, "alone": alone}
 
 
 class Team:
@@ -210,7 +215,7 @@ class Team:
 
     def __init__(self) -> None:
         self.threads = min(2, cores())
-        _, self._together, self._alone = _board_loops()
+        _, self._together, self._alone = board_loops()
         self._board = np.zeros(BOARD_WORDS, np.int64)
         self._address = self._board.ctypes.data
         self._space: Floats = np.empty(0, np.float32)
@@ -220,7 +225,7 @@ class Team:
             self._close = weakref.finalize(self, os.close, write_end)
             self._close.atexit = False
             for name, entry in (("sched_yield", BOARD_YIELD), ("read", READ), ("write", WRITE)):
-                self._board[entry] = _library_function(name)
+                self._board[entry] = library_function(name)
             self._board[READ_END], self._board[WRITE_END] = self._read_end, write_end
             arguments = (self._board, self._read_end)
             name = "penstock-layers"
@@ -260,7 +265,7 @@ class Team:
 
 
 def _serve(board: Integers, read_end: int) -> None:
-    serve, _, _ = _board_loops()
+    serve, _, _ = board_loops()
     serve(board.ctypes.data)
     os.close(read_end)
 

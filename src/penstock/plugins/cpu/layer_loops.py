@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -310,7 +310,23 @@ def _round_rows_loop() -> Any:
 @cache
 def part_loops() -> tuple[int, int, int]:
     """Compile a single product, and the parts before and after attention; return addresses."""
-    from numba import carray, cfunc, njit, types
+    multiply, before, behind = (
+        function_address(f"part {name}", partial(_compile_part, name))
+        for name in ("multiply", "before", "behind")
+    )
+    return multiply, before, behind
+
+
+def _compile_part(name: str) -> Any:
+    from numba import cfunc, types
+
+    return cfunc(types.void(types.int64, types.int64))(_part_functions()[name])
+
+
+@cache
+def _part_functions() -> dict[str, Any]:
+    """Return the functions of `part_loops`, to be compiled."""
+    from numba import carray, njit
 
     round_rows, rounded_row, norm = _round_rows_loop(), round_loop(), _norm_loop()
     rotate = rotate_loop()
@@ -323,7 +339,6 @@ def part_loops() -> tuple[int, int, int]:
     EPSILON, HEAD_EPSILON, FACTOR = map(int, Constant)
     TILES, BLOCKS = int(LinearEntry.TILES), int(LinearEntry.BLOCKS)
     tile_rows, constants = TILE_ROWS, len(Constant)
-    job = types.void(types.int64, types.int64)
 
     @njit(nogil=True)
     def norm_and_round(table, row, values, normed, width):  # type: ignore[no-untyped-def]
@@ -436,7 +451,4 @@ def part_loops() -> tuple[int, int, int]:
             for place in range(width):
                 lowered[place] = residual[row, place] + factor * lowered[place]
 
-    def address(function: Any) -> int:
-        return function_address(f"part {function.__name__}", lambda: cfunc(job)(function))
-
-    return address(multiply), address(before), address(behind)
+    return {"multiply": multiply, "before": before, "behind": behind}

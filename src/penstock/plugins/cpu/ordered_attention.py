@@ -20,7 +20,6 @@ from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.plugins.cpu.attending_loops import PLACES
 from penstock.plugins.cpu.choice_loops import segment_addresses, side_addresses
-from penstock.plugins.cpu.compiled import has_numba
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.ordered_loops import ordered_loop, space_floats
 
@@ -57,8 +56,8 @@ def in_order() -> Iterator[None]:
 
 
 def keeps_order() -> bool:
-    """Return whether attention keeps a fixed order; always False without Numba."""
-    return _order.kept and has_numba()
+    """Return whether attention keeps a fixed order."""
+    return _order.kept
 
 
 def gapless(window: AttentionWindow, position: int) -> AttentionWindow | None:
@@ -78,7 +77,7 @@ def attend_buffer(
     window: AttentionWindow = AttentionWindow(),  # noqa: B008
     soft_cap: float = 0.0,
 ) -> mx.array | None:
-    """Attend causally to one buffer; None if it is not float32, or without Numba.
+    """Attend causally to one buffer; None if it is not float32.
 
     Args:
         queries: (b, heads, n, d), of the last n columns.
@@ -89,7 +88,7 @@ def attend_buffer(
         window: attention window, without kept columns.
         soft_cap: logit soft-capping; 0 for none.
     """
-    if not has_numba() or not {queries.dtype, keys.dtype, values.dtype} <= {mx.float32}:
+    if not {queries.dtype, keys.dtype, values.dtype} <= {mx.float32}:
         return None
     rows = _rows(queries, scale)
     b, _, n, _ = queries.shape

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,8 @@ QUERIES_OF_ITEM = 32
 """Queries that read a block one after the other, while it is in the processor's cache."""
 BLOCKS_OF_WAVE = 16
 """Blocks whose states are in memory at once, where threads divide a query's blocks."""
+SEEN_FLOATS = 4 * QUERIES_OF_ITEM
+"""Size of the visible columns of an item's queries, 64-bit integers, in a thread's space."""
 ITEMS_OF_THREAD = 4
 """Fewest items of a thread; if there are fewer, threads divide the blocks of each."""
 
@@ -68,6 +71,7 @@ def space_floats(key_dim: int, value_dim: int, threads: int) -> int:
     state = QUERIES * state_floats(value_dim)
     groups = QUERIES_OF_ITEM // QUERIES
     of_thread = groups * (QUERIES * padded(key_dim) + state) + QUERIES * BLOCK_TOKENS + state
+    of_thread += SEEN_FLOATS
     of_waves = BLOCKS_OF_WAVE * threads * ITEMS_OF_THREAD * state
     return threads * of_thread + (of_waves if threads > 1 else 0)
 
@@ -81,6 +85,13 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
         value_dim: size of a value.
         soft_cap: logit soft-capping, soft_cap x tanh(score / soft_cap); 0 for none.
     """
+    return function_address(
+        f"attend {key_dim} {value_dim} {soft_cap}",
+        partial(_compile_ordered, key_dim, value_dim, soft_cap),
+    )
+
+
+def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float) -> Any:
     from numba import carray, cfunc, njit, types
 
     score, weigh = score_function(key_dim), weigh_function(soft_cap)
@@ -92,9 +103,24 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
     maximum += MAXIMUM
     of_total += padded(value_dim)
     state_bytes, nothing = 4 * state_width, np.float32(UNSEEN)
-    wave, items_of_thread = BLOCKS_OF_WAVE, ITEMS_OF_THREAD
+    wave, items_of_thread, seen_bytes = BLOCKS_OF_WAVE, ITEMS_OF_THREAD, 4 * SEEN_FLOATS
     (THREADS, _, _, OF_QUERIES, ROWS, HEADS, KV_HEADS, SPANS, SPAN_COUNT, FIRSTS, SEQUENCES, SEEN,
      WIDTH, MIXED, SPACE) = map(int, AttendTable)  # fmt: skip
+
+    # Methods of arrays, and assignments of one to another, would need Numba at run time.
+    @njit(nogil=True)
+    def first_seen(seen):  # type: ignore[no-untyped-def]
+        column = seen[0, 0]
+        for place in range(1, len(seen)):
+            column = min(column, seen[place, 0])
+        return column
+
+    @njit(nogil=True)
+    def last_seen(seen):  # type: ignore[no-untyped-def]
+        column = seen[0, 1]
+        for place in range(1, len(seen)):
+            column = max(column, seen[place, 1])
+        return column
 
     @njit(nogil=True)
     def clear(state, queries):  # type: ignore[no-untyped-def]
@@ -110,7 +136,7 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
         Return the span from which to search for the next block.
         """
         first = block * block_tokens
-        last = min(first + block_tokens, seen[:, 1].max())
+        last = min(first + block_tokens, last_seen(seen))
         while span + 1 < end and spans[span, 5] + spans[span, 4] <= first:
             span += 1
         first_span = span
@@ -151,9 +177,12 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
         for place in range(len(seen)):
             query = first + min(place, count - 1)
             row = sequence * width + query // group
-            into[place, :key_dim] = queries[row, key_head * group + query % group]
-            into[place, key_dim:] = 0
-            seen[place] = columns[row]
+            head = key_head * group + query % group
+            for number in range(key_dim):
+                into[place, number] = queries[row, head, number]
+            for number in range(key_dim, key_width):
+                into[place, number] = 0
+            seen[place, 0], seen[place, 1] = columns[row, 0], columns[row, 1]
 
     @njit(nogil=True)
     def write(table, sequence, key_head, first, count, state):  # type: ignore[no-untyped-def]
@@ -185,15 +214,15 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
         own = weights + 4 * together * block_tokens
         clear(states, groups * together)
         seen = seen[: groups * together]
-        begin = seen[:, 0].min() // block_tokens
-        blocks = (seen[:, 1].max() + block_tokens - 1) // block_tokens
+        begin = first_seen(seen) // block_tokens
+        blocks = (last_seen(seen) + block_tokens - 1) // block_tokens
         span, end = firsts[sequence], firsts[sequence + 1]
         for block in range(begin, blocks):
             following = span
             for group in range(groups):
                 visible = seen[group * together : (group + 1) * together]
                 column = block * block_tokens
-                if visible[:, 1].max() <= column or visible[:, 0].min() >= column + block_tokens:
+                if last_seen(visible) <= column or first_seen(visible) >= column + block_tokens:
                     continue
                 clear(own, together)
                 following = attend_block(
@@ -217,7 +246,7 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
         weights = states + most_queries * state_bytes
         visible = seen[:together]
         all_seen = carray(address_of(table[SEEN]), (table[ROWS], 2), np.int64)
-        most = (all_seen[:, 1].max() + block_tokens - 1) // block_tokens
+        most = (last_seen(all_seen) + block_tokens - 1) // block_tokens
         waited = 0
         clear(states, most_queries)
         for begin in range(0, most, wave):
@@ -232,7 +261,7 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
                 column = block * block_tokens
                 state = shared + number * together * state_bytes
                 clear(state, together)
-                if visible[:, 1].max() <= column or visible[:, 0].min() >= column + block_tokens:
+                if last_seen(visible) <= column or first_seen(visible) >= column + block_tokens:
                     continue
                 attend_block(space, visible, spans, firsts[sequence], firsts[sequence + 1],
                              key_head, block, weights, state)  # fmt: skip
@@ -257,12 +286,13 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
         firsts = carray(address_of(table[FIRSTS]), (sequences + 1,), np.int64)
         queries = table[WIDTH] * (table[HEADS] // kv_heads)
         of_thread = 4 * (most_queries * key_width + together * block_tokens)
-        of_thread += (most_queries + together) * state_bytes
+        of_thread += (most_queries + together) * state_bytes + seen_bytes
         space, shared = table[SPACE] + thread * of_thread, table[SPACE] + threads * of_thread
-        seen = np.empty((most_queries, 2), np.int64)
+        seen = carray(address_of(space), (most_queries, 2), np.int64)
+        space += seen_bytes
         units = sequences * kv_heads * ((queries + together - 1) // together)
         columns = carray(address_of(table[SEEN]), (table[ROWS], 2), np.int64)
-        longest = columns[:, 1].max()
+        longest = last_seen(columns)
         if threads > 1 and longest > block_tokens and units <= threads * items_of_thread:
             seen[0, 0] = thread
             attend_divided(table, address, spans, firsts, units, space, shared, seen)
@@ -271,7 +301,4 @@ def ordered_loop(key_dim: int, value_dim: int, soft_cap: float = 0.0) -> int:
         for item in range(thread, items, threads):
             attend_item(table, spans, firsts, item, space, seen)
 
-    return function_address(
-        f"attend {key_dim} {value_dim} {soft_cap}",
-        lambda: cfunc(types.void(types.int64, types.int64))(job),
-    )
+    return cfunc(types.void(types.int64, types.int64))(job)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numba  # noqa: F401 - where it is not installed, this plug-in is not there
 
 from penstock.models.weight_packer import Packing
+from penstock.plugins.cpu.compiled_jobs import board_loops
 from penstock.plugins.cpu.packed_experts import are_experts, packed_experts
 from penstock.plugins.cpu.packed_layers import (
     PackedDecoderLayer,
@@ -26,6 +27,11 @@ from penstock.plugins.cpu.packed_products import (
     packed_matrix,
 )
 from penstock.plugins.cpu.packed_products import packed_bytes as bytes_of
+
+# Without Numba this plug-in is not there; it is imported only if it has to compile.
+if find_spec("numba") is None:
+    raise ModuleNotFoundError("No module named 'numba'", name="numba")
+board_loops()
 
 
 def takes(module: nn.Module) -> bool:

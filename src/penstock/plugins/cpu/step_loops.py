@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,10 @@ PROGRAM_WORDS = len(ProgramTable)
 @cache
 def append_loop() -> int:
     """Compile the job of `AppendTable`; return its address."""
+    return function_address("append", _compile_append)
+
+
+def _compile_append() -> Any:
     from numba import carray, cfunc, njit, types
 
     array, table_of, address_of, words = array_at(), table_at(), pointer(), APPEND_WORDS
@@ -66,7 +71,8 @@ def append_loop() -> int:
     def copy_heads(row, heads, dim, address, head_bytes):  # type: ignore[no-untyped-def]
         for head in range(heads):
             into = array(address + head * head_bytes, 1, dim)[0]
-            into[:] = row[head * dim : (head + 1) * dim]
+            for place in range(dim):  # an assignment of arrays can fail, and allocates then
+                into[place] = row[head * dim + place]
 
     def append(thread, address):  # type: ignore[no-untyped-def]
         table = table_of(address, words)
@@ -83,13 +89,16 @@ def append_loop() -> int:
             copy_heads(sides[row, table[VALUES] :], kv_heads, table[VALUE_DIM], places[row, 2],
                        places[row, 3])  # fmt: skip
 
-    signature = types.void(types.int64, types.int64)
-    return function_address("append", lambda: cfunc(signature)(append))
+    return cfunc(types.void(types.int64, types.int64))(append)
 
 
 @cache
 def program_loop() -> int:
     """Compile the job of `ProgramTable`; return its address."""
+    return function_address("program", _compile_program)
+
+
+def _compile_program() -> Any:
     from numba import carray, cfunc, types
 
     table_of, address_of, wait, run = table_at(), pointer(), barrier(), call(2)
@@ -103,5 +112,4 @@ def program_loop() -> int:
             run(jobs[number, 0], (thread, jobs[number, 1]))
             waited = wait(address, table[threads], waited)
 
-    signature = types.void(types.int64, types.int64)
-    return function_address("program", lambda: cfunc(signature)(program))
+    return cfunc(types.void(types.int64, types.int64))(program)

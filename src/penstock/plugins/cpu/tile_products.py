@@ -106,13 +106,20 @@ def multiply_loop(
         instructions: see `dot_product_name`, whose result is the default.
         floats: whether codes are floats of 4 bits, which count as their `FLOAT4_CODES`.
     """
+    instructions = instructions or dot_product_name()
+    form = (bits, per_scale, scale_bytes, digits)
+    name = f"multiply {form} {floats} {instructions}"
+    return function_address(name, lambda: _compile_multiply(form, instructions, floats=floats))
+
+
+def _compile_multiply(form: tuple[int, int, int, int], instructions: str, *, floats: bool) -> Any:
+    """Compile a product; see `multiply_loop`, whose first arguments are the form."""
     from numba import cfunc, types
 
-    instructions = instructions or dot_product_name()
+    bits, per_scale, scale_bytes, digits = form
     dot = _DOT_PRODUCTS[instructions]
     needs_halves = dot is not _dot_vnni  # sums of two products of 8 bits do not fit in 16
     halved, lookup = needs_halves and bits == 8, _LOOKUPS[instructions] if floats else None
-    form = (bits, per_scale, scale_bytes, digits)
     single = _tile_product(*form, 1, dot, lookup, halved=halved)
     group = _tile_product(*form, ROW_GROUP, dot, lookup, halved=halved)
     record = block_bytes(bits, per_scale, scale_bytes)
@@ -132,9 +139,7 @@ def multiply_loop(
                 single(codes, blocks, x + row * row_bytes, scales + row * row_scales,
                        into + 4 * row * stride, stride)  # fmt: skip
 
-    signature = types.void(*[types.int64] * 9)
-    name = f"multiply {form} {floats} {instructions}"
-    return function_address(name, lambda: cfunc(signature)(multiply))
+    return cfunc(types.void(*[types.int64] * 9))(multiply)
 
 
 def _tile_product(
