@@ -70,3 +70,27 @@ def test_kept_memory_can_be_released() -> None:
     gone_at_once, given_back = map(int, found.split())
     assert gone_at_once < 5, "mebibytes that were freed have gone back by themselves"
     assert 95 < given_back < 110, "26 arrays of 4 MiB were freed"
+
+
+STARTED = """
+import psutil
+import penstock
+import mlx.core as mx
+from penstock.heap import keep_freed_memory
+from penstock.recall import MODEL_PATH
+model, tokenizer = penstock.load(MODEL_PATH)
+assert keep_freed_memory(300 << 20)
+held = [mx.ones((1 << 20,)) for _ in range(50)]
+mx.eval(held)
+del held[::2], held[-1]
+before = psutil.Process().memory_info().rss
+with penstock.Engine(model, tokenizer, memory_limit="200MB"):
+    print((before - psutil.Process().memory_info().rss) >> 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_engine_start_releases_what_loading_has_freed() -> None:
+    command = [sys.executable, "-c", STARTED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 50  # of the 100 MiB below arrays that are still there

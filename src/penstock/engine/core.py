@@ -62,6 +62,7 @@ class Core(EngineParts):
         self._share_mlx()
         self.intake.account_grammars(self.reserve_grammars, alone=group.size == 1)
         finalize(self, mlx_limits.share, id(self), None)  # also of a core that is never closed
+        give_back()  # what loading, packing and measuring have freed
 
     def _share_mlx(self) -> None:
         limit = self._other_bytes + self.ledger.limit_bytes
