@@ -26,7 +26,7 @@ from penstock.plugins.gguf import blocks
 from penstock.plugins.gguf.header import FORMS, Header, TensorInfo, is_gguf, read_header
 from penstock.plugins.gguf.loaded_bytes import native_bytes, wide_bytes
 from penstock.plugins.gguf.tokenizer import SPLITS, write_tokenizer
-from penstock.plugins.gguf.weights import nearest_errors
+from penstock.plugins.gguf.weights import _in_half, nearest_errors, weights
 from support.gguf_files import (
     MODELS,
     VOCABULARY,
@@ -170,6 +170,27 @@ def test_plan_matches_loaded_weights(
         held = sum(x.nbytes for _, x in tree_flatten(loaded.model.parameters()))
         assert planned["weight_bytes"] == held
         assert planned["dtype"] == {"native": "float16", "float32": "float32"}[dtype]
+
+
+@pytest.mark.parametrize("form", ["Q4_1", "Q8_0"])
+def test_scales_are_read_in_half_precision_where_that_is_exact(form: str, tmp_path: Path) -> None:
+    model, config = small_model("llama")
+    write_model(tmp_path / "small.gguf", "llama", model, config, form)
+    header = read_header(tmp_path / "small.gguf")
+    wide, stored = (
+        dict(weights(header, float32=False, dtype="float32", half_scales=is_half))
+        for is_half in (False, True)
+    )
+    scales = [name for name in wide if name.endswith((".scales", ".biases"))]
+    assert {wide[name].dtype for name in scales} == {mx.float32}
+    assert {stored[name].dtype for name in scales} == {mx.float16}
+    assert all(mx.array_equal(stored[name].astype(mx.float32), wide[name]) for name in wide)
+
+
+def test_scales_that_float16_has_not_stay_in_float32() -> None:
+    products = mx.array([0.1 * 0.3, 2.0])
+    assert _in_half(products) is products
+    assert _in_half(mx.array([0.25, 2.0])).dtype == mx.float16
 
 
 def test_chat_template_and_end_tokens_are_read(tmp_path: Path) -> None:

@@ -159,7 +159,8 @@ def load_written(
             tokenizer = mlx_lm.utils.load_tokenizer(
                 folder, SAFELY, eos_token_ids=config["eos_token_id"]
             )
-        model.load_weights(list(_noted(weights, widening.loaded_bytes)))
+        read_bytes = widening.native_bytes if widening.packs else widening.loaded_bytes
+        model.load_weights(list(_noted(weights, read_bytes)))
         _check_first_step(model)
         if widening.packs:
             pack(model, _dense, exact=widening.exact)

@@ -61,7 +61,7 @@ class GGUFFile:
             dtype = "float32"
         return load_written(
             lambda folder: write_folder(header, folder, float32=is_wide, dtype=dtype),
-            weights(header, float32=is_wide, dtype=dtype),
+            weights(header, float32=is_wide, dtype=dtype, half_scales=widening.packs),
             widening,
             path=self._path,
             name=header.name,

@@ -35,8 +35,17 @@ def write_folder(header: Header, folder: Path, *, float32: bool, dtype: str) -> 
     write_tokenizer(header, folder)
 
 
-def weights(header: Header, *, float32: bool, dtype: str) -> Iterator[tuple[str, mx.array]]:
-    """Yield the weights by mlx-lm's names, evaluated; only one tensor is in memory at a time."""
+def weights(
+    header: Header, *, float32: bool, dtype: str, half_scales: bool = False
+) -> Iterator[tuple[str, mx.array]]:
+    """Yield the weights by mlx-lm's names, evaluated; only one tensor is in memory at a time.
+
+    Args:
+        header: header of the file.
+        float32: whether to dequantize codes.
+        dtype: name of the dtype of all numbers that are not codes.
+        half_scales: whether scales and offsets are in float16 where that is exact.
+    """
     kind = architectures.architecture(header)
     config = architectures.config(header)
     heads = {
@@ -63,8 +72,16 @@ def weights(header: Header, *, float32: bool, dtype: str) -> Iterator[tuple[str,
         if name.endswith(NORM) and kind.norm_offset:
             value = _dense(value) - kind.norm_offset
         for suffix, array in _parts(value, name, number_type, float32=float32):
+            if half_scales and suffix.endswith((".scales", ".biases")):
+                array = _in_half(array)
             mx.eval(array)
             yield suffix, array
+
+
+def _in_half(numbers: mx.array) -> mx.array:
+    """Return numbers in float16, or as they are if float16 has not all of them."""
+    half = numbers.astype(mx.float16)
+    return half if mx.array_equal(half.astype(numbers.dtype), numbers) else numbers
 
 
 def nearest_errors(header: Header) -> dict[str, float]:
