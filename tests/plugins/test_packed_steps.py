@@ -158,6 +158,25 @@ def test_one_thread_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
     assert mx.array_equal(logits, expected)
 
 
+def test_layers_compute_by_themselves_beside_one_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mx.random.seed(3)
+    model = build({**BASE, **MODELS["llama"], "model_type": "llama"})
+
+    def quantized(path: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and not path.startswith("model.layers.1.")
+
+    nn.quantize(model, group_size=32, bits=4, class_predicate=quantized)
+    pack(model, lambda module: None, exact=False)
+    kinds = [type(layer).__name__ for layer in model.layers]
+    assert kinds.count("PackedDecoderLayer") == len(kinds) - 1
+    jobs = count_jobs(monkeypatch)
+    logits, _ = computed(model, 1, [1], windows_of(model))
+    assert len(jobs) >= 3 * (len(kinds) - 1)
+    assert not mx.isnan(logits).any()
+
+
 def test_layers_with_equal_angles_share_them() -> None:
     llama, gemma = packed("llama"), packed("gemma3_text")
     assert len({layer.parts.rotation for layer in llama.layers}) == 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock_bench.engine_sides import LLAMA, OURS, RIVAL
 from penstock_bench.report import Line, Notify, Report
-from penstock_bench.serve_client import Client, Reply, connected
+from penstock_bench.serve_client import Reply, connected
 from penstock_bench.serve_load import ServeLoad, sides_of
 from penstock_bench.serve_model import ServedFolder
 from penstock_bench.serve_process import (
@@ -101,14 +101,11 @@ async def _ask(server: RunningServer, words: Words, length: int, number: int) ->
     """
     (line,) = words.lines(1_000 * length + number, 1, length)
     async with connected(server.url, server.model) as client:
-        reply = await _whole_answer(client, f"{number} {line}")
+        message = {"role": "user", "content": f"{number} {line}"}
+        reply = await client.ask([message], ANSWER_TOKENS)
     if reply.error is not None:
         raise ServerFailed(f"{server.name}: no answer behind {length} tokens: {reply.error}")
     return reply
-
-
-async def _whole_answer(client: Client, text: str) -> Reply:
-    return await client.ask([{"role": "user", "content": text}], ANSWER_TOKENS)
 
 
 def _speed(reply: Reply) -> float:

@@ -99,9 +99,8 @@ def _compile_ordered(key_dim: int, value_dim: int, soft_cap: float) -> Any:
     table_of, address_of, words, wait = table_at(), pointer(), ATTEND_WORDS, barrier()
     block_tokens, together, most_queries = BLOCK_TOKENS, QUERIES, QUERIES_OF_ITEM
     key_bytes, value_bytes, key_width = 4 * key_dim, 4 * value_dim, padded(key_dim)
-    state_width, maximum, of_total = state_floats(value_dim), padded(value_dim), TOTAL
-    maximum += MAXIMUM
-    of_total += padded(value_dim)
+    state_width, value_width = state_floats(value_dim), padded(value_dim)
+    maximum, of_total = value_width + MAXIMUM, value_width + TOTAL
     state_bytes, nothing = 4 * state_width, np.float32(UNSEEN)
     wave, items_of_thread, seen_bytes = BLOCKS_OF_WAVE, ITEMS_OF_THREAD, 4 * SEEN_FLOATS
     (THREADS, _, _, OF_QUERIES, ROWS, HEADS, KV_HEADS, SPANS, SPAN_COUNT, FIRSTS, SEQUENCES, SEEN,

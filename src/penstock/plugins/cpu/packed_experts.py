@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -17,8 +15,6 @@ from penstock.plugins.cpu.packed_products import (
     packed_matrix,
     padded_bias,
 )
-
-Integers: TypeAlias = np.ndarray[Any, Any]
 
 EXPERTS = "mlx_lm.models.switch_layers.QuantizedSwitchLinear"
 """MLX's class of the linear layers of all experts."""

@@ -32,7 +32,7 @@ from penstock.plugins.cpu.packed_products import (
     rows_of,
 )
 from penstock.plugins.cpu.packed_rope import RotaryPositions
-from penstock.plugins.cpu.packed_steps import LayersTogether
+from penstock.plugins.cpu.packed_steps import LayersTogether, share_angles
 from penstock.plugins.cpu.tile_products import TILE_ROWS
 
 ATTENTION = "scaled_dot_product_attention"
@@ -168,15 +168,15 @@ class PackedDecoderLayer(PackedModule):
                 setattr(self, name, value)
         self._attention_module = sys.modules[type(attention).__module__]
         self._soft_cap = float(getattr(attention, "attn_logit_softcapping", 0))
-        self._rotation = rotation
         self._parts = parts
+        self._together: tuple[LayersTogether, int] | None = None
         for name in [key for key in attention if key in (*form.before, O_PROJ, *NORMS)]:
             attention.pop(name)
         self.self_attn = attention
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Compute the layer of (b, n, width) like mlx-lm's layer."""
-        if self._together is not None and _is_decoding(mask, cache) and not self._soft_cap:
+        if self._together is not None and _is_decoding(mask, cache):
             together, place = self._together
             window = cache.attention_window.within(mask.window)
             x, done = together.decode(place, x, cache.step, cache.layer, window)
@@ -185,7 +185,7 @@ class PackedDecoderLayer(PackedModule):
         b, n, _ = x.shape
         rows = rows_of(x)
         offset = 0 if cache is None else cache.offset
-        rotation, angles = self._rotation, None
+        rotation, angles = self._parts.rotation, None
         if rotation is not None:
             positions = (np.asarray(offset).reshape(-1, 1) + np.arange(n)).ravel()
             if len(positions) < b * n:
@@ -213,16 +213,10 @@ class PackedDecoderLayer(PackedModule):
         """The compiled parts of the layer."""
         return self._parts
 
-    def share_rotation(self, rotations: list[RotaryPositions]) -> None:
-        """Take the rotation with equal angles from a list, or add the layer's."""
-        rotation = self._rotation
-        if rotation is None:
-            return
-        known = next((other for other in rotations if other.equals(rotation)), None)
-        if known is None:
-            rotations.append(rotation)
-        else:
-            self._rotation = self._parts.rotation = known
+    @property
+    def attends_together(self) -> bool:
+        """Whether a decode step can be computed together with other layers."""
+        return self._parts.rotation is not None and not self._soft_cap
 
     def join(self, together: LayersTogether, place: int) -> None:
         """Compute decode steps together with other layers; this is the `place`-th."""
@@ -262,11 +256,9 @@ def _is_decoding(mask: Any, cache: Any) -> bool:
 
 def compute_together(layers: Sequence[PackedDecoderLayer]) -> None:
     """Let layers, which a model calls in turn, compute their decode steps in one job."""
-    if any(layer.parts.rotation is None for layer in layers):
+    if not all(layer.attends_together for layer in layers):
         return
-    rotations: list[RotaryPositions] = []
-    for layer in layers:
-        layer.share_rotation(rotations)
+    share_angles([layer.parts for layer in layers])
     together = LayersTogether(
         [layer.parts for layer in layers], [layer.self_attn.scale for layer in layers]
     )

@@ -6,7 +6,7 @@ last one computes all of them, as compiled parts one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -134,66 +134,36 @@ class LayersTogether:
         """Compute the layers that were noted."""
         x, count = noted.x, len(noted.plans)
         rows, threads = len(step.rows) * step.width, team()
-        plan = noted.plans[0]
-        spans = plan.spans
         buffers = self._buffers(rows, threads.threads)
         ends = np.cumsum([0, *buffers.values()])
         space = threads.space(int(ends[-1]) + ALIGNED_FLOATS)
-        start = space.ctypes.data
-        start += -start % 64
+        skipped = -space.ctypes.data % (4 * ALIGNED_FLOATS) // 4
+        start = space.ctypes.data + 4 * skipped
         places = {name: start + 4 * int(end) for name, end in zip(buffers, ends, strict=False)}
-        first = (places["x"] - space.ctypes.data) // 4
-        into = space[first : first + rows * self._width].reshape(rows, self._width)
+        into = space[skipped : skipped + rows * self._width].reshape(rows, self._width)
         into[:] = np.asarray(x).reshape(rows, self._width)
 
-        before, behind = self._before[:count].copy(), self._behind[:count].copy()
-        for table in (before, behind):
-            threads.prepare(table)
-            table[:, PartTable.ROWS] = rows
-            table[:, PartTable.X] = places["x"]
-            table[:, PartTable.NORMED] = places["normed"]
-            table[:, PartTable.SCALES] = places["scales"]
-            table[:, PartTable.ROUNDED] = places["rounded"]
-        before[:, PartTable.RESULT] = places["sides"]
-        behind[:, PartTable.RESULT] = places["x"]
-        behind[:, PartTable.MIXED] = places["mixed"]
-        behind[:, PartTable.RESIDUAL] = places["residual"]
-        behind[:, PartTable.HIDDEN] = places["hidden"]
-        angles = self._angles(np.array(plan.positions), count)
-        before[:, PartTable.ANGLES] = [0 if x is None else x.ctypes.data for x in angles]
-
-        tails = np.array([tail_addresses(step, layer) for layer in noted.layers])
-        slots, columns = np.array([(row.slot, row.tail) for row in step.rows]).T
-        # (layers, sequences, 2): the first key and value of each tail.
-        of_slots = tails[:, None, :, 0] + slots[:, None] * tails[:, None, :, 1]
-        lasts = plan.firsts[1:] - 1
-        of_layers = spans[noted.layers]
-        of_layers[:, lasts, 0:4:2] = of_slots
-        of_layers[:, lasts, 1:4:2] = tails[:, None, :, 2]
-        new = (columns[:, None] + np.arange(step.width)).ravel()
-        to_rows = np.empty((count, rows, 4), np.int64)
-        to_rows[..., 0::2] = np.repeat(of_slots, step.width, axis=1)
-        to_rows[..., 0::2] += new[:, None] * tails[:, None, :, 3]
-        to_rows[..., 1::2] = tails[:, None, :, 2]
-
+        positions = noted.plans[0].positions
+        angles = self._angles(np.array(positions), count)
+        seen = {
+            window: seen_columns(positions, window)
+            for window in {plan.window for plan in noted.plans}
+        }
+        spans, new_places = _spans_and_places(step, noted)
+        before, behind = self._part_tables(count, rows, places, angles)
         append = self._append[:count].copy()
-        threads.prepare(append)
         append[:, AppendTable.ROWS] = rows
         append[:, AppendTable.SIDES] = places["sides"]
         append[:, AppendTable.QUERIES] = places["queries"]
-        append[:, AppendTable.PLACES] = _addresses(to_rows)
-
-        seen = {window: seen_columns(plan.positions, window) for window in
-                {plan.window for plan in noted.plans}}  # fmt: skip
+        append[:, AppendTable.PLACES] = _addresses(new_places)
         attend = np.zeros((count, ATTEND_WORDS), np.int64)
-        threads.prepare(attend)
         attend[:, AttendTable.QUERIES] = places["queries"]
         attend[:, AttendTable.ROWS] = rows
         attend[:, AttendTable.HEADS] = append[:, AppendTable.HEADS]
         attend[:, AttendTable.KV_HEADS] = append[:, AppendTable.KV_HEADS]
-        attend[:, AttendTable.SPANS] = _addresses(of_layers)
-        attend[:, AttendTable.SPAN_COUNT] = of_layers.shape[1]
-        attend[:, AttendTable.FIRSTS] = plan.firsts.ctypes.data
+        attend[:, AttendTable.SPANS] = _addresses(spans)
+        attend[:, AttendTable.SPAN_COUNT] = spans.shape[1]
+        attend[:, AttendTable.FIRSTS] = noted.plans[0].firsts.ctypes.data
         attend[:, AttendTable.SEQUENCES] = len(step.rows)
         attend[:, AttendTable.SEEN] = [seen[plan.window].ctypes.data for plan in noted.plans]
         attend[:, AttendTable.WIDTH] = step.width
@@ -205,12 +175,32 @@ class LayersTogether:
         jobs[:, 1, 0] = append_loop()
         jobs[:, 2, 0] = [ordered_loop(*part.dims) for part in self._parts[:count]]
         for number, table in enumerate((before, append, attend, behind)):
+            threads.prepare(table)
             jobs[:, number, 1] = _addresses(table)
         program = np.zeros(PROGRAM_WORDS, np.int64)
         program[ProgramTable.JOBS] = jobs.ctypes.data
         program[ProgramTable.COUNT] = count * JOBS_OF_LAYER
         threads.run(program_loop(), program)
         return mx.array(into).reshape(x.shape)
+
+    def _part_tables(
+        self, count: int, rows: int, places: Mapping[str, int], angles: Sequence[Floats | None]
+    ) -> tuple[Integers, Integers]:
+        """Return the tables of the parts before and behind attention."""
+        before, behind = self._before[:count].copy(), self._behind[:count].copy()
+        for table in (before, behind):
+            table[:, PartTable.ROWS] = rows
+            table[:, PartTable.X] = places["x"]
+            table[:, PartTable.NORMED] = places["normed"]
+            table[:, PartTable.SCALES] = places["scales"]
+            table[:, PartTable.ROUNDED] = places["rounded"]
+        before[:, PartTable.RESULT] = places["sides"]
+        before[:, PartTable.ANGLES] = [0 if x is None else x.ctypes.data for x in angles]
+        behind[:, PartTable.RESULT] = places["x"]
+        behind[:, PartTable.MIXED] = places["mixed"]
+        behind[:, PartTable.RESIDUAL] = places["residual"]
+        behind[:, PartTable.HIDDEN] = places["hidden"]
+        return before, behind
 
     def _append_tables(self) -> Integers:
         """Return what never changes of the tables of `append_loop`."""
@@ -249,6 +239,43 @@ class LayersTogether:
                 angles = None if rotation is None else rotation.angles(positions)
                 known[rotation] = angles if angles is not None and angles.size else None
         return [known[part.rotation] for part in self._parts[:count]]
+
+
+def _spans_and_places(step: DecodeStep, noted: _Noted) -> tuple[Integers, Integers]:
+    """Return the layers' spans, with the addresses of tails, and where new tokens are written.
+
+    (layers, spans, 6), see `AttendTable`, and (layers, rows, 4), see `AppendTable`.
+    """
+    plan = noted.plans[0]
+    tails = np.array([tail_addresses(step, layer) for layer in noted.layers])
+    slots, columns = np.array([(row.slot, row.tail) for row in step.rows]).T
+    # (layers, sequences, 2): the first key and value of each tail.
+    of_slots = tails[:, None, :, 0] + slots[:, None] * tails[:, None, :, 1]
+    head_bytes, token_bytes = tails[:, None, :, 2], tails[:, None, :, 3]
+    spans = plan.spans[noted.layers]
+    lasts = plan.firsts[1:] - 1
+    spans[:, lasts, 0:4:2] = of_slots
+    spans[:, lasts, 1:4:2] = head_bytes
+    new_columns = (columns[:, None] + np.arange(step.width)).ravel()
+    places = np.empty((len(tails), len(new_columns), 4), np.int64)
+    places[..., 0::2] = np.repeat(of_slots, step.width, axis=1)
+    places[..., 0::2] += new_columns[:, None] * token_bytes
+    places[..., 1::2] = head_bytes
+    return spans, places
+
+
+def share_angles(parts: Sequence[CompiledParts]) -> None:
+    """Let layers whose rotations have the same angles share one."""
+    rotations: list[RotaryPositions] = []
+    for part in parts:
+        rotation = part.rotation
+        if rotation is None:
+            continue
+        known = next((other for other in rotations if other.equals(rotation)), None)
+        if known is None:
+            rotations.append(rotation)
+        else:
+            part.rotation = known
 
 
 def _addresses(rows: Any) -> Integers:
