@@ -22,6 +22,7 @@ from typing import Any
 KERNEL_WATCHES = sys.platform == "linux"
 """Whether the kernel signals a process when its parent ends."""
 LOOK_SECONDS = 0.5
+"""Seconds between a watcher's checks whether its command has ended."""
 STOP_SECONDS = 15.0
 """Seconds between SIGTERM and SIGKILL."""
 _PR_SET_PDEATHSIG = 1

@@ -54,6 +54,7 @@ def give_back_freed_memory() -> bool:
 
 
 def _function(name: str) -> Any:
+    """Return a function of glibc; None with another system or C library."""
     if sys.platform != "linux":
         return None
     return getattr(ctypes.CDLL(None), name, None)

@@ -43,6 +43,7 @@ class Reservation:
         self.nbytes = nbytes
 
     def resize(self, nbytes: int) -> None:
+        """Change the reserved bytes; LedgerFull or NeverFits leaves them unchanged."""
         self._ledger._resize(self, nbytes)
 
     def pass_on(self, to: Reservation, nbytes: int) -> None:
@@ -94,6 +95,7 @@ class Ledger:
 
     @property
     def room_bytes(self) -> int:
+        """Bytes up to the limit; negative after `set_limit` lowered it."""
         return self.limit_bytes - self._used_bytes
 
     def by_class(self) -> dict[Kind, int]:

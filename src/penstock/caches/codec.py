@@ -214,6 +214,14 @@ class TurboQuantKVCache(TurboQuant):
 
         Returns None if a cache would store them otherwise: `first` tokens raw and the others in
         the scheme, or all raw below `least` tokens.
+
+        Args:
+            scheme: codecs of keys and values.
+            first: number of first tokens in full precision.
+            least: number of tokens below which all are in full precision.
+            parts: keys and values, each (1, kv_heads, tokens, dim) or coded.
+            dtypes: dtypes of keys and values in full precision.
+            capacity: number of columns to allocate.
         """
         cache = cls.__new__(cls)
         cache._set_up(scheme, first, least, None, 0, capacity)

@@ -129,6 +129,7 @@ def _centers(model: Any, bound: Bound) -> list[KeyCenters | None]:
 
 
 def _keys(cache: Any) -> Floats | None:
+    """Return the keys of the run, (kv_heads, tokens, dim); None if the cache lacks some."""
     keys = cache.keys
     if not isinstance(keys, mx.array) or keys.shape[2] < RUN_TOKENS:
         return None

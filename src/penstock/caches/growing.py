@@ -28,6 +28,9 @@ class Growing(LayerCache):
         """Append tokens and return all columns as views, valid until the next update.
 
         keys, values: (batch, kv_heads, tokens, head_dim).
+
+        Raises:
+            TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
         """
         end = self.offset + self._accept(keys, values)
         new = self._encode(keys, values)

@@ -29,6 +29,7 @@ class LayerForm:
     settings: tuple[Any, ...]
     max_size: int | None
     dtypes: tuple[mx.Dtype, ...]
+    """Dtypes of the arrays of the keys, then of the values."""
     heads: tuple[tuple[int, int], ...]
     """Number of heads and head dimension of each of those arrays."""
 

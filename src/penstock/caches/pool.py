@@ -67,7 +67,12 @@ class KVCacheManager:
         head_dim: int,
         dtype: mx.Dtype = mx.float16,
     ) -> None:
-        """Allocate the memory: 2 x layers x slots x heads x max_seq_len x head_dim numbers."""
+        """Allocate the memory: 2 x layers x slots x heads x max_seq_len x head_dim numbers.
+
+        Raises:
+            TypeError: a size is not an integer, or the dtype is not a floating MLX dtype.
+            ValueError: a size is below 1.
+        """
         self.max_batch_size = positive("max_batch_size", max_batch_size)
         self.num_layers = positive("num_layers", num_layers)
         self.max_seq_len = positive("max_seq_len", max_seq_len)

@@ -59,6 +59,7 @@ class Stored:
 
 
 def _limit_bytes(limit: object) -> int:
+    """Return a limit in bytes, given as a number or text; SettingError if invalid."""
     if isinstance(limit, str):
         return parse_bytes(limit)
     try:
@@ -447,6 +448,10 @@ class PrefixCache:
         """Extract a run from the caches in its final format.
 
         A run with numbers too large for the codec stays raw, and `paid` grows.
+
+        Raises:
+            SettingError: there is no memory for that and `index` bytes, or the numbers are in a
+                cache of codes.
         """
         with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
             layers = tuple(source.cut(run.start, run.stop) for source in sources)

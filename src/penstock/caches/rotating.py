@@ -39,6 +39,9 @@ class Ring(Bounded):
         keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order for one
         token, and in order of time for a chunk, up to max_size - 1 + tokens of them; only the
         window is kept.
+
+        Raises:
+            TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
         """
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)

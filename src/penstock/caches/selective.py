@@ -32,6 +32,13 @@ class SelectiveKVCache(SinkRotatingKVCache):
     The selection is that of `--attend-tokens`. Chunks, batches, sequences of up to `attend` tokens,
     and windows that have dropped tokens attend to all. The model must be passed to
     `penstock.attach` first.
+
+    Args:
+        max_size: see `RotatingKVCache`.
+        keep: see `RotatingKVCache`.
+        capacity: see `RotatingKVCache`.
+        attend: number of tokens selected per key head, at least 128.
+        rest: whether to also read the other tokens at two bits per number.
     """
 
     attend_tokens: int

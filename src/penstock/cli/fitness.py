@@ -43,6 +43,8 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiming:
+    """Decode attention of a layer: milliseconds by implementation, and the chosen one."""
+
     layer: str
     situation: str
     milliseconds: dict[str, float]
@@ -69,6 +71,7 @@ class FitnessReport:
     kv_bytes_per_token: int
     """KV bytes per token over all layers; recurrent layers have none."""
     way: Way | None
+    """Access to KV by the engine, `shared` or `joined`; None if it cannot run the model."""
     why: str
     modules: tuple[str, ...]
     codes_errors: dict[str, float] = field(default_factory=dict)

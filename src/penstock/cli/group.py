@@ -28,6 +28,7 @@ LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 LAUNCHERS = ("mlx.launch", "mlx._distributed_utils.launch")
 """Texts that identify MLX's launcher in a command line."""
 PRINT_SECONDS = 0.5
+"""Seconds for the launcher to print the last output of its ranks."""
 
 
 @contextmanager

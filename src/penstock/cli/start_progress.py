@@ -56,6 +56,7 @@ class StartProgress(logging.Handler):
         LOGGER.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Show a step, unless it is within the first second."""
         self._message = record.getMessage()
         if self._clock() - self._began >= QUIET_SECONDS:
             self._show()

@@ -40,7 +40,11 @@ T = TypeVar("T")
 
 
 class Calibration:
-    """Measurements of the model that an engine makes once, before it accepts requests."""
+    """Measurements of the model that an engine makes once, before it accepts requests.
+
+    Args:
+        estimator: estimates the bytes of a step; those of the largest step are reserved.
+    """
 
     def __init__(
         self, runner: Runner, estimator: MemoryEstimator, limits: EngineSettings, ledger: Ledger

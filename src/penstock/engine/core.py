@@ -34,6 +34,15 @@ from penstock.errors import PenstockError, SettingError
 class Core(EngineParts):
     """The sequences, prefix tree and ledger of one model. Not thread-safe; see `Engine`.
 
+    Args:
+        model: model, as loaded by mlx-lm.
+        tokenizer: mlx-lm's tokenizer wrapper; None disables text output and end-of-sequence tokens.
+        clock: returns the time in seconds, for deadlines and recency.
+        group: processes that run the same engine on the other parts of a divided model.
+        fingerprint: identifies everything besides the tokens that KV depends on.
+        draft_model: folder, file or name of a draft model, or a pair of model and tokenizer.
+        settings: fields of `config.EngineSettings`; `memory_limit` may be a string like "16GB".
+
     Raises:
         ModelError: the engine cannot run this model.
         NeverFits: weights and buffers alone exceed the memory limit.
@@ -159,7 +168,12 @@ class Core(EngineParts):
         return self.tiers.flush(timeout_seconds)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Change the memory limit; evict cold nodes and preempt sequences until it is met."""
+        """Change the memory limit; evict cold nodes and preempt sequences until it is met.
+
+        Raises:
+            NeverFits: weights, tails and buffers alone exceed the new limit; nothing is changed.
+            SettingError: the model is divided among several processes.
+        """
         if self.group.size > 1:
             raise SettingError("the memory limit of a model on several machines cannot change")
         self.budget.check_limit(limit_bytes)
@@ -191,7 +205,11 @@ class Core(EngineParts):
         return self._closed
 
     def close(self, error: PenstockError | None = None) -> None:
-        """Cancel all requests, or end them with `error`; free all but weights and empty index."""
+        """Cancel all requests and free all memory but the weights and the empty index.
+
+        Args:
+            error: error with which open answers end; None cancels them.
+        """
         if error is None and not self._closed:  # else the end of this process tells the others
             self.group.note("close")
             self._begin()

@@ -226,6 +226,9 @@ class Engine:
         For callers that must not wait: `engine.enqueue([handle])` queues the request. A caller that
         gives up on `enqueue` must cancel the handle. A grammar is compiled here, which may take a
         second the first time: do not call this on the thread of an event loop.
+
+        Raises:
+            SettingError: the grammar is invalid.
         """
         constraint = self._core.intake.constraint(request)
         return Handle(request, self._cancel, lambda: self.alive, constraint)

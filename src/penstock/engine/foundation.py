@@ -44,7 +44,13 @@ class Foundation:
 def lay_foundation(
     model: Any, limits: EngineSettings, group: ProcessGroup, ledger: Ledger
 ) -> Foundation:
-    """Create the runner and the tails, and reserve the memory of weights, pool and steps."""
+    """Create the runner and the tails, and reserve the memory of weights, pool and steps.
+
+    Raises:
+        LedgerFull: weights and buffers alone exceed the memory limit; see `too_small`.
+        ModelError: the engine cannot run this model.
+        SettingError: the model does not support these settings.
+    """
     device = devices.current()
     if device.facts.on_heap:
         keep_freed_memory(limits.memory_limit)

@@ -53,6 +53,7 @@ class PromptProgress:
     done_tokens: int
     """Prompt tokens processed so far, cached tokens included."""
     seconds: float
+    """Seconds since the start of the prefill."""
 
     @property
     def done(self) -> bool:
@@ -145,7 +146,11 @@ class Handle:
         return events
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield events as they arrive, until the last answer has ended."""
+        """Yield events as they arrive, until the last answer has ended.
+
+        Raises:
+            EngineStopped: the engine stopped before the answers ended.
+        """
         while not self.done:
             yield self._wait(None)
 

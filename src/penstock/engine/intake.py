@@ -29,7 +29,11 @@ from penstock.plurals import counted
 
 
 class Intake:
-    """Makes sequences of requests. Engine thread only, except for `constraint`."""
+    """Makes sequences of requests. Engine thread only, except for `constraint`.
+
+    Args:
+        clock: returns seconds, for deadlines.
+    """
 
     def __init__(
         self,
@@ -125,7 +129,12 @@ class Intake:
                 )
 
     def constraint(self, request: Request) -> Rule:
-        """Return an answer's rule at the beginning of an answer; any thread may ask."""
+        """Return an answer's rule at the beginning of an answer; any thread may ask.
+
+        Raises:
+            SettingError: the grammar is invalid, there is no tokenizer to follow it with, or the
+                model does not have a token of the mark that ends reasoning.
+        """
         limit = self._reasoning(request)
         if request.grammar is None:
             return limit or self._min_tokens(request)
@@ -160,6 +169,7 @@ class Intake:
         return MinTokens(request.min_tokens, frozenset((*ends, *request.stop_tokens)))
 
     def _prompt_logprobs(self, request: Request) -> PromptLogprobs | None:
+        """Return an empty collector of a prompt's log-probabilities; None if not requested."""
         if request.prompt_logprobs is None:
             return None
         size = self.vocabulary_size

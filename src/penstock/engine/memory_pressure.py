@@ -28,7 +28,12 @@ between two checks, the excess stays below 150 MB."""
 
 
 class MemoryPressure:
-    """Evicts cold nodes while the machine or the process is short of memory. Engine thread only."""
+    """Evicts cold nodes while the machine or the process is short of memory. Engine thread only.
+
+    Args:
+        threshold: share of the machine's memory in use at which eviction starts.
+        group: processes of the engine; the one with the largest excess decides.
+    """
 
     def __init__(self, threshold: float, prefixes: Prefixes[Segment], group: ProcessGroup) -> None:
         self._threshold = threshold
@@ -135,6 +140,7 @@ class MLXLimits:
         engine."""
 
     def share(self, owner: int, share: MLXShare | None) -> None:
+        """Set the share of one engine; None removes it."""
         with self._lock:
             if share is None:
                 self._shares.pop(owner, None)

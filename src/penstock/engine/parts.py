@@ -29,7 +29,18 @@ from penstock.ledger import Ledger
 
 
 class EngineParts:
-    """Connected parts of one engine. Engine thread only."""
+    """Connected parts of one engine. Engine thread only.
+
+    Args:
+        limits: checked settings; `self.limits` holds them fitted to the model.
+        group: processes that run the same engine on the other parts of the model.
+        fingerprint: identifies everything besides the tokens that KV depends on.
+
+    Raises:
+        ModelError: the engine cannot run this model.
+        NeverFits: weights and buffers alone exceed the memory limit.
+        SettingError: the model does not support these settings.
+    """
 
     def __init__(
         self,

@@ -16,7 +16,13 @@ from penstock.engine.schedule.step_time import ALONE_SECONDS, StepTime
 
 
 class StepPlanner:
-    """Updates all sequences and asks the scheduler for a plan. Engine thread only."""
+    """Updates all sequences and asks the scheduler for a plan. Engine thread only.
+
+    Args:
+        max_stall_ms: maximum milliseconds of prefill between two decode steps; 0 means no limit,
+            even if no sequence decodes.
+        whole_blocks: whether each block of a prompt must be computed in a single chunk.
+    """
 
     def __init__(
         self,
@@ -35,6 +41,8 @@ class StepPlanner:
         self._pressure = pressure
         time = StepTime(max_stall_ms / 1_000, prefill_rate, whole_blocks, ALONE_SECONDS)
         self.time = time if max_stall_ms else None
+        """Time limit of prefill in a step; None means no limit."""
+        """Time limit of prefill in a step; None means no limit."""
 
     def schedule(self, now_seconds: float) -> StepPlan[Sequence]:
         """Time out, preempt, restore and admit sequences; return the plan of the next step."""

@@ -31,7 +31,13 @@ MICROSECONDS = 1_000_000
 
 
 class Postprocessor:
-    """Commits, emits, requantizes and offloads. Engine thread only."""
+    """Commits, emits, requantizes and offloads. Engine thread only.
+
+    Args:
+        group: processes that run the same step on the other parts of the model.
+        prefill_rate: measured prefill speed, updated after each chunk.
+        ends: tokens that end an answer.
+    """
 
     def __init__(
         self,

@@ -38,9 +38,11 @@ class _Chunk:
     seconds: float
 
     def most_seconds(self, tokens: int, middle: float) -> float:
+        """Return an upper bound on the seconds of another chunk."""
         return self.seconds * max(1.0, tokens / self.tokens * max(1.0, middle / self.middle))
 
     def least_seconds(self, tokens: int, middle: float) -> float:
+        """Return a lower bound on the seconds of another chunk."""
         return self.seconds * min(1.0, tokens / self.tokens * min(1.0, middle / self.middle))
 
     def contradicts(self, other: _Chunk) -> bool:
@@ -50,6 +52,7 @@ class _Chunk:
         return not lower / TOLERANCE <= other.seconds <= upper * TOLERANCE
 
     def likely_seconds(self, tokens: int, middle: float) -> float:
+        """Estimate the seconds of another chunk, without a constant time per chunk."""
         return self.seconds * tokens / self.tokens * max(1.0, middle / self.middle)
 
 
@@ -64,6 +67,7 @@ class PrefillRate:
             self._note(_Chunk(chunk_tokens, chunk_tokens / 2, chunk_tokens * token_seconds.value))
 
     def prefilled(self, tokens: int, seconds: float, start: int = 0) -> None:
+        """Add the measured seconds of a chunk of `tokens` tokens at position `start`."""
         self._token_seconds.add(seconds / tokens)
         chunk = _Chunk(tokens, start + tokens / 2, seconds)
         known = list(self._chunks.items())
@@ -73,6 +77,7 @@ class PrefillRate:
         self._note(chunk)
 
     def prefill_seconds(self, tokens: int) -> float:
+        """Estimate the seconds to compute `tokens` prompt tokens."""
         return tokens * self._token_seconds.value
 
     def chunk_seconds(self, tokens: int, start: int) -> float:
@@ -132,14 +137,20 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 class ReadRate:
-    """Measured read rate of a store."""
+    """Measured read rate of a store. It reads no clock.
+
+    Args:
+        byte_seconds: running mean of the seconds per byte of the store's files.
+    """
 
     def __init__(self, byte_seconds: RunningMean) -> None:
         self._byte_seconds = byte_seconds
 
     def restored(self, nbytes: int, seconds: float) -> None:
+        """Add the measured seconds of a read of `nbytes`; reads of 0 bytes are ignored."""
         if nbytes:
             self._byte_seconds.add(seconds / nbytes)
 
     def seconds(self, nbytes: int) -> float:
+        """Estimate the seconds to read `nbytes`."""
         return nbytes * self._byte_seconds.value

@@ -34,7 +34,11 @@ def make_retentions(
     rule: QuantizationRule,
     tiers: TierGroup,
 ) -> tuple[Retention, ...]:
-    """Create the retentions that the model and the settings need; add further kinds here."""
+    """Create the retentions that the model and the settings need; add further kinds here.
+
+    Raises:
+        LedgerFull: there is no room for the buffers of a retention.
+    """
     return (
         *_windows(base, prefixes),
         *_states(base, prefixes),

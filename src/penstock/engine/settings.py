@@ -39,6 +39,10 @@ LONG_CHUNK_ROOM = 8 * 10**9
 def checked(settings: dict[str, Any], *, drafts: bool = False) -> EngineSettings:
     """Validate an engine's settings and fill in the defaults of this machine.
 
+    Args:
+        settings: settings by name; None means not set.
+        drafts: whether there is a draft model, which sets a default for `speculative_tokens`.
+
     Raises:
         SettingError: a value is out of range, or a name is unknown.
     """
@@ -75,7 +79,14 @@ def _takes_long_chunks(runner: Runner, room_bytes: int) -> bool:
 def fitting(
     limits: EngineSettings, runner: Runner, room_bytes: int, ranks: int = 1
 ) -> EngineSettings:
-    """Adapt the settings to the model and the ranks, or raise SettingError."""
+    """Adapt the settings to the model and the number of ranks.
+
+    Args:
+        room_bytes: bytes of the memory limit beside the weights, equal on all ranks.
+
+    Raises:
+        SettingError: the model or the ranks do not support a setting.
+    """
     if runner.divided and limits.kv_cache_skip_layers:
         raise SettingError(
             "kv_cache_skip_layers does not work with whole layers for each rank, which would "

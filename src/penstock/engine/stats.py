@@ -12,6 +12,8 @@ from penstock.tiers.worker import TierStats
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
+    """Durations of the last steps of one kind; 0 without steps."""
+
     count: int
     """Number of steps since the start."""
     median_seconds: float

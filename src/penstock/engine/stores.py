@@ -21,7 +21,16 @@ from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes, remembered_node
 def open_stores(
     base: Foundation, fingerprint: str, prefill_rate: PrefillRate
 ) -> tuple[KVStores, TierGroup]:
-    """Make the tree, and open the cold tiers. Raises LedgerFull or SettingError."""
+    """Make the tree, and open the cold tiers that the settings name.
+
+    Args:
+        model: its weights are read if a cold tier needs its name.
+        fingerprint: identity of everything but the tokens; empty to have it found.
+
+    Raises:
+        LedgerFull: there is no room for the empty index, or for blocks that are being written.
+        SettingError: a limit is too small for anything, or a URL names no store.
+    """
     limits, runner = base.limits, base.runner
     rule, fingerprint = identity(
         limits,

@@ -73,7 +73,12 @@ def chat_tokens(
     template_args: Mapping[str, Any],
     renderer: TemplateRenderer,
 ) -> list[int]:
-    """Encode a conversation with the model's chat template."""
+    """Encode a conversation with the model's chat template.
+
+    Raises:
+        SettingError: a message has an unknown role, or no content.
+        ModelError: there is no chat template, or it rejects the messages or does not terminate.
+    """
     _check_tokenizer(tokenizer)
     talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     return render(tokenizer, list(_checked(talk)), renderer=renderer, **template_args)
@@ -121,6 +126,11 @@ class Text(Iterator[str]):
         return self.handle.choices[0].finish
 
     def __next__(self) -> str:
+        """Return the next non-empty piece of text.
+
+        Raises:
+            PenstockError: the error of a failed answer.
+        """
         while not self.handle.done:
             event: Token | Finish = next(iter(self.handle))
             if isinstance(event, Finish) and event.error is not None:

@@ -67,7 +67,12 @@ class SpilledBytes:
 
 
 class EngineView:
-    """Read-only view of memory, cache and prefix matches. Not thread-safe: see `Engine.ask`."""
+    """Read-only view of memory, cache and prefix matches. Not thread-safe: see `Engine.ask`.
+
+    Args:
+        count_weights: counts the bytes of the model's weights.
+        decode: returns the text of tokens; empty without a tokenizer.
+    """
 
     def __init__(
         self,

@@ -49,7 +49,18 @@ class QuantizationRule:
         skip_layers: Collection[int] = (),
         least_tokens: int = 0,
     ) -> QuantizationRule:
-        """Return the rule of the settings, or raise SettingError."""
+        """Return the rule of the settings, or raise SettingError.
+
+        Args:
+            codec: name of a scheme, or None.
+            block_size: tokens per block, which is encoded as a whole.
+            first_tokens: number of leading tokens that stay raw, rounded up to whole blocks.
+            skip_layers: layers that stay raw.
+            least_tokens: shorter prompts stay raw as well.
+
+        Raises:
+            SettingError: a setting is invalid.
+        """
         for name, tokens in (
             ("kv_cache_min_quantize_tokens", least_tokens),
             ("kv_cache_raw_first_tokens", first_tokens),

@@ -19,6 +19,7 @@ from penstock.kv.states import Checkpoint
 
 _Value = TypeVar("_Value")
 _Codecs: TypeAlias = tuple[Codec | None, Codec | None]
+"""Codec of keys and codec of values; None is raw."""
 Layer: TypeAlias = tuple[Side, Side]
 
 
@@ -122,6 +123,9 @@ class Segment:
         A side is shared unchanged if it is already coded, if a value is too large for the codec's
         scales, or if it is in `raw_layers`. A spilled side is read from now on as the codec decodes
         it.
+
+        Raises:
+            ValueError: the number of tokens or the head size does not fit a codec.
         """
         codecs: list[_Codecs] = [
             (None, None) if number in raw_layers else (codecs_of.keys, codecs_of.values)

@@ -117,6 +117,7 @@ def stacked(sequences: Sequence[RecurrentState]) -> States:
 
 
 def blank(states: Sequence[LayerState]) -> States:
+    """Return zeros of the same shapes as states."""
     return tuple(
         tuple(None if array is None else mx.zeros_like(array) for array in state)
         for state in states

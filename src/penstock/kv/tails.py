@@ -24,6 +24,8 @@ PIECE_BUFFERS = 10
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
+    """KV shape of one token in one layer."""
+
     kv_heads: int
     key_dim: int
     value_dim: int
@@ -31,6 +33,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> LayerShape:
+        """Return the per-token shape of keys and values, (batch, kv_heads, tokens, dim) each."""
         return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
     @property
@@ -49,7 +52,12 @@ def piece_bytes(shapes: Sequence[LayerShape], lanes: int) -> int:
 
 
 class Tails:
-    """KV of up to `slots` sequences with `columns` tokens each, in all layers."""
+    """KV of up to `slots` sequences with `columns` tokens each, in all layers.
+
+    Not thread-safe: owned by the thread that runs the model. The columns that a step writes become
+    visible when its graph is evaluated. The caller tracks which columns are valid, so an abandoned
+    step has no effect.
+    """
 
     def __init__(
         self, slots: int, columns: int, shapes: Sequence[LayerShape], spare: int = 0
@@ -145,6 +153,7 @@ class Tails:
         self._values[layer] = _written(self._values[layer], slot, column, values)
 
     def read(self, layer: int, slots: mx.array, columns: int) -> tuple[mx.array, mx.array]:
+        """Return copies of the slots' first columns, (b, kv_heads, columns, dim)."""
         return self._keys[layer][slots, :, :columns], self._values[layer][slots, :, :columns]
 
     def layer(self, layer: int) -> tuple[mx.array, mx.array]:

@@ -122,6 +122,13 @@ def group_size_for(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
+    """Result of fitting a batch of bounded sequences in the memory left by the weights.
+
+    `largest_window_tokens` is the largest max_kv_size at which the batch fits; None if no
+    size is too large, because all layers have windows of their own.
+
+    """
+
     free_bytes: int
     sequence_bytes: int
     sequences: int

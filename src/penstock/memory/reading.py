@@ -27,7 +27,14 @@ def read_model_spec(
     files: Mapping[str, int] | None = None,
     float32: bool = False,
 ) -> ModelSpec:
-    """Return the memory-related specification of a model."""
+    """Return the memory-related specification of a model.
+
+    Args:
+        source: a model folder, a config.json, or its content. safetensors files next to the
+            config provide bytes and dtype.
+        files: bytes of the weights by dtype, if already known.
+        float32: whether the weights become float32 when loaded.
+    """
     outer, name, folder = _load_config(source)
     inner = outer.get("text_config")
     values = {**outer, **inner} if isinstance(inner, dict) else outer

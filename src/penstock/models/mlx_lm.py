@@ -150,7 +150,14 @@ def load_written(
     path: Path,
     name: str,
 ) -> Loaded:
-    """Load a model from another format than a folder."""
+    """Load a model from another format than a folder.
+
+    Args:
+        write: writes a folder for mlx-lm's loaders, without weights.
+        weights: names and arrays of the weights, evaluated one by one.
+        widening: decision about the dtype of the weights.
+        path: path of the model, for error messages.
+    """
     try:
         with TemporaryDirectory(prefix="penstock-") as written:
             folder = Path(written)
@@ -194,6 +201,9 @@ def load_part(
     Without `pipeline`, that is a part of the heads of every layer, and of the matrices between
     them. With it, or if the model's class has nothing else, it is whole layers. All processes of
     the group must load.
+
+    Raises:
+        ModelError: see `loading.load`; or mlx-lm cannot divide this model among the group.
     """
     source, ranks = checked_source(path_or_name), group.size()
     if pipeline and Path(source).is_dir() and not (Path(source) / INDEX).is_file():
@@ -311,6 +321,13 @@ def rendered_text(
     The text is that of mlx-lm's `apply_chat_template`. A transformers tokenizer class that renders
     by itself is trusted, and runs in this process.
 
+    Args:
+        messages: Messages in OpenAI's format, oldest first.
+        tools: Tools in OpenAI's format.
+        answer: Whether to end with the opening of the model's answer.
+        gone: Returns whether the text is no longer needed.
+        template_args: Arguments of the template; `chat_template` replaces it.
+
     Raises:
         TemplateRefusal: The template raises, or there is none.
         TemplateOverrun: The template does not end in time, or uses too much memory.
@@ -372,7 +389,18 @@ def render(
     renderer: TemplateRenderer | None = None,
     **template_args: Any,
 ) -> list[int]:
-    """Render a conversation with the model's chat template, and tokenize it."""
+    """Render a conversation with the model's chat template, and tokenize it.
+
+    Args:
+        messages: `role` and `content` of each message, oldest first.
+        answer: Whether to end with the opening of the model's answer.
+        renderer: Renderer to reuse; None starts a process for this conversation.
+        template_args: Arguments of the template; `chat_template` replaces it.
+
+    Raises:
+        ModelError: The model has no chat template, or its template refuses the messages, does not
+            end, or takes too much memory.
+    """
     if not (tokenizer.has_chat_template or "chat_template" in template_args):
         raise ModelError(
             "this model has no chat template; use penstock generate --raw, or Engine.generate"

@@ -26,7 +26,8 @@ class ModelFile(Protocol):
     def bytes_by_kind(self, *, float32: bool) -> Mapping[str, int]:
         """Return weight bytes by kind for `memory.read_model_spec`, as loaded or in float32."""
 
-    def packed_bytes(self) -> int | None: ...
+    def packed_bytes(self) -> int | None:
+        """Return the bytes of the weights if codes are multiplied directly; None without codes."""
 
     def codes_errors(self) -> dict[str, float]:
         """Return the relative error of codes without a counterpart in MLX, by format."""

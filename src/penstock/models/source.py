@@ -85,6 +85,7 @@ def _is_number(value: Any) -> bool:
 
 
 def find_file(source: str | Path, name: str) -> Path | None:
+    """Return a file in a model's folder or in the hub's cache; None if it is missing."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         file = folder / name

@@ -23,6 +23,7 @@ from penstock.models import template_child
 from penstock.plurals import counted
 
 CPU_SECONDS = 2
+"""CPU seconds allowed per rendering; real templates take milliseconds."""
 WALL_SECONDS = 60.0
 """Seconds after which a rendering counts as hung, if CPU time cannot be limited."""
 MEMORY_BYTES = 1 << 30
@@ -84,6 +85,10 @@ class TemplateRenderer:
         Args:
             gone: returns whether the text is no longer needed.
             program: file and name of a function to call instead of a template.
+
+        Raises:
+            TemplateRefusal: the template raises.
+            TemplateOverrun: the template does not end in time, or uses too much memory.
         """
         encoded = json.dumps(variables, default=str)
         max_characters = LEAST_TEXT + len(source) + TEXT_SHARE * len(encoded)
@@ -110,6 +115,7 @@ class TemplateRenderer:
     def _exchange(
         self, process: subprocess.Popen[bytes], line: bytes, gone: Callable[[], bool]
     ) -> bytes | None:
+        """Return the answer to a request; empty if the process ended, None if timed out or gone."""
         assert process.stdin is not None and process.stdout is not None
         until = time.monotonic() + WALL_SECONDS
         try:

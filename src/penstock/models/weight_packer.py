@@ -32,7 +32,8 @@ class WeightPacker(Protocol):
     def pack(self, model: nn.Module, *, exact: bool) -> None:
         """Replace quantized modules one by one; the rest of the model is in float32."""
 
-    def packing(self, module: nn.Module) -> Packing | None: ...
+    def packing(self, module: nn.Module) -> Packing | None:
+        """Return how a module multiplies by its codes; None if `pack` did not make it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class PackedParts:
 
     @classmethod
     def of(cls, model: nn.Module) -> PackedParts | None:
+        """Return those of a model; None if none of its modules is packed."""
         packer = weight_packer()
         modules: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
         by_kind: dict[str, Counter[str]] = {"layer": Counter(), "product": Counter()}
@@ -84,6 +86,7 @@ def can_pack() -> bool:
 
 
 def decision(model: nn.Module, choice: WeightsDtype, limit_bytes: int | None) -> Widening:
+    """Decide the dtype of the weights of a loaded model, none of which is evaluated."""
     native, wide = model_bytes(model)
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
     quantized = any("scales" in module for module in modules)
@@ -107,6 +110,11 @@ def _packed_bytes(model: nn.Module, wide_bytes: int) -> int | None:
 
 def pack(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None], *, exact: bool) -> None:
     """Replace quantized modules by ones that multiply codes directly; convert the rest to float32.
+
+    Args:
+        model: loaded lazily, or evaluated.
+        dense: see `widen`; used for modules whose codes cannot be multiplied directly.
+        exact: whether activations have 24 bits, not 16.
 
     Raises:
         ModelError: the plug-in is not installed.

@@ -38,6 +38,7 @@ class Widening:
     limit_bytes: int | None
     """Memory limit for everything, including weights; None if there is none."""
     packed_bytes: int | None = None
+    """Bytes of the packed weights; None if the weights, or this installation, cannot be packed."""
 
     @property
     def widens(self) -> bool:

@@ -80,6 +80,7 @@ class Beside(Generic[S]):
 
 
 def _shrunk(parts: Sequence[Yielding], nbytes: int) -> int:
+    """Shrink parts in order until `nbytes` are free; return the bytes freed."""
     freed = 0
     for part in parts:
         if freed < nbytes:

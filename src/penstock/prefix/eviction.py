@@ -33,6 +33,7 @@ class EvictionQueue:
         return self._queued.get(item)
 
     def offer(self, item: int, worth: float) -> None:
+        """Queue `item`, unless it is queued at this worth or less."""
         queued = self._queued.get(item)
         if queued is not None and queued <= worth:
             return

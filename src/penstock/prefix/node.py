@@ -97,6 +97,7 @@ class Node(Generic[S]):
 class NodeView:
     id: int
     parent: int | None
+    """Id of the parent; None below the root."""
     start: int
     end: int
     nbytes: int
@@ -104,6 +105,7 @@ class NodeView:
     pins: int
     hits: int
     idle_seconds: float
+    """Seconds since the last read, or since the insertion."""
     held_seconds: float
     tokens: tuple[int, ...]
     """The first `VIEW_TOKENS` tokens."""

@@ -265,6 +265,14 @@ class Prefixes(Generic[S]):
         which counts the segment, shrinks by exactly the bytes that the tree has taken over. Unless
         refused, the caller then drops the segment, and the bytes that `paid` still counts for it.
         A refusal changes and evicts nothing: the caller keeps and reads the blocks.
+
+        Args:
+            pin: pin of the sequence.
+            blocks_done: number of whole blocks of the path that the sequence reads.
+            block_hashes: hashes of the sequence's blocks, from its first one on.
+            tokens: tokens of the segment's blocks.
+            segment: KV of the blocks after the first `blocks_done`; not changed.
+            paid: reservation that already counts the segment's bytes.
         """
         values = as_tokens(tokens)
         blocks = self._blocks_of(segment, values, block_hashes, blocks_done, paid)

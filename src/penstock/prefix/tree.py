@@ -32,6 +32,13 @@ class PrefixTree(Generic[S]):
 
     The tree counts bytes but has no limit: the caller of `insert` makes room first by removing
     `victim()` repeatedly.
+
+    Args:
+        block_size: number of tokens per block.
+        policy: orders evictions, a `HalfLife` by default; not shared between trees.
+        max_merge_tokens: maximum tokens of a merged node,
+        max_merge_bytes: or its maximum bytes without checkpoints, if it is at most `LONGER` times
+            as long.
     """
 
     def __init__(
@@ -141,6 +148,7 @@ class PrefixTree(Generic[S]):
     # ---- acts
 
     def pin(self, node: Node[S] | None, now_seconds: float) -> Pin[S]:
+        """Pin a path, None for an empty one; counts a use of each of its nodes."""
         if node is not None:
             self._check_known(node)
         for above in upwards(node):

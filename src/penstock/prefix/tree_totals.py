@@ -25,6 +25,7 @@ class TreeTotals:
     """Number of partial blocks, by length in tokens."""
 
     def count(self, node: Node[S], sign: int = 1) -> None:
+        """Add or subtract a node, whose bytes must not change in between."""
         nbytes, index_bytes = node.segment.nbytes, node.index_bytes
         node.held_bytes = nbytes + index_bytes
         self.tokens += sign * len(node.tokens)

@@ -81,6 +81,7 @@ class _Allowance:
     filled: float
 
     def wait_seconds(self, now: float, least: float) -> float:
+        """Refill the bucket and return the seconds until it holds `least`."""
         rate = self.per_minute / MINUTE
         self.left = min(self.per_minute, self.left + (now - self.filled) * rate)
         self.filled = now
@@ -98,6 +99,8 @@ class _Account:
 
 
 class Access(Collector):
+    """API keys, their limits and counters; used by the event loop and the main thread only."""
+
     def __init__(
         self,
         api_key: str | None = None,

@@ -30,6 +30,8 @@ PATIENCE = 32
 
 @dataclass(slots=True)
 class _Times:
+    """Start of a request and latest token of each answer, in seconds of `time.monotonic`."""
+
     started: float = field(default_factory=time.monotonic)
     last: dict[int, float] = field(default_factory=dict)
 
@@ -89,6 +91,7 @@ class ActiveRequest:
 
     @property
     def progress(self) -> PromptProgress | None:
+        """Progress of all prompts together; None while they wait for admission."""
         return progress_of(self.handles)
 
     def usage(self) -> Usage:

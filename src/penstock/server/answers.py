@@ -51,6 +51,13 @@ class Delta:
 
 
 class Reader:
+    """Incremental parser of one answer; holds back text that may begin a tag.
+
+    Without `tools`, calls are plain text. `reasoning`: the prompt ends inside the model's
+    reasoning. Unless `parallel`, only the first call is kept.
+
+    """
+
     def __init__(
         self,
         form: AnswerFormat,

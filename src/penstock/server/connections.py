@@ -258,6 +258,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _refuse(self, status: int, why: str) -> None:
+        """Send an error and close, unless a response is being sent."""
         if self.transport.is_closing():
             return
         if self._answering or self.pipeline:

@@ -23,7 +23,9 @@ class EngineState(Protocol):
     @property
     def limits(self) -> EngineSettings: ...
     @property
-    def context_tokens(self) -> int | None: ...
+    def context_tokens(self) -> int | None:
+        """Context length of the model; None if its configuration has none."""
+
     @property
     def fitting_tokens(self) -> int: ...
     @property

@@ -62,7 +62,12 @@ class PromptMemory:
         return self._used_bytes
 
     def hold(self, client: str | None = None, *, relieves: bool = True) -> PromptHold:
-        """Return an empty hold."""
+        """Return an empty hold.
+
+        Args:
+            client: name of the key or address whose share the bytes are of; None for a cache.
+            relieves: whether it may evict cached answers and responses.
+        """
         return PromptHold(self, client, relieves=relieves)
 
     def check_fits(self, nbytes: int) -> None:
@@ -144,6 +149,7 @@ class PromptHold:
         """Bytes of tokens and scores, kept until the answer's end."""
 
     def resize(self, nbytes: int) -> None:
+        """Hold `nbytes`; TooLarge if they exceed the pool, Unavailable if too few are free."""
         self._memory._change(self._client, self.nbytes, nbytes, relieves=self._relieves)
         self.nbytes = nbytes
         self.most_bytes = max(self.most_bytes, nbytes)
@@ -172,6 +178,7 @@ class PromptHold:
         self.resize(min(self.nbytes, self.kept_bytes + self.token_bytes))
 
     def release(self) -> None:
+        """Free all bytes; after a large request, return memory to the system. Event loop only."""
         self.resize(0)
         if self.most_bytes >= GIVE_BACK_BYTES:
             self._memory.give_back_soon()

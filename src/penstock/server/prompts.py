@@ -65,6 +65,15 @@ class Prompts:
 
     Calls are serialized, as not all tokenizers are thread-safe; long texts are tokenized in
     pieces, with other calls in between. `Service.work` runs the methods in worker threads.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        keep_billing_header: whether to keep Claude Code's billing header in the prompt.
+        most_tokens: maximum prompt length; None means unlimited.
+        answers: store of answers whose tokens later prompts reuse.
+        tool_parser: name of the call format; None detects it from the template.
+        reasoning_parser: name of the reasoning marks; None detects them from the template.
+        refuses_tools: whether to reject tools if the template does not render them.
     """
 
     def __init__(

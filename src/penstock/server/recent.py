@@ -24,6 +24,7 @@ class Recent:
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Tokens generated per second after the first token; None until the request has ended."""
         if self.first_token_seconds is None or self.seconds is None:
             return None
         took = self.seconds - self.first_token_seconds

@@ -75,6 +75,7 @@ class Body:
         return await self.app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive, hold: PromptHold) -> bytes | None:
+        """Return the body, with its memory held; None if the client has disconnected."""
         length = Headers(scope=scope).get("content-length", "0")
         limit = self._settings.max_body_bytes
         if length.isdigit() and (len(length) > 18 or int(length) > limit):

@@ -68,6 +68,7 @@ class ResponseStore:
             self._forget(max(0, self.nbytes - nbytes))
 
     def _grow(self, nbytes: int) -> bool:
+        """Hold more bytes; return False if open requests hold them."""
         try:
             self._hold.resize(self.nbytes + nbytes)
         except ServerError:

@@ -233,6 +233,7 @@ class Service:
         self.workers.close()
 
     def wake_soon(self) -> None:
+        """Schedule waking the readers, unless already scheduled. Thread-safe."""
         if self._wakes or self._loop is None:
             return
         self._wakes = True

@@ -45,7 +45,16 @@ def error_event(path: str, problem: Problem) -> bytes:
 
 
 class Stream(EventSourceResponse):
-    """Response that streams events; when it ends, unfinished answers are cancelled."""
+    """Response that streams events; when it ends, unfinished answers are cancelled.
+
+    Args:
+        service: service whose settings apply.
+        answering: request to close at the end; None for a stream without one.
+        events: encoded events; if they raise, those of `failure` follow.
+        failure: returns the last events for an error.
+        headers: additional response headers.
+        ping: returns the keep-alive event, given the prompt's progress.
+    """
 
     def __init__(
         self,

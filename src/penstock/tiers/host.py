@@ -217,4 +217,5 @@ def _name(dtype: mx.Dtype) -> str:
 
 
 def _number(dtype: str) -> str:
+    """Return a NumPy dtype of the same size, as NumPy has no bfloat16."""
     return "uint16" if dtype == "bfloat16" else dtype

@@ -52,6 +52,7 @@ class Readers:
         """Whether the calls of the last `map` were fast."""
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Queue a call. Not thread-safe."""
         read_call = _ReadCall(call, arguments)
         self._put([read_call])
         return read_call.answer

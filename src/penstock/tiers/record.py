@@ -156,7 +156,8 @@ class Source(Protocol):
     @property
     def nbytes(self) -> int: ...
     def read(self, nbytes: int, offset: int) -> bytes: ...
-    def fill(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> None: ...
+    def fill(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> None:
+        """Read bytes from `offset` on into consecutive buffers; OSError on failure."""
 
 
 def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
@@ -244,6 +245,7 @@ class FileSource:
 
 
 def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
+    """Return the names of a file's arrays, which must be the targets, in order of their bytes."""
     fields = json.loads(head)
     del fields["__metadata__"]
     try:

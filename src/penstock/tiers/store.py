@@ -73,6 +73,7 @@ class Store(ABC):
 
     @property
     def nbytes(self) -> int:
+        """Bytes stored; 0 if unknown."""
         return 0
 
     def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
@@ -98,7 +99,8 @@ class Store(ABC):
     def _first(self, block_hashes: Sequence[bytes]) -> int: ...
 
     @abstractmethod
-    def _last(self, block_hashes: Sequence[bytes]) -> int: ...
+    def _last(self, block_hashes: Sequence[bytes]) -> int:
+        """Return the number of the last record that is present, counted from 1; 0 if none."""
 
     # ---- acts
 
@@ -142,7 +144,11 @@ class Store(ABC):
         """Read parts of a record's arrays, unverified. Raises like `_read_into`. Thread-safe."""
 
     def is_whole(self, key: bytes, read: Future[Any]) -> bool:
-        """Return whether a block was read; a damaged, missing or unreadable one is removed."""
+        """Return whether a block was read; a damaged or missing block is removed.
+
+        Raises:
+            OSError: the store fails; a block that the disk could not read is also removed.
+        """
         try:
             read.result()
         except (OSError, Damaged) as error:
@@ -203,7 +209,13 @@ class Store(ABC):
 
     @abstractmethod
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
-        """Read a record into buffers; return the size of its file. Thread-safe."""
+        """Read a record into buffers; return the size of its file. Thread-safe.
+
+        Raises:
+            Damaged: the file differs from the record written.
+            FileNotFoundError: the record is missing.
+            OSError: the store fails.
+        """
 
     @abstractmethod
     def _forget(self, block_hashes: Sequence[bytes]) -> None: ...

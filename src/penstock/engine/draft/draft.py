@@ -106,6 +106,7 @@ class Draft:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of running sequences; 0 while the draft itself is making room."""
         if self._asking:
             return 0
         return self.stores.prefixes.tree.pinned_bytes + sum(kv.reserved_bytes for kv in self.live)

@@ -356,6 +356,7 @@ class _DecodingTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _texts(self, size: int) -> Iterable[bytes]:
+        """Yield the bytes of each token in the middle of a text; empty if it has none."""
         decode = self._tokenizer.decode
         names = {token: name for name, token in self._tokenizer.get_vocab().items()}
         before = list(self._tokenizer.encode("a", add_special_tokens=False))

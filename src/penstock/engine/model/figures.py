@@ -28,6 +28,7 @@ class ModelFigures:
     """Sizes of a model's KV and states, and properties that limit their reuse."""
 
     shapes: tuple[LayerShape, ...]
+    """KV shape of one token, by layer."""
     heads: int = 1
     choice: ChoiceFigures = ChoiceFigures()
     """Selective attention of decode steps; by default all tokens are read."""
@@ -60,6 +61,7 @@ class ModelFigures:
 
     @property
     def index_token_bytes(self) -> int:
+        """Index bytes of one token's keys in all layers; 0 without selective attention."""
         return self.choice.index_token_bytes
 
     @property

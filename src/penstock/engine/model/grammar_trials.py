@@ -143,6 +143,7 @@ class GrammarTrials:
         return Verdict(result["error"], max(0, result["nbytes"]) + states_bytes)
 
     def _answer(self, line: str) -> dict[str, Any] | None:
+        """Return the subprocess's answer; None on timeout."""
         for _ in range(2):  # it may have been ended from outside since the last trial
             process = self._process = self._process or _started()
             assert process.stdin is not None and process.stdout is not None

@@ -84,7 +84,8 @@ class ProbedRunner(Protocol):
     ) -> tuple[mx.array, States]: ...
 
     def fresh_state(self) -> RecurrentState: ...
-    def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array: ...
+    def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
+        """Return the logits of the last tokens, (b, vocabulary)."""
 
 
 def weight_bytes(model: Any) -> int:
@@ -130,6 +131,10 @@ def try_model(runner: ProbedRunner, modules: tuple[str, ...]) -> tuple[Fitness, 
     """Find an attention path whose logits match those on mlx-lm's own caches.
 
     Returns the path and the vocabulary size. The runner stores the forms of KV and states.
+
+    Args:
+        runner: runs the model, with windows that drop nothing.
+        modules: patched modules of mlx-lm.
 
     Raises:
         ModelError: no path matches.

@@ -132,7 +132,8 @@ class BlockTree(Protocol):
     ledger: Ledger
     block_size: int
 
-    def make_room(self, nbytes: int) -> bool: ...
+    def make_room(self, nbytes: int) -> bool:
+        """Evict nodes until `nbytes` are free; False, evicting none, if that is impossible."""
 
 
 class ScoredBlocks:
@@ -140,6 +141,9 @@ class ScoredBlocks:
 
     The key includes the next token, because the last row of a block is its log-probability. Not
     thread-safe: owned by the engine's thread.
+
+    Args:
+        prefixes: prefix tree, which makes room, and takes these bytes back when memory is short.
     """
 
     def __init__(self, prefixes: BlockTree, limit_bytes: int) -> None:

@@ -22,6 +22,8 @@ __all__ = ["BehindReasoning", "ReasoningLimit"]
 
 
 class ReasoningLimit:
+    """Position of one answer in its reasoning; a `Rule`. Used only by the engine's thread."""
+
     def __init__(self, budget: ReasoningBudget) -> None:
         self._budget = budget
         self._inside = budget.inside

@@ -78,6 +78,12 @@ class DecodeOutput:
 class Runner:
     """Runs a model on cached spans, tails and states.
 
+    Args:
+        model: mlx-lm model, whose weights are evaluated here.
+        max_kv_size: maximum number of tokens that a sequence attends to, including the kept ones.
+        keep: number of leading tokens that are never dropped.
+        ranks: number of processes that share the model.
+
     Raises:
         ModelError: the model has unsupported layers, or computes different results on spans than on
             its own caches.
@@ -155,6 +161,7 @@ class Runner:
 
     @property
     def context_tokens(self) -> int | None:
+        """Context length of the model in tokens; None if unknown."""
         return positions(self.model)
 
     @property
@@ -222,6 +229,11 @@ class Runner:
         """Run a decode step over the new tokens of each row; nothing is evaluated yet.
 
         Evaluate the tails' buffers together with the output.
+
+        Args:
+            tokens: new tokens of each row, equally many; one unless `takes_several`.
+            rows: rows in the order of `in_order`, with free columns in their tails.
+            recurrent_states: states of the rows, if the model is recurrent.
         """
         tails.ready()
         if self.fitness.way == "joined":
@@ -397,6 +409,7 @@ class Runner:
         return RecurrentState(self.state_form.states(zeros))
 
     def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
+        """Return the logits of the last tokens, (b, vocabulary)."""
         logits: mx.array = self.model(mx.array(tokens), cache=caches)[:, -1]
         return logits
 

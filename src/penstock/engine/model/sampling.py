@@ -94,7 +94,17 @@ NO_RULE = NoRule()
 
 
 class TokenSampler:
-    """Sampler of one answer; owned by the thread that computes the logits."""
+    """Samples the tokens of one answer; owned by the thread that computes the logits.
+
+    Args:
+        sampling: sampling parameters; without a seed, one is drawn here. Choices of a request share
+            the seed of `Sampling.with_seed()`.
+        prompt_tokens: all tokens of the prompt, cached or not.
+        choice: index of the answer; part of the random key.
+        vocabulary_size: vocabulary of the model, to check `logit_bias` here; None to check it in
+            `choose`.
+        constraint: constraint of the answer; `accept` is called with each committed token.
+    """
 
     def __init__(
         self,
@@ -121,6 +131,10 @@ class TokenSampler:
         """Sample the token after `generated`, from logits (vocabulary,) of any float dtype.
 
         From call to call `generated` only grows, or is truncated.
+
+        Raises:
+            SettingError: `logit_bias` names a token beyond the logits.
+            PenstockError: no logit is finite.
         """
         draft = self._draft(logits, generated)
         mx.eval(draft.arrays)

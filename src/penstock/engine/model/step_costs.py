@@ -34,6 +34,7 @@ class _WidthTimes:
 
     @property
     def median_seconds(self) -> float | None:
+        """Median time; None if there are too few."""
         if self._median is None and len(self._seconds) >= LEAST_SAMPLES:
             self._median = median(self._seconds)
         return self._median

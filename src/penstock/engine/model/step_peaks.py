@@ -39,6 +39,7 @@ class StepPeaks:
     decode: int
     sample: int
     far: int
+    """Bytes of a chunk far into a prompt; 0 if it needs no more than the first."""
     far_tokens: int
     """Context length of that chunk in tokens."""
     token_seconds: float
@@ -47,7 +48,9 @@ class StepPeaks:
 
 
 class PeaksFile(Protocol):
-    def read(self) -> StepPeaks | None: ...
+    def read(self) -> StepPeaks | None:
+        """Return the peaks in it; None if there are none."""
+
     def write(self, peaks: StepPeaks) -> None: ...
 
 
@@ -57,7 +60,16 @@ def measured_once(
     measure: Callable[[], StepPeaks],
     open_file: Callable[[str], PeaksFile] | None = None,
 ) -> StepPeaks:
-    """Return the peaks measured before of a model of this form that ran in the same way."""
+    """Return the peaks measured before of a model of this form that ran in the same way.
+
+    Measure them otherwise.
+
+    Args:
+        model: mlx-lm model; its form is its settings and the shapes and dtypes of its weights.
+        run_as: everything else on which the peaks depend.
+        measure: runs the steps.
+        open_file: opens the file of other processes' peaks by their identity; None without one.
+    """
     key = (_form(model), run_as)
     if key not in _measured:
         file = None if open_file is None else open_file(repr(key))

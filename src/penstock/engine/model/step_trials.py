@@ -51,7 +51,15 @@ class MeasuredStep:
 
 
 class StepTrials:
-    """Runs steps within reserved bytes and limited time, starting with small ones."""
+    """Runs steps within reserved bytes and limited time, starting with small ones.
+
+    Args:
+        free: returns the bytes that could be reserved.
+        alone: whether this is the only process. Ranks wait for each other within a step, so
+            all must run the same steps.
+        seconds: maximum expected seconds of a step that is measured; see `trial_seconds`.
+        clock: clock of these seconds. Processor time does not depend on other processes.
+    """
 
     def __init__(
         self,
@@ -77,7 +85,16 @@ class StepTrials:
         beside: int = 0,
         scores: Callable[[int], int] = lambda size: 0,
     ) -> MeasuredStep:
-        """Measure a step of `size` tokens or rows, or the largest that the time allows."""
+        """Measure a step of `size` tokens or rows, or the largest that the time allows.
+
+        Args:
+            unit_bytes: approximate bytes per token or row.
+            beside: constant bytes of every step, excluded from the result.
+            scores: bytes that do not grow linearly, by size; 0 by default.
+
+        Raises:
+            LedgerFull, NeverFits: no memory for the next larger step.
+        """
         if not self._alone:
             taken, seconds = peak_of(lambda: run(size), float("inf"), RANK_ROUNDS)
             return MeasuredStep(size, max(0, taken - beside), seconds)

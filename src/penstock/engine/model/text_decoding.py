@@ -64,4 +64,5 @@ class TextDecoding(TokensOnly):
 
 
 def text_of(tokenizer: Any) -> TokensOnly:
+    """Return the text decoding for mlx-lm's tokenizer wrapper; None gives tokens only."""
     return TokensOnly() if tokenizer is None else TextDecoding(tokenizer)

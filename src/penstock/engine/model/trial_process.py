@@ -71,6 +71,7 @@ def _forked(
 
 
 def _limit(seconds: float, nbytes: int) -> None:
+    """Limit this process to `seconds` of processor time and `nbytes` more memory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -356,10 +356,12 @@ class _Slice(NamedTuple):
     part: ArrayPart
     places: list[int]
     checksums: list[int]
+    """Checksums of the blocks; none to take these unchecked."""
     raw: RawBlocks
     rows: NDArray[np.int64]
 
     def takes(self, data: RawBlocks) -> bool:
+        """Copy bytes to their rows if their checksums are right; else return False."""
         blocks = data.reshape(len(self.rows), -1)
         if (
             self.checksums

@@ -76,7 +76,16 @@ class Restore:
 
 
 class EngineTier:
-    """One of an engine's cold tiers. Not thread-safe: the engine's thread."""
+    """One of an engine's cold tiers. Not thread-safe: the engine's thread.
+
+    Args:
+        open_tier: opens the tier, given the maximum bytes queued for writing.
+        in_place: whether files can be read into MLX's arrays.
+        state_form: format of the recurrent layers' states; without arrays if the model has none.
+        buffer_bytes: memory of the store itself, besides blocks being written.
+        queue_records: copied records that may wait to be written.
+        group: the ranks of the engine; an answer of a tier counts when all have it.
+    """
 
     def __init__(
         self,

@@ -60,6 +60,7 @@ class Command:
     name: str
     arguments: dict[str, Any]
     now: float
+    """Time of the command on rank 0's clock, in seconds."""
 
 
 class ProcessGroup:
@@ -278,6 +279,7 @@ class RankGroup(ProcessGroup):
         return heads, text
 
     def _gather(self, local: bytes) -> Any:
+        """Return the bytes of every rank, (ranks, bytes); all send as many."""
         row = mx.array(np.frombuffer(local, np.uint8))[None]
         return np.array(mx.distributed.all_gather(row, group=self.group))
 

@@ -37,7 +37,14 @@ ANY = "0.0.0.0"
 
 
 class Watch:
-    """The heartbeats of one rank. Use it in a `with` block, which closes it."""
+    """The heartbeats of one rank. Use it in a `with` block, which closes it.
+
+    Args:
+        ranks: the group. All its ranks create their `Watch` together, to exchange a key.
+        gone: called once, in the watch's thread, with one line that names the lost rank. It should
+            end the process, as its other threads may never come back.
+        silent_seconds: silence after which a rank counts as lost.
+    """
 
     def __init__(
         self,

@@ -13,6 +13,13 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class KeyIndexing(Retention):
+    """Indexes the keys of segments. Not thread-safe: owned by the engine's thread.
+
+    Args:
+        token_bytes: index bytes of one token in all layers.
+
+    """
+
     def __init__(
         self, index: KeyIndex, prefixes: Prefixes[Segment], token_bytes: int, ops: AttentionOps
     ) -> None:

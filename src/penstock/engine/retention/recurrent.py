@@ -12,7 +12,12 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class RecurrentStates(Retention):
-    """Captures and evicts checkpoints of a tree."""
+    """Captures and evicts checkpoints of a tree. Not thread-safe: owned by the engine's thread.
+
+    Args:
+        state_bytes: bytes of one sequence's states.
+        spacing_tokens: distance between two checkpoints kept near the end of a path.
+    """
 
     def __init__(
         self, prefixes: Prefixes[Segment], state_bytes: int, *, spacing_tokens: int
@@ -27,9 +32,11 @@ class RecurrentStates(Retention):
         return True
 
     def resume(self, path: Path, limit: int) -> int:
+        """Return the position of the deepest checkpoint of a path, up to a limit; 0 without one."""
         return marks.resume(path, limit)[0]
 
     def state(self, path: Path, position: int) -> RecurrentState | None:
+        """Return the states at a position returned by `resume`; None at position 0."""
         return marks.resume(path, position)[1]
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:

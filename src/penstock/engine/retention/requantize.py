@@ -38,7 +38,12 @@ from penstock.prefix.prefixes import Prefixes
 
 
 class Requantizer(Retention):
-    """Quantizes nodes by a rule."""
+    """Quantizes nodes by a rule. Not thread-safe: owned by the engine's thread.
+
+    Raises:
+        LedgerFull: no memory for the codes being computed.
+        SettingError: the scheme does not support this model's head size or its joined KV.
+    """
 
     def __init__(
         self,
@@ -95,14 +100,30 @@ class Requantizer(Retention):
         self._looked = False
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return a whole block as later tokens attend to it: coded with `active`."""
+        """Return a whole block in the form that later tokens attend to: coded with `active`.
+
+        Args:
+            segment: the block in full precision; not changed.
+
+        Raises:
+            MemoryError, RuntimeError: MLX is out of memory.
+        """
         if not self.active or start < self._first:
             return segment
         # An index is that of the codes, as it is where they were read from a tier.
         return replace(self.rule.encoded(segment, self._ops), index=())
 
     def exchange_one(self, awaited: Iterable[Path]) -> Node[Segment] | None:
-        """Encode one node and return it; None if none is due, or memory cannot hold both forms."""
+        """Encode one node and return it; None if no node is due.
+
+        Also None if memory cannot hold both forms; the next step tries again.
+
+        Args:
+            awaited: paths of preempted sequences, which will read them again.
+
+        Raises:
+            MemoryError, RuntimeError: MLX is out of memory; the node is unchanged.
+        """
         if not self._looked:
             self._look(awaited)
         while self._due:

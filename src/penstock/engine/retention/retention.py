@@ -18,7 +18,9 @@ PathReader: TypeAlias = tuple[Path, int]
 
 class RunningPath(Protocol):
     @property
-    def pin(self) -> Pin[Segment] | None: ...
+    def pin(self) -> Pin[Segment] | None:
+        """Pinned path; None without one."""
+
     @property
     def num_cached_tokens(self) -> int: ...
     @property
@@ -85,7 +87,14 @@ class Retention:
         """Prepare a path that a sequence starts to read."""
 
     def check(self, path: Path, read: int, position: int) -> None:
-        """Raise AssertionError if a path lacks state of a sequence that reads `read` tokens."""
+        """Check that a path has the state that a sequence needs.
+
+        Args:
+            read: number of leading tokens that it reads.
+
+        Raises:
+            AssertionError: state is missing.
+        """
 
     # ---- new tokens
 
@@ -94,7 +103,11 @@ class Retention:
         return segment
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return whole blocks in the form that later tokens attend to."""
+        """Return whole blocks in the form that later tokens attend to.
+
+        Raises:
+            MemoryError, RuntimeError: MLX is out of memory.
+        """
         return segment
 
     def completed(self, segment: Segment, state: RecurrentState) -> tuple[Segment, RecurrentState]:
@@ -132,7 +145,14 @@ class Retention:
     # ---- between two steps
 
     def exchange_one(self, awaited: Iterable[Path]) -> Node[Segment] | None:
-        """Convert one node to another format, such as codes, and return it; None if none is due."""
+        """Convert one node to another format, such as codes, and return it; None if none is due.
+
+        Args:
+            awaited: paths of preempted sequences, which will be read again.
+
+        Raises:
+            MemoryError, RuntimeError: MLX found no room; the node stays as it is.
+        """
         return None
 
     def spill(self, readers: Iterable[RunningPath], *, wait: bool = False) -> None:

@@ -42,7 +42,11 @@ RETAIN_FROM = 64
 
 
 class Spilling(Retention):
-    """Spills nodes to cold tiers, but the last `active_tokens` of a sequence."""
+    """Spills nodes to cold tiers. Not thread-safe: owned by the engine's thread.
+
+    Args:
+        active_tokens: number of last tokens of a sequence that stay in memory.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Spilling(Retention):
 
     @property
     def nbytes(self) -> int:
+        """Bytes set aside; see `ColdBlocks`."""
         return self.blocks.nbytes
 
     @property
@@ -279,6 +284,7 @@ def _equal_blocks(
 
 
 def _spilled_side(segment: Segment) -> Coded | None:
+    """Return the first spilled side of a segment; None if there is none."""
     sides = (keys for keys, _ in segment.layers)
     return next(
         (side for side in sides if isinstance(side, Coded) and isinstance(side.codec, Spilled)),

@@ -36,7 +36,16 @@ Droppable = dict[int, dict[int, int]]
 
 
 class Windows(Retention):
-    """Drops and refills KV of sliding-window layers."""
+    """Drops and refills KV of sliding-window layers. Not thread-safe: owned by the engine's thread.
+
+    Args:
+        windows: window of each layer, from `windows_of`; not empty.
+        marks_prompts: whether the ends of prompts are retained; with recurrent layers, checkpoints
+            mark the ends of turns instead.
+
+    Raises:
+        LedgerFull: no memory for the copy of one layer's window.
+    """
 
     def __init__(
         self,
@@ -78,7 +87,14 @@ class Windows(Retention):
         return self.resume(node.path(), node.end) <= node.start
 
     def check(self, path: Path, read: int, position: int) -> None:
-        """Raise AssertionError if a layer lacks a token that a sequence sees."""
+        """Check that every layer has the tokens that a sequence sees.
+
+        Args:
+            read: number of leading tokens that it reads.
+
+        Raises:
+            AssertionError: a layer lacks a token.
+        """
         for node in path:
             for layer, gone in enumerate(node.segment.missing):
                 sees = position - self.windows.get(layer, position + 1) + 1
@@ -141,6 +157,9 @@ class Windows(Retention):
 
         Drops from the least recently used nodes first, and before the ends of turns as long as that
         frees enough.
+
+        Args:
+            waiting: ids of nodes with blocks still to be written, which come last.
 
         Returns:
             Bytes freed; less than `nbytes` if nothing is left to drop.
@@ -307,6 +326,7 @@ class WindowRelief:
         self._waiting = waiting
 
     def relieve(self, nbytes: int) -> int:
+        """Drop KV that no sequence can resume from, until `nbytes` are free; see `Windows`."""
         return self._windows.relieve(nbytes, self._readers(), self._waiting())
 
     @property

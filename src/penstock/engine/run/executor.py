@@ -43,6 +43,7 @@ class DecodePass:
     choices: list[list[SampledToken] | Exception]
     """Sampled tokens of each sequence, at least one, or an error."""
     states: list[RecurrentState | None]
+    """Recurrent states of each sequence after its tokens; None without recurrent layers."""
     error: Exception | None = None
 
 
@@ -70,7 +71,13 @@ StepOutput: TypeAlias = Iterator[DecodePass | PrefillPass]
 
 
 class ModelExecutor:
-    """Runs the model over the engine's sequences."""
+    """Runs the model over the engine's sequences. Not thread-safe: owned by the engine's thread.
+
+    Args:
+        stores: KV stores; cold nodes are evicted when MLX runs out of memory.
+        group: processes that run the same passes over the other shards of the model.
+        logits_tokens: maximum number of prompt tokens whose logits are computed together.
+    """
 
     def __init__(
         self,

@@ -35,7 +35,14 @@ DOUBLINGS = 3
 def check_largest_steps(
     ledger: Ledger, limits: EngineSettings, runner: Runner, group: ProcessGroup, columns: int
 ) -> None:
-    """Raise StepTooLarge if a batch or chunk cannot fit; default sizes are not checked."""
+    """Raise if a batch or chunk cannot fit beside the weights; default sizes are not checked.
+
+    Args:
+        group: ranks; the one that needs most memory counts.
+
+    Raises:
+        StepTooLarge: a step cannot fit; the error has the bytes needed.
+    """
     free, reserve = ledger.free_bytes, partial(ledger.reserve, Kind.BUFFERS)
     sequences, tokens = limits.max_batch_size, limits.step_tokens
     if sequences > MAX_BATCH_SIZE:

@@ -66,6 +66,13 @@ def step_peaks(
     They run once, unless an engine with the same limits was made on a model of this form before,
     in this process or, where measuring takes long, in another one.
     The tails may have allocated their memory afterwards.
+
+    Args:
+        reserve: reserves the expected bytes of a step before it runs.
+        free: returns the bytes that could be reserved.
+
+    Raises:
+        LedgerFull, NeverFits: no memory for a step, or for a smaller one to extrapolate from.
     """
     run_as = (
         *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),

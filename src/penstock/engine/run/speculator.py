@@ -36,7 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 class Speculator:
-    """Proposes tokens for an engine's sequences, at most `limit` each."""
+    """Proposes tokens for an engine's sequences. Not thread-safe: owned by the engine's thread.
+
+    Args:
+        stores: KV stores; proposals end with tails and blocks.
+        limit: maximum proposed tokens per sequence and step; 0 for none.
+    """
 
     def __init__(self, stores: KVStores, limit: int, draft: Draft | NoDraft) -> None:
         self.max_tokens = limit
@@ -77,7 +82,11 @@ class Speculator:
         accepted: Items[int | None],
         seconds: float,
     ) -> None:
-        """Record the accepted tokens (None for a failed row) and the time of a step."""
+        """Record the accepted tokens and the time of a step.
+
+        Args:
+            accepted: number of accepted tokens of each; None for a failed row.
+        """
         if not self.max_tokens:
             return
         try:

@@ -277,7 +277,15 @@ class Admission:
         return True
 
     def _take(self, sequence: Sequence, block_hashes: list[bytes] | None = None) -> bool:
-        """Attach the cached path and reserve bytes; False, unchanged, if out of memory."""
+        """Attach the cached path and reserve bytes for the next tokens.
+
+        Args:
+            sequence: a sequence without a place.
+            block_hashes: blocks to look up; None for all.
+
+        Returns:
+            False, with nothing changed, if out of memory.
+        """
         # Pinned from now on: the path is not evicted to make room for the rest.
         sequence.kv.attach(block_hashes)
         has_room = self._budget.has_room(sequence, self._scheduler.placed())

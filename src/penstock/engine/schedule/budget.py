@@ -49,17 +49,22 @@ class KVTree(BlockTree, Protocol):
 
 class ReservedKV(Protocol):
     reservation: Reservation | None
+    """Bytes of KV outside the tree, computed or still to compute; None without a place."""
 
     @property
-    def pin(self) -> Pin[Segment] | None: ...
+    def pin(self) -> Pin[Segment] | None:
+        """Pinned path in the prefix tree; None without one."""
+
     @property
     def num_cached_tokens(self) -> int: ...
     @property
-    def prompt_logprobs(self) -> PromptLogprobs | None: ...
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Log-probabilities of the prompt's tokens; None if not requested."""
 
 
 class Admissible(Protocol):
     step_reservation: Reservation | None
+    """Bytes that the sequence adds to a step's buffers; None without a place."""
     reserved_tokens: int
 
     @property
@@ -87,7 +92,15 @@ class FixedReservations:
 
 
 class MemoryBudget:
-    """Memory of an engine and its sequences. Not thread-safe: owned by the engine's thread."""
+    """Memory of an engine and its sequences. Not thread-safe: owned by the engine's thread.
+
+    Args:
+        prefixes: prefix tree, whose unpinned nodes are evicted to make room for sequences.
+        copying: components that set bytes aside for copies: blocks being written or encoded, and
+            windows.
+        token_bytes: bytes of one token's KV in all layers, key index included.
+        draft_bytes: bytes of the draft model before it reads any tokens.
+    """
 
     def __init__(
         self,

@@ -53,6 +53,7 @@ class KVStores:
     """Function from block size to the number of tokens merged into one segment."""
 
     def of(self, kind: type[_R]) -> _R | None:
+        """Return the retention of a kind; None if the engine has none."""
         return next(iter(self.all_of(kind)), None)
 
     def all_of(self, kind: type[_R]) -> list[_R]:
@@ -126,7 +127,14 @@ class KVStores:
     def explain(
         self, tokens: Items[int], block_hashes: Items[bytes], salt: str = ""
     ) -> tuple[int | None, str]:
-        """Return where a prompt could resume, None for the end of the cache, and the reason."""
+        """Return the position at which a prompt could resume, and the reason why it is no later.
+
+        The position is None if it is the end of the cached tokens, apart from the prompt's last
+        token.
+
+        Args:
+            block_hashes: hashes of its whole blocks.
+        """
         match = self.prefixes.match(block_hashes)
         cached = min(match.tokens, max(0, len(tokens) - 1))
         readable = min(cached, self.readable_tokens(len(tokens)))
@@ -180,6 +188,7 @@ class KVStores:
         return segment, state
 
     def ended(self, segment: Segment, state: RecurrentState | None) -> Segment | None:
+        """Return the end of a sequence in a form that can be resumed; None if impossible."""
         end: Segment | None = segment
         for part in self.retentions:
             end = None if end is None else part.ended(end, state)

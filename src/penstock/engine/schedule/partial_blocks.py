@@ -48,7 +48,13 @@ class PartialBlock:
     def find(
         self, match: Match[Segment], root: bytes, tokens: Sequence[int]
     ) -> tuple[KVSpan, RecurrentState | None] | None:
-        """Return the leaf that continues a match, and the states at its end; None without one."""
+        """Return the leaf that continues a match, and the states at its end; None without one.
+
+        Args:
+            match: match of the sequence's whole blocks.
+            root: hash of the last matched block, or the root hash.
+            tokens: tokens after the match that may be read from the cache.
+        """
         leaf = self._stores.prefixes.find_partial(match, root, tokens) if self.enabled else None
         if leaf is None:
             return None
@@ -82,7 +88,15 @@ class PartialBlock:
         recurrent_state: RecurrentState | None,
         paid: Reservation,
     ) -> None:
-        """Cache the end of a sequence as a leaf, in place of the previous one, if memory allows."""
+        """Cache the end of a sequence as a leaf, if memory allows; it replaces the previous leaf.
+
+        Args:
+            start: position of the partial block.
+            root: hash of the block before it, or the root hash.
+            segment: their KV, in buffers of its own.
+            recurrent_state: states after the tokens; None without recurrent layers.
+            paid: reservation that includes the segment.
+        """
         prefixes, blocks_done = self._stores.prefixes, start // self._stores.block_size
         end = self._stores.ended(segment, recurrent_state)
         if end is None:

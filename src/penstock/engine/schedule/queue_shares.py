@@ -30,7 +30,14 @@ class QueueShares:
     def to_displace(
         self, client: str | int, added: int, requests: Mapping[Path, int]
     ) -> list[Path]:
-        """Return the requests to displace so that another can be queued; QueueFull if too few."""
+        """Return the requests to displace so that a request of a client can be queued.
+
+        Args:
+            requests: requests that may be displaced, with their sizes, latest last.
+
+        Raises:
+            QueueFull: displacing them would not make enough room.
+        """
         waiting, displaced = self.waiting.copy(), []
         waiting[client] += added
         latest = list(requests.items())[::-1]

@@ -29,7 +29,13 @@ ASK_SECONDS = 0.5
 
 
 class Restoring:
-    """Reads blocks from cold tiers for sequences."""
+    """Reads blocks from cold tiers for sequences. Not thread-safe: owned by the engine's thread.
+
+    Args:
+        prefixes: prefix tree that takes the restored blocks.
+        budget: reserves bytes for tokens that are computed after all.
+        clock: time in seconds, for deadlines.
+    """
 
     def __init__(
         self,

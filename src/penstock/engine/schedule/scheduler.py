@@ -80,15 +80,19 @@ def next_state(state: State, event: Event) -> State:
 
 class SchedulerSequence(Sharer, Protocol):
     state: State
+    """State, written only by the scheduler; WAITING when the sequence is added."""
 
     @property
     def priority(self) -> int: ...
     @property
-    def deadline_seconds(self) -> float | None: ...
+    def deadline_seconds(self) -> float | None:
+        """Deadline in seconds on the caller's clock; None for no limit."""
+
     @property
     def position(self) -> int: ...
     @property
-    def next_block_hash(self) -> bytes | None: ...
+    def next_block_hash(self) -> bytes | None:
+        """Hash of the block at which the next chunk starts; None if it cannot be shared."""
 
 
 T = TypeVar("T", bound=SchedulerSequence)
@@ -263,6 +267,9 @@ class Scheduler(Generic[T]):
 
         They belong to clients with more waiting sequences, and have not begun.
 
+        Args:
+            owners: client, salt and request of the new request.
+
         Raises:
             QueueFull: displacing them would not make enough room.
         """
@@ -292,7 +299,12 @@ class Scheduler(Generic[T]):
     # ---- acts
 
     def add(self, *sequences: T) -> None:
-        """Queue new sequences: all or none."""
+        """Queue new sequences: all or none.
+
+        Raises:
+            QueueFull: more than `max_queue` would wait for their first place.
+            ValueError: a sequence is already known, or has a negative count.
+        """
         new: set[int] = set()
         for sequence in sequences:
             known = sequence.id in new or sequence.id in self._sequences
@@ -309,7 +321,16 @@ class Scheduler(Generic[T]):
             self._enter(sequence)
 
     def act(self, sequence: T, event: Event) -> State:
-        """Apply `event` to a sequence, and return its new state."""
+        """Apply `event` to a sequence, and return its new state.
+
+        Admit a sequence without tokens to prefill like any other, then apply "prefilled" at once. A
+        finished sequence is forgotten.
+
+        Raises:
+            UnknownSequence: the sequence was never added, or is finished.
+            ValueError: the event is not allowed in this state, or "admit" without a free place, or
+                "prefilled" with tokens left to prefill. Nothing is changed.
+        """
         if self._sequences.get(sequence.id) is not sequence:
             raise UnknownSequence(sequence.id, len(self._sequences))
         state = next_state(sequence.state, event)
@@ -340,6 +361,10 @@ class Scheduler(Generic[T]):
         the first is prefilled; the others find the block in the tree afterwards, as do sequences
         whose next block is being restored. At most `budget_tokens` are prefilled in total, and at
         least one if any can be.
+
+        Args:
+            time: time limit for prefill; None for no limit beyond `budget_tokens`. A block is
+                prefilled even if not one token fits into the time.
         """
         self._note_progress()
         placed = self.placed()

@@ -43,7 +43,9 @@ class Sequence:
     """Client, salt and request that it belongs to."""
     priority: int
     deadline_seconds: float | None
+    """Latest end of the answer, in seconds on the engine's clock; None for no limit."""
     state: State = State.WAITING
+    """State, written only by the scheduler."""
     served_tokens: int = 0
     """Number of tokens that the model has prefilled for it."""
     cached_tokens: int = 0
@@ -66,6 +68,7 @@ class Sequence:
     """KV in the draft model; None if nothing was drafted."""
     step_reservation: Reservation | None = None
     reserved_tokens: int = 0
+    """Number of tokens whose bytes are reserved; set by the memory budget."""
     read_again: bool = False
     """Whether its last pass recomputed generated tokens as part of a prefill."""
     stuck: bool = False

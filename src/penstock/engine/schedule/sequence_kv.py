@@ -34,6 +34,14 @@ class SequenceKV:
     The KV of a sequence consists of three consecutive parts: the first `num_cached_tokens` of the
     pinned path, its `own_spans`, and `tail` columns of its slot in the pool. The last two are
     freed when the sequence leaves the batch.
+
+    Args:
+        tokens: prompt and generated tokens; the caller appends to it.
+        block_hashes: hashes of the whole blocks of `tokens` that may be shared.
+        hold_tokens: number of leading tokens to evict last for a while; 0 for none.
+        hold_seconds: duration of the hold.
+        transient: whether to evict its blocks at the end, and write them to tiers only to spill.
+        prompt_logprobs: log-probabilities of the prompt to fill in; None if not requested.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class SequenceKV:
 
     @property
     def node(self) -> Node[Segment] | None:
+        """Deepest node of the path; None without one."""
         return None if self.pin is None else self.pin.node
 
     @property
@@ -156,6 +165,7 @@ class SequenceKV:
         return bool(self.own_spans) and not self.resumed_tokens
 
     def block_hash_at(self, position: int) -> bytes | None:
+        """Return the hash of the block at a position; None if the block cannot be shared."""
         blocks = position // self._size
         if self._diverged or blocks >= len(self.block_hashes):
             return None
@@ -184,6 +194,9 @@ class SequenceKV:
 
         The path is read up to the last position at which every layer can resume. A partial block
         after it becomes an own span.
+
+        Args:
+            block_hashes: blocks to look up; None for all.
         """
         stores = self._stores
         match = stores.prefixes.match(self.block_hashes if block_hashes is None else block_hashes)
@@ -264,6 +277,12 @@ class SequenceKV:
         """Make the first `accepted` of the `written` columns after the tail visible.
 
         The rejected columns are overwritten by the next step.
+
+        Args:
+            written: number of columns that the step wrote.
+            accepted: number of accepted tokens, at most `written`.
+            recurrent_state: states after the accepted tokens; None if unknown or without recurrent
+                layers.
         """
         if not 0 <= accepted <= written:
             raise ValueError(f"{accepted} tokens accepted of {written} written")
@@ -278,7 +297,12 @@ class SequenceKV:
                 self._fold()
 
     def append_chunk(self, segment: Segment, states: States | None = None) -> None:
-        """Append a prefilled chunk: commit whole blocks, keep the rest as a partial block."""
+        """Append a prefilled chunk: commit its whole blocks, and keep the rest as a partial block.
+
+        Args:
+            segment: KV of the tokens from `position` on.
+            states: states after them; None without recurrent layers.
+        """
         if states is not None:
             self.recurrent_state = RecurrentState(states, exclusive=True)
         self._place_chunk(segment)

@@ -17,9 +17,15 @@ ALONE_SECONDS = 1.0
 
 
 class ChunkSpeed(Protocol):
-    def chunk_seconds(self, tokens: int, start: int) -> float: ...
-    def tokens_within(self, seconds: float, start: int, max_tokens: int) -> int: ...
-    def tokens_to_try(self, seconds: float, start: int, max_tokens: int) -> int: ...
+    def chunk_seconds(self, tokens: int, start: int) -> float:
+        """Return the maximum seconds that a chunk takes."""
+
+    def tokens_within(self, seconds: float, start: int, max_tokens: int) -> int:
+        """Return the longest chunk, up to `max_tokens` tokens, known to take at most `seconds`."""
+
+    def tokens_to_try(self, seconds: float, start: int, max_tokens: int) -> int:
+        """Return the longest chunk, up to `max_tokens`, that might take at most `seconds`."""
+
     def tokens_worth(self, start: int) -> int: ...
 
 

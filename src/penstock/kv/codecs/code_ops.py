@@ -18,6 +18,7 @@ class CodeOps:
     lanes: int = 1
 
     def lane(self, number: int | None) -> AbstractContextManager[None]:
+        """Run the computations of a `with` block on a lane, by index; None for no lane."""
         return nullcontext()
 
     def settle(self, number: int) -> None:

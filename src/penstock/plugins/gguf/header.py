@@ -72,6 +72,8 @@ FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
+    """Location, shape and format of one tensor."""
+
     name: str
     shape: tuple[int, ...]
     """Rows first, as in MLX; reversed compared with the file."""
@@ -126,7 +128,11 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def read_header(path: str | Path) -> Header:
-    """Read the header of a GGUF file, or of all parts starting with `NAME-00001-of-0000N.gguf`."""
+    """Read the header of a GGUF file, or of all parts starting with `NAME-00001-of-0000N.gguf`.
+
+    Raises:
+        ModelError: not a GGUF file, a missing part, an unknown format, or a damaged header.
+    """
     first = Path(path).expanduser()
     files = _parts(first)
     headers = [_read_file(file) for file in files]

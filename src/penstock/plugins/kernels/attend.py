@@ -82,6 +82,7 @@ class DeviceKernels:
 @dataclass(frozen=True, slots=True)
 class LayerStep:
     queries: mx.array
+    """Queries of the model, (b, heads, width, d)."""
     reading: StepReading
     layout: AttentionPlan
     layer: int
@@ -93,6 +94,7 @@ class LayerStep:
 
 
 def device_kernels(device: AttentionBackend) -> KernelAttention | None:
+    """Return the kernels for a backend's device; None without any."""
     if not isinstance(device, GPUBackend):
         return None
     call, language = device.call_kernel, device.kernel_language

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def layer_forms(runner: Runner) -> list[AttentionForm]:
+    """Return the attention shapes of the layers that read KV in place."""
     if runner.fitness.way != "shared" or runner.layout.compresses:
         return []
     forms = (

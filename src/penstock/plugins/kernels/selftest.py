@@ -50,6 +50,8 @@ SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Timing:
+    """Milliseconds per layer of attention, by way; without the ways that failed."""
+
     layer: AttentionForm
     situation: Situation
     milliseconds: dict[AttentionWay, float]
@@ -69,6 +71,7 @@ class WayChoice:
     ways: Ways
     timings: list[Timing] = field(default_factory=list)
     why_off: str | None = None
+    """Reason why kernels are off; None if they are on."""
     unread: list[str] = field(default_factory=list)
     """Layers and codecs that no kernel supports, if others are supported."""
     is_cut_short: bool = False

@@ -120,6 +120,7 @@ class SpanForm:
     keys: SideForm
     values: SideForm
     dtype: mx.Dtype
+    """Dtype of raw values."""
 
     @property
     def arrays(self) -> int:

@@ -58,6 +58,8 @@ class Situation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
+    """Heads, sizes and dtype of a layer's attention."""
+
     heads: int
     kv_heads: int
     key_dim: int
@@ -78,6 +80,8 @@ StepForm: TypeAlias = tuple[AttentionForm, Situation, bool]
 
 @dataclass(slots=True)
 class Ways:
+    """The way for each kind of step; plain unless another is faster."""
+
     kernels: KernelAttention | None = None
     table: Mapping[StepForm, AttentionWay] = field(default_factory=dict)
     always: AttentionWay | None = None

@@ -38,6 +38,7 @@ BILLING_HEADER = "x-anthropic-billing-header"
 class Hold:
     seconds: float
     tokens: int | None
+    """Length in tokens; None means the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)

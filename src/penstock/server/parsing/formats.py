@@ -85,6 +85,7 @@ class AnswerFormat:
 
     @property
     def shape(self) -> CallShape | None:
+        """Text around names and arguments of calls; None if unknown."""
         if self.call_name == HARMONY:
             return harmony.SHAPE
         return None if self.calls is None else self.calls.shape

@@ -27,3 +27,4 @@ class NamedCalls(NamedTuple):
     calls: CallFormat
     shown: Callable[[str], bool] = never
     variant: Callable[[str], CallFormat] | None = None
+    """Function that selects the template's variant; None if there is only one."""

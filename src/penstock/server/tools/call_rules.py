@@ -143,6 +143,7 @@ def _loose(text: str) -> str:
 
 
 def _inputs(tools: Sequence[CallRule]) -> dict[int, str | None]:
+    """Return the rules of custom tools' arguments by index; None if they do not fit."""
     rules, left = dict[int, str | None](), ROOM
     for number, tool in enumerate(tools):
         rule = _input(tool, number) if len(tool.input_grammar or "") <= left else None

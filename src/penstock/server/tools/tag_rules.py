@@ -202,6 +202,7 @@ def _alone(value: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _texts(value: Any, root: Mapping[str, Any]) -> list[str] | None:
+    """Return all strings allowed for a value; None if they are not enumerated."""
     texts = list[str]()
     for branch in branches(value, root):
         listed = constants(branch)

@@ -103,6 +103,13 @@ def import_blocks(
 
     Evicts the least valuable blocks to make room; ends of chains beyond the limit are omitted.
 
+    Args:
+        path: folder of the cold tier.
+        file: tar file to import.
+        limit_bytes: limit of the folder, as configured for its server.
+        fingerprint: fingerprint of the model whose blocks are imported.
+        floor_bytes: bytes of the disk to leave free.
+
     Raises:
         SettingError: the tar file has a block of another model; no block is imported.
         CacheFileError: the file is not a tar, or has no blocks.

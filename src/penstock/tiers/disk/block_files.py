@@ -45,6 +45,7 @@ def opened(path: Path | str) -> Iterator[int]:
 
 
 def file_size(path: Path) -> int | None:
+    """Return the size of a file in bytes; None if it does not exist."""
     with suppress(FileNotFoundError, Damaged), opened(path) as file:
         return os.fstat(file).st_size
     return None

@@ -20,6 +20,8 @@ ALIGNED_BYTES = 4_096
 
 
 class Writer:
+    """Writer of new, synced files, through one reused buffer. Not thread-safe."""
+
     def __init__(self) -> None:
         self._direct = bool(DIRECT)
         self._buffer: mmap.mmap | None = None

@@ -85,6 +85,19 @@ class SSDStore(Store):
     """Store of one model's blocks, in a folder that other processes and models may share.
 
     Not thread-safe: used only by the tier's thread.
+
+    Args:
+        folder: folder of the blocks; created if missing, accessible only to its owner.
+        limit_bytes: limit for all files in the folder, including unfinished ones and the index.
+        fingerprint: identity of everything except tokens that KV depends on.
+        floor_bytes: bytes of the disk to leave free.
+        budget_bytes: bytes that all processes may write per day; None means no limit.
+        spans: numbers of blocks that form a record together.
+
+    Raises:
+        OSError: the folder cannot be created or written to.
+        sqlite3.OperationalError: another process holds the index for too long.
+        ValueError: the limit is too small for an index.
     """
 
     def __init__(
@@ -404,6 +417,7 @@ class SSDStore(Store):
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
+    """Hold the lock on opening the index, waiting up to `BUSY_SECONDS` for other processes."""
     until = time.monotonic() + BUSY_SECONDS
     with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         while True:

@@ -70,7 +70,13 @@ class Freed:
 
 
 class Folder:
-    """Context manager for the blocks of all models in a folder. Not thread-safe."""
+    """Context manager for the blocks of all models in a folder. Not thread-safe.
+
+    Raises:
+        SettingError: the folder does not exist, or is not one of the cold tier.
+        IndexDamaged: the index is missing or damaged.
+        OSError, sqlite3.OperationalError: the folder is unreadable, or the index is locked.
+    """
 
     def __init__(self, path: Path) -> None:
         check_is_ours(path)

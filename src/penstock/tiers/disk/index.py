@@ -104,7 +104,10 @@ _COLUMNS = ", ".join(Entry.__dataclass_fields__)
 
 
 class Index:
-    """A process's connection to the index. Not thread-safe: used only by the tier's thread."""
+    """A process's connection to the index. Not thread-safe: used only by the tier's thread.
+
+    Raises sqlite3.DatabaseError if the file is not an index or is damaged.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -224,6 +227,7 @@ class Index:
         return "full"
 
     def adopt(self, entries: Iterable[Entry]) -> None:
+        """Add entries of existing files unless already present."""
         names = list(Entry.__dataclass_fields__)
         with self._writing():
             self._db.executemany(
