@@ -15,7 +15,7 @@ from penstock.plugins.cpu.attention_tiles import BLOCK_TOKENS
 from penstock.plugins.cpu.compiled import has_numba
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.cpu_backend import CPUBackend
-from penstock.plugins.cpu.ordered_attention import attend_buffer, attend_step, decode_rows
+from penstock.plugins.cpu.ordered_attention import attend_buffer, attend_step
 from penstock.plugins.cpu.ordered_loops import BLOCKS_OF_WAVE
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="the loop is compiled by Numba")
@@ -101,30 +101,6 @@ def test_decode_steps_are_bit_identical_to_whole(width: int, window: AttentionWi
         assert np.array_equal(mixed[row], whole(window)[0, :, end : end + width]), row
         alone = step_over([cuts[row]], [end], width, window)[0]
         assert np.array_equal(alone, mixed[row]), row
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_decode_rows_write_in_place_and_are_bit_identical(width: int) -> None:
-    tails = Tails(2, 80, (LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32),))
-    tails.ready()
-    ends = [40, 70]
-    for slot, end in enumerate(ends):
-        tails.write_block(0, slot, 0, KEYS[:, :, :end], VALUES[:, :, :end])
-    rows = [DecodeRow((), end, slot, end) for slot, end in enumerate(ends)]
-    step = DecodeStep.of(CPUBackend(), rows, tails, width)
-    new = [
-        np.concatenate([np.array(side[0, :, end : end + width]).swapaxes(0, 1) for end in ends])
-        for side in (QUERIES, KEYS, VALUES)
-    ]
-    assert decode_rows(step, 0, AttentionWindow(20, keep=4), new, SCALE) is None
-    assert not np.array(tails.layer(0)[0][0, :, 40]).any(), "nothing is written then"
-    mixed = decode_rows(step, 0, ALL, new, SCALE)
-    assert mixed is not None
-    for slot, end in enumerate(ends):
-        own = mixed[slot * width : (slot + 1) * width].swapaxes(0, 1)
-        assert np.array_equal(own, whole()[0, :, end : end + width])
-        for side, tail in zip((KEYS, VALUES), tails.layer(0), strict=True):
-            assert mx.array_equal(tail[slot, :, : end + width], side[0, :, : end + width])
 
 
 def test_check_detects_other_summation_order() -> None:

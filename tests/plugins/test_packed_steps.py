@@ -1,4 +1,4 @@
-"""Decode steps through all packed layers in one job: the same bits as layer by layer."""
+"""Steps and chunks through all packed layers in one job: the same bits as layer by layer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 
 from penstock.attention.attention_backend import DecodeStep
 from penstock.attention.attention_plan import DecodeRow
+from penstock.attention.chunk_reads import ChunkReads
 from penstock.attention.reads import decode_reads
 from penstock.attention.span_attention import AttentionWindow
+from penstock.kv.codecs.scales import Squares
 from penstock.kv.segment import KVSpan, Segment
 from penstock.kv.tails import LayerShape, Tails
 from penstock.models import layer_seams
@@ -172,12 +174,82 @@ def test_layers_compute_by_themselves_beside_one_in_float32(
     kinds = [type(layer).__name__ for layer in model.layers]
     assert kinds.count("PackedDecoderLayer") == len(kinds) - 1
     jobs = count_jobs(monkeypatch)
-    logits, _ = computed(model, 1, [1], windows_of(model))
-    assert len(jobs) >= 3 * (len(kinds) - 1)
-    assert not mx.isnan(logits).any()
+    logits, tails = computed(model, 1, [1], windows_of(model))
+    assert len(jobs) >= len(kinds) - 1
+    expected, expected_tails = computed(apart(model), 1, [1], windows_of(model))
+    assert mx.array_equal(logits, expected)
+    assert all(map(mx.array_equal, tails, expected_tails))
 
 
 def test_layers_with_equal_angles_share_them() -> None:
     llama, gemma = packed("llama"), packed("gemma3_text")
     assert len({layer.parts.rotation for layer in llama.layers}) == 1
     assert len({layer.parts.rotation for layer in gemma.layers}) == 2
+
+
+def chunk_of(
+    model: Any,
+    windows: list[AttentionWindow],
+    *,
+    row: int = 1,
+    tokens: int = 30,
+    last: bool = False,
+    squares: bool = False,
+) -> tuple[mx.array, list[mx.array]]:
+    """Return logits of a chunk behind the spans of a row, and the keys and values it keeps."""
+    parts = step_of(model, 1, [row]).rows[0].parts
+    position, plans = CUTS[row][-1] if parts else 0, {}  # type: ignore[var-annotated]
+    final = len(windows) - 1 if last else -1
+    reads = [
+        ChunkReads(n, window, parts, position, CPUBackend(), last=n == final, plans=plans)
+        for n, window in enumerate(windows)
+    ]
+    for layer in reads if squares else []:
+        layer.squares = Squares()
+    layer_seams.attach(model)
+    logits = model(mx.array([[5 * n % 60 for n in range(tokens)]]), cache=reads)
+    sides = [side for layer in reads for side in (layer.keys, layer.values) if side is not None]
+    mx.eval(logits, sides)
+    assert len(sides) == 2 * len(windows)
+    assert all(np.asarray(side).flags.c_contiguous for side in sides)
+    return logits, sides
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("last", [False, True])
+def test_chunk_is_computed_in_one_job_with_the_same_bits(
+    name: str, row: int, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = packed(name)
+    jobs = count_jobs(monkeypatch)
+    logits, sides = chunk_of(model, windows_of(model), row=row, last=last)
+    assert len(jobs) == 2, "one for the layers, one for the head"
+    expected, expected_sides = chunk_of(apart(model), windows_of(model), row=row, last=last)
+    assert len(jobs) == 2 + 3 * len(model.layers) + 1 - 2 * last
+    assert mx.array_equal(logits, expected) or last
+    assert all(map(mx.array_equal, sides, expected_sides))
+
+
+@pytest.mark.parametrize("window", [AttentionWindow(20), AttentionWindow(20, keep=4)])
+def test_chunk_within_windows_has_the_same_bits(window: AttentionWindow) -> None:
+    model = packed("llama")
+    windows = [window, *windows_of(model)[1:]]
+    logits, sides = chunk_of(model, windows)
+    expected, expected_sides = chunk_of(apart(model), windows)
+    assert mx.array_equal(logits, expected)
+    assert all(map(mx.array_equal, sides, expected_sides))
+
+
+def test_chunk_for_calibration_is_computed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed("llama")
+    jobs = count_jobs(monkeypatch)
+    chunk_of(model, windows_of(model), squares=True)
+    assert len(jobs) == 3 * len(model.layers) + 1
+
+
+def test_check_detects_chunk_behind_other_spans() -> None:
+    model = packed("llama")
+    logits, _ = chunk_of(model, windows_of(model), row=1)
+    other, _ = chunk_of(apart(model), windows_of(model), row=2)
+    assert not mx.array_equal(logits, other)

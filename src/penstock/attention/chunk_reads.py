@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -33,6 +34,7 @@ class ChunkReads(Reads):
         *,
         last: bool = False,
         most_joined: int = span_attention.ALL_TOKENS,
+        plans: dict[Hashable, Any] | None = None,
     ) -> None:
         """Initialize the cache of a layer.
 
@@ -41,12 +43,14 @@ class ChunkReads(Reads):
             last: whether the output of the layer's attention is never read, so never computed.
             most_joined: maximum number of tokens before the chunk that are concatenated with it;
                 by default any number.
+            plans: what compiled attention shares among the layers of the chunk.
         """
         super().__init__(layer, attention_window)
         self.device = device
         self.parts = parts
         self.last = last
         self.most_joined = most_joined
+        self.plans = {} if plans is None else plans
         self.offset: int = position
         self.values: mx.array | None = None
         self.squares: Squares | None = None
@@ -73,8 +77,8 @@ class ChunkReads(Reads):
         attention_window = self.check_given(keys, values, mask)
         if self.squares is not None:
             self.squares.add(keys, queries)
-        if self._streams(attention_window):
-            assert self.keys is not None and self.values is not None
+        assert self.keys is not None and self.values is not None
+        if self.streams(attention_window, self.keys.shape[2]):
             new = self.keys, self.values
             queries_base_2 = span_attention.in_base_2(queries, scale)
             sunk = None if sinks is None else sinks * LOG2_E
@@ -93,10 +97,9 @@ class ChunkReads(Reads):
             eager=not self.last,
         )
 
-    def _streams(self, attention_window: AttentionWindow) -> bool:
-        """Return whether too many tokens are before the chunk to concatenate them with it."""
-        assert self.keys is not None
-        if not attention_window.sees_all(self.offset + self.keys.shape[2] - 1):
+    def streams(self, attention_window: AttentionWindow, tokens: int) -> bool:
+        """Return whether too many tokens are before a chunk of `tokens` to join them with it."""
+        if not attention_window.sees_all(self.offset + tokens - 1):
             return False
         return bool(self.parts) and self.parts[-1].end > self.most_joined
 

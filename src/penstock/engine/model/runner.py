@@ -6,7 +6,7 @@ Used by the thread that owns the arrays; independent of requests, the prefix tre
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -354,11 +354,19 @@ class Runner:
         # What the last layer attends to is read by the logits alone, or by states behind it.
         eager = read_whole or self.is_recurrent or self._passes_on
         last = -1 if eager else len(self.attention_windows) - 1
+        plans: dict[Hashable, Any] = {}
         return [
             ChunkReads(
-                i, s, parts, position, self.device, last=i == last, most_joined=self.most_joined
+                layer,
+                window,
+                parts,
+                position,
+                self.device,
+                last=layer == last,
+                most_joined=self.most_joined,
+                plans=plans,
             )
-            for i, s in enumerate(self.attention_windows)
+            for layer, window in enumerate(self.attention_windows)
         ]
 
     def _left(

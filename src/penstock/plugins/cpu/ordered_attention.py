@@ -16,8 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.chunk_reads import ChunkReads
 from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.numpy_arrays import Floats, Integers
+from penstock.kv.segment import KVSpan
 from penstock.plugins.cpu.attending_loops import PLACES
 from penstock.plugins.cpu.choice_loops import segment_addresses, side_addresses
 from penstock.plugins.cpu.compiled_jobs import team
@@ -29,13 +31,21 @@ class OrderedReads:
     """What a step's rows read."""
 
     spans: Integers
-    """(layers, spans, 6), see `AttendTable`; a row's last span is its tail, without addresses."""
+    """(layers, spans, 6), see `AttendTable`, or (1, spans, 6) if all layers' are equal.
+
+    A row's last span is its tail, or the tokens of a chunk, without addresses."""
     firsts: Integers
     """Index of each row's first span, and the end."""
     positions: list[int]
     """Positions of all new tokens."""
     window: AttentionWindow
     """Window of a layer, or none if its rows see everything."""
+
+    def of_layers(self, layers: Sequence[int]) -> Integers:
+        """Return a copy of the spans of some layers, (n, spans, 6)."""
+        if len(self.spans) == 1:
+            return np.repeat(self.spans, len(layers), axis=0)
+        return self.spans[list(layers)]
 
 
 class _Order(threading.local):
@@ -116,49 +126,34 @@ def attend_step(
     return _as_queries(_attend_tails(step, layer, plan, rows, _tails(step, layer)), queries)
 
 
-def decode_rows(
-    step: DecodeStep,
-    layer: int,
-    window: AttentionWindow,
-    new: Sequence[Floats],
-    scale: float,
-) -> Floats | None:
-    """Write rows after their tails, and attend; None, with nothing written, as in `attend_step`.
-
-    Args:
-        step: decode step.
-        layer: index of the layer.
-        window: attention window of the layer.
-        new: queries, keys and values of all new tokens, (rows x width, heads, dim) each.
-        scale: scale of the scores.
-
-    Returns:
-        Attention output, (rows x width, heads, value_dim).
-    """
-    plan = step_plan(step, layer, window)
-    if plan is None:
-        return None
-    queries, *sides = new
-    tails = _tails(step, layer)
-    for number, row in enumerate(step.rows):
-        own = slice(number * step.width, (number + 1) * step.width)
-        for tail, side in zip(tails, sides, strict=True):
-            tail[row.slot, :, row.tail : row.tail + step.width] = side[own].swapaxes(0, 1)
-    rows = np.ascontiguousarray(queries * np.float32(scale))
-    return _attend_tails(step, layer, plan, rows, tails)
-
-
 def step_plan(step: DecodeStep, layer: int, window: AttentionWindow) -> OrderedReads | None:
     """Return the plan of a layer's ordered reads; None if it is not read in order."""
     if step.choosing(layer, window) or step.has_apart(layer):
         return None
     if not {side.dtype for side in step.tails.layer(layer)} <= {mx.float32}:
         return None
-    plan = step.kernel_plans.get(step_plan)
-    if plan is None:
-        plan = step.kernel_plans[step_plan] = _plan(step)
-    last = max(row.position for row in step.rows) + step.width - 1
-    nearest = gapless(window, last)
+    if step_plan not in step.kernel_plans:
+        rows = [(row.parts, row.position, row.held_tokens, row.tail) for row in step.rows]
+        step.kernel_plans[step_plan] = _plan(rows, step.width)
+    return _within(step.kernel_plans[step_plan], window)
+
+
+def chunk_plan(reads: ChunkReads, tokens: int, window: AttentionWindow) -> OrderedReads | None:
+    """Return the plan of a layer's ordered reads in a prefill chunk of `tokens` tokens.
+
+    None if the layer is not read in order, or the chunk is read for calibration.
+    """
+    if reads.squares is not None or reads.streams(window, tokens):
+        return None
+    if chunk_plan not in reads.plans:
+        held = sum(part.columns for part in reads.parts)
+        reads.plans[chunk_plan] = _plan([(reads.parts, reads.offset, held, 0)], tokens)
+    return _within(reads.plans[chunk_plan], window)
+
+
+def _within(plan: OrderedReads | None, window: AttentionWindow) -> OrderedReads | None:
+    """Return a plan with the window of a layer; None if there is none."""
+    nearest = None if plan is None else gapless(window, max(plan.positions))
     return None if plan is None or nearest is None else replace(plan, window=nearest)
 
 
@@ -180,7 +175,7 @@ def _attend_tails(
     step: DecodeStep, layer: int, plan: OrderedReads, rows: Floats, tails: Sequence[Floats]
 ) -> Floats:
     """Attend with scaled query rows to their spans and tails."""
-    spans = plan.spans[layer]
+    spans = plan.of_layers([layer])[0]
     spans[plan.firsts[1:] - 1, :4] = [
         [*side_addresses(tails[0][row.slot]), *side_addresses(tails[1][row.slot])]
         for row in step.rows
@@ -194,26 +189,34 @@ def seen_columns(positions: Sequence[int], window: AttentionWindow) -> Integers:
     return np.array([(window.starts_at(position), position + 1) for position in positions])
 
 
-def _plan(step: DecodeStep) -> OrderedReads | None:
-    """Return what rows read without a window; None if a span is coded, spilled or incomplete."""
+def _plan(
+    rows: Sequence[tuple[Sequence[KVSpan], int, int, int]], width: int
+) -> OrderedReads | None:
+    """Return what rows read without a window; None if a span is coded, spilled or incomplete.
+
+    Args:
+        rows: spans of each row, position of its first new token, tokens in the spans, and tokens
+            between these and the new ones.
+        width: number of new tokens per row.
+    """
     spans: list[Integers] = []
     firsts: list[int] = [0]
     positions: list[int] = []
-    layers = len(step.tails.shapes)
-    for row in step.rows:
-        if row.held_tokens + row.tail != row.position:
+    layers = max((len(part.segment.layers) for parts, *_ in rows for part in parts), default=1)
+    for parts, position, held, tail in rows:
+        if held + tail != position:
             return None
         column = 0
-        for part in row.parts:
+        for part in parts:
             sides = part.segment.derived(segment_addresses)
             if part.segment.missing or sides[:, PLACES].any() or not sides[:, :2, 0].all():
                 return None
             counted = np.tile([part.columns, column], (layers, 1))
             spans.append(np.concatenate([sides[:, :2].reshape(layers, 4), counted], axis=1))
             column += part.columns
-        spans.append(np.tile([0, 0, 0, 0, row.tail + step.width, column], (layers, 1)))
+        spans.append(np.tile([0, 0, 0, 0, tail + width, column], (layers, 1)))
         firsts.append(len(spans))
-        positions += range(row.position, row.position + step.width)
+        positions += range(position, position + width)
     return OrderedReads(np.stack(spans, axis=1), np.array(firsts), positions, AttentionWindow())
 
 

@@ -16,9 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from penstock.attention.reads import DecodeReads, MaskRequest, Reads
+from penstock.attention.reads import MaskRequest, Reads
 from penstock.plugins.cpu.layer_loops import PartTable, part_loops
-from penstock.plugins.cpu.ordered_attention import attend_buffer, decode_rows, in_order
+from penstock.plugins.cpu.ordered_attention import attend_buffer, in_order
 from penstock.plugins.cpu.packed_products import (
     EXACT,
     ROUNDED,
@@ -176,10 +176,9 @@ class PackedDecoderLayer(PackedModule):
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Compute the layer of (b, n, width) like mlx-lm's layer."""
-        if self._together is not None and _is_decoding(mask, cache):
+        if self._together is not None and isinstance(mask, MaskRequest):
             together, place = self._together
-            window = cache.attention_window.within(mask.window)
-            x, done = together.decode(place, x, cache.step, cache.layer, window)
+            x, done = together.compute(place, x, cache, cache.attention_window.within(mask.window))
             if done:
                 return x
         b, n, _ = x.shape
@@ -192,10 +191,6 @@ class PackedDecoderLayer(PackedModule):
                 positions = np.tile(positions, b)
             angles = rotation.angles(positions)
         sides = self._parts.before(rows, angles)
-        if rotation is not None:
-            mixed = self._decoded(sides, mask, cache)
-            if mixed is not None:
-                return self._finished(mixed, rows, x)
         queries, keys, values = (
             mx.array(side).reshape(b, n, *side.shape[1:]).transpose(0, 2, 1, 3) for side in sides
         )
@@ -205,8 +200,8 @@ class PackedDecoderLayer(PackedModule):
             keys, values = cache.update_and_fetch(keys, values)
             if getattr(cache, "last", False):  # nothing behind is read
                 return x
-        result = self._attend(queries, keys, values, mask, cache)
-        return self._finished(rows_of(result.transpose(0, 2, 1, 3)), rows, x)
+        mixed = rows_of(self._attend(queries, keys, values, mask, cache).transpose(0, 2, 1, 3))
+        return mx.array(self._parts.behind(mixed, rows)).reshape(x.shape)
 
     @property
     def parts(self) -> LayerParts:
@@ -215,23 +210,12 @@ class PackedDecoderLayer(PackedModule):
 
     @property
     def attends_together(self) -> bool:
-        """Whether a decode step can be computed together with other layers."""
+        """Whether a step can be computed together with other layers."""
         return self._parts.rotation is not None and not self._soft_cap
 
     def join(self, together: LayersTogether, place: int) -> None:
-        """Compute decode steps together with other layers; this is the `place`-th."""
+        """Compute steps together with other layers; this is the `place`-th."""
         self._together = together, place
-
-    def _finished(self, mixed: Floats, rows: Floats, x: mx.array) -> mx.array:
-        """Compute the part after attention, from its output and the layer's input."""
-        return mx.array(self._parts.behind(mixed, rows)).reshape(x.shape)
-
-    def _decoded(self, sides: Sequence[Floats], mask: Any, cache: Any) -> Floats | None:
-        """Append and attend on the step's own memory; None if MLX arrays are needed."""
-        if not _is_decoding(mask, cache) or self._soft_cap:
-            return None
-        window = cache.attention_window.within(mask.window)
-        return decode_rows(cache.step, cache.layer, window, sides, self.self_attn.scale)
 
     def _attend(self, queries: mx.array, keys: Any, values: Any, mask: Any, cache: Any) -> mx.array:
         """Attend with a fixed summation order, so that results do not depend on batch or chunk."""
@@ -250,14 +234,8 @@ class PackedDecoderLayer(PackedModule):
         return mixed
 
 
-def _is_decoding(mask: Any, cache: Any) -> bool:
-    return isinstance(cache, DecodeReads) and isinstance(mask, MaskRequest)
-
-
 def compute_together(layers: Sequence[PackedDecoderLayer]) -> None:
-    """Let layers, which a model calls in turn, compute their decode steps in one job."""
-    if not all(layer.attends_together for layer in layers):
-        return
+    """Let layers, which a model calls in turn, compute a step or a prefill chunk in one job."""
     share_angles([layer.parts for layer in layers])
     together = LayersTogether(
         [layer.parts for layer in layers], [layer.self_attn.scale for layer in layers]

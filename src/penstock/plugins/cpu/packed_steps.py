@@ -1,7 +1,7 @@
-"""Decode steps through all packed layers in one job, without Python between them.
+"""Steps and prefill chunks through all packed layers in one job, without Python between them.
 
-A model calls its layers in turn. In a decode step each layer only notes what it is to read; the
-last one computes all of them, as compiled parts one after the other.
+A model calls its layers in turn. Each layer only notes what it is to read; the last one computes
+all of them, as compiled parts one after the other. Cached keys and values are read where they are.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from penstock.attention.attention_backend import DecodeStep
+from penstock.attention.chunk_reads import ChunkReads
+from penstock.attention.reads import DecodeReads
 from penstock.attention.span_attention import AttentionWindow
 from penstock.kv.numpy_arrays import Floats, Integers
 from penstock.plugins.cpu.compiled_jobs import team
 from penstock.plugins.cpu.layer_loops import PartTable
 from penstock.plugins.cpu.ordered_attention import (
     OrderedReads,
+    chunk_plan,
     seen_columns,
     step_plan,
     tail_addresses,
@@ -44,6 +46,8 @@ from penstock.plugins.cpu.tile_products import BLOCK
 
 JOBS_OF_LAYER = 4
 """Jobs of a layer: before attention, append, attend, and behind."""
+JOBS_OF_KEEPING = 2
+"""Those of a layer whose keys and values are kept, and whose output is not read."""
 ALIGNED_FLOATS = 16
 
 
@@ -68,8 +72,20 @@ class _Noted:
 
     x: mx.array
     plans: list[OrderedReads] = field(default_factory=list)
-    layers: list[int] = field(default_factory=list)
-    """Indices of the caches."""
+    reads: list[DecodeReads | ChunkReads] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _NewTokens:
+    """Where new tokens are written."""
+
+    firsts: Integers
+    """(layers, sequences, 2): address of the first key and value of each sequence's buffers."""
+    head_bytes: Integers
+    """(layers, 1, 2): bytes between heads."""
+    token_bytes: Integers
+    columns: Integers
+    """(sequences,): columns of the first new tokens."""
 
 
 class LayersTogether:
@@ -100,8 +116,8 @@ class LayersTogether:
         self._query_floats = max(part.heads[0] * part.dims[0] for part in parts)
         self._dims = dims
 
-    def decode(
-        self, place: int, x: mx.array, step: DecodeStep, layer: int, window: AttentionWindow
+    def compute(
+        self, place: int, x: mx.array, reads: Any, window: AttentionWindow
     ) -> tuple[mx.array, bool]:
         """Note a layer, or compute all if it is the last.
 
@@ -109,37 +125,48 @@ class LayersTogether:
             place: the layer's place in this list.
             x: the layer's input, (b, width, dim), if it is the first; what the layer before has
                 returned.
-            step: decode step.
-            layer: index of the layer's cache.
+            reads: the layer's cache.
             window: attention window of the layer.
 
         Returns:
             The layer's output and True; or its input and False, if it must be computed by itself.
         """
+        if isinstance(reads, DecodeReads):
+            shared = reads.step.kernel_plans
+        elif isinstance(reads, ChunkReads):
+            shared = reads.plans
+        else:
+            return x, False
         if place == 0:
-            step.kernel_plans[self] = _Noted(x)
-        noted = step.kernel_plans.get(self)
+            shared[self] = _Noted(x)
+        noted = shared.get(self)
         if noted is None or len(noted.plans) != place:
             return x, False
-        plan = step_plan(step, layer, window)
+        if isinstance(reads, DecodeReads):
+            plan = step_plan(reads.step, reads.layer, window)
+        else:
+            plan = chunk_plan(reads, x.shape[1], window)
         if plan is not None:
             noted.plans.append(plan)
-            noted.layers.append(layer)
+            noted.reads.append(reads)
         if plan is not None and place < len(self._parts) - 1:
             return x, True
-        del step.kernel_plans[self]
-        return (self._run(step, noted) if noted.plans else x), plan is not None
+        del shared[self]
+        return (self._run(noted) if noted.plans else x), plan is not None
 
-    def _run(self, step: DecodeStep, noted: _Noted) -> mx.array:
+    def _run(self, noted: _Noted) -> mx.array:
         """Compute the layers that were noted."""
         x, count = noted.x, len(noted.plans)
-        rows, threads = len(step.rows) * step.width, team()
-        buffers = self._buffers(rows, threads.threads)
-        ends = np.cumsum([0, *buffers.values()])
-        space = threads.space(int(ends[-1]) + ALIGNED_FLOATS)
+        sequences, width, _ = x.shape
+        rows, threads = sequences * width, team()
+        sizes = self._space_sizes(rows, threads.threads)
+        ends = np.cumsum([0, *sizes.values()])
+        floats = int(ends[-1]) + ALIGNED_FLOATS
+        is_chunk = isinstance(noted.reads[0], ChunkReads)
+        space = np.empty(floats, np.float32) if is_chunk else threads.space(floats)
         skipped = -space.ctypes.data % (4 * ALIGNED_FLOATS) // 4
         start = space.ctypes.data + 4 * skipped
-        places = {name: start + 4 * int(end) for name, end in zip(buffers, ends, strict=False)}
+        places = {name: start + 4 * int(end) for name, end in zip(sizes, ends, strict=False)}
         into = space[skipped : skipped + rows * self._width].reshape(rows, self._width)
         into[:] = np.asarray(x).reshape(rows, self._width)
 
@@ -149,7 +176,8 @@ class LayersTogether:
             window: seen_columns(positions, window)
             for window in {plan.window for plan in noted.plans}
         }
-        spans, new_places = _spans_and_places(step, noted)
+        buffers = self._chunk_buffers(noted, width) if is_chunk else _tail_buffers(noted)
+        spans, new_places = _spans_and_places(noted, buffers, width)
         before, behind = self._part_tables(count, rows, places, angles)
         append = self._append[:count].copy()
         append[:, AppendTable.ROWS] = rows
@@ -164,9 +192,9 @@ class LayersTogether:
         attend[:, AttendTable.SPANS] = _addresses(spans)
         attend[:, AttendTable.SPAN_COUNT] = spans.shape[1]
         attend[:, AttendTable.FIRSTS] = noted.plans[0].firsts.ctypes.data
-        attend[:, AttendTable.SEQUENCES] = len(step.rows)
+        attend[:, AttendTable.SEQUENCES] = sequences
         attend[:, AttendTable.SEEN] = [seen[plan.window].ctypes.data for plan in noted.plans]
-        attend[:, AttendTable.WIDTH] = step.width
+        attend[:, AttendTable.WIDTH] = width
         attend[:, AttendTable.MIXED] = places["mixed"]
         attend[:, AttendTable.SPACE] = places["attention"]
 
@@ -180,8 +208,28 @@ class LayersTogether:
         program = np.zeros(PROGRAM_WORDS, np.int64)
         program[ProgramTable.JOBS] = jobs.ctypes.data
         program[ProgramTable.COUNT] = count * JOBS_OF_LAYER
+        last = noted.reads[-1]
+        if isinstance(last, ChunkReads) and last.last:
+            program[ProgramTable.COUNT] += JOBS_OF_KEEPING - JOBS_OF_LAYER
         threads.run(program_loop(), program)
         return mx.array(into).reshape(x.shape)
+
+    def _chunk_buffers(self, noted: _Noted, width: int) -> _NewTokens:
+        """Give the layers of a chunk arrays for its keys and values."""
+        sides: list[list[mx.array]] = []
+        for reads, part in zip(noted.reads, self._parts, strict=False):
+            assert isinstance(reads, ChunkReads)
+            shapes = [(1, part.heads[1], width, dim) for dim in part.dims]
+            sides.append([mx.zeros(shape, mx.float32) for shape in shapes])
+            reads.keys, reads.values = sides[-1]
+        mx.eval(sides)
+        firsts = [
+            [np.asarray(side).__array_interface__["data"][0] for side in layer] for layer in sides
+        ]
+        token_bytes = np.array([[4 * side.shape[3] for side in layer] for layer in sides])[:, None]
+        return _NewTokens(
+            np.array(firsts)[:, None], width * token_bytes, token_bytes, np.zeros(1, np.int64)
+        )
 
     def _part_tables(
         self, count: int, rows: int, places: Mapping[str, int], angles: Sequence[Floats | None]
@@ -214,8 +262,8 @@ class LayersTogether:
         tables[:, AppendTable.SCALE] = _addresses(self._scales[:, None])
         return tables
 
-    def _buffers(self, rows: int, threads: int) -> dict[str, int]:
-        """Return the float32 numbers of each buffer, in whole cache lines."""
+    def _space_sizes(self, rows: int, threads: int) -> dict[str, int]:
+        """Return the float32 numbers of each part of the working memory, in whole cache lines."""
         floats = {
             "x": rows * self._width,
             "sides": rows * self._stride,
@@ -241,26 +289,30 @@ class LayersTogether:
         return [known[part.rotation] for part in self._parts[:count]]
 
 
-def _spans_and_places(step: DecodeStep, noted: _Noted) -> tuple[Integers, Integers]:
-    """Return the layers' spans, with the addresses of tails, and where new tokens are written.
+def _tail_buffers(noted: _Noted) -> _NewTokens:
+    """Return where the tails of a decode step are."""
+    steps = [(reads.step, reads.layer) for reads in noted.reads if isinstance(reads, DecodeReads)]
+    tails = np.array([tail_addresses(step, layer) for step, layer in steps])
+    slots, columns = np.array([(row.slot, row.tail) for row in steps[0][0].rows]).T
+    firsts = tails[:, None, :, 0] + slots[:, None] * tails[:, None, :, 1]
+    return _NewTokens(firsts, tails[:, None, :, 2], tails[:, None, :, 3], columns)
+
+
+def _spans_and_places(noted: _Noted, buffers: _NewTokens, width: int) -> tuple[Integers, Integers]:
+    """Return the layers' spans, with the buffers' addresses, and where new tokens are written.
 
     (layers, spans, 6), see `AttendTable`, and (layers, rows, 4), see `AppendTable`.
     """
     plan = noted.plans[0]
-    tails = np.array([tail_addresses(step, layer) for layer in noted.layers])
-    slots, columns = np.array([(row.slot, row.tail) for row in step.rows]).T
-    # (layers, sequences, 2): the first key and value of each tail.
-    of_slots = tails[:, None, :, 0] + slots[:, None] * tails[:, None, :, 1]
-    head_bytes, token_bytes = tails[:, None, :, 2], tails[:, None, :, 3]
-    spans = plan.spans[noted.layers]
+    spans = plan.of_layers([reads.layer for reads in noted.reads])
     lasts = plan.firsts[1:] - 1
-    spans[:, lasts, 0:4:2] = of_slots
-    spans[:, lasts, 1:4:2] = head_bytes
-    new_columns = (columns[:, None] + np.arange(step.width)).ravel()
-    places = np.empty((len(tails), len(new_columns), 4), np.int64)
-    places[..., 0::2] = np.repeat(of_slots, step.width, axis=1)
-    places[..., 0::2] += new_columns[:, None] * token_bytes
-    places[..., 1::2] = head_bytes
+    spans[:, lasts, 0:4:2] = buffers.firsts
+    spans[:, lasts, 1:4:2] = buffers.head_bytes
+    new_columns = (buffers.columns[:, None] + np.arange(width)).ravel()
+    places = np.empty((len(spans), len(new_columns), 4), np.int64)
+    places[..., 0::2] = np.repeat(buffers.firsts, width, axis=1)
+    places[..., 0::2] += new_columns[:, None] * buffers.token_bytes
+    places[..., 1::2] = buffers.head_bytes
     return spans, places
 
 

@@ -59,14 +59,21 @@ def pack(model: nn.Module, *, exact: bool) -> None:
         layer = packed_layer(_at(model, name), exact=exact)
         if layer is not None:
             _put(model, name, layer)
-    layers = getattr(model, "layers", None)
-    if layers and all(isinstance(layer, PackedDecoderLayer) for layer in layers):
+    for layers in _in_turn(model):
         compute_together(layers)
     for name in _names(model, takes):
         replacement = _packed(name, _at(model, name), exact=exact)
         if replacement is not None:
             _put(model, name, replacement)
     mx.eval(model.parameters())  # type: ignore[no-untyped-call]
+
+
+def _in_turn(model: nn.Module) -> list[list[PackedDecoderLayer]]:
+    """Return lists of packed layers that are called in turn: all, or each alone."""
+    layers = getattr(model, "layers", None) or []
+    packed = [layer for layer in layers if isinstance(layer, PackedDecoderLayer)]
+    able = [layer for layer in packed if layer.attends_together]
+    return [able] if able and len(able) == len(layers) else [[layer] for layer in able]
 
 
 def _packed(name: str, module: Any, *, exact: bool) -> nn.Module | None:
