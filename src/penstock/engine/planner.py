@@ -39,9 +39,14 @@ class StepPlanner:
         self._admission = admission
         self._restoring = restoring
         self._pressure = pressure
-        time = StepTime(max_stall_ms / 1_000, prefill_rate, whole_blocks, ALONE_SECONDS)
+        time = StepTime(
+            max_stall_ms / 1_000,
+            prefill_rate,
+            whole_blocks,
+            ALONE_SECONDS,
+            block_tokens=scheduler.block_size,
+        )
         self.time = time if max_stall_ms else None
-        """Time limit of prefill in a step; None means no limit."""
         """Time limit of prefill in a step; None means no limit."""
 
     def schedule(self, now_seconds: float) -> StepPlan[Sequence]:

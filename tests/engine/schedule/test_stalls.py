@@ -71,9 +71,12 @@ class Simulation:
         machine: Machine,
         speed: Callable[[Machine], ChunkSpeed] = measured,
         alone_seconds: float | None = None,
+        block_tokens: int | None = None,
     ) -> None:
         self.machine, self.speed = machine, speed(machine)
-        self.time = StepTime(STALL, self.speed, alone_seconds=alone_seconds)
+        self.time = StepTime(
+            STALL, self.speed, alone_seconds=alone_seconds, block_tokens=block_tokens
+        )
         self.ended: dict[int, float] = {}
         """Time at which a prompt was read, by its number."""
         self.scheduler = make(8, CHUNK, BLOCK)
@@ -151,10 +154,14 @@ def drawn_machine(random: Random) -> Machine:
     return Machine(fixed, token, read, random.choice((0.0, 0.1, NOISE)), 1.0, random)
 
 
-def talk(seed: int, speed: Callable[[Machine], ChunkSpeed] = measured) -> Simulation:
+def talk(
+    seed: int,
+    speed: Callable[[Machine], ChunkSpeed] = measured,
+    block_tokens: int | None = None,
+) -> Simulation:
     """Let prompts of all lengths come while another sequence decodes, and the machine change."""
     random = Random(seed)
-    simulation = Simulation(drawn_machine(random), speed)
+    simulation = Simulation(drawn_machine(random), speed, block_tokens=block_tokens)
     simulation.decode()
     for _ in range(12):
         event = random.choice(("long", "short", "turn", "several", "change"))
@@ -219,8 +226,9 @@ def one_mean(machine: Machine) -> PrefillRate:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_decode_gaps_are_bounded(seed: int) -> None:
-    simulation = talk(seed)
+@pytest.mark.parametrize("block_tokens", [None, BLOCK])
+def test_decode_gaps_are_bounded(seed: int, block_tokens: int | None) -> None:
+    simulation = talk(seed, block_tokens=block_tokens)
     assert any(gap.possible for gap in simulation.gaps)
     assert stalls(simulation) == []
 
@@ -230,6 +238,30 @@ def test_check_detects_length_independent_speed(
     speed: Callable[[Machine], ChunkSpeed],
 ) -> None:
     assert sum(bool(stalls(talk(seed, speed))) for seed in range(6)) >= 2
+
+
+def steady(machine: Machine, block_tokens: int | None) -> Simulation:
+    """Read a long prompt beside a sequence that decodes."""
+    simulation = Simulation(machine, block_tokens=block_tokens)
+    simulation.decode()
+    simulation.ask(4_000)
+    simulation.run()
+    return simulation
+
+
+def test_fast_machine_uses_quarter_of_allowed_time() -> None:
+    """A block takes 11 ms, so chunks of 50 ms cost a tenth more in all than those of 200."""
+    whole, quarter = (steady(Machine(0.005, 2e-4, 0.0), size) for size in (None, BLOCK))
+    assert max(gap.seconds for gap in whole.gaps[LEARNING:]) > STALL / 2
+    assert max(gap.seconds for gap in quarter.gaps[LEARNING:]) <= STALL / 4
+    assert quarter.clock < 1.15 * whole.clock
+
+
+def test_slow_machine_reads_whole_blocks() -> None:
+    """A block takes 0.13 s: shorter chunks would cost more in all."""
+    whole, blocks = (steady(Machine(0.1, 1e-3, 0.0), size) for size in (None, BLOCK))
+    assert {sum(gap.chunks.values()) for gap in blocks.gaps[LEARNING:-1]} == {BLOCK}
+    assert blocks.clock < 1.5 * whole.clock
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -41,6 +41,9 @@ class StepTime:
     alone_seconds: float | None = None
     """Limit in seconds of all other steps; None for no limit."""
     others_wait: bool = True
+    block_tokens: int | None = None
+    """Size of a block. While others wait, a quarter of the limit is used, or a block's time if that
+    is longer: larger chunks gain little then. None to use all of the limit."""
 
     @property
     def alone(self) -> StepTime | None:
@@ -53,8 +56,15 @@ class StepTime:
     def tokens(self, start: int, max_tokens: int, beside: Iterable[tuple[int, int]] = ()) -> int:
         """Return the longest chunk from `start` that fits into the remaining time."""
         spent = sum(self.speed.chunk_seconds(tokens, begin) for begin, tokens in beside)
-        left = self.seconds - spent
+        left = self._used_seconds(start) - spent
         return self.speed.tokens_within(left, start, max_tokens) if left > 0 else 0
+
+    def _used_seconds(self, start: int) -> float:
+        """Return the part of the limit that chunks from `start` on use."""
+        if self.block_tokens is None or not self.others_wait:
+            return self.seconds
+        block = self.speed.chunk_seconds(self.block_tokens, start)
+        return min(self.seconds, max(self.seconds / 4, block))
 
     def least(self, start: int) -> int:
         """Return the minimum chunk, prefilled even if it exceeds the limit; 0 while others wait."""
