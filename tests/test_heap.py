@@ -94,3 +94,32 @@ def test_engine_start_releases_what_loading_has_freed() -> None:
     command = [sys.executable, "-c", STARTED]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 50  # of the 100 MiB below arrays that are still there
+
+
+# Before the block and behind it freed memory is kept; in it, only by what is allocated before.
+LOADING = """
+import psutil
+import penstock
+import mlx.core as mx
+from penstock.heap import keep_freed_memory, without_keeping
+def released():
+    held = [mx.ones((1 << 20,)) for _ in range(50)]
+    mx.eval(held)
+    full = psutil.Process().memory_info().rss
+    del held[::2]
+    return (full - psutil.Process().memory_info().rss) >> 20
+mx.set_cache_limit(0)
+assert keep_freed_memory(300 << 20)
+with without_keeping():
+    inside = released()
+print(inside, released())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_loading_keeps_no_freed_memory() -> None:
+    command = [sys.executable, "-c", LOADING]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    inside, behind = map(int, done.stdout.split())
+    assert 95 < inside < 105, "25 arrays of 4 MiB"
+    assert behind < 5

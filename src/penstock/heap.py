@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 LEAST_KEPT_BYTES = 64 * 2**20
@@ -23,6 +25,11 @@ MOST_KEPT_BYTES = 2**31 - 1
 # mallopt's parameters, from glibc's malloc.h; 32 MiB is the largest threshold that it takes.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _MMAP_BYTES = 32 * 2**20
+_RETURNED_BYTES = 2**20
+"""Size from which arrays are returned to the system while a model is loaded."""
+
+_kept_bytes = LEAST_KEPT_BYTES
+"""Bytes of the last call of `keep_freed_memory`."""
 
 
 def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
@@ -35,16 +42,36 @@ def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
         most_bytes: free memory at the top of the heap that is not returned to the system;
             at least 64 MiB, and less than 2 GiB. The last call takes effect.
     """
-    kept_bytes = max(LEAST_KEPT_BYTES, min(most_bytes, MOST_KEPT_BYTES))
+    global _kept_bytes
+    _kept_bytes = max(LEAST_KEPT_BYTES, min(most_bytes, MOST_KEPT_BYTES))
     mallopt = _function("mallopt")
     if mallopt is None:
         return False
     accepted = [
-        mallopt(_TRIM_THRESHOLD, kept_bytes),
+        mallopt(_TRIM_THRESHOLD, _kept_bytes),
         mallopt(_MMAP_THRESHOLD, _MMAP_BYTES),
         mallopt(_ARENA_MAX, 1),
     ]
     return accepted == [1, 1, 1]
+
+
+@contextmanager
+def without_keeping() -> Iterator[None]:
+    """Return arrays of 1 MiB and more to the system as soon as they are freed, in a `with` block.
+
+    While a model is loaded, its weights are read in one form and kept in another; gaps that freed
+    weights leave in the heap would count as memory of the process.
+    """
+    mallopt = _function("mallopt")
+    if mallopt is None:
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _RETURNED_BYTES)
+    try:
+        yield
+    finally:  # the first call has ended glibc's own adjustment, which reaches these values
+        mallopt(_MMAP_THRESHOLD, _MMAP_BYTES)
+        mallopt(_TRIM_THRESHOLD, _kept_bytes)
 
 
 def give_back_freed_memory() -> bool:

@@ -19,6 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.model.model_probe import weight_bytes
 from penstock.errors import NeverFits, SettingError
 from penstock.memory.sizes import parse_bytes
+from penstock.models import weight_packer
 from penstock.models.loading import check_fits, load_all, load_within
 from penstock.models.widening import Widening, model_bytes
 from penstock.recall import MODEL_PATH
@@ -102,6 +103,20 @@ def test_weights_are_packed_in_the_proposed_limit() -> None:
         Widening("auto", *sizes, 60_000_000, 147_000_000).check_limit("SmolLM2")
     enough = parse_bytes(str(refused.value).partition("about ")[2].split()[0])
     assert Widening("auto", *sizes, enough, 147_000_000).packs
+
+
+@pytest.mark.skipif(weight_packer.weight_packer() is None, reason="packing needs Numba")
+def test_scales_are_not_widened_before_they_are_packed() -> None:
+    """In float32 they would take a fifth of the weights more for a moment."""
+    model = build({**SIZES, **MODELS["llama"], "vocab_size": 4096})
+    nn.quantize(model, group_size=32, bits=4)
+    model.set_dtype(mx.float16)
+    mx.eval(model.parameters())
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    weight_packer.pack(model, lambda module: None, exact=False)
+    assert mx.get_peak_memory() < 1.05 * before
+    assert dtypes(model) == {mx.float32}
 
 
 @pytest.mark.parametrize("weights_dtype", ["auto", "native", "float32", "packed"])

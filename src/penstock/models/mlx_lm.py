@@ -21,6 +21,7 @@ import mlx.nn as nn
 from penstock.attention.span_attention import AttentionWindow
 from penstock.config import WeightsDtype
 from penstock.errors import ModelError, PenstockError
+from penstock.heap import without_keeping
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
 from penstock.kv.states import NO_STATES, Place, StateForm, States, put_together, taken_apart
 from penstock.memory.sizes import format_bytes
@@ -94,13 +95,14 @@ def load_folder(
         widening = decision(model, weights_dtype, limit_bytes)
         widening.check_limit(Path(source).name)
         logger.info("loading %s of weights", format_bytes(widening.loaded_bytes))
-        if widening.widens:
-            widen(model, _dense)
-        elif widening.packs:
-            pack(model, _dense, exact=widening.exact)
+        with without_keeping():
+            if widening.widens:
+                widen(model, _dense)
+            elif widening.packs:
+                pack(model, _dense, exact=widening.exact)
+            mx.eval(model.parameters())
         if widening.widens or widening.packs:
             config["torch_dtype"] = "float32"
-        mx.eval(model.parameters())
     # A boundary: a config says anything, and mlx-lm, transformers, the hub client and MLX each
     # compute with it before they check it: no list of their errors is ever complete.
     except BaseException as error:
@@ -167,10 +169,11 @@ def load_written(
                 folder, SAFELY, eos_token_ids=config["eos_token_id"]
             )
         read_bytes = widening.native_bytes if widening.packs else widening.loaded_bytes
-        model.load_weights(list(_noted(weights, read_bytes)))
-        _check_first_step(model)
-        if widening.packs:
-            pack(model, _dense, exact=widening.exact)
+        with without_keeping():
+            model.load_weights(list(_noted(weights, read_bytes)))
+            _check_first_step(model)
+            if widening.packs:
+                pack(model, _dense, exact=widening.exact)
     # A boundary, as in `load_folder`.
     except BaseException as error:
         raise _refusal(f"cannot load {path}", error) from error

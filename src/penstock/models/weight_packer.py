@@ -122,6 +122,6 @@ def pack(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None], *, ex
     packer = weight_packer()
     if packer is None:
         raise ModelError("--weights-dtype packed needs Numba: pip install numba, or take float32")
-    takes = packer.takes
-    widen(model, lambda module: None if takes(module) else dense(module))
+    widen(model, dense, packer.takes)
     packer.pack(model, exact=exact)
+    widen(model, lambda module: None)  # what was left, and could not be packed

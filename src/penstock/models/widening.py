@@ -128,10 +128,24 @@ def model_bytes(model: nn.Module) -> tuple[int, int]:
     return sum(array.nbytes for array in arrays.values()), wide_bytes
 
 
-def widen(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Convert a model's weights to float32 one by one, so that only one is held twice."""
+def widen(
+    model: nn.Module,
+    dense: Callable[[nn.Module], nn.Module | None],
+    leaves: Callable[[nn.Module], bool] = lambda module: False,
+) -> None:
+    """Convert a model's weights to float32 one by one, so that only one is held twice.
+
+    Args:
+        model: model, changed in place.
+        dense: returns the module to replace a quantized one with; None to keep its codes.
+        leaves: whether a quantized module is left as it is.
+    """
+    left: set[str] = set()
     for name, module in _modules(model).items():
         if "scales" not in module:
+            continue
+        if leaves(module):
+            left.add(name)
             continue
         full = dense(module)
         if full is not None:
@@ -139,7 +153,8 @@ def widen(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None]) -> N
             if "bias" in module:
                 full.bias = module.bias
             _put(model, name, full)
-    names = [name for name, array in _flat(model) if array.dtype in _HALF]
+    half = (name for name, array in _flat(model) if array.dtype in _HALF)
+    names = [name for name in half if name.rpartition(".")[0] not in left]
     for name in names:
         widened = dict(_flat(model))[name].astype(mx.float32)
         mx.eval(widened)

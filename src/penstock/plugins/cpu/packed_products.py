@@ -211,15 +211,29 @@ def packed_matrix(module: nn.Module, rows: slice | int = slice(None)) -> PackedM
         scales = np.ldexp(np.float32(1), powers)
         sides = [scales, -FLOAT4_ZERO * scales]
     else:
-        sides = [np.asarray(module[x][rows].astype(mx.float32)) for x in ("scales", "biases")]
+        sides = [_numbers(_rows(module[x], rows)) for x in ("scales", "biases")]
     if all(map(_fits_half, sides)):
-        sides = [side.astype(np.float16) for side in sides]
-    codes = CodeRows(module.weight[rows], bits, int(module.group_size))
+        sides = [side.astype(np.float16, copy=False) for side in sides]
+    elif len({side.dtype for side in sides}) > 1:
+        sides = [side.astype(np.float32) for side in sides]
+    codes = CodeRows(_rows(module.weight, rows), bits, int(module.group_size))
     return PackedMatrix(codes, sides[0], sides[1], WIDER[bits], floats=floats)
 
 
-def _fits_half(numbers: Floats) -> bool:
+def _rows(matrix: mx.array, rows: slice | int) -> mx.array:
+    """Return rows of a matrix; the matrix itself, and no copy, for all."""
+    return matrix if rows == slice(None) else matrix[rows]
+
+
+def _numbers(side: mx.array) -> Array:
+    """Return scales or offsets as NumPy's numbers, in float16 or float32."""
+    return np.asarray(side if side.dtype == mx.float16 else side.astype(mx.float32))
+
+
+def _fits_half(numbers: Array) -> bool:
     """Return whether float16 has the exact values of some numbers, as those of GGUF files."""
+    if numbers.dtype == np.float16:
+        return True
     with np.errstate(over="ignore"):
         return np.array_equal(numbers.astype(np.float16), numbers)
 

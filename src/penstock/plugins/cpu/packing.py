@@ -54,18 +54,31 @@ def packing(module: nn.Module) -> Packing | None:
 
 
 def pack(model: nn.Module, *, exact: bool) -> None:
-    """See `WeightPacker`; decoder layers of known classes whole, others one by one."""
-    for name in _names(model, lambda module: form_of(module) is not None):
+    """See `WeightPacker`; decoder layers of known classes whole, others one by one.
+
+    Embeddings and the head, the largest matrices, come first, while the rest is not yet read.
+    """
+    _pack_each(model, lambda name, module: takes(module) and not _is_in_layer(name), exact=exact)
+    for name in _names(model, lambda _, module: form_of(module) is not None):
         layer = packed_layer(_at(model, name), exact=exact)
         if layer is not None:
             _put(model, name, layer)
     for layers in _in_turn(model):
         compute_together(layers)
-    for name in _names(model, takes):
+    _pack_each(model, lambda _, module: takes(module), exact=exact)
+    mx.eval(model.parameters())  # type: ignore[no-untyped-call]
+
+
+def _is_in_layer(name: str) -> bool:
+    return any(part.isdecimal() for part in name.split("."))
+
+
+def _pack_each(model: nn.Module, wanted: Callable[[str, nn.Module], bool], *, exact: bool) -> None:
+    """Replace modules one by one."""
+    for name in _names(model, wanted):
         replacement = _packed(name, _at(model, name), exact=exact)
         if replacement is not None:
             _put(model, name, replacement)
-    mx.eval(model.parameters())  # type: ignore[no-untyped-call]
 
 
 def _in_turn(model: nn.Module) -> list[list[PackedDecoderLayer]]:
@@ -89,10 +102,10 @@ def _packed(name: str, module: Any, *, exact: bool) -> nn.Module | None:
     return kind(matrix, module.get("bias"), exact=exact)
 
 
-def _names(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[str]:
+def _names(model: nn.Module, wanted: Callable[[str, nn.Module], bool]) -> list[str]:
     """Return the names of modules; keeps no references, so that replaced modules are freed."""
     modules: list[tuple[str, nn.Module]] = model.named_modules()  # type: ignore[no-untyped-call]
-    return [name for name, module in modules if wanted(module)]
+    return [name for name, module in modules if wanted(name, module)]
 
 
 def _at(model: nn.Module, name: str) -> Any:
